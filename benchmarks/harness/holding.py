@@ -1,0 +1,126 @@
+"""Bytes of a cache after a prefill and at its peak inside it. Nothing is timed: once is enough."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from harness.report import Section
+from harness.worker import Answer, Worker, WorkerError
+
+METHODS = ("snapkv", "adakv(snapkv)")
+KEEPS = (0.5, 0.125)
+HELD_OVER_KEEP = 1.02  # AdaKV's bytes, of the share that was asked for
+PEAK_KEEP, PEAK_TARGET = 0.125, 0.25
+
+Key = tuple[str, float, int, str]  # method, keep, tokens, side
+Table = dict[Key, Answer]
+
+
+def measure(table: Table, workers: list[Worker], lengths: list[int]) -> Iterator[int]:
+    """Fill `table`; gives the tokens of each request when it is done."""
+    for tokens in lengths:
+        for worker in workers:
+            table["full", 1.0, tokens, worker.name] = worker.ask("bytes", tokens=tokens)
+            yield tokens
+            for method in METHODS:
+                for keep in KEEPS:
+                    table[method, keep, tokens, worker.name] = _asked(worker, method, keep, tokens)
+                    yield tokens
+
+
+def planned(workers: list[Worker], lengths: list[int]) -> int:
+    """The tokens of all requests."""
+    return len(workers) * sum(lengths) * (1 + len(METHODS) * len(KEEPS))
+
+
+def rows(table: Table) -> list[dict[str, Any]]:
+    """All figures, for the JSON file."""
+    return [
+        {"method": method, "keep": keep, "tokens": tokens, "side": side, **answer}
+        for (method, keep, tokens, side), answer in table.items()
+    ]
+
+
+def held(table: Table, lengths: list[int]) -> Section:
+    """The table of bytes after the prefill."""
+    columns = ["method", "keep", "tokens", "target", "keepset holds", "", "keepset says", "kvpress holds"]
+    section = Section("KV bytes after the prefill / the full cache's", columns)
+    for tokens in lengths:
+        for method in METHODS:
+            for keep in KEEPS:
+                own, peer = (_shares(table, method, keep, tokens, side) for side in ("keepset", "kvpress"))
+                target = HELD_OVER_KEEP * keep if method == "adakv(snapkv)" else None
+                section.rows.append(
+                    [
+                        method,
+                        str(keep),
+                        str(tokens),
+                        _bound(target),
+                        _shown(own, "kv_bytes"),
+                        _verdict(own, "kv_bytes", target),
+                        _shown(own, "claimed_bytes"),
+                        _shown(peer, "kv_bytes"),
+                    ]
+                )
+    section.notes.append("holds: unique storages of all floating tensors that the cache reaches.")
+    section.notes.append("says: the cache's own `nbytes`, which must not be less than what it holds.")
+    section.notes += [
+        f"{side}, {method}, keep {keep}, {tokens} tokens: {answer['error']}"
+        for (method, keep, tokens, side), answer in table.items()
+        if "error" in answer
+    ]
+    return section
+
+
+def peak(table: Table, lengths: list[int]) -> Section:
+    """The table of peaks inside the prefill."""
+    columns = ["method", "tokens", "target", "keepset KV", "", "keepset alive", "kvpress KV", "kvpress alive"]
+    section = Section(f"Peak inside the prefill / the full cache's, keep {PEAK_KEEP}", columns)
+    for tokens in lengths:
+        for method in METHODS:
+            own, peer = (_shares(table, method, PEAK_KEEP, tokens, side) for side in ("keepset", "kvpress"))
+            section.rows.append(
+                [
+                    method,
+                    str(tokens),
+                    _bound(PEAK_TARGET),
+                    _shown(own, "kv_bytes_peak"),
+                    _verdict(own, "kv_bytes_peak", PEAK_TARGET),
+                    _shown(own, "alive_bytes_peak"),
+                    _shown(peer, "kv_bytes_peak"),
+                    _shown(peer, "alive_bytes_peak"),
+                ]
+            )
+    section.notes.append("KV: the most that the cache reached after any single operation of the prefill.")
+    section.notes.append(
+        "alive: the most that all tensors made in the prefill took at once, activations too."
+    )
+    return section
+
+
+def _asked(worker: Worker, method: str, keep: float, tokens: int) -> Answer:
+    try:
+        return worker.ask("bytes", method, keep=keep, tokens=tokens)
+    except WorkerError as error:
+        return {"error": str(error)}
+
+
+def _shares(table: Table, method: str, keep: float, tokens: int, side: str) -> dict[str, float]:
+    """Divide by the same side's full cache; its KV is also the measure of what a cache says."""
+    answer, full = table.get((method, keep, tokens, side), {}), table.get(("full", 1.0, tokens, side), {})
+    measures = {name: name for name in ("kv_bytes", "kv_bytes_peak", "alive_bytes_peak")}
+    measures["claimed_bytes"] = "kv_bytes"
+    return {name: answer[name] / full[by] for name, by in measures.items() if answer.get(name) and full}
+
+
+def _bound(target: float | None) -> str:
+    return f"≤ {target:.4g}" if target else "-"
+
+
+def _shown(shares: dict[str, float], name: str) -> str:
+    return f"{shares[name]:.3f}" if name in shares else "-"
+
+
+def _verdict(shares: dict[str, float], name: str, target: float | None) -> str:
+    if target is None or name not in shares:
+        return "-"
+    return "met" if shares[name] <= target else "not met"

@@ -1,0 +1,181 @@
+"""What compressing a prompt costs: prefill time with a method over the full cache's of the same round."""
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from harness import options, progress
+from harness.prompt import prepared
+from harness.report import Section, machine, publish
+from harness.summary import Summary, ratios, shown, verdict
+from harness.worker import Worker, WorkerError, start_workers
+
+SIDES = ("keepset", "kvpress")
+KEEP = 0.5
+WARM_UP_TOKENS = 256  # enough for every method to run once, and to fail if it must
+TARGETS: dict[str, float | None] = {
+    "streaming_llm": 1.03,
+    "knorm": 1.03,
+    "tova": 1.03,
+    "snapkv": 1.03,
+    "expected_attention": 1.06,
+    "h2o": 1.5,
+    "pyramid(snapkv)": None,
+    "adakv(snapkv)": None,
+}
+# A method that holds more than this at the end of the prefill has not compressed: its time says nothing.
+MOST_HELD = 1.05 * KEEP
+
+
+@dataclass
+class Measured:
+    """One side's rounds of one method at one length. Both lists grow together."""
+
+    seconds: list[float] = field(default_factory=list)
+    full_seconds: list[float] = field(default_factory=list)
+    kv_bytes: int = 0
+    kv_bytes_full: int = 0
+    claimed_bytes: int | None = None
+    error: str | None = None
+
+    @property
+    def ratio(self) -> Summary | None:
+        return ratios(self.seconds, self.full_seconds)
+
+    @property
+    def held(self) -> float | None:
+        return self.kv_bytes / self.kv_bytes_full if self.kv_bytes_full else None
+
+    def as_json(self) -> dict[str, Any]:
+        ratio = self.ratio
+        return {**self.__dict__, "held": self.held, "ratio": ratio.as_json() if ratio else None}
+
+
+Key = tuple[str, int, str]  # method, tokens, side
+Table = dict[Key, Measured]
+
+
+def main() -> int:
+    """Measure, show, write; fail if a measurement of keepset failed."""
+    parser = options.parser(__doc__ or "", repeats=7)
+    parser.add_argument("--only", type=options.names, default=list(TARGETS), help="methods, with commas")
+    args = parser.parse_args()
+    if unknown := set(args.only) - set(TARGETS):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(TARGETS)}")
+
+    table: Table = defaultdict(Measured)
+    with ExitStack() as stack:
+        prompt = stack.enter_context(prepared(args.model, max(*args.tokens, WARM_UP_TOKENS)))
+        workers = start_workers(stack, prompt, args.threads, args.peer)
+        versions = {worker.name: worker.versions for worker in workers}
+        try:
+            _measure(table, workers, args.only, args.tokens, args.repeats)
+        except KeyboardInterrupt:
+            print("interrupted: what is done follows", file=sys.stderr)
+    _judge(table)
+    settings = {"keep": KEEP, "tokens": args.tokens, "repeats": args.repeats, "threads": args.threads}
+    rows = [
+        {"method": method, "tokens": tokens, "side": side, "target": TARGETS[method], **measured.as_json()}
+        for (method, tokens, side), measured in table.items()
+    ]
+    data = {"machine": machine(), "versions": versions, "settings": settings, "rows": rows}
+    publish("speed", [_section(table, args.only, tokens) for tokens in args.tokens], data)
+    return 1 if any(table[key].error for key in table if key[2] == "keepset") else 0
+
+
+def _measure(
+    table: Table, workers: list[Worker], methods: list[str], lengths: list[int], rounds: int
+) -> None:
+    plan = [(method, tokens, worker) for tokens in lengths for method in methods for worker in workers]
+    warm_up = len(workers) * (sum(lengths) + len(methods) * WARM_UP_TOKENS)
+    with progress.bar() as bar:
+        task = bar.add_task("warm-up", total=warm_up + 2 * rounds * sum(tokens for _, tokens, _ in plan))
+        for step in _warm_up(table, workers, methods, lengths):
+            bar.advance(task, step)
+        for number in range(rounds):
+            for method, tokens, worker in plan:
+                bar.update(task, description=f"round {number + 1}/{rounds} {worker.name} {method} {tokens}")
+                measured = table[method, tokens, worker.name]
+                if not measured.error:
+                    _pair(measured, worker, method, tokens, full_first=number % 2 == 0)
+                bar.advance(task, 2 * tokens)
+
+
+def _warm_up(table: Table, workers: list[Worker], methods: list[str], lengths: list[int]) -> Iterator[int]:
+    for worker in workers:
+        for tokens in lengths:
+            worker.ask("prefill", tokens=tokens)
+            yield tokens
+        for method in methods:
+            try:
+                worker.ask("prefill", method, keep=KEEP, tokens=WARM_UP_TOKENS)
+            except WorkerError as error:
+                for tokens in lengths:
+                    table[method, tokens, worker.name].error = str(error)
+            yield WARM_UP_TOKENS
+
+
+def _pair(measured: Measured, worker: Worker, method: str, tokens: int, full_first: bool) -> None:
+    """Time the method and the full cache next to each other; who goes first alternates."""
+    try:
+        if full_first:
+            full = worker.ask("prefill", tokens=tokens)
+        answer = worker.ask("prefill", method, keep=KEEP, tokens=tokens)
+        if not full_first:
+            full = worker.ask("prefill", tokens=tokens)
+    except WorkerError as error:
+        measured.error = str(error)
+        return
+    measured.seconds += answer["seconds"]
+    measured.full_seconds += full["seconds"]
+    measured.kv_bytes, measured.kv_bytes_full = answer["kv_bytes"], full["kv_bytes"]
+    measured.claimed_bytes = answer["claimed_bytes"]
+
+
+def _judge(table: Table) -> None:
+    for (_, _, side), measured in table.items():
+        if side == "keepset" and measured.held is not None and measured.held > MOST_HELD:
+            measured.error = f"holds {measured.held:.2f} of the full cache at keep {KEEP}: not compressed"
+
+
+def _section(table: Table, methods: list[str], tokens: int) -> Section:
+    columns = ["method", "target", "keepset", "", "holds", "kvpress", "holds", "keepset / kvpress"]
+    section = Section(f"Prefill of {tokens} tokens: time with a method / full cache, keep {KEEP}", columns)
+    for method in methods:
+        own, peer = (table[method, tokens, side] for side in SIDES)
+        target = TARGETS[method]
+        section.rows.append(
+            [
+                method,
+                f"≤ {target}" if target else "-",
+                shown(own.ratio),
+                "failed" if own.error else verdict(own.ratio, target),
+                _share(own),
+                shown(peer.ratio),
+                _share(peer),
+                shown(ratios(own.seconds, peer.seconds)),
+            ]
+        )
+    section.notes.append(
+        "Median of the rounds (smallest..largest). holds: KV bytes kept, of the full cache's."
+    )
+    for side in SIDES:
+        both = {method: table[method, tokens, side] for method in methods}
+        section.notes += [f"{side}, {method}: {one.error}" for method, one in both.items() if one.error]
+        if full := Summary.of([seconds for one in both.values() for seconds in one.full_seconds]):
+            section.notes.append(f"Full cache in {side}'s environment: {shown(full, 2)} s.")
+    return section
+
+
+def _share(measured: Measured) -> str:
+    return "-" if measured.held is None else f"{measured.held:.2f}"
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except WorkerError as error:
+        sys.exit(str(error))

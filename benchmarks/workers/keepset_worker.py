@@ -1,0 +1,22 @@
+"""Measures keepset, and plain transformers of the same environment as its full cache."""
+
+from measure import Setting, Side, Start
+from serve import serve
+
+import keepset
+
+
+class Keepset(Side):
+    def start(self, setting: Setting) -> Start:
+        model = self.model_for(setting.method)
+        return Start(model, keepset.Cache(model, recipe(setting.method, setting.keep)))
+
+
+def recipe(method: str, keep: float) -> str:
+    """`snapkv` becomes `snapkv(keep=0.5)`, `adakv(snapkv)` becomes `adakv(snapkv, keep=0.5)`."""
+    opened = f"{method[:-1]}, " if method.endswith(")") else f"{method}("
+    return f"{opened}keep={keep})"
+
+
+if __name__ == "__main__":
+    serve(Keepset, ("keepset", "transformers", "torch"))

@@ -1,0 +1,44 @@
+"""Measures kvpress, and plain transformers of its environment as its full cache."""
+
+from collections.abc import Callable
+from typing import Any
+
+from kvpress import (
+    AdaKVPress,
+    ExpectedAttentionPress,
+    KnormPress,
+    ObservedAttentionPress,
+    PyramidKVPress,
+    SnapKVPress,
+    StreamingLLMPress,
+    TOVAPress,
+)
+from measure import Setting, Side, Start
+from serve import serve
+from transformers import DynamicCache
+
+# keepset's names, and the presses that do the same, by the share of entries that they drop.
+PRESSES: dict[str, Callable[[float], Any]] = {
+    "streaming_llm": StreamingLLMPress,
+    "knorm": KnormPress,
+    "tova": TOVAPress,
+    "snapkv": SnapKVPress,
+    "expected_attention": ExpectedAttentionPress,
+    "h2o": ObservedAttentionPress,
+    "pyramid(snapkv)": PyramidKVPress,
+    "adakv(snapkv)": lambda dropped: AdaKVPress(SnapKVPress(dropped)),
+}
+NEEDS_EAGER = {"h2o"}
+
+
+class Kvpress(Side):
+    def start(self, setting: Setting) -> Start:
+        if setting.method not in PRESSES:
+            raise ValueError(f"kvpress has no {setting.method!r}; known: {', '.join(PRESSES)}")
+        model = self.model_for(setting.method, "eager" if setting.method in NEEDS_EAGER else "sdpa")
+        press = PRESSES[setting.method](1 - setting.keep)
+        return Start(model, DynamicCache(), press(model))
+
+
+if __name__ == "__main__":
+    serve(Kvpress, ("kvpress", "transformers", "torch"))

@@ -1,0 +1,63 @@
+"""keepset decides which entries of a language model's KV cache to keep, and really frees the rest.
+
+A method looks at an `Observation` and answers with a `KeepSet`; a runtime executes the `KeepSet`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from keepset import models
+    from keepset.budget import Budget
+    from keepset.errors import KeepsetError
+    from keepset.hf.cache import Cache
+    from keepset.keep_set import KeepSet
+    from keepset.method import Method
+    from keepset.observation import Observation
+    from keepset.recipe import Recipe
+    from keepset.registry import METHODS, register
+    from keepset.schedule import Schedule
+
+__version__ = "0.1.0"
+
+# Resolved on first use: importing torch takes a second, and asking for the version should not.
+_HOMES = {
+    "Budget": "keepset.budget",
+    "Cache": "keepset.hf.cache",
+    "KeepSet": "keepset.keep_set",
+    "KeepsetError": "keepset.errors",
+    "METHODS": "keepset.registry",
+    "Method": "keepset.method",
+    "Observation": "keepset.observation",
+    "Recipe": "keepset.recipe",
+    "Schedule": "keepset.schedule",
+    "models": "keepset.models",
+    "register": "keepset.registry",
+}
+
+__all__ = [
+    "METHODS",
+    "Budget",
+    "Cache",
+    "KeepSet",
+    "KeepsetError",
+    "Method",
+    "Observation",
+    "Recipe",
+    "Schedule",
+    "models",
+    "register",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'keepset' has no attribute {name!r}")
+    module = importlib.import_module(_HOMES[name])
+    return module if _HOMES[name] == f"keepset.{name}" else getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,1 @@
+"""Allocators: how a budget is divided over layers and heads."""

@@ -1,0 +1,47 @@
+"""PyramidKV: much for the first layers, little for the last."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxtyping import Int
+from torch import Tensor
+
+from keepset.budget import Budget
+from keepset.method import Allocator, parameter
+from keepset.observation import Observation
+
+
+@dataclass(frozen=True)
+class Pyramid(Allocator):
+    """Budgets that fall linearly with depth (Cai et al. 2024, arXiv:2406.02069, section 4.1).
+
+    What always stays is the same in every layer; the rest, r entries on average, falls from 2r - r/beta in
+    the first layer to r/beta in the last. Where the text is too short for the first layer's share, the
+    slope is the steepest that fits. Rounding keeps the sum over layers exactly layers x budget.
+    """
+
+    name: ClassVar[str] = "pyramid"
+    layout: ClassVar[str] = "layer-ragged"
+    paper: ClassVar[str] = "arXiv:2406.02069"
+
+    beta: float = parameter(20.0, minimum=1.0)
+
+    def quotas(self, observation: Observation, budget: Budget) -> Int[Tensor, "batch kv_heads"]:
+        """Entries of this layer, for every request and KV head."""
+        average = self.scorer.quotas(observation, budget)
+        layers = len(observation.layers)
+        if layers == 1:
+            return average
+        always = average.clamp(max=budget.sinks + budget.recent)
+        rest = (average - always).double()
+        room = (observation.valid.sum(-1) - always).double()
+        first = (2 * rest - rest / self.beta).minimum(room)
+        step = 2 * (first - rest) / (layers - 1)
+
+        def before(depth: int) -> Int[Tensor, "batch kv_heads"]:
+            """Entries of the first `depth` layers; rounding sums instead of layers keeps the total."""
+            return (depth * first - step * (depth * (depth - 1) / 2) + 1e-6).floor().long()
+
+        return always + before(observation.depth + 1) - before(observation.depth)

@@ -1,0 +1,80 @@
+"""`Budget`: how many entries may stay, and which ones always do."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from keepset.errors import KeepsetError
+from keepset.observation import Observation
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Entries per KV head, exact: a method asked for n keeps n, or all when there are fewer.
+
+    Attributes:
+        keep: a float in (0, 1] is a fraction of the entries, an int is entries per KV head, None leaves the
+            number to the method.
+        sinks: first tokens that always stay; they count towards `keep`.
+        recent: newest tokens that always stay. Where a fraction of a short text leaves no room for both,
+            the suffix shrinks first.
+    """
+
+    keep: int | float | None = None
+    sinks: int = 0
+    recent: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("sinks", "recent"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise KeepsetError(f"{name}={value!r} is not a number of tokens: use an integer from 0.")
+        if self.keep is None:
+            return
+        if isinstance(self.keep, bool) or not isinstance(self.keep, int | float):
+            raise KeepsetError(f"keep={self.keep!r} is not a number: {KEEP_HELP}.")
+        if isinstance(self.keep, float) and not 0 < self.keep <= 1:
+            raise KeepsetError(f"keep={self.keep!r} is out of range: {KEEP_HELP}.")
+        if isinstance(self.keep, int):
+            if self.keep < 1:
+                raise KeepsetError(f"keep={self.keep} is out of range: {KEEP_HELP}.")
+            if self.keep < self.sinks + self.recent:
+                raise KeepsetError(
+                    f"keep={self.keep} is below the {self.sinks + self.recent} entries that always stay "
+                    f"(sinks={self.sinks}, recent={self.recent}): raise keep, or lower those."
+                )
+
+    def count(self, entries: int) -> int:
+        """Entries that stay of `entries`."""
+        if self.keep is None:
+            return entries
+        wanted = self.keep if isinstance(self.keep, int) else math.floor(entries * self.keep + 1e-9)
+        return min(max(wanted, 1), entries)
+
+    def quotas(self, observation: Observation) -> Int[Tensor, "batch kv_heads"]:
+        """Entries that stay, for every request and KV head."""
+        existing = observation.valid.sum(-1)
+        if self.keep is None:
+            return existing
+        if isinstance(self.keep, int):
+            wanted = torch.full_like(existing, self.keep)
+        else:
+            # 0.29 * 100 is 28.999...96 in binary; no text is long enough for 1e-9 to matter.
+            wanted = (existing.double() * self.keep + 1e-9).floor().long()
+        return torch.minimum(wanted.clamp(min=1), existing)
+
+    def is_sink(self, observation: Observation) -> Bool[Tensor, "batch kv_heads entries"]:
+        """The first tokens that always stay."""
+        return observation.positions < self.sinks
+
+    def is_recent(self, observation: Observation) -> Bool[Tensor, "batch kv_heads entries"]:
+        """The newest tokens that always stay."""
+        return observation.positions >= observation.lengths[:, None, None] - self.recent
+
+
+KEEP_HELP = "use a fraction in (0, 1] such as 0.25, or a whole number of entries from 1 such as 512"

@@ -1,0 +1,104 @@
+"""The attention function that keepset registers with transformers.
+
+It sees queries, keys and values after rotation, for every architecture that uses transformers' attention
+interface. It is not given the cache, so a layer that has just been updated is handed over here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface
+
+from keepset.errors import KeepsetError
+from keepset.hf.mask import MaskRule, mask_rule
+
+NAME = "keepset"
+"""Name of the attention implementation."""
+
+
+class AttentiveLayer(Protocol):
+    """A cache layer that attends over its own entries."""
+
+    incoming: Tensor | None
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rule: MaskRule | None,
+        scaling: float,
+    ) -> Tensor:
+        """Attention output `[batch, n, query_heads, value_dim]`."""
+
+
+class _Local(threading.local):
+    layer: AttentiveLayer | None = None
+    captured: list[Tensor] | None = None
+
+
+_local = _Local()
+
+
+def hand_over(layer: AttentiveLayer) -> None:
+    """Names the layer that the next call of the attention function belongs to."""
+    _local.layer = layer
+
+
+@contextmanager
+def capturing() -> Iterator[list[Tensor]]:
+    """Attention modules called inside only report their queries, `[batch, query_heads, n, head_dim]`."""
+    captured: list[Tensor] = []
+    _local.captured = captured
+    try:
+        yield captured
+    finally:
+        _local.captured = None
+
+
+def keepset_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: MaskRule | Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention over what the layer kept; for every other cache, or none, transformers' own SDPA."""
+    if _local.captured is not None:
+        _local.captured.append(query)
+        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+    for feature, name in _UNSUPPORTED.items():
+        if kwargs.get(feature) is not None:
+            raise KeepsetError(f"keepset's attention does not support {name}, which this model uses.")
+    layer, _local.layer = _local.layer, None
+    if layer is None or layer.incoming is not key:
+        mask = attention_mask.matrix if isinstance(attention_mask, MaskRule) else attention_mask
+        return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
+    if isinstance(attention_mask, Tensor):
+        raise KeepsetError(
+            "keepset.Cache takes a two-dimensional attention mask [batch, tokens]; this call brought a finished matrix."
+        )
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+    return layer.attend(module, query, key, value, attention_mask, scaling), None
+
+
+_UNSUPPORTED = {
+    "softcap": "soft-capping of attention logits",
+    "s_aux": "attention sinks in the softmax",
+    "position_bias": "additive position biases",
+}
+
+AttentionInterface.register(NAME, keepset_attention)
+AttentionMaskInterface.register(NAME, mask_rule)

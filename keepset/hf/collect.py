@@ -1,0 +1,207 @@
+"""Collects, while a prompt runs, what a method declared that it needs."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from keepset.hf.tap import LayerInput
+from keepset.kernels.columns import column_statistics, log_sum_exp
+from keepset.observation import HiddenMoments, Needs, QueryMoments
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one forward brings to one layer: `n` new tokens after those that came before.
+
+    Attributes:
+        queries: after rotation.
+        rows: for every request the keys of its valid entries so far, this chunk's included,
+            `[kv_heads, entries, head_dim]`, and which of this chunk's queries are its own.
+        positions, valid: of the new tokens; valid is None when all are.
+        lse: log-sum-exp of every query's logits where attention computed it already.
+    """
+
+    queries: Float[Tensor, "batch query_heads n head_dim"]
+    rows: list[tuple[Tensor, Tensor | slice]]
+    positions: Int[Tensor, "batch n"]
+    valid: Bool[Tensor, "batch n"] | None
+    scaling: float
+    lse: list[Tensor] | None = None
+    layer_input: LayerInput | None = None
+
+
+class Collector:
+    """Everything that `needs` names, of one layer, over one or more chunks of a prompt.
+
+    `seconds` holds the time that each kind of statistic took, so that a prefill which collects for many
+    methods at once can say what each of them would have cost.
+    """
+
+    def __init__(self, needs: Needs) -> None:
+        self.needs = needs
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._window: tuple[Tensor, Tensor] | None = None
+        self._columns: list[dict[str, Tensor]] | None = None
+        self._queries = {skip: _Moments() for skip in needs.query_moments}
+        self._hidden = {skip: _Moments() for skip in needs.hidden_moments}
+        self._input: LayerInput | None = None
+
+    def add(self, chunk: Chunk) -> None:
+        """Takes one chunk in."""
+        if self.needs.window:
+            with self._timed("window"):
+                self._add_window(chunk)
+        if self.needs.columns:
+            with self._timed("columns"):
+                self._add_columns(chunk)
+        if self.needs.hidden_states:
+            assert chunk.layer_input is not None
+            self._input = chunk.layer_input
+            with self._timed("query_moments"):
+                self._add_moments(chunk, chunk.layer_input)
+
+    def parts(self, lengths: Int[Tensor, " batch"]) -> dict[str, Any]:
+        """The collected part of an Observation, as its keyword arguments."""
+        parts: dict[str, Any] = {}
+        if self._window is not None:
+            parts["queries"], parts["query_positions"] = self._window
+        if self._columns is not None:
+            for name in self.needs.columns:
+                columns = [row[name] for row in self._columns]
+                longest = max(column.shape[-1] for column in columns)
+                parts[f"column_{name}"] = torch.stack([_widen(column, longest) for column in columns])
+        layer_input = self._input
+        if layer_input is not None:
+            ahead: dict[int, Any] = {}
+
+            def rotation(future: int) -> Any:
+                if future not in ahead:
+                    ahead[future] = layer_input.future_rotation(lengths, future)
+                return ahead[future]
+
+            def rotate(rows: Tensor, future: int) -> Tensor:
+                return layer_input.rotate(rows, rotation(future))
+
+            def future_queries(hidden: Tensor, future: int) -> Tensor:
+                return layer_input.replay(hidden, rotation(future))
+
+            parts["future_queries"] = future_queries
+            parts["query_moments"] = {
+                skip: QueryMoments(moments.mean, moments.covariance, rotate)
+                for skip, moments in self._queries.items()
+            }
+            parts["hidden_moments"] = {
+                skip: HiddenMoments(moments.mean[:, 0], moments.covariance[:, 0])
+                for skip, moments in self._hidden.items()
+            }
+        return parts
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[name] += time.perf_counter() - start
+
+    def _add_window(self, chunk: Chunk) -> None:
+        # One query more than the window where padding may lie inside; sorting moves it to the left.
+        queries, positions = chunk.queries, chunk.positions
+        if chunk.valid is not None:
+            order = chunk.valid.int().argsort(dim=-1, stable=True)[:, -self.needs.window :]
+            positions = positions.masked_fill(~chunk.valid, -1).gather(1, order)
+            queries = queries.gather(
+                2, order[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3])
+            )
+        queries, positions = queries[:, :, -self.needs.window :], positions[:, -self.needs.window :]
+        if self._window is not None:
+            queries = torch.cat([self._window[0], queries], 2)
+            positions = torch.cat([self._window[1], positions], 1)
+            order = (positions >= 0).int().argsort(dim=-1, stable=True)[:, -self.needs.window :]
+            positions = positions.gather(1, order)
+            queries = queries.gather(
+                2, order[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3])
+            )
+        # Cloned: a view would keep the whole prompt's queries alive.
+        self._window = queries.clone(), positions
+
+    def _add_columns(self, chunk: Chunk) -> None:
+        before = self._columns
+        self._columns = []
+        for row, (keys, own) in enumerate(chunk.rows):
+            queries = chunk.queries[row][:, own]
+            lse = log_sum_exp(queries, keys, chunk.scaling) if chunk.lse is None else chunk.lse[row]
+            new = column_statistics(queries, keys, lse, chunk.scaling, self.needs.columns)
+            if before is not None:
+                old = {name: _widen(column, keys.shape[1]) for name, column in before[row].items()}
+                new = {name: _MERGE[name](old[name], column) for name, column in new.items()}
+            self._columns.append(new)
+
+    def _add_moments(self, chunk: Chunk, layer_input: LayerInput) -> None:
+        if self._queries:
+            rows = layer_input.unrotate(chunk.queries)
+            for skip, moments in self._queries.items():
+                moments.add(rows, _counted(chunk, skip), full=True)
+        if self._hidden:
+            hidden = layer_input.hidden[:, None, : chunk.queries.shape[2]].float()
+            for skip, moments in self._hidden.items():
+                moments.add(hidden, _counted(chunk, skip), full=False)
+
+
+_MERGE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum}
+
+
+class _Moments:
+    """Mean and covariance of rows, merged over chunks (Chan, Golub and LeVeque 1983)."""
+
+    def __init__(self) -> None:
+        self._count: Tensor | None = None
+        self._mean: Tensor
+        self._scatter: Tensor
+
+    def add(
+        self, rows: Float[Tensor, "batch heads n dim"], counted: Bool[Tensor, "batch n"], full: bool
+    ) -> None:
+        """Takes in the counted rows; the covariance is full or only its diagonal."""
+        weights = counted[:, None, :, None].to(rows.dtype)
+        count = weights.sum(2)
+        mean = (rows * weights).sum(2) / count.clamp(min=1)
+        centred = (rows - mean[:, :, None]) * weights
+        scatter = centred.transpose(-1, -2) @ centred if full else centred.square().sum(2)
+        if self._count is not None:
+            total = count + self._count
+            shift = mean - self._mean
+            spread = shift[..., :, None] * shift[..., None, :] if full else shift.square()
+            weight = count * self._count / total.clamp(min=1)
+            scatter = self._scatter + scatter + spread * (weight[..., None] if full else weight)
+            mean = self._mean + shift * count / total.clamp(min=1)
+            count = total
+        self._count, self._mean, self._scatter = count, mean, scatter
+
+    @property
+    def mean(self) -> Float[Tensor, "batch heads dim"]:
+        """Zero where nothing was counted."""
+        return self._mean
+
+    @property
+    def covariance(self) -> Float[Tensor, "batch heads *dims"]:
+        """Divided by the count, as for a whole population."""
+        assert self._count is not None
+        count = self._count.clamp(min=1)
+        return self._scatter / count.view(*count.shape, *(1,) * (self._scatter.ndim - count.ndim))
+
+
+def _counted(chunk: Chunk, skip: int) -> Bool[Tensor, "batch n"]:
+    counted = chunk.positions >= skip
+    return counted if chunk.valid is None else counted & chunk.valid
+
+
+def _widen(column: Tensor, entries: int) -> Tensor:
+    return torch.nn.functional.pad(column, (0, entries - column.shape[-1]))

@@ -1,0 +1,343 @@
+"""`KeepLayer`: one layer of the cache. What it tells transformers is logical, what it stores is physical."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import CacheLayerMixin
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from keepset.errors import KeepsetError
+from keepset.hf.attention import hand_over
+from keepset.hf.collect import Chunk, Collector
+from keepset.hf.mask import MaskRule, token_positions
+from keepset.hf.store import EntryStore
+from keepset.hf.tap import LayerInput
+from keepset.keep_set import LayerKeepSet
+from keepset.kernels.attention import attend
+from keepset.kernels.columns import causal_attention
+from keepset.observation import Needs, Observation
+
+
+class Owner(Protocol):
+    """What a layer asks of its cache."""
+
+    needs: Needs
+    prompt_length: int | None
+    compressed_layers: tuple[int, ...]
+
+    def updating(self, layer: KeepLayer) -> None:
+        """The layer takes new tokens; its attention follows."""
+
+    def attended(self, layer: KeepLayer) -> None:
+        """The layer's attention is done."""
+
+    def layer_input(self, module: nn.Module, query: Tensor) -> LayerInput:
+        """The input of the attention module under way."""
+
+    def observed(self, layer: KeepLayer, observation: Observation) -> None:
+        """The prompt's end has passed through the layer."""
+
+
+class KeepLayer(CacheLayerMixin):
+    """A cache layer that keeps what it is told to.
+
+    Logical length is how many tokens have passed, padding included: what masks and positions count.
+    The prompt is compressed in the very forward that completes it: with `prompt_length` the one that
+    reaches it, else the first.
+    """
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, owner: Owner, index: int) -> None:
+        super().__init__()
+        self.owner, self.index = owner, index
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        self.store: EntryStore | None = None
+        self.incoming: Tensor | None = None
+        self.logical = 0
+        self.compressed_at: int | None = None
+        self.is_initialized = False
+        self._lengths: Tensor | None = None
+        self._seen: list[Tensor | int] = []
+        self._collector: Collector | None = None
+        self._held: dict[str, Tensor] | None = None
+        self._tail: tuple[Tensor, Tensor, Tensor, Tensor | None] | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Notes type and device."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self._lengths = torch.zeros(key_states.shape[0], dtype=torch.long, device=self.device)
+        self.is_initialized = True
+
+    # --- transformers' side: everything logical
+
+    def get_seq_length(self) -> int:
+        """Tokens so far, dropped ones and padding included."""
+        return self.logical
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Logical length after the next `query_length` tokens, and offset."""
+        return self.logical + query_length, 0
+
+    def get_max_length(self) -> int:
+        """No limit."""
+        return -1
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Hands itself to the attention function, which stores the new entries and attends."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.owner.updating(self)
+        self.incoming = key_states
+        hand_over(self)
+        return key_states, value_states
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Makes the batch consist of these rows."""
+        if self.store is None or self._lengths is None:
+            return
+        if self._collector is not None:
+            raise KeepsetError("A batch cannot be reordered before its prompt is complete.")
+        rows = beam_idx.to(self.device)
+        if rows.dtype == torch.bool:
+            rows = rows.nonzero()[:, 0]
+        self.store.reorder(rows.tolist())
+        self._lengths = self._lengths[rows]
+        self._seen = [seen[rows] if isinstance(seen, Tensor) else seen for seen in self._seen]
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps only these rows of the batch."""
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats every row of the batch."""
+        if self._lengths is not None:
+            rows = torch.arange(self._lengths.shape[0], device=self.device)
+            self.reorder_cache(rows.repeat_interleave(repeats))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Takes back the newest tokens; a positive number is the length to crop to, as in transformers."""
+        if tokens_to_remove > 0:
+            tokens_to_remove = max(self.logical - tokens_to_remove, 0)
+        removed = abs(tokens_to_remove)
+        if not removed or self.store is None or self._lengths is None:
+            return
+        if removed > self.logical - (self.compressed_at or 0):
+            raise KeepsetError(
+                f"Only the {self.logical - (self.compressed_at or 0)} tokens after the compression can be taken "
+                f"back, not {removed}: assisted generation needs keepset.Cache(..., prompt_length=...), because "
+                "it drafts tokens together with the prompt."
+            )
+        per_row = self._take_back(removed)
+        self.store.crop(per_row.tolist())
+        self._lengths = self._lengths - per_row
+        self.logical -= removed
+
+    # --- keepset's side
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated for this layer's entries."""
+        held = 0 if self._held is None else sum(c.numel() * c.element_size() for c in self._held.values())
+        return held + (self.store.nbytes if self.store is not None else 0)
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rule: MaskRule | None,
+        scaling: float,
+    ) -> Tensor:
+        """Stores the new entries, attends over all that are kept, and compresses when the prompt is done."""
+        self.incoming = None
+        self.owner.attended(self)
+        assert self._lengths is not None
+        n = query.shape[2]
+        valid = None if rule is None else rule.valid
+        positions = token_positions(self._lengths, valid, n)
+        before, fresh = self._lengths, self.store is None
+        self._lengths = positions[:, -1] + 1
+        self.logical += n
+        if valid is not None or self._seen:
+            self._note_padding(valid, n)
+
+        waiting = self.compressed_at is None
+        collects = waiting and self._collects()
+        lse = None
+        if fresh and collects and self.owner.needs.columns and valid is None:
+            parts = [causal_attention(q, k, v, scaling) for q, k, v in zip(query, key, value, strict=True)]
+            output = torch.stack([out for out, _ in parts]).transpose(1, 2).contiguous()
+            lse = [row for _, row in parts]
+        elif fresh:
+            mask = None if rule is None else rule.matrix
+            output = sdpa_attention_forward(module, query, key, value, mask, 0.0, scaling)[0]
+        else:
+            assert self.store is not None
+            self.store.append(key, value, positions, valid)
+            output = attend(query, self.store.spans(), key.shape[1], scaling, positions if n > 1 else None)
+        if waiting:
+            self._advance(module, query, key, value, positions, valid, before, scaling, lse, fresh)
+        elif fresh:
+            self._store_fresh(key, value, positions, valid)
+        return output
+
+    def execute(self, kept: LayerKeepSet, state: dict[str, Tensor]) -> None:
+        """Keeps exactly these entries of the observed ones, and frees the rest."""
+        assert self._held is not None
+        self.store = EntryStore.pack({**self._held, **state}, kept.indices, kept.counts)
+        self._held = None
+        if self._tail is not None:
+            self.store.append(*self._tail)
+            self._tail = None
+
+    def _collects(self) -> bool:
+        needs = self.owner.needs
+        return bool(needs.window or needs.columns or needs.hidden_states)
+
+    def _advance(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        positions: Tensor,
+        valid: Tensor | None,
+        before: Tensor,
+        scaling: float,
+        lse: list[Tensor] | None,
+        fresh: bool,
+    ) -> None:
+        """One chunk of the prompt: collects from it, and observes when it is the last."""
+        n = query.shape[2]
+        end = self.owner.prompt_length
+        beyond = 0 if end is None else max(self.logical - end, 0)
+        done = end is None or self.logical >= end
+        # Draft tokens of assisted generation may follow the prompt in the same forward.
+        own = slice(0, n - beyond)
+        prompt_valid = None if valid is None else valid[:, own]
+        tail = (key[:, :, n - beyond :], value[:, :, n - beyond :], positions[:, n - beyond :])
+        tail_valid = None if valid is None else valid[:, n - beyond :]
+        columns, exists = self._entries(key, value, positions, valid, own, beyond, fresh)
+
+        if self._collects():
+            if self._collector is None:
+                self._collector = Collector(self.owner.needs)
+            self._collector.add(
+                Chunk(
+                    queries=query[:, :, own],
+                    rows=_rows(columns["keys"], exists, prompt_valid, own),
+                    positions=positions[:, own],
+                    valid=prompt_valid,
+                    scaling=scaling,
+                    lse=None if lse is None else [row[:, own] for row in lse],
+                    layer_input=self.owner.layer_input(module, query)
+                    if self.owner.needs.hidden_states
+                    else None,
+                )
+            )
+        if not done:
+            if fresh:
+                self._store_fresh(key, value, positions, valid)
+            return
+
+        self.compressed_at = self.logical - beyond
+        lengths = before + (n - beyond if prompt_valid is None else prompt_valid.sum(-1))
+        parts = {} if self._collector is None else self._collector.parts(lengths)
+        self.collected_seconds = {} if self._collector is None else dict(self._collector.seconds)
+        self._collector, self.store = None, None
+        self._held = columns
+        self._tail = (*tail, tail_valid) if beyond else None
+        self.owner.observed(
+            self,
+            Observation(
+                keys=columns["keys"],
+                values=columns["values"],
+                positions=columns["positions"],
+                valid=exists,
+                lengths=lengths,
+                scaling=scaling,
+                layer=self.index,
+                layers=self.owner.compressed_layers,
+                **parts,
+            ),
+        )
+
+    def _entries(
+        self,
+        key: Tensor,
+        value: Tensor,
+        positions: Tensor,
+        valid: Tensor | None,
+        own: slice,
+        beyond: int,
+        fresh: bool,
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """The prompt's entries so far, padded at the end of shorter requests, and which exist."""
+        if not fresh:
+            assert self.store is not None
+            if beyond:
+                new = torch.ones_like(positions, dtype=torch.bool) if valid is None else valid
+                self.store.crop(new[:, own.stop :].sum(-1).tolist())
+            return self.store.padded()
+        columns = _columns(key[:, :, own], value[:, :, own], positions[:, own])
+        if valid is None:
+            return columns, torch.ones(columns["positions"].shape, dtype=torch.bool, device=key.device)
+        return _without_padding(columns, valid[:, own]).padded()
+
+    def _store_fresh(self, key: Tensor, value: Tensor, positions: Tensor, valid: Tensor | None) -> None:
+        exists = torch.ones_like(positions, dtype=torch.bool) if valid is None else valid
+        self.store = _without_padding(_columns(key, value, positions), exists)
+
+    def _note_padding(self, valid: Tensor | None, n: int) -> None:
+        if not self._seen and self.logical > n:
+            self._seen.append(self.logical - n)
+        self._seen.append(n if valid is None else valid)
+
+    def _take_back(self, removed: int) -> Tensor:
+        """How many real tokens the newest `removed` columns hold in each row."""
+        assert self._lengths is not None
+        per_row = torch.zeros_like(self._lengths)
+        if not self._seen:
+            return per_row + removed
+        while removed:
+            newest = self._seen.pop()
+            width = newest if isinstance(newest, int) else newest.shape[1]
+            taken = min(width, removed)
+            per_row += taken if isinstance(newest, int) else newest[:, width - taken :].sum(-1)
+            if taken < width:
+                self._seen.append(width - taken if isinstance(newest, int) else newest[:, : width - taken])
+            removed -= taken
+        return per_row
+
+
+def _columns(key: Tensor, value: Tensor, positions: Tensor) -> dict[str, Tensor]:
+    per_head = positions[:, None].expand(-1, key.shape[1], -1).int()
+    return {"keys": key, "values": value, "positions": per_head}
+
+
+def _without_padding(columns: dict[str, Tensor], valid: Tensor) -> EntryStore:
+    mask = valid[:, None].expand(-1, columns["keys"].shape[1], -1)
+    return EntryStore.pack(columns, mask.nonzero()[:, 2], mask.sum(-1))
+
+
+def _rows(
+    keys: Tensor, exists: Tensor, valid: Tensor | None, own: slice
+) -> list[tuple[Tensor, Tensor | slice]]:
+    """For every request its keys without holes, and which of the chunk's queries are real."""
+    if valid is None:
+        return [(row, slice(None)) for row in keys]
+    counts = exists[:, 0].sum(-1).tolist()
+    return [(row[:, :count], real) for row, count, real in zip(keys, counts, valid, strict=True)]

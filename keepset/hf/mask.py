@@ -1,0 +1,74 @@
+"""`MaskRule`: what transformers asks a mask function for, kept as a rule instead of a matrix.
+
+One mask is made for all layers, but layers that dropped different entries need different masks. So the rule
+travels, and each layer applies it to what it holds.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from keepset.errors import KeepsetError
+
+
+class MaskRule:
+    """The arguments of one mask, evaluated when somebody needs it.
+
+    Attributes:
+        offset: logical length of the cache before this forward.
+        length: new tokens in this forward.
+    """
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self._arguments = arguments
+        self.offset = int(arguments["q_offset"])
+        self.length = int(arguments["q_length"])
+        self._padding: Tensor | None = arguments.get("attention_mask")
+
+    @cached_property
+    def matrix(self) -> Bool[Tensor, "batch 1 q kv"] | None:
+        """The ordinary mask, for layers that hold everything; None where plain causality is enough."""
+        return sdpa_mask(**self._arguments)
+
+    @cached_property
+    def valid(self) -> Bool[Tensor, "batch n"] | None:
+        """Which of the new tokens are no padding; None when all are.
+
+        Raises:
+            KeepsetError: the mask is no causal one, or does not cover the cache.
+        """
+        if self._arguments["mask_function"] is not causal_mask_function:
+            raise KeepsetError(
+                "keepset.Cache supports plain causal attention with padding; this model or call asks for another mask."
+            )
+        if self._padding is None:
+            return None
+        end = self.offset + self.length
+        if self._padding.shape[-1] < end:
+            raise KeepsetError(
+                f"The attention mask covers {self._padding.shape[-1]} tokens but the cache and the input are {end}: "
+                "give a mask for all tokens, cached ones included; chunked prefill onto a cache that is not empty "
+                "is not supported."
+            )
+        new = self._padding[:, self.offset : end]
+        return None if bool(new.all()) else new
+
+
+def mask_rule(**arguments: Any) -> MaskRule:
+    """The mask function that keepset registers."""
+    return MaskRule(arguments)
+
+
+def token_positions(
+    lengths: Int[Tensor, " batch"], valid: Bool[Tensor, "batch n"] | None, n: int
+) -> Int[Tensor, "batch n"]:
+    """Position of each new token, counted from its request's first; that of the token before, for padding."""
+    if valid is None:
+        return lengths[:, None] + torch.arange(n, device=lengths.device)
+    return lengths[:, None] + valid.long().cumsum(-1) - 1

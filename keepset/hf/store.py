@@ -1,0 +1,239 @@
+"""`EntryStore`: the kept entries of one layer, packed in flat tensors.
+
+Heads follow one another, request after request, each with its own number of entries. Equal neighbours form
+one run, so a dense layer is a single run with a zero-copy `[heads, entries, head_dim]` view, a batch of
+requests of different lengths is a run per request, and a head-ragged layer is a run per head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from keepset.kernels.attention import Span
+
+SLACK = 64
+"""Free places per head that a growing store allocates at once."""
+
+
+@dataclass
+class Run:
+    """Neighbouring heads with equally many entries: `heads * capacity` places from `start` on."""
+
+    first: int
+    heads: int
+    start: int
+    count: int
+    capacity: int
+
+    def view(self, flat: Float[Tensor, places *rest]) -> Float[Tensor, "heads entries *rest"]:
+        """This run's part of a flat tensor, without a copy."""
+        stop = self.start + self.heads * self.capacity
+        return flat[self.start : stop].unflatten(0, (self.heads, self.capacity))[:, : self.count]
+
+
+class EntryStore:
+    """Keys, values, positions and a method's own columns of one layer, for `batch * kv_heads` heads.
+
+    `positions` are int32, counted from each request's first token. Everything that moves an entry moves all
+    of its columns.
+    """
+
+    def __init__(self, batch: int, kv_heads: int, runs: list[Run], columns: dict[str, Tensor]) -> None:
+        self.batch, self.kv_heads = batch, kv_heads
+        self._runs = runs
+        self._columns = columns
+
+    @classmethod
+    def pack(
+        cls,
+        columns: dict[str, Tensor],
+        indices: Int[Tensor, " kept"],
+        counts: Int[Tensor, "batch kv_heads"],
+    ) -> EntryStore:
+        """A store with exactly the entries that a KeepSet names, and not a byte more.
+
+        Args:
+            columns: `keys` and `values` `[batch, kv_heads, entries, dim]`, `positions` and the method's own
+                columns `[batch, kv_heads, entries]`.
+            indices: index of each kept entry, packed head after head.
+            counts: kept entries of every head.
+        """
+        batch, kv_heads = counts.shape
+        heads = torch.arange(batch * kv_heads, device=indices.device)
+        rows = torch.repeat_interleave(heads, counts.flatten())
+        flat = {name: _pick(column, rows, indices) for name, column in columns.items()}
+        return cls(batch, kv_heads, _runs(counts.flatten().tolist(), slack=0), flat)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return sum(column.numel() * column.element_size() for column in self._columns.values())
+
+    @property
+    def entries(self) -> int:
+        """Entries stored, free places not counted."""
+        return sum(run.heads * run.count for run in self._runs)
+
+    @property
+    def counts(self) -> list[int]:
+        """Entries of every head, request after request."""
+        return [run.count for run in self._runs for _ in range(run.heads)]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the keys."""
+        return self._columns["keys"].dtype
+
+    def spans(self) -> Iterator[Span]:
+        """Views for attention."""
+        keys, values, positions = (self._columns[name] for name in ("keys", "values", "positions"))
+        for run in self._runs:
+            yield Span(run.first, run.view(keys), run.view(values), run.view(positions))
+
+    def append(
+        self,
+        keys: Float[Tensor, "batch kv_heads n head_dim"],
+        values: Float[Tensor, "batch kv_heads n value_dim"],
+        positions: Int[Tensor, "batch n"],
+        valid: Bool[Tensor, "batch n"] | None = None,
+    ) -> None:
+        """Adds new tokens to every head; those that are not valid (padding) are left out."""
+        n = keys.shape[2]
+        per_head = positions[:, None].expand(-1, self.kv_heads, -1)
+        new = {"keys": keys, "values": values, "positions": per_head}
+        if valid is not None:
+            mask = valid[:, None].expand(-1, self.kv_heads, -1)
+            fresh = EntryStore.pack(new, mask.nonzero()[:, 2], mask.sum(-1))
+            self._concatenate(fresh)
+            return
+        if any(run.count + n > run.capacity for run in self._runs):
+            self._grow(max(n, SLACK))
+        for run in self._runs:
+            run.count += n
+        for name, flat in self._columns.items():
+            if name not in new:
+                rows = torch.zeros(self.batch * self.kv_heads, n, device=flat.device, dtype=flat.dtype)
+            else:
+                rows = new[name].flatten(0, 1)
+            for run in self._runs:
+                run.view(flat)[:, -n:] = rows[run.first : run.first + run.heads]
+
+    def padded(self) -> tuple[dict[str, Tensor], Bool[Tensor, "batch kv_heads entries"]]:
+        """All columns as `[batch, kv_heads, entries, ...]` and which entries exist; a view when dense.
+
+        Places that hold nothing are zero, never uninitialised: 0 x NaN is NaN.
+        """
+        shape = (self.batch, self.kv_heads)
+        if len(self._runs) == 1:
+            (run,) = self._runs
+            views = {name: run.view(flat).unflatten(0, shape) for name, flat in self._columns.items()}
+            exists = torch.ones(views["positions"].shape, dtype=torch.bool, device=views["positions"].device)
+            return views, exists
+        longest = max(run.count for run in self._runs)
+        columns = {}
+        for name, flat in self._columns.items():
+            column = flat.new_zeros(self.batch * self.kv_heads, longest, *flat.shape[1:])
+            for run in self._runs:
+                column[run.first : run.first + run.heads, : run.count] = run.view(flat)
+            columns[name] = column.unflatten(0, shape)
+        counts = torch.tensor(self.counts, device=columns["positions"].device)
+        exists = torch.arange(longest, device=counts.device) < counts[:, None]
+        return columns, exists.unflatten(0, shape)
+
+    def reorder(self, requests: Sequence[int]) -> None:
+        """Makes the batch consist of these requests, in this order; any may repeat or be missing."""
+        wanted = [request * self.kv_heads + head for request in requests for head in range(self.kv_heads)]
+        counts = self.counts
+        self.batch = len(requests)
+        self._rebuild([(head, counts[head]) for head in wanted])
+
+    def crop(self, removed: Sequence[int]) -> None:
+        """Drops each request's newest entries, so many per request, from all of its heads."""
+        if len(set(removed)) == 1:
+            for run in self._runs:
+                run.count -= removed[0]
+            return
+        counts = self.counts
+        self._rebuild([(head, count - removed[head // self.kv_heads]) for head, count in enumerate(counts)])
+
+    def fork(self) -> EntryStore:
+        """An independent copy, without free places."""
+        copy = EntryStore(self.batch, self.kv_heads, self._runs, self._columns)
+        copy._rebuild([(head, count) for head, count in enumerate(self.counts)])
+        return copy
+
+    def _grow(self, slack: int) -> None:
+        runs, start = [], 0
+        for run in self._runs:
+            runs.append(replace(run, start=start, capacity=run.count + slack))
+            start += run.heads * (run.count + slack)
+        for name, flat in self._columns.items():
+            grown = flat.new_empty(start, *flat.shape[1:])
+            for old, new in zip(self._runs, runs, strict=True):
+                new.view(grown).copy_(old.view(flat))
+            self._columns[name] = grown
+        self._runs = runs
+
+    def _rebuild(self, wanted: Sequence[tuple[int, int]]) -> None:
+        """Keeps the first `count` entries of each of these heads, in this order."""
+        starts = [run.start + i * run.capacity for run in self._runs for i in range(run.heads)]
+        for name, flat in self._columns.items():
+            self._columns[name] = torch.cat([flat[starts[h] : starts[h] + count] for h, count in wanted])
+        self._runs = _runs([count for _, count in wanted], slack=0)
+
+    def _concatenate(self, other: EntryStore) -> None:
+        for name, flat in self._columns.items():
+            parts = []
+            for mine, theirs in zip(_heads(self._runs, flat), _heads_of(other, name, flat), strict=True):
+                parts += [mine, theirs]
+            self._columns[name] = torch.cat(parts)
+        self._runs = _runs([a + b for a, b in zip(self.counts, other.counts, strict=True)], slack=0)
+
+
+def _runs(counts: Sequence[int], slack: int) -> list[Run]:
+    """Places for heads with these counts; equal neighbours share a run."""
+    runs: list[Run] = []
+    start = 0
+    for head, count in enumerate(counts):
+        if runs and runs[-1].count == count:
+            runs[-1].heads += 1
+        else:
+            runs.append(Run(head, 1, start, count, count + slack))
+        start += count + slack
+    return runs
+
+
+def _heads(runs: Sequence[Run], flat: Tensor) -> Iterator[Tensor]:
+    for run in runs:
+        yield from run.view(flat)
+
+
+def _heads_of(store: EntryStore, name: str, like: Tensor) -> Iterator[Tensor]:
+    if name in store._columns:
+        yield from _heads(store._runs, store._columns[name])
+        return
+    for count in store.counts:
+        yield like.new_zeros(count, *like.shape[1:])
+
+
+def _pick(column: Tensor, rows: Tensor, indices: Tensor) -> Tensor:
+    """`column[rows, indices]` over `[batch, kv_heads, entries, ...]`, gathered row by row.
+
+    Keys and values usually arrive as a transposed view of `[batch, entries, kv_heads, dim]`; both orders
+    are read in place, because flattening would copy what is about to be dropped.
+    """
+    batch, heads, entries = column.shape[:3]
+    swapped = column.transpose(1, 2)
+    if not column.is_contiguous() and swapped.is_contiguous():
+        request, head = rows // heads, rows % heads
+        return swapped.reshape(batch * entries * heads, *column.shape[3:]).index_select(
+            0, (request * entries + indices) * heads + head
+        )
+    return column.reshape(batch * heads * entries, *column.shape[3:]).index_select(
+        0, rows * entries + indices
+    )

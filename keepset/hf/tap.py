@@ -1,0 +1,192 @@
+"""What only the attention module's caller knows: its input, and how positions are rotated."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from keepset.errors import KeepsetError
+from keepset.hf.attention import capturing
+
+Rotation = tuple[Tensor, Tensor]
+"""Cosines and sines, `[batch, n, rotary_dim]`."""
+
+
+@dataclass
+class _Call:
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any = None
+
+
+class _Calls(threading.local):
+    attention: _Call | None = None
+    rotary: _Call | None = None
+
+
+class Tap:
+    """Forward hooks that remember the newest call of an attention module and of the rotary embedding.
+
+    Installed only for methods that look at hidden states, and removed with `close` once the prompt is done.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._calls: list[_Call] = []
+        self._local = _Calls()
+        self._rotary_calls: list[_Call] = []
+        self._handles = []
+        for module in model.modules():
+            if hasattr(module, "layer_idx"):
+                self._handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+            elif "RotaryEmbedding" in type(module).__name__:
+                self._handles.append(module.register_forward_hook(self._rotated, with_kwargs=True))
+
+    def close(self) -> None:
+        """Removes the hooks and forgets what they saw."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._rotary_calls.clear()
+        self._local.attention = None
+
+    def layer_input(self, module: nn.Module) -> LayerInput:
+        """The input of the call of `module` that is under way."""
+        call = self._local.attention
+        if call is None or call.module is not module:
+            raise KeepsetError(
+                f"keepset could not see the input of {type(module).__name__}; methods that look at hidden states "
+                "do not support this model."
+            )
+        layer_input = LayerInput(call, None)
+        if layer_input.rotation is not None:
+            cos = layer_input.rotation[0]
+            rotary = next((c for c in reversed(self._rotary_calls) if c.output[0] is cos), None)
+            if rotary is None:
+                raise KeepsetError(
+                    f"keepset could not find the rotary embedding of {type(module).__name__}; methods that look "
+                    "at future queries do not support this model."
+                )
+            layer_input = LayerInput(call, rotary)
+        return layer_input
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._local.attention = _Call(module, args, kwargs)
+
+    def _rotated(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        # Two are enough: models with two kinds of layers make two rotations per forward.
+        self._rotary_calls = [*self._rotary_calls[-1:], _Call(module, args, kwargs, output)]
+
+
+class LayerInput:
+    """The input of one attention module in one forward, and what can be computed from it."""
+
+    def __init__(self, call: _Call, rotary: _Call | None) -> None:
+        self._call, self._rotary = call, rotary
+
+    @property
+    def hidden(self) -> Float[Tensor, "batch n hidden"]:
+        """Hidden states that enter the layer's attention."""
+        hidden = self._call.kwargs.get("hidden_states")
+        return self._call.args[0] if hidden is None else hidden
+
+    @property
+    def rotation(self) -> Rotation | None:
+        """Cosines and sines of this forward's positions; None for models without rotation."""
+        return self._call.kwargs.get("position_embeddings")
+
+    def future_rotation(self, lengths: Int[Tensor, " batch"], future: int) -> Rotation | None:
+        """Mean cosines and sines over the `future` positions from `lengths` on, `[batch, 1, rotary_dim]`.
+
+        Rotation is linear in them, so rotating with the mean is the mean of the rotations.
+        """
+        if self._rotary is None:
+            return None
+        positions = lengths[:, None] + torch.arange(future, device=lengths.device)
+
+        def ahead(value: Any) -> Any:
+            whole = isinstance(value, Tensor) and not value.is_floating_point()
+            return positions if whole else value
+
+        # A copy with buffers of its own: some rotary embeddings adapt their frequencies to the longest position
+        # that they have seen. `forward`, because calling the module would run the hooks that remember calls.
+        rotary = copy.copy(self._rotary.module)
+        rotary._buffers = dict(rotary._buffers)
+        call = self._rotary
+        cos, sin = rotary.forward(*map(ahead, call.args), **{k: ahead(v) for k, v in call.kwargs.items()})
+        return cos.float().mean(1, keepdim=True), sin.float().mean(1, keepdim=True)
+
+    def replay(
+        self, hidden: Float[Tensor, "batch n hidden"], rotation: Rotation | None
+    ) -> Float[Tensor, "batch query_heads n head_dim"]:
+        """Queries that the module makes of other hidden states, under another rotation.
+
+        The module itself runs again, so its norms, biases and fused projections all apply.
+        """
+        kwargs = dict(self._call.kwargs, attention_mask=None)
+        for cache in ("past_key_values", "layer_past"):
+            if cache in kwargs:
+                kwargs[cache] = None
+        if rotation is not None:
+            kwargs["position_embeddings"] = tuple(part.to(hidden.dtype) for part in rotation)
+        args = self._call.args
+        if "hidden_states" in kwargs:
+            kwargs["hidden_states"] = hidden
+        else:
+            args = (hidden, *args[1:])
+        with capturing() as captured:
+            self._call.module.forward(*args, **kwargs)
+        return captured[0]
+
+    def unrotate(
+        self, queries: Float[Tensor, "batch query_heads n head_dim"]
+    ) -> Float[Tensor, "batch query_heads n head_dim"]:
+        """The first queries of this forward as they were before rotation, float32."""
+        if self.rotation is None:
+            return queries.float()
+        cos, sin = (part[:, : queries.shape[2]].float() for part in self.rotation)
+        # Scaled rotations (YaRN) are not orthogonal; dividing by the squared scale inverts them too.
+        scale = cos.square() + sin.square()
+        return self.rotate(queries.float(), (cos / scale, -sin / scale))
+
+    def rotate(
+        self, queries: Float[Tensor, "batch query_heads n head_dim"], rotation: Rotation | None
+    ) -> Float[Tensor, "batch query_heads n head_dim"]:
+        """Rotates with the model's own function, so with its layout and its share of rotated dimensions."""
+        if rotation is None:
+            return queries
+        function = getattr(sys.modules[type(self._call.module).__module__], "apply_rotary_pos_emb", None)
+        if function is None:
+            raise KeepsetError(
+                f"keepset could not find how {type(self._call.module).__name__} rotates queries; methods that "
+                "look at future queries do not support this model."
+            )
+        return function(queries, queries[:, :0], *rotation)[0]
+
+    def check_rotation(self, queries: Float[Tensor, "batch query_heads n head_dim"]) -> None:
+        """Compares a few unrotated queries with what the module itself makes without rotation.
+
+        Raises:
+            KeepsetError: they differ: this model rotates in a way that keepset cannot undo.
+        """
+        if self.rotation is None:
+            return
+        few = min(4, queries.shape[2])
+        undone = self.unrotate(queries[:, :, :few])
+        cos, sin = (part[:, :few] for part in self.rotation)
+        plain = self.replay(self.hidden[:, :few], (torch.ones_like(cos), torch.zeros_like(sin))).float()
+        tolerance = 1e-3 if queries.dtype == torch.float32 else 5e-2
+        if not torch.allclose(
+            undone, plain, rtol=tolerance, atol=tolerance * float(plain.abs().max() + 1e-6)
+        ):
+            raise KeepsetError(
+                f"{type(self._call.module).__name__} rotates queries in a way that keepset cannot undo; methods "
+                "that look at future queries do not support this model."
+            )

@@ -1,0 +1,187 @@
+"""`KeepSet`: which entries of the cache stay. Every runtime, diagnostic and report reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from keepset.errors import KeepsetError
+
+
+@dataclass(frozen=True, eq=False)
+class LayerKeepSet:
+    """What one layer keeps, packed head after head and request after request, each head's part sorted.
+
+    Attributes:
+        layer: the layer's index in the model.
+        indices: index of every kept entry along the observation's entry axis, for the runtime to gather.
+        packed_positions: original position of every kept entry, counted from its request's first token.
+        counts: kept entries of every request and KV head.
+        entry_bytes: bytes of one entry of one KV head, its key and its value.
+    """
+
+    layer: int
+    indices: Int[Tensor, " kept"]
+    packed_positions: Int[Tensor, " kept"]
+    counts: Int[Tensor, "batch kv_heads"]
+    entry_bytes: int
+
+    @classmethod
+    def from_mask(
+        cls,
+        layer: int,
+        mask: Bool[Tensor, "batch kv_heads entries"],
+        positions: Int[Tensor, "batch kv_heads entries"],
+        entry_bytes: int,
+    ) -> LayerKeepSet:
+        """The entries where `mask` is true."""
+        indices = mask.nonzero()[:, 2]
+        return cls(layer, indices, positions[mask].long(), mask.sum(-1), entry_bytes)
+
+    @property
+    def cu_seqlens(self) -> Int[Tensor, " heads_plus_1"]:
+        """Where each head's part begins in the packed tensors: `[batch * kv_heads + 1]`, starting with 0."""
+        return F.pad(self.counts.flatten().cumsum(0), (1, 0))
+
+    @property
+    def rows(self) -> Int[Tensor, " kept"]:
+        """Which of the `batch * kv_heads` heads each packed entry belongs to."""
+        heads = torch.arange(self.counts.numel(), device=self.counts.device)
+        return torch.repeat_interleave(heads, self.counts.flatten())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the kept keys and values."""
+        return self.indices.numel() * self.entry_bytes
+
+    def positions(self, request: int, head: int) -> Int[Tensor, " kept"]:
+        """Sorted original positions that one KV head of one request keeps."""
+        batch, heads = self.counts.shape
+        if not (0 <= request < batch and 0 <= head < heads):
+            raise KeepsetError(
+                f"This keep set has requests 0 to {batch - 1} and KV heads 0 to {heads - 1}: "
+                f"there is no request {request}, head {head}."
+            )
+        row = request * heads + head
+        offsets = self.cu_seqlens
+        return self.packed_positions[int(offsets[row]) : int(offsets[row + 1])]
+
+    def mask(self, length: int) -> Bool[Tensor, "batch kv_heads length"]:
+        """True at every kept position below `length`."""
+        batch, heads = self.counts.shape
+        mask = torch.zeros(batch * heads, length, dtype=torch.bool, device=self.counts.device)
+        inside = self.packed_positions < length
+        mask[self.rows[inside], self.packed_positions[inside]] = True
+        return mask.view(batch, heads, length)
+
+
+class KeepSet:
+    """For every layer, request and KV head the sorted original positions that stay.
+
+    Counts may be equal everywhere (dense), one per layer (layer-ragged) or one per head (head-ragged).
+    """
+
+    def __init__(self, layers: Sequence[LayerKeepSet]) -> None:
+        if not layers:
+            raise KeepsetError("A KeepSet needs at least one layer.")
+        self._layers = {kept.layer: kept for kept in sorted(layers, key=lambda kept: kept.layer)}
+
+    def __repr__(self) -> str:
+        return f"KeepSet({len(self._layers)} layers, {self.entries} entries, layout={self.layout!r})"
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Indices of the model's layers that this set speaks of, ascending."""
+        return tuple(self._layers)
+
+    def layer(self, index: int) -> LayerKeepSet:
+        """One layer's part."""
+        if index not in self._layers:
+            raise KeepsetError(f"This keep set has no layer {index}; it has {list(self._layers)}.")
+        return self._layers[index]
+
+    def positions(self, layer: int, request: int, head: int) -> Int[Tensor, " kept"]:
+        """Sorted original positions that one KV head of one request keeps in one layer."""
+        return self.layer(layer).positions(request, head)
+
+    @property
+    def counts(self) -> Int[Tensor, "layers batch kv_heads"]:
+        """Kept entries of every layer, request and KV head; layers in the order of `layers`."""
+        return torch.stack([kept.counts for kept in self._layers.values()])
+
+    @property
+    def entries(self) -> int:
+        """Kept entries in all."""
+        return sum(kept.indices.numel() for kept in self._layers.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the kept keys and values."""
+        return sum(kept.nbytes for kept in self._layers.values())
+
+    @property
+    def layout(self) -> str:
+        """`dense`, `layer-ragged` or `head-ragged`: what the counts allow."""
+        counts = self.counts
+        if bool((counts != counts[:, :, :1]).any()):
+            return "head-ragged"
+        return "layer-ragged" if bool((counts != counts[:1]).any()) else "dense"
+
+    def union(self, other: KeepSet) -> KeepSet:
+        """Entries that either set keeps. Both must come from the same observation."""
+        return KeepSet([_merge(mine, theirs) for mine, theirs, *_ in self._pairs(other)])
+
+    def overlap(self, other: KeepSet) -> Float[Tensor, "layers batch kv_heads"]:
+        """Share of this set's entries that `other` keeps too; 1 where this set is empty."""
+        shares = [
+            (a & b).sum(-1) / a.sum(-1).clamp(min=1) + (a.sum(-1) == 0).float()
+            for *_, a, b in self._pairs(other)
+        ]
+        return torch.stack(shares)
+
+    def iou(self, other: KeepSet) -> Float[Tensor, "layers batch kv_heads"]:
+        """Intersection over union of the two sets of positions; 1 where both are empty."""
+        shares = [
+            (a & b).sum(-1) / (a | b).sum(-1).clamp(min=1) + ((a | b).sum(-1) == 0).float()
+            for *_, a, b in self._pairs(other)
+        ]
+        return torch.stack(shares)
+
+    def _pairs(
+        self, other: KeepSet
+    ) -> list[
+        tuple[
+            LayerKeepSet,
+            LayerKeepSet,
+            Bool[Tensor, "batch kv_heads length"],
+            Bool[Tensor, "batch kv_heads length"],
+        ]
+    ]:
+        if self.layers != other.layers or self.counts.shape != other.counts.shape:
+            raise KeepsetError("Only keep sets with the same layers, requests and KV heads can be compared.")
+        pairs = []
+        for index, mine in self._layers.items():
+            theirs = other._layers[index]
+            length = 1 + max(
+                (int(kept.packed_positions.max()) for kept in (mine, theirs) if kept.indices.numel()),
+                default=-1,
+            )
+            pairs.append((mine, theirs, mine.mask(length), theirs.mask(length)))
+        return pairs
+
+
+def _merge(a: LayerKeepSet, b: LayerKeepSet) -> LayerKeepSet:
+    rows = torch.cat([a.rows, b.rows])
+    positions = torch.cat([a.packed_positions, b.packed_positions])
+    indices = torch.cat([a.indices, b.indices])
+    length = int(positions.max()) + 1 if positions.numel() else 1
+    order = (rows * length + positions).argsort(stable=True)
+    key = (rows * length + positions)[order]
+    first = order[F.pad(key[1:] != key[:-1], (1, 0), value=True)[: key.numel()]]
+    counts = rows[first].bincount(minlength=a.counts.numel()).view_as(a.counts)
+    return LayerKeepSet(a.layer, indices[first], positions[first], counts, a.entry_bytes)

@@ -1,0 +1,91 @@
+"""Column statistics of causal attention in O(N) memory: what each entry received, without an N x N matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+_CHUNK = 128
+"""Queries per step: large enough for matrix products, small enough to stay in a core's cache."""
+
+
+def causal_attention(
+    queries: Float[Tensor, "query_heads n head_dim"],
+    keys: Float[Tensor, "kv_heads n head_dim"],
+    values: Float[Tensor, "kv_heads n value_dim"],
+    scaling: float,
+) -> tuple[Float[Tensor, "query_heads n value_dim"], Float[Tensor, "query_heads n"]]:
+    """Causal self-attention and the log-sum-exp of every query's logits, float32.
+
+    On a CPU PyTorch's flash operator returns both at once; elsewhere the log-sum-exp is a pass of its own.
+    """
+    group = queries.shape[0] // keys.shape[0]
+    query, key, value = (x[None] for x in (queries, *(x.repeat_interleave(group, 0) for x in (keys, values))))
+    if queries.device.type == "cpu" and keys.shape[-1] == values.shape[-1]:
+        output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, True, scale=scaling
+        )
+        return output[0], lse[0].float()
+    output = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+    return output[0], log_sum_exp(queries, keys, scaling)
+
+
+def log_sum_exp(
+    queries: Float[Tensor, "query_heads n head_dim"],
+    keys: Float[Tensor, "kv_heads entries head_dim"],
+    scaling: float,
+) -> Float[Tensor, "query_heads n"]:
+    """Log-sum-exp of every query's causal logits; the queries are those of the last `n` entries."""
+    parts = [
+        _logits(queries, keys, scaling, start).logsumexp(-1) for start in range(0, queries.shape[1], _CHUNK)
+    ]
+    return torch.cat(parts, 2).flatten(0, 1)
+
+
+def column_statistics(
+    queries: Float[Tensor, "query_heads n head_dim"],
+    keys: Float[Tensor, "kv_heads entries head_dim"],
+    lse: Float[Tensor, "query_heads n"],
+    scaling: float,
+    names: Collection[str],
+) -> dict[str, Float[Tensor, "query_heads entries"]]:
+    """Sum and maximum, over the queries, of the causal attention that each entry receives.
+
+    The queries are those of the last `n` entries. The maximum needs no exponential per pair: exp is
+    monotone, so it is taken of the largest logit less its log-sum-exp.
+    """
+    kv_heads, entries, _ = keys.shape
+    group = queries.shape[0] // kv_heads
+    lse = lse.view(kv_heads, group, -1)
+    total = torch.zeros(kv_heads, group, entries, device=keys.device)
+    largest = torch.full_like(total, float("-inf"))
+    for start in range(0, queries.shape[1], _CHUNK):
+        logits = _logits(queries, keys, scaling, start)
+        rows, seen = logits.shape[2:]
+        logits -= lse[:, :, start : start + rows, None]
+        if "max" in names:
+            seen_max = largest[:, :, :seen]
+            torch.maximum(seen_max, logits.amax(2), out=seen_max)
+        if "sum" in names:
+            total[:, :, :seen] += logits.exp_().sum(2)
+    statistics = {"sum": total, "max": largest.exp()}
+    return {name: statistics[name].flatten(0, 1) for name in names}
+
+
+def _logits(queries: Tensor, keys: Tensor, scaling: float, start: int) -> Tensor:
+    """Causal logits of one chunk of queries, `[kv_heads, group, chunk, seen]`, float32."""
+    kv_heads, entries, head_dim = keys.shape
+    chunk = queries[:, start : start + _CHUNK]
+    rows = chunk.shape[1]
+    first = entries - queries.shape[1] + start
+    folded = chunk.reshape(kv_heads, -1, head_dim) * scaling
+    logits = torch.bmm(folded, keys[:, : first + rows].transpose(1, 2)).float()
+    logits = logits.view(kv_heads, -1, rows, first + rows)
+    # Only the diagonal block holds anything of the future.
+    future = torch.ones(rows, rows, dtype=torch.bool, device=keys.device).triu(1)
+    logits[..., first:].masked_fill_(future, float("-inf"))
+    return logits

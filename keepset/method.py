@@ -1,0 +1,164 @@
+"""`Method`: the base of everything that looks at an Observation and answers with a KeepSet."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, get_type_hints
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from keepset.budget import Budget
+from keepset.errors import KeepsetError
+from keepset.keep_set import KeepSet
+from keepset.observation import Needs, Observation
+from keepset.select import ranked_scores, top_mask
+
+
+def parameter(default: Any, *, minimum: int | float | None = None, maximum: int | float | None = None) -> Any:
+    """A hyper-parameter of a method with its paper's default and its range, both ends included."""
+    return dataclasses.field(default=default, metadata={"minimum": minimum, "maximum": maximum})
+
+
+@dataclass(frozen=True)
+class Method(ABC):
+    """A frozen set of hyper-parameters and the decision that follows from them.
+
+    The decision has four steps, and a method overrides those that its paper is about: `score` the entries,
+    set `quotas` over layers and heads, order the entries (`ranked`), and `choose`. A scorer defines only the
+    first. A method that looks across layers sets `across_layers` and overrides `select_all`.
+    """
+
+    name: ClassVar[str]
+    family: ClassVar[str] = "scorer"
+    layout: ClassVar[str] = "dense"
+    paper: ClassVar[str]
+    across_layers: ClassVar[bool] = False
+    needs_budget: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            self._check(field)
+
+    @property
+    def needs(self) -> Needs:
+        """What the runtime has to collect for this method."""
+        return Needs()
+
+    @property
+    def sinks(self) -> int:
+        """First tokens that the method always keeps, unless its recipe says otherwise."""
+        return 0
+
+    @property
+    def recent(self) -> int:
+        """Newest tokens that the method always keeps, unless its recipe says otherwise."""
+        return 0
+
+    @abstractmethod
+    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+        """How much each entry is worth keeping; higher is better."""
+
+    def quotas(self, observation: Observation, budget: Budget) -> Int[Tensor, "batch kv_heads"]:
+        """How many entries the average head of this layer keeps, for every request and KV head."""
+        return budget.quotas(observation)
+
+    def ranked(
+        self, observation: Observation, budget: Budget, quotas: Int[Tensor, "batch kv_heads"]
+    ) -> Float[Tensor, "batch kv_heads entries"]:
+        """Scores with what always stays above the rest, and holes below everything."""
+        return ranked_scores(self.score(observation), observation, budget)
+
+    def choose(
+        self, ranked: Float[Tensor, "batch kv_heads entries"], quotas: Int[Tensor, "batch kv_heads"]
+    ) -> Bool[Tensor, "batch kv_heads entries"]:
+        """From ranking and quotas to what stays: the best entries of every head."""
+        return top_mask(ranked, quotas)
+
+    def select(self, observation: Observation, budget: Budget) -> KeepSet:
+        """What stays of one layer."""
+        quotas = self.quotas(observation, budget)
+        ranked = self.ranked(observation, budget, quotas)
+        return observation.keep(self.choose(ranked, quotas))
+
+    def select_all(self, observations: Sequence[Observation], budget: Budget) -> KeepSet:
+        """What stays of all layers."""
+        kept = [self.select(observation, budget) for observation in observations]
+        return KeepSet([part.layer(part.layers[0]) for part in kept])
+
+    def _check(self, field: dataclasses.Field[Any]) -> None:
+        value = getattr(self, field.name)
+        kind = get_type_hints(type(self))[field.name]
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            object.__setattr__(self, field.name, value := float(value))
+        if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
+            raise KeepsetError(
+                f"{self.name}: {field.name}={value!r} is not {_ARTICLES.get(kind, 'a method')}."
+            )
+        low, high = field.metadata.get("minimum"), field.metadata.get("maximum")
+        # Written so that NaN, which is neither below nor above anything, is refused too.
+        if (low is not None and not value >= low) or (high is not None and not value <= high):
+            raise KeepsetError(
+                f"{self.name}: {field.name}={value!r} is out of range: use {_range(low, high)}."
+            )
+
+
+@dataclass(frozen=True)
+class Allocator(Method):
+    """A method that divides a budget for another one, its `scorer`."""
+
+    family: ClassVar[str] = "allocator"
+
+    scorer: Method
+
+    @property
+    def needs(self) -> Needs:
+        """What the scorer needs."""
+        return self.scorer.needs
+
+    @property
+    def sinks(self) -> int:
+        """As the scorer's."""
+        return self.scorer.sinks
+
+    @property
+    def recent(self) -> int:
+        """As the scorer's."""
+        return self.scorer.recent
+
+    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+        """The scorer's scores."""
+        return self.scorer.score(observation)
+
+    def quotas(self, observation: Observation, budget: Budget) -> Int[Tensor, "batch kv_heads"]:
+        """The scorer's quotas."""
+        return self.scorer.quotas(observation, budget)
+
+    def ranked(
+        self, observation: Observation, budget: Budget, quotas: Int[Tensor, "batch kv_heads"]
+    ) -> Float[Tensor, "batch kv_heads entries"]:
+        """The scorer's ranking."""
+        return self.scorer.ranked(observation, budget, quotas)
+
+    def choose(
+        self, ranked: Float[Tensor, "batch kv_heads entries"], quotas: Int[Tensor, "batch kv_heads"]
+    ) -> Bool[Tensor, "batch kv_heads entries"]:
+        """The scorer's choice."""
+        return self.scorer.choose(ranked, quotas)
+
+
+_ARTICLES: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "True or False",
+    str: "a text in quotes",
+}
+
+
+def _range(low: int | float | None, high: int | float | None) -> str:
+    if low is not None and high is not None:
+        return f"{low} to {high}"
+    return f"{low} or more" if low is not None else f"{high} or less"

@@ -1,0 +1,24 @@
+"""Knorm: keys of small norm draw much attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxtyping import Float
+from torch import Tensor
+
+from keepset.method import Method
+from keepset.observation import Observation
+
+
+@dataclass(frozen=True)
+class Knorm(Method):
+    """Keeps the entries whose keys have the smallest L2 norm (Devoto et al. 2024, arXiv:2406.11430)."""
+
+    name: ClassVar[str] = "knorm"
+    paper: ClassVar[str] = "arXiv:2406.11430"
+
+    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+        """Minus the key's norm."""
+        return -observation.keys.float().norm(dim=-1)

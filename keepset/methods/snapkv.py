@@ -1,0 +1,54 @@
+"""SnapKV: what the last window of queries looks at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from keepset.errors import KeepsetError
+from keepset.method import Method, parameter
+from keepset.observation import Needs, Observation
+
+
+@dataclass(frozen=True)
+class SnapKV(Method):
+    """Keeps what the newest `window` queries attend to, smoothed along the text (Li et al. 2024, arXiv:2404.14469).
+
+    The window's own entries always stay. Attention is averaged over the window, average-pooled with
+    `kernel` over the entries before the window (zeros beyond the ends, as the authors' program does), and
+    averaged over the query heads that share a KV head.
+    """
+
+    name: ClassVar[str] = "snapkv"
+    paper: ClassVar[str] = "arXiv:2404.14469"
+
+    window: int = parameter(64, minimum=1)
+    kernel: int = parameter(5, minimum=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kernel % 2 == 0:
+            raise KeepsetError(f"snapkv: kernel={self.kernel} has no middle: use an odd number.")
+
+    @property
+    def needs(self) -> Needs:
+        """The window's queries."""
+        return Needs(window=self.window)
+
+    @property
+    def recent(self) -> int:
+        """The window."""
+        return self.window
+
+    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+        """Pooled mean attention of the window's queries."""
+        attention = observation.by_query_group(observation.window_attention(self.window))
+        received = attention.sum((2, 3)) / (attention.shape[2] * self.window)
+        in_window = observation.positions >= observation.lengths[:, None, None] - self.window
+        return F.avg_pool1d(
+            received.masked_fill(in_window, 0.0), self.kernel, stride=1, padding=self.kernel // 2
+        )

@@ -1,0 +1,33 @@
+"""StreamingLLM: attention sinks and the newest tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxtyping import Float
+from torch import Tensor
+
+from keepset.method import Method
+from keepset.observation import Observation
+
+
+@dataclass(frozen=True)
+class StreamingLLM(Method):
+    """Keeps the first tokens and the newest ones (Xiao et al. 2024, arXiv:2309.17453, section 3.2).
+
+    Four sinks, the paper's default; change them with the recipe's `sinks=`. Positions are not renumbered:
+    entries keep the rotation with which they were cached.
+    """
+
+    name: ClassVar[str] = "streaming_llm"
+    paper: ClassVar[str] = "arXiv:2309.17453"
+
+    @property
+    def sinks(self) -> int:
+        """The paper's four."""
+        return 4
+
+    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+        """The later, the better."""
+        return observation.positions.float()

@@ -1,0 +1,39 @@
+"""TOVA: what the newest token looks at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxtyping import Float
+from torch import Tensor
+
+from keepset.method import Method
+from keepset.observation import Needs, Observation
+
+
+@dataclass(frozen=True)
+class TOVA(Method):
+    """Keeps what the newest query attends to, averaged over all heads (Oren et al. 2024, arXiv:2401.06104).
+
+    As in the paper's section 3.2 the heads of a layer share one set of tokens. The newest token itself
+    always stays.
+    """
+
+    name: ClassVar[str] = "tova"
+    paper: ClassVar[str] = "arXiv:2401.06104"
+
+    @property
+    def needs(self) -> Needs:
+        """The newest query."""
+        return Needs(window=1)
+
+    @property
+    def recent(self) -> int:
+        """The newest token."""
+        return 1
+
+    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+        """Mean attention of the newest query over the layer's heads, the same for every KV head."""
+        attention = observation.window_attention(1)
+        return attention.mean((1, 2))[:, None].expand(observation.valid.shape)

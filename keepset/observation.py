@@ -1,0 +1,215 @@
+"""`Observation`: what a method may look at, one layer at one compression event."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from keepset.errors import KeepsetError
+from keepset.keep_set import KeepSet, LayerKeepSet
+
+Rotate = Callable[[Tensor, int], Tensor]
+"""`(rows [batch, query_heads, n, head_dim] before rotation, future) -> rows` at the mean rotation of the
+`future` positions that follow the request's last token."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a method declares that it looks at, beyond keys, values and positions.
+
+    A runtime collects exactly this. `a | b` is what serves both.
+
+    Attributes:
+        window: how many of the newest queries.
+        columns: statistics of each column of the prompt's causal attention: `"sum"`, `"max"`.
+        query_moments: moments of the queries before rotation; each number says how many of the first
+            tokens to leave out.
+        hidden_moments: the same for the hidden states that enter the layer's attention.
+    """
+
+    window: int = 0
+    columns: frozenset[str] = field(default_factory=frozenset)
+    query_moments: frozenset[int] = field(default_factory=frozenset)
+    hidden_moments: frozenset[int] = field(default_factory=frozenset)
+
+    def __or__(self, other: Needs) -> Needs:
+        return Needs(
+            max(self.window, other.window),
+            self.columns | other.columns,
+            self.query_moments | other.query_moments,
+            self.hidden_moments | other.hidden_moments,
+        )
+
+    @property
+    def hidden_states(self) -> bool:
+        """Whether the runtime must see the layer's input, not only its queries, keys and values."""
+        return bool(self.query_moments or self.hidden_moments)
+
+    def names(self) -> list[str]:
+        """For the catalogue: what is needed, in words."""
+        words = [f"window of {self.window} queries"] if self.window else []
+        words += [f"column {name}" for name in sorted(self.columns)]
+        words += ["query moments"] if self.query_moments else []
+        words += ["hidden-state moments"] if self.hidden_moments else []
+        return words
+
+
+@dataclass(frozen=True, eq=False)
+class QueryMoments:
+    """Mean and covariance of a layer's queries before rotation, and the way to rotate them ahead."""
+
+    mean: Float[Tensor, "batch query_heads head_dim"]
+    covariance: Float[Tensor, "batch query_heads head_dim head_dim"]
+    rotate: Rotate
+
+    def ahead(
+        self, future: int
+    ) -> tuple[
+        Float[Tensor, "batch query_heads head_dim"], Float[Tensor, "batch query_heads head_dim head_dim"]
+    ]:
+        """Both moments under the mean rotation R of the next `future` positions: R m and R C R'."""
+        mean = self.rotate(self.mean[:, :, None], future)[:, :, 0]
+        half = self.rotate(self.covariance, future)
+        return mean, self.rotate(half.transpose(-1, -2), future).transpose(-1, -2)
+
+
+@dataclass(frozen=True, eq=False)
+class HiddenMoments:
+    """Mean and variance (diagonal) of the hidden states that enter a layer's attention."""
+
+    mean: Float[Tensor, "batch hidden"]
+    variance: Float[Tensor, "batch hidden"]
+
+
+class Observation:
+    """One layer at one compression event, for all requests of a batch.
+
+    Entries are in the order of their positions; entries where `valid` is false are holes (shorter requests
+    of a batch) and are never kept. Positions count from each request's own first token: padding does not
+    exist here.
+
+    Attributes:
+        keys, values: after rotation, as cached.
+        queries: the newest `W` queries, after rotation, right-aligned; None when nobody needs them.
+        positions: original position of every entry.
+        valid: whether the entry exists.
+        lengths: tokens that each request has had so far, dropped ones included.
+        query_positions: position of every window query; negative where the request is shorter than W.
+        column_sum, column_max: of each query head's causal attention, one number per entry.
+        query_moments, hidden_moments: keyed by the number of first tokens left out.
+        future_queries: `(hidden [batch, n, hidden], future) -> [batch, query_heads, n, head_dim]`: queries
+            that these hidden states would make at the mean rotation of the next `future` positions.
+        scaling: what the model multiplies query-key products with.
+        layer: this layer's index in the model.
+        layers: indices of all layers that are compressed; for methods that depend on depth.
+        state: the method's own numbers per entry, `[batch, kv_heads, entries]`, from the event before;
+            what a method writes here moves with the entries.
+    """
+
+    def __init__(
+        self,
+        *,
+        keys: Float[Tensor, "batch kv_heads entries head_dim"],
+        values: Float[Tensor, "batch kv_heads entries value_dim"],
+        queries: Float[Tensor, "batch query_heads window head_dim"] | None = None,
+        positions: Int[Tensor, "batch kv_heads entries"] | None = None,
+        valid: Bool[Tensor, "batch kv_heads entries"] | None = None,
+        lengths: Int[Tensor, " batch"] | None = None,
+        query_positions: Int[Tensor, "batch window"] | None = None,
+        column_sum: Float[Tensor, "batch query_heads entries"] | None = None,
+        column_max: Float[Tensor, "batch query_heads entries"] | None = None,
+        query_moments: Mapping[int, QueryMoments] | None = None,
+        hidden_moments: Mapping[int, HiddenMoments] | None = None,
+        future_queries: Rotate | None = None,
+        scaling: float | None = None,
+        layer: int = 0,
+        layers: Sequence[int] | None = None,
+        state: dict[str, Tensor] | None = None,
+    ) -> None:
+        shape, device = keys.shape[:3], keys.device
+        self.keys, self.values, self.queries = keys, values, queries
+        self.valid = torch.ones(shape, dtype=torch.bool, device=device) if valid is None else valid
+        self.positions = (
+            torch.arange(shape[2], device=device).expand(shape) if positions is None else positions
+        )
+        if lengths is None:
+            lengths = self.positions.masked_fill(~self.valid, -1).amax((1, 2)) + 1
+        self.lengths = lengths
+        if queries is not None and query_positions is None:
+            window = queries.shape[2]
+            query_positions = lengths[:, None] - window + torch.arange(window, device=device)
+        self.query_positions = query_positions
+        self.column_sum, self.column_max = column_sum, column_max
+        self.query_moments = query_moments or {}
+        self.hidden_moments = hidden_moments or {}
+        self.future_queries = future_queries
+        self.scaling = keys.shape[-1] ** -0.5 if scaling is None else scaling
+        self.layer = layer
+        self.layers = tuple(layers) if layers is not None else (layer,)
+        self.state = state if state is not None else {}
+        if self.layer not in self.layers:
+            raise KeepsetError(f"Layer {layer} is not among the observed layers {self.layers}.")
+
+    @property
+    def depth(self) -> int:
+        """How many compressed layers come before this one."""
+        return self.layers.index(self.layer)
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of one entry's key and value in one KV head."""
+        return (
+            self.keys.shape[-1] * self.keys.element_size()
+            + self.values.shape[-1] * self.values.element_size()
+        )
+
+    def window_attention(self, window: int) -> Float[Tensor, "batch query_heads window entries"]:
+        """Causal attention of the newest `window` queries over all entries, in float32.
+
+        Rows of queries that do not exist (requests shorter than the window) are all zero. Fewer queries
+        than `window` are returned when the observation holds fewer.
+        """
+        if self.queries is None or self.query_positions is None:
+            raise KeepsetError("This method looks at the newest queries: give Observation(queries=...).")
+        batch, kv_heads, entries, head_dim = self.keys.shape
+        queries = self.queries[:, :, -window:]
+        window = queries.shape[2]
+        folded = queries.reshape(batch, kv_heads, -1, head_dim)
+        logits = (folded @ self.keys.transpose(-1, -2)).float() * self.scaling
+        at = self.query_positions[:, None, None, -window:, None]
+        visible = self.valid[:, :, None, None] & (self.positions[:, :, None, None] <= at)
+        logits = logits.view(batch, kv_heads, -1, window, entries).masked_fill(~visible, float("-inf"))
+        existing = visible.any(-1, keepdim=True)
+        return logits.softmax(-1).masked_fill(~existing, 0.0).view(batch, -1, window, entries)
+
+    def columns(self, name: str) -> Float[Tensor, "batch query_heads entries"]:
+        """The streamed column statistic `sum` or `max` of the prompt's attention."""
+        statistic = {"sum": self.column_sum, "max": self.column_max}[name]
+        if statistic is None:
+            raise KeepsetError(
+                f"This method looks at the prompt's whole attention: give Observation(column_{name}=...)."
+            )
+        return statistic
+
+    def moments(self, skip: int) -> QueryMoments:
+        """Moments of the queries before rotation, the first `skip` tokens left out."""
+        if skip not in self.query_moments:
+            raise KeepsetError(
+                f"This method looks at the queries' moments: give Observation(query_moments={{{skip}: ...}})."
+            )
+        return self.query_moments[skip]
+
+    def by_query_group(
+        self, statistic: Float[Tensor, "batch query_heads *rest"]
+    ) -> Float[Tensor, "batch kv_heads group *rest"]:
+        """Query heads sorted under the KV head that they share."""
+        return statistic.unflatten(1, (self.keys.shape[1], -1))
+
+    def keep(self, mask: Bool[Tensor, "batch kv_heads entries"]) -> KeepSet:
+        """The KeepSet of the entries where `mask` is true; holes are left out."""
+        kept = LayerKeepSet.from_mask(self.layer, mask & self.valid, self.positions, self.entry_bytes)
+        return KeepSet([kept])

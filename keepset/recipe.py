@@ -1,0 +1,193 @@
+"""`Recipe`: method, budget and schedule, and the one text form that they have everywhere."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from keepset.budget import KEEP_HELP, Budget
+from keepset.errors import KeepsetError
+from keepset.keep_set import KeepSet
+from keepset.method import Allocator, Method
+from keepset.observation import Observation
+from keepset.registry import METHODS
+from keepset.schedule import Schedule
+
+_BUDGET = tuple(f.name for f in dataclasses.fields(Budget))
+_SCHEDULE = tuple(f.name for f in dataclasses.fields(Schedule))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What to keep, how much of it, and when.
+
+    The text form is a call expression, `adakv(snapkv(window=32), keep=512)`: the method with its
+    parameters, then those of the budget (`keep`, `sinks`, `recent`) and of the schedule (`prefill`,
+    `every`). It is parsed, never evaluated, and `Recipe.parse(str(recipe)) == recipe`.
+    """
+
+    method: Method
+    budget: Budget = field(default_factory=Budget)
+    schedule: Schedule = field(default_factory=Schedule)
+
+    @classmethod
+    def of(
+        cls,
+        method: Method,
+        *,
+        keep: int | float | None = None,
+        sinks: int | None = None,
+        recent: int | None = None,
+        prefill: bool = True,
+        every: int | None = None,
+    ) -> Recipe:
+        """A recipe with the method's own sinks and recent suffix where none are given."""
+        budget = Budget(
+            keep,
+            method.sinks if sinks is None else sinks,
+            method.recent if recent is None else recent,
+        )
+        return cls(method, budget, Schedule(prefill, every))
+
+    @classmethod
+    def parse(cls, text: str) -> Recipe:
+        """The recipe that a text describes.
+
+        Raises:
+            KeepsetError: the text is no call expression, or a name or value in it is unknown or out of
+                range; the message names the nearest one.
+        """
+        try:
+            node = ast.parse(text.strip(), mode="eval").body
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            raise KeepsetError(f"{_quote(text)} is not a recipe: {_EXAMPLE}.") from None
+        outer = {} if isinstance(node, ast.Name) else _keywords(node, text)
+        method = _method(node, text, skip=(*_BUDGET, *_SCHEDULE))
+        options = {name: _literal(outer[name], name) for name in (*_BUDGET, *_SCHEDULE) if name in outer}
+        for name, value in options.items():
+            if value is None:
+                raise KeepsetError(f"{name}=None says nothing: leave {name} out.")
+        return cls.of(method, **options)
+
+    def __str__(self) -> str:
+        parts = _parameters(self.method)
+        for name, default in (("keep", None), ("sinks", self.method.sinks), ("recent", self.method.recent)):
+            if (value := getattr(self.budget, name)) != default:
+                parts.append(f"{name}={value!r}")
+        for option in dataclasses.fields(self.schedule):
+            if (value := getattr(self.schedule, option.name)) != option.default:
+                parts.append(f"{option.name}={value!r}")
+        return f"{self.method.name}({', '.join(parts)})"
+
+    def with_keep(self, keep: int | float) -> Recipe:
+        """The same recipe with another `keep`."""
+        return replace(self, budget=replace(self.budget, keep=keep))
+
+    def select(self, observation: Observation) -> KeepSet:
+        """What stays of one layer."""
+        return self.require_budget().method.select(observation, self.budget)
+
+    def require_budget(self) -> Recipe:
+        """This recipe.
+
+        Raises:
+            KeepsetError: its method needs a budget and it has none.
+        """
+        if self.method.needs_budget and self.budget.keep is None:
+            raise KeepsetError(
+                f"{self} says not how much to keep: write {self.with_keep(0.25)}; for keep, {KEEP_HELP}."
+            )
+        return self
+
+
+_EXAMPLE = "write a method with its parameters, such as snapkv(keep=0.25) or adakv(snapkv, keep=512)"
+
+
+def _method(node: ast.expr, text: str, skip: Iterable[str] = ()) -> Method:
+    name, arguments, keywords = _call(node, text)
+    kind = METHODS.get(name)
+    if kind is None:
+        raise KeepsetError(f"There is no method {name!r}{_nearest(name, METHODS)}")
+    parameters = [f.name for f in dataclasses.fields(kind)]
+    values: dict[str, Any] = {}
+    for keyword, value in keywords.items():
+        if keyword in parameters:
+            values[keyword] = _value(value, keyword, text)
+        elif keyword not in skip:
+            known = [p for p in parameters if p != "scorer"] + list(skip)
+            where = "" if skip or keyword not in (*_BUDGET, *_SCHEDULE) else " inside another method"
+            raise KeepsetError(f"{name} has no parameter {keyword!r}{where}{_nearest(keyword, known)}")
+    if len(arguments) > 1 or (arguments and not issubclass(kind, Allocator)):
+        takes = (
+            "takes one method, then named parameters"
+            if issubclass(kind, Allocator)
+            else "takes only named parameters"
+        )
+        raise KeepsetError(f"{name} {takes}: {_EXAMPLE}.")
+    if arguments:
+        values["scorer"] = _method(arguments[0], text)
+    if issubclass(kind, Allocator) and "scorer" not in values:
+        raise KeepsetError(
+            f"{name} divides the budget of another method: write for example {name}(snapkv, keep=0.25)."
+        )
+    return kind(**values)
+
+
+def _call(node: ast.expr, text: str) -> tuple[str, list[ast.expr], dict[str, ast.expr]]:
+    if isinstance(node, ast.Name):
+        return node.id, [], {}
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        return node.func.id, node.args, _keywords(node, text)
+    raise KeepsetError(f"{_quote(text)} is not a recipe: {_EXAMPLE}.")
+
+
+def _keywords(node: ast.expr, text: str) -> dict[str, ast.expr]:
+    if not isinstance(node, ast.Call) or any(k.arg is None for k in node.keywords):
+        raise KeepsetError(f"{_quote(text)} is not a recipe: {_EXAMPLE}.")
+    return {k.arg: k.value for k in node.keywords if k.arg is not None}
+
+
+def _value(node: ast.expr, name: str, text: str) -> Any:
+    return _method(node, text) if name == "scorer" else _literal(node, name)
+
+
+def _literal(node: ast.expr, name: str) -> Any:
+    """A number, truth value or text written out; anything else is refused."""
+    sign = 1
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        node, sign = node.operand, -1
+    if isinstance(node, ast.Constant) and not isinstance(node.value, bytes | complex):
+        if sign == 1:
+            return node.value
+        if isinstance(node.value, int | float) and not isinstance(node.value, bool):
+            return -node.value
+    raise KeepsetError(
+        f"{name}={ast.unparse(node)} is not a plain value: write a number, True, False or a text in quotes."
+    )
+
+
+def _parameters(method: Method) -> list[str]:
+    parts = []
+    for option in dataclasses.fields(method):
+        value = getattr(method, option.name)
+        if isinstance(value, Method):
+            inner = _parameters(value)
+            parts.append(f"{value.name}({', '.join(inner)})" if inner else value.name)
+        elif value != option.default:
+            parts.append(f"{option.name}={value!r}")
+    return parts
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"; did you mean {close[0]!r}? " if close else ". "
+    return f"{hint}There are: {', '.join(known)}."
+
+
+def _quote(text: str) -> str:
+    return repr(text if len(text) <= 80 else text[:77] + "...")

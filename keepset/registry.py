@@ -1,0 +1,46 @@
+"""Which methods there are. A new one is a file in `methods/` or `allocate/` and one line here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from keepset.allocate.adakv import AdaKV
+from keepset.allocate.pyramid import Pyramid
+from keepset.allocate.uniform import Uniform
+from keepset.errors import KeepsetError
+from keepset.method import Method
+from keepset.methods.expected_attention import ExpectedAttention
+from keepset.methods.h2o import H2O
+from keepset.methods.knorm import Knorm
+from keepset.methods.random import Random
+from keepset.methods.snapkv import SnapKV
+from keepset.methods.streaming_llm import StreamingLLM
+from keepset.methods.tova import TOVA
+
+_methods: dict[str, type[Method]] = {
+    method.name: method
+    for method in (
+        StreamingLLM,
+        Random,
+        Knorm,
+        TOVA,
+        SnapKV,
+        H2O,
+        ExpectedAttention,
+        Uniform,
+        Pyramid,
+        AdaKV,
+    )
+}
+
+METHODS: Mapping[str, type[Method]] = MappingProxyType(_methods)
+"""Every registered method by its name in recipes."""
+
+
+def register(method: type[Method]) -> type[Method]:
+    """Adds a method of your own, usable as a class decorator; its name is then known in recipe texts."""
+    if METHODS.get(method.name, method) is not method:
+        raise KeepsetError(f"A method named {method.name!r} is registered already: choose another name.")
+    _methods[method.name] = method
+    return method

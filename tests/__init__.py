@@ -1,0 +1,3 @@
+"""Tests of keepset; they mirror its folders."""
+
+from tests import typecheck as typecheck

@@ -1,0 +1,147 @@
+"""Tiny random models of many architectures, and the dense oracle that every layout is held against."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+import keepset
+
+_COMMON = dict(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=200,
+    max_position_embeddings=512,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+_HYBRID = dict(layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=24)
+_EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=32)
+
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama_mha": ("llama", dict(num_key_value_heads=4)),
+    "llama_mqa": ("llama", dict(num_key_value_heads=1, num_attention_heads=8)),
+    "llama_odd_head": ("llama", dict(head_dim=10)),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", dict(head_dim=32)),
+    "phi3": ("phi3", dict(sliding_window=None)),
+    "phi3_partial": ("phi3", dict(sliding_window=None, partial_rotary_factor=0.5)),
+    "mistral": ("mistral", dict(sliding_window=None)),
+    "mistral_window": ("mistral", dict(sliding_window=24)),
+    "gemma3": ("gemma3_text", dict(head_dim=16, **_HYBRID)),
+    "gpt_neox": ("gpt_neox", dict(num_key_value_heads=None)),
+    "olmo2": ("olmo2", {}),
+    "qwen3_moe": ("qwen3_moe", dict(head_dim=16, num_experts=4, **_EXPERTS)),
+}
+
+
+@cache
+def tiny(name: str) -> Any:
+    """A tiny random model; weights large enough that attention is far from uniform."""
+    kind, overrides = ARCHITECTURES[name]
+    options = {k: v for k, v in {**_COMMON, **overrides}.items() if v is not None or k == "sliding_window"}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options)).eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data.normal_(0, 0.15)
+    return model
+
+
+def prompt(batch: int, length: int, seed: int = 0) -> Tensor:
+    """Random token ids without special tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 200, (batch, length), generator=generator)
+
+
+def left_padded(ids: Tensor, padding: list[int]) -> tuple[Tensor, Tensor]:
+    """The ids with so much padding at the left of each row, and the attention mask."""
+    mask = torch.ones_like(ids)
+    ids = ids.clone()
+    for row, pad in enumerate(padding):
+        ids[row, :pad] = 0
+        mask[row, :pad] = 0
+    return ids, mask
+
+
+GREEDY: dict[str, Any] = dict(
+    do_sample=False, return_dict_in_generate=True, output_logits=True, pad_token_id=0, eos_token_id=None
+)
+
+
+def generate(model: Any, ids: Tensor, past: Any = None, mask: Tensor | None = None, **options: Any) -> Any:
+    """`model.generate` with every step's logits."""
+    mask = torch.ones_like(ids) if mask is None else mask
+    with torch.no_grad():
+        return model.generate(ids, attention_mask=mask, past_key_values=past, **{**GREEDY, **options})
+
+
+class Oracle:
+    """The model run densely over a finished sequence, each dropped entry hidden by an explicit mask.
+
+    It knows of a cache only the positions that it says it kept, and shares no code with the runtime.
+    """
+
+    current: Oracle
+    """The one whose masks the attention function below applies."""
+
+    def __init__(self, cache: keepset.Cache | None, mask: Tensor) -> None:
+        self.mask = mask.bool()
+        self.event = cache.events[0] if cache is not None and cache.events else None
+
+    def logits(self, model: Any, ids: Tensor) -> Tensor:
+        """Logits of every position of `ids`, `[batch, tokens, vocabulary]`."""
+        Oracle.current = self
+        implementation = model.config._attn_implementation
+        model.set_attn_implementation("oracle")
+        positions = (self.mask.long().cumsum(-1) - 1).clamp(min=0)
+        try:
+            with torch.no_grad():
+                return model(ids, position_ids=positions, use_cache=False).logits
+        finally:
+            model.set_attn_implementation(implementation)
+
+    def visible(self, layer: int, heads: int, window: int | None) -> Tensor:
+        """`[batch, heads, n, n]`: what each query may see."""
+        batch, n = self.mask.shape
+        at = torch.arange(n)
+        distance = at[:, None] - at
+        causal = (distance >= 0) & (distance < (n if window is None else window))
+        visible = (causal & self.mask[:, None]).unsqueeze(1).repeat(1, heads, 1, 1)
+        if self.event is not None and layer in self.event.keep_set.layers:
+            for b in range(batch):
+                tokens = self.mask[b].nonzero()[:, 0]
+                for h in range(heads):
+                    dropped = at < self.event.length
+                    dropped[tokens[self.event.keep_set.positions(layer, b, h)]] = False
+                    visible[b, h, self.event.length :] &= ~dropped
+        # Padding sees itself: nobody looks at it, but a softmax over nothing is NaN.
+        return visible | (~self.mask[:, None, :, None] & (distance == 0))
+
+
+def _oracle_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    group = query.shape[1] // key.shape[1]
+    visible = Oracle.current.visible(module.layer_idx, key.shape[1], kwargs.get("sliding_window"))
+    scores = query @ key.repeat_interleave(group, 1).transpose(-1, -2) * (scaling or query.shape[-1] ** -0.5)
+    weights = scores.masked_fill(~visible.repeat_interleave(group, 1), float("-inf")).softmax(-1)
+    return (weights @ value.repeat_interleave(group, 1)).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("oracle", _oracle_attention)

