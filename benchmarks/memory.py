@@ -35,12 +35,13 @@ def main() -> int:
             print("interrupted: what is done follows", file=sys.stderr)
 
     settings = {"tokens": args.tokens, "repeats": args.repeats, "steps": args.steps, "threads": args.threads}
+    bytes_rows, decode_rows = holding.rows(held), decoding.rows(decoded)
     data = {
         "machine": machine(),
         "versions": versions,
         "settings": settings,
-        "bytes": holding.rows(held),
-        "decode": decoding.rows(decoded),
+        "bytes": bytes_rows,
+        "decode": decode_rows,
     }
     sections = [
         holding.held(held, args.tokens),
@@ -48,7 +49,7 @@ def main() -> int:
         decoding.section(decoded, args.tokens),
     ]
     publish("memory", sections, data)
-    failed = [row for row in data["bytes"] + data["decode"] if row["side"] == "keepset" and row.get("error")]
+    failed = [row for row in bytes_rows + decode_rows if row["side"] == "keepset" and row.get("error")]
     return 1 if failed else 0
 
 

@@ -32,10 +32,12 @@ MOST_HELD = 1.05 * KEEP
 
 @dataclass
 class Measured:
-    """One side's rounds of one method at one length. Both lists grow together."""
+    """One side's rounds of one method at one length. The lists grow together."""
 
     seconds: list[float] = field(default_factory=list)
     full_seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
+    full_cpu_seconds: list[float] = field(default_factory=list)
     kv_bytes: int = 0
     kv_bytes_full: int = 0
     claimed_bytes: int | None = None
@@ -46,12 +48,17 @@ class Measured:
         return ratios(self.seconds, self.full_seconds)
 
     @property
+    def cpu_ratio(self) -> Summary | None:
+        return ratios(self.cpu_seconds, self.full_cpu_seconds)
+
+    @property
     def held(self) -> float | None:
         return self.kv_bytes / self.kv_bytes_full if self.kv_bytes_full else None
 
     def as_json(self) -> dict[str, Any]:
-        ratio = self.ratio
-        return {**self.__dict__, "held": self.held, "ratio": ratio.as_json() if ratio else None}
+        summaries = {"ratio": self.ratio, "cpu_ratio": self.cpu_ratio}
+        shares = {name: summary.as_json() if summary else None for name, summary in summaries.items()}
+        return {**self.__dict__, "held": self.held, **shares}
 
 
 Key = tuple[str, int, str]  # method, tokens, side
@@ -86,9 +93,7 @@ def main() -> int:
     return 1 if any(table[key].error for key in table if key[2] == "keepset") else 0
 
 
-def _measure(
-    table: Table, workers: list[Worker], methods: list[str], lengths: list[int], rounds: int
-) -> None:
+def _measure(table: Table, workers: list[Worker], methods: list[str], lengths: list[int], rounds: int) -> None:
     plan = [(method, tokens, worker) for tokens in lengths for method in methods for worker in workers]
     warm_up = len(workers) * (sum(lengths) + len(methods) * WARM_UP_TOKENS)
     with progress.bar() as bar:
@@ -131,6 +136,8 @@ def _pair(measured: Measured, worker: Worker, method: str, tokens: int, full_fir
         return
     measured.seconds += answer["seconds"]
     measured.full_seconds += full["seconds"]
+    measured.cpu_seconds += answer["cpu_seconds"]
+    measured.full_cpu_seconds += full["cpu_seconds"]
     measured.kv_bytes, measured.kv_bytes_full = answer["kv_bytes"], full["kv_bytes"]
     measured.claimed_bytes = answer["claimed_bytes"]
 
@@ -142,7 +149,18 @@ def _judge(table: Table) -> None:
 
 
 def _section(table: Table, methods: list[str], tokens: int) -> Section:
-    columns = ["method", "target", "keepset", "", "holds", "kvpress", "holds", "keepset / kvpress"]
+    columns = [
+        "method",
+        "target",
+        "keepset",
+        "",
+        "CPU",
+        "holds",
+        "kvpress",
+        "CPU",
+        "holds",
+        "keepset / kvpress",
+    ]
     section = Section(f"Prefill of {tokens} tokens: time with a method / full cache, keep {KEEP}", columns)
     for method in methods:
         own, peer = (table[method, tokens, side] for side in SIDES)
@@ -153,14 +171,17 @@ def _section(table: Table, methods: list[str], tokens: int) -> Section:
                 f"≤ {target}" if target else "-",
                 shown(own.ratio),
                 "failed" if own.error else verdict(own.ratio, target),
+                _middle(own.cpu_ratio),
                 _share(own),
                 shown(peer.ratio),
+                _middle(peer.cpu_ratio),
                 _share(peer),
                 shown(ratios(own.seconds, peer.seconds)),
             ]
         )
     section.notes.append(
-        "Median of the rounds (smallest..largest). holds: KV bytes kept, of the full cache's."
+        "By the wall clock: median of the rounds (smallest..largest). CPU: by processor time. "
+        "holds: KV bytes after the prefill, of the full cache's."
     )
     for side in SIDES:
         both = {method: table[method, tokens, side] for method in methods}
@@ -168,6 +189,10 @@ def _section(table: Table, methods: list[str], tokens: int) -> Section:
         if full := Summary.of([seconds for one in both.values() for seconds in one.full_seconds]):
             section.notes.append(f"Full cache in {side}'s environment: {shown(full, 2)} s.")
     return section
+
+
+def _middle(summary: Summary | None) -> str:
+    return f"{summary.median:.3f}" if summary else "-"
 
 
 def _share(measured: Measured) -> str:

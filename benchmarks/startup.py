@@ -56,7 +56,7 @@ def _run(command: list[str]) -> float:
 
 def _reason(error: OSError | subprocess.CalledProcessError) -> str:
     if isinstance(error, subprocess.CalledProcessError):
-        return error.stderr.strip().rpartition("\n")[2]
+        return str(error.stderr).strip().rpartition("\n")[2]
     return error.strerror or str(error)
 
 

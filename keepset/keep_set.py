@@ -139,8 +139,7 @@ class KeepSet:
     def overlap(self, other: KeepSet) -> Float[Tensor, "layers batch kv_heads"]:
         """Share of this set's entries that `other` keeps too; 1 where this set is empty."""
         shares = [
-            (a & b).sum(-1) / a.sum(-1).clamp(min=1) + (a.sum(-1) == 0).float()
-            for *_, a, b in self._pairs(other)
+            (a & b).sum(-1) / a.sum(-1).clamp(min=1) + (a.sum(-1) == 0).float() for *_, a, b in self._pairs(other)
         ]
         return torch.stack(shares)
 

@@ -95,15 +95,11 @@ class Method(ABC):
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             object.__setattr__(self, field.name, value := float(value))
         if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
-            raise KeepsetError(
-                f"{self.name}: {field.name}={value!r} is not {_ARTICLES.get(kind, 'a method')}."
-            )
+            raise KeepsetError(f"{self.name}: {field.name}={value!r} is not {_ARTICLES.get(kind, 'a method')}.")
         low, high = field.metadata.get("minimum"), field.metadata.get("maximum")
         # Written so that NaN, which is neither below nor above anything, is refused too.
         if (low is not None and not value >= low) or (high is not None and not value <= high):
-            raise KeepsetError(
-                f"{self.name}: {field.name}={value!r} is out of range: use {_range(low, high)}."
-            )
+            raise KeepsetError(f"{self.name}: {field.name}={value!r} is out of range: use {_range(low, high)}.")
 
 
 @dataclass(frozen=True)

@@ -48,9 +48,7 @@ def load(
     return _read(name, _EXPECTED)
 
 
-def _read(
-    source: str, advice: str
-) -> tuple["transformers.PreTrainedModel", "transformers.PreTrainedTokenizerBase"]:
+def _read(source: str, advice: str) -> tuple["transformers.PreTrainedModel", "transformers.PreTrainedTokenizerBase"]:
     from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 

@@ -68,9 +68,7 @@ class QueryMoments:
 
     def ahead(
         self, future: int
-    ) -> tuple[
-        Float[Tensor, "batch query_heads head_dim"], Float[Tensor, "batch query_heads head_dim head_dim"]
-    ]:
+    ) -> tuple[Float[Tensor, "batch query_heads head_dim"], Float[Tensor, "batch query_heads head_dim head_dim"]]:
         """Both moments under the mean rotation R of the next `future` positions: R m and R C R'."""
         mean = self.rotate(self.mean[:, :, None], future)[:, :, 0]
         half = self.rotate(self.covariance, future)
@@ -133,9 +131,7 @@ class Observation:
         shape, device = keys.shape[:3], keys.device
         self.keys, self.values, self.queries = keys, values, queries
         self.valid = torch.ones(shape, dtype=torch.bool, device=device) if valid is None else valid
-        self.positions = (
-            torch.arange(shape[2], device=device).expand(shape) if positions is None else positions
-        )
+        self.positions = torch.arange(shape[2], device=device).expand(shape) if positions is None else positions
         if lengths is None:
             lengths = self.positions.masked_fill(~self.valid, -1).amax((1, 2)) + 1
         self.lengths = lengths
@@ -162,10 +158,7 @@ class Observation:
     @property
     def entry_bytes(self) -> int:
         """Bytes of one entry's key and value in one KV head."""
-        return (
-            self.keys.shape[-1] * self.keys.element_size()
-            + self.values.shape[-1] * self.values.element_size()
-        )
+        return self.keys.shape[-1] * self.keys.element_size() + self.values.shape[-1] * self.values.element_size()
 
     def window_attention(self, window: int) -> Float[Tensor, "batch query_heads window entries"]:
         """Causal attention of the newest `window` queries over all entries, in float32.

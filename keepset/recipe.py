@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -61,17 +62,33 @@ class Recipe:
             KeepsetError: the text is no call expression, or a name or value in it is unknown or out of
                 range; the message names the nearest one.
         """
+        text = text.strip()
         try:
-            node = ast.parse(text.strip(), mode="eval").body
+            node = ast.parse(text, mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             raise KeepsetError(f"{_quote(text)} is not a recipe: {_EXAMPLE}.") from None
         outer = {} if isinstance(node, ast.Name) else _keywords(node, text)
         method = _method(node, text, skip=(*_BUDGET, *_SCHEDULE))
-        options = {name: _literal(outer[name], name) for name in (*_BUDGET, *_SCHEDULE) if name in outer}
+        options = {name: _literal(outer[name], name, text) for name in (*_BUDGET, *_SCHEDULE) if name in outer}
         for name, value in options.items():
             if value is None:
                 raise KeepsetError(f"{name}=None says nothing: leave {name} out.")
         return cls.of(method, **options)
+
+    @classmethod
+    def parse_list(cls, text: str) -> list[Recipe]:
+        """Recipes separated by commas: `"snapkv, adakv(snapkv)"`.
+
+        Raises:
+            KeepsetError: as `parse` does, or when there is none.
+        """
+        try:
+            node = ast.parse(f"[{text.strip()}]", mode="eval").body
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            node = None
+        if not isinstance(node, ast.List) or not node.elts:
+            raise KeepsetError(f"{_quote(text)} is no list of recipes: {_EXAMPLE}, separated by commas.")
+        return [cls.parse(ast.unparse(element)) for element in node.elts]
 
     def __str__(self) -> str:
         parts = _parameters(self.method)
@@ -86,6 +103,10 @@ class Recipe:
     def with_keep(self, keep: int | float) -> Recipe:
         """The same recipe with another `keep`."""
         return replace(self, budget=replace(self.budget, keep=keep))
+
+    def without_budget(self) -> Recipe:
+        """The same recipe without its `keep`: what rows with different budgets have in common."""
+        return replace(self, budget=replace(self.budget, keep=None))
 
     def select(self, observation: Observation) -> KeepSet:
         """What stays of one layer."""
@@ -123,17 +144,15 @@ def _method(node: ast.expr, text: str, skip: Iterable[str] = ()) -> Method:
             raise KeepsetError(f"{name} has no parameter {keyword!r}{where}{_nearest(keyword, known)}")
     if len(arguments) > 1 or (arguments and not issubclass(kind, Allocator)):
         takes = (
-            "takes one method, then named parameters"
-            if issubclass(kind, Allocator)
-            else "takes only named parameters"
+            "takes one method, then named parameters" if issubclass(kind, Allocator) else "takes only named parameters"
         )
         raise KeepsetError(f"{name} {takes}: {_EXAMPLE}.")
+    if arguments and "scorer" in values:
+        raise KeepsetError(f"{name} divides the budget of one method: give it once.")
     if arguments:
         values["scorer"] = _method(arguments[0], text)
     if issubclass(kind, Allocator) and "scorer" not in values:
-        raise KeepsetError(
-            f"{name} divides the budget of another method: write for example {name}(snapkv, keep=0.25)."
-        )
+        raise KeepsetError(f"{name} divides the budget of another method: write for example {name}(snapkv, keep=0.25).")
     return kind(**values)
 
 
@@ -146,28 +165,37 @@ def _call(node: ast.expr, text: str) -> tuple[str, list[ast.expr], dict[str, ast
 
 
 def _keywords(node: ast.expr, text: str) -> dict[str, ast.expr]:
-    if not isinstance(node, ast.Call) or any(k.arg is None for k in node.keywords):
+    if not isinstance(node, ast.Call):
         raise KeepsetError(f"{_quote(text)} is not a recipe: {_EXAMPLE}.")
-    return {k.arg: k.value for k in node.keywords if k.arg is not None}
+    keywords: dict[str, ast.expr] = {}
+    for keyword in node.keywords:
+        if keyword.arg is None:
+            raise KeepsetError(f"{_quote(text)} is not a recipe: {_EXAMPLE}.")
+        if keyword.arg in keywords:
+            raise KeepsetError(f"{keyword.arg} is given twice: write it once.")
+        keywords[keyword.arg] = keyword.value
+    return keywords
 
 
 def _value(node: ast.expr, name: str, text: str) -> Any:
-    return _method(node, text) if name == "scorer" else _literal(node, name)
+    return _method(node, text) if name == "scorer" else _literal(node, name, text)
 
 
-def _literal(node: ast.expr, name: str) -> Any:
+def _literal(node: ast.expr, name: str, text: str) -> Any:
     """A number, truth value or text written out; anything else is refused."""
+    # Cut from the text: unparsing recurses, and Python refuses to print integers of thousands of digits.
+    source = _shorten(" ".join((ast.get_source_segment(text, node) or "").split()))
     sign = 1
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         node, sign = node.operand, -1
-    if isinstance(node, ast.Constant) and not isinstance(node.value, bytes | complex):
-        if sign == 1:
-            return node.value
-        if isinstance(node.value, int | float) and not isinstance(node.value, bool):
-            return -node.value
-    raise KeepsetError(
-        f"{name}={ast.unparse(node)} is not a plain value: write a number, True, False or a text in quotes."
-    )
+    value = node.value if isinstance(node, ast.Constant) else ...
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if (isinstance(value, int) and value.bit_length() > 63) or not math.isfinite(value):
+            raise KeepsetError(f"{name}={source} is too large a number.")
+        return sign * value
+    if sign == 1 and (value is None or isinstance(value, bool | str)):
+        return value
+    raise KeepsetError(f"{name}={source} is not a plain value: write a number, True, False or a text in quotes.")
 
 
 def _parameters(method: Method) -> list[str]:
@@ -190,4 +218,8 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _quote(text: str) -> str:
-    return repr(text if len(text) <= 80 else text[:77] + "...")
+    return repr(_shorten(text))
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= 80 else text[:77] + "..."

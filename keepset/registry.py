@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 from keepset.allocate.adakv import AdaKV
 from keepset.allocate.pyramid import Pyramid
 from keepset.allocate.uniform import Uniform
 from keepset.errors import KeepsetError
-from keepset.method import Method
+from keepset.method import Allocator, Method
 from keepset.methods.expected_attention import ExpectedAttention
 from keepset.methods.h2o import H2O
 from keepset.methods.knorm import Knorm
@@ -44,3 +46,27 @@ def register(method: type[Method]) -> type[Method]:
         raise KeepsetError(f"A method named {method.name!r} is registered already: choose another name.")
     _methods[method.name] = method
     return method
+
+
+def catalogue() -> list[dict[str, Any]]:
+    """One entry per method: name, family, layout, needs, parameters with defaults, paper, summary.
+
+    A parameter without a default (an allocator's scorer) is None.
+    """
+    entries = []
+    for kind in METHODS.values():
+        fields = dataclasses.fields(kind)
+        defaults = {f.name: None if f.default is dataclasses.MISSING else f.default for f in fields}
+        example = kind(SnapKV()) if issubclass(kind, Allocator) else kind()
+        entries.append(
+            {
+                "name": kind.name,
+                "family": kind.family,
+                "layout": kind.layout,
+                "needs": ["what its scorer needs"] if issubclass(kind, Allocator) else example.needs.names(),
+                "parameters": defaults,
+                "paper": kind.paper,
+                "summary": (kind.__doc__ or "").strip().partition("\n")[0],
+            }
+        )
+    return entries

@@ -19,18 +19,18 @@ def ranked_scores(
 ) -> Float[Tensor, "batch kv_heads entries"]:
     """Scores in an order that selection can rely on, float32.
 
-    From best to worst: sinks, the recent suffix, the scores themselves, entries scored NaN, holes (-inf).
+    From best to worst: sinks (the first token first of all), the recent suffix, the scores themselves,
+    entries scored NaN, holes (-inf).
     """
     limit = _LARGEST / 4
     ranked = scores.float().clamp(-limit, limit).masked_fill(scores.isnan(), -2 * limit)
     ranked = ranked.masked_fill(budget.is_recent(observation), RECENT_RANK)
-    ranked = ranked.masked_fill(budget.is_sink(observation), _LARGEST)
+    sink_rank = _LARGEST * (1 - observation.positions.float() / (4 * max(budget.sinks, 1)))
+    ranked = sink_rank.where(budget.is_sink(observation), ranked)
     return ranked.masked_fill(~observation.valid, float("-inf"))
 
 
-def top_mask(
-    ranked: Float[Tensor, "*rows entries"], quotas: Int[Tensor, "*rows"]
-) -> Bool[Tensor, "*rows entries"]:
+def top_mask(ranked: Float[Tensor, "*rows entries"], quotas: Int[Tensor, "*rows"]) -> Bool[Tensor, "*rows entries"]:
     """The `quotas` best entries of every row; of equal ones the later.
 
     The order is total, so that the same scores choose the same entries on every device and in every batch.
@@ -41,9 +41,7 @@ def top_mask(
     return torch.zeros_like(ranked, dtype=torch.bool).scatter(-1, best_first, chosen)
 
 
-def round_to_total(
-    shares: Float[Tensor, "*rows parts"], total: Int[Tensor, "*rows"]
-) -> Int[Tensor, "*rows parts"]:
+def round_to_total(shares: Float[Tensor, "*rows parts"], total: Int[Tensor, "*rows"]) -> Int[Tensor, "*rows parts"]:
     """Whole numbers next to `shares` (which sum to `total`) whose sum is `total` exactly.
 
     Largest remainders are rounded up; of equal ones the earlier.

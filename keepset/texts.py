@@ -67,9 +67,7 @@ def read(path: Path) -> str:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise KeepsetError(
-            f"{str(path)!r} cannot be read ({error.strerror}): give a UTF-8 text file."
-        ) from error
+        raise KeepsetError(f"{str(path)!r} cannot be read ({error.strerror}): give a UTF-8 text file.") from error
     except UnicodeDecodeError as error:
         raise KeepsetError(f"{str(path)!r} is not UTF-8: give a UTF-8 text file.") from error
     if not text.strip():
@@ -91,9 +89,7 @@ def insert(text: str, needle: Needle, depth: float) -> str:
     return f"{before}{gap}{needle.sentence}{' ' if after else ''}{after}"
 
 
-def chat_parts(
-    tokenizer: "transformers.PreTrainedTokenizerBase", text: str, question: str
-) -> tuple[str, str]:
+def chat_parts(tokenizer: "transformers.PreTrainedTokenizerBase", text: str, question: str) -> tuple[str, str]:
     """A user's message made of a text and a question, cut between the two: (context, rest).
 
     The context can be compressed before the question is known. Encode both parts with

@@ -27,9 +27,7 @@ class Table:
     errors: dict[Key, str] = field(default_factory=dict)
 
 
-def measure(
-    table: Table, workers: list[Worker], lengths: list[int], rounds: int, steps: int
-) -> Iterator[int]:
+def measure(table: Table, workers: list[Worker], lengths: list[int], rounds: int, steps: int) -> Iterator[int]:
     """Fill `table` round by round, all methods in each; gives the weight of what is done."""
     for tokens in lengths:
         for number in range(rounds):
@@ -98,8 +96,7 @@ def section(table: Table, lengths: list[int]) -> Section:
         f"Targets for keepset: ≤ {RAGGED_OVER_UNIFORM} of {UNIFORM}; from {LONG} tokens on, < the full cache."
     )
     made.notes += [
-        f"{side}, {method}, {tokens} tokens: {error}"
-        for (method, tokens, side), error in table.errors.items()
+        f"{side}, {method}, {tokens} tokens: {error}" for (method, tokens, side), error in table.errors.items()
     ]
     return made
 

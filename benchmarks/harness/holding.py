@@ -91,9 +91,7 @@ def peak(table: Table, lengths: list[int]) -> Section:
                 ]
             )
     section.notes.append("KV: the most that the cache reached after any single operation of the prefill.")
-    section.notes.append(
-        "alive: the most that all tensors made in the prefill took at once, activations too."
-    )
+    section.notes.append("alive: the most that all tensors made in the prefill took at once, activations too.")
     return section
 
 

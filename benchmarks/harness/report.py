@@ -62,9 +62,7 @@ def _rich(section: Section) -> Table:
         first = number == 0
         table.add_column(column, justify="left" if first else "right", no_wrap=first, overflow="fold")
     for row in section.rows:
-        table.add_row(
-            *(f"[{VERDICT_STYLE[cell]}]{cell}[/]" if cell in VERDICT_STYLE else cell for cell in row)
-        )
+        table.add_row(*(f"[{VERDICT_STYLE[cell]}]{cell}[/]" if cell in VERDICT_STYLE else cell for cell in row))
     return table
 
 

@@ -49,9 +49,7 @@ class Worker:
         """Have one thing measured."""
         assert self._process.stdin
         try:
-            print(
-                json.dumps({"what": what, "method": method, **request}), file=self._process.stdin, flush=True
-            )
+            print(json.dumps({"what": what, "method": method, **request}), file=self._process.stdin, flush=True)
         except BrokenPipeError as error:
             raise WorkerError(self._last_words()) from error
         answer = self._read()

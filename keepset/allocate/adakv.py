@@ -33,6 +33,8 @@ class AdaKV(Allocator):
     ) -> Bool[Tensor, "batch kv_heads entries"]:
         """The layer's total, divided among its heads."""
         total = quotas.sum(-1)
-        adaptive = top_mask(ranked.flatten(1), total).view_as(ranked).sum(-1)
+        # Entry after entry, all heads of each: equal scores are then shared, not taken by the last head.
+        pool = ranked.transpose(1, 2)
+        adaptive = top_mask(pool.flatten(1), total).view_as(pool).sum(1)
         shares = torch.lerp(adaptive.double(), quotas.double(), self.floor)
         return top_mask(ranked, round_to_total(shares, total))

@@ -9,7 +9,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from keepset.budget import Budget
-from keepset.method import Allocator, parameter
+from keepset.errors import KeepsetError
+from keepset.method import Allocator, Method, parameter
 from keepset.observation import Observation
 
 
@@ -27,6 +28,14 @@ class Pyramid(Allocator):
     paper: ClassVar[str] = "arXiv:2406.02069"
 
     beta: float = parameter(20.0, minimum=1.0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        inner: Method = self.scorer
+        while isinstance(inner, Allocator):
+            if isinstance(inner, Pyramid):
+                raise KeepsetError("pyramid: one pyramid inside another has no exact total: use it once.")
+            inner = inner.scorer
 
     def quotas(self, observation: Observation, budget: Budget) -> Int[Tensor, "batch kv_heads"]:
         """Entries of this layer, for every request and KV head."""

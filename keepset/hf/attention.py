@@ -36,6 +36,7 @@ class AttentiveLayer(Protocol):
         value: Tensor,
         rule: MaskRule | None,
         scaling: float,
+        position_ids: Tensor | None,
     ) -> Tensor:
         """Attention output `[batch, n, query_heads, value_dim]`."""
 
@@ -91,7 +92,8 @@ def keepset_attention(
         )
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
-    return layer.attend(module, query, key, value, attention_mask, scaling), None
+    position_ids = kwargs.get("position_ids")
+    return layer.attend(module, query, key, value, attention_mask, scaling, position_ids), None
 
 
 _UNSUPPORTED = {

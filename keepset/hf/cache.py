@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxtyping import Int
-from torch import Tensor, nn
-from transformers.cache_utils import Cache as TransformersCache
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from torch import Tensor
 
 from keepset.errors import KeepsetError
-from keepset.hf import attention
 from keepset.hf.layer import KeepLayer
-from keepset.hf.support import check_model
-from keepset.hf.tap import LayerInput, Tap
+from keepset.hf.prompt_cache import PromptCache
 from keepset.keep_set import KeepSet, LayerKeepSet
-from keepset.observation import Needs, Observation
+from keepset.observation import Observation
 from keepset.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -43,7 +41,7 @@ class Event:
     seconds: float
 
 
-class Cache(TransformersCache):
+class Cache(PromptCache):
     """A cache for `model.generate(..., past_key_values=cache)` that keeps what a recipe says.
 
     Creating one sets the model's attention implementation to keepset's, which behaves as `sdpa` for every
@@ -74,93 +72,82 @@ class Cache(TransformersCache):
             raise KeepsetError(f"{self.recipe}: compression while decoding (every=...) is not available yet.")
         if task_tokens is not None:
             raise KeepsetError(f"{self.recipe.method.name} is not aware of a task: leave task_tokens out.")
-        if prompt_length is not None and prompt_length < 1:
-            raise KeepsetError(
-                f"prompt_length={prompt_length} is not a number of tokens: use an integer from 1."
-            )
-        config = model.config.get_text_config(decoder=True)
-        check_model(model, config)
-        model.set_attn_implementation(attention.NAME)
-
-        # transformers decides each layer's kind; only those that would grow without end are replaced.
-        layers = DynamicCache(config=config).layers
-        self._kept = {
-            index: KeepLayer(self, index) for index, layer in enumerate(layers) if type(layer) is DynamicLayer
-        }
-        super().__init__(layers=[self._kept.get(index, layer) for index, layer in enumerate(layers)])
-
-        self.prompt_length = prompt_length
-        self.needs: Needs = self.recipe.method.needs
-        self.compressed_layers = tuple(self._kept)
+        super().__init__(model, self.recipe.method.needs, prompt_length)
         self.events: list[Event] = []
-        self._tap = Tap(model) if self.needs.hidden_states else None
-        self._attending: KeepLayer | None = None
-        self._checked_rotation = False
         self._start_event()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes allocated, those of layers that keepset leaves alone included."""
-        return sum(layer.nbytes if isinstance(layer, KeepLayer) else _nbytes(layer) for layer in self.layers)
+    @classmethod
+    def from_prompt(
+        cls,
+        model: transformers.PreTrainedModel,
+        recipe: str | Recipe,
+        prompt: PromptCache,
+        observations: Sequence[Observation],
+    ) -> Cache:
+        """The cache that this recipe would have left of a prompt that another cache has watched.
+
+        Exact, because a prompt is compressed after its attention: one prefill serves any number of recipes.
+        The observations stay as they are; they must hold what the recipe's method needs.
+        """
+        cache = cls(model, recipe)
+        cache.stop_watching()
+        for index, layer in enumerate(prompt.layers):
+            if index not in cache.kept_layers:
+                cache.layers[index] = copy.deepcopy(layer)
+        for observation in observations:
+            layer = cache.kept_layers[observation.layer]
+            layer.adopt(observation, prompt.kept_layers[observation.layer])
+            cache.observed(layer, observation)
+        return cache
 
     @property
     def keep_set(self) -> KeepSet | None:
         """What the newest compression kept; None before the first."""
         return self.events[-1].keep_set if self.events else None
 
+    def fork(self) -> Cache:
+        """An independent copy: what is appended to one is not seen by the other."""
+        twin = copy.copy(self)
+        twin.events = list(self.events)
+        twin._tap = copy.deepcopy(self._tap)
+        twin.kept_layers = {index: layer.fork(twin) for index, layer in self.kept_layers.items()}
+        twin.layers = [twin.kept_layers.get(index) or copy.deepcopy(layer) for index, layer in enumerate(self.layers)]
+        return twin
+
     def reset(self) -> None:
-        """Forgets everything; the cache can then take another prompt."""
+        """Forgets everything that was cached."""
         super().reset()
         self.events.clear()
         self._start_event()
 
-    # --- what its layers ask for
-
-    def updating(self, layer: KeepLayer) -> None:
-        """Notes that this layer's attention must follow."""
-        if self._attending is not None:
-            raise KeepsetError(
-                f"keepset.Cache needs the attention implementation {attention.NAME!r}, but another one ran: "
-                f"do not change it after creating the cache, or call model.set_attn_implementation({attention.NAME!r})."
-            )
-        self._attending = layer
-
-    def attended(self, layer: KeepLayer) -> None:
-        """Notes that it did."""
-        self._attending = None
-
-    def layer_input(self, module: nn.Module, query: Tensor) -> LayerInput:
-        """The input of the attention module under way."""
-        assert self._tap is not None
-        layer_input = self._tap.layer_input(module)
-        if not self._checked_rotation:
-            layer_input.check_rotation(query)
-            self._checked_rotation = True
-        return layer_input
-
     def observed(self, layer: KeepLayer, observation: Observation) -> None:
         """Compresses the layer now, or all layers once the last one has been observed."""
-        self._entries += int(observation.valid.sum())
-        self._nbytes += int(observation.valid.sum()) * observation.entry_bytes
+        entries = int(observation.valid.sum())
+        self._entries += entries
+        self._nbytes += entries * observation.entry_bytes
         start = time.perf_counter()
         method, budget = self.recipe.method, self.recipe.budget
         if not method.across_layers:
             self._execute(layer, observation, method.select(observation, budget))
+        elif layer.logical != layer.compressed_at:
+            raise KeepsetError(
+                f"{method.name} looks across layers, so it cannot take drafted tokens together with the prompt: "
+                "leave assisted generation out."
+            )
         else:
             self._observations[layer.index] = observation
-            if len(self._observations) == len(self._kept):
+            if len(self._observations) == len(self.kept_layers):
                 keep_set = method.select_all(list(self._observations.values()), budget)
                 for index, seen in self._observations.items():
-                    self._execute(self._kept[index], seen, keep_set)
+                    self._execute(self.kept_layers[index], seen, keep_set)
                 self._observations.clear()
         self._seconds += time.perf_counter() - start
-        if len(self._parts) == len(self._kept):
+        if len(self._parts) == len(self.kept_layers):
             assert layer.compressed_at is not None
             self.events.append(
                 Event(layer.compressed_at, KeepSet(self._parts), self._entries, self._nbytes, self._seconds)
             )
-            if self._tap is not None:
-                self._tap.close()
+            self.stop_watching()
             self._start_event()
 
     def _execute(self, layer: KeepLayer, observation: Observation, keep_set: KeepSet) -> None:
@@ -172,9 +159,3 @@ class Cache(TransformersCache):
         self._parts: list[LayerKeepSet] = []
         self._observations: dict[int, Observation] = {}
         self._entries, self._nbytes, self._seconds = 0, 0, 0.0
-        self._checked_rotation = False
-
-
-def _nbytes(layer: Any) -> int:
-    tensors = (getattr(layer, "keys", None), getattr(layer, "values", None))
-    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))

@@ -66,7 +66,7 @@ class Collector:
         if self.needs.hidden_states:
             assert chunk.layer_input is not None
             self._input = chunk.layer_input
-            with self._timed("query_moments"):
+            with self._timed("moments"):
                 self._add_moments(chunk, chunk.layer_input)
 
     def parts(self, lengths: Int[Tensor, " batch"]) -> dict[str, Any]:
@@ -96,8 +96,7 @@ class Collector:
 
             parts["future_queries"] = future_queries
             parts["query_moments"] = {
-                skip: QueryMoments(moments.mean, moments.covariance, rotate)
-                for skip, moments in self._queries.items()
+                skip: QueryMoments(moments.mean, moments.covariance, rotate) for skip, moments in self._queries.items()
             }
             parts["hidden_moments"] = {
                 skip: HiddenMoments(moments.mean[:, 0], moments.covariance[:, 0])
@@ -117,18 +116,14 @@ class Collector:
         if chunk.valid is not None:
             order = chunk.valid.int().argsort(dim=-1, stable=True)[:, -self.needs.window :]
             positions = positions.masked_fill(~chunk.valid, -1).gather(1, order)
-            queries = queries.gather(
-                2, order[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3])
-            )
+            queries = queries.gather(2, order[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3]))
         queries, positions = queries[:, :, -self.needs.window :], positions[:, -self.needs.window :]
         if self._window is not None:
             queries = torch.cat([self._window[0], queries], 2)
             positions = torch.cat([self._window[1], positions], 1)
             order = (positions >= 0).int().argsort(dim=-1, stable=True)[:, -self.needs.window :]
             positions = positions.gather(1, order)
-            queries = queries.gather(
-                2, order[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3])
-            )
+            queries = queries.gather(2, order[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3]))
         # Cloned: a view would keep the whole prompt's queries alive.
         self._window = queries.clone(), positions
 
@@ -137,7 +132,12 @@ class Collector:
         self._columns = []
         for row, (keys, own) in enumerate(chunk.rows):
             queries = chunk.queries[row][:, own]
-            lse = log_sum_exp(queries, keys, chunk.scaling) if chunk.lse is None else chunk.lse[row]
+            if chunk.lse is not None:
+                lse = chunk.lse[row]
+            elif queries.shape[1]:
+                lse = log_sum_exp(queries, keys, chunk.scaling)
+            else:  # Nothing but padding yet.
+                lse = queries.new_zeros(queries.shape[:2], dtype=torch.float32)
             new = column_statistics(queries, keys, lse, chunk.scaling, self.needs.columns)
             if before is not None:
                 old = {name: _widen(column, keys.shape[1]) for name, column in before[row].items()}
@@ -166,9 +166,7 @@ class _Moments:
         self._mean: Tensor
         self._scatter: Tensor
 
-    def add(
-        self, rows: Float[Tensor, "batch heads n dim"], counted: Bool[Tensor, "batch n"], full: bool
-    ) -> None:
+    def add(self, rows: Float[Tensor, "batch heads n dim"], counted: Bool[Tensor, "batch n"], full: bool) -> None:
         """Takes in the counted rows; the covariance is full or only its diagonal."""
         weights = counted[:, None, :, None].to(rows.dtype)
         count = weights.sum(2)

@@ -12,7 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from keepset.errors import KeepsetError
 from keepset.hf.attention import hand_over
 from keepset.hf.collect import Chunk, Collector
-from keepset.hf.mask import MaskRule, token_positions
+from keepset.hf.mask import KeepsetLength, MaskRule, token_positions
 from keepset.hf.store import EntryStore
 from keepset.hf.tap import LayerInput
 from keepset.keep_set import LayerKeepSet
@@ -28,10 +28,10 @@ class Owner(Protocol):
     prompt_length: int | None
     compressed_layers: tuple[int, ...]
 
-    def updating(self, layer: KeepLayer) -> None:
-        """The layer takes new tokens; its attention follows."""
+    def updating(self) -> None:
+        """A layer takes new tokens; its attention follows."""
 
-    def attended(self, layer: KeepLayer) -> None:
+    def attended(self) -> None:
         """The layer's attention is done."""
 
     def layer_input(self, module: nn.Module, query: Tensor) -> LayerInput:
@@ -71,6 +71,7 @@ class KeepLayer(CacheLayerMixin):
         self._collector: Collector | None = None
         self._held: dict[str, Tensor] | None = None
         self._tail: tuple[Tensor, Tensor, Tensor, Tensor | None] | None = None
+        self.collected_seconds: dict[str, float] = {}
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Notes type and device."""
@@ -82,7 +83,7 @@ class KeepLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         """Tokens so far, dropped ones and padding included."""
-        return self.logical
+        return KeepsetLength(self.logical)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Logical length after the next `query_length` tokens, and offset."""
@@ -92,13 +93,11 @@ class KeepLayer(CacheLayerMixin):
         """No limit."""
         return -1
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Hands itself to the attention function, which stores the new entries and attends."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self.owner.updating(self)
+        self.owner.updating()
         self.incoming = key_states
         hand_over(self)
         return key_states, value_states
@@ -160,15 +159,18 @@ class KeepLayer(CacheLayerMixin):
         value: Tensor,
         rule: MaskRule | None,
         scaling: float,
+        position_ids: Tensor | None,
     ) -> Tensor:
         """Stores the new entries, attends over all that are kept, and compresses when the prompt is done."""
         self.incoming = None
-        self.owner.attended(self)
+        self.owner.attended()
         assert self._lengths is not None
         n = query.shape[2]
         valid = None if rule is None else rule.valid
         positions = token_positions(self._lengths, valid, n)
         before, fresh = self._lengths, self.store is None
+        if not fresh and n > 1 and self.index == self.owner.compressed_layers[0]:
+            _check_new(position_ids, before, valid)
         self._lengths = positions[:, -1] + 1
         self.logical += n
         if valid is not None or self._seen:
@@ -190,6 +192,13 @@ class KeepLayer(CacheLayerMixin):
             output = attend(query, self.store.spans(), key.shape[1], scaling, positions if n > 1 else None)
         if waiting:
             self._advance(module, query, key, value, positions, valid, before, scaling, lse, fresh)
+            drafted = 0 if self.compressed_at is None else self.logical - self.compressed_at
+            if drafted:
+                # Drafts come after the compression, so they see what it left.
+                assert self.store is not None
+                tail = slice(n - drafted, n)
+                drafts = attend(query[:, :, tail], self.store.spans(), key.shape[1], scaling, positions[:, tail])
+                output = torch.cat([output[:, : n - drafted], drafts], 1)
         elif fresh:
             self._store_fresh(key, value, positions, valid)
         return output
@@ -202,6 +211,24 @@ class KeepLayer(CacheLayerMixin):
         if self._tail is not None:
             self.store.append(*self._tail)
             self._tail = None
+
+    def adopt(self, observation: Observation, watched: KeepLayer) -> None:
+        """Takes over the entries that another layer has observed, to be executed like its own."""
+        self.lazy_initialization(observation.keys, observation.values)
+        self.logical, self.compressed_at = watched.logical, watched.compressed_at
+        self._lengths, self._seen = observation.lengths, list(watched._seen)
+        self._held = {
+            "keys": observation.keys,
+            "values": observation.values,
+            "positions": observation.positions,
+        }
+
+    def fork(self, owner: Owner) -> KeepLayer:
+        """An independent copy for another cache."""
+        twin = KeepLayer(owner, self.index)
+        twin.__dict__.update({**self.__dict__, "owner": owner, "_seen": list(self._seen)})
+        twin.store = None if self.store is None else self.store.fork()
+        return twin
 
     def _collects(self) -> bool:
         needs = self.owner.needs
@@ -238,14 +265,12 @@ class KeepLayer(CacheLayerMixin):
             self._collector.add(
                 Chunk(
                     queries=query[:, :, own],
-                    rows=_rows(columns["keys"], exists, prompt_valid, own),
+                    rows=_rows(columns["keys"], exists, prompt_valid, padded=bool(self._seen)),
                     positions=positions[:, own],
                     valid=prompt_valid,
                     scaling=scaling,
                     lse=None if lse is None else [row[:, own] for row in lse],
-                    layer_input=self.owner.layer_input(module, query)
-                    if self.owner.needs.hidden_states
-                    else None,
+                    layer_input=self.owner.layer_input(module, query) if self.owner.needs.hidden_states else None,
                 )
             )
         if not done:
@@ -333,11 +358,26 @@ def _without_padding(columns: dict[str, Tensor], valid: Tensor) -> EntryStore:
     return EntryStore.pack(columns, mask.nonzero()[:, 2], mask.sum(-1))
 
 
-def _rows(
-    keys: Tensor, exists: Tensor, valid: Tensor | None, own: slice
-) -> list[tuple[Tensor, Tensor | slice]]:
+def _rows(keys: Tensor, exists: Tensor, valid: Tensor | None, padded: bool) -> list[tuple[Tensor, Tensor | slice]]:
     """For every request its keys without holes, and which of the chunk's queries are real."""
-    if valid is None:
+    if not padded:
         return [(row, slice(None)) for row in keys]
     counts = exists[:, 0].sum(-1).tolist()
-    return [(row[:, :count], real) for row, count, real in zip(keys, counts, valid, strict=True)]
+    real = [slice(None)] * len(counts) if valid is None else valid
+    return [(row[:, :count], own) for row, count, own in zip(keys, counts, real, strict=True)]
+
+
+def _check_new(position_ids: Tensor | None, lengths: Tensor, valid: Tensor | None) -> None:
+    """Refuses tokens that transformers feeds a second time.
+
+    Raises:
+        KeepsetError: some of them stand where the cache has tokens already.
+    """
+    if position_ids is None or position_ids.ndim != 2:
+        return
+    again = position_ids < lengths[:, None]
+    if bool((again if valid is None else again & valid).any()):
+        raise KeepsetError(
+            "The input repeats positions that the cache holds already: chunked prefill and assisted generation "
+            "onto a cache that is not empty are not supported, because transformers feeds them the past again."
+        )

@@ -17,6 +17,10 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from keepset.errors import KeepsetError
 
 
+class KeepsetLength(int):
+    """The length of a keepset layer: the one thing that a mask function is told about the cache."""
+
+
 class MaskRule:
     """The arguments of one mask, evaluated when somebody needs it.
 
@@ -60,9 +64,11 @@ class MaskRule:
         return None if bool(new.all()) else new
 
 
-def mask_rule(**arguments: Any) -> MaskRule:
-    """The mask function that keepset registers."""
-    return MaskRule(arguments)
+def mask_rule(**arguments: Any) -> MaskRule | Tensor | None:
+    """The mask function that keepset registers: a rule for keepset's own layers, for all others sdpa's mask."""
+    if isinstance(arguments["q_offset"], KeepsetLength):
+        return MaskRule(arguments)
+    return sdpa_mask(**arguments)
 
 
 def token_positions(

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from keepset.kernels.attention import Span
@@ -30,7 +30,7 @@ class Run:
     count: int
     capacity: int
 
-    def view(self, flat: Float[Tensor, places *rest]) -> Float[Tensor, "heads entries *rest"]:
+    def view(self, flat: Shaped[Tensor, places *rest]) -> Shaped[Tensor, "heads entries *rest"]:
         """This run's part of a flat tensor, without a copy."""
         stop = self.start + self.heads * self.capacity
         return flat[self.start : stop].unflatten(0, (self.heads, self.capacity))[:, : self.count]
@@ -163,7 +163,7 @@ class EntryStore:
 
     def fork(self) -> EntryStore:
         """An independent copy, without free places."""
-        copy = EntryStore(self.batch, self.kv_heads, self._runs, self._columns)
+        copy = EntryStore(self.batch, self.kv_heads, self._runs, dict(self._columns))
         copy._rebuild([(head, count) for head, count in enumerate(self.counts)])
         return copy
 
@@ -234,6 +234,4 @@ def _pick(column: Tensor, rows: Tensor, indices: Tensor) -> Tensor:
         return swapped.reshape(batch * entries * heads, *column.shape[3:]).index_select(
             0, (request * entries + indices) * heads + head
         )
-    return column.reshape(batch * heads * entries, *column.shape[3:]).index_select(
-        0, rows * entries + indices
-    )
+    return column.reshape(batch * heads * entries, *column.shape[3:]).index_select(0, rows * entries + indices)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import sys
 import threading
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from keepset.errors import KeepsetError
 from keepset.hf.attention import capturing
@@ -39,10 +41,25 @@ class Tap:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._calls: list[_Call] = []
+        self._model = weakref.ref(model)
         self._local = _Calls()
         self._rotary_calls: list[_Call] = []
-        self._handles = []
+        self._handles: list[RemovableHandle] = []
+        self.open()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tap:
+        model = self._model()
+        assert model is not None
+        tap = Tap(model)
+        if not self._handles:
+            tap.close()
+        return tap
+
+    def open(self) -> None:
+        """Installs the hooks where they are not."""
+        model = self._model()
+        if self._handles or model is None:
+            return
         for module in model.modules():
             if hasattr(module, "layer_idx"):
                 self._handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
@@ -183,9 +200,7 @@ class LayerInput:
         cos, sin = (part[:, :few] for part in self.rotation)
         plain = self.replay(self.hidden[:, :few], (torch.ones_like(cos), torch.zeros_like(sin))).float()
         tolerance = 1e-3 if queries.dtype == torch.float32 else 5e-2
-        if not torch.allclose(
-            undone, plain, rtol=tolerance, atol=tolerance * float(plain.abs().max() + 1e-6)
-        ):
+        if not torch.allclose(undone, plain, rtol=tolerance, atol=tolerance * float(plain.abs().max() + 1e-6)):
             raise KeepsetError(
                 f"{type(self._call.module).__name__} rotates queries in a way that keepset cannot undo; methods "
                 "that look at future queries do not support this model."

@@ -40,9 +40,7 @@ def log_sum_exp(
     scaling: float,
 ) -> Float[Tensor, "query_heads n"]:
     """Log-sum-exp of every query's causal logits; the queries are those of the last `n` entries."""
-    parts = [
-        _logits(queries, keys, scaling, start).logsumexp(-1) for start in range(0, queries.shape[1], _CHUNK)
-    ]
+    parts = [_logits(queries, keys, scaling, start).logsumexp(-1) for start in range(0, queries.shape[1], _CHUNK)]
     return torch.cat(parts, 2).flatten(0, 1)
 
 

@@ -44,6 +44,7 @@ class H2O(Method):
     ) -> Float[Tensor, "batch kv_heads entries"]:
         """The newest share of the quota above every heavy hitter."""
         ranked = super().ranked(observation, budget, quotas)
-        newest = (quotas * self.recent_share).long()
+        # As in Budget: 0.29 * 100 is 28.999...96 in binary.
+        newest = (quotas.double() * self.recent_share + 1e-9).floor().long()
         is_newest = observation.positions >= observation.lengths[:, None, None] - newest[..., None]
         return ranked.clamp(min=RECENT_RANK).where(is_newest & observation.valid, ranked)

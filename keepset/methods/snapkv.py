@@ -49,6 +49,4 @@ class SnapKV(Method):
         attention = observation.by_query_group(observation.window_attention(self.window))
         received = attention.sum((2, 3)) / (attention.shape[2] * self.window)
         in_window = observation.positions >= observation.lengths[:, None, None] - self.window
-        return F.avg_pool1d(
-            received.masked_fill(in_window, 0.0), self.kernel, stride=1, padding=self.kernel // 2
-        )
+        return F.avg_pool1d(received.masked_fill(in_window, 0.0), self.kernel, stride=1, padding=self.kernel // 2)

@@ -37,9 +37,7 @@ def render(comparison: dict[str, Any], tokens: Sequence[str], kept: Sequence[Ten
     """
     rows = comparison["rows"]
     if len(kept) != len(rows):
-        raise KeepsetError(
-            f"the report needs one kept tensor or None for each of {len(rows)} rows, not {len(kept)}."
-        )
+        raise KeepsetError(f"the report needs one kept tensor or None for each of {len(rows)} rows, not {len(kept)}.")
     shapes = {tuple(mask.shape) for mask in kept if mask is not None}
     if len(shapes) > 1 or any(len(shape) != _RANK or shape[-1] != len(tokens) for shape in shapes):
         raise KeepsetError(

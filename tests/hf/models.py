@@ -10,6 +10,9 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 import keepset
+from keepset.method import Allocator
+
+torch.set_num_threads(1)
 
 _COMMON = dict(
     hidden_size=64,
@@ -37,7 +40,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3_partial": ("phi3", dict(sliding_window=None, partial_rotary_factor=0.5)),
     "mistral": ("mistral", dict(sliding_window=None)),
     "mistral_window": ("mistral", dict(sliding_window=24)),
-    "gemma3": ("gemma3_text", dict(head_dim=16, **_HYBRID)),
+    "gemma3": ("gemma3_text", dict(head_dim=16, tie_word_embeddings=False, **_HYBRID)),
     "gpt_neox": ("gpt_neox", dict(num_key_value_heads=None)),
     "olmo2": ("olmo2", {}),
     "qwen3_moe": ("qwen3_moe", dict(head_dim=16, num_experts=4, **_EXPERTS)),
@@ -46,14 +49,14 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @cache
 def tiny(name: str) -> Any:
-    """A tiny random model; weights large enough that attention is far from uniform."""
+    """A tiny random model; weights large enough that attention is far from uniform, norms and biases that matter."""
     kind, overrides = ARCHITECTURES[name]
     options = {k: v for k, v in {**_COMMON, **overrides}.items() if v is not None or k == "sliding_window"}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options)).eval()
     for parameter in model.parameters():
-        if parameter.ndim > 1:
-            parameter.data.normal_(0, 0.15)
+        noise = torch.randn_like(parameter)
+        parameter.data = 0.15 * noise if parameter.ndim > 1 else parameter.data + 0.2 * noise
     return model
 
 
@@ -83,6 +86,37 @@ def generate(model: Any, ids: Tensor, past: Any = None, mask: Tensor | None = No
     mask = torch.ones_like(ids) if mask is None else mask
     with torch.no_grad():
         return model.generate(ids, attention_mask=mask, past_key_values=past, **{**GREEDY, **options})
+
+
+def full(model: Any, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Any:
+    """`generate` as transformers does it by itself: sdpa and its own cache."""
+    model.set_attn_implementation("sdpa")
+    return generate(model, ids, None, mask, **options)
+
+
+LAYOUTS = {
+    "dense": "snapkv(window=5, kernel=3, keep={keep})",
+    "layer-ragged": "pyramid(snapkv(window=4), keep={keep})",
+    "head-ragged": "adakv(snapkv(window=4), keep={keep})",
+}
+"""A recipe of each layout."""
+
+
+def recipe(method: str, keep: int | float) -> str:
+    """The text of a recipe for any registered method, sized for tiny prompts."""
+    parameters = {"snapkv": "window=5, kernel=3, ", "expected_attention": "future=16, "}.get(method, "")
+    if issubclass(keepset.METHODS[method], Allocator):
+        parameters = "snapkv(window=4), "
+    return f"{method}({parameters}keep={keep})"
+
+
+def same_keep_set(a: keepset.KeepSet, b: keepset.KeepSet) -> bool:
+    """Whether two sets hold the same positions in every layer, request and head."""
+    return a.layers == b.layers and all(
+        torch.equal(a.layer(layer).counts, b.layer(layer).counts)
+        and torch.equal(a.layer(layer).packed_positions, b.layer(layer).packed_positions)
+        for layer in a.layers
+    )
 
 
 class Oracle:
@@ -126,6 +160,19 @@ class Oracle:
                     visible[b, h, self.event.length :] &= ~dropped
         # Padding sees itself: nobody looks at it, but a softmax over nothing is NaN.
         return visible | (~self.mask[:, None, :, None] & (distance == 0))
+
+
+def extended(mask: Tensor, length: int) -> Tensor:
+    """The mask of a prompt with ones up to `length`."""
+    return torch.nn.functional.pad(mask, (0, length - mask.shape[1]), value=1)
+
+
+def oracle_gap(model: Any, cache: keepset.Cache, output: Any, mask: Tensor) -> float:
+    """Largest difference between the logits of every generated token and the oracle's."""
+    ids = output.sequences[:, :-1]
+    logits = torch.stack(output.logits, 1)
+    reference = Oracle(cache, extended(mask, ids.shape[1])).logits(model, ids)
+    return float((logits - reference[:, -logits.shape[1] :]).abs().max())
 
 
 def _oracle_attention(

@@ -1,0 +1,34 @@
+"""The command line: `keepset`."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from keepset.cli.compare import compare
+from keepset.cli.demo import demo
+from keepset.cli.generate import generate
+from keepset.cli.methods import methods
+from keepset.errors import KeepsetError
+
+app = typer.Typer(
+    help="Decide which entries of a language model's KV cache to keep, and really free the rest.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+for command in (demo, compare, generate, methods):
+    app.command()(command)
+
+
+def main() -> None:
+    """Runs the command line; bad input is one sentence on standard error and exit code 2."""
+    try:
+        app()
+    except KeepsetError as error:
+        print(f"keepset: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

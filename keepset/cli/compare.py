@@ -1,0 +1,191 @@
+"""`keepset compare`: recipes and budgets against the full cache, on one text."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from keepset.errors import KeepsetError
+
+if TYPE_CHECKING:
+    from keepset.evaluate.compare import Comparison
+    from keepset.recipe import Recipe
+
+ALL = (
+    "streaming_llm, random, knorm, tova, snapkv, h2o, expected_attention, pyramid(snapkv), adakv(snapkv), "
+    "adakv(expected_attention)"
+)
+
+
+def compare(
+    recipes: Annotated[str, typer.Option(help="Recipes, separated by commas.")] = ALL,
+    keeps: Annotated[
+        str,
+        typer.Option(help="Budgets for recipes that name none: fractions or entries per head, separated by commas."),
+    ] = "0.5,0.25",
+    text: Annotated[Path | None, typer.Option(help="A UTF-8 text file; an essay if none is given.")] = None,
+    question: Annotated[str | None, typer.Option(help="A question about your text.")] = None,
+    answer: Annotated[str | None, typer.Option(help="What a right answer to it contains.")] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 1024,
+    continuation: Annotated[int, typer.Option(help="Tokens after it, for fidelity.")] = 64,
+    model: Annotated[str | None, typer.Option(help="A folder or a hub name; a small embedded model if none.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Write the report to this file.")] = None,
+) -> None:
+    """Measure what recipes cost and what they keep: fidelity to the full cache, bytes, seconds.
+
+    One prefill serves all recipes. With no text of your own an essay is used, with a fact hidden in it and a
+    question that is asked after compression.
+    """
+    from keepset.recipe import Recipe
+    from keepset.texts import NEEDLE, Needle, essay, read
+
+    parsed = Recipe.parse_list(recipes)
+    budgets = _keeps(keeps)
+    for name, value, least in (("tokens", tokens, 1), ("continuation", continuation, 1)):
+        if value < least:
+            raise KeepsetError(f"--{name} {value} is not a number of tokens: use an integer from {least}.")
+    if (question is None) != (answer is None):
+        raise KeepsetError(
+            "A question needs its answer and the reverse: give both --question and --answer, or neither."
+        )
+    if question is not None and text is None:
+        raise KeepsetError("--question is about your own text: give it with --text.")
+    source = essay() if text is None else read(text)
+    needle = NEEDLE if text is None else None
+    if question is not None and answer is not None:
+        needle = Needle(sentence="", question=question, answer=answer)
+    _run(parsed, budgets, source, needle, tokens, continuation, model, as_json=as_json, html=html)
+
+
+def _run(
+    recipes: Sequence[Recipe],
+    keeps: Sequence[int | float],
+    source: str,
+    needle: Any,
+    tokens: int,
+    continuation: int,
+    model: str | None,
+    *,
+    as_json: bool,
+    html: Path | None,
+) -> None:
+    if html is not None:
+        check_writable(html)
+    from keepset import models
+    from keepset.cli.console import err, progress
+    from keepset.evaluate.compare import Comparer, grid, needs_of
+    from keepset.evaluate.task import make_task
+    from keepset.recipe import Recipe
+
+    cells = grid(recipes, keeps)
+    with err.status("loading the model"):
+        loaded, tokenizer = models.load(model)
+    longest = getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
+    task = make_task(tokenizer, source, tokens=tokens, continuation=continuation, needle=needle, longest=longest)
+    comparer = None
+    interrupted = False
+    try:
+        with progress() as bar:
+            layers = loaded.config.get_text_config().num_hidden_layers
+            prefill = bar.add_task("prefill of the full cache", total=layers)
+            needs = needs_of([cell for cell in cells if isinstance(cell, Recipe)])
+            name = model or "SmolLM2-135M-Instruct"
+            comparer = Comparer(loaded, tokenizer, task, name, needs, on_layer=lambda: bar.advance(prefill))
+            bar.update(prefill, completed=layers)
+            rows = bar.add_task("recipes", total=len(cells))
+            for _ in comparer.run(cells):
+                bar.advance(rows)
+    except KeyboardInterrupt:
+        interrupted = True
+        if comparer is None:
+            raise
+    comparison = comparer.comparison
+    if as_json:
+        print(json.dumps(comparison.to_json(), indent=2))
+    else:
+        print_table(comparison)
+    if html is not None:
+        from keepset.report.html import render, write
+
+        pieces = [str(tokenizer.decode([token])) for token in task.prompt[0].tolist()]
+        write(html, render(comparison.to_json(), pieces, comparison.kept))
+        err.print(f"report: {html}", markup=False, highlight=False, soft_wrap=True)
+    if interrupted:
+        err.print(f"interrupted after {len(comparison.rows)} of {len(cells)} rows", highlight=False)
+        raise typer.Exit(130)
+    if comparison.failed:
+        raise typer.Exit(1)
+
+
+def check_writable(path: Path) -> None:
+    """Refuses an output file that could not be written, before any work is done.
+
+    Raises:
+        KeepsetError: its folder is missing or it is a folder itself.
+    """
+    if path.is_dir() or not path.resolve().parent.is_dir():
+        raise KeepsetError(f"{str(path)!r} cannot be written: give a file in a folder that exists.")
+
+
+def print_table(comparison: Comparison) -> None:
+    """The rows as a table."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from keepset.cli.console import megabytes, out, printable
+
+    full = comparison.full
+    lines = [
+        f"{printable(comparison.model)}: {comparison.tokens} tokens of prompt, {comparison.continuation_tokens} after it.",
+        f"Full cache: {megabytes(full['kv_bytes'])}, prefill {full['prefill_seconds']:.2f} s, "
+        f"decode {full['decode_tokens_per_second']:.1f} tokens/s.",
+    ]
+    if comparison.question is not None:
+        lines += [
+            f"Asked after compression: {printable(comparison.question)}",
+            f"Full cache answers: {printable(full['answer'])}",
+        ]
+    out.print("\n".join(lines), markup=False, highlight=False)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("recipe", overflow="fold")
+    for title in ("kept", "MB", "KL", "top-1", "prefill", "tok/s"):
+        table.add_column(title, justify="right", no_wrap=True)
+    if comparison.question is not None:
+        table.add_column("found", no_wrap=True)
+    for row in comparison.rows:
+        if row.error is not None:
+            table.add_row(Text.assemble(row.recipe, (f"\n{row.error}", "red")))
+            continue
+        cells = [
+            f"{row.keep:.1%}",
+            f"{(row.kv_bytes or 0) / 1e6:.1f}",
+            f"{row.kl:.3f}",
+            f"{row.top1:.0%}",
+            f"x{(row.prefill_seconds or 0) / (row.prefill_seconds_full or 1):.2f}",
+            f"{row.decode_tokens_per_second:.1f}",
+        ]
+        if comparison.question is not None:
+            cells.append("yes" if row.needle_found else "no")
+        table.add_row(Text(row.recipe), *cells)
+    out.print(table)
+
+
+def _keeps(text: str) -> list[int | float]:
+    from keepset.budget import KEEP_HELP, Budget
+
+    keeps: list[int | float] = []
+    for part in text.split(","):
+        try:
+            value = ast.literal_eval(part.strip())
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            value = None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise KeepsetError(f"keep={part.strip()!r} is not a number: {KEEP_HELP}.")
+        keeps.append(Budget(value).keep or value)
+    return keeps

@@ -1,0 +1,1 @@
+"""What recipes are worth: fidelity to the full cache on a text."""

@@ -1,0 +1,242 @@
+"""One prefill of the full cache, then every recipe measured against it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from keepset.errors import KeepsetError
+from keepset.evaluate.task import ANSWER_TOKENS, Task
+from keepset.hf.cache import Cache
+from keepset.hf.recorder import Recorder
+from keepset.methods.streaming_llm import StreamingLLM
+from keepset.observation import Needs
+from keepset.recipe import Recipe
+
+if TYPE_CHECKING:
+    import transformers
+
+
+@dataclass(frozen=True)
+class Row:
+    """One recipe's figures; those that could not be had are None and `error` says why.
+
+    Attributes:
+        recipe: canonical text.
+        method: the method without its budget.
+        keep: fraction of the prompt's entries that stayed.
+        kv_bytes: bytes allocated after compression.
+        kv_bytes_full: bytes of the whole prompt's keys and values.
+        kl: mean KL(full || compressed) in nats over the continuation's tokens.
+        nll_delta: mean negative log-likelihood of the continuation, less the full cache's, in nats.
+        top1: share of the continuation's tokens after which both caches prefer the same next token.
+        prefill_seconds: of a prefill with this recipe: the shared one, what was collected for it, selection.
+        prefill_seconds_full: of the shared prefill alone.
+        select_seconds: choosing and freeing, over all layers.
+        decode_tokens_per_second: one token at a time, after the prompt.
+        answer: what the model answers to the question.
+        needle_found: whether that contains the right answer.
+    """
+
+    recipe: str
+    method: str
+    error: str | None = None
+    keep: float | None = None
+    kv_bytes: int | None = None
+    kv_bytes_full: int | None = None
+    kl: float | None = None
+    nll_delta: float | None = None
+    top1: float | None = None
+    prefill_seconds: float | None = None
+    prefill_seconds_full: float | None = None
+    select_seconds: float | None = None
+    decode_tokens_per_second: float | None = None
+    answer: str | None = None
+    needle_found: bool | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The row without what it does not have."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+@dataclass
+class Comparison:
+    """Recipes on one text; rows are appended as they are measured.
+
+    Attributes:
+        kept: per row which tokens stayed, `[layers, kv_heads, tokens]`; None for failed rows.
+    """
+
+    model: str
+    tokens: int
+    continuation_tokens: int
+    question: str | None
+    expected_answer: str | None
+    full: dict[str, Any]
+    rows: list[Row] = field(default_factory=list)
+    kept: list[Bool[Tensor, "layers kv_heads tokens"] | None] = field(default_factory=list)
+
+    @property
+    def failed(self) -> bool:
+        """Whether any row has an error."""
+        return any(row.error is not None for row in self.rows)
+
+    def to_json(self) -> dict[str, Any]:
+        """As `keepset compare --json` prints it."""
+        asked = None if self.question is None else {"question": self.question, "answer": self.expected_answer}
+        return {
+            "model": self.model,
+            "tokens": self.tokens,
+            "continuation_tokens": self.continuation_tokens,
+            "needle": asked,
+            "full": self.full,
+            "rows": [row.to_json() for row in self.rows],
+        }
+
+
+class Comparer:
+    """Measures recipes against the full cache on one task."""
+
+    def __init__(
+        self,
+        model: transformers.PreTrainedModel,
+        tokenizer: transformers.PreTrainedTokenizerBase,
+        task: Task,
+        name: str,
+        needs: Needs,
+        on_layer: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._model, self._tokenizer, self._task = model, tokenizer, task
+        # Cold caches, thread pools and allocators would be booked on the one prefill that is timed.
+        with torch.no_grad():
+            model(task.prompt[:, :64])
+        self._recorder = Recorder(model, needs, on_layer)
+        self._recorder.prefill(task.prompt)
+        full = Cache.from_prompt(
+            model, Recipe.of(StreamingLLM(), keep=1.0), self._recorder, self._recorder.observations
+        )
+        self._reference = self._continue(full.fork())
+        answer, speed = self._answer(full)
+        needle = task.needle
+        self.comparison = Comparison(
+            model=name,
+            tokens=task.prompt.shape[1],
+            continuation_tokens=task.continuation.shape[1],
+            question=None if needle is None else needle.question,
+            expected_answer=None if needle is None else needle.answer,
+            full={
+                "kv_bytes": self._recorder.nbytes_full,
+                "nll": float(_nll(self._reference, task.continuation)),
+                "prefill_seconds": self._recorder.seconds,
+                "decode_tokens_per_second": speed,
+                **self._judged(answer),
+            },
+        )
+
+    def run(self, cells: Sequence[Recipe | Row]) -> Iterator[Row]:
+        """Measures recipes, one row each; rows that are there already (failed ones) take their place."""
+        for cell in cells:
+            row, kept = (cell, None) if isinstance(cell, Row) else self._row(cell)
+            self.comparison.rows.append(row)
+            self.comparison.kept.append(kept)
+            yield row
+
+    def _row(self, recipe: Recipe) -> tuple[Row, Tensor | None]:
+        names: dict[str, Any] = {"recipe": str(recipe), "method": str(recipe.without_budget())}
+        recorder = self._recorder
+        try:
+            cache = Cache.from_prompt(self._model, recipe, recorder, recorder.observations)
+        except KeepsetError as error:
+            return Row(**names, error=str(error)), None
+        (event,) = cache.events
+        nbytes = cache.nbytes
+        logits = self._continue(cache.fork())
+        answer, speed = self._answer(cache)
+        row = Row(
+            **names,
+            keep=event.keep_set.entries / event.entries,
+            kv_bytes=nbytes,
+            kv_bytes_full=recorder.nbytes_full,
+            kl=float(_kl(self._reference, logits)),
+            nll_delta=float(_nll(logits, self._task.continuation)) - self.comparison.full["nll"],
+            top1=float((logits.argmax(-1) == self._reference.argmax(-1)).double().mean()),
+            prefill_seconds=recorder.seconds_for(recipe.method.needs) + event.seconds,
+            prefill_seconds_full=recorder.seconds,
+            select_seconds=event.seconds,
+            decode_tokens_per_second=speed,
+            **self._judged(answer),
+        )
+        tokens = self._task.prompt.shape[1]
+        kept = torch.stack([event.keep_set.layer(i).mask(tokens)[0] for i in event.keep_set.layers])
+        return row, kept
+
+    @torch.no_grad()
+    def _continue(self, cache: Cache) -> Float[Tensor, "n vocabulary"]:
+        """Logits after each token of the continuation, teacher-forced."""
+        return self._model(self._task.continuation, past_key_values=cache, use_cache=True).logits[0].float()
+
+    @torch.no_grad()
+    def _answer(self, cache: Cache) -> tuple[str, float]:
+        """Greedy answer to the question (or to the continuation), and tokens per second of decoding it."""
+        asked = self._task.continuation if self._task.question is None else self._task.question
+        logits = self._model(asked, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        ids: list[int] = []
+        start = time.perf_counter()
+        for _ in range(ANSWER_TOKENS):
+            token = logits[:, -1].argmax(-1, keepdim=True)
+            ids.append(int(token))
+            logits = self._model(token, past_key_values=cache, use_cache=True).logits
+        speed = ANSWER_TOKENS / (time.perf_counter() - start)
+        ends = self._model.generation_config.eos_token_id
+        stops = {ends} if isinstance(ends, int) else set(ends or ())
+        cut = next((i for i, token in enumerate(ids) if token in stops), len(ids))
+        return str(self._tokenizer.decode(ids[:cut], skip_special_tokens=True)).strip(), speed
+
+    def _judged(self, answer: str) -> dict[str, Any]:
+        needle = self._task.needle
+        if needle is None:
+            return {}
+        return {"answer": answer, "needle_found": needle.answer.lower() in answer.lower()}
+
+
+def grid(recipes: Sequence[Recipe], keeps: Sequence[int | float]) -> list[Recipe | Row]:
+    """Every recipe under every budget; those with a budget of their own once, as they are.
+
+    A recipe that a budget does not suit becomes a row with the error.
+    """
+    cells: list[Recipe | Row] = []
+    for recipe in recipes:
+        if recipe.budget.keep is not None:
+            cells.append(recipe)
+            continue
+        for keep in keeps:
+            try:
+                cells.append(recipe.with_keep(keep))
+            except KeepsetError as error:
+                parameters = f"{str(recipe)[:-1]}{'' if str(recipe).endswith('()') else ', '}keep={keep!r})"
+                cells.append(Row(parameters, str(recipe), error=str(error)))
+    return cells
+
+
+def needs_of(recipes: Sequence[Recipe]) -> Needs:
+    """What one prefill has to collect to serve all these recipes."""
+    return reduce(or_, (recipe.method.needs for recipe in recipes), Needs())
+
+
+def _kl(full: Float[Tensor, "n vocabulary"], other: Float[Tensor, "n vocabulary"]) -> Float[Tensor, ""]:
+    log_full, log_other = full.log_softmax(-1), other.log_softmax(-1)
+    return F.kl_div(log_other, log_full, log_target=True, reduction="batchmean")
+
+
+def _nll(logits: Float[Tensor, "n vocabulary"], tokens: Int[Tensor, "1 n"]) -> Float[Tensor, ""]:
+    """Mean over the tokens after the first, which the prompt's own logits predict alike for every cache."""
+    return F.cross_entropy(logits[:-1], tokens[0, 1:]) if tokens.shape[1] > 1 else logits.new_zeros(())

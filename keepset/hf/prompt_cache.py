@@ -1,0 +1,113 @@
+"""`PromptCache`: the part of a cache that watches a prompt pass and makes Observations of it."""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from transformers.cache_utils import Cache as TransformersCache
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from keepset.errors import KeepsetError
+from keepset.hf import attention
+from keepset.hf.layer import KeepLayer
+from keepset.hf.support import check_model
+from keepset.hf.tap import LayerInput, Tap
+from keepset.observation import Needs, Observation
+
+if TYPE_CHECKING:
+    import transformers
+
+
+class PromptCache(TransformersCache, ABC):
+    """A transformers cache whose growing layers are keepset's; a subclass says what becomes of a prompt.
+
+    Attributes:
+        needs: what its layers collect while the prompt runs.
+        compressed_layers: indices of the layers that may be compressed; others, such as sliding windows,
+            stay transformers' own.
+    """
+
+    def __init__(self, model: transformers.PreTrainedModel, needs: Needs, prompt_length: int | None = None) -> None:
+        if prompt_length is not None and prompt_length < 1:
+            raise KeepsetError(f"prompt_length={prompt_length} is not a number of tokens: use an integer from 1.")
+        config = model.config.get_text_config(decoder=True)
+        check_model(model, config)
+        model.set_attn_implementation(attention.NAME)
+
+        # transformers decides each layer's kind; only those that would grow without end are replaced.
+        layers = DynamicCache(config=config).layers
+        self.kept_layers = {
+            index: KeepLayer(self, index) for index, layer in enumerate(layers) if type(layer) is DynamicLayer
+        }
+        super().__init__(layers=[self.kept_layers.get(index, layer) for index, layer in enumerate(layers)])
+        self.needs = needs
+        self.prompt_length = prompt_length
+        self.compressed_layers = tuple(self.kept_layers)
+        self._tap = Tap(model) if needs.hidden_states else None
+        if self._tap is not None:
+            weakref.finalize(self, self._tap.close)
+        self._checked_rotation = False
+        self._attending = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated, those of layers that keepset leaves alone included."""
+        return sum(layer.nbytes if isinstance(layer, KeepLayer) else _nbytes(layer) for layer in self.layers)
+
+    def reset(self) -> None:
+        """Forgets everything that was cached; another prompt may follow."""
+        super().reset()
+        self._attending = False
+        if self._tap is not None:
+            self._tap.open()
+
+    def activate_past_recording(self) -> None:
+        """What transformers calls before assisted generation, which drafts tokens with the prompt."""
+        if self.prompt_length is None and any(layer.compressed_at is None for layer in self.kept_layers.values()):
+            raise KeepsetError(
+                "Assisted generation needs keepset.Cache(..., prompt_length=...), because it drafts tokens "
+                "together with the prompt."
+            )
+        super().activate_past_recording()
+
+    @abstractmethod
+    def observed(self, layer: KeepLayer, observation: Observation) -> None:
+        """The prompt's end has passed through a layer; its entries are in the layer's hands."""
+
+    def updating(self) -> None:
+        """Notes that a layer has taken new tokens and its attention must follow."""
+        if self._attending:
+            raise KeepsetError(
+                f"keepset.Cache needs the attention implementation {attention.NAME!r}, but another one ran: "
+                f"do not change it after creating the cache, or call "
+                f"model.set_attn_implementation({attention.NAME!r})."
+            )
+        self._attending = True
+
+    def attended(self) -> None:
+        """Notes that it did."""
+        self._attending = False
+
+    def layer_input(self, module: nn.Module, query: Tensor) -> LayerInput:
+        """The input of the attention module under way."""
+        assert self._tap is not None
+        layer_input = self._tap.layer_input(module)
+        if not self._checked_rotation:
+            layer_input.check_rotation(query)
+            self._checked_rotation = True
+        return layer_input
+
+    def stop_watching(self) -> None:
+        """Removes the hooks on the model: the prompt is done."""
+        if self._tap is not None:
+            self._tap.close()
+
+
+def _nbytes(layer: Any) -> int:
+    """Bytes that another kind of layer holds: a sliding window may be a view of the whole prompt."""
+    held = [x for part in vars(layer).values() for x in (part.values() if isinstance(part, dict) else [part])]
+    storages = [tensor.untyped_storage() for tensor in held if isinstance(tensor, Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -1,0 +1,64 @@
+"""`Recorder`: runs one full prefill and keeps its Observations, for any number of recipes to choose from."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from keepset.hf.layer import KeepLayer
+from keepset.hf.prompt_cache import PromptCache
+from keepset.observation import Needs, Observation
+
+if TYPE_CHECKING:
+    import transformers
+
+
+class Recorder(PromptCache):
+    """Watches one prompt and drops nothing.
+
+    Attributes:
+        observations: one per layer, once `prefill` has run.
+        seconds: of the prefill alone, collecting not counted.
+        collecting: seconds that each kind of statistic took.
+        nbytes_full: bytes of the whole prompt's keys and values.
+    """
+
+    def __init__(
+        self, model: transformers.PreTrainedModel, needs: Needs, on_layer: Callable[[], None] = lambda: None
+    ) -> None:
+        super().__init__(model, needs)
+        self._model, self._on_layer = model, on_layer
+        self.observations: list[Observation] = []
+        self.collecting: Counter[str] = Counter()
+        self.seconds = 0.0
+
+    @torch.no_grad()
+    def prefill(self, ids: Int[Tensor, "batch tokens"]) -> Float[Tensor, "batch vocabulary"]:
+        """Runs the prompt; returns the logits of its last token."""
+        start = time.perf_counter()
+        output = self._model(ids, past_key_values=self, use_cache=True, logits_to_keep=1)
+        self.seconds = time.perf_counter() - start - sum(self.collecting.values())
+        self.stop_watching()
+        return output.logits[:, -1]
+
+    @property
+    def nbytes_full(self) -> int:
+        """Bytes of the whole prompt's keys and values in the layers that can be compressed."""
+        return sum(int(o.valid.sum()) * o.entry_bytes for o in self.observations)
+
+    def observed(self, layer: KeepLayer, observation: Observation) -> None:
+        """Keeps the observation, and with it the layer's entries."""
+        self.observations.append(observation)
+        self.collecting.update(layer.collected_seconds)
+        self._on_layer()
+
+    def seconds_for(self, needs: Needs) -> float:
+        """Seconds that a prefill takes which collects only for these needs."""
+        wanted = {"window": needs.window, "columns": needs.columns, "moments": needs.hidden_states}
+        return self.seconds + sum(self.collecting[kind] for kind, is_wanted in wanted.items() if is_wanted)

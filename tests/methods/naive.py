@@ -1,0 +1,225 @@
+"""Random observations, and attention written out number by number, to hold the methods against."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from keepset import Method, Observation
+from keepset.observation import QueryMoments
+
+ROPE_BASE = 100.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of an observation; `lengths` says how many entries each request has, the rest are holes."""
+
+    lengths: tuple[int, ...]
+    kv_heads: int
+    group: int
+    head_dim: int
+    value_dim: int
+
+    @property
+    def batch(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def entries(self) -> int:
+        return max(self.lengths)
+
+
+SHAPES = [
+    pytest.param(Shape((17,), 3, 1, 5, 5), id="one_query_head_per_kv_head"),
+    pytest.param(Shape((29, 22), 2, 3, 7, 11), id="group_of_3_and_wide_values"),
+    pytest.param(Shape((12,), 1, 8, 16, 4), id="one_kv_head"),
+    pytest.param(Shape((1,), 2, 2, 3, 3), id="one_entry"),
+    pytest.param(Shape((5, 8, 1), 2, 2, 4, 6), id="about_a_window"),
+]
+DTYPES = [torch.float32, torch.bfloat16]
+
+EXACT = dict(rtol=1e-5, atol=1e-6)
+"""For sums of a few dozen float32 products: a handful of roundings of 2**-24 each."""
+ROUNDED_LOGITS = dict(rtol=0.04, atol=1e-4)
+"""Where logits are rounded to bfloat16's 8 bits: of |logit| < 8 that takes up to 8 * 2**-9, and softmax
+sees it twice, in the numerator and in the sum."""
+
+
+def tolerance(dtype: torch.dtype) -> dict[str, float]:
+    """How far attention may be from the naive one."""
+    return EXACT if dtype == torch.float32 else ROUNDED_LOGITS
+
+
+@dataclass(frozen=True)
+class Given(Method):
+    """A scorer whose scores the test writes into the observation."""
+
+    name = "given"
+    paper = "none"
+
+    def score(self, observation: Observation) -> Tensor:
+        return observation.state["scores"]
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding at the mean of the `future` positions after each request's last token.
+
+    As in many models the halves of a head are the two coordinates of each plane; an odd last number is
+    not rotated.
+    """
+
+    lengths: tuple[int, ...]
+
+    def __call__(self, rows: Tensor, future: int) -> Tensor:
+        half = rows.shape[-1] // 2
+        frequencies = ROPE_BASE ** -(torch.arange(half, dtype=torch.float64) / max(half, 1))
+        at = torch.tensor(self.lengths)[:, None] + torch.arange(future)
+        angles = at[:, None, None, :, None] * frequencies
+        cos, sin = angles.cos().mean(-2), angles.sin().mean(-2)
+        x, y, rest = rows.double().split([half, half, rows.shape[-1] - 2 * half], -1)
+        return torch.cat([x * cos - y * sin, y * cos + x * sin, rest], -1).to(rows.dtype)
+
+
+def observe(
+    shape: Shape,
+    *,
+    dtype: torch.dtype = torch.float32,
+    window: int = 8,
+    skips: Sequence[int] = (4,),
+    seed: int = 0,
+    positions: Tensor | None = None,
+    **parts: object,
+) -> Observation:
+    """Random tensors for everything that a method may ask for.
+
+    Holes, and queries that shorter requests do not have, are NaN: whoever reads them shows it.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    batch, query_heads = shape.batch, shape.kv_heads * shape.group
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=draw)
+
+    keys = normal(batch, shape.kv_heads, shape.entries, shape.head_dim).to(dtype)
+    values = normal(batch, shape.kv_heads, shape.entries, shape.value_dim).to(dtype)
+    window = min(window, shape.entries)
+    queries = normal(batch, query_heads, window, shape.head_dim).to(dtype)
+    columns = normal(batch, query_heads, shape.entries).exp()
+    valid = torch.ones(batch, shape.kv_heads, shape.entries, dtype=torch.bool)
+    for request, length in enumerate(shape.lengths):
+        for tensor in (keys, values):
+            tensor[request, :, length:] = math.nan
+        columns[request, :, length:] = math.nan
+        valid[request, :, length:] = False
+        queries[request, :, : max(0, window - length)] = math.nan
+    lengths = shape.lengths
+    if positions is not None:
+        last = positions.masked_fill(~valid, -1).amax((1, 2)) + 1
+        lengths = tuple(last.tolist())
+    half = normal(batch, query_heads, shape.head_dim, shape.head_dim) * 0.4
+    moments = QueryMoments(
+        normal(batch, query_heads, shape.head_dim), half @ half.transpose(-1, -2), Rope(lengths)
+    )
+    options = dict(
+        keys=keys,
+        values=values,
+        queries=queries,
+        valid=valid,
+        positions=positions,
+        column_sum=columns,
+        column_max=columns / (1 + columns),
+        query_moments=dict.fromkeys(skips, moments),
+    )
+    return Observation(**{**options, **parts})
+
+
+def alone(observation: Observation, request: int) -> Observation:
+    """One request of a batch by itself, without holes."""
+    length = int(observation.valid[request, 0].sum())
+    row, entries = slice(request, request + 1), slice(length)
+    queries = observation.queries
+    assert queries is not None
+    window = min(queries.shape[2], length)
+
+    return Observation(
+        keys=observation.keys[row, :, entries],
+        values=observation.values[row, :, entries],
+        queries=queries[row, :, queries.shape[2] - window :],
+        positions=observation.positions[row, :, entries],
+        column_sum=observation.columns("sum")[row, :, entries],
+        column_max=observation.columns("max")[row, :, entries],
+        query_moments={
+            skip: QueryMoments(
+                moments.mean[row], moments.covariance[row], Rope((int(observation.lengths[request]),))
+            )
+            for skip, moments in observation.query_moments.items()
+        },
+        state={name: column[row, :, entries] for name, column in observation.state.items()},
+        scaling=observation.scaling,
+        layer=observation.layer,
+        layers=observation.layers,
+    )
+
+
+def length_of(observation: Observation, request: int) -> int:
+    """How many entries a request has."""
+    return int(observation.valid[request, 0].sum())
+
+
+def kept(keep_set: object, observation: Observation, request: int, head: int) -> list[int]:
+    """The positions that one head keeps, as a list."""
+    return keep_set.positions(observation.layer, request, head).tolist()  # type: ignore[attr-defined]
+
+
+def dot(a: Sequence[float], b: Sequence[float]) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True))
+
+
+def softmax(logits: Sequence[float]) -> list[float]:
+    largest = max(logits)
+    powers = [math.exp(x - largest) for x in logits]
+    return [power / sum(powers) for power in powers]
+
+
+def window_attention(observation: Observation, request: int, query_head: int, window: int) -> list[list[float]]:
+    """Attention of a request's newest queries, those that exist, over its entries: a list per query."""
+    assert observation.queries is not None
+    group = observation.queries.shape[1] // observation.keys.shape[1]
+    length = length_of(observation, request)
+    head = query_head // group
+    keys = observation.keys[request, head, :length].double().tolist()
+    positions = observation.positions[request, head, :length].tolist()
+    newest = int(observation.lengths[request])
+    count = min(window, observation.queries.shape[2], newest)
+    rows = []
+    for back in range(count, 0, -1):
+        query = observation.queries[request, query_head, -back].double().tolist()
+        seen = [entry for entry in range(length) if positions[entry] <= newest - back]
+        attention = softmax([dot(query, keys[entry]) * observation.scaling for entry in seen])
+        row = [0.0] * length
+        for entry, weight in zip(seen, attention, strict=True):
+            row[entry] = weight
+        rows.append(row)
+    return rows
+
+
+def check_scores(
+    method: Method, observation: Observation, expected: list[list[list[float]]], **tolerances: float
+) -> None:
+    """Scores of every existing entry against `expected[request][head][entry]`."""
+    scores = method.score(observation)
+    assert scores.shape == observation.valid.shape
+    for request, heads in enumerate(expected):
+        for head, numbers in enumerate(heads):
+            torch.testing.assert_close(
+                scores[request, head, : length_of(observation, request)].double(),
+                torch.tensor(numbers, dtype=torch.float64),
+                **tolerances,
+            )

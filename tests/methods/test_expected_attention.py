@@ -1,0 +1,136 @@
+import math
+
+import pytest
+import torch
+
+from keepset import Budget, KeepsetError, Observation
+from keepset.methods.expected_attention import ExpectedAttention
+from keepset.observation import QueryMoments
+from tests.methods.naive import (
+    DTYPES,
+    EXACT,
+    ROPE_BASE,
+    SHAPES,
+    Shape,
+    check_scores,
+    dot,
+    kept,
+    length_of,
+    observe,
+    softmax,
+)
+
+Matrix = list[list[float]]
+
+
+def mean_rotation(size: int, start: int, future: int) -> Matrix:
+    """The mean of the rotations of the positions `start` ... `start + future - 1`, as a matrix."""
+    half = size // 2
+    mean = [[0.0] * size for _ in range(size)]
+    if size % 2:
+        mean[-1][-1] = 1.0
+    for position in range(start, start + future):
+        for plane in range(half):
+            angle = position * ROPE_BASE ** (-plane / half)
+            mean[plane][plane] += math.cos(angle) / future
+            mean[plane][plane + half] -= math.sin(angle) / future
+            mean[plane + half][plane] += math.sin(angle) / future
+            mean[plane + half][plane + half] += math.cos(angle) / future
+    return mean
+
+
+def matmul(a: Matrix, b: Matrix) -> Matrix:
+    return [[dot(row, column) for column in zip(*b, strict=True)] for row in a]
+
+
+def transposed(a: Matrix) -> Matrix:
+    return [list(row) for row in zip(*a, strict=True)]
+
+
+def naive_scores(observation: Observation, method: ExpectedAttention, request: int, head: int) -> list[float]:
+    moments = observation.query_moments[method.skip]
+    group = moments.mean.shape[1] // observation.keys.shape[1]
+    length, size = length_of(observation, request), observation.keys.shape[-1]
+    keys = observation.keys[request, head, :length].double().tolist()
+    values = observation.values[request, head, :length].double().tolist()
+    positions = observation.positions[request, head, :length].tolist()
+    rotation = mean_rotation(size, int(observation.lengths[request]), method.future)
+    counted = [entry for entry in range(length) if positions[entry] >= method.skip]
+
+    attention = [0.0] * length
+    for member in range(group):
+        mean = moments.mean[request, head * group + member].double().tolist()
+        covariance = moments.covariance[request, head * group + member].double().tolist()
+        ahead = [dot(row, mean) for row in rotation]
+        spread = matmul(matmul(rotation, covariance), transposed(rotation))
+        logits = []
+        for entry in counted:
+            key = keys[entry]
+            logit = dot(key, ahead) * observation.scaling
+            if method.covariance:
+                logit += dot(key, [dot(row, key) for row in spread]) * observation.scaling**2 / 2
+            logits.append(logit)
+        for entry, weight in zip(counted, softmax(logits) if logits else [], strict=True):
+            attention[entry] += weight / group
+    norms = [math.sqrt(dot(value, value)) if method.value_norm else 1.0 for value in values]
+    return [(attention[entry] + method.epsilon) * norms[entry] for entry in range(length)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "method",
+    [
+        ExpectedAttention(),
+        ExpectedAttention(future=7, skip=0),
+        ExpectedAttention(future=30, covariance=False),
+        ExpectedAttention(future=1, skip=2, value_norm=False, epsilon=0.01),
+        ExpectedAttention(future=9, epsilon=0.02),
+    ],
+)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_scores_are_the_gaussian_expectation_times_the_values_norm(
+    shape: Shape, method: ExpectedAttention, dtype: torch.dtype
+) -> None:
+    # Everything is computed in float32, whatever the cache's type: the tolerance is the same.
+    observation = observe(shape, dtype=dtype, skips=(method.skip,))
+    expected = [
+        [naive_scores(observation, method, request, head) for head in range(shape.kv_heads)]
+        for request in range(shape.batch)
+    ]
+    check_scores(method, observation, expected, **{**EXACT, "rtol": 1e-4})
+
+
+def test_the_models_own_scaling_is_used() -> None:
+    method = ExpectedAttention(future=5)
+    observation = observe(Shape((15,), 1, 2, 6, 6), scaling=0.9)
+    check_scores(method, observation, [[naive_scores(observation, method, 0, 0)]], **{**EXACT, "rtol": 1e-4})
+
+
+def test_expected_attention_is_what_sampled_queries_pay_on_average() -> None:
+    size, draws = 4, 200_000
+    observation = observe(Shape((12,), 1, 1, size, size), scaling=0.4, skips=(0,))
+    moments = observation.query_moments[0]
+    rotation = torch.tensor(mean_rotation(size, 12, 3), dtype=torch.float64)
+    factor = torch.linalg.cholesky(moments.covariance[0, 0].double())
+    noise = torch.randn(draws, size, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    queries = (moments.mean[0, 0].double() + noise @ factor.T) @ rotation.T
+    paid = (queries @ observation.keys[0, 0].double().T * 0.4).exp().mean(0)
+    scores = ExpectedAttention(future=3, skip=0, value_norm=False).score(observation)[0, 0]
+    torch.testing.assert_close(scores.double(), paid / paid.sum(), rtol=0.02, atol=0)
+
+
+def test_the_first_tokens_that_the_statistics_leave_out_stay() -> None:
+    observation = observe(Shape((20,), 2, 2, 4, 4))
+    method = ExpectedAttention()
+    keep_set = method.select(observation, Budget(6, sinks=method.sinks))
+    assert kept(keep_set, observation, 0, 1)[:4] == [0, 1, 2, 3]
+
+
+def test_moments_are_asked_for() -> None:
+    observation = observe(Shape((6,), 1, 1, 4, 4), query_moments={4: QueryMoments(*_zeros(), lambda rows, _: rows)})
+    with pytest.raises(KeepsetError, match="query_moments"):
+        ExpectedAttention(skip=3).score(observation)
+
+
+def _zeros() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(1, 1, 4), torch.zeros(1, 1, 4, 4)

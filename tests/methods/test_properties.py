@@ -1,0 +1,216 @@
+"""What every registered method promises, whatever the text, the batch and the budget."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keepset import METHODS, Budget, KeepSet, Method, Observation
+from keepset.method import Allocator
+from keepset.methods.snapkv import SnapKV
+from tests.methods.naive import Shape, alone, kept, length_of, observe
+
+every_method = pytest.mark.parametrize("name", sorted(METHODS))
+examples = settings(max_examples=40, deadline=None)
+
+
+def make(name: str) -> Method:
+    """A method that reads no more queries than short texts have; allocators around SnapKV."""
+    scorer = SnapKV(window=3, kernel=3)
+    if name == "snapkv":
+        return scorer
+    kind = METHODS[name]
+    return kind(scorer=scorer) if issubclass(kind, Allocator) else kind()
+
+
+@dataclass(frozen=True)
+class Case:
+    """All layers of a small model at one compression event, and a budget."""
+
+    shape: Shape
+    layers: tuple[int, ...]
+    budget: Budget
+    seed: int
+    dropped: int
+    dtype: torch.dtype
+
+    def observations(self) -> list[Observation]:
+        return [
+            observe(
+                self.shape,
+                layer=layer,
+                layers=self.layers,
+                seed=self.seed + layer,
+                dtype=self.dtype,
+                positions=self._positions(layer),
+            )
+            for layer in self.layers
+        ]
+
+    def _positions(self, layer: int) -> torch.Tensor | None:
+        """As after an earlier compression: every head lost other entries, never the newest."""
+        if not self.dropped:
+            return None
+        draw = torch.Generator().manual_seed(self.seed + layer)
+        shape = self.shape
+        positions = torch.zeros(shape.batch, shape.kv_heads, shape.entries, dtype=torch.long)
+        for request, length in enumerate(shape.lengths):
+            newest = length + self.dropped - 1
+            for head in range(shape.kv_heads):
+                older = torch.randperm(newest, generator=draw)[: length - 1].sort().values
+                positions[request, head, :length] = torch.cat([older, torch.tensor([newest])])
+        return positions
+
+    def wanted(self, length: int) -> int:
+        """Entries that the average head keeps of `length`, in whole numbers."""
+        keep = self.budget.keep
+        if isinstance(keep, float):
+            return max(1, length * round(keep * 100) // 100)
+        return min(keep, length) if keep is not None else length
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    shape = Shape(
+        lengths=tuple(draw(st.lists(st.integers(1, 24), min_size=1, max_size=3))),
+        kv_heads=draw(st.integers(1, 3)),
+        group=draw(st.integers(1, 3)),
+        head_dim=draw(st.integers(1, 6)),
+        value_dim=draw(st.integers(1, 4)),
+    )
+    sinks, recent = draw(st.integers(0, 6)), draw(st.integers(0, 6))
+    fraction = st.integers(1, 100).map(lambda percent: percent / 100)
+    number = st.integers(max(1, sinks + recent), 30)
+    return Case(
+        shape=shape,
+        layers=tuple(sorted(draw(st.sets(st.integers(0, 9), min_size=1, max_size=4)))),
+        budget=Budget(draw(fraction | number), sinks, recent),
+        seed=draw(st.integers(0, 1000)),
+        dropped=draw(st.sampled_from([0, 0, 5])),
+        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
+    )
+
+
+def entries_of(observation: Observation, request: int, head: int) -> list[int]:
+    return observation.positions[request, head, : length_of(observation, request)].tolist()
+
+
+def always(case: Case, observation: Observation, request: int, head: int) -> list[int]:
+    """What always stays, the most important first: sinks from the first on, then the newest backwards."""
+    entries, newest = entries_of(observation, request, head), int(observation.lengths[request])
+    sinks = [entry for entry in entries if entry < case.budget.sinks]
+    recent = [entry for entry in reversed(entries) if entry >= newest - case.budget.recent and entry not in sinks]
+    return sinks + recent
+
+
+@every_method
+@examples
+@given(case=cases())
+def test_keeps_exactly_what_was_asked_for(name: str, case: Case) -> None:
+    method, observations = make(name), case.observations()
+    keep_set = method.select_all(observations, case.budget)
+    for request, length in enumerate(case.shape.lengths):
+        wanted, counts = case.wanted(length), keep_set.counts[:, request].tolist()
+        if method.layout == "dense":
+            assert counts == [[wanted] * case.shape.kv_heads] * len(case.layers)
+        elif method.layout == "layer-ragged":
+            assert all(len(set(layer)) == 1 for layer in counts)
+            assert sum(layer[0] for layer in counts) == wanted * len(case.layers)
+        else:
+            assert [sum(layer) for layer in counts] == [wanted * case.shape.kv_heads] * len(case.layers)
+
+
+@every_method
+@examples
+@given(case=cases())
+def test_keeps_sorted_existing_entries_and_what_always_stays(name: str, case: Case) -> None:
+    observations = case.observations()
+    keep_set = make(name).select_all(observations, case.budget)
+    for observation in observations:
+        for request in range(case.shape.batch):
+            for head in range(case.shape.kv_heads):
+                positions = kept(keep_set, observation, request, head)
+                assert positions == sorted(set(positions))
+                assert set(positions) <= set(entries_of(observation, request, head))
+                assert set(always(case, observation, request, head)[: len(positions)]) <= set(positions)
+
+
+@every_method
+@examples
+@given(case=cases(), beyond=st.integers(0, 3))
+def test_keeps_all_under_a_full_budget(name: str, case: Case, beyond: int) -> None:
+    observations = case.observations()
+    for keep in (1.0, case.shape.entries + case.budget.sinks + case.budget.recent + beyond):
+        budget = Budget(keep, case.budget.sinks, case.budget.recent)
+        keep_set = make(name).select_all(observations, budget)
+        for observation in observations:
+            for request in range(case.shape.batch):
+                for head in range(case.shape.kv_heads):
+                    assert kept(keep_set, observation, request, head) == entries_of(observation, request, head)
+
+
+@every_method
+@examples
+@given(case=cases())
+def test_every_request_is_decided_by_itself(name: str, case: Case) -> None:
+    method, observations = make(name), case.observations()
+    together = method.select_all(observations, case.budget)
+    for request in range(case.shape.batch):
+        single = method.select_all([alone(observation, request) for observation in observations], case.budget)
+        for observation in observations:
+            for head in range(case.shape.kv_heads):
+                assert kept(together, observation, request, head) == kept(single, observation, 0, head)
+
+
+@every_method
+@examples
+@given(case=cases(), shuffle=st.randoms(use_true_random=False))
+def test_permuting_the_batch_permutes_the_answer(name: str, case: Case, shuffle: object) -> None:
+    order = list(range(case.shape.batch))
+    shuffle.shuffle(order)  # type: ignore[attr-defined]
+    method, observations = make(name), case.observations()
+    straight = method.select_all(observations, case.budget)
+    permuted = method.select_all([_permuted(observation, order) for observation in observations], case.budget)
+    for observation in observations:
+        for place, request in enumerate(order):
+            for head in range(case.shape.kv_heads):
+                assert kept(permuted, observation, place, head) == kept(straight, observation, request, head)
+
+
+@every_method
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_numbers_that_overflowed_change_no_count(name: str, poison: float) -> None:
+    observation = observe(Shape((20, 13), 2, 2, 4, 4))
+    for tensor in (observation.keys, observation.values, observation.columns("sum")):
+        tensor[0, 0, 3] = poison
+        tensor[1, :, 5:] = poison
+    method = make(name)
+    keep_set: KeepSet = method.select(observation, Budget(6, sinks=1, recent=2))
+    assert keep_set.counts[0].sum(-1).tolist() == [12, 12]
+    for request, newest in ((0, 19), (1, 12)):
+        for head in range(2):
+            assert {0, newest - 1, newest} <= set(kept(keep_set, observation, request, head))
+
+
+def _permuted(observation: Observation, order: list[int]) -> Observation:
+    parts = [alone(observation, request) for request in order]
+    longest = max(part.keys.shape[2] for part in parts)
+    window = max(part.queries.shape[2] for part in parts if part.queries is not None)
+
+    def entries(name: str) -> torch.Tensor:
+        """Holes at the end, of any content."""
+        rows = [getattr(part, name) for part in parts]
+        padded = [torch.cat([row, row[:, :, :1].expand(-1, -1, longest - row.shape[2], *row.shape[3:])], 2) for row in rows]
+        return torch.cat(padded)
+
+    moments = next(iter(observation.query_moments.items()))
+    return Observation(
+        keys=entries("keys"),
+        values=entries("values"),
+        positions=entries("positions"),
+    )
