@@ -130,6 +130,7 @@ class Observation:
     ) -> None:
         shape, device = keys.shape[:3], keys.device
         self.keys, self.values, self.queries = keys, values, queries
+        self._unbroken = positions is None and valid is None and query_positions is None
         self.valid = torch.ones(shape, dtype=torch.bool, device=device) if valid is None else valid
         self.positions = torch.arange(shape[2], device=device).expand(shape) if positions is None else positions
         if lengths is None:
@@ -171,13 +172,17 @@ class Observation:
         batch, kv_heads, entries, head_dim = self.keys.shape
         queries = self.queries[:, :, -window:]
         window = queries.shape[2]
-        folded = queries.reshape(batch, kv_heads, -1, head_dim)
-        logits = (folded @ self.keys.transpose(-1, -2)).float() * self.scaling
+        folded = (queries * self.scaling).reshape(batch, kv_heads, -1, head_dim)
+        logits = (folded @ self.keys.transpose(-1, -2)).float().view(batch, kv_heads, -1, window, entries)
+        # Without holes only the window's own entries can be hidden; masking the rest would double the cost.
+        first = max(entries - window, 0) if self._unbroken else 0
         at = self.query_positions[:, None, None, -window:, None]
-        visible = self.valid[:, :, None, None] & (self.positions[:, :, None, None] <= at)
-        logits = logits.view(batch, kv_heads, -1, window, entries).masked_fill(~visible, float("-inf"))
-        existing = visible.any(-1, keepdim=True)
-        return logits.softmax(-1).masked_fill(~existing, 0.0).view(batch, -1, window, entries)
+        visible = self.valid[:, :, None, None, first:] & (self.positions[:, :, None, None, first:] <= at)
+        logits[..., first:].masked_fill_(~visible, float("-inf"))
+        attention = logits.softmax(-1)
+        if first == 0:
+            attention.masked_fill_(~visible.any(-1, keepdim=True), 0.0)
+        return attention.view(batch, -1, window, entries)
 
     def columns(self, name: str) -> Float[Tensor, "batch query_heads entries"]:
         """The streamed column statistic `sum` or `max` of the prompt's attention."""

@@ -28,7 +28,9 @@ def main() -> None:
     try:
         app()
     except KeepsetError as error:
-        print(f"keepset: {error}", file=sys.stderr)
+        from keepset.cli.console import printable
+
+        print(f"keepset: {printable(' '.join(str(error).splitlines()))}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -42,6 +42,7 @@ def compare(
     One prefill serves all recipes. With no text of your own an essay is used, with a fact hidden in it and a
     question that is asked after compression.
     """
+    from keepset.cli.console import check_said
     from keepset.recipe import Recipe
     from keepset.texts import NEEDLE, Needle, essay, read
 
@@ -59,6 +60,8 @@ def compare(
     source = essay() if text is None else read(text)
     needle = NEEDLE if text is None else None
     if question is not None and answer is not None:
+        check_said("--question", question)
+        check_said("--answer", answer)
         needle = Needle(sentence="", question=question, answer=answer)
     _run(parsed, budgets, source, needle, tokens, continuation, model, as_json=as_json, html=html)
 
@@ -77,15 +80,13 @@ def _run(
 ) -> None:
     if html is not None:
         check_writable(html)
-    from keepset import models
-    from keepset.cli.console import err, progress
+    from keepset.cli.console import err, load, printable, progress
     from keepset.evaluate.compare import Comparer, grid, needs_of
     from keepset.evaluate.task import make_task
     from keepset.recipe import Recipe
 
     cells = grid(recipes, keeps)
-    with err.status("loading the model"):
-        loaded, tokenizer = models.load(model)
+    loaded, tokenizer = load(model)
     longest = getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
     task = make_task(tokenizer, source, tokens=tokens, continuation=continuation, needle=needle, longest=longest)
     comparer = None
@@ -115,7 +116,7 @@ def _run(
 
         pieces = [str(tokenizer.decode([token])) for token in task.prompt[0].tolist()]
         write(html, render(comparison.to_json(), pieces, comparison.kept))
-        err.print(f"report: {html}", markup=False, highlight=False, soft_wrap=True)
+        err.print(f"report: {printable(str(html))}", markup=False, highlight=False, soft_wrap=True)
     if interrupted:
         err.print(f"interrupted after {len(comparison.rows)} of {len(cells)} rows", highlight=False)
         raise typer.Exit(130)
@@ -142,7 +143,8 @@ def print_table(comparison: Comparison) -> None:
 
     full = comparison.full
     lines = [
-        f"{printable(comparison.model)}: {comparison.tokens} tokens of prompt, {comparison.continuation_tokens} after it.",
+        f"{printable(comparison.model)}: {comparison.tokens} tokens of prompt, "
+        f"{comparison.continuation_tokens} after it.",
         f"Full cache: {megabytes(full['kv_bytes'])}, prefill {full['prefill_seconds']:.2f} s, "
         f"decode {full['decode_tokens_per_second']:.1f} tokens/s.",
     ]
@@ -160,7 +162,7 @@ def print_table(comparison: Comparison) -> None:
         table.add_column("found", no_wrap=True)
     for row in comparison.rows:
         if row.error is not None:
-            table.add_row(Text.assemble(row.recipe, (f"\n{row.error}", "red")))
+            table.add_row(Text.assemble(printable(row.recipe), (f"\n{printable(row.error)}", "red")))
             continue
         cells = [
             f"{row.keep:.1%}",
@@ -172,7 +174,7 @@ def print_table(comparison: Comparison) -> None:
         ]
         if comparison.question is not None:
             cells.append("yes" if row.needle_found else "no")
-        table.add_row(Text(row.recipe), *cells)
+        table.add_row(Text(printable(row.recipe)), *cells)
     out.print(table)
 
 
@@ -187,5 +189,7 @@ def _keeps(text: str) -> list[int | float]:
             value = None
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise KeepsetError(f"keep={part.strip()!r} is not a number: {KEEP_HELP}.")
+        if isinstance(value, int) and value.bit_length() > 63:
+            raise KeepsetError(f"keep={part.strip()} is too large a number: {KEEP_HELP}.")
         keeps.append(Budget(value).keep or value)
     return keeps

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import unicodedata
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from keepset.errors import KeepsetError
+
+if TYPE_CHECKING:
+    import transformers
 
 out = Console()
 err = Console(stderr=True)
@@ -24,6 +30,35 @@ def progress() -> Progress:
         transient=True,
         disable=not err.is_terminal,
     )
+
+
+def load(name: str | None) -> tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]:
+    """The model of that name; how far it has come is shown on a terminal only."""
+    from transformers.utils import logging
+
+    from keepset import models
+
+    silenced = not err.is_terminal and logging.is_progress_bar_enabled()
+    if silenced:
+        logging.disable_progress_bar()
+    try:
+        with err.status("loading the model"):
+            return models.load(name)
+    finally:
+        if silenced:
+            logging.enable_progress_bar()
+
+
+def check_said(name: str, text: str) -> None:
+    """Refuses what a user typed where there is nothing to read in it.
+
+    Raises:
+        KeepsetError: it is blank, or holds bytes that are no UTF-8.
+    """
+    if not text.strip():
+        raise KeepsetError(f"{name} is empty: write some text.")
+    if any(unicodedata.category(c) == "Cs" for c in text):
+        raise KeepsetError(f"{name} is not UTF-8: write it as UTF-8 text.")
 
 
 def printable(text: str) -> str:

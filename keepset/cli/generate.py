@@ -23,24 +23,24 @@ def generate(
     compare_full: Annotated[bool, typer.Option(help="Generate with the full cache too, and compare.")] = False,
 ) -> None:
     """Generate from one prompt under a recipe; at the end bytes and speed."""
+    from keepset.cli.console import check_said, load, out
     from keepset.recipe import Recipe
     from keepset.texts import chat_parts, read
 
     parsed = Recipe.parse(recipe).require_budget()
-    if not prompt.strip():
-        raise KeepsetError("The prompt is empty: say something to the model.")
+    check_said("The prompt", prompt)
     if max_new_tokens < 1:
         raise KeepsetError(f"--max-new-tokens {max_new_tokens} is not a number of tokens: use an integer from 1.")
-    if not temperature >= 0:
-        raise KeepsetError(f"--temperature {temperature} is out of range: use 0 or more.")
+    # Divided by less, logits overflow.
+    if not (temperature == 0 or 0.01 <= temperature <= 100):
+        raise KeepsetError(f"--temperature {temperature} is out of range: use 0 for greedy decoding, or 0.01 to 100.")
+    if not 0 <= seed < 2**63:
+        raise KeepsetError(f"--seed {seed} is out of range: use an integer from 0 to {2**63 - 1}.")
     before = "" if text is None else read(text)
 
-    from keepset import models
-    from keepset.cli.console import err, out
     from keepset.hf.cache import Cache
 
-    with err.status("loading the model"):
-        loaded, tokenizer = models.load(model)
+    loaded, tokenizer = load(model)
     ids = tokenizer("".join(chat_parts(tokenizer, before, prompt)), add_special_tokens=False, return_tensors="pt")
     length = ids["input_ids"].shape[1]
     longest = getattr(loaded.config.get_text_config(), "max_position_embeddings", None)

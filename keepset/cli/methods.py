@@ -13,8 +13,9 @@ def methods(
 ) -> None:
     """List the methods: what they are, what they look at, their parameters and papers."""
     from rich.table import Table
+    from rich.text import Text
 
-    from keepset.cli.console import out
+    from keepset.cli.console import out, printable
     from keepset.registry import catalogue
 
     entries = catalogue()
@@ -25,12 +26,13 @@ def methods(
     for title in ("method and defaults", "kind", "looks at", "paper"):
         table.add_column(title, overflow="fold")
     for entry in entries:
-        table.add_row(
+        cells = (
             f"{entry['name']}({_parameters(entry['parameters'])})",
             entry["family"] if entry["layout"] == "dense" else entry["layout"],
             ", ".join(entry["needs"]) or "keys, values",
             entry["paper"],
         )
+        table.add_row(*(Text(printable(cell)) for cell in cells))
     out.print(table)
 
 

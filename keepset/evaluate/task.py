@@ -52,13 +52,19 @@ def make_task(
         KeepsetError: the text or the model's context is too short.
     """
     asked = _ids(tokenizer, chat_parts(tokenizer, "", needle.question)[1]) if needle is not None else None
-    if longest is not None and tokens + max(continuation, _length(asked) + ANSWER_TOKENS) > longest:
+    after = max(continuation, _length(asked) + ANSWER_TOKENS) if asked is not None else continuation + ANSWER_TOKENS
+    if longest is not None and tokens + after > longest:
         raise KeepsetError(
-            f"{tokens} tokens of prompt and {continuation} of continuation do not fit the model's context of "
+            f"{tokens} tokens of prompt and {after} after it do not fit the model's context of "
             f"{longest}: ask for fewer tokens."
         )
     body = _ids(tokenizer, text)
     around = _length(_ids(tokenizer, _wrap(tokenizer, "", needle)))
+    if tokens <= around:
+        raise KeepsetError(
+            f"{tokens} tokens of prompt leave no room for the text, because {around} stand around it: "
+            "ask for more tokens."
+        )
     length = min(tokens - around, _length(body) - continuation)
     if length < 1:
         raise KeepsetError(

@@ -26,7 +26,7 @@ NAME = "keepset"
 class AttentiveLayer(Protocol):
     """A cache layer that attends over its own entries."""
 
-    incoming: Tensor | None
+    incoming: tuple[Tensor, Tensor] | None
 
     def attend(
         self,
@@ -83,9 +83,13 @@ def keepset_attention(
         if kwargs.get(feature) is not None:
             raise KeepsetError(f"keepset's attention does not support {name}, which this model uses.")
     layer, _local.layer = _local.layer, None
-    if layer is None or layer.incoming is not key:
+    if layer is None or layer.incoming is None or layer.incoming[0] is not key:
         mask = attention_mask.matrix if isinstance(attention_mask, MaskRule) else attention_mask
         return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
+    if layer.incoming[1] is not value:
+        raise KeepsetError(
+            f"{type(module).__name__} attends over other values than it caches, which keepset does not support."
+        )
     if isinstance(attention_mask, Tensor):
         raise KeepsetError(
             "keepset.Cache takes a two-dimensional attention mask [batch, tokens]; this call brought a finished matrix."

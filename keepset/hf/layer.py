@@ -62,7 +62,7 @@ class KeepLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forgets everything."""
         self.store: EntryStore | None = None
-        self.incoming: Tensor | None = None
+        self.incoming: tuple[Tensor, Tensor] | None = None
         self.logical = 0
         self.compressed_at: int | None = None
         self.is_initialized = False
@@ -98,7 +98,7 @@ class KeepLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.owner.updating()
-        self.incoming = key_states
+        self.incoming = key_states, value_states
         hand_over(self)
         return key_states, value_states
 
@@ -220,7 +220,7 @@ class KeepLayer(CacheLayerMixin):
         self._held = {
             "keys": observation.keys,
             "values": observation.values,
-            "positions": observation.positions,
+            "positions": observation.positions.int(),
         }
 
     def fork(self, owner: Owner) -> KeepLayer:
@@ -282,6 +282,10 @@ class KeepLayer(CacheLayerMixin):
         lengths = before + (n - beyond if prompt_valid is None else prompt_valid.sum(-1))
         parts = {} if self._collector is None else self._collector.parts(lengths)
         self.collected_seconds = {} if self._collector is None else dict(self._collector.seconds)
+        if not fresh or valid is not None:
+            parts |= {"positions": columns["positions"], "valid": exists}
+        else:  # nothing is missing anywhere: the defaults say so, which is cheaper to work with
+            parts.pop("query_positions", None)
         self._collector, self.store = None, None
         self._held = columns
         self._tail = (*tail, tail_valid) if beyond else None
@@ -290,8 +294,6 @@ class KeepLayer(CacheLayerMixin):
             Observation(
                 keys=columns["keys"],
                 values=columns["values"],
-                positions=columns["positions"],
-                valid=exists,
                 lengths=lengths,
                 scaling=scaling,
                 layer=self.index,

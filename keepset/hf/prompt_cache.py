@@ -49,7 +49,6 @@ class PromptCache(TransformersCache, ABC):
         self._tap = Tap(model) if needs.hidden_states else None
         if self._tap is not None:
             weakref.finalize(self, self._tap.close)
-        self._checked_rotation = False
         self._attending = False
 
     @property
@@ -95,9 +94,7 @@ class PromptCache(TransformersCache, ABC):
         """The input of the attention module under way."""
         assert self._tap is not None
         layer_input = self._tap.layer_input(module)
-        if not self._checked_rotation:
-            layer_input.check_rotation(query)
-            self._checked_rotation = True
+        layer_input.check_rotation(query)
         return layer_input
 
     def stop_watching(self) -> None:

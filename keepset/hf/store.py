@@ -30,7 +30,7 @@ class Run:
     count: int
     capacity: int
 
-    def view(self, flat: Shaped[Tensor, places *rest]) -> Shaped[Tensor, "heads entries *rest"]:
+    def view(self, flat: Shaped[Tensor, " places *rest"]) -> Shaped[Tensor, "heads entries *rest"]:
         """This run's part of a flat tensor, without a copy."""
         stop = self.start + self.heads * self.capacity
         return flat[self.start : stop].unflatten(0, (self.heads, self.capacity))[:, : self.count]
@@ -104,7 +104,7 @@ class EntryStore:
     ) -> None:
         """Adds new tokens to every head; those that are not valid (padding) are left out."""
         n = keys.shape[2]
-        per_head = positions[:, None].expand(-1, self.kv_heads, -1)
+        per_head = positions.int()[:, None].expand(-1, self.kv_heads, -1)
         new = {"keys": keys, "values": values, "positions": per_head}
         if valid is not None:
             mask = valid[:, None].expand(-1, self.kv_heads, -1)
@@ -163,7 +163,7 @@ class EntryStore:
 
     def fork(self) -> EntryStore:
         """An independent copy, without free places."""
-        copy = EntryStore(self.batch, self.kv_heads, self._runs, dict(self._columns))
+        copy = EntryStore(self.batch, self.kv_heads, self._runs, self._columns)
         copy._rebuild([(head, count) for head, count in enumerate(self.counts)])
         return copy
 

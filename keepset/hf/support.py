@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from keepset.errors import KeepsetError
 
@@ -26,7 +27,7 @@ def check_model(model: nn.Module, config: Any) -> None:
         raise KeepsetError(f"{name} shares keys and values between layers; keepset does not support that.")
     if any(leaf.rsplit(".", 1)[-1] == "sinks" for leaf, _ in model.named_parameters()):
         raise KeepsetError(f"{name} has attention sinks in its softmax, which keepset's attention does not support.")
-    if not hasattr(model, "set_attn_implementation") or not getattr(model, "_supports_attention_backend", False):
+    if not isinstance(model, PreTrainedModel) or not model._can_set_attn_implementation():
         raise KeepsetError(
             f"{name} does not use transformers' attention interface, which keepset needs; most decoder-only models do."
         )

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-_CHUNK = 128
+_CHUNK = 64
 """Queries per step: large enough for matrix products, small enough to stay in a core's cache."""
 
 
@@ -62,9 +62,8 @@ def column_statistics(
     total = torch.zeros(kv_heads, group, entries, device=keys.device)
     largest = torch.full_like(total, float("-inf"))
     for start in range(0, queries.shape[1], _CHUNK):
-        logits = _logits(queries, keys, scaling, start)
-        rows, seen = logits.shape[2:]
-        logits -= lse[:, :, start : start + rows, None]
+        logits = _logits(queries, keys, scaling, start, lse)
+        seen = logits.shape[-1]
         if "max" in names:
             seen_max = largest[:, :, :seen]
             torch.maximum(seen_max, logits.amax(2), out=seen_max)
@@ -74,14 +73,21 @@ def column_statistics(
     return {name: statistics[name].flatten(0, 1) for name in names}
 
 
-def _logits(queries: Tensor, keys: Tensor, scaling: float, start: int) -> Tensor:
-    """Causal logits of one chunk of queries, `[kv_heads, group, chunk, seen]`, float32."""
+def _logits(queries: Tensor, keys: Tensor, scaling: float, start: int, lse: Tensor | None = None) -> Tensor:
+    """Causal logits of one chunk of queries, less their log-sum-exp, `[kv_heads, group, chunk, seen]`, float32."""
     kv_heads, entries, head_dim = keys.shape
     chunk = queries[:, start : start + _CHUNK]
     rows = chunk.shape[1]
     first = entries - queries.shape[1] + start
-    folded = chunk.reshape(kv_heads, -1, head_dim) * scaling
-    logits = torch.bmm(folded, keys[:, : first + rows].transpose(1, 2)).float()
+    folded = chunk.reshape(kv_heads, -1, head_dim)
+    past = keys[:, : first + rows].transpose(1, 2)
+    shift = None if lse is None else lse[:, :, start : start + rows].reshape(kv_heads, -1, 1)
+    if shift is not None and keys.dtype == shift.dtype:
+        # Subtracting inside the product saves a pass over what does not fit a cache.
+        logits = torch.baddbmm(shift, folded, past, beta=-1, alpha=scaling)
+    else:
+        logits = torch.bmm(folded, past).float() * scaling
+        logits = logits if shift is None else logits - shift
     logits = logits.view(kv_heads, -1, rows, first + rows)
     # Only the diagonal block holds anything of the future.
     future = torch.ones(rows, rows, dtype=torch.bool, device=keys.device).triu(1)

@@ -43,6 +43,9 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", dict(head_dim=16, tie_word_embeddings=False, **_HYBRID)),
     "gpt_neox": ("gpt_neox", dict(num_key_value_heads=None)),
     "olmo2": ("olmo2", {}),
+    "gpt2": ("gpt2", {}),
+    "smollm3": ("smollm3", dict(no_rope_layer_interval=2)),
+    "lfm2": ("lfm2", dict(layer_types=["conv", "full_attention"] * 2)),
     "qwen3_moe": ("qwen3_moe", dict(head_dim=16, num_experts=4, **_EXPERTS)),
 }
 
@@ -140,7 +143,7 @@ class Oracle:
         positions = (self.mask.long().cumsum(-1) - 1).clamp(min=0)
         try:
             with torch.no_grad():
-                return model(ids, position_ids=positions, use_cache=False).logits
+                return model(ids, attention_mask=self.mask.long(), position_ids=positions, use_cache=False).logits
         finally:
             model.set_attn_implementation(implementation)
 

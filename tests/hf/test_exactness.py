@@ -17,7 +17,7 @@ from torch import Tensor
 import keepset
 from keepset.budget import Budget
 from keepset.method import Method, parameter
-from keepset.observation import Needs, Observation
+from keepset.observation import Observation
 from keepset.select import ranked_scores, top_mask
 from tests.hf.models import (
     ARCHITECTURES,
@@ -28,7 +28,6 @@ from tests.hf.models import (
     oracle_gap,
     prompt,
     recipe,
-    same_keep_set,
     tiny,
 )
 
@@ -86,9 +85,7 @@ def test_keeping_all_in_bfloat16(layout: str) -> None:
     model = copy.deepcopy(tiny("llama")).bfloat16()
     ids, mask = inputs(PADDING)
     expected = full(model, ids, mask, max_new_tokens=NEW)
-    output = generate(
-        model, ids, keepset.Cache(model, LAYOUTS[layout].format(keep=1.0)), mask, max_new_tokens=NEW
-    )
+    output = generate(model, ids, keepset.Cache(model, LAYOUTS[layout].format(keep=1.0)), mask, max_new_tokens=NEW)
     assert torch.equal(output.sequences, expected.sequences)
 
 
@@ -120,9 +117,7 @@ def test_dropped_entries_are_as_if_masked(architecture: str, layout: str, paddin
 @by_method
 @of_two_models
 @padded_or_not
-def test_dropped_entries_are_as_if_masked_for_any_method(
-    architecture: str, method: str, padding: list[int]
-) -> None:
+def test_dropped_entries_are_as_if_masked_for_any_method(architecture: str, method: str, padding: list[int]) -> None:
     for keep in (12, 0.3):
         cache, output = compressed(architecture, recipe(method, keep), padding)
         assert oracle_gap(tiny(architecture), cache, output, inputs(padding)[1]) < 5e-5
@@ -220,7 +215,7 @@ def test_bytes_reported_are_the_tensors_bytes(architecture: str, layout: str, pa
     with torch.no_grad():
         model(ids, attention_mask=mask, past_key_values=past)
     assert past.nbytes == bytes_of_entries(past)
-    if not any(past.is_sliding):
+    if past.keep_set is not None and len(past.keep_set.layers) == len(past):
         keys_and_values = past.keep_set.layer(0).entry_bytes
         assert past.nbytes == past.keep_set.entries * (keys_and_values + 4)
     turn = torch.cat([ids, prompt(2, 3, seed=1)], 1)
@@ -239,17 +234,25 @@ def reachable(length: int) -> list[str]:
     ]
 
 
-@by_method
+def after_prefill(text: Any, length: int) -> keepset.Cache:
+    past = keepset.Cache(tiny("llama"), text)
+    with torch.no_grad():
+        tiny("llama")(prompt(1, length), past_key_values=past, logits_to_keep=1)
+    return past
+
+
+@pytest.mark.parametrize("method", [*keepset.METHODS, "global_pool"])
 def test_the_dropped_part_is_gone(method: str) -> None:
     length = 157  # Prime, and nothing else has this size.
-    model = tiny("llama")
-    for text in (recipe(method, 12), keepset.Recipe.of(GlobalPool(), keep=12)):
-        past = keepset.Cache(model, text)
-        before = reachable(length)
-        with torch.no_grad():
-            model(prompt(1, length), past_key_values=past, logits_to_keep=1)
-        assert past.keep_set.entries == 12 * 4 * 2
-        assert reachable(length) == before == []
+    text = keepset.Recipe.of(GlobalPool(), keep=12) if method == "global_pool" else recipe(method, 12)
+    past = after_prefill(text, length)
+    assert reachable(length) == []
+    assert past.keep_set.entries == 12 * 4 * 2
+
+
+def test_a_kept_part_can_be_reached() -> None:
+    past = after_prefill("snapkv(keep=1.0)", 157)
+    assert len(reachable(157)) >= 2 * len(past)
 
 
 # --- methods of one's own
@@ -277,9 +280,7 @@ class GlobalPool(Method):
             pooled = scores.mean(2)
             masks = top_mask(pooled.flatten(1), total // scores.shape[2]).view_as(pooled)
             masks = masks[:, :, None].expand_as(scores)
-        return keepset.KeepSet(
-            [seen.keep(masks[:, i]).layer(seen.layer) for i, seen in enumerate(observations)]
-        )
+        return keepset.KeepSet([seen.keep(masks[:, i]).layer(seen.layer) for i, seen in enumerate(observations)])
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
@@ -305,26 +306,27 @@ class Crediting(Method):
     paper: ClassVar[str] = "none"
 
     def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
-        observation.state["credit"] = origin(observation.positions.float())
+        observation.state["credit"] = origin(observation.positions, [0, 1])
         return -observation.keys.float().norm(dim=-1)
 
 
-def origin(positions: Tensor) -> Tensor:
-    batch, heads, _ = positions.shape
-    return positions + 1000.0 * torch.arange(1, batch * heads + 1).view(batch, heads, 1)
+def origin(positions: Tensor, requests: list[int]) -> Tensor:
+    heads = positions.shape[1]
+    head = torch.tensor(requests)[:, None] * heads + torch.arange(heads)
+    return positions + 1000.0 * (head[..., None] + 1)
 
 
 @padded_or_not
 def test_what_a_method_writes_moves_with_the_entries(padding: list[int]) -> None:
     cache, _ = compressed("llama", keepset.Recipe.of(Crediting(), keep=12), padding)
-    lengths = torch.tensor([LENGTH - pad for pad in padding])
-    for batch in ([0, 1], [1, 0], [0]):
+    cache.crop(-2)
+    requests = [0, 1]
+    for batch in ([0, 1], [1, 0], [0, 0, 1], [1]):
         cache.reorder_cache(torch.tensor(batch))
-        lengths = lengths[batch]
+        requests = [requests[row] for row in batch]
         columns, exists = cache.layers[0].store.padded()
-        positions, old = columns["positions"], columns["positions"] < lengths[:, None, None]
-        expected = origin(positions.float())[0] if len(batch) == 1 else origin(positions.float())[batch]
-        if batch == [1, 0]:
-            expected = origin(positions.flip(0).float()).flip(0)
-        assert torch.equal(columns["credit"], expected.where(old & exists, 0.0))
-        assert old.sum(-1).unique().tolist() == [12]
+        lengths = torch.tensor([LENGTH - padding[request] for request in requests])
+        observed = exists & (columns["positions"] < lengths[:, None, None])
+        expected = origin(columns["positions"], requests).where(observed, 0.0)
+        assert torch.equal(columns["credit"], expected)
+        assert observed.sum(-1).unique().tolist() == [12]

@@ -112,21 +112,18 @@ def observe(
     window = min(window, shape.entries)
     queries = normal(batch, query_heads, window, shape.head_dim).to(dtype)
     columns = normal(batch, query_heads, shape.entries).exp()
-    valid = torch.ones(batch, shape.kv_heads, shape.entries, dtype=torch.bool)
+    valid = torch.arange(shape.entries) < torch.tensor(shape.lengths)[:, None, None]
+    valid = valid.expand(-1, shape.kv_heads, -1)
+    lengths = shape.lengths
+    if positions is not None:
+        lengths = tuple((positions.masked_fill(~valid, -1).amax((1, 2)) + 1).tolist())
     for request, length in enumerate(shape.lengths):
         for tensor in (keys, values):
             tensor[request, :, length:] = math.nan
         columns[request, :, length:] = math.nan
-        valid[request, :, length:] = False
-        queries[request, :, : max(0, window - length)] = math.nan
-    lengths = shape.lengths
-    if positions is not None:
-        last = positions.masked_fill(~valid, -1).amax((1, 2)) + 1
-        lengths = tuple(last.tolist())
+        queries[request, :, : max(0, window - lengths[request])] = math.nan
     half = normal(batch, query_heads, shape.head_dim, shape.head_dim) * 0.4
-    moments = QueryMoments(
-        normal(batch, query_heads, shape.head_dim), half @ half.transpose(-1, -2), Rope(lengths)
-    )
+    moments = QueryMoments(normal(batch, query_heads, shape.head_dim), half @ half.transpose(-1, -2), Rope(lengths))
     options = dict(
         keys=keys,
         values=values,
@@ -146,8 +143,7 @@ def alone(observation: Observation, request: int) -> Observation:
     row, entries = slice(request, request + 1), slice(length)
     queries = observation.queries
     assert queries is not None
-    window = min(queries.shape[2], length)
-
+    window = min(queries.shape[2], int(observation.lengths[request]))
     return Observation(
         keys=observation.keys[row, :, entries],
         values=observation.values[row, :, entries],
@@ -156,9 +152,7 @@ def alone(observation: Observation, request: int) -> Observation:
         column_sum=observation.columns("sum")[row, :, entries],
         column_max=observation.columns("max")[row, :, entries],
         query_moments={
-            skip: QueryMoments(
-                moments.mean[row], moments.covariance[row], Rope((int(observation.lengths[request]),))
-            )
+            skip: QueryMoments(moments.mean[row], moments.covariance[row], Rope((int(observation.lengths[request]),)))
             for skip, moments in observation.query_moments.items()
         },
         state={name: column[row, :, entries] for name, column in observation.state.items()},
@@ -183,7 +177,7 @@ def dot(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def softmax(logits: Sequence[float]) -> list[float]:
-    largest = max(logits)
+    largest = max(logits, default=0.0)
     powers = [math.exp(x - largest) for x in logits]
     return [power / sum(powers) for power in powers]
 

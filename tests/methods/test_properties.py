@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -13,10 +14,12 @@ from hypothesis import strategies as st
 from keepset import METHODS, Budget, KeepSet, Method, Observation
 from keepset.method import Allocator
 from keepset.methods.snapkv import SnapKV
-from tests.methods.naive import Shape, alone, kept, length_of, observe
+from keepset.observation import QueryMoments
+from tests.methods.naive import DTYPES, Rope, Shape, alone, kept, length_of, observe
 
 every_method = pytest.mark.parametrize("name", sorted(METHODS))
-examples = settings(max_examples=40, deadline=None)
+# The same examples in every run: a near tie must not fail once in a thousand runs.
+examples = settings(max_examples=40, deadline=None, derandomize=True)
 
 
 def make(name: str) -> Method:
@@ -75,7 +78,7 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw: st.DrawFn, dtypes: Sequence[torch.dtype] = DTYPES) -> Case:
     shape = Shape(
         lengths=tuple(draw(st.lists(st.integers(1, 24), min_size=1, max_size=3))),
         kv_heads=draw(st.integers(1, 3)),
@@ -92,7 +95,7 @@ def cases(draw: st.DrawFn) -> Case:
         budget=Budget(draw(fraction | number), sinks, recent),
         seed=draw(st.integers(0, 1000)),
         dropped=draw(st.sampled_from([0, 0, 5])),
-        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        dtype=draw(st.sampled_from(dtypes)),
     )
 
 
@@ -156,7 +159,7 @@ def test_keeps_all_under_a_full_budget(name: str, case: Case, beyond: int) -> No
 
 @every_method
 @examples
-@given(case=cases())
+@given(case=cases(dtypes=[torch.float32]))
 def test_every_request_is_decided_by_itself(name: str, case: Case) -> None:
     method, observations = make(name), case.observations()
     together = method.select_all(observations, case.budget)
@@ -169,17 +172,16 @@ def test_every_request_is_decided_by_itself(name: str, case: Case) -> None:
 
 @every_method
 @examples
-@given(case=cases(), shuffle=st.randoms(use_true_random=False))
-def test_permuting_the_batch_permutes_the_answer(name: str, case: Case, shuffle: object) -> None:
-    order = list(range(case.shape.batch))
-    shuffle.shuffle(order)  # type: ignore[attr-defined]
+@given(case=cases(dtypes=[torch.float32]), data=st.data())
+def test_permuting_the_batch_permutes_the_answer(name: str, case: Case, data: st.DataObject) -> None:
+    order = data.draw(st.permutations(range(case.shape.batch)))
     method, observations = make(name), case.observations()
     straight = method.select_all(observations, case.budget)
-    permuted = method.select_all([_permuted(observation, order) for observation in observations], case.budget)
+    turned = method.select_all([permuted(observation, order) for observation in observations], case.budget)
     for observation in observations:
         for place, request in enumerate(order):
             for head in range(case.shape.kv_heads):
-                assert kept(permuted, observation, place, head) == kept(straight, observation, request, head)
+                assert kept(turned, observation, place, head) == kept(straight, observation, request, head)
 
 
 @every_method
@@ -197,20 +199,27 @@ def test_numbers_that_overflowed_change_no_count(name: str, poison: float) -> No
             assert {0, newest - 1, newest} <= set(kept(keep_set, observation, request, head))
 
 
-def _permuted(observation: Observation, order: list[int]) -> Observation:
-    parts = [alone(observation, request) for request in order]
-    longest = max(part.keys.shape[2] for part in parts)
-    window = max(part.queries.shape[2] for part in parts if part.queries is not None)
-
-    def entries(name: str) -> torch.Tensor:
-        """Holes at the end, of any content."""
-        rows = [getattr(part, name) for part in parts]
-        padded = [torch.cat([row, row[:, :, :1].expand(-1, -1, longest - row.shape[2], *row.shape[3:])], 2) for row in rows]
-        return torch.cat(padded)
-
-    moments = next(iter(observation.query_moments.items()))
+def permuted(observation: Observation, order: list[int]) -> Observation:
+    """The same requests in another order."""
+    assert observation.queries is not None and observation.query_positions is not None
     return Observation(
-        keys=entries("keys"),
-        values=entries("values"),
-        positions=entries("positions"),
+        keys=observation.keys[order],
+        values=observation.values[order],
+        queries=observation.queries[order],
+        positions=observation.positions[order],
+        valid=observation.valid[order],
+        lengths=observation.lengths[order],
+        query_positions=observation.query_positions[order],
+        column_sum=observation.columns("sum")[order],
+        column_max=observation.columns("max")[order],
+        query_moments={
+            skip: QueryMoments(
+                moments.mean[order],
+                moments.covariance[order],
+                Rope(tuple(observation.lengths[order].tolist())),
+            )
+            for skip, moments in observation.query_moments.items()
+        },
+        layer=observation.layer,
+        layers=observation.layers,
     )

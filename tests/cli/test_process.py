@@ -1,0 +1,40 @@
+"""The command line as users start it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import keepset
+
+MODULE = [sys.executable, "-m", "keepset"]
+SCRIPT = [str(Path(sys.executable).with_name("keepset"))]
+
+
+def start(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        ([*SCRIPT, "compare", "--recipes", "snapvk"], "keepset: There is no method 'snapvk'; did you mean 'snapkv'?"),
+        ([*MODULE, "generate", " "], "keepset: The prompt is empty"),
+        ([*SCRIPT, "generate", "Hello", "--model", "./absent"], "keepset: './absent' is neither an existing folder"),
+    ],
+)
+def test_refuses_without_a_trace_back(command: list[str], sentence: str, tmp_path: Path) -> None:
+    done = start(command, tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(sentence) and done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_module_and_script_are_the_same(tmp_path: Path) -> None:
+    done = start([*MODULE, "methods", "--json"], tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [entry["name"] for entry in json.loads(done.stdout)] == list(keepset.METHODS)

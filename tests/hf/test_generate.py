@@ -1,0 +1,392 @@
+"""Every way to generate that transformers offers, on a cache that compresses."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+
+import keepset
+from tests.hf.models import (
+    LAYOUTS,
+    Oracle,
+    extended,
+    full,
+    generate,
+    left_padded,
+    oracle_gap,
+    prompt,
+    same_keep_set,
+    tiny,
+)
+
+LENGTH = 40
+ADAKV = LAYOUTS["head-ragged"].format(keep=12)
+SNAPKV = LAYOUTS["dense"].format(keep=12)
+PYRAMID = LAYOUTS["layer-ragged"].format(keep=12)
+by_recipe = pytest.mark.parametrize("recipe", [SNAPKV, PYRAMID, ADAKV], ids=list(LAYOUTS))
+padded_or_not = pytest.mark.parametrize("padding", [[0, 0], [0, 7]], ids=["whole", "padded"])
+
+
+def inputs(padding: list[int], seed: int = 0) -> tuple[Tensor, Tensor]:
+    return left_padded(prompt(len(padding), LENGTH, seed), padding)
+
+
+# --- sampling and beams
+
+
+def test_sampling_draws_the_same_tokens_when_all_is_kept() -> None:
+    model = tiny("llama")
+    ids, mask = inputs([0, 7])
+    options: dict[str, Any] = dict(do_sample=True, temperature=0.8, top_k=50, max_new_tokens=8)
+    torch.manual_seed(3)
+    expected = full(model, ids, mask, **options)
+    for recipe in (LAYOUTS[layout].format(keep=1.0) for layout in LAYOUTS):
+        torch.manual_seed(3)
+        drawn = generate(model, ids, keepset.Cache(model, recipe), mask, **options)
+        assert torch.equal(drawn.sequences, expected.sequences)
+
+
+@by_recipe
+def test_samples_of_one_prompt_agree_with_the_oracle(recipe: str) -> None:
+    model = tiny("llama")
+    ids, mask = inputs([0, 7])
+    past = keepset.Cache(model, recipe)
+    output = generate(model, ids, past, mask, do_sample=True, num_return_sequences=2, max_new_tokens=6)
+    assert oracle_gap(model, past, output, mask.repeat_interleave(2, 0)) < 5e-5
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_beams_equal_those_of_the_full_cache_when_all_is_kept(layout: str) -> None:
+    model = tiny("llama")
+    ids, mask = inputs([0, 7])
+    expected = full(model, ids, mask, num_beams=3, max_new_tokens=8)
+    past = keepset.Cache(model, LAYOUTS[layout].format(keep=1.0))
+    output = generate(model, ids, past, mask, num_beams=3, max_new_tokens=8)
+    assert torch.equal(output.sequences, expected.sequences)
+
+
+@by_recipe
+@padded_or_not
+def test_scores_of_beams_are_the_oracles(recipe: str, padding: list[int]) -> None:
+    model = tiny("llama")
+    ids, mask = inputs(padding)
+    past = keepset.Cache(model, recipe)
+    beams: dict[str, Any] = dict(num_beams=3, num_return_sequences=3, length_penalty=0.0, output_scores=True)
+    output = generate(model, ids, past, mask, max_new_tokens=8, **beams)
+    masks = extended(mask.repeat_interleave(3, 0), output.sequences.shape[1])
+    logits = Oracle(past, masks).logits(model, output.sequences)[:, LENGTH - 1 : -1]
+    tokens = output.sequences[:, LENGTH:, None]
+    expected = logits.log_softmax(-1).gather(-1, tokens).sum((1, 2))
+    assert torch.allclose(output.sequences_scores, expected, atol=1e-4)
+    assert len({tuple(row) for row in output.sequences.tolist()}) == 6
+
+
+# --- several turns
+
+
+@by_recipe
+@padded_or_not
+@pytest.mark.parametrize("later", [[0, 0], [2, 0]], ids=["whole turn", "padded turn"])
+def test_a_conversation_goes_on(recipe: str, padding: list[int], later: list[int]) -> None:
+    model = tiny("llama")
+    ids, mask = inputs(padding)
+    past = keepset.Cache(model, recipe)
+    for seed, tokens in ((1, 9), (2, 1), (3, 5)):
+        output = generate(model, ids, past, mask, max_new_tokens=6)
+        turn, turn_mask = left_padded(prompt(2, tokens, seed), later if tokens > 2 else [0, 0])
+        ids = torch.cat([output.sequences, turn], 1)
+        mask = torch.cat([extended(mask, output.sequences.shape[1]), turn_mask], 1)
+    output = generate(model, ids, past, mask, max_new_tokens=6)
+    assert oracle_gap(model, past, output, mask) < 5e-5
+    assert len(past.events) == 1 and past.events[0].length == LENGTH
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_conversation_that_keeps_all_is_the_models_own(layout: str) -> None:
+    model = tiny("qwen3")
+    first, mask = inputs([0, 7])
+    turn, turn_mask = left_padded(prompt(2, 9, 1), [2, 0])
+    sequences = []
+    for keep_all in (False, True):
+        model.set_attn_implementation("sdpa")
+        past = keepset.Cache(model, LAYOUTS[layout].format(keep=1.0)) if keep_all else DynamicCache(config=model.config)
+        said = generate(model, first, past, mask, max_new_tokens=5).sequences
+        ids = torch.cat([said, turn], 1)
+        masks = torch.cat([extended(mask, said.shape[1]), turn_mask], 1)
+        sequences.append(generate(model, ids, past, masks, max_new_tokens=5).sequences)
+    assert torch.equal(*sequences)
+
+
+def test_two_caches_of_one_model_take_turns() -> None:
+    model = tiny("llama")
+    recipes = ["expected_attention(future=16, keep=12)", ADAKV]
+    prompts = [prompt(1, 30, seed) for seed in (1, 2)]
+
+    def turns(order: list[int]) -> list[Tensor]:
+        caches = [keepset.Cache(model, recipe) for recipe in recipes]
+        ids = list(prompts)
+        for which in order:
+            said = generate(model, ids[which], caches[which], max_new_tokens=4).sequences
+            ids[which] = torch.cat([said, prompt(1, 3, 7)], 1)
+        return ids
+
+    for alternating, one_by_one in zip(turns([0, 1, 1, 0, 1, 0]), turns([0, 0, 0, 1, 1, 1]), strict=True):
+        assert torch.equal(alternating, one_by_one)
+
+
+@pytest.mark.parametrize("recipe", [ADAKV, "h2o(keep=12)", "expected_attention(future=16, keep=12)"])
+def test_reset_makes_a_cache_new(recipe: str) -> None:
+    model = tiny("llama")
+    past = keepset.Cache(model, recipe)
+    runs = []
+    for ids, mask in (inputs([0, 7]), inputs([3], seed=1), inputs([0, 7])):
+        past.reset()
+        assert past.keep_set is None and past.nbytes == 0 and past.get_seq_length() == 0
+        runs.append((generate(model, ids, past, mask, max_new_tokens=5).sequences, past.keep_set))
+    assert torch.equal(runs[0][0], runs[2][0]) and same_keep_set(runs[0][1], runs[2][1])
+
+
+@by_recipe
+def test_copies_go_their_own_ways(recipe: str) -> None:
+    model = tiny("llama")
+    ids, mask = inputs([0, 7])
+    past = keepset.Cache(model, recipe)
+    said = generate(model, ids, past, mask, max_new_tokens=3).sequences
+    mask = extended(mask, said.shape[1] + 8)
+    twins = [past.fork(), copy.deepcopy(past), past]
+    held = past.nbytes
+    for twin, seed in zip(twins, (1, 2, 3), strict=True):
+        assert past.get_seq_length() == LENGTH + 2 and past.nbytes == held
+        turn = torch.cat([said, prompt(2, 8, seed)], 1)
+        output = generate(model, turn, twin, mask, max_new_tokens=4)
+        assert oracle_gap(model, twin, output, mask) < 5e-5
+
+
+def test_a_copy_still_sees_hidden_states() -> None:
+    model = tiny("llama")
+    recipe = "expected_attention(future=16, keep=12)"
+    ids, mask = inputs([0, 7])
+    expected = generate(model, ids, keepset.Cache(model, recipe), mask, max_new_tokens=4).sequences
+    for twin in (keepset.Cache(model, recipe).fork(), copy.deepcopy(keepset.Cache(model, recipe))):
+        assert torch.equal(generate(model, ids, twin, mask, max_new_tokens=4).sequences, expected)
+
+
+# --- assisted generation
+
+
+@cache
+def assistant(noise: float) -> Any:
+    """The model itself, or one that is right now and then, or one that never is."""
+    model = AutoModelForCausalLM.from_config(tiny("llama").config, attn_implementation="sdpa").eval()
+    model.load_state_dict(tiny("llama").state_dict())
+    torch.manual_seed(5)
+    for parameter in model.parameters():
+        parameter.data += noise * torch.randn_like(parameter)
+    return model
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.01, 1.0])
+@pytest.mark.parametrize("recipe", [SNAPKV, PYRAMID, ADAKV, "expected_attention(future=16, keep=12)", "h2o(keep=12)"])
+def test_an_assistant_changes_nothing(recipe: str, noise: float) -> None:
+    check_assisted(recipe, prompt(1, LENGTH, 3), assistant_model=assistant(noise))
+
+
+@by_recipe
+def test_prompt_lookup_changes_nothing(recipe: str) -> None:
+    repeating = prompt(1, 8, 3).repeat(1, 5)
+    check_assisted(recipe, repeating, prompt_lookup_num_tokens=4)
+
+
+def check_assisted(recipe: str, ids: Tensor, **options: Any) -> None:
+    model = tiny("llama")
+    alone = keepset.Cache(model, recipe)
+    expected = generate(model, ids, alone, max_new_tokens=20)
+    assisted = keepset.Cache(model, recipe, prompt_length=ids.shape[1])
+    output = generate(model, ids, assisted, max_new_tokens=20, **options)
+    assert same_keep_set(assisted.keep_set, alone.keep_set)
+    assert torch.equal(output.sequences, expected.sequences)
+    assert oracle_gap(model, assisted, output, torch.ones_like(ids)) < 5e-5
+    kept = alone.keep_set.counts[0, 0, 0].item()
+    assert assisted.layers[0].store.counts[0] - kept == assisted.get_seq_length() - ids.shape[1]
+
+
+@by_recipe
+def test_an_assistant_joins_in_the_second_turn(recipe: str) -> None:
+    model = tiny("llama")
+    ids = prompt(1, LENGTH)
+    turn = prompt(1, 8, 1).repeat(1, 2)
+    answers = []
+    for drafting in ({}, dict(prompt_lookup_num_tokens=4)):
+        past = keepset.Cache(model, recipe)
+        said = generate(model, ids, past, max_new_tokens=4).sequences
+        mask = torch.ones(1, said.shape[1] + turn.shape[1])
+        new = torch.cat([said[:, -1:], turn], 1)
+        answers.append(generate(model, new, past, mask, max_new_tokens=8, **drafting).sequences)
+    assert torch.equal(*answers)
+
+
+def test_drafts_of_a_hybrid_model_are_taken_back() -> None:
+    model = tiny("gemma3")
+    ids = prompt(1, 8, 3).repeat(1, 5)
+    expected = generate(model, ids, keepset.Cache(model, ADAKV), max_new_tokens=20)
+    past = keepset.Cache(model, ADAKV, prompt_length=LENGTH)
+    assert torch.equal(
+        generate(model, ids, past, max_new_tokens=20, prompt_lookup_num_tokens=4).sequences, expected.sequences
+    )
+
+
+# --- chunked prefill
+
+
+@pytest.mark.parametrize("chunk", [7, 16, 39])
+@pytest.mark.parametrize("padding", [[0, 0], [0, 7], [3, 18]], ids=str)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        SNAPKV,
+        ADAKV,
+        "h2o(keep=12)",
+        "expected_attention(future=16, keep=12)",
+        "tova(keep=12)",
+        "streaming_llm(keep=12)",
+    ],
+)
+def test_chunks_change_nothing(recipe: str, padding: list[int], chunk: int) -> None:
+    model = tiny("qwen3")
+    ids, mask = inputs(padding)
+    whole = keepset.Cache(model, recipe)
+    expected = generate(model, ids, whole, mask, max_new_tokens=5)
+    chunked = keepset.Cache(model, recipe, prompt_length=LENGTH)
+    output = generate(model, ids, chunked, mask, max_new_tokens=5, prefill_chunk_size=chunk)
+    assert same_keep_set(chunked.keep_set, whole.keep_set)
+    assert torch.equal(output.sequences, expected.sequences)
+    assert oracle_gap(model, chunked, output, mask) < 5e-5
+
+
+# --- small and odd calls
+
+
+@by_recipe
+def test_rows_that_stop_early(recipe: str) -> None:
+    model = tiny("llama")
+    ids, mask = inputs([0, 7])
+    said = generate(model, ids, keepset.Cache(model, recipe), mask, max_new_tokens=10).sequences[:, LENGTH:]
+    end = next(int(token) for token in said[0, 2:] if token not in said[1])
+    stopping: dict[str, Any] = dict(eos_token_id=end, max_new_tokens=10)
+    together = generate(model, ids, keepset.Cache(model, recipe), mask, **stopping).sequences
+    assert together.shape[1] == LENGTH + 10 and together[0, -1] == 0
+    for row, pad in enumerate([0, 7]):
+        single = ids[row : row + 1, pad:]
+        alone = generate(model, single, keepset.Cache(model, recipe), **stopping).sequences[0]
+        assert torch.equal(together[row, pad : pad + len(alone)], alone)
+
+
+@by_recipe
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_prompts_of_a_few_tokens(recipe: str, length: int) -> None:
+    model = tiny("llama")
+    ids = prompt(1, length)
+    output = generate(model, ids, keepset.Cache(model, recipe), max_new_tokens=6)
+    assert torch.equal(output.sequences, full(model, ids, max_new_tokens=6).sequences)
+
+
+@pytest.mark.parametrize("recipe", ["h2o(keep=12)", "expected_attention(future=16, keep=12)", "tova(keep=12)"])
+def test_a_prompt_of_one_token(recipe: str) -> None:
+    model = tiny("llama")
+    ids, mask = left_padded(prompt(2, 4), [3, 0])
+    output = generate(model, ids, keepset.Cache(model, recipe), mask, max_new_tokens=6)
+    assert torch.equal(output.sequences, full(model, ids, mask, max_new_tokens=6).sequences)
+
+
+@by_recipe
+def test_one_new_token(recipe: str) -> None:
+    model = tiny("llama")
+    ids = prompt(1, LENGTH)
+    past = keepset.Cache(model, recipe)
+    output = generate(model, ids, past, max_new_tokens=1)
+    assert torch.equal(output.sequences, full(model, ids, max_new_tokens=1).sequences)
+    assert past.get_seq_length() == LENGTH and past.keep_set.counts.sum() == 12 * 2 * len(past)
+
+
+def test_two_models_in_two_threads() -> None:
+    jobs = [("llama", SNAPKV), ("qwen3", "expected_attention(future=16, keep=12)")]
+
+    def run(job: tuple[str, str]) -> list[Tensor]:
+        model = tiny(job[0])
+        ids, mask = inputs([0, 7])
+        return [generate(model, ids, keepset.Cache(model, job[1]), mask, max_new_tokens=8).sequences for _ in range(4)]
+
+    expected = [run(job)[0] for job in jobs]
+    with ThreadPoolExecutor(2) as pool:
+        for sequences, alone in zip(pool.map(run, jobs), expected, strict=True):
+            assert all(torch.equal(sequence, alone) for sequence in sequences)
+
+
+# --- what keepset leaves alone
+
+
+@padded_or_not
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_other_caches_behave_as_under_sdpa(architecture: str, padding: list[int]) -> None:
+    model = tiny(architecture)
+    ids, mask = inputs(padding)
+    expected = full(model, ids, mask, max_new_tokens=6).sequences
+    keepset.Cache(model, "expected_attention(keep=12)")
+    assert model.config._attn_implementation == "keepset"
+    assert torch.equal(generate(model, ids, None, mask, max_new_tokens=6).sequences, expected)
+    for other in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=LENGTH + 8)):
+        assert torch.equal(generate(model, ids, other, mask, max_new_tokens=6).sequences, expected)
+    static = generate(model, ids, None, mask, max_new_tokens=6, cache_implementation="static")
+    assert torch.equal(static.sequences, expected)
+
+
+def test_forward_without_a_cache_and_training_are_untouched() -> None:
+    model = copy.deepcopy(tiny("llama"))
+    ids, mask = inputs([0, 7])
+    results = []
+    for implementation in ("sdpa", "keepset"):
+        if implementation == "keepset":
+            keepset.Cache(model, ADAKV)
+        else:
+            model.set_attn_implementation(implementation)
+        model.train()
+        output = model(ids, attention_mask=mask, labels=ids, use_cache=False)
+        output.loss.backward()
+        results.append((output.logits.detach(), model.model.layers[0].self_attn.q_proj.weight.grad.clone()))
+        model.zero_grad()
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("recipe", [ADAKV, "h2o(keep=12)"])
+def test_gradients_pass_through_a_compressed_cache(recipe: str) -> None:
+    model = copy.deepcopy(tiny("llama"))
+    past = keepset.Cache(model, recipe)
+    model(prompt(2, LENGTH), past_key_values=past)
+    model(prompt(2, 3), past_key_values=past).logits.sum().backward()
+    assert model.model.layers[0].self_attn.k_proj.weight.grad.abs().sum() > 0
+
+
+def test_hooks_go_with_the_prompt_or_with_the_cache() -> None:
+    model = copy.deepcopy(tiny("llama"))
+
+    def hooks() -> int:
+        return sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules())
+
+    before = hooks()
+    past = keepset.Cache(model, "expected_attention(future=16, keep=12)")
+    assert hooks() > before
+    generate(model, prompt(1, LENGTH), past, max_new_tokens=2)
+    assert hooks() == before
+    past = keepset.Cache(model, "expected_attention(future=16, keep=12)")
+    del past
+    gc.collect()
+    assert hooks() == before

@@ -1,0 +1,237 @@
+"""What keepset cannot do it refuses, in one sentence that says what is wrong."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+import keepset
+from tests.hf.models import extended, full, generate, left_padded, prompt, tiny
+from tests.hf.test_exactness import GlobalPool
+
+SIZES: dict[str, Any] = dict(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    vocab_size=200,
+)
+LENGTH = 30
+
+
+@contextmanager
+def refusal(words: str) -> Iterator[None]:
+    """A KeepsetError with these words whose message is one sentence."""
+    with pytest.raises(keepset.KeepsetError, match=words) as caught:
+        yield
+    message = str(caught.value)
+    assert "\n" not in message and message.endswith(".")
+    assert not re.search(r"[.!?] [A-Z]", message), message
+
+
+def random_model(kind: str, **options: Any) -> Any:
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **options}))
+
+
+def sharing_model() -> Any:
+    return random_model(
+        "gemma3n_text",
+        num_hidden_layers=3,
+        num_kv_shared_layers=1,
+        layer_types=["sliding_attention", "full_attention", "full_attention"],
+        vocab_size_per_layer_input=200,
+        hidden_size_per_layer_input=8,
+        laurel_rank=4,
+        activation_sparsity_pattern=[0.0] * 3,
+    )
+
+
+def latent_model() -> Any:
+    latents = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16)
+    experts = dict(n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2, moe_intermediate_size=32)
+    return random_model("deepseek_v3", num_key_value_heads=4, **latents, **experts)
+
+
+def encoder_decoder() -> Any:
+    sizes = dict(d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, vocab_size=200)
+    return AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("t5", **sizes))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: random_model("gemma2"), "soft-caps"),
+        (lambda: random_model("gpt_oss", num_local_experts=4), "attention sinks in its softmax"),
+        (latent_model, "caches latents"),
+        (encoder_decoder, "encoder-decoder"),
+        (sharing_model, "shares keys and values between layers"),
+        (lambda: random_model("bloom"), "attention interface"),
+    ],
+    ids=["soft-capping", "sinks", "latents", "encoder-decoder", "shared", "no interface"],
+)
+def test_models_of_other_kinds(make: Callable[[], Any], words: str) -> None:
+    model = make()
+    before = model.config._attn_implementation
+    with refusal(words):
+        keepset.Cache(model, "tova(keep=12)")
+    assert model.config._attn_implementation == before
+
+
+def test_a_model_that_attends_over_other_values_than_it_caches() -> None:
+    model = random_model("diffllama")
+    past = keepset.Cache(model, "tova(keep=12)")
+    with refusal("attends over other values"):
+        generate(model, prompt(1, LENGTH), past, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("kind", ["phi", "stablelm"])
+def test_rotation_that_cannot_be_undone(kind: str) -> None:
+    model = random_model(kind)
+    past = keepset.Cache(model, "expected_attention(keep=12)")
+    with refusal("rotates queries in a way that keepset cannot undo"):
+        generate(model, prompt(1, LENGTH), past, max_new_tokens=2)
+
+
+# --- arguments
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "words"),
+    [
+        ("tova", {}, "how much to keep"),
+        ("tova(keep=12, every=8)", {}, "every="),
+        ("tova(keep=12)", dict(task_tokens=torch.ones(1, 3, dtype=torch.long)), "not aware of a task"),
+        ("tova(keep=12)", dict(prompt_length=0), "prompt_length=0"),
+        ("tova(keep=12)", dict(prompt_length=-3), "prompt_length=-3"),
+    ],
+)
+def test_arguments(recipe: str, options: dict[str, Any], words: str) -> None:
+    with refusal(words):
+        keepset.Cache(tiny("llama"), recipe, **options)
+
+
+# --- calls
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_another_attention_implementation(implementation: str) -> None:
+    model = tiny("llama")
+    past = keepset.Cache(model, "tova(keep=12)")
+    model.set_attn_implementation(implementation)
+    with refusal("another one ran"):
+        generate(model, prompt(1, LENGTH), past, max_new_tokens=2)
+    past.reset()
+    model.set_attn_implementation("keepset")
+    generate(model, prompt(1, LENGTH), past, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32])
+def test_a_finished_mask(kind: torch.dtype) -> None:
+    model = tiny("llama")
+    past = keepset.Cache(model, "tova(keep=12)")
+    mask = torch.ones(1, 1, LENGTH, LENGTH).tril().to(kind)
+    with refusal("two-dimensional"), torch.no_grad():
+        model(prompt(1, LENGTH), attention_mask=mask, past_key_values=past)
+    past.reset()
+    generate(model, prompt(1, LENGTH), past, max_new_tokens=2)
+
+
+def test_a_mask_that_leaves_the_cache_out() -> None:
+    model = tiny("llama")
+    ids, mask = left_padded(prompt(2, LENGTH), [0, 4])
+    past = keepset.Cache(model, "tova(keep=12)")
+    generate(model, ids, past, mask, max_new_tokens=2)
+    with refusal("mask covers 5 tokens"), torch.no_grad():
+        model(prompt(2, 5), attention_mask=torch.tensor([[0, 0, 1, 1, 1], [1] * 5]), past_key_values=past)
+
+
+def test_a_mask_that_is_not_causal() -> None:
+    model = random_model("gemma3_text", layer_types=["full_attention"] * 2, use_bidirectional_attention=True)
+    past = keepset.Cache(model, "tova(keep=12)")
+    with refusal("plain causal attention"), torch.no_grad():
+        model(prompt(1, LENGTH), past_key_values=past)
+
+
+@pytest.mark.parametrize("padding", [0, 4])
+@pytest.mark.parametrize(
+    ("whole", "how"),
+    [
+        (True, dict(prefill_chunk_size=5)),
+        (True, dict(prefill_chunk_size=50)),
+        (True, dict(prompt_lookup_num_tokens=3)),
+        (False, dict(prefill_chunk_size=5)),
+        (False, dict(prefill_chunk_size=50)),
+    ],
+)
+def test_the_past_fed_twice(whole: bool, how: dict[str, int], padding: int) -> None:
+    model = tiny("llama")
+    ids, mask = left_padded(prompt(1, LENGTH), [padding])
+    past = keepset.Cache(model, "tova(keep=12)", prompt_length=LENGTH)
+    said = generate(model, ids, past, mask, max_new_tokens=4).sequences
+    new = prompt(1, 8, 1)
+    text = torch.cat([said, new], 1) if whole else torch.cat([said[:, -1:], new], 1)
+    with refusal("is not supported|are not supported"):
+        generate(model, text, past, extended(mask, said.shape[1] + 8), max_new_tokens=3, **how)
+
+
+def test_drafts_without_a_prompt_length() -> None:
+    model = tiny("llama")
+    past = keepset.Cache(model, "tova(keep=12)")
+    with refusal("prompt_length="):
+        generate(model, prompt(1, 8).repeat(1, 4), past, max_new_tokens=8, prompt_lookup_num_tokens=4)
+    assert past.get_seq_length() == 0
+
+
+def test_taking_back_what_was_compressed() -> None:
+    model = tiny("llama")
+    past = keepset.Cache(model, "tova(keep=12)")
+    generate(model, prompt(1, LENGTH), past, max_new_tokens=4)
+    past.crop(-3)
+    assert past.get_seq_length() == LENGTH
+    with refusal("prompt_length="):
+        past.crop(-1)
+
+
+def test_drafts_for_a_method_that_looks_across_layers() -> None:
+    model = tiny("llama")
+    past = keepset.Cache(model, keepset.Recipe.of(GlobalPool(), keep=12), prompt_length=32)
+    with refusal("across layers"):
+        generate(model, prompt(1, 8).repeat(1, 4), past, max_new_tokens=8, prompt_lookup_num_tokens=4)
+
+
+def test_reordering_half_a_prompt() -> None:
+    model = tiny("llama")
+    past = keepset.Cache(model, "h2o(keep=12)", prompt_length=LENGTH)
+    with torch.no_grad():
+        model(prompt(2, 10), past_key_values=past)
+    with refusal("before its prompt is complete"):
+        past.reorder_cache(torch.tensor([1, 0]))
+
+
+@pytest.mark.parametrize("implementation", ["static", "quantized", "dynamic", "offloaded"])
+def test_two_caches_at_once(implementation: str) -> None:
+    model = tiny("llama")
+    past = keepset.Cache(model, "tova(keep=12)")
+    with pytest.raises(ValueError, match="only one of the two"):
+        generate(model, prompt(1, LENGTH), past, max_new_tokens=2, cache_implementation=implementation)
+
+
+def test_a_refused_call_leaves_the_model_usable() -> None:
+    model = copy.deepcopy(tiny("llama"))
+    ids = prompt(1, LENGTH)
+    past = keepset.Cache(model, "tova(keep=12)")
+    model.set_attn_implementation("sdpa")
+    with refusal("another one ran"):
+        generate(model, ids, past, max_new_tokens=2)
+    expected = full(model, ids, max_new_tokens=4).sequences
+    model.set_attn_implementation("keepset")
+    assert torch.equal(generate(model, ids, None, max_new_tokens=4).sequences, expected)

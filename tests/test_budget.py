@@ -1,0 +1,95 @@
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keepset import Budget, KeepsetError, Observation
+
+
+def observation(*lengths: int) -> Observation:
+    """Requests of these lengths, holes at the end of the shorter ones."""
+    shape = len(lengths), 2, max(lengths)
+    valid = (torch.arange(shape[2]) < torch.tensor(lengths)[:, None, None]).expand(shape)
+    return Observation(keys=torch.zeros(*shape, 1), values=torch.zeros(*shape, 1), valid=valid)
+
+
+def marked(mask: torch.Tensor, request: int = 0) -> list[int]:
+    return mask[request, 0].nonzero()[:, 0].tolist()
+
+
+@given(entries=st.integers(1, 200_000), thousandths=st.integers(1, 1000))
+def test_a_fraction_is_rounded_down_exactly(entries: int, thousandths: int) -> None:
+    budget = Budget(thousandths / 1000)
+    assert budget.count(entries) == max(1, math.floor(entries * Fraction(thousandths, 1000)))
+
+
+@given(lengths=st.lists(st.integers(1, 300), min_size=1, max_size=4), percent=st.integers(1, 100))
+def test_quotas_are_the_count_of_every_request(lengths: list[int], percent: int) -> None:
+    quotas = Budget(percent / 100).quotas(observation(*lengths))
+    assert quotas.tolist() == [[max(1, length * percent // 100)] * 2 for length in lengths]
+
+
+@pytest.mark.parametrize(
+    ("keep", "entries", "count"),
+    [
+        (0.29, 100, 29),
+        (0.57, 100, 57),
+        (0.07, 100, 7),
+        (0.001, 50, 1),
+        (1.0, 50, 50),
+        (0.999, 50, 49),
+        (7, 50, 7),
+        (50, 50, 50),
+        (51, 50, 50),
+        (1, 50, 1),
+        (None, 50, 50),
+    ],
+)
+def test_counts(keep: float | None, entries: int, count: int) -> None:
+    assert Budget(keep).count(entries) == count
+    assert Budget(keep).quotas(observation(entries)).tolist() == [[count, count]]
+
+
+def test_one_entry_is_not_the_same_as_everything() -> None:
+    assert Budget(1) != Budget(1.0)
+
+
+def test_sinks_and_suffix_belong_to_each_request() -> None:
+    budget, batch = Budget(5, sinks=2, recent=3), observation(9, 4)
+    assert [marked(budget.is_sink(batch), request) for request in (0, 1)] == [[0, 1], [0, 1]]
+    assert marked(budget.is_recent(batch), 0) == [6, 7, 8]
+    assert [entry for entry in marked(budget.is_recent(batch), 1) if entry < 4] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (dict(keep=0), "from 1"),
+        (dict(keep=-3), "from 1"),
+        (dict(keep=0.0), "fraction in (0, 1]"),
+        (dict(keep=1.5), "fraction in (0, 1]"),
+        (dict(keep=-0.5), "fraction in (0, 1]"),
+        (dict(keep=math.nan), "fraction in (0, 1]"),
+        (dict(keep=math.inf), "fraction in (0, 1]"),
+        (dict(keep=True), "not a number"),
+        (dict(keep="half"), "not a number"),
+        (dict(sinks=-1), "sinks=-1"),
+        (dict(sinks=1.0), "sinks=1.0"),
+        (dict(recent=True), "recent=True"),
+        (dict(recent=None), "recent=None"),
+        (dict(keep=5, sinks=4, recent=2), "below the 6 entries that always stay (sinks=4, recent=2)"),
+    ],
+)
+def test_refuses_in_one_sentence(options: dict[str, object], says: str) -> None:
+    with pytest.raises(KeepsetError) as refusal:
+        Budget(**options)
+    message = str(refusal.value)
+    assert says in message
+    assert message.endswith(".") and "\n" not in message
+
+
+def test_a_budget_of_just_what_always_stays_is_allowed() -> None:
+    assert Budget(6, sinks=4, recent=2).count(100) == 6
