@@ -91,14 +91,20 @@ class Recipe:
         return [cls.parse(ast.unparse(element)) for element in node.elts]
 
     def __str__(self) -> str:
+        return self.text(self.budget.keep)
+
+    def text(self, keep: int | float | None) -> str:
+        """The recipe's text with this `keep`, whether it suits the recipe or not."""
         parts = _parameters(self.method)
-        for name, default in (("keep", None), ("sinks", self.method.sinks), ("recent", self.method.recent)):
+        if keep is not None:
+            parts.append(f"keep={keep!r}")
+        for name, default in (("sinks", self.method.sinks), ("recent", self.method.recent)):
             if (value := getattr(self.budget, name)) != default:
                 parts.append(f"{name}={value!r}")
         for option in dataclasses.fields(self.schedule):
             if (value := getattr(self.schedule, option.name)) != option.default:
                 parts.append(f"{option.name}={value!r}")
-        return f"{self.method.name}({', '.join(parts)})"
+        return f"{self.method.name}({', '.join(parts)})" if parts else self.method.name
 
     def with_keep(self, keep: int | float) -> Recipe:
         """The same recipe with another `keep`."""

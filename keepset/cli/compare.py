@@ -20,6 +20,7 @@ ALL = (
     "streaming_llm, random, knorm, tova, snapkv, h2o, expected_attention, pyramid(snapkv), adakv(snapkv), "
     "adakv(expected_attention)"
 )
+KEEPS = "0.75,0.5,0.25"
 
 
 def compare(
@@ -27,7 +28,7 @@ def compare(
     keeps: Annotated[
         str,
         typer.Option(help="Budgets for recipes that name none: fractions or entries per head, separated by commas."),
-    ] = "0.5,0.25",
+    ] = KEEPS,
     text: Annotated[Path | None, typer.Option(help="A UTF-8 text file; an essay if none is given.")] = None,
     question: Annotated[str | None, typer.Option(help="A question about your text.")] = None,
     answer: Annotated[str | None, typer.Option(help="What a right answer to it contains.")] = None,

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from keepset.cli.compare import ALL, compare
+from keepset.cli.compare import ALL, KEEPS, compare
 
 
 def demo(
     html: Annotated[Path, typer.Option(help="Where the report goes.")] = Path("keepset-demo.html"),
 ) -> None:
     """Compare recipes on an essay with a fact hidden in it; print the table and write the report."""
-    compare(recipes=ALL, keeps="0.5,0.25", html=html)
+    compare(recipes=ALL, keeps=KEEPS, html=html)

@@ -222,8 +222,7 @@ def grid(recipes: Sequence[Recipe], keeps: Sequence[int | float]) -> list[Recipe
             try:
                 cells.append(recipe.with_keep(keep))
             except KeepsetError as error:
-                parameters = f"{str(recipe)[:-1]}{'' if str(recipe).endswith('()') else ', '}keep={keep!r})"
-                cells.append(Row(parameters, str(recipe), error=str(error)))
+                cells.append(Row(recipe.text(keep), str(recipe), error=str(error)))
     return cells
 
 

@@ -163,7 +163,7 @@ class EntryStore:
 
     def fork(self) -> EntryStore:
         """An independent copy, without free places."""
-        copy = EntryStore(self.batch, self.kv_heads, self._runs, self._columns)
+        copy = EntryStore(self.batch, self.kv_heads, self._runs, dict(self._columns))
         copy._rebuild([(head, count) for head, count in enumerate(self.counts)])
         return copy
 

@@ -47,10 +47,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
     return run
 
 
-@pytest.fixture(scope="session")
-def tiny_folder(embedded: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny random model with the embedded model's tokenizer."""
-    folder = tmp_path_factory.mktemp("tiny")
+def tiny_model() -> LlamaForCausalLM:
+    """A tiny random model for the embedded model's tokenizer."""
     config = LlamaConfig(
         vocab_size=49152,
         hidden_size=32,
@@ -64,11 +62,18 @@ def tiny_folder(embedded: Any, tmp_path_factory: pytest.TempPathFactory) -> Path
         pad_token_id=2,
     )
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config).eval()
     for parameter in model.parameters():
         if parameter.ndim > 1:  # Large enough that what is dropped is missed.
             parameter.data = 0.2 * torch.randn_like(parameter)
-    model.save_pretrained(folder)
+    return model
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(embedded: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the tiny model and its tokenizer."""
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_model().save_pretrained(folder)
     embedded[1].save_pretrained(folder)
     return folder
 

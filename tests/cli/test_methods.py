@@ -31,7 +31,7 @@ def test_json_lists_every_method(run: Run) -> None:
     for entry in entries:
         kind = keepset.METHODS[entry["name"]]
         assert (entry["family"], entry["layout"], entry["paper"]) == (kind.family, kind.layout, kind.paper)
-        assert entry["needs"] and all(isinstance(need, str) for need in entry["needs"]) or entry["needs"] == []
+        assert all(isinstance(need, str) and need for need in entry["needs"])
         assert list(entry["parameters"]) == [field.name for field in dataclasses.fields(kind)]
         assert entry["summary"] and "\n" not in entry["summary"]
 

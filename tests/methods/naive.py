@@ -128,7 +128,7 @@ def observe(
         keys=keys,
         values=values,
         queries=queries,
-        valid=valid,
+        valid=None if set(shape.lengths) == {shape.entries} else valid,
         positions=positions,
         column_sum=columns,
         column_max=columns / (1 + columns),
@@ -143,16 +143,17 @@ def alone(observation: Observation, request: int) -> Observation:
     row, entries = slice(request, request + 1), slice(length)
     queries = observation.queries
     assert queries is not None
-    window = min(queries.shape[2], int(observation.lengths[request]))
+    newest = int(observation.lengths[request])
+    window = min(queries.shape[2], newest)
     return Observation(
         keys=observation.keys[row, :, entries],
         values=observation.values[row, :, entries],
         queries=queries[row, :, queries.shape[2] - window :],
-        positions=observation.positions[row, :, entries],
+        positions=None if newest == length else observation.positions[row, :, entries],
         column_sum=observation.columns("sum")[row, :, entries],
         column_max=observation.columns("max")[row, :, entries],
         query_moments={
-            skip: QueryMoments(moments.mean[row], moments.covariance[row], Rope((int(observation.lengths[request]),)))
+            skip: QueryMoments(moments.mean[row], moments.covariance[row], Rope((newest,)))
             for skip, moments in observation.query_moments.items()
         },
         state={name: column[row, :, entries] for name, column in observation.state.items()},

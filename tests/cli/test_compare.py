@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import keepset
+from keepset.cli.compare import ALL
+from keepset.evaluate.compare import Comparer
+from tests.cli.conftest import Run
+
+RECIPES = ["tova", "snapkv(window=8)", "adakv(h2o)"]
+KEEPS = [0.5, 20]
+COMPARE = (
+    *("compare", "--text", "text", "--tokens", "200", "--continuation", "16"),
+    *("--recipes", ", ".join(RECIPES), "--keeps", "0.5,20"),
+)
+CANONICAL = [
+    "tova(keep=0.5)",
+    "tova(keep=20)",
+    "snapkv(window=8, keep=0.5)",
+    "snapkv(window=8, keep=20)",
+    "adakv(h2o, keep=0.5)",
+    "adakv(h2o, keep=20)",
+]
+ROW = {
+    "recipe": str,
+    "method": str,
+    "keep": float,
+    "kv_bytes": int,
+    "kv_bytes_full": int,
+    "kl": float,
+    "nll_delta": float,
+    "top1": float,
+    "prefill_seconds": float,
+    "prefill_seconds_full": float,
+    "select_seconds": float,
+    "decode_tokens_per_second": float,
+}
+FULL = {"kv_bytes": int, "nll": float, "prefill_seconds": float, "decode_tokens_per_second": float}
+ASKED = {"answer": str, "needle_found": bool}
+
+KEYS_AND_VALUES = 2 * 2 * 8 * 2 * 4
+"""Bytes of one token in the tiny model: keys and values, 2 KV heads of 8 numbers, 2 layers, float32."""
+POSITIONS = 2 * 2 * 4
+"""Bytes of a kept token's positions: 2 KV heads, 2 layers, int32."""
+
+pytestmark = pytest.mark.usefixtures("tiny", "text")
+
+
+def types(figures: dict[str, Any]) -> dict[str, type]:
+    return {name: type(value) for name, value in figures.items()}
+
+
+def no_constants(word: str) -> None:
+    raise AssertionError(f"{word} is not JSON")
+
+
+def load(text: str) -> Any:
+    return json.loads(text, parse_constant=no_constants)
+
+
+def test_json(run: Run) -> None:
+    done = run(*COMPARE, "--json")
+    assert (done.code, done.err) == (0, "")
+    comparison = load(done.out)
+    assert list(comparison) == ["model", "tokens", "continuation_tokens", "needle", "full", "rows"]
+    assert comparison["model"] == "SmolLM2-135M-Instruct"
+    assert comparison["tokens"] == 200 and comparison["continuation_tokens"] == 16
+    assert comparison["needle"] is None
+    full, rows = comparison["full"], comparison["rows"]
+    assert types(full) == FULL
+    assert full["kv_bytes"] == 200 * KEYS_AND_VALUES
+    assert full["nll"] > 0 and full["prefill_seconds"] > 0 and full["decode_tokens_per_second"] > 0
+
+    assert [row["recipe"] for row in rows] == CANONICAL
+    assert [row["method"] for row in rows] == ["tova()"] * 2 + ["snapkv(window=8)"] * 2 + ["adakv(h2o)"] * 2
+    for row, keep in zip(rows, KEEPS * 3, strict=True):
+        assert types(row) == ROW
+        kept = 100 if keep == 0.5 else 20
+        assert row["keep"] == kept / 200
+        assert row["kv_bytes_full"] == full["kv_bytes"]
+        assert row["kv_bytes"] == kept * (KEYS_AND_VALUES + POSITIONS)
+        assert row["kl"] > 1e-6 and 0 <= row["top1"] <= 1
+        assert row["prefill_seconds_full"] == full["prefill_seconds"]
+        assert 0 < row["select_seconds"] < row["prefill_seconds"] - row["prefill_seconds_full"] + 1e-9
+        assert row["decode_tokens_per_second"] > 0
+        assert str(keepset.Recipe.parse(row["recipe"])) == row["recipe"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["compare", "--tokens", "200", "--recipes", "knorm", "--keeps", "0.5"],
+        ["compare", "--text", "text", "--question", "Who?", "--answer", "me", "--recipes", "knorm(keep=0.5)"],
+    ],
+    ids=["essay", "own text"],
+)
+def test_json_with_a_question(run: Run, words: list[str]) -> None:
+    done = run(*words, "--continuation", "8", "--json")
+    assert done.code == 0
+    comparison = load(done.out)
+    assert types(comparison["needle"]) == {"question": str, "answer": str}
+    assert types(comparison["full"]) == {**FULL, **ASKED}
+    (row,) = comparison["rows"]
+    assert types(row) == {**ROW, **ASKED}
+    found = comparison["needle"]["answer"].lower() in row["answer"].lower()
+    assert row["needle_found"] is found
+
+
+def test_table(run: Run) -> None:
+    done = run(*COMPARE)
+    assert (done.code, done.err) == (0, "")
+    first, second, header, *rows = done.out.splitlines()
+    assert first == "SmolLM2-135M-Instruct: 200 tokens of prompt, 16 after it."
+    assert second.startswith("Full cache: 0.1 MB, prefill ")
+    assert header.split() == ["recipe", "kept", "MB", "KL", "top-1", "prefill", "tok/s"]
+    assert [row.partition(")  ")[0].strip() for row in rows] == [text[:-1] for text in CANONICAL]
+    assert [row[len("snapkv(window=8, keep=0.5)") :].split()[0] for row in rows] == ["50.0%", "10.0%"] * 3
+
+
+def test_row_that_fails(run: Run) -> None:
+    words = ["compare", "--text", "text", "--tokens", "200", "--continuation", "16", "--keeps", "0.5,8"]
+    recipes = ["--recipes", "tova, snapkv, tova(keep=30, every=8)"]
+    done = run(*words, *recipes, "--json")
+    assert (done.code, done.err) == (1, "")
+    rows = load(done.out)["rows"]
+    assert [row["recipe"] for row in rows] == [
+        "tova(keep=0.5)",
+        "tova(keep=8)",
+        "snapkv(keep=0.5)",
+        "snapkv(keep=8)",
+        "tova(keep=30, every=8)",
+    ]
+    for row in rows[:3]:
+        assert types(row) == ROW
+    for row in rows[3:]:
+        assert types(row) == {"recipe": str, "method": str, "error": str}
+    assert rows[3]["error"].startswith("keep=8 is below the 64 entries that always stay")
+
+    done = run(*words, *recipes)
+    assert (done.code, done.err) == (1, "")
+    assert done.out.count("keep=8 is below the 64 entries that always stay") == 1
+    assert "tova(keep=8) " in done.out
+
+
+def test_html(run: Run, tmp_path: Path) -> None:
+    done = run(*COMPARE, "--json", "--html", "page.html")
+    assert (done.code, done.err) == (0, "report: page.html\n")
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert page.startswith("<!doctype html>")
+    assert all(text in page for text in CANONICAL)
+    assert len(load(done.out)["rows"]) == len(CANONICAL)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "text"]
+
+
+def test_demo(run: Run, tmp_path: Path) -> None:
+    done = run("demo")
+    assert (done.code, done.err) == (0, "report: keepset-demo.html\n")
+    assert "Asked after compression: What is the secret number of Oslo?" in done.out
+    for recipe in keepset.Recipe.parse_list(ALL):
+        for keep in (0.5, 0.25):
+            assert str(recipe.with_keep(keep)) in done.out
+    assert (tmp_path / "keepset-demo.html").is_file()
+
+
+# --- Ctrl-C
+
+
+@pytest.fixture
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the second row."""
+    measure = Comparer._row
+
+    def row(self: Comparer, recipe: keepset.Recipe) -> Any:
+        if self.comparison.rows:
+            raise KeyboardInterrupt
+        return measure(self, recipe)
+
+    monkeypatch.setattr(Comparer, "_row", row)
+
+
+@pytest.mark.usefixtures("interrupted")
+@pytest.mark.parametrize("as_json", [True, False], ids=["json", "table"])
+def test_what_is_done_is_there_after_an_interrupt(run: Run, tmp_path: Path, as_json: bool) -> None:
+    done = run(*COMPARE, "--html", "page.html", *(["--json"] if as_json else []))
+    assert done.code == 130
+    assert done.err == "report: page.html\ninterrupted after 1 of 6 rows\n"
+    if as_json:
+        assert [row["recipe"] for row in load(done.out)["rows"]] == CANONICAL[:1]
+    else:
+        assert done.out.splitlines()[-1].startswith(f"{CANONICAL[0]}  50.0%")
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert CANONICAL[0] in page and CANONICAL[1] not in page
+
+
+def test_interrupt_before_the_first_row(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Comparer, "_continue", interrupt)
+    done = run(*COMPARE, "--html", "page.html")
+    assert (done.code, done.out) == (130, "")
+    assert "Traceback" not in done.err
+    assert not (tmp_path / "page.html").exists()

@@ -1,0 +1,87 @@
+"""What models and users write reaches the terminal as text, whatever is in it."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from keepset.cli import console
+from keepset.cli.compare import print_table
+from keepset.cli.generate import _Streamer
+from keepset.evaluate.compare import Comparison, Row
+from tests.cli.conftest import Run
+
+CONTROLS = "\x00\x07\x08\x0b\x1b\x7f\x9b\r\u200b\u202e\ufeff\ue000\udcff"
+"""Bell, escape, carriage return, delete, the one-byte CSI, invisible and turning characters, half a pair."""
+EVIL = "\x1b[31m[red]\x07[/red]\x1b]0;title\x07\r[link=x]"
+HARMLESS = "�[31m[red]�[/red]�]0;title��[link=x]"
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """What a terminal without colours is sent."""
+    sent = io.StringIO()
+    monkeypatch.setattr(console, "out", Console(file=sent, force_terminal=True, color_system=None, width=200))
+    return sent
+
+
+def test_printable_shows_letters_and_no_controls() -> None:
+    assert console.printable("Grüße,\t世界 🙂\n[red]") == "Grüße,\t世界 🙂\n[red]"
+    assert console.printable(f"a{CONTROLS}z") == f"a{'�' * len(CONTROLS)}z"
+    assert console.printable(EVIL) == HARMLESS
+
+
+def test_table_is_text(terminal: io.StringIO) -> None:
+    figures = dict(
+        keep=0.5, kv_bytes=1, kv_bytes_full=2, kl=0.1, nll_delta=0.0, top1=1.0, prefill_seconds=2.0,
+        prefill_seconds_full=1.0, select_seconds=0.1, decode_tokens_per_second=3.0, answer=EVIL, needle_found=False,
+    )  # fmt: skip
+    full = dict(kv_bytes=2, nll=1.0, prefill_seconds=1.0, decode_tokens_per_second=4.0, answer=EVIL, needle_found=True)
+    rows = [Row(f"a({EVIL})", "a", **figures), Row(f"b({EVIL})", "b", error=f"No {EVIL}.")]
+    print_table(Comparison(EVIL, 8, 4, EVIL, "yes", full, rows))
+    shown = terminal.getvalue()
+    assert "\x1b" not in shown and "\x07" not in shown and "\r" not in shown
+    lines = [line.rstrip() for line in shown.splitlines()]
+    assert lines[0] == f"{HARMLESS}: 8 tokens of prompt, 4 after it."
+    assert f"Asked after compression: {HARMLESS}" in lines
+    assert f"Full cache answers: {HARMLESS}" in lines
+    assert next(line for line in lines if line.startswith("a(")).split()[0] == f"a({HARMLESS})"
+    assert lines[-2:] == [f"b({HARMLESS})", f"No {HARMLESS}."]
+
+
+def test_streamed_text_is_text(run: Run, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiny[1], "decode", lambda ids, **_: EVIL * len(ids))
+    done = run("generate", "Hello", "--recipe", "tova(keep=4)", "--max-new-tokens", "3")
+    assert done.code == 0
+    assert done.out.startswith(HARMLESS * 3 + "\ntova(keep=4): kept ")
+    assert "\x1b" not in done.out + done.err
+
+
+def test_characters_are_streamed_whole(embedded: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = embedded[1]
+    text = "Grüße, 世界 🙂."
+    streamer = _Streamer(tokenizer, show=True)
+    streamer.put(tokenizer("Never shown.", return_tensors="pt")["input_ids"])
+    shown = []
+    for token in tokenizer(text, return_tensors="pt")["input_ids"][0]:
+        streamer.put(token[None])
+        shown.append(capsys.readouterr().out)
+    streamer.end()
+    assert "".join(shown) == text
+    assert len([piece for piece in shown if piece]) > 4
+    assert "" in shown  # Where a token is a part of a character.
+    assert capsys.readouterr().out == ""
+
+
+def test_half_a_character_at_the_end_is_shown(embedded: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = embedded[1]
+    ids = tokenizer("A🙂", return_tensors="pt")["input_ids"][0]
+    assert len(ids) > 2
+    streamer = _Streamer(tokenizer, show=True)
+    for part in (ids[None], ids[:1], ids[1:2]):
+        streamer.put(part)
+    streamer.end()
+    assert capsys.readouterr().out == "A�"

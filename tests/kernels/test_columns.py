@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from keepset.kernels.columns import causal_attention, column_statistics, log_sum_exp
+
+SIZES = [1, 2, 63, 64, 65, 127, 128, 129, 300]  # around one and two chunks of queries
+HEADS = [pytest.param(2, 1, 5, id="mha"), pytest.param(2, 3, 8, id="gqa"), pytest.param(1, 8, 3, id="mqa")]
+SCALING = 0.3
+
+EXACT = dict(rtol=1e-4, atol=1e-5)
+ROUNDED_LOGITS = dict(rtol=0.02, atol=1e-4)
+"""A product rounded to bfloat16 is off by 2**-9 of itself; scaled it is below 5, so a weight by 1 %."""
+ROUNDED_OUTPUT = dict(rtol=0.02, atol=0.03)
+"""Weights, too, are rounded to bfloat16, and so is the output."""
+
+
+def tensors(
+    n: int, entries: int, kv_heads: int, group: int, head_dim: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Queries of the last `n` entries, and all keys."""
+    draw = torch.Generator().manual_seed(n * 1000 + entries)
+    queries = torch.randn(kv_heads * group, n, head_dim, generator=draw)
+    keys = torch.randn(kv_heads, entries, head_dim, generator=draw)
+    return queries.to(dtype), keys.to(dtype)
+
+
+def dense(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention as a whole matrix `[query_heads, n, entries]`, and the log of its denominators, float64."""
+    group, n, entries = queries.shape[0] // keys.shape[0], queries.shape[1], keys.shape[1]
+    attention, lse = [], []
+    for head, rows in enumerate(queries.double()):
+        logits = rows @ keys[head // group].double().T * SCALING
+        for row in range(n):
+            logits[row, entries - n + row + 1 :] = float("-inf")
+        powers = logits.exp()
+        lse.append(powers.sum(1).log())
+        attention.append(powers / powers.sum(1, keepdim=True))
+    return torch.stack(attention), torch.stack(lse)
+
+
+@pytest.mark.parametrize(("kv_heads", "group", "head_dim"), HEADS)
+@pytest.mark.parametrize("value_dim", [0, 3], ids=["square", "other_value_size"])
+@pytest.mark.parametrize("n", SIZES)
+def test_causal_attention(n: int, value_dim: int, kv_heads: int, group: int, head_dim: int) -> None:
+    queries, keys = tensors(n, n, kv_heads, group, head_dim, torch.float32)
+    values = torch.randn(kv_heads, n, head_dim + value_dim, generator=torch.Generator().manual_seed(n))
+    output, lse = causal_attention(queries, keys, values, SCALING)
+    attention, expected_lse = dense(queries, keys)
+    expected = attention @ values.double().repeat_interleave(group, 0)
+    torch.testing.assert_close(output.double(), expected, **EXACT)
+    torch.testing.assert_close(lse.double(), expected_lse, **EXACT)
+
+
+@pytest.mark.parametrize("value_dim", [8, 5])
+@pytest.mark.parametrize("n", [1, 65, 129])
+def test_causal_attention_in_bfloat16(n: int, value_dim: int) -> None:
+    queries, keys = tensors(n, n, 2, 3, 8, torch.bfloat16)
+    values = torch.randn(2, n, value_dim, generator=torch.Generator().manual_seed(n)).bfloat16()
+    output, lse = causal_attention(queries, keys, values, SCALING)
+    attention, expected_lse = dense(queries, keys)
+    assert (output.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+    expected = attention @ values.double().repeat_interleave(3, 0)
+    torch.testing.assert_close(output.double(), expected, **ROUNDED_OUTPUT)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kv_heads", "group", "head_dim"), HEADS)
+@pytest.mark.parametrize("past", [0, 1, 70])
+@pytest.mark.parametrize("n", SIZES)
+def test_statistics_of_the_newest_queries_columns(
+    n: int, past: int, kv_heads: int, group: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    queries, keys = tensors(n, n + past, kv_heads, group, head_dim, dtype)
+    attention, lse = dense(queries, keys)
+    rounding = EXACT if dtype == torch.float32 else ROUNDED_LOGITS
+    torch.testing.assert_close(
+        log_sum_exp(queries, keys, SCALING).double(), lse, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.02
+    )
+    statistics = column_statistics(queries, keys, lse.float(), SCALING, {"sum", "max"})
+    assert {name: column.dtype for name, column in statistics.items()} == dict.fromkeys(("sum", "max"), torch.float32)
+    torch.testing.assert_close(statistics["sum"].double(), attention.sum(1), **rounding)
+    torch.testing.assert_close(statistics["max"].double(), attention.amax(1), **rounding)
+
+
+@pytest.mark.parametrize("names", [["sum"], ["max"], []])
+def test_only_what_is_asked_for_is_computed(names: list[str]) -> None:
+    queries, keys = tensors(130, 150, 2, 2, 4, torch.float32)
+    lse = dense(queries, keys)[1].float()
+    both = column_statistics(queries, keys, lse, SCALING, {"sum", "max"})
+    some = column_statistics(queries, keys, lse, SCALING, names)
+    assert list(some) == names
+    for name in names:
+        torch.testing.assert_close(some[name], both[name])
+
+
+def test_chunks_of_a_prompt_add_up_to_the_whole() -> None:
+    queries, keys = tensors(200, 200, 2, 2, 4, torch.float32)
+    attention, lse = dense(queries, keys)
+    total, largest = torch.zeros(4, 200), torch.zeros(4, 200)
+    for start, stop in ((0, 1), (1, 90), (90, 91), (91, 200)):
+        part = column_statistics(
+            queries[:, start:stop], keys[:, :stop], lse[:, start:stop].float(), SCALING, ["sum", "max"]
+        )
+        total[:, :stop] += part["sum"]
+        largest[:, :stop] = largest[:, :stop].maximum(part["max"])
+    torch.testing.assert_close(total.double(), attention.sum(1), **EXACT)
+    torch.testing.assert_close(largest.double(), attention.amax(1), **EXACT)
+
+
+def test_inputs_are_left_as_they_are() -> None:
+    queries, keys = tensors(130, 140, 1, 2, 4, torch.float32)
+    lse = dense(queries, keys)[1].float()
+    copies = [tensor.clone() for tensor in (queries, keys, lse)]
+    column_statistics(queries, keys, lse, SCALING, ["sum", "max"])
+    assert all(torch.equal(tensor, copy) for tensor, copy in zip((queries, keys, lse), copies, strict=True))

@@ -1,0 +1,174 @@
+"""CONTRIBUTING.md keeps its word: its example works everywhere without another line."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import keepset
+from keepset import KeepsetError, Recipe, models, registry, texts
+from keepset.cli import app
+from tests.cli.conftest import tiny_model
+from tests.hf.models import full, generate, left_padded, oracle_gap, prompt, tiny
+from tests.methods.naive import EXACT, Shape, check_scores, length_of, observe, window_attention
+
+ROOT = Path(__file__).parents[1]
+GUIDE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+COMPOSED = ["example", "adakv(example)", "pyramid(example)", "adakv(pyramid(example))"]
+"""The example by itself and in every kind of layout."""
+
+
+@pytest.fixture
+def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The module that the guide shows, registered for the length of a test."""
+    (code,) = re.findall(r"^```python\n(.*?)^```$", GUIDE, flags=re.MULTILINE | re.DOTALL)
+    path = tmp_path / "example.py"
+    path.write_text(code, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("example", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "example", module)
+    spec.loader.exec_module(module)
+    keepset.register(module.Example)
+    yield module
+    del registry._methods["example"]
+
+
+def with_keep(text: str, keep: int | float) -> Recipe:
+    return Recipe.parse(text).with_keep(keep)
+
+
+# --- the guide itself
+
+
+def test_there_are_five_steps() -> None:
+    assert re.findall(r"^### (\d)\. ", GUIDE, flags=re.MULTILINE) == ["1", "2", "3", "4", "5"]
+
+
+def test_files_and_commands_in_the_guide_exist() -> None:
+    paths = set(re.findall(r"[`(]((?:keepset|tests|docs|benchmarks)/[\w./]+|\w+\.md)[`)]", GUIDE))
+    assert len(paths) > 15
+    assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
+    assert set(re.findall(r"`make (\w+)`", GUIDE)) <= targets
+
+
+# --- recipes and the command line
+
+
+def test_recipes_have_a_text(example: ModuleType) -> None:
+    recipe = Recipe.parse("example(window=4, power=2, keep=0.25)")
+    assert recipe.method == example.Example(window=4, power=2.0)
+    assert str(recipe) == "example(window=4, power=2.0, keep=0.25)"
+    assert Recipe.parse(str(recipe)) == recipe
+    assert str(Recipe.parse("adakv(example(window=8), keep=512)")) == "adakv(example, keep=512)"
+
+
+@pytest.mark.usefixtures("example")
+@pytest.mark.parametrize(
+    ("text", "because"),
+    [
+        ("exmaple", "did you mean 'example'?"),
+        ("example(windw=3)", "example has no parameter 'windw'; did you mean 'window'?"),
+        ("example(window=0)", "example: window=0 is out of range: use 1 or more."),
+        ("example(keep=7)", "keep=7 is below the 8 entries that always stay"),
+    ],
+)
+def test_mistakes_are_explained(text: str, because: str) -> None:
+    with pytest.raises(KeepsetError) as caught:
+        Recipe.parse(text)
+    assert because in str(caught.value)
+
+
+def test_name_is_free_again() -> None:
+    assert "example" not in keepset.METHODS
+
+
+def test_catalogue_has_a_row(example: ModuleType) -> None:
+    (entry,) = [e for e in json.loads(CliRunner().invoke(app, ["methods", "--json"]).stdout) if e["name"] == "example"]
+    assert entry == {
+        "name": "example",
+        "family": "scorer",
+        "layout": "dense",
+        "needs": ["window of 8 queries"],
+        "parameters": {"window": 8, "power": 1.0},
+        "paper": "arXiv:0000.00000",
+        "summary": example.Example.__doc__.splitlines()[0],
+    }
+    row = CliRunner().invoke(app, ["methods"]).stdout.splitlines()[-2:]
+    assert row[0].startswith("example(window=8,") and row[0].rstrip().endswith("arXiv:0000.00000")
+
+
+@pytest.mark.usefixtures("example")
+def test_compare_takes_it(embedded: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(models, "load", lambda name=None: (tiny_model(), embedded[1]))
+    (tmp_path / "text").write_text(texts.essay()[:2000], encoding="utf-8")
+    words = ["compare", "--text", str(tmp_path / "text"), "--tokens", "100", "--continuation", "8", "--json"]
+    done = CliRunner().invoke(app, [*words, "--recipes", ", ".join(COMPOSED), "--keeps", "0.5"])
+    assert done.exit_code == 0
+    rows = json.loads(done.stdout)["rows"]
+    assert [row["recipe"] for row in rows] == [str(with_keep(text, 0.5)) for text in COMPOSED]
+    assert all(row["keep"] == 0.5 and row["kl"] > 0 for row in rows)
+
+
+# --- the method
+
+
+@pytest.mark.parametrize("shape", [Shape((17,), 3, 1, 5, 5), Shape((29, 22, 3), 2, 3, 7, 11)])
+def test_scores_are_the_formula(example: ModuleType, shape: Shape) -> None:
+    observation = observe(shape)
+    method = example.Example(window=4, power=2.0)
+
+    def worth(request: int, head: int, entry: int) -> float:
+        own = range(head * shape.group, (head + 1) * shape.group)
+        attention = sum(row[entry] for q in own for row in window_attention(observation, request, q, 4))
+        return attention * sum(x * x for x in observation.values[request, head, entry].double().tolist())
+
+    expected = [
+        [[worth(b, h, t) for t in range(length_of(observation, b))] for h in range(shape.kv_heads)]
+        for b in range(shape.batch)
+    ]
+    check_scores(method, observation, expected, **EXACT)
+
+
+@pytest.mark.usefixtures("example")
+@pytest.mark.parametrize("text", COMPOSED)
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+@pytest.mark.parametrize("padding", [[0, 0], [0, 7]], ids=["whole", "padded"])
+def test_runs_exactly(text: str, architecture: str, padding: list[int]) -> None:
+    model = tiny(architecture)
+    ids, mask = left_padded(prompt(2, 40), padding)
+    plain = full(model, ids, mask, max_new_tokens=8).sequences
+    for keep in (12, 0.3):
+        cache = keepset.Cache(model, with_keep(text, keep))
+        output = generate(model, ids, cache, mask, max_new_tokens=8)
+        assert oracle_gap(model, cache, output, mask) < 5e-5
+        assert cache.keep_set is not None
+        lengths = mask.sum(-1)
+        asked = torch.full_like(lengths, 12) if keep == 12 else (lengths * 3) // 10
+        counts = cache.keep_set.counts
+        assert torch.equal(counts.sum((0, 2)), asked * counts.shape[0] * counts.shape[2])
+    whole = generate(model, ids, keepset.Cache(model, with_keep(text, 1.0)), mask, max_new_tokens=8)
+    assert torch.equal(whole.sequences, plain)
+
+
+@pytest.mark.usefixtures("example")
+def test_layouts_are_those_of_the_allocators() -> None:
+    layouts = []
+    for text in COMPOSED:
+        cache = keepset.Cache(tiny("llama"), with_keep(text, 14))
+        generate(tiny("llama"), prompt(1, 40), cache, max_new_tokens=1)
+        assert cache.keep_set is not None
+        layouts.append(cache.keep_set.layout)
+    assert layouts == ["dense", "head-ragged", "layer-ragged", "head-ragged"]

@@ -1,0 +1,462 @@
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import warnings
+from typing import Any, get_type_hints
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from keepset import METHODS, Budget, KeepsetError, Method, Observation, Recipe, Schedule, register, registry
+from keepset.allocate.adakv import AdaKV
+from keepset.allocate.pyramid import Pyramid
+from keepset.method import Allocator
+from keepset.methods.expected_attention import ExpectedAttention
+from keepset.methods.knorm import Knorm
+from keepset.methods.snapkv import SnapKV
+from keepset.methods.streaming_llm import StreamingLLM
+from keepset.methods.tova import TOVA
+
+examples = settings(max_examples=300, deadline=None)
+
+
+def refusal(text: str) -> str:
+    """The one sentence with which a text is refused."""
+    with pytest.raises(KeepsetError) as caught:
+        Recipe.parse(text)
+    message = str(caught.value)
+    assert message.endswith(".") and "\n" not in message
+    return message
+
+
+# Round trip
+
+
+def values(kind: type, metadata: Any) -> st.SearchStrategy[Any]:
+    """Values of one parameter, in its range."""
+    low, high = metadata.get("minimum"), metadata.get("maximum")
+    if kind is bool:
+        return st.booleans()
+    if kind is int:
+        return st.integers(low, high if high is not None else 2**63 - 1)
+    if kind is float:
+        return st.floats(low, high, allow_nan=False, allow_infinity=False)
+    raise TypeError(f"no strategy for {kind}")
+
+
+@st.composite
+def methods(draw: st.DrawFn, depth: int = 3) -> Method:
+    names = sorted(name for name, kind in METHODS.items() if depth or not issubclass(kind, Allocator))
+    kind = METHODS[draw(st.sampled_from(names))]
+    hints, chosen = get_type_hints(kind), {}
+    for field in dataclasses.fields(kind):
+        if field.name == "scorer":
+            chosen["scorer"] = draw(methods(depth - 1))
+        elif draw(st.booleans()):
+            chosen[field.name] = draw(values(hints[field.name], field.metadata))
+    try:
+        return kind(**chosen)
+    except KeepsetError:  # such as an even kernel, or a pyramid in a pyramid
+        return SnapKV()
+
+
+@st.composite
+def recipes(draw: st.DrawFn) -> Recipe:
+    method = draw(methods())
+    sinks = draw(st.just(method.sinks) | st.integers(0, 100))
+    recent = draw(st.just(method.recent) | st.integers(0, 100))
+    fraction = st.floats(0, 1, exclude_min=True)
+    number = st.integers(max(1, sinks + recent), 2**63 - 1) if sinks + recent < 2**63 else fraction
+    every = draw(st.none() | st.integers(1, 10_000))
+    prefill = draw(st.booleans()) if every else True
+    return Recipe(method, Budget(draw(st.none() | fraction | number), sinks, recent), Schedule(prefill, every))
+
+
+@examples
+@given(recipe=recipes())
+def test_parsing_its_text_gives_the_recipe_back(recipe: Recipe) -> None:
+    again = Recipe.parse(str(recipe))
+    assert again == recipe
+    assert type(again.budget.keep) is type(recipe.budget.keep)
+    assert str(again) == str(recipe)
+
+
+@settings(max_examples=100, deadline=None)
+@given(recipe=recipes(), spaces=st.lists(st.text(" \t\n", max_size=2), min_size=3, max_size=7))
+def test_white_space_means_nothing(recipe: Recipe, spaces: list[str]) -> None:
+    space = itertools.cycle(spaces)
+    head, bracket, rest = str(recipe).partition("(")
+    # A line may end inside the brackets, as everywhere in Python.
+    text = next(space) + head + next(space).replace("\n", "") + bracket
+    for letter in rest:
+        text += next(space) + letter + next(space) if letter in "(),=" else letter
+    assert Recipe.parse(text) == recipe
+
+
+@pytest.mark.parametrize(
+    ("text", "recipe"),
+    [
+        ("knorm", Recipe(Knorm())),
+        ("knorm()", Recipe(Knorm())),
+        ("knorm(keep=0.25)", Recipe(Knorm(), Budget(0.25))),
+        ("tova(keep=7, every=4)", Recipe(TOVA(), Budget(7, recent=1), Schedule(every=4))),
+        ("streaming_llm(keep=64, sinks=2)", Recipe(StreamingLLM(), Budget(64, sinks=2))),
+        ("snapkv(window=8, keep=0.5)", Recipe(SnapKV(window=8), Budget(0.5, recent=8))),
+        ("snapkv(window=8, recent=0)", Recipe(SnapKV(window=8), Budget())),
+        (
+            "expected_attention(skip=2, covariance=False)",
+            Recipe(ExpectedAttention(skip=2, covariance=False), Budget(sinks=2)),
+        ),
+        ("adakv(snapkv, floor=1)", Recipe(AdaKV(SnapKV(), floor=1.0), Budget(recent=64))),
+        ("adakv(scorer=snapkv(window=2))", Recipe(AdaKV(SnapKV(window=2)), Budget(recent=2))),
+        ("adakv(pyramid(knorm, beta=3), keep=9)", Recipe(AdaKV(Pyramid(Knorm(), beta=3)), Budget(9))),
+        (
+            "knorm(keep=512, prefill=False, every=128)",
+            Recipe(Knorm(), Budget(512), Schedule(prefill=False, every=128)),
+        ),
+    ],
+)
+def test_texts(text: str, recipe: Recipe) -> None:
+    assert Recipe.parse(text) == recipe
+
+
+@pytest.mark.parametrize(
+    ("text", "canonical"),
+    [
+        ("knorm", "knorm()"),
+        (" snapkv( window = 64,keep=.5 ) ", "snapkv(keep=0.5)"),
+        ("adakv(snapkv(), floor=0.20)", "adakv(snapkv)"),
+        ("adakv(scorer=snapkv(kernel=7), keep=1_000)", "adakv(snapkv(kernel=7), keep=1000)"),
+        ("streaming_llm(recent=0, sinks=4)", "streaming_llm()"),
+        ("tova(every=4, prefill=True, keep=8)", "tova(keep=8, every=4)"),
+    ],
+)
+def test_canonical_text(text: str, canonical: str) -> None:
+    assert str(Recipe.parse(text)) == canonical
+
+
+def test_keep_can_be_replaced() -> None:
+    recipe = Recipe.parse("streaming_llm(sinks=2, keep=0.5)")
+    assert str(recipe.with_keep(64)) == "streaming_llm(keep=64, sinks=2)"
+    assert str(recipe.without_budget()) == "streaming_llm(sinks=2)"
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("snapvk(keep=0.5)", "did you mean 'snapkv'?"),
+        ("adakv(streamingllm)", "did you mean 'streaming_llm'?"),
+        ("SnapKV", "did you mean 'snapkv'?"),
+        ("snapkv(windw=3)", "did you mean 'window'?"),
+        ("snapkv(kep=0.5)", "did you mean 'keep'?"),
+        ("adakv(snapkv, flor=0.5)", "did you mean 'floor'?"),
+        ("tova(ever=4)", "did you mean 'every'?"),
+    ],
+)
+def test_names_the_nearest(text: str, hint: str) -> None:
+    assert hint in refusal(text)
+
+
+def test_lists_what_there_is_when_nothing_is_near() -> None:
+    message = refusal("zzzzzzzz")
+    assert "did you mean" not in message
+    assert all(name in message for name in METHODS)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "is not a recipe"),
+        ("   ", "is not a recipe"),
+        ("snapkv(", "is not a recipe"),
+        ("0.5", "is not a recipe"),
+        ("'snapkv'", "is not a recipe"),
+        ("None", "is not a recipe"),
+        ("knorm; knorm", "is not a recipe"),
+        ("knorm = 3", "is not a recipe"),
+        ("knorm\x00", "is not a recipe"),
+        ("\ud800", "is not a recipe"),
+        ("[knorm]", "is not a recipe"),
+        ("knorm()()", "is not a recipe"),
+        ("knorm.score(keep=0.5)", "is not a recipe"),
+        ("knorm(**{'keep': 0.5})", "is not a recipe"),
+        ("adakv(*[knorm])", "is not a recipe"),
+        ("adakv(3)", "is not a recipe"),
+        ("adakv(scorer='knorm')", "is not a recipe"),
+        ("adakv(None)", "is not a recipe"),
+        ("knorm(0.5)", "takes only named parameters"),
+        ("adakv(knorm, tova)", "takes one method"),
+        ("adakv(knorm, 0.5)", "takes one method"),
+        ("adakv", "write for example adakv(snapkv, keep=0.25)"),
+        ("pyramid(keep=0.25)", "write for example pyramid(snapkv, keep=0.25)"),
+        ("adakv(knorm(keep=0.5))", "no parameter 'keep' inside another method"),
+        ("adakv(knorm(every=5))", "no parameter 'every' inside another method"),
+        ("adakv(knorm, scorer=tova)", "give it once"),
+        ("knorm(keep=0.5, keep=0.6)", "keep is given twice"),
+        ("snapkv(window=3, window=4)", "window is given twice"),
+        ("pyramid(pyramid(knorm))", "use it once"),
+    ],
+)
+def test_refuses_what_is_no_recipe(text: str, says: str) -> None:
+    assert says in refusal(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("knorm(keep=0)", "keep=0"),
+        ("knorm(keep=-1)", "keep=-1"),
+        ("knorm(keep=-0.5)", "keep=-0.5"),
+        ("knorm(keep=1.5)", "keep=1.5"),
+        ("knorm(keep=1e-999)", "keep=0.0"),
+        ("knorm(keep=True)", "keep=True"),
+        ("knorm(keep=None)", "leave keep out"),
+        ("knorm(keep='half')", "keep='half'"),
+        ("knorm(every=None)", "leave every out"),
+        ("knorm(every=0)", "every=0"),
+        ("knorm(every=2.0)", "every=2.0"),
+        ("knorm(every=True)", "every=True"),
+        ("knorm(prefill=1)", "prefill=1"),
+        ("knorm(prefill=False)", "every"),
+        ("knorm(sinks=-1)", "sinks=-1"),
+        ("knorm(sinks=1.0)", "sinks=1.0"),
+        ("knorm(recent=False)", "recent=False"),
+        ("snapkv(window=0)", "1 or more"),
+        ("snapkv(window=-3)", "1 or more"),
+        ("snapkv(window=2.0)", "whole number"),
+        ("snapkv(window=True)", "whole number"),
+        ("snapkv(window=None)", "whole number"),
+        ("snapkv(window='8')", "whole number"),
+        ("snapkv(kernel=4)", "odd"),
+        ("adakv(snapkv, floor=1.01)", "0.0 to 1.0"),
+        ("adakv(snapkv, floor=-0.1)", "0.0 to 1.0"),
+        ("adakv(snapkv, floor=True)", "a number"),
+        ("adakv(snapkv, floor='a')", "a number"),
+        ("expected_attention(covariance=1)", "True or False"),
+        ("expected_attention(covariance=None)", "True or False"),
+        ("random(seed=-1)", "0 to 2147483647"),
+        ("snapkv(keep=63)", "below the 64 entries that always stay"),
+        ("streaming_llm(keep=3)", "below the 4 entries that always stay"),
+    ],
+)
+def test_refuses_values_out_of_range(text: str, says: str) -> None:
+    assert says in refusal(text)
+
+
+@pytest.mark.parametrize("name", ["knorm(keep", "adakv(knorm, floor", "expected_attention(epsilon", "snapkv(window"])
+@pytest.mark.parametrize(
+    "value",
+    ["1e999", "-1e999", "9" * 400, "1" + "0" * 30, "0x" + "f" * 5000, "-0x" + "f" * 5000, "9" * 5000],
+    ids=["inf", "minus_inf", "400_digits", "31_digits", "5000_hex_digits", "minus_5000_hex_digits", "5000_digits"],
+)
+def test_refuses_numbers_too_large_to_use(name: str, value: str) -> None:
+    assert "too large" in (message := refusal(f"{name}={value})")) or "is not a recipe" in message
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "__import__('os').system('true')",
+        "().__class__.__bases__",
+        "print(1)",
+        "len",
+        "nan",
+        "inf",
+        "float('nan')",
+        "[1]",
+        "(1, 2)",
+        "{1: 2}",
+        "{1}",
+        "[x for x in (1, 2)]",
+        "(x for x in (1, 2))",
+        "{x: x for x in (1, 2)}",
+        "lambda: 1",
+        "(lambda: 1)()",
+        "f'{1}'",
+        "f'{__import__}'",
+        "b'1'",
+        "1j",
+        "...",
+        "1 + 1",
+        "2 ** 99999999",
+        "3 - 1",
+        "+1",
+        "--1",
+        "~1",
+        "not True",
+        "-True",
+        "-'a'",
+        "1 if True else 2",
+        "1 < 2",
+        "True and 1",
+        "(y := 1)",
+        "'a'[0]",
+        "snapkv",
+        "0." + "1" * 2000 + " + 1",
+    ],
+)
+@pytest.mark.parametrize("name", ["knorm(keep", "snapkv(window", "expected_attention(epsilon", "knorm(prefill"])
+def test_nothing_is_evaluated(name: str, value: str) -> None:
+    assert "is not a plain value" in refusal(f"{name}={value})")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "__import__('os').system('true')",
+        "__import__",
+        "exec",
+        "snapkv.__class__",
+        "(lambda: snapkv)()",
+        "[snapkv for _ in (1,)]",
+        "f'{snapkv}'",
+        "adakv(__import__('os'))",
+        "adakv(snapkv if True else tova)",
+        "adakv([snapkv][0])",
+        "await snapkv",
+        "yield snapkv",
+    ],
+)
+def test_no_other_expression_is_a_method(text: str) -> None:
+    refusal(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "(" * 1000 + "knorm" + ")" * 1000,
+        "adakv(" * 1000 + "knorm" + ")" * 1000,
+        "knorm(" * 1000 + ")" * 1000,
+        "-" * 100_000 + "1",
+        "knorm(keep=" + "-" * 900 + "1)",
+        "knorm(keep=1" + "+1" * 3000 + ")",
+        "knorm(keep=a" + ".b" * 3000 + ")",
+        "snapkv(window=" + "[" * 150 + "]" * 150 + ")",
+        "knorm" + "()" * 3000,
+        "knorm" + ".a" * 3000,
+        "[" * 100_000,
+        "knorm(" + "keep=1," * 5000 + ")",
+        "x" * 1_000_000,
+        "'" + "x" * 1_000_000 + "'",
+        "knorm(keep='" + "x" * 1_000_000 + "')",
+    ],
+    ids=range(15),
+)
+def test_huge_texts_are_refused_like_others(text: str) -> None:
+    refusal(text)
+
+
+def test_depth_that_parses_also_prints() -> None:
+    text = "adakv(" * 40 + "knorm" + ")" * 40
+    assert str(Recipe.parse(text)) == text
+
+
+WORDS = [
+    *METHODS,
+    *("keep", "sinks", "recent", "every", "prefill", "window", "kernel", "scorer", "floor", "epsilon", "seed"),
+    *("(", ")", ")", ",", "=", "=", " ", "\n", "[", "]", "{", "}", ".", ":", ":=", "*", "**", "-", "+", "~", "#"),
+    *("0.5", "7", "1e999", "0", "-1", "0x", "1_", "True", "None", "...", "inf", "3j", "'a'", '"', "'", "\\", "f'{"),
+    *(
+        "b'",
+        "lambda",
+        "for",
+        "in",
+        "if",
+        "else",
+        "not",
+        "await",
+        "yield",
+        "import",
+        "__import__",
+        "@",
+        ";",
+        "\x00",
+        "é",
+    ),
+]
+
+
+def check_text(text: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)
+        try:
+            recipe = Recipe.parse(text)
+        except KeepsetError as error:
+            message = str(error)
+            assert message.endswith(".") and "\n" not in message
+        else:
+            assert Recipe.parse(str(recipe)) == recipe
+
+
+@settings(max_examples=1000, deadline=None)
+@given(text=st.lists(st.sampled_from(WORDS), max_size=16).map("".join) | st.text(max_size=30))
+@example(text="snapkv(\\")
+@example(text="knorm(keep=0_)")
+def test_any_text_is_a_recipe_or_refused(text: str) -> None:
+    check_text(text)
+
+
+@settings(max_examples=300, deadline=None)
+@given(recipe=recipes(), data=st.data())
+def test_a_damaged_recipe_is_a_recipe_or_refused(recipe: Recipe, data: st.DataObject) -> None:
+    text = str(recipe)
+    start = data.draw(st.integers(0, len(text)))
+    stop = data.draw(st.integers(start, min(len(text), start + 4)))
+    check_text(text[:start] + data.draw(st.sampled_from(WORDS)) + text[stop:])
+
+
+# What is around the text
+
+
+def test_select_needs_a_budget() -> None:
+    observation = Observation(keys=torch.ones(1, 1, 8, 2), values=torch.ones(1, 1, 8, 2))
+    assert Recipe.parse("knorm(keep=0.5)").select(observation).counts.tolist() == [[[4]]]
+    with pytest.raises(KeepsetError, match=r"knorm\(\) says not how much to keep: write knorm\(keep=0.25\)"):
+        Recipe.parse("knorm").select(observation)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (dict(prefill=1), "prefill=1"),
+        (dict(prefill=None), "prefill=None"),
+        (dict(every=0), "every=0"),
+        (dict(every=-5), "every=-5"),
+        (dict(every=1.5), "every=1.5"),
+        (dict(every=True), "every=True"),
+        (dict(prefill=False), "every=..."),
+    ],
+)
+def test_schedules_that_make_no_sense_are_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(KeepsetError) as caught:
+        Schedule(**options)
+    assert says in str(caught.value) and str(caught.value).endswith(".")
+
+
+def test_schedules() -> None:
+    assert (Schedule().prefill, Schedule().every) == (True, None)
+    assert Schedule(prefill=False, every=1).every == 1
+
+
+def test_a_registered_method_is_known_in_texts() -> None:
+    own = dataclasses.make_dataclass("Own", [], bases=(Knorm,), namespace={"name": "own"}, frozen=True)
+    try:
+        assert register(own) is own
+        assert Recipe.parse("adakv(own)") == Recipe(AdaKV(own()))
+    finally:
+        registry._methods.pop("own")
+    assert "There is no method 'own'" in refusal("own")
+
+
+def test_a_name_is_registered_once() -> None:
+    again = dataclasses.make_dataclass("Again", [], bases=(Knorm,), namespace={"name": "snapkv"}, frozen=True)
+    with pytest.raises(KeepsetError, match="choose another name"):
+        register(again)
+    assert METHODS["snapkv"] is SnapKV
+    assert register(SnapKV) is SnapKV
