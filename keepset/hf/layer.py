@@ -12,6 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from keepset.errors import KeepsetError
 from keepset.hf.attention import hand_over
 from keepset.hf.collect import Chunk, Collector
+from keepset.hf.forward import Forward
 from keepset.hf.mask import KeepsetLength, MaskRule, token_positions
 from keepset.hf.store import EntryStore
 from keepset.hf.tap import LayerInput
@@ -70,7 +71,7 @@ class KeepLayer(CacheLayerMixin):
         self._seen: list[Tensor | int] = []
         self._collector: Collector | None = None
         self._held: dict[str, Tensor] | None = None
-        self._tail: tuple[Tensor, Tensor, Tensor, Tensor | None] | None = None
+        self._drafts: Forward | None = None
         self.collected_seconds: dict[str, float] = {}
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -167,40 +168,25 @@ class KeepLayer(CacheLayerMixin):
         assert self._lengths is not None
         n = query.shape[2]
         valid = None if rule is None else rule.valid
+        if self.store is not None and n > 1 and self.index == self.owner.compressed_layers[0]:
+            _check_new(position_ids, self._lengths, valid)
         positions = token_positions(self._lengths, valid, n)
-        before, fresh = self._lengths, self.store is None
-        if not fresh and n > 1 and self.index == self.owner.compressed_layers[0]:
-            _check_new(position_ids, before, valid)
+        forward = Forward(module, query, key, value, positions, valid, scaling)
         self._lengths = positions[:, -1] + 1
         self.logical += n
         if valid is not None or self._seen:
             self._note_padding(valid, n)
 
-        waiting = self.compressed_at is None
-        collects = waiting and self._collects()
-        lse = None
-        if fresh and collects and self.owner.needs.columns and valid is None:
-            parts = [causal_attention(q, k, v, scaling) for q, k, v in zip(query, key, value, strict=True)]
-            output = torch.stack([out for out, _ in parts]).transpose(1, 2).contiguous()
-            lse = [row for _, row in parts]
-        elif fresh:
-            mask = None if rule is None else rule.matrix
-            output = sdpa_attention_forward(module, query, key, value, mask, 0.0, scaling)[0]
+        first, lse = self.store is None, None
+        if first:
+            output, lse = self._attend_first(forward, rule)
         else:
-            assert self.store is not None
-            self.store.append(key, value, positions, valid)
-            output = attend(query, self.store.spans(), key.shape[1], scaling, positions if n > 1 else None)
-        if waiting:
-            self._advance(module, query, key, value, positions, valid, before, scaling, lse, fresh)
-            drafted = 0 if self.compressed_at is None else self.logical - self.compressed_at
-            if drafted:
-                # Drafts come after the compression, so they see what it left.
-                assert self.store is not None
-                tail = slice(n - drafted, n)
-                drafts = attend(query[:, :, tail], self.store.spans(), key.shape[1], scaling, positions[:, tail])
-                output = torch.cat([output[:, : n - drafted], drafts], 1)
-        elif fresh:
-            self._store_fresh(key, value, positions, valid)
+            self._append(forward)
+            output = self._attend_store(forward)
+        if self.compressed_at is None:
+            drafts = self._watch(forward, first, lse)
+            if drafts is not None:
+                output = torch.cat([output[:, : n - drafts.shape[1]], drafts], 1)
         return output
 
     def execute(self, kept: LayerKeepSet, state: dict[str, Tensor]) -> None:
@@ -208,9 +194,9 @@ class KeepLayer(CacheLayerMixin):
         assert self._held is not None
         self.store = EntryStore.pack({**self._held, **state}, kept.indices, kept.counts)
         self._held = None
-        if self._tail is not None:
-            self.store.append(*self._tail)
-            self._tail = None
+        if self._drafts is not None:
+            self._append(self._drafts)
+            self._drafts = None
 
     def adopt(self, observation: Observation, watched: KeepLayer) -> None:
         """Takes over the entries that another layer has observed, to be executed like its own."""
@@ -230,103 +216,99 @@ class KeepLayer(CacheLayerMixin):
         twin.store = None if self.store is None else self.store.fork()
         return twin
 
-    def _collects(self) -> bool:
-        needs = self.owner.needs
-        return bool(needs.window or needs.columns or needs.hidden_states)
+    def _attend_first(self, forward: Forward, rule: MaskRule | None) -> tuple[Tensor, list[Tensor] | None]:
+        """Attention of the first tokens over themselves, and the log-sum-exp where column statistics need it."""
+        if self.compressed_at is None and self.owner.needs.columns and forward.valid is None:
+            rows = zip(forward.query, forward.key, forward.value, strict=True)
+            parts = [causal_attention(q, k, v, forward.scaling) for q, k, v in rows]
+            return torch.stack([output for output, _ in parts]).transpose(1, 2).contiguous(), [lse for _, lse in parts]
+        mask = None if rule is None else rule.matrix
+        output, _ = sdpa_attention_forward(
+            forward.module, forward.query, forward.key, forward.value, mask, 0.0, forward.scaling
+        )
+        return output, None
 
-    def _advance(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        positions: Tensor,
-        valid: Tensor | None,
-        before: Tensor,
-        scaling: float,
-        lse: list[Tensor] | None,
-        fresh: bool,
-    ) -> None:
-        """One chunk of the prompt: collects from it, and observes when it is the last."""
-        n = query.shape[2]
+    def _append(self, forward: Forward) -> None:
+        assert self.store is not None
+        self.store.append(forward.key, forward.value, forward.positions, forward.valid)
+
+    def _attend_store(self, forward: Forward) -> Tensor:
+        assert self.store is not None
+        at = forward.positions if forward.length > 1 else None
+        return attend(forward.query, self.store.spans(), forward.key.shape[1], forward.scaling, at)
+
+    def _watch(self, forward: Forward, first: bool, lse: list[Tensor] | None) -> Tensor | None:
+        """One chunk of the prompt: collects from it, and compresses when it is the last.
+
+        Returns the attention output of draft tokens (assisted generation) that follow the prompt in the same
+        forward, where the compression has happened before them: they see what it left.
+        """
         end = self.owner.prompt_length
         beyond = 0 if end is None else max(self.logical - end, 0)
-        done = end is None or self.logical >= end
-        # Draft tokens of assisted generation may follow the prompt in the same forward.
-        own = slice(0, n - beyond)
-        prompt_valid = None if valid is None else valid[:, own]
-        tail = (key[:, :, n - beyond :], value[:, :, n - beyond :], positions[:, n - beyond :])
-        tail_valid = None if valid is None else valid[:, n - beyond :]
-        columns, exists = self._entries(key, value, positions, valid, own, beyond, fresh)
-
-        if self._collects():
-            if self._collector is None:
-                self._collector = Collector(self.owner.needs)
-            self._collector.add(
-                Chunk(
-                    queries=query[:, :, own],
-                    rows=_rows(columns["keys"], exists, prompt_valid, padded=bool(self._seen)),
-                    positions=positions[:, own],
-                    valid=prompt_valid,
-                    scaling=scaling,
-                    lse=None if lse is None else [row[:, own] for row in lse],
-                    layer_input=self.owner.layer_input(module, query) if self.owner.needs.hidden_states else None,
-                )
-            )
-        if not done:
-            if fresh:
-                self._store_fresh(key, value, positions, valid)
-            return
-
+        prompt, drafts = forward, None
+        if beyond:
+            split = forward.length - beyond
+            prompt, drafts = forward.tokens(slice(0, split)), forward.tokens(slice(split, None))
+            lse = None if lse is None else [row[:, :split] for row in lse]
+            if self.store is not None:
+                self.store.crop(drafts.counts().tolist())
+        columns, exists = self._entries(prompt)
+        self._collect(prompt, columns["keys"], exists, lse)
+        if end is not None and self.logical < end:
+            self.store = prompt.pack() if first else self.store
+            return None
         self.compressed_at = self.logical - beyond
-        lengths = before + (n - beyond if prompt_valid is None else prompt_valid.sum(-1))
-        parts = {} if self._collector is None else self._collector.parts(lengths)
-        self.collected_seconds = {} if self._collector is None else dict(self._collector.seconds)
-        if not fresh or valid is not None:
-            parts |= {"positions": columns["positions"], "valid": exists}
-        else:  # nothing is missing anywhere: the defaults say so, which is cheaper to work with
-            parts.pop("query_positions", None)
-        self._collector, self.store = None, None
-        self._held = columns
-        self._tail = (*tail, tail_valid) if beyond else None
-        self.owner.observed(
-            self,
-            Observation(
-                keys=columns["keys"],
-                values=columns["values"],
-                lengths=lengths,
-                scaling=scaling,
-                layer=self.index,
-                layers=self.owner.compressed_layers,
-                **parts,
-            ),
+        self._drafts = drafts
+        self._observe(prompt, columns, exists, unbroken=first and prompt.valid is None)
+        # A method that looks across layers decides after the last one; until then drafts have seen everything.
+        return None if drafts is None or self.store is None else self._attend_store(drafts)
+
+    def _entries(self, prompt: Forward) -> tuple[dict[str, Tensor], Tensor]:
+        """The prompt's entries so far, padded at the end of shorter requests, and which exist."""
+        if self.store is not None:
+            return self.store.padded()
+        if prompt.valid is not None:
+            return prompt.pack().padded()
+        columns = prompt.columns()
+        return columns, torch.ones(columns["positions"].shape, dtype=torch.bool, device=self.device)
+
+    def _collect(self, prompt: Forward, keys: Tensor, exists: Tensor, lse: list[Tensor] | None) -> None:
+        needs = self.owner.needs
+        if needs == Needs():
+            return
+        self._collector = self._collector or Collector(needs)
+        self._collector.add(
+            Chunk(
+                queries=prompt.query,
+                rows=_rows(keys, exists, prompt.valid, padded=bool(self._seen)),
+                positions=prompt.positions,
+                valid=prompt.valid,
+                scaling=prompt.scaling,
+                lse=lse,
+                layer_input=self.owner.layer_input(prompt.module, prompt.query) if needs.hidden_states else None,
+            )
         )
 
-    def _entries(
-        self,
-        key: Tensor,
-        value: Tensor,
-        positions: Tensor,
-        valid: Tensor | None,
-        own: slice,
-        beyond: int,
-        fresh: bool,
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        """The prompt's entries so far, padded at the end of shorter requests, and which exist."""
-        if not fresh:
-            assert self.store is not None
-            if beyond:
-                new = torch.ones_like(positions, dtype=torch.bool) if valid is None else valid
-                self.store.crop(new[:, own.stop :].sum(-1).tolist())
-            return self.store.padded()
-        columns = _columns(key[:, :, own], value[:, :, own], positions[:, own])
-        if valid is None:
-            return columns, torch.ones(columns["positions"].shape, dtype=torch.bool, device=key.device)
-        return _without_padding(columns, valid[:, own]).padded()
-
-    def _store_fresh(self, key: Tensor, value: Tensor, positions: Tensor, valid: Tensor | None) -> None:
-        exists = torch.ones_like(positions, dtype=torch.bool) if valid is None else valid
-        self.store = _without_padding(_columns(key, value, positions), exists)
+    def _observe(self, prompt: Forward, columns: dict[str, Tensor], exists: Tensor, unbroken: bool) -> None:
+        lengths = prompt.positions[:, -1] + 1
+        parts = {} if self._collector is None else self._collector.parts(lengths)
+        self.collected_seconds = {} if self._collector is None else dict(self._collector.seconds)
+        if unbroken:  # the defaults say that nothing is missing anywhere, which is cheaper to work with
+            parts.pop("query_positions", None)
+        else:
+            parts |= {"positions": columns["positions"], "valid": exists}
+        self._collector, self.store = None, None
+        self._held = columns
+        observation = Observation(
+            keys=columns["keys"],
+            values=columns["values"],
+            lengths=lengths,
+            scaling=prompt.scaling,
+            layer=self.index,
+            layers=self.owner.compressed_layers,
+            **parts,
+        )
+        self.owner.observed(self, observation)
 
     def _note_padding(self, valid: Tensor | None, n: int) -> None:
         if not self._seen and self.logical > n:
@@ -348,16 +330,6 @@ class KeepLayer(CacheLayerMixin):
                 self._seen.append(width - taken if isinstance(newest, int) else newest[:, : width - taken])
             removed -= taken
         return per_row
-
-
-def _columns(key: Tensor, value: Tensor, positions: Tensor) -> dict[str, Tensor]:
-    per_head = positions[:, None].expand(-1, key.shape[1], -1).int()
-    return {"keys": key, "values": value, "positions": per_head}
-
-
-def _without_padding(columns: dict[str, Tensor], valid: Tensor) -> EntryStore:
-    mask = valid[:, None].expand(-1, columns["keys"].shape[1], -1)
-    return EntryStore.pack(columns, mask.nonzero()[:, 2], mask.sum(-1))
 
 
 def _rows(keys: Tensor, exists: Tensor, valid: Tensor | None, padded: bool) -> list[tuple[Tensor, Tensor | slice]]:

@@ -8,6 +8,7 @@ import pytest
 
 import keepset
 from keepset.cli.compare import ALL
+from keepset.cli.compare import KEEPS as DEFAULT_KEEPS
 from keepset.evaluate.compare import Comparer
 from tests.cli.conftest import Run
 
@@ -76,7 +77,7 @@ def test_json(run: Run) -> None:
     assert full["nll"] > 0 and full["prefill_seconds"] > 0 and full["decode_tokens_per_second"] > 0
 
     assert [row["recipe"] for row in rows] == CANONICAL
-    assert [row["method"] for row in rows] == ["tova()"] * 2 + ["snapkv(window=8)"] * 2 + ["adakv(h2o)"] * 2
+    assert [row["method"] for row in rows] == [str(keepset.Recipe.parse(text)) for text in RECIPES for _ in KEEPS]
     for row, keep in zip(rows, KEEPS * 3, strict=True):
         assert types(row) == ROW
         kept = 100 if keep == 0.5 else 20
@@ -161,7 +162,7 @@ def test_demo(run: Run, tmp_path: Path) -> None:
     assert (done.code, done.err) == (0, "report: keepset-demo.html\n")
     assert "Asked after compression: What is the secret number of Oslo?" in done.out
     for recipe in keepset.Recipe.parse_list(ALL):
-        for keep in (0.5, 0.25):
+        for keep in map(float, DEFAULT_KEEPS.split(",")):
             assert str(recipe.with_keep(keep)) in done.out
     assert (tmp_path / "keepset-demo.html").is_file()
 
