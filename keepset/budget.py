@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +12,7 @@ from keepset.errors import KeepsetError
 from keepset.observation import Observation
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Budget:
     """Entries per KV head, exact: a method asked for n keeps n, or all when there are fewer.
 
@@ -32,7 +31,7 @@ class Budget:
     def __post_init__(self) -> None:
         for name in ("sinks", "recent"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < LIMIT:
                 raise KeepsetError(f"{name}={value!r} is not a number of tokens: use an integer from 0.")
         if self.keep is None:
             return
@@ -41,7 +40,7 @@ class Budget:
         if isinstance(self.keep, float) and not 0 < self.keep <= 1:
             raise KeepsetError(f"keep={self.keep!r} is out of range: {KEEP_HELP}.")
         if isinstance(self.keep, int):
-            if self.keep < 1:
+            if not 1 <= self.keep < LIMIT:
                 raise KeepsetError(f"keep={self.keep} is out of range: {KEEP_HELP}.")
             if self.keep < self.sinks + self.recent:
                 raise KeepsetError(
@@ -49,12 +48,16 @@ class Budget:
                     f"(sinks={self.sinks}, recent={self.recent}): raise keep, or lower those."
                 )
 
-    def count(self, entries: int) -> int:
-        """Entries that stay of `entries`."""
-        if self.keep is None:
-            return entries
-        wanted = self.keep if isinstance(self.keep, int) else math.floor(entries * self.keep + 1e-9)
-        return min(max(wanted, 1), entries)
+    def __eq__(self, other: object) -> bool:
+        # 1 == 1.0, but one entry is not everything.
+        return isinstance(other, Budget) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[object, ...]:
+        return type(self.keep), self.keep, self.sinks, self.recent
 
     def quotas(self, observation: Observation) -> Int[Tensor, "batch kv_heads"]:
         """Entries that stay, for every request and KV head."""
@@ -76,5 +79,8 @@ class Budget:
         """The newest tokens that always stay."""
         return observation.positions >= observation.lengths[:, None, None] - self.recent
 
+
+LIMIT = 2**63
+"""What a tensor of whole numbers can hold."""
 
 KEEP_HELP = "use a fraction in (0, 1] such as 0.25, or a whole number of entries from 1 such as 512"

@@ -89,6 +89,8 @@ class KeepSet:
     def __init__(self, layers: Sequence[LayerKeepSet]) -> None:
         if not layers:
             raise KeepsetError("A KeepSet needs at least one layer.")
+        if len({kept.layer for kept in layers}) < len(layers):
+            raise KeepsetError("A KeepSet holds each layer once; two parts are of the same layer.")
         self._layers = {kept.layer: kept for kept in sorted(layers, key=lambda kept: kept.layer)}
 
     def __repr__(self) -> str:

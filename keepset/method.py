@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -96,9 +97,10 @@ class Method(ABC):
             object.__setattr__(self, field.name, value := float(value))
         if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
             raise KeepsetError(f"{self.name}: {field.name}={value!r} is not {_ARTICLES.get(kind, 'a method')}.")
+        if kind is float and not math.isfinite(value):
+            raise KeepsetError(f"{self.name}: {field.name}={value!r} is not a finite number.")
         low, high = field.metadata.get("minimum"), field.metadata.get("maximum")
-        # Written so that NaN, which is neither below nor above anything, is refused too.
-        if (low is not None and not value >= low) or (high is not None and not value <= high):
+        if (low is not None and value < low) or (high is not None and value > high):
             raise KeepsetError(f"{self.name}: {field.name}={value!r} is out of range: use {_range(low, high)}.")
 
 

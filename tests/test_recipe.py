@@ -126,11 +126,11 @@ def test_texts(text: str, recipe: Recipe) -> None:
 @pytest.mark.parametrize(
     ("text", "canonical"),
     [
-        ("knorm", "knorm()"),
+        ("knorm()", "knorm"),
         (" snapkv( window = 64,keep=.5 ) ", "snapkv(keep=0.5)"),
         ("adakv(snapkv(), floor=0.20)", "adakv(snapkv)"),
         ("adakv(scorer=snapkv(kernel=7), keep=1_000)", "adakv(snapkv(kernel=7), keep=1000)"),
-        ("streaming_llm(recent=0, sinks=4)", "streaming_llm()"),
+        ("streaming_llm(recent=0, sinks=4)", "streaming_llm"),
         ("tova(every=4, prefill=True, keep=8)", "tova(keep=8, every=4)"),
     ],
 )
@@ -142,6 +142,12 @@ def test_keep_can_be_replaced() -> None:
     recipe = Recipe.parse("streaming_llm(sinks=2, keep=0.5)")
     assert str(recipe.with_keep(64)) == "streaming_llm(keep=64, sinks=2)"
     assert str(recipe.without_budget()) == "streaming_llm(sinks=2)"
+
+
+def test_text_with_another_keep_need_not_suit_the_recipe() -> None:
+    recipe = Recipe.parse("streaming_llm(keep=0.5, every=8)")
+    assert recipe.text(3) == "streaming_llm(keep=3, every=8)"
+    assert recipe.text(None) == "streaming_llm(every=8)"
 
 
 # Refusals
@@ -417,7 +423,7 @@ def test_a_damaged_recipe_is_a_recipe_or_refused(recipe: Recipe, data: st.DataOb
 def test_select_needs_a_budget() -> None:
     observation = Observation(keys=torch.ones(1, 1, 8, 2), values=torch.ones(1, 1, 8, 2))
     assert Recipe.parse("knorm(keep=0.5)").select(observation).counts.tolist() == [[[4]]]
-    with pytest.raises(KeepsetError, match=r"knorm\(\) says not how much to keep: write knorm\(keep=0.25\)"):
+    with pytest.raises(KeepsetError, match=r"knorm says not how much to keep: write knorm\(keep=0.25\)"):
         Recipe.parse("knorm").select(observation)
 
 

@@ -88,9 +88,7 @@ def test_chat_parts_make_the_whole_message(embedded: Embedded) -> None:
     tokenizer = embedded[1]
     context, rest = texts.chat_parts(tokenizer, " A text.\n", "What?")
     message = [{"role": "user", "content": " A text.\n\n\nWhat?"}]
-    assert context + rest == tokenizer.apply_chat_template(
-        message, tokenize=False, add_generation_prompt=True
-    )
+    assert context + rest == tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
     assert context.endswith(" A text.\n") and rest.startswith("\n\nWhat?")
 
 
@@ -108,9 +106,7 @@ def test_chat_parts_without_a_template_begin_as_the_tokenizer_does(embedded: Emb
     assert tokenizer(context, add_special_tokens=False) == tokenizer("Text.")
 
 
-@pytest.mark.parametrize(
-    "template", ["nothing", "{% for _ in 'ab' %}{{ messages[0]['content'] }}{% endfor %}"]
-)
+@pytest.mark.parametrize("template", ["nothing", "{% for _ in 'ab' %}{{ messages[0]['content'] }}{% endfor %}"])
 def test_chat_parts_refuses(template: str, embedded: Embedded, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedded[1], "chat_template", template)
     with pytest.raises(KeepsetError, match="cannot be cut before the question"):
@@ -126,7 +122,5 @@ def test_embedded_model_finds_the_needle(length: int, embedded: Embedded) -> Non
     encoded = [tokenizer(part, add_special_tokens=False, return_tensors="pt")["input_ids"] for part in parts]
     prompt = torch.cat(encoded, dim=1)
     with torch.inference_mode():
-        out = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=16, do_sample=False
-        )
+        out = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=16, do_sample=False)
     assert texts.NEEDLE.answer in tokenizer.decode(out[0, prompt.shape[1] :])

@@ -1,7 +1,6 @@
-"""The run-time type checker for tests: shapes and types of everything in keepset.
+"""The run-time type checker for tests: the shapes and types of every function that takes or gives tensors.
 
-Generated initialisers of dataclasses without tensors are left out: recipes pass them what users typed, and
-they must answer with their own sentence.
+Others are left out: recipes pass them what users typed, and they must answer with their own sentence.
 """
 
 from collections.abc import Callable

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -23,6 +23,7 @@ NAME = "keepset"
 """Name of the attention implementation."""
 
 
+@runtime_checkable
 class AttentiveLayer(Protocol):
     """A cache layer that attends over its own entries."""
 

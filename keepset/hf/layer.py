@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from keepset.kernels.columns import causal_attention
 from keepset.observation import Needs, Observation
 
 
+@runtime_checkable
 class Owner(Protocol):
     """What a layer asks of its cache."""
 

@@ -164,12 +164,12 @@ class LayerInput:
         return captured[0]
 
     def unrotate(
-        self, queries: Float[Tensor, "batch query_heads n head_dim"]
+        self, queries: Float[Tensor, "batch query_heads n head_dim"], first: int = 0
     ) -> Float[Tensor, "batch query_heads n head_dim"]:
-        """The first queries of this forward as they were before rotation, float32."""
+        """This forward's queries from the `first` on as they were before rotation, float32."""
         if self.rotation is None:
             return queries.float()
-        cos, sin = (part[:, : queries.shape[2]].float() for part in self.rotation)
+        cos, sin = (part[:, first : first + queries.shape[2]].float() for part in self.rotation)
         # Scaled rotations (YaRN) are not orthogonal; dividing by the squared scale inverts them too.
         scale = cos.square() + sin.square()
         return self.rotate(queries.float(), (cos / scale, -sin / scale))
@@ -199,9 +199,11 @@ class LayerInput:
         """
         if self.rotation is None:
             return
-        few = queries[:, :, :4]
-        cos, sin = (part[:, : few.shape[2]] for part in self.rotation)
-        plain = self.replay(self.hidden[:, : few.shape[2]], (torch.ones_like(cos), torch.zeros_like(sin))).float()
+        # The last: those at position 0, such as padding, are not rotated by any layer.
+        first = max(queries.shape[2] - 4, 0)
+        few, hidden = queries[:, :, first:], self.hidden[:, first : queries.shape[2]]
+        cos, sin = (part[:, first : queries.shape[2]] for part in self.rotation)
+        plain = self.replay(hidden, (torch.ones_like(cos), torch.zeros_like(sin))).float()
         tolerance = 1e-3 if queries.dtype == torch.float32 else 5e-2
 
         def is_plain(queries: Tensor) -> bool:
@@ -209,7 +211,7 @@ class LayerInput:
             return torch.allclose(queries.float(), plain, rtol=tolerance, atol=tolerance * scale)
 
         try:
-            undone = self.unrotate(few)
+            undone = self.unrotate(few, first)
         except RuntimeError:  # The module gives its rotation only a part of each query.
             undone = torch.full_like(plain, torch.nan)
         if is_plain(undone):

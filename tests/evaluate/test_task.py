@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
+import torch
+from tokenizers.processors import TemplateProcessing
 
 from keepset import texts
 from keepset.errors import KeepsetError
@@ -57,6 +60,18 @@ def test_prompt_and_question_are_one_message_of_the_chat(tokenizer: Any, needle:
     chat = [{"role": "user", "content": message}]
     assert tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == said
     assert head and tail.endswith("<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize("needle", [None, NEEDLE, OWN], ids=["none", "hidden", "own"])
+def test_prompt_begins_once(tokenizer: Any, needle: Needle | None) -> None:
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = None
+    begin = TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)])
+    tokenizer.backend_tokenizer.post_processor = begin
+    task = make_task(tokenizer, texts.essay(), tokens=100, continuation=8, needle=needle)
+    assert task.prompt[0, 0] == 1
+    parts = [task.prompt[0], task.continuation[0], *([] if task.question is None else [task.question[0]])]
+    assert torch.cat(parts).tolist().count(1) == 1
 
 
 def test_short_text_makes_a_short_prompt(tokenizer: Any) -> None:

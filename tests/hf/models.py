@@ -27,6 +27,7 @@ _COMMON = dict(
     eos_token_id=2,
 )
 _HYBRID = dict(layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=24)
+_YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=128, rope_theta=1e4)
 _EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=32)
 
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -34,6 +35,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_mha": ("llama", dict(num_key_value_heads=4)),
     "llama_mqa": ("llama", dict(num_key_value_heads=1, num_attention_heads=8)),
     "llama_odd_head": ("llama", dict(head_dim=10)),
+    "llama_yarn": ("llama", dict(rope_parameters=_YARN)),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", dict(head_dim=32)),
     "phi3": ("phi3", dict(sliding_window=None)),

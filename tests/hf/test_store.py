@@ -184,7 +184,7 @@ def check(pair: Pair, expected: dict[str, Tensor]) -> None:
 
 
 Stores.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=15, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=60, stateful_step_count=15, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestStores = Stores.TestCase
 

@@ -247,9 +247,7 @@ def shading(page: Any) -> tuple[list[float], list[float]]:
             return [spans.map((span) => Number(span.style.getPropertyValue("--share"))),
                     spans.map((span) => getComputedStyle(span).backgroundColor)]; }"""
     )
-    opacities = [
-        float(found[1]) if (found := re.search(r"/ ([\d.]+)", colour)) else 1.0 for colour in colours
-    ]
+    opacities = [float(found[1]) if (found := re.search(r"/ ([\d.]+)", colour)) else 1.0 for colour in colours]
     return shares, opacities
 
 
@@ -297,9 +295,7 @@ def test_shading_follows_the_controls(page: Any) -> None:
         assert page.locator("#text .dropped").count() == int((expected == 0).sum())
         heads = mask.shape[0] * mask.shape[1]
         said = page.locator("#share").text_content()
-        assert said.startswith(
-            f"{100 * mask.float().mean():.1f} % kept: {int(mask.sum())} of {mask.numel()} entries"
-        )
+        assert said.startswith(f"{100 * mask.float().mean():.1f} % kept: {int(mask.sum())} of {mask.numel()} entries")
         assert f"in {heads} head{'s' if heads > 1 else ''}" in said
         assert recipes_shown(page)[choice] == page.locator("#rows tr[aria-current] th button").text_content()
 
@@ -381,9 +377,7 @@ def test_metric_switches_the_plot(page: Any) -> None:
 
 @browser_test
 def test_plot_labels_are_text(page: Any) -> None:
-    index = page.evaluate(
-        "document.getElementById('plot').data.findIndex(t => t.hovertext[0].includes('onerror'))"
-    )
+    index = page.evaluate("document.getElementById('plot').data.findIndex(t => t.hovertext[0].includes('onerror'))")
     page.locator("#plot .trace").nth(index).locator(".point").first.hover(force=True)
     hover = page.locator("#plot .hovertext")
     hover.wait_for()
@@ -423,9 +417,7 @@ def test_sparse_comparisons_load(load: Any) -> None:
     page.wait_for_selector("#plot .point")
     assert page.locator("#rows thead").text_content().count("Needle") == 0
     broken = {"recipe": "tova(", "error": "it has no end"}
-    page = load(
-        html.render({"model": "m", "tokens": 2, "needle": None, "rows": [broken]}, ["a", "b"], [None])
-    )
+    page = load(html.render({"model": "m", "tokens": 2, "needle": None, "rows": [broken]}, ["a", "b"], [None]))
     assert page.locator("#rows td.failed").text_content() == "failed: it has no end"
     assert page.locator("#recipe").is_disabled()
     assert page.locator("#text").text_content() == "ab"
