@@ -111,9 +111,8 @@ class Collector:
         self.seconds[name] += time.perf_counter() - start
 
     def _add_window(self, chunk: Chunk) -> None:
-        # One query more than the window where padding may lie inside; sorting moves it to the left.
         queries, positions = chunk.queries, chunk.positions
-        if chunk.valid is not None:
+        if chunk.valid is not None:  # sorting moves padding to the left, out of the window
             order = chunk.valid.int().argsort(dim=-1, stable=True)[:, -self.needs.window :]
             positions = positions.masked_fill(~chunk.valid, -1).gather(1, order)
             queries = queries.gather(2, order[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3]))

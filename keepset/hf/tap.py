@@ -31,7 +31,6 @@ class _Call:
 
 class _Calls(threading.local):
     attention: _Call | None = None
-    rotary: _Call | None = None
 
 
 class Tap:
