@@ -36,6 +36,7 @@ format: setup
 bench: setup
 	bash benchmarks/peer_setup.sh
 	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python benchmarks/compare.py
 	$(BIN)/python benchmarks/memory.py --repeats 3
 	$(BIN)/python benchmarks/speed.py --repeats 3
 

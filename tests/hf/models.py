@@ -133,8 +133,10 @@ class Oracle:
     current: Oracle
     """The one whose masks the attention function below applies."""
 
-    def __init__(self, cache: keepset.Cache | None, mask: Tensor) -> None:
+    def __init__(self, cache: keepset.Cache | None, mask: Tensor, requests: list[int] | None = None) -> None:
         self.mask = mask.bool()
+        self.requests = range(len(mask)) if requests is None else requests
+        """Which request of the compressed batch each row was."""
         self.event = cache.events[0] if cache is not None and cache.events else None
 
     def logits(self, model: Any, ids: Tensor) -> Tensor:
@@ -151,17 +153,17 @@ class Oracle:
 
     def visible(self, layer: int, heads: int, window: int | None) -> Tensor:
         """`[batch, heads, n, n]`: what each query may see."""
-        batch, n = self.mask.shape
+        n = self.mask.shape[1]
         at = torch.arange(n)
         distance = at[:, None] - at
         causal = (distance >= 0) & (distance < (n if window is None else window))
         visible = (causal & self.mask[:, None]).unsqueeze(1).repeat(1, heads, 1, 1)
         if self.event is not None and layer in self.event.keep_set.layers:
-            for b in range(batch):
+            for b, request in enumerate(self.requests):
                 tokens = self.mask[b].nonzero()[:, 0]
                 for h in range(heads):
                     dropped = at < self.event.length
-                    dropped[tokens[self.event.keep_set.positions(layer, b, h)]] = False
+                    dropped[tokens[self.event.keep_set.positions(layer, request, h)]] = False
                     visible[b, h, self.event.length :] &= ~dropped
         # Padding sees itself: nobody looks at it, but a softmax over nothing is NaN.
         return visible | (~self.mask[:, None, :, None] & (distance == 0))

@@ -171,6 +171,7 @@ def check_window(seen: Observation, expected: Naive, row: int) -> None:
     n = expected.queries.shape[1]
     there = min(WINDOW, n)
     assert seen.queries.shape[2] == WINDOW
+    assert seen.queries.untyped_storage().nbytes() == seen.queries.nbytes  # no view of the whole prompt's
     positions = seen.query_positions[row].tolist()
     assert positions[WINDOW - there :] == list(range(n - there, n))
     assert all(position < 0 for position in positions[: WINDOW - there])

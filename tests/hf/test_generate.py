@@ -125,6 +125,37 @@ def test_a_conversation_that_keeps_all_is_the_models_own(layout: str) -> None:
     assert torch.equal(*sequences)
 
 
+@by_recipe
+@padded_or_not
+@pytest.mark.parametrize("holes", [[0, 0], [2, 0]], ids=["whole turn", "padded turn"])
+@pytest.mark.parametrize("removed", [1, 3, 4, 6])
+@torch.no_grad()
+def test_rows_move_and_tokens_are_taken_back(recipe: str, padding: list[int], holes: list[int], removed: int) -> None:
+    model = tiny("llama")
+    past = keepset.Cache(model, recipe)
+    ids = torch.empty(2, 0, dtype=torch.long)
+    mask = torch.empty(2, 0, dtype=torch.long)
+
+    def feed(turn: tuple[Tensor, Tensor]) -> Tensor:
+        nonlocal ids, mask
+        ids, mask = torch.cat([ids, turn[0]], 1), torch.cat([mask, turn[1]], 1)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -turn[0].shape[1] :]
+        return model(turn[0], attention_mask=mask, position_ids=positions, past_key_values=past).logits
+
+    feed(inputs(padding))
+    feed(left_padded(prompt(2, 5, 1), holes))
+    past.reorder_cache(torch.tensor([1, 0, 1]))
+    ids, mask, requests = ids[[1, 0, 1]], mask[[1, 0, 1]], [1, 0, 1]
+    feed(left_padded(prompt(3, 3, 2), [*holes, 0]))
+    past.crop(-removed)
+    ids, mask = ids[:, :-removed], mask[:, :-removed]
+    assert past.get_seq_length() == ids.shape[1]
+    logits = feed(left_padded(prompt(3, 4, 3), [0, *holes]))
+    expected = Oracle(past, mask, requests).logits(model, ids)[:, -4:]
+    real = mask[:, -4:].bool()
+    assert (logits - expected)[real].abs().max() < 5e-5
+
+
 def test_two_caches_of_one_model_take_turns() -> None:
     model = tiny("llama")
     recipes = ["expected_attention(future=16, keep=12)", ADAKV]
@@ -231,6 +262,29 @@ def test_an_assistant_joins_in_the_second_turn(recipe: str) -> None:
         new = torch.cat([said[:, -1:], turn], 1)
         answers.append(generate(model, new, past, mask, max_new_tokens=8, **drafting).sequences)
     assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize("recipe", [ADAKV, "h2o(keep=12)", "expected_attention(future=16, keep=12)"])
+@padded_or_not
+@torch.no_grad()
+def test_drafts_that_follow_the_last_chunk(recipe: str, padding: list[int]) -> None:
+    model = tiny("llama")
+    ids, mask = inputs(padding)
+    whole = keepset.Cache(model, recipe)
+    generate(model, ids, whole, mask, max_new_tokens=1)
+    drafts = torch.cat([ids, prompt(2, 5, 1)], 1)
+    mask = extended(mask, LENGTH + 5)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    past = keepset.Cache(model, recipe, prompt_length=LENGTH)
+    for part in (slice(0, 25), slice(25, LENGTH + 5)):
+        seen = dict(attention_mask=mask[:, : part.stop], position_ids=positions[:, part], past_key_values=past)
+        logits = model(drafts[:, part], **seen).logits
+    assert same_keep_set(past.keep_set, whole.keep_set)
+    assert (logits[:, -5:] - Oracle(past, mask).logits(model, drafts)[:, -5:]).abs().max() < 5e-5
+    past.crop(-4)
+    drafts, mask = drafts[:, :-4], mask[:, :-4]
+    output = generate(model, torch.cat([drafts, drafts[:, -1:]], 1), past, extended(mask, LENGTH + 2), max_new_tokens=4)
+    assert oracle_gap(model, past, output, extended(mask, LENGTH + 2)) < 5e-5
 
 
 def test_drafts_of_a_hybrid_model_are_taken_back() -> None:

@@ -1,0 +1,103 @@
+"""What sharing one prefill among recipes costs: 10 recipes under 3 budgets, and the demo as a whole."""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from harness.report import Section, machine, publish
+from harness.summary import Summary, shown, verdict
+from transformers import DynamicCache
+
+from keepset import Recipe, models, texts
+from keepset.cli.compare import ALL
+from keepset.evaluate.compare import Comparer, grid, needs_of
+from keepset.evaluate.task import make_task
+
+KEEPS = (0.5, 0.25, 0.1)
+TARGET, DEMO_TARGET = 4.0, 90.0
+
+
+def main() -> int:
+    """Measure, show, write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=3, help="rounds (default 3)")
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens of the prompt (default 2048)")
+    parser.add_argument("--threads", type=int, default=1, help="threads of the comparison (default 1)")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    model, tokenizer = models.load()
+    recipes = Recipe.parse_list(ALL)
+    cells = grid(recipes, KEEPS)
+    task = make_task(tokenizer, texts.essay(), tokens=args.tokens, continuation=128)
+    ratios, demos = [], []
+    for _ in range(args.repeats):
+        prefill = _plain_prefill(model, task.prompt)
+        clock = Clock()
+        began = perf_counter()
+        comparer = Timed(clock, model, tokenizer, task, "embedded", needs_of(recipes))
+        list(comparer.run(cells))
+        ratios.append((perf_counter() - began - clock.seconds) / prefill)
+        demos.append(_demo())
+    rows = [
+        ("comparison less its continuations / one prefill", ratios, TARGET),
+        ("keepset demo, seconds", demos, DEMO_TARGET),
+    ]
+    section = Section(f"{len(cells)} rows on {args.tokens} + 128 tokens", ["what", "target", "measured", ""])
+    for name, figures, target in rows:
+        summary = Summary.of(figures)
+        section.rows.append([name, f"≤ {target:g}", shown(summary, 2), verdict(summary, target)])
+    publish("compare", [section], {"machine": machine(), "ratios": ratios, "demo_seconds": demos})
+    return 0
+
+
+class Clock:
+    """Seconds spent on what every row needs anyway: its continuation and its answer."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+
+class Timed(Comparer):
+    """A comparison that keeps time of its continuations."""
+
+    def __init__(self, clock: Clock, *args: Any) -> None:
+        self._clock = clock
+        super().__init__(*args)
+
+    def _continue(self, cache: Any) -> Any:
+        return self._timed(super()._continue, cache)
+
+    def _answer(self, cache: Any) -> Any:
+        return self._timed(super()._answer, cache)
+
+    def _timed(self, step: Any, cache: Any) -> Any:
+        began = perf_counter()
+        result = step(cache)
+        self._clock.seconds += perf_counter() - began
+        return result
+
+
+@torch.no_grad()
+def _plain_prefill(model: Any, ids: Any) -> float:
+    model.set_attn_implementation("sdpa")
+    model(ids[:, :64])
+    began = perf_counter()
+    model(ids, past_key_values=DynamicCache(config=model.config), use_cache=True, logits_to_keep=1)
+    return perf_counter() - began
+
+
+def _demo() -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [str(Path(sys.executable).with_name("keepset")), "demo", "--html", f"{folder}/demo.html"]
+        began = perf_counter()
+        subprocess.run(command, check=True, capture_output=True)
+        return perf_counter() - began
+
+
+if __name__ == "__main__":
+    sys.exit(main())
