@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -40,8 +40,13 @@ class LayerKeepSet:
         entry_bytes: int,
     ) -> LayerKeepSet:
         """The entries where `mask` is true."""
-        indices = mask.nonzero()[:, 2]
-        return cls(layer, indices, positions[mask].long(), mask.sum(-1), entry_bytes)
+        # Cloned: a view of one column would keep all three alive.
+        indices = mask.nonzero()[:, 2].clone()
+        return cls(layer, indices, positions[mask].int(), mask.sum(-1), entry_bytes)
+
+    def settled(self) -> LayerKeepSet:
+        """The same for the records, once a runtime has executed it: four bytes an entry, indices into the text."""
+        return replace(self, indices=self.packed_positions)
 
     @property
     def cu_seqlens(self) -> Int[Tensor, " heads_plus_1"]:

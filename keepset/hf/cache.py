@@ -153,7 +153,7 @@ class Cache(PromptCache):
     def _execute(self, layer: KeepLayer, observation: Observation, keep_set: KeepSet) -> None:
         kept = keep_set.layer(layer.index)
         layer.execute(kept, observation.state)
-        self._parts.append(kept)
+        self._parts.append(kept.settled())
 
     def _start_event(self) -> None:
         self._parts: list[LayerKeepSet] = []

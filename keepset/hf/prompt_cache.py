@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,11 @@ class PromptCache(TransformersCache, ABC):
         self.kept_layers = {
             index: KeepLayer(self, index) for index, layer in enumerate(layers) if type(layer) is DynamicLayer
         }
+        if not self.kept_layers:
+            warnings.warn(
+                f"Every layer of {type(model).__name__} has a window of its own: keepset compresses nothing.",
+                stacklevel=3,
+            )
         super().__init__(layers=[self.kept_layers.get(index, layer) for index, layer in enumerate(layers)])
         self.needs = needs
         self.prompt_length = prompt_length

@@ -235,3 +235,8 @@ def test_a_refused_call_leaves_the_model_usable() -> None:
     expected = full(model, ids, max_new_tokens=4).sequences
     model.set_attn_implementation("keepset")
     assert torch.equal(generate(model, ids, None, max_new_tokens=4).sequences, expected)
+
+
+def test_a_model_of_windows_only_is_said_to_stay_whole() -> None:
+    with pytest.warns(UserWarning, match="compresses nothing"):
+        keepset.Cache(tiny("mistral_window"), "knorm(keep=0.5)")
