@@ -72,7 +72,6 @@ class KeepLayer(CacheLayerMixin):
         self._seen: list[Tensor | int] = []
         self._collector: Collector | None = None
         self._held: dict[str, Tensor] | None = None
-        self._drafts: Forward | None = None
         self.collected_seconds: dict[str, float] = {}
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -195,9 +194,6 @@ class KeepLayer(CacheLayerMixin):
         assert self._held is not None
         self.store = EntryStore.pack({**self._held, **state}, kept.indices, kept.counts)
         self._held = None
-        if self._drafts is not None:
-            self._append(self._drafts)
-            self._drafts = None
 
     def adopt(self, observation: Observation, watched: KeepLayer) -> None:
         """Takes over the entries that another layer has observed, to be executed like its own."""
@@ -259,10 +255,11 @@ class KeepLayer(CacheLayerMixin):
             self.store = prompt.pack() if first else self.store
             return None
         self.compressed_at = self.logical - beyond
-        self._drafts = drafts
         self._observe(prompt, columns, exists, unbroken=first and prompt.valid is None)
-        # A method that looks across layers decides after the last one; until then drafts have seen everything.
-        return None if drafts is None or self.store is None else self._attend_store(drafts)
+        if drafts is None:
+            return None
+        self._append(drafts)
+        return self._attend_store(drafts)
 
     def _entries(self, prompt: Forward) -> tuple[dict[str, Tensor], Tensor]:
         """The prompt's entries so far, padded at the end of shorter requests, and which exist."""

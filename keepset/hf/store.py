@@ -67,7 +67,7 @@ class EntryStore:
         heads = torch.arange(batch * kv_heads, device=indices.device)
         rows = torch.repeat_interleave(heads, counts.flatten())
         flat = {name: _pick(column, rows, indices) for name, column in columns.items()}
-        return cls(batch, kv_heads, _runs(counts.flatten().tolist(), slack=0), flat)
+        return cls(batch, kv_heads, _runs(counts.flatten().tolist()), flat)
 
     @property
     def nbytes(self) -> int:
@@ -184,7 +184,7 @@ class EntryStore:
         starts = [run.start + i * run.capacity for run in self._runs for i in range(run.heads)]
         for name, flat in self._columns.items():
             self._columns[name] = torch.cat([flat[starts[h] : starts[h] + count] for h, count in wanted])
-        self._runs = _runs([count for _, count in wanted], slack=0)
+        self._runs = _runs([count for _, count in wanted])
 
     def _concatenate(self, other: EntryStore) -> None:
         for name, flat in self._columns.items():
@@ -192,19 +192,19 @@ class EntryStore:
             for mine, theirs in zip(_heads(self._runs, flat), _heads_of(other, name, flat), strict=True):
                 parts += [mine, theirs]
             self._columns[name] = torch.cat(parts)
-        self._runs = _runs([a + b for a, b in zip(self.counts, other.counts, strict=True)], slack=0)
+        self._runs = _runs([a + b for a, b in zip(self.counts, other.counts, strict=True)])
 
 
-def _runs(counts: Sequence[int], slack: int) -> list[Run]:
-    """Places for heads with these counts; equal neighbours share a run."""
+def _runs(counts: Sequence[int]) -> list[Run]:
+    """Exactly the places that heads with these counts need; equal neighbours share a run."""
     runs: list[Run] = []
     start = 0
     for head, count in enumerate(counts):
         if runs and runs[-1].count == count:
             runs[-1].heads += 1
         else:
-            runs.append(Run(head, 1, start, count, count + slack))
-        start += count + slack
+            runs.append(Run(head, 1, start, count, count))
+        start += count
     return runs
 
 
