@@ -39,6 +39,7 @@ class Method(ABC):
     paper: ClassVar[str]
     across_layers: ClassVar[bool] = False
     needs_budget: ClassVar[bool] = True
+    counts_from_data: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -48,6 +49,20 @@ class Method(ABC):
     def needs(self) -> Needs:
         """What the runtime has to collect for this method."""
         return Needs()
+
+    @property
+    def equal_heads(self) -> bool:
+        """Whether all KV heads of a layer keep the same number of entries."""
+        return self.layout != "head-ragged"
+
+    @property
+    def fixed_total(self) -> bool:
+        """Whether lengths and budget alone say how many entries a layer keeps.
+
+        A paged runtime then frees pages without asking what was kept. Where it is so, `quotas` must not look
+        at keys, values or queries, and the kept entries of a layer must be their sum.
+        """
+        return not self.counts_from_data
 
     @property
     def sinks(self) -> int:
@@ -116,6 +131,16 @@ class Allocator(Method):
     def needs(self) -> Needs:
         """What the scorer needs."""
         return self.scorer.needs
+
+    @property
+    def equal_heads(self) -> bool:
+        """Where neither the allocator nor its scorer lets them differ."""
+        return super().equal_heads and self.scorer.equal_heads
+
+    @property
+    def fixed_total(self) -> bool:
+        """Where it is so for both."""
+        return super().fixed_total and self.scorer.fixed_total
 
     @property
     def sinks(self) -> int:

@@ -1,0 +1,16 @@
+"""The plug-in's entry point: tells vLLM where keepset's classes are. Without a recipe nothing else happens."""
+
+from __future__ import annotations
+
+
+def register() -> None:
+    """Called by vLLM in each of its processes."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+
+    from keepset.vllm import stats
+
+    stats.name_folder()
+    # vLLM registers its own kinds of cache only while none is registered, so they must come first.
+    register_all_kvcache_specs(None)
+    register_backend(AttentionBackendEnum.CPU_ATTN, "keepset.vllm.backend_cpu.CPUKeepBackend")

@@ -1,0 +1,89 @@
+"""What keepset cannot serve, said in one sentence when the engine starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from keepset.errors import KeepsetError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from keepset.recipe import Recipe
+
+SUPPORTED = ("0.32",)
+"""vLLM versions that keepset is tested with."""
+
+_WHOLE = ("auto", "float16", "bfloat16", "float32")
+
+
+def check(config: VllmConfig, recipe: Recipe) -> None:
+    """Raises a KeepsetError where this recipe cannot be served with this configuration."""
+    for sentence in (*_of_version(), *_of_recipe(recipe), *_of_config(config), *_of_model(config)):
+        raise KeepsetError(f"keepset cannot serve {recipe}: {sentence}")
+
+
+def check_layer(name: str, layer: Any) -> None:
+    """Raises a KeepsetError where a layer of the model cannot be compressed."""
+    impl = layer.impl
+    reasons = {
+        "shares its keys and values with another layer": layer.kv_sharing_target_layer_name is not None,
+        "has a sliding window": layer.sliding_window is not None,
+        "adds to its logits what depends on distance (ALiBi)": getattr(impl, "alibi_slopes", None) is not None,
+        "caps its logits": bool(getattr(impl, "logits_soft_cap", 0)),
+        "has attention sinks inside its softmax": getattr(impl, "sinks", None) is not None,
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise KeepsetError(f"keepset cannot serve this model: its layer {name} {reason}.")
+
+
+def _of_version() -> Iterator[str]:
+    import vllm
+
+    if not vllm.__version__.startswith(tuple(f"{version}." for version in SUPPORTED)):
+        yield (
+            f"vLLM {vllm.__version__} is not among the versions that it is tested with; "
+            f"install vllm=={', '.join(SUPPORTED)}.*"
+        )
+
+
+def _of_recipe(recipe: Recipe) -> Iterator[str]:
+    method, needs = recipe.method, recipe.method.needs
+    if needs.columns:
+        yield f"{method.name} looks at the prompt's whole attention, which paged attention does not tell."
+    if needs.hidden_moments:
+        yield f"{method.name} looks at hidden states, which attention layers do not see."
+    if method.across_layers:
+        yield f"{method.name} looks across layers, and here each layer is compressed in its own forward."
+
+
+def _of_config(config: VllmConfig) -> Iterator[str]:
+    parallel, cache = config.parallel_config, config.cache_config
+    if config.speculative_config is not None:
+        yield "speculative decoding takes tokens back that were compressed; leave it out."
+    if config.kv_transfer_config is not None:
+        yield "KV connectors move whole caches; leave kv_transfer_config out."
+    if parallel.pipeline_parallel_size > 1:
+        yield "with pipeline parallelism a process does not see all layers; use tensor parallelism."
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        yield "context parallelism divides a request's entries; use tensor parallelism."
+    if getattr(parallel, "use_ubatching", False) or getattr(parallel, "enable_dbo", False):
+        yield "micro-batch overlap runs two batches at once; leave enable_dbo out."
+    if cache.cache_dtype not in _WHOLE:
+        yield f"a quantized KV cache ({cache.cache_dtype}) cannot be compressed; use kv_cache_dtype auto."
+    if config.scheduler_config.disable_hybrid_kv_cache_manager:
+        yield "it needs vLLM's hybrid KV-cache manager; leave disable_hybrid_kv_cache_manager out."
+
+
+def _of_model(config: VllmConfig) -> Iterator[str]:
+    model = config.model_config
+    if model.runner_type != "generate":
+        yield "only models that generate text have a cache to compress."
+    if model.is_encoder_decoder:
+        yield "encoder-decoder models are not supported."
+    if model.use_mla:
+        yield "the model caches latents (MLA) instead of keys and values."
+    if model.is_mm_prefix_lm:
+        yield "the model attends to parts of its prompt in both directions."

@@ -1,0 +1,77 @@
+"""`KeepSpec`: the kind of KV cache that vLLM's own registry knows keepset's layers by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Self
+
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
+from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
+
+from keepset.recipe import Recipe
+from keepset.vllm.manager import KeepManager
+from keepset.vllm.timeline import Timeline
+
+
+@register_kv_cache_spec(manager_class=KeepManager)
+@dataclass(frozen=True, kw_only=True)
+class KeepSpec(FullAttentionSpec):
+    """A growing cache that a recipe compresses.
+
+    Layers with equal specs share block tables, so `layer` differs between layers that keep different numbers of
+    entries: a hungry layer then holds no other layer's pages.
+
+    Attributes:
+        recipe: the recipe's text.
+        layer: the layer whose number of kept entries is this group's.
+        layers: all layers that are compressed.
+    """
+
+    recipe: str
+    layer: int
+    layers: tuple[int, ...]
+
+    @classmethod
+    def wrap(cls, spec: FullAttentionSpec, recipe: Recipe, layer: int, layers: tuple[int, ...]) -> KeepSpec:
+        """vLLM's own spec, and what keepset adds."""
+        own = {field.name: getattr(spec, field.name) for field in fields(FullAttentionSpec)}
+        return cls(**own, recipe=str(recipe), layer=layer, layers=layers)
+
+    @property
+    def timeline(self) -> Timeline:
+        """When this group's requests are compressed."""
+        return _timeline(self.recipe, self.layer, self.layers, self.num_kv_heads, self.block_size)
+
+    def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
+        """Whether one block table could serve all of these layers."""
+        return all(_same_group(self, spec) for spec in kv_cache_specs.values())
+
+    @classmethod
+    def merge(cls, specs: Sequence[Self]) -> Self:
+        """One spec for a group; an AssertionError tells vLLM that these layers are not one."""
+        assert all(_same_group(specs[0], spec) for spec in specs)
+        names = [field.name for field in fields(FullAttentionSpec)]
+        plain = [FullAttentionSpec(**{name: getattr(spec, name) for name in names}) for spec in specs]
+        first = specs[0]
+        merged = FullAttentionSpec.merge(plain)
+        return cls(
+            **{name: getattr(merged, name) for name in names},
+            recipe=first.recipe,
+            layer=first.layer,
+            layers=first.layers,
+        )
+
+
+def _same_group(a: KVCacheSpec, b: KVCacheSpec) -> bool:
+    return (
+        isinstance(a, KeepSpec)
+        and isinstance(b, KeepSpec)
+        and (a.recipe, a.layer, a.layers) == (b.recipe, b.layer, b.layers)
+    )
+
+
+@cache
+def _timeline(recipe: str, layer: int, layers: tuple[int, ...], kv_heads: int, block_size: int) -> Timeline:
+    return Timeline(Recipe.parse(recipe), layer, layers, kv_heads, block_size)

@@ -1,0 +1,408 @@
+"""`Planner`: from what vLLM schedules for one step to what keepset's attention layers do in it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from keepset.errors import KeepsetError
+from keepset.vllm.ragged import RaggedStep, RaggedTables
+from keepset.vllm.spec import KeepSpec
+from keepset.vllm.windows import Capture, Record, Windows
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+
+@dataclass(frozen=True)
+class Row:
+    """One request in one step.
+
+    Attributes:
+        index: its row of the batch.
+        first, last: its tokens among the step's queries.
+        prompt: tokens of its prompt.
+        before, after: tokens that it has had before and after this step.
+    """
+
+    index: int
+    first: int
+    last: int
+    prompt: int
+    before: int
+    after: int
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """A request's prompt queries of this step, for its moments."""
+
+    record: Record
+    first: int
+    last: int
+    position: int
+
+
+@dataclass(frozen=True)
+class Event:
+    """The compression of requests that hold equally many entries.
+
+    Entries that came after the event's point in the same step (a prompt that is computed again after a preemption
+    ends anywhere) are not looked at and stay.
+
+    Attributes:
+        rows: their rows of the batch.
+        at: tokens that each request has had at the event's point.
+        newer: entries after that point.
+        width: entries of the head that has most, newer ones included.
+        keep: entries that the average head must be left with; None where the data decide.
+        compressed: whether these requests were compressed before.
+        ends_prompt: whether the point is the prompt's end.
+        shifted: where the entries lie and will lie, when that is the same for all layers; else
+        table, first: blocks by logical position, and the first that the scheduler leaves, where it knows.
+        records, slots, window: recorded queries: of each request, their ring, and positions up to the point.
+    """
+
+    rows: Int[Tensor, " rows"]
+    at: Int[Tensor, " rows"]
+    newer: int
+    width: int
+    keep: int | None
+    compressed: bool
+    ends_prompt: bool
+    shifted: Shifted | None = None
+    table: Int[Tensor, "all_rows width"] | None = None
+    first: Int[Tensor, " rows"] | None = None
+    records: list[Record] = field(default_factory=list)
+    slots: Int[Tensor, " rows"] | None = None
+    window: Int[Tensor, "rows n"] | None = None
+
+    @property
+    def level(self) -> bool:
+        """Whether all heads have equally many entries."""
+        return self.shifted is not None
+
+    @property
+    def short(self) -> bool:
+        """Whether a window reaches back beyond a text's beginning."""
+        return self.window is not None and bool((self.window < 0).any())
+
+
+class Shifted(NamedTuple):
+    """Entries of heads that keep equally many, layer for layer in the same places.
+
+    Attributes:
+        before, after: sub-pages that hold each head's entries, and those that will.
+        counts: entries that each head kept at its event before.
+        entries: entries that each head has.
+    """
+
+    before: Int[Tensor, "rows kv_heads pages"]
+    after: Int[Tensor, "rows kv_heads pages_after"]
+    counts: Int[Tensor, "rows kv_heads"]
+    entries: Int[Tensor, "rows kv_heads"]
+
+
+@dataclass
+class Step:
+    """What keepset's layers do in one step, the same for all layers of a group.
+
+    Attributes:
+        planner: who planned it.
+        metadata: vLLM's metadata with physical lengths, tables and slots.
+        events: compressions, after the layer's attention.
+        early, late: queries to record before and after them.
+        statistics: prompt queries whose moments are collected.
+        ragged: page tables of single heads, where requests have them.
+    """
+
+    planner: Planner
+    metadata: CommonAttentionMetadata
+    events: list[Event] = field(default_factory=list)
+    early: Capture | None = None
+    late: Capture | None = None
+    statistics: list[Statistics] = field(default_factory=list)
+    ragged: RaggedStep | None = None
+
+
+class Planner:
+    """Plans the steps of one group of layers.
+
+    Args:
+        spec: of the group's cache.
+        layers: names and indices in the model of the group's layers.
+        model_type: of the model.
+        requests: how many can run at once.
+        blocks: in the whole pool.
+    """
+
+    def __init__(
+        self, spec: KeepSpec, layers: dict[str, int], model_type: str, requests: int, blocks: int
+    ) -> None:
+        self.timeline, self.block_size, self.kv_heads = spec.timeline, spec.block_size, spec.num_kv_heads
+        self.layers, self.all_layers, self.model_type = layers, spec.layers, model_type
+        self._blocks = blocks
+        self._places = {name: place for place, name in enumerate(layers)}
+        recipe = self.timeline.recipe
+        needs = recipe.method.needs
+        self.skips = needs.query_moments
+        self._collects = self.looks_ahead and recipe.schedule.prefill
+        # What the moments of a decode-time event cover is recorded like a window.
+        buffer = needs.buffer if self.looks_ahead and recipe.schedule.every is not None else 0
+        self.window = max(needs.window, buffer)
+        self.windows = Windows(len(layers), max(self.window, 1), requests)
+        self.ragged = RaggedTables(len(layers), self.kv_heads, self.block_size) if self.timeline.ragged else None
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether the recipe looks at queries before rotation."""
+        return bool(self.skips)
+
+    def place(self, layer: str) -> int:
+        """A layer's place in the group."""
+        return self._places[layer]
+
+    def plan(self, metadata: CommonAttentionMetadata) -> Step:
+        """The step that this metadata describes."""
+        rows = self._rows(metadata)
+        step = Step(self, metadata)
+        if not rows:
+            return step
+        if self.window or self.looks_ahead:
+            self._capture(rows, step)
+        if self.ragged is not None:
+            self._plan_ragged(rows, step)
+        else:
+            self._plan_shifted(rows, step)
+        return step
+
+    def _rows(self, metadata: CommonAttentionMetadata) -> list[Row]:
+        """The requests of a real step; a dummy run has none."""
+        if metadata.rswa_prefix_lens is None:
+            raise KeepsetError(
+                "This vLLM does not say how long prompts are where keepset looks for it: use a supported version."
+            )
+        count = metadata.num_reqs
+        lengths = metadata.seq_lens if metadata.seq_lens_cpu_upper_bound is None else metadata.seq_lens_cpu_upper_bound
+        prompts, after = metadata.rswa_prefix_lens[:count].tolist(), lengths[:count].tolist()
+        starts = metadata.query_start_loc_cpu[: count + 1].tolist()
+        rows = []
+        for index, (prompt, length) in enumerate(zip(prompts, after, strict=True)):
+            first, last = starts[index], starts[index + 1]
+            if last > first and 0 < prompt and last - first <= length:
+                rows.append(Row(index, first, last, prompt, length - (last - first), length))
+        return rows
+
+    # --- recording
+
+    def _capture(self, rows: list[Row], step: Step) -> None:
+        """Which queries are recorded: those that the next event will look at."""
+        early: list[tuple[int, int, int]] = []  # slot, first query, first position, and so on for each token
+        late: list[tuple[int, int, int]] = []
+        pages = step.metadata.block_table_tensor
+        self._by_row: dict[int, Record] = {}
+        for row in rows:
+            event = self._event(row)
+            upcoming = self.timeline.next_event(row.prompt, row.after)
+            soon = upcoming is not None and upcoming - row.after < self.window
+            collecting = self._collects and row.before < row.prompt
+            before = int(pages[row.index, max(row.before - 1, 0) // self.block_size])
+            if not (event or soon or collecting):
+                self.windows.forget(before)
+                continue
+            page = int(pages[row.index, (row.after - 1) // self.block_size])
+            start = max(row.before, (event or row.after) - self.window)
+            record = self.windows.follow(before, page, start, row.before, row.after)
+            self._by_row[row.index] = record
+            if event:
+                early += self._span(row, record, start, event)
+                start = max(event, row.after - self.window)
+            if soon:
+                (late if event else early).extend(self._span(row, record, start, row.after))
+            if collecting:
+                until = min(row.prompt, row.after)
+                step.statistics.append(
+                    Statistics(record, row.first, row.first + until - row.before, row.before)
+                )
+        step.early, step.late = self._to_capture(early), self._to_capture(late)
+
+    def _span(self, row: Row, record: Record, start: int, stop: int) -> list[tuple[int, int, int]]:
+        if not self.window:
+            return []
+        return [
+            (row.first + position - row.before, record.slot, position % self.window)
+            for position in range(start, stop)
+        ]
+
+    def _to_capture(self, places: list[tuple[int, int, int]]) -> Capture | None:
+        if not places:
+            return None
+        return Capture(*torch.tensor(places).unbind(1))
+
+    # --- events
+
+    def _event(self, row: Row) -> int:
+        """The point in this step at which the request is compressed; 0 where nothing is to drop."""
+        at = self.timeline.event(row.prompt, row.after)
+        if at <= row.before:
+            return 0
+        if self.timeline.fixed and self.timeline.dropped(row.prompt, row.after) <= self.timeline.dropped(
+            row.prompt, row.before
+        ):
+            return 0
+        return at
+
+    def _window(self, rows: list[Row], ats: list[int]) -> dict[str, Any]:
+        """What an event is told about recorded queries."""
+        if not (self.window or self.looks_ahead):
+            return {}
+        records = [self._by_row[row.index] for row in rows]
+        for row, record, at in zip(rows, records, ats, strict=True):
+            if self.window and record.start > max(at - self.window, 0) and record.start > self._shared(row):
+                raise RuntimeError("keepset lost the queries of a request that is to be compressed.")
+        back = torch.arange(-self.window, 0)
+        return {
+            "records": records,
+            "slots": torch.tensor([record.slot for record in records]),
+            "window": torch.tensor(ats)[:, None] + back,
+        }
+
+    def _shared(self, row: Row) -> int:
+        """First tokens that may have come from another request's pages, so that their queries were not seen."""
+        return self.timeline.shareable(row.prompt) or 0
+
+    # --- all heads keep equally many entries: the same table for all, shifted
+
+    def _plan_shifted(self, rows: list[Row], step: Step) -> None:
+        timeline, size = self.timeline, self.block_size
+        dropped = [0] * step.metadata.num_reqs
+        groups: defaultdict[tuple[int, int, int, bool, bool], list[Row]] = defaultdict(list)
+        for row in rows:
+            gone = dropped[row.index] = timeline.dropped(row.prompt, row.before)
+            if at := self._event(row):
+                left = row.after - timeline.dropped(row.prompt, row.after)
+                groups[row.after - gone, row.after - at, left, gone > 0, at == row.prompt].append(row)
+        table = step.metadata.block_table_tensor
+        for (width, newer, left, compressed, ends_prompt), members in groups.items():
+            ats = [row.after - newer for row in members]
+            step.events.append(
+                Event(
+                    rows=torch.tensor([row.index for row in members]),
+                    at=torch.tensor(ats),
+                    newer=newer,
+                    width=width,
+                    keep=left - newer,
+                    compressed=compressed,
+                    ends_prompt=ends_prompt,
+                    shifted=self._shifted(members, table, width, left),
+                    **self._window(members, ats),
+                )
+            )
+        if any(dropped):
+            gone = torch.tensor(dropped)
+            self._shift_slots(step.metadata, gone)
+            columns = (torch.arange(table.shape[1])[None] + (gone // size)[:, None]).clamp(max=table.shape[1] - 1)
+            step.metadata = step.metadata.replace(
+                block_table_tensor=table.gather(1, columns),
+                seq_lens=step.metadata.seq_lens - gone.to(step.metadata.seq_lens),
+                max_seq_len=max(row.after - dropped[row.index] for row in rows),
+                _num_computed_tokens_cache=None,
+            )
+
+    def _shifted(self, rows: list[Row], table: Tensor, width: int, left: int) -> Shifted:
+        """Entries lie in their blocks from the first that is not freed; and so they will afterwards."""
+        timeline = self.timeline
+        indices = torch.tensor([row.index for row in rows])
+
+        def subpages(gone: list[int], entries: int) -> Tensor:
+            first = torch.tensor(gone) // self.block_size
+            blocks = table[indices[:, None], first[:, None] + torch.arange(-(-entries // self.block_size))].long()
+            return blocks[:, None] * self.kv_heads + torch.arange(self.kv_heads)[:, None]
+
+        gone = [timeline.dropped(row.prompt, row.before) for row in rows]
+        kept = [timeline.event(row.prompt, row.before) - d if d else 0 for row, d in zip(rows, gone, strict=True)]
+        shape = (len(rows), self.kv_heads)
+        return Shifted(
+            before=subpages(gone, width),
+            after=subpages([timeline.dropped(row.prompt, row.after) for row in rows], left),
+            counts=torch.tensor(kept)[:, None].expand(shape),
+            entries=torch.full(shape, width),
+        )
+
+    def held(self, event: Event, place: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Sub-pages, entries kept at the event before, and entries of each head in one layer."""
+        if event.shifted is not None:
+            return event.shifted.before, event.shifted.counts, event.shifted.entries
+        assert self.ragged is not None
+        return self.ragged.held(event.rows, place)
+
+    def settle(
+        self, event: Event, place: int, left: Int[Tensor, "rows kv_heads"]
+    ) -> Int[Tensor, "rows kv_heads pages"] | None:
+        """Sub-pages that will hold each head's entries in one layer, now that it is known how many it has.
+
+        None where they would take more pages than the request has: then the layer stays as it is.
+        """
+        if event.shifted is not None:
+            return event.shifted.after
+        assert self.ragged is not None and event.table is not None
+        return self.ragged.settle(event.rows, place, left, event.table, event.first)
+
+    def _shift_slots(self, metadata: CommonAttentionMetadata, gone: Tensor) -> None:
+        """Moves the new tokens' slots to where their requests' entries end.
+
+        In place, because the layers write to the cache with the very tensor that is here.
+        """
+        shift = gone % self.block_size
+        if not bool(shift.any()):
+            return
+        table, slots = metadata.block_table_tensor, metadata.slot_mapping
+        starts = metadata.query_start_loc_cpu.long()
+        lengths = starts[1:] - starts[:-1]
+        row = torch.repeat_interleave(torch.arange(lengths.shape[0]), lengths)
+        place = torch.arange(row.shape[0]) - starts[row] + (metadata.seq_lens.long() - lengths - shift)[row]
+        moved = table[row, place // self.block_size].long() * self.block_size + place % self.block_size
+        slots[: row.shape[0]] = torch.where(shift[row] > 0, moved, slots[: row.shape[0]])
+
+    # --- heads differ: a table for each
+
+    def _plan_ragged(self, rows: list[Row], step: Step) -> None:
+        timeline, metadata = self.timeline, step.metadata
+        groups: defaultdict[tuple[int, int, int, bool], list[Row]] = defaultdict(list)
+        compressed = []
+        for row in rows:
+            done = timeline.dropped(row.prompt, row.before) if timeline.fixed else timeline.event(row.prompt, row.before)
+            compressed.append(done > 0)
+            if at := self._event(row):
+                groups[row.after, at, row.prompt, done > 0].append(row)
+        assert self.ragged is not None
+        step.ragged = self.ragged.advance(
+            metadata.block_table_tensor[: len(rows)],
+            torch.tensor([row.before for row in rows]),
+            torch.tensor([row.after for row in rows]),
+            metadata.query_start_loc_cpu[: len(rows) + 1].long(),
+            compressed,
+            bool(groups),
+            self._blocks,
+        )
+        for (after, at, prompt, was_compressed), members in groups.items():
+            ats, freed = [at] * len(members), timeline.freed(prompt, after)
+            step.events.append(
+                Event(
+                    rows=torch.tensor([row.index for row in members]),
+                    at=torch.tensor(ats),
+                    newer=after - at,
+                    width=after,
+                    keep=at - timeline.dropped(prompt, after) if timeline.fixed else None,
+                    compressed=was_compressed,
+                    ends_prompt=at == prompt,
+                    table=metadata.block_table_tensor,
+                    first=torch.full((len(members),), freed) if timeline.fixed else None,
+                    **self._window(members, ats),
+                )
+            )
