@@ -56,6 +56,11 @@ class Method(ABC):
         return self.layout != "head-ragged"
 
     @property
+    def equal_layers(self) -> bool:
+        """Whether all layers keep the same number of entries."""
+        return self.layout != "layer-ragged"
+
+    @property
     def fixed_total(self) -> bool:
         """Whether lengths and budget alone say how many entries a layer keeps.
 
@@ -136,6 +141,11 @@ class Allocator(Method):
     def equal_heads(self) -> bool:
         """Where neither the allocator nor its scorer lets them differ."""
         return super().equal_heads and self.scorer.equal_heads
+
+    @property
+    def equal_layers(self) -> bool:
+        """Where neither the allocator nor its scorer lets them differ."""
+        return super().equal_layers and self.scorer.equal_layers
 
     @property
     def fixed_total(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from keepset.errors import KeepsetError
+from keepset.vllm.grouping import group_of
 from keepset.vllm.refusals import check, check_layer
 from keepset.vllm.settings import recipe_of
 
@@ -56,19 +57,6 @@ class Active:
         # Prompt lengths reach the attention layers only where this is set; its number plays no part.
         self.config.model_config.model_arch_config.rswa_window = 1
         return KeepSpec.wrap(spec, self.recipe, group_of(self.recipe, index, indices), indices)
-
-
-def group_of(recipe: Recipe, layer: int, layers: tuple[int, ...]) -> int:
-    """The layer whose block table a layer shares: itself where layers keep different numbers."""
-    from keepset.allocate.pyramid import Pyramid
-    from keepset.method import Allocator
-
-    method = recipe.method
-    while isinstance(method, Allocator):
-        if isinstance(method, Pyramid):
-            return layer
-        method = method.scorer
-    return layers[0]
 
 
 _active: Active | None = None

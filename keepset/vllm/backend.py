@@ -14,8 +14,9 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, Comm
 
 from keepset.errors import KeepsetError
 from keepset.vllm import moments
-from keepset.vllm.active import activate, active, group_of
+from keepset.vllm.active import activate, active
 from keepset.vllm.compact import Compactor
+from keepset.vllm.grouping import group_of
 from keepset.vllm.pages import Pages
 from keepset.vllm.rotation import Rotation
 from keepset.vllm.spec import KeepSpec

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from keepset.errors import KeepsetError
+from keepset.vllm.grouping import one_table
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -15,12 +17,15 @@ if TYPE_CHECKING:
 SUPPORTED = ("0.32",)
 """vLLM versions that keepset is tested with."""
 
+CARRIER = {"kv_connector": "Carrier", "kv_role": "kv_both", "kv_connector_module_path": "keepset.vllm.carrier"}
+"""The `kv_transfer_config` of recipes whose counts come from the data."""
+
 _WHOLE = ("auto", "float16", "bfloat16", "float32")
 
 
 def check(config: VllmConfig, recipe: Recipe) -> None:
     """Raises a KeepsetError where this recipe cannot be served with this configuration."""
-    for sentence in (*_of_version(), *_of_recipe(recipe), *_of_config(config), *_of_model(config)):
+    for sentence in (*_of_version(), *_of_recipe(recipe), *_of_config(config, recipe), *_of_model(config)):
         raise KeepsetError(f"keepset cannot serve {recipe}: {sentence}")
 
 
@@ -59,12 +64,15 @@ def _of_recipe(recipe: Recipe) -> Iterator[str]:
         yield f"{method.name} looks across layers, and here each layer is compressed in its own forward."
 
 
-def _of_config(config: VllmConfig) -> Iterator[str]:
+def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
     parallel, cache = config.parallel_config, config.cache_config
     if config.speculative_config is not None:
         yield "speculative decoding takes tokens back that were compressed; leave it out."
-    if config.kv_transfer_config is not None:
+    connector = config.kv_transfer_config
+    if connector is not None and connector.kv_connector_module_path != CARRIER["kv_connector_module_path"]:
         yield "KV connectors move whole caches; leave kv_transfer_config out."
+    elif connector is None and not recipe.method.fixed_total:
+        yield f"how much it keeps depends on the data; give kv_transfer_config {json.dumps(CARRIER)}."
     if parallel.pipeline_parallel_size > 1:
         yield "with pipeline parallelism a process does not see all layers; use tensor parallelism."
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
@@ -73,6 +81,8 @@ def _of_config(config: VllmConfig) -> Iterator[str]:
         yield "micro-batch overlap runs two batches at once; leave enable_dbo out."
     if cache.cache_dtype not in _WHOLE:
         yield f"a quantized KV cache ({cache.cache_dtype}) cannot be compressed; use kv_cache_dtype auto."
+    if cache.enable_prefix_caching and not one_table(recipe):
+        yield "its layers keep different numbers of entries; turn prefix caching off (--no-enable-prefix-caching)."
     if config.scheduler_config.disable_hybrid_kv_cache_manager:
         yield "it needs vLLM's hybrid KV-cache manager; leave disable_hybrid_kv_cache_manager out."
 

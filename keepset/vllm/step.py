@@ -11,6 +11,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from keepset.errors import KeepsetError
+from keepset.vllm.outbox import outbox
 from keepset.vllm.ragged import RaggedStep, RaggedTables
 from keepset.vllm.spec import KeepSpec
 from keepset.vllm.windows import Capture, Record, Windows
@@ -391,6 +392,9 @@ class Planner:
             self._blocks,
         )
         for (after, at, prompt, was_compressed), members in groups.items():
+            if step.ragged is not None and not timeline.fixed:
+                for row in members:
+                    outbox.put(self.ragged, int(step.ragged.pages[row.index]))
             ats, freed = [at] * len(members), timeline.freed(prompt, after)
             step.events.append(
                 Event(
