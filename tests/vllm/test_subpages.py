@@ -236,7 +236,7 @@ def test_heads_that_are_full_at_the_event() -> None:
     ]
 
 
-def test_events_that_nobody_sees_do_no_harm() -> None:
+def test_empty_batches() -> None:
     """No rows, no tokens, no pages: shapes without elements."""
     none = Layout(*(torch.zeros(0, *shape, dtype=torch.long) for shape in ((2, 3), (2,), (2,))))
     empty = torch.zeros(0, 4, dtype=torch.int32)
