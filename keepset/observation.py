@@ -25,16 +25,20 @@ class Needs:
 
     Attributes:
         window: how many of the newest queries.
-        columns: statistics of each column of the prompt's causal attention: `"sum"`, `"max"`.
+        columns: statistics of each column of the prompt's causal attention: `"sum"`, `"max"`; not for events after
+            the prompt.
         query_moments: moments of the queries before rotation; each number says how many of the first
             tokens to leave out.
         hidden_moments: the same for the hidden states that enter the layer's attention.
+        buffer: over how many of the newest queries their moments are taken at an event after the prompt;
+            at the prompt's end it is the whole prompt.
     """
 
     window: int = 0
     columns: frozenset[str] = field(default_factory=frozenset)
     query_moments: frozenset[int] = field(default_factory=frozenset)
     hidden_moments: frozenset[int] = field(default_factory=frozenset)
+    buffer: int = 0
 
     def __or__(self, other: Needs) -> Needs:
         return Needs(
@@ -42,6 +46,7 @@ class Needs:
             self.columns | other.columns,
             self.query_moments | other.query_moments,
             self.hidden_moments | other.hidden_moments,
+            max(self.buffer, other.buffer),
         )
 
     @property

@@ -35,6 +35,13 @@ class Recipe:
     budget: Budget = field(default_factory=Budget)
     schedule: Schedule = field(default_factory=Schedule)
 
+    def __post_init__(self) -> None:
+        if self.schedule.every is not None and isinstance(self.budget.keep, float):
+            raise KeepsetError(
+                f"keep={self.budget.keep!r} does not go with every={self.schedule.every}, because a fraction of what "
+                "is left would shrink at every event: use a whole number of entries such as 512."
+            )
+
     @classmethod
     def of(
         cls,
@@ -125,6 +132,9 @@ class Recipe:
             KeepsetError: its method needs a budget and it has none.
         """
         if self.method.needs_budget and self.budget.keep is None:
+            if self.schedule.every is not None:
+                example = self.text(max(512, self.budget.sinks + self.budget.recent))
+                raise KeepsetError(f"{self} says not how much to keep: write {example}.")
             raise KeepsetError(
                 f"{self} says not how much to keep: write {self.with_keep(0.25)}; for keep, {KEEP_HELP}."
             )

@@ -72,7 +72,8 @@ def recipes(draw: st.DrawFn) -> Recipe:
     number = st.integers(max(1, sinks + recent), 2**63 - 1) if sinks + recent < 2**63 else fraction
     every = draw(st.none() | st.integers(1, 10_000))
     prefill = draw(st.booleans()) if every else True
-    return Recipe(method, Budget(draw(st.none() | fraction | number), sinks, recent), Schedule(prefill, every))
+    keep = draw(st.none() | number if every and sinks + recent < 2**63 else st.none() if every else fraction | number)
+    return Recipe(method, Budget(keep, sinks, recent), Schedule(prefill, every))
 
 
 @examples
@@ -145,7 +146,7 @@ def test_keep_can_be_replaced() -> None:
 
 
 def test_text_with_another_keep_need_not_suit_the_recipe() -> None:
-    recipe = Recipe.parse("streaming_llm(keep=0.5, every=8)")
+    recipe = Recipe.parse("streaming_llm(keep=64, every=8)")
     assert recipe.text(3) == "streaming_llm(keep=3, every=8)"
     assert recipe.text(None) == "streaming_llm(every=8)"
 
@@ -230,6 +231,8 @@ def test_refuses_what_is_no_recipe(text: str, says: str) -> None:
         ("knorm(every=True)", "every=True"),
         ("knorm(prefill=1)", "prefill=1"),
         ("knorm(prefill=False)", "every"),
+        ("knorm(keep=0.5, every=8)", "use a whole number of entries"),
+        ("knorm(keep=1.0, prefill=False, every=8)", "keep=1.0 does not go with every=8"),
         ("knorm(sinks=-1)", "sinks=-1"),
         ("knorm(sinks=1.0)", "sinks=1.0"),
         ("knorm(recent=False)", "recent=False"),
@@ -425,6 +428,18 @@ def test_select_needs_a_budget() -> None:
     assert Recipe.parse("knorm(keep=0.5)").select(observation).counts.tolist() == [[[4]]]
     with pytest.raises(KeepsetError, match=r"knorm says not how much to keep: write knorm\(keep=0.25\)"):
         Recipe.parse("knorm").select(observation)
+    with pytest.raises(KeepsetError, match=r"says not how much to keep: write snapkv\(keep=512, every=8\)\.$"):
+        Recipe.parse("snapkv(every=8)").select(observation)
+
+
+def test_what_follows_from_a_recipe_is_checked_too() -> None:
+    recipe = Recipe.parse("knorm(every=8, keep=1)")
+    assert str(recipe.without_budget()) == "knorm(every=8)"
+    assert str(recipe.with_keep(7)) == "knorm(keep=7, every=8)"
+    with pytest.raises(KeepsetError, match="a fraction of what is left"):
+        recipe.with_keep(0.5)
+    with pytest.raises(KeepsetError, match="a fraction of what is left"):
+        Recipe.of(Knorm(), keep=0.5, every=8)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from jaxtyping import Int
 from torch import Tensor
 
@@ -20,7 +21,8 @@ class Pyramid(Allocator):
 
     What always stays is the same in every layer; the rest, r entries on average, falls from 2r - r/beta in
     the first layer to r/beta in the last. Where the text is too short for the first layer's share, the
-    slope is the steepest that fits. Rounding keeps the sum over layers exactly layers x budget.
+    slope is the steepest that fits. Rounding keeps the sum over layers exactly layers x budget. After an
+    event that is what layers aim at; one that holds less keeps what it has.
     """
 
     name: ClassVar[str] = "pyramid"
@@ -40,12 +42,18 @@ class Pyramid(Allocator):
     def quotas(self, observation: Observation, budget: Budget) -> Int[Tensor, "batch kv_heads"]:
         """Entries of this layer, for every request and KV head."""
         average = self.scorer.quotas(observation, budget)
+        existing = observation.valid.sum(-1)
         layers = len(observation.layers)
         if layers == 1:
             return average
+        most = existing
+        if isinstance(budget.keep, int):
+            # Layers hold different numbers after an event: what they aim at must not depend on it.
+            most = torch.maximum(existing, observation.lengths[:, None])
+            average = average.where(average < existing, most.clamp(max=budget.keep))
         always = average.clamp(max=budget.sinks + budget.recent)
         rest = (average - always).double()
-        room = (observation.valid.sum(-1) - always).double()
+        room = (most - always).double()
         first = (2 * rest - rest / self.beta).minimum(room)
         step = 2 * (first - rest) / (layers - 1)
 
@@ -53,4 +61,4 @@ class Pyramid(Allocator):
             """Entries of the first `depth` layers; rounding sums instead of layers keeps the total."""
             return (depth * first - step * (depth * (depth - 1) / 2) + 1e-6).floor().long()
 
-        return always + before(observation.depth + 1) - before(observation.depth)
+        return (always + before(observation.depth + 1) - before(observation.depth)).minimum(existing)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import time
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from jaxtyping import Int
@@ -41,12 +42,25 @@ class Event:
     seconds: float
 
 
+@dataclass
+class _Running:
+    """An event that some layers have reached and others have not."""
+
+    parts: list[LayerKeepSet] = field(default_factory=list)
+    observations: dict[int, Observation] = field(default_factory=dict)
+    entries: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
 class Cache(PromptCache):
     """A cache for `model.generate(..., past_key_values=cache)` that keeps what a recipe says.
 
     Creating one sets the model's attention implementation to keepset's, which behaves as `sdpa` for every
-    other cache. The prompt is compressed layer by layer while it is prefilled; tokens after it stay. A cache
-    serves one conversation: further `generate` calls continue on it.
+    other cache. The prompt is compressed layer by layer while it is prefilled. Tokens after it stay, unless the
+    recipe's `every=` says after how many of them all that is there is compressed again; tokens that are fed
+    together see what there was before the newest event among them. A cache serves one conversation: further
+    `generate` calls continue on it.
 
     Args:
         model: a decoder-only transformers model.
@@ -68,13 +82,12 @@ class Cache(PromptCache):
         prompt_length: int | None = None,
     ) -> None:
         self.recipe = (Recipe.parse(recipe) if isinstance(recipe, str) else recipe).require_budget()
-        if self.recipe.schedule.every is not None:
-            raise KeepsetError(f"{self.recipe}: compression while decoding (every=...) is not available yet.")
+        check_schedule(self.recipe)
         if task_tokens is not None:
             raise KeepsetError(f"{self.recipe.method.name} is not aware of a task: leave task_tokens out.")
-        super().__init__(model, self.recipe.method.needs, prompt_length)
+        super().__init__(model, self.recipe.method.needs, prompt_length, self.recipe.schedule)
         self.events: list[Event] = []
-        self._start_event()
+        self._running: defaultdict[int, _Running] = defaultdict(_Running)
 
     @classmethod
     def from_prompt(
@@ -88,8 +101,16 @@ class Cache(PromptCache):
 
         Exact, because a prompt is compressed after its attention: one prefill serves any number of recipes.
         The observations stay as they are; they must hold what the recipe's method needs.
+
+        Raises:
+            KeepsetError: the recipe cannot be used, or compresses more than the prompt.
         """
         cache = cls(model, recipe)
+        if cache.schedule.every is not None:
+            raise KeepsetError(
+                f"{cache.recipe} compresses while decoding, but a shared prefill serves the prompt's compression "
+                "only: leave every= out."
+            )
         cache.stop_watching()
         for index, layer in enumerate(prompt.layers):
             if index not in cache.kept_layers:
@@ -108,7 +129,7 @@ class Cache(PromptCache):
     def fork(self) -> Cache:
         """An independent copy: what is appended to one is not seen by the other."""
         twin = copy.copy(self)
-        twin.events = list(self.events)
+        twin.events, twin._running = list(self.events), defaultdict(_Running)
         twin._tap = copy.deepcopy(self._tap)
         twin.kept_layers = {index: layer.fork(twin) for index, layer in self.kept_layers.items()}
         twin.layers = [twin.kept_layers.get(index) or copy.deepcopy(layer) for index, layer in enumerate(self.layers)]
@@ -118,44 +139,60 @@ class Cache(PromptCache):
         """Forgets everything that was cached."""
         super().reset()
         self.events.clear()
-        self._start_event()
+        self._running.clear()
 
     def observed(self, layer: KeepLayer, observation: Observation) -> None:
         """Compresses the layer now, or all layers once the last one has been observed."""
+        assert layer.compressed_at is not None
+        event = self._running[layer.compressed_at]
         entries = int(observation.valid.sum())
-        self._entries += entries
-        self._nbytes += entries * observation.entry_bytes
+        event.entries += entries
+        event.nbytes += entries * observation.entry_bytes
         start = time.perf_counter()
         method, budget = self.recipe.method, self.recipe.budget
         if not method.across_layers:
-            self._execute(layer, observation, method.select(observation, budget))
-        elif layer.logical != layer.compressed_at:
+            event.parts.append(_execute(layer, observation, method.select(observation, budget)))
+        elif layer.compressed_at == layer.prompt != layer.logical:
             raise KeepsetError(
                 f"{method.name} looks across layers, so it cannot take drafted tokens together with the prompt: "
                 "leave assisted generation out."
             )
         else:
-            self._observations[layer.index] = observation
-            if len(self._observations) == len(self.kept_layers):
-                keep_set = method.select_all(list(self._observations.values()), budget)
-                for index, seen in self._observations.items():
-                    self._execute(self.kept_layers[index], seen, keep_set)
-                self._observations.clear()
-        self._seconds += time.perf_counter() - start
-        if len(self._parts) == len(self.kept_layers):
-            assert layer.compressed_at is not None
+            event.observations[layer.index] = observation
+            if len(event.observations) == len(self.kept_layers):
+                keep_set = method.select_all(list(event.observations.values()), budget)
+                event.parts += [
+                    _execute(self.kept_layers[index], seen, keep_set) for index, seen in event.observations.items()
+                ]
+        event.seconds += time.perf_counter() - start
+        if len(event.parts) == len(self.kept_layers):
+            del self._running[layer.compressed_at]
             self.events.append(
-                Event(layer.compressed_at, KeepSet(self._parts), self._entries, self._nbytes, self._seconds)
+                Event(layer.compressed_at, KeepSet(event.parts), event.entries, event.nbytes, event.seconds)
             )
-            self.stop_watching()
-            self._start_event()
+            if self.schedule.every is None:
+                self.stop_watching()
 
-    def _execute(self, layer: KeepLayer, observation: Observation, keep_set: KeepSet) -> None:
-        kept = keep_set.layer(layer.index)
-        layer.execute(kept, observation.state)
-        self._parts.append(kept.settled())
 
-    def _start_event(self) -> None:
-        self._parts: list[LayerKeepSet] = []
-        self._observations: dict[int, Observation] = {}
-        self._entries, self._nbytes, self._seconds = 0, 0, 0.0
+def check_schedule(recipe: Recipe) -> None:
+    """Refuses to compress while decoding by a method that looks at what is gone by then.
+
+    Raises:
+        KeepsetError: says what it looks at.
+    """
+    if recipe.schedule.every is None:
+        return
+    needs = recipe.method.needs
+    if needs.columns:
+        raise KeepsetError(f"{recipe} looks at the attention of the whole prompt, and only there: leave every= out.")
+    if needs.hidden_moments or (needs.query_moments and not needs.buffer):
+        raise KeepsetError(
+            f"{recipe} looks at moments over the whole prompt, and Needs(buffer=...) does not say over how many of "
+            "the newest queries to take them later: leave every= out."
+        )
+
+
+def _execute(layer: KeepLayer, observation: Observation, keep_set: KeepSet) -> LayerKeepSet:
+    kept = keep_set.layer(layer.index)
+    layer.execute(kept, observation.state)
+    return kept.settled()

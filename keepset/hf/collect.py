@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from keepset.hf.tap import LayerInput
+from keepset.hf.window import QueryWindow
 from keepset.kernels.columns import column_statistics, log_sum_exp
 from keepset.observation import HiddenMoments, Needs, QueryMoments
 
@@ -49,7 +50,7 @@ class Collector:
     def __init__(self, needs: Needs) -> None:
         self.needs = needs
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        self._window: tuple[Tensor, Tensor] | None = None
+        self._window = QueryWindow()
         self._columns: list[dict[str, Tensor]] | None = None
         self._queries = {skip: _Moments() for skip in needs.query_moments}
         self._hidden = {skip: _Moments() for skip in needs.hidden_moments}
@@ -59,7 +60,8 @@ class Collector:
         """Takes one chunk in."""
         if self.needs.window:
             with self._timed("window"):
-                self._add_window(chunk)
+                self._window.add(chunk.queries, chunk.positions, chunk.valid, self.needs.window)
+                self._window.keep(self.needs.window)
         if self.needs.columns:
             with self._timed("columns"):
                 self._add_columns(chunk)
@@ -72,8 +74,9 @@ class Collector:
     def parts(self, lengths: Int[Tensor, " batch"]) -> dict[str, Any]:
         """The collected part of an Observation, as its keyword arguments."""
         parts: dict[str, Any] = {}
-        if self._window is not None:
-            parts["queries"], parts["query_positions"] = self._window
+        newest = self._window.newest(self.needs.window)
+        if newest is not None:
+            parts["queries"], parts["query_positions"] = newest.queries, newest.positions
         if self._columns is not None:
             for name in self.needs.columns:
                 columns = [row[name] for row in self._columns]
@@ -109,22 +112,6 @@ class Collector:
         start = time.perf_counter()
         yield
         self.seconds[name] += time.perf_counter() - start
-
-    def _add_window(self, chunk: Chunk) -> None:
-        queries, positions = chunk.queries, chunk.positions
-        if chunk.valid is not None:  # sorting moves padding to the left, out of the window
-            order = chunk.valid.int().argsort(dim=-1, stable=True)[:, -self.needs.window :]
-            positions = positions.masked_fill(~chunk.valid, -1).gather(1, order)
-            queries = queries.gather(2, order[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3]))
-        queries, positions = queries[:, :, -self.needs.window :], positions[:, -self.needs.window :]
-        if self._window is not None:
-            queries = torch.cat([self._window[0], queries], 2)
-            positions = torch.cat([self._window[1], positions], 1)
-            order = (positions >= 0).int().argsort(dim=-1, stable=True)[:, -self.needs.window :]
-            positions = positions.gather(1, order)
-            queries = queries.gather(2, order[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3]))
-        # Cloned: a view would keep the whole prompt's queries alive.
-        self._window = queries.clone(), positions
 
     def _add_columns(self, chunk: Chunk) -> None:
         before = self._columns

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from keepset.hf.store import EntryStore
+from keepset.hf.tap import Rotation
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,6 +20,7 @@ class Forward:
         module: the attention module under way.
         positions: counted from each request's first token; see `token_positions`.
         valid: which tokens are no padding; None when all are.
+        rotation: of the queries, where somebody looks at it.
     """
 
     module: nn.Module
@@ -28,6 +30,7 @@ class Forward:
     positions: Int[Tensor, "batch n"]
     valid: Bool[Tensor, "batch n"] | None
     scaling: float
+    rotation: Rotation | None = None
 
     @property
     def length(self) -> int:
@@ -43,6 +46,7 @@ class Forward:
             value=self.value[:, :, part],
             positions=self.positions[:, part],
             valid=None if self.valid is None else self.valid[:, part],
+            rotation=None if self.rotation is None else (self.rotation[0][:, part], self.rotation[1][:, part]),
         )
 
     def counts(self) -> Int[Tensor, " batch"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -12,14 +13,16 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from keepset.errors import KeepsetError
 from keepset.hf.attention import hand_over
 from keepset.hf.collect import Chunk, Collector
+from keepset.hf.decoding import Decoding
 from keepset.hf.forward import Forward
 from keepset.hf.mask import KeepsetLength, MaskRule, token_positions
 from keepset.hf.store import EntryStore
-from keepset.hf.tap import LayerInput
+from keepset.hf.tap import LayerInput, Rotation
 from keepset.keep_set import LayerKeepSet
 from keepset.kernels.attention import attend
 from keepset.kernels.columns import causal_attention
 from keepset.observation import Needs, Observation
+from keepset.schedule import Schedule
 
 
 @runtime_checkable
@@ -27,6 +30,7 @@ class Owner(Protocol):
     """What a layer asks of its cache."""
 
     needs: Needs
+    schedule: Schedule
     prompt_length: int | None
     compressed_layers: tuple[int, ...]
 
@@ -39,8 +43,14 @@ class Owner(Protocol):
     def layer_input(self, module: nn.Module, query: Tensor) -> LayerInput:
         """The input of the attention module under way."""
 
+    def rotation(self, module: nn.Module) -> Rotation | None:
+        """How the attention module under way rotates its queries, where somebody looks at that."""
+
     def observed(self, layer: KeepLayer, observation: Observation) -> None:
-        """The prompt's end has passed through the layer."""
+        """An event has been reached in the layer, whose entries are in its hands."""
+
+    def forwarded(self) -> None:
+        """The last layer is done with a forward."""
 
 
 class KeepLayer(CacheLayerMixin):
@@ -48,7 +58,13 @@ class KeepLayer(CacheLayerMixin):
 
     Logical length is how many tokens have passed, padding included: what masks and positions count.
     The prompt is compressed in the very forward that completes it: with `prompt_length` the one that
-    reaches it, else the first.
+    reaches it, else the first. What follows is compressed in the forward that reaches an event point of the
+    schedule, the tokens beyond that point left out.
+
+    Attributes:
+        logical: logical length.
+        prompt: length of the prompt, once its first forward has begun.
+        compressed_at: the newest event's length.
     """
 
     is_sliding = False
@@ -66,11 +82,14 @@ class KeepLayer(CacheLayerMixin):
         self.store: EntryStore | None = None
         self.incoming: tuple[Tensor, Tensor] | None = None
         self.logical = 0
+        self.prompt: int | None = None
         self.compressed_at: int | None = None
         self.is_initialized = False
         self._lengths: Tensor | None = None
         self._seen: list[Tensor | int] = []
         self._collector: Collector | None = None
+        self._decoding: Decoding | None = None
+        self._beyond: Forward | None = None
         self._held: dict[str, Tensor] | None = None
         self.collected_seconds: dict[str, float] = {}
 
@@ -115,6 +134,8 @@ class KeepLayer(CacheLayerMixin):
         self.store.reorder(rows.tolist())
         self._lengths = self._lengths[rows]
         self._seen = [seen[rows] if isinstance(seen, Tensor) else seen for seen in self._seen]
+        if self._decoding is not None:
+            self._decoding.window.reorder(rows)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps only these rows of the batch."""
@@ -143,13 +164,16 @@ class KeepLayer(CacheLayerMixin):
         self.store.crop(per_row.tolist())
         self._lengths = self._lengths - per_row
         self.logical -= removed
+        if self._decoding is not None:
+            self._decoding.window.crop(self._lengths)
 
     # --- keepset's side
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated for this layer's entries."""
+        """Bytes allocated for this layer's entries, and for queries that the next event looks at."""
         held = 0 if self._held is None else sum(c.numel() * c.element_size() for c in self._held.values())
+        held += 0 if self._decoding is None else self._decoding.window.nbytes
         return held + (self.store.nbytes if self.store is not None else 0)
 
     def attend(
@@ -162,7 +186,7 @@ class KeepLayer(CacheLayerMixin):
         scaling: float,
         position_ids: Tensor | None,
     ) -> Tensor:
-        """Stores the new entries, attends over all that are kept, and compresses when the prompt is done."""
+        """Stores the new entries, attends over all that are kept, and compresses when an event is reached."""
         self.incoming = None
         self.owner.attended()
         assert self._lengths is not None
@@ -178,15 +202,24 @@ class KeepLayer(CacheLayerMixin):
             self._note_padding(valid, n)
 
         first, lse = self.store is None, None
+        if self.prompt is None:
+            self._begin(n)
+        if self.owner.needs.hidden_states and self._is_concerned(self.logical):
+            forward = replace(forward, rotation=self.owner.rotation(module))
         if first:
             output, lse = self._attend_first(forward, rule)
         else:
             self._append(forward)
             output = self._attend_store(forward)
-        if self.compressed_at is None:
+        if self.compressed_at is None and self.owner.schedule.prefill:
             drafts = self._watch(forward, first, lse)
             if drafts is not None:
                 output = torch.cat([output[:, : n - drafts.shape[1]], drafts], 1)
+        else:
+            self.store = forward.pack() if first else self.store
+            self._decode(forward, forward.query)
+        if self.index == self.owner.compressed_layers[-1]:
+            self.owner.forwarded()
         return output
 
     def execute(self, kept: LayerKeepSet, state: dict[str, Tensor]) -> None:
@@ -194,11 +227,14 @@ class KeepLayer(CacheLayerMixin):
         assert self._held is not None
         self.store = EntryStore.pack({**self._held, **state}, kept.indices, kept.counts)
         self._held = None
+        if self._beyond is not None:
+            beyond, self._beyond = self._beyond, None
+            self._append(beyond)
 
     def adopt(self, observation: Observation, watched: KeepLayer) -> None:
         """Takes over the entries that another layer has observed, to be executed like its own."""
         self.lazy_initialization(observation.keys, observation.values)
-        self.logical, self.compressed_at = watched.logical, watched.compressed_at
+        self.logical, self.prompt, self.compressed_at = watched.logical, watched.prompt, watched.compressed_at
         self._lengths, self._seen = observation.lengths, list(watched._seen)
         self._held = {
             "keys": observation.keys,
@@ -211,7 +247,13 @@ class KeepLayer(CacheLayerMixin):
         twin = KeepLayer(owner, self.index)
         twin.__dict__.update({**self.__dict__, "owner": owner, "_seen": list(self._seen)})
         twin.store = None if self.store is None else self.store.fork()
+        twin._decoding = None if self._decoding is None else self._decoding.fork()
         return twin
+
+    def _begin(self, first: int) -> None:
+        self.prompt = self.owner.prompt_length or first
+        every = self.owner.schedule.every
+        self._decoding = None if every is None else Decoding(self.owner.needs, every, self.prompt)
 
     def _attend_first(self, forward: Forward, rule: MaskRule | None) -> tuple[Tensor, list[Tensor] | None]:
         """Attention of the first tokens over themselves, and the log-sum-exp where column statistics need it."""
@@ -251,15 +293,57 @@ class KeepLayer(CacheLayerMixin):
                 self.store.crop(drafts.counts().tolist())
         columns, exists = self._entries(prompt)
         self._collect(prompt, columns["keys"], exists, lse)
+        self._record(prompt, self.logical - forward.length)
         if end is not None and self.logical < end:
             self.store = prompt.pack() if first else self.store
             return None
         self.compressed_at = self.logical - beyond
-        self._observe(prompt, columns, exists, unbroken=first and prompt.valid is None)
+        lengths = prompt.positions[:, -1] + 1
+        parts = {} if self._collector is None else self._collector.parts(lengths)
+        self.collected_seconds = {} if self._collector is None else dict(self._collector.seconds)
+        self._collector = None
+        self._observe(columns, exists, lengths, prompt.scaling, parts, unbroken=first and prompt.valid is None)
         if drafts is None:
             return None
         self._append(drafts)
-        return self._attend_store(drafts)
+        output = self._attend_store(drafts)
+        self._decode(drafts, forward.query)
+        return output
+
+    def _decode(self, forward: Forward, queries: Tensor) -> None:
+        """Tokens that follow the prompt: compresses at the newest event point that they reach.
+
+        Attention is done: it saw what there was before the event. Tokens beyond the point are not observed.
+        The queries are those of the whole call of the model, the prompt's own included.
+        """
+        if self._decoding is None or not self._is_concerned(self.logical):
+            return
+        before, point = self.logical - forward.length, self._decoding.due(self.logical)
+        if point is None:
+            self._record(forward, before)
+            return
+        assert self.store is not None
+        seen, beyond = forward.tokens(slice(0, point - before)), forward.tokens(slice(point - before, None))
+        self._record(seen, before)
+        if beyond.length:
+            self.store.crop(beyond.counts().tolist())
+            self._beyond = beyond
+        columns, exists = self.store.padded()
+        lengths = seen.positions[:, -1] + 1
+        needs = self.owner.needs
+        layer_input = self.owner.layer_input(forward.module, queries) if needs.hidden_states else None
+        parts = self._decoding.parts(lengths, forward.scaling, layer_input)
+        self.compressed_at = point
+        self._decoding.passed(point, padded=bool(self._seen))
+        self._record(beyond, point)
+        self._observe(columns, exists, lengths, forward.scaling, parts)
+
+    def _is_concerned(self, length: int) -> bool:
+        return self._decoding is not None and self._decoding.concerns(length, padded=bool(self._seen))
+
+    def _record(self, forward: Forward, before: int) -> None:
+        if self._decoding is not None and self._is_concerned(before + forward.length):
+            self._decoding.record(forward, before, padded=bool(self._seen))
 
     def _entries(self, prompt: Forward) -> tuple[dict[str, Tensor], Tensor]:
         """The prompt's entries so far, padded at the end of shorter requests, and which exist."""
@@ -287,23 +371,29 @@ class KeepLayer(CacheLayerMixin):
             )
         )
 
-    def _observe(self, prompt: Forward, columns: dict[str, Tensor], exists: Tensor, unbroken: bool) -> None:
-        lengths = prompt.positions[:, -1] + 1
-        parts = {} if self._collector is None else self._collector.parts(lengths)
-        self.collected_seconds = {} if self._collector is None else dict(self._collector.seconds)
+    def _observe(
+        self,
+        columns: dict[str, Tensor],
+        exists: Tensor,
+        lengths: Tensor,
+        scaling: float,
+        parts: dict[str, Any],
+        unbroken: bool = False,
+    ) -> None:
         if unbroken:  # the defaults say that nothing is missing anywhere, which is cheaper to work with
             parts.pop("query_positions", None)
         else:
             parts |= {"positions": columns["positions"], "valid": exists}
-        self._collector, self.store = None, None
-        self._held = columns
+        self.store = None
+        self._held = {name: columns.pop(name) for name in ("keys", "values", "positions")}
         observation = Observation(
-            keys=columns["keys"],
-            values=columns["values"],
+            keys=self._held["keys"],
+            values=self._held["values"],
             lengths=lengths,
-            scaling=prompt.scaling,
+            scaling=scaling,
             layer=self.index,
             layers=self.owner.compressed_layers,
+            state=columns,
             **parts,
         )
         self.owner.observed(self, observation)

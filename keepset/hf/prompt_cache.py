@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +14,9 @@ from keepset.errors import KeepsetError
 from keepset.hf import attention
 from keepset.hf.layer import KeepLayer
 from keepset.hf.support import check_model
-from keepset.hf.tap import LayerInput, Tap
+from keepset.hf.tap import LayerInput, Rotation, Tap
 from keepset.observation import Needs, Observation
+from keepset.schedule import Schedule
 
 if TYPE_CHECKING:
     import transformers
@@ -27,11 +27,18 @@ class PromptCache(TransformersCache, ABC):
 
     Attributes:
         needs: what its layers collect while the prompt runs.
+        schedule: when its layers are observed.
         compressed_layers: indices of the layers that may be compressed; others, such as sliding windows,
             stay transformers' own.
     """
 
-    def __init__(self, model: transformers.PreTrainedModel, needs: Needs, prompt_length: int | None = None) -> None:
+    def __init__(
+        self,
+        model: transformers.PreTrainedModel,
+        needs: Needs,
+        prompt_length: int | None = None,
+        schedule: Schedule | None = None,
+    ) -> None:
         if prompt_length is not None and prompt_length < 1:
             raise KeepsetError(f"prompt_length={prompt_length} is not a number of tokens: use an integer from 1.")
         config = model.config.get_text_config(decoder=True)
@@ -49,12 +56,10 @@ class PromptCache(TransformersCache, ABC):
                 stacklevel=3,
             )
         super().__init__(layers=[self.kept_layers.get(index, layer) for index, layer in enumerate(layers)])
-        self.needs = needs
+        self.needs, self.schedule = needs, schedule or Schedule()
         self.prompt_length = prompt_length
         self.compressed_layers = tuple(self.kept_layers)
         self._tap = Tap(model) if needs.hidden_states else None
-        if self._tap is not None:
-            weakref.finalize(self, self._tap.close)
         self._attending = False
 
     @property
@@ -71,6 +76,11 @@ class PromptCache(TransformersCache, ABC):
 
     def activate_past_recording(self) -> None:
         """What transformers calls before assisted generation, which drafts tokens with the prompt."""
+        if self.schedule.every is not None:
+            raise KeepsetError(
+                "Assisted generation cannot go with compression while decoding (every=...), because its drafted "
+                "tokens would be compressed before they are accepted: leave one of them out."
+            )
         if self.prompt_length is None and any(layer.compressed_at is None for layer in self.kept_layers.values()):
             raise KeepsetError(
                 "Assisted generation needs keepset.Cache(..., prompt_length=...), because it drafts tokens "
@@ -103,8 +113,17 @@ class PromptCache(TransformersCache, ABC):
         layer_input.check_rotation(query)
         return layer_input
 
+    def rotation(self, module: nn.Module) -> Rotation | None:
+        """How the attention module under way rotates its queries; None where nobody looks at that."""
+        return None if self._tap is None else self._tap.layer_input(module).rotation
+
+    def forwarded(self) -> None:
+        """Notes that the last layer is done: what the hooks have seen is not needed any more."""
+        if self._tap is not None:
+            self._tap.forget()
+
     def stop_watching(self) -> None:
-        """Removes the hooks on the model: the prompt is done."""
+        """Removes the hooks on the model: nothing more is compressed."""
         if self._tap is not None:
             self._tap.close()
 

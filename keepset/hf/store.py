@@ -224,10 +224,16 @@ def _heads_of(store: EntryStore, name: str, like: Tensor) -> Iterator[Tensor]:
 def _pick(column: Tensor, rows: Tensor, indices: Tensor) -> Tensor:
     """`column[rows, indices]` over `[batch, kv_heads, entries, ...]`, gathered row by row.
 
-    Keys and values usually arrive as a transposed view of `[batch, entries, kv_heads, dim]`; both orders
-    are read in place, because flattening would copy what is about to be dropped.
+    Keys and values usually arrive as a transposed view of `[batch, entries, kv_heads, dim]`, or as a view of a
+    store with free places; all orders are read in place, because flattening would copy what is about to be dropped.
     """
     batch, heads, entries = column.shape[:3]
+    of_request, of_head, of_entry = column.stride()[:3]
+    if of_head > entries * of_entry > 0 and of_request == heads * of_head and of_head % of_entry == 0:
+        capacity = of_head // of_entry
+        places = (batch * heads - 1) * capacity + entries
+        flat = column.as_strided((places, *column.shape[3:]), column.stride()[2:])
+        return flat.index_select(0, rows * capacity + indices)
     swapped = column.transpose(1, 2)
     if not column.is_contiguous() and swapped.is_contiguous():
         request, head = rows // heads, rows % heads

@@ -6,6 +6,7 @@ import copy
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +37,8 @@ class _Calls(threading.local):
 class Tap:
     """Forward hooks that remember the newest call of an attention module and of the rotary embedding.
 
-    Installed only for methods that look at hidden states, and removed with `close` once the prompt is done.
+    Installed only for methods that look at hidden states, and removed with `close` once nothing more is
+    compressed. The model holds the hooks, but not the Tap: they go with it.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -44,6 +46,7 @@ class Tap:
         self._local = _Calls()
         self._rotary_calls: list[_Call] = []
         self._handles: list[RemovableHandle] = []
+        weakref.finalize(self, _remove, self._handles)
         self.open()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tap:
@@ -59,18 +62,21 @@ class Tap:
         model = self._model()
         if self._handles or model is None:
             return
+        enter, rotated = _weakly(self._enter), _weakly(self._rotated)
         for module in model.modules():
             if hasattr(module, "layer_idx"):
-                self._handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+                self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
             elif "RotaryEmbedding" in type(module).__name__:
-                self._handles.append(module.register_forward_hook(self._rotated, with_kwargs=True))
+                self._handles.append(module.register_forward_hook(rotated, with_kwargs=True))
 
     def close(self) -> None:
         """Removes the hooks and forgets what they saw."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._rotary_calls.clear()
+        _remove(self._handles)
+        self.forget()
+
+    def forget(self) -> None:
+        """Lets go of the calls that were seen, and of the hidden states that they hold."""
+        self._rotary_calls = []
         self._local.attention = None
 
     def layer_input(self, module: nn.Module) -> LayerInput:
@@ -101,12 +107,30 @@ class Tap:
         self._rotary_calls = [*self._rotary_calls[-1:], _Call(module, args, kwargs, output)]
 
 
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """The method, without holding its object."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        if (alive := reference()) is not None:
+            alive(*args)
+
+    return call
+
+
 class LayerInput:
     """The input of one attention module in one forward, and what can be computed from it."""
 
     def __init__(self, call: _Call, rotary: _Call | None) -> None:
         self._call, self._rotary = call, rotary
         self._rotates = True
+        self._rotation: Rotation | None = call.kwargs.get("position_embeddings")
 
     @property
     def hidden(self) -> Float[Tensor, "batch n hidden"]:
@@ -117,7 +141,13 @@ class LayerInput:
     @property
     def rotation(self) -> Rotation | None:
         """Cosines and sines of this forward's positions; None where there is no rotation."""
-        return self._call.kwargs.get("position_embeddings") if self._rotates else None
+        return self._rotation if self._rotates else None
+
+    def rotated_by(self, rotation: Rotation | None) -> LayerInput:
+        """The same layer's input for queries of other forwards, which this rotation has rotated."""
+        other = copy.copy(self)
+        other._rotation = rotation
+        return other
 
     def future_rotation(self, lengths: Int[Tensor, " batch"], future: int) -> Rotation | None:
         """Mean cosines and sines over the `future` positions from `lengths` on, `[batch, 1, rotary_dim]`.

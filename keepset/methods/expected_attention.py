@@ -27,6 +27,8 @@ class ExpectedAttention(Method):
         covariance: use the second-order term.
         value_norm: weight with the norm of the values.
         epsilon: added before the weighting.
+        buffer: over how many of the newest queries the statistics are taken where decoded tokens are compressed
+            too (`every=`); the authors' program keeps so many hidden states. A prompt is looked at as a whole.
     """
 
     name: ClassVar[str] = "expected_attention"
@@ -37,11 +39,12 @@ class ExpectedAttention(Method):
     covariance: bool = parameter(True)
     value_norm: bool = parameter(True)
     epsilon: float = parameter(0.0, minimum=0.0)
+    buffer: int = parameter(256, minimum=1)
 
     @property
     def needs(self) -> Needs:
         """Moments of the queries before rotation."""
-        return Needs(query_moments=frozenset({self.skip}))
+        return Needs(query_moments=frozenset({self.skip}), buffer=self.buffer)
 
     @property
     def sinks(self) -> int:

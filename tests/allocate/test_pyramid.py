@@ -5,6 +5,7 @@ import math
 from fractions import Fraction
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -122,6 +123,32 @@ def test_pyramid_and_adakv_compose(method: AdaKV | Pyramid, shape: Shape, budget
         alike = AdaKV(SnapKV(window=3)).select(observation, Budget(number, budget.sinks, budget.recent))
         for head in range(shape.kv_heads):
             assert kept(keep_set, observation, 0, head) == kept(alike, observation, 0, head)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    length=st.integers(6, 60),
+    keep=st.integers(6, 60),
+    layers=st.integers(1, 9),
+    held=st.lists(st.integers(1, 60), min_size=9, max_size=9),
+)
+def test_what_layers_hold_after_an_event_does_not_change_what_they_aim_at(
+    length: int, keep: int, layers: int, held: list[int]
+) -> None:
+    method, budget = Pyramid(Knorm(), beta=3), Budget(keep, sinks=2, recent=4)
+    aims = counts(method, Shape((length,), 2, 1, 1, 1), layers, budget)
+    held = [min(count, length) for count in held[:layers]]
+    observations = [
+        observe(
+            Shape((count,), 2, 1, 1, 1),
+            layer=layer,
+            layers=range(layers),
+            positions=torch.arange(length - count, length).expand(1, 2, count),
+        )
+        for layer, count in enumerate(held)
+    ]
+    got = method.select_all(observations, budget).counts[:, 0].tolist()
+    assert got == [[min(aim, count)] * 2 for aim, count in zip(aims, held, strict=True)]
 
 
 def test_a_pyramid_inside_a_pyramid_is_refused() -> None:

@@ -108,7 +108,9 @@ def test_rotation_that_cannot_be_undone(kind: str) -> None:
     ("recipe", "options", "words"),
     [
         ("tova", {}, "how much to keep"),
-        ("tova(keep=12, every=8)", {}, "every="),
+        ("tova(every=8)", {}, "write tova\\(keep=512, every=8\\)"),
+        ("h2o(keep=12, every=8)", {}, "attention of the whole prompt, and only there"),
+        ("adakv(h2o, keep=12, prefill=False, every=8)", {}, "leave every= out"),
         ("tova(keep=12)", dict(task_tokens=torch.ones(1, 3, dtype=torch.long)), "not aware of a task"),
         ("tova(keep=12)", dict(prompt_length=0), "prompt_length=0"),
         ("tova(keep=12)", dict(prompt_length=-3), "prompt_length=-3"),

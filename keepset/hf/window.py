@@ -1,0 +1,103 @@
+"""`QueryWindow`: the newest queries of a layer, recorded in slices that are joined when somebody looks at them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from keepset.hf.tap import Rotation
+
+
+class Queries(NamedTuple):
+    """Queries in the order of their positions, right-aligned; positions are negative where there is none."""
+
+    queries: Float[Tensor, "batch query_heads n head_dim"]
+    positions: Int[Tensor, "batch n"]
+    rotation: Rotation | None
+
+
+class QueryWindow:
+    """Queries after rotation, their positions and, where it is recorded with them, their rotation.
+
+    A slice costs no more than its own tokens, and no slice is a view: it would keep the whole forward alive.
+    """
+
+    def __init__(self) -> None:
+        # Columns `[batch, n, ...]`, those of each part right-aligned. A part is never changed, so copies share it.
+        self._parts: list[dict[str, Tensor]] = []
+        self._holes = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return sum(column.numel() * column.element_size() for part in self._parts for column in part.values())
+
+    def add(
+        self,
+        queries: Float[Tensor, "batch query_heads n head_dim"],
+        positions: Int[Tensor, "batch n"],
+        valid: Bool[Tensor, "batch n"] | None,
+        size: int,
+        rotation: Rotation | None = None,
+    ) -> None:
+        """Records the newest `size` queries of each request; those that are not valid (padding) do not exist."""
+        part = {"queries": queries.transpose(1, 2), "positions": positions}
+        if rotation is not None:
+            part |= {"cos": rotation[0].expand(len(queries), -1, -1), "sin": rotation[1].expand(len(queries), -1, -1)}
+        if valid is not None:
+            self._holes = True
+            part["positions"] = positions.masked_fill(~valid, -1)
+            self._parts.append(_right_aligned(part, size))
+        else:
+            self._parts.append({name: column[:, -size:].clone() for name, column in part.items()})
+
+    def newest(self, size: int) -> Queries | None:
+        """The newest `size` queries of each request, or as many as there are; None when nothing was recorded."""
+        if not self._parts:
+            return None
+        newest = {name: column[:, -size:] for name, column in self._joined().items()}
+        rotation = (newest["cos"], newest["sin"]) if "cos" in newest else None
+        return Queries(newest["queries"].transpose(1, 2), newest["positions"], rotation)
+
+    def keep(self, size: int) -> None:
+        """Forgets all but the newest `size` queries of each request."""
+        if size <= 0:
+            self._parts, self._holes = [], False
+        elif sum(part["positions"].shape[1] for part in self._parts) > size:
+            self._parts = [{name: column[:, -size:].clone() for name, column in self._joined().items()}]
+
+    def reorder(self, rows: Int[Tensor, " rows"]) -> None:
+        """Makes the batch consist of these requests."""
+        if self._parts:
+            self._parts = [{name: column[rows] for name, column in self._joined().items()}]
+
+    def crop(self, lengths: Int[Tensor, " batch"]) -> None:
+        """Forgets the queries that each request has beyond its length."""
+        if self._parts:
+            joined, self._holes = self._joined(), True
+            gone = joined["positions"] >= lengths[:, None]
+            cropped = {**joined, "positions": joined["positions"].masked_fill(gone, -1)}
+            self._parts = [_right_aligned(cropped, gone.shape[1])]
+
+    def fork(self) -> QueryWindow:
+        """An independent copy."""
+        twin = QueryWindow()
+        twin._parts, twin._holes = list(self._parts), self._holes
+        return twin
+
+    def _joined(self) -> dict[str, Tensor]:
+        if len(self._parts) > 1:
+            joined = {name: torch.cat([part[name] for part in self._parts], 1) for name in self._parts[0]}
+            self._parts = [_right_aligned(joined, joined["positions"].shape[1]) if self._holes else joined]
+        return self._parts[0]
+
+
+def _right_aligned(columns: dict[str, Tensor], size: int) -> dict[str, Tensor]:
+    """The newest `size` queries; what does not exist moves to the left."""
+    exists = columns["positions"] >= 0
+    order = exists.int().argsort(dim=-1, stable=True)[:, -size:]
+    rows = torch.arange(len(order), device=order.device)[:, None]
+    return {name: column[rows, order] for name, column in columns.items()}

@@ -1,0 +1,689 @@
+"""Compression while decoding, against a reference that holds everything and keeps lists of what was not dropped."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+from transformers import AttentionInterface
+
+import keepset
+from keepset.budget import Budget
+from keepset.method import Method
+from keepset.observation import Needs, Observation, QueryMoments
+from keepset.select import ranked_scores, top_mask
+from tests.hf.models import extended, full, generate, left_padded, prompt, same_keep_set, tiny
+from tests.hf.test_exactness import bytes_of_entries, reachable
+from tests.hf.test_refusals import refusal
+
+LENGTH, NEW = 21, 24
+
+# --- the reference: one request
+
+
+@dataclass
+class Layer:
+    """Everything that passed: `[heads, tokens, dim]`; and the positions that each KV head has not dropped."""
+
+    module: Any
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    hidden: Tensor | None = None
+    kept: list[list[int]] = field(default_factory=list)
+    state: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Naive:
+    """The model without a cache of its own; each layer's attention is written out over what the heads kept."""
+
+    current: Naive
+
+    def __init__(self, model: Any, recipe: keepset.Recipe, prompt_length: int | None = None) -> None:
+        self.model, self.recipe, self.prompt = model, recipe, prompt_length
+        self.layers: dict[int, Layer] = {}
+        self.length = 0
+        self.events: list[tuple[int, dict[int, list[list[int]]]]] = []
+        self.hidden: dict[int, Tensor] = {}
+
+    @torch.no_grad()
+    def feed(self, ids: Tensor) -> Tensor:
+        """Logits of each token."""
+        Naive.current = self
+        n = ids.shape[1]
+        self.prompt = self.prompt or n
+        implementation = self.model.config._attn_implementation
+        self.model.set_attn_implementation("naive every")
+        hooks = [
+            module.register_forward_pre_hook(self.see, with_kwargs=True)
+            for module in self.model.modules()
+            if hasattr(module, "q_proj")
+        ]
+        try:
+            positions = torch.arange(self.length, self.length + n)[None]
+            logits = self.model(ids, position_ids=positions, use_cache=False).logits
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self.model.set_attn_implementation(implementation)
+        point = self.point(self.length, self.length + n)
+        self.length += n
+        if point is not None:
+            self.compress(point)
+        return logits[0]
+
+    def see(self, module: Any, args: Any, kwargs: Any) -> None:
+        self.hidden[module.layer_idx] = kwargs["hidden_states"][0]
+
+    def say(self, ids: Tensor, new: int) -> Tensor:
+        """Greedy continuation, `[1, tokens]`, as `generate` does it: the last token is not fed."""
+        said = ids
+        logits = self.feed(ids[:, self.length :])
+        for step in range(new):
+            said = torch.cat([said, logits[-1:].argmax(-1, keepdim=True)], 1)
+            if step < new - 1:
+                logits = self.feed(said[:, -1:])
+        return said
+
+    def point(self, before: int, after: int) -> int | None:
+        schedule, found = self.recipe.schedule, None
+        for length in range(before + 1, after + 1):
+            since = length - self.prompt
+            if (since == 0 and schedule.prefill) or (since > 0 and since % schedule.every == 0):
+                found = length
+        return found
+
+    def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: Any) -> Tensor:
+        index, n = module.layer_idx, query.shape[1]
+        hidden = self.hidden.get(index)
+        if index not in self.layers:
+            self.layers[index] = Layer(module, query, key, value, hidden, [[] for _ in key])
+        else:
+            layer = self.layers[index]
+            layer.queries = torch.cat([layer.queries, query], 1)
+            layer.keys, layer.values = torch.cat([layer.keys, key], 1), torch.cat([layer.values, value], 1)
+            layer.hidden = None if hidden is None else torch.cat([layer.hidden, hidden])
+        layer = self.layers[index]
+        group, output = len(query) // len(key), torch.empty(len(query), n, value.shape[-1])
+        for head, kept in enumerate(layer.kept):
+            kept.extend(range(self.length, self.length + n))
+            for i in range(n):
+                at = self.length + i
+                seen = [p for p in kept if p <= at and (window is None or at - p < window)]
+                for member in range(head * group, (head + 1) * group):
+                    weights = (layer.keys[head, seen] @ query[member, i] * scaling).softmax(0)
+                    output[member, i] = weights @ layer.values[head, seen]
+        return output
+
+    def compress(self, point: int) -> None:
+        method, budget = self.recipe.method, self.recipe.budget
+        windows = getattr(self.model.config, "layer_types", None) or ["full_attention"] * len(self.layers)
+        compressed = [index for index in sorted(self.layers) if windows[index] == "full_attention"]
+        observations = [self.observe(index, compressed, point) for index in compressed]
+        if method.across_layers:
+            keep_set = method.select_all(observations, budget)
+        else:
+            parts = [method.select(seen, budget).layer(seen.layer) for seen in observations]
+            keep_set = keepset.KeepSet(parts)
+        for seen in observations:
+            layer = self.layers[seen.layer]
+            for head, kept in enumerate(layer.kept):
+                chosen = keep_set.positions(seen.layer, 0, head).tolist()
+                assert set(chosen) <= set(kept)
+                layer.kept[head] = chosen + [p for p in kept if p >= point]
+                for name, column in seen.state.items():
+                    layer.state.setdefault(name, torch.zeros(len(layer.kept), 1000))
+                    exists = seen.valid[0, head]
+                    layer.state[name][head, seen.positions[0, head, exists]] = column[0, head, exists]
+        kept = {index: [[p for p in head if p < point] for head in self.layers[index].kept] for index in compressed}
+        self.events.append((point, kept))
+
+    def observe(self, index: int, compressed: list[int], point: int) -> Observation:
+        layer, needs = self.layers[index], self.recipe.method.needs
+        kept = [[p for p in head if p < point] for head in layer.kept]
+        most = max(map(len, kept))
+        padded = torch.tensor([head + [0] * (most - len(head)) for head in kept])
+        valid = torch.arange(most) < torch.tensor([len(head) for head in kept])[:, None]
+        heads = torch.arange(len(kept))[:, None]
+        first = max(0, point - needs.window)
+        moments = None
+        if needs.query_moments:
+            (skip,) = needs.query_moments
+            start = skip if point == self.prompt else max(skip, point - needs.buffer)
+            moments = {skip: self.moments(layer, start, point)}
+        return Observation(
+            keys=(layer.keys[heads, padded] * valid[..., None])[None],
+            values=(layer.values[heads, padded] * valid[..., None])[None],
+            queries=layer.queries[None, :, first:point] if needs.window else None,
+            query_positions=torch.arange(first, point)[None] if needs.window else None,
+            positions=padded[None],
+            valid=valid[None],
+            lengths=torch.tensor([point]),
+            query_moments=moments,
+            scaling=getattr(layer.module, "scaling", None),
+            layer=index,
+            layers=compressed,
+            state={name: (column[heads, padded] * valid)[None] for name, column in layer.state.items()},
+        )
+
+    def moments(self, layer: Layer, start: int, point: int) -> QueryMoments:
+        module = layer.module
+        queries = module.q_proj(layer.hidden[start:point]).unflatten(-1, (-1, module.head_dim))
+        if hasattr(module, "q_norm"):
+            queries = module.q_norm(queries)
+        queries = queries.transpose(0, 1)
+        rotate = sys.modules[type(module).__module__].apply_rotary_pos_emb
+
+        def ahead(rows: Tensor, future: int) -> Tensor:
+            if not getattr(module, "use_rope", True):
+                return rows
+            turned = []
+            for at in range(point, point + future):
+                cos, sin = self.model.model.rotary_emb(rows, torch.tensor([[at]]))
+                turned.append(rotate(rows, rows, cos, sin)[0])
+            return torch.stack(turned).mean(0)
+
+        covariance = torch.stack([head.T.cov(correction=0) for head in queries])
+        return QueryMoments(queries.mean(1)[None], covariance[None], ahead)
+
+
+def _naive_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float | None = None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    window = kwargs.get("sliding_window")
+    output = Naive.current.attend(module, query[0], key[0], value[0], scaling, window)
+    return output[None].transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("naive every", _naive_attention)
+
+
+def check_events(past: keepset.Cache, naive: Naive) -> None:
+    """The same events, each of which kept the same positions."""
+    assert [event.length for event in past.events] == [length for length, _ in naive.events]
+    for event, (_, kept) in zip(past.events, naive.events, strict=True):
+        assert event.keep_set.layers == tuple(kept)
+        for index, heads in kept.items():
+            for head, positions in enumerate(heads):
+                assert event.keep_set.positions(index, 0, head).tolist() == positions
+    if past.events:
+        assert past.keep_set is past.events[-1].keep_set
+
+
+# --- recipes
+
+
+@dataclass(frozen=True)
+class Habit(Method):
+    """Remembers what an entry was worth at the events before, and that it was there."""
+
+    name: ClassVar[str] = "habit"
+    paper: ClassVar[str] = "none"
+    ages: ClassVar[set[float]] = set()
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(window=3)
+
+    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+        now = observation.by_query_group(observation.window_attention(3)).sum((2, 3))
+        worth = observation.state.get("worth", torch.zeros_like(now))
+        age = observation.state.get("age", torch.zeros_like(now))
+        self.ages.update(age[observation.valid].tolist())
+        observation.state["worth"], observation.state["age"] = 0.7 * worth + now, age + 1
+        return observation.state["worth"]
+
+
+@dataclass(frozen=True)
+class Pool(Method):
+    """The largest values of all layers and heads, which hold different numbers of entries."""
+
+    name: ClassVar[str] = "pool"
+    paper: ClassVar[str] = "none"
+    across_layers: ClassVar[bool] = True
+
+    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+        return observation.values.float().norm(dim=-1)
+
+    def select_all(self, observations: Sequence[Observation], budget: Budget) -> keepset.KeepSet:
+        most = max(seen.valid.shape[-1] for seen in observations)
+        scores = [ranked_scores(self.score(seen), seen, budget) for seen in observations]
+        scores = [F.pad(each, (0, most - each.shape[-1]), value=float("-inf")) for each in scores]
+        total = sum(budget.quotas(seen).sum(-1) for seen in observations)
+        pool = torch.stack(scores, 1)
+        masks = top_mask(pool.flatten(1), total).view_as(pool)
+        return keepset.KeepSet(
+            [seen.keep(masks[:, i, :, : seen.valid.shape[-1]]).layer(seen.layer) for i, seen in enumerate(observations)]
+        )
+
+
+RECIPES: dict[str, Callable[..., keepset.Recipe]] = {
+    name: lambda text=text, **schedule: keepset.Recipe.of(
+        (parsed := keepset.Recipe.parse(text)).method,
+        **{"keep": parsed.budget.keep, "sinks": parsed.budget.sinks, "recent": parsed.budget.recent, **schedule},
+    )
+    for name, text in {
+        "snapkv": "snapkv(window=5, kernel=3, keep=12)",
+        "tova": "tova(keep=9)",
+        "knorm": "knorm(keep=10)",
+        "streaming_llm": "streaming_llm(keep=10, sinks=2)",
+        "random": "random(keep=8, recent=1)",
+        "expected_attention": "expected_attention(future=8, skip=2, buffer=11, keep=11)",
+        "adakv": "adakv(snapkv(window=4), keep=10)",
+        "pyramid": "pyramid(snapkv(window=4), keep=10)",
+        "adakv_pyramid": "adakv(pyramid(tova), keep=7)",
+    }.items()
+}
+RECIPES["habit"] = lambda **schedule: keepset.Recipe.of(Habit(), **{"keep": 9, "recent": 1, **schedule})
+RECIPES["pool"] = lambda **schedule: keepset.Recipe.of(Pool(), **{"keep": 9, "sinks": 1, **schedule})
+
+by_recipe = pytest.mark.parametrize("name", RECIPES)
+by_every = pytest.mark.parametrize("every", [1, 7, 16])
+with_prefill = pytest.mark.parametrize("prefill", [True, False], ids=["prefill", "no prefill"])
+
+
+@by_recipe
+@by_every
+@with_prefill
+def test_tokens_and_positions_are_those_of_the_reference(name: str, every: int, prefill: bool) -> None:
+    recipe = RECIPES[name](every=every, prefill=prefill)
+    model, ids = tiny("llama"), prompt(1, LENGTH)
+    past, naive = keepset.Cache(model, recipe), Naive(model, recipe)
+    output = generate(model, ids, past, max_new_tokens=NEW)
+    assert torch.equal(output.sequences, naive.say(ids, NEW))
+    check_events(past, naive)
+    decoded = (NEW - 1) // every
+    assert len(past.events) == decoded + prefill and decoded
+    assert not torch.equal(output.sequences, full(model, ids, max_new_tokens=NEW).sequences)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [
+        ("llama_mqa", "adakv"),
+        ("llama_yarn", "expected_attention"),
+        ("qwen3", "expected_attention"),
+        ("smollm3", "expected_attention"),
+        ("gemma3", "snapkv"),
+        ("gemma3", "pool"),
+        ("phi3_partial", "pyramid"),
+        ("gpt2", "tova"),
+    ],
+)
+@with_prefill
+def test_other_architectures(architecture: str, name: str, prefill: bool) -> None:
+    recipe = RECIPES[name](every=5, prefill=prefill)
+    model, ids = tiny(architecture), prompt(1, LENGTH)
+    past, naive = keepset.Cache(model, recipe), Naive(model, recipe)
+    output = generate(model, ids, past, max_new_tokens=14)
+    assert torch.equal(output.sequences, naive.say(ids, 14))
+    check_events(past, naive)
+
+
+@pytest.mark.parametrize("name", ["snapkv", "expected_attention", "habit"])
+@pytest.mark.parametrize("length", [1, 2, 4])
+def test_prompts_shorter_than_what_is_looked_at(name: str, length: int) -> None:
+    recipe = RECIPES[name](every=3)
+    model, ids = tiny("smollm3"), prompt(1, length)
+    past, naive = keepset.Cache(model, recipe), Naive(model, recipe)
+    assert torch.equal(generate(model, ids, past, max_new_tokens=20).sequences, naive.say(ids, 20))
+    check_events(past, naive)
+
+
+@pytest.mark.parametrize("name", ["snapkv", "expected_attention", "adakv", "habit", "pool", "knorm"])
+@pytest.mark.parametrize("every", [1, 6, 8, 30])
+@with_prefill
+def test_turns_cross_event_points(name: str, every: int, prefill: bool) -> None:
+    recipe = RECIPES[name](every=every, prefill=prefill)
+    model, ids = tiny("llama"), prompt(1, LENGTH)
+    past, naive = keepset.Cache(model, recipe), Naive(model, recipe)
+    for seed, (tokens, new) in enumerate([(9, 3), (1, 6), (25, 2), (2, 4)], 1):
+        said = generate(model, ids, past, max_new_tokens=new).sequences
+        assert torch.equal(said, naive.say(ids, new))
+        ids = torch.cat([said, prompt(1, tokens, seed)], 1)
+    check_events(past, naive)
+    # At most one event in a forward, so some points are passed over.
+    points = [length for length in range(LENGTH + every, naive.length + 1, every)]
+    assert set(event.length for event in past.events if event.length > LENGTH) <= set(points)
+    store = past.layers[0].store
+    assert store.counts == [len(kept) for kept in naive.layers[0].kept]
+
+
+@pytest.mark.parametrize("name", ["snapkv", "expected_attention", "adakv", "habit"])
+@pytest.mark.parametrize("chunk", [4, 16])
+@with_prefill
+def test_a_prompt_in_chunks(name: str, chunk: int, prefill: bool) -> None:
+    recipe = RECIPES[name](every=6, prefill=prefill)
+    model, ids = tiny("llama"), prompt(2, LENGTH, 3)
+    whole = keepset.Cache(model, recipe)
+    chunked = keepset.Cache(model, recipe, prompt_length=LENGTH)
+    expected = generate(model, ids, whole, max_new_tokens=14).sequences
+    output = generate(model, ids, chunked, max_new_tokens=14, prefill_chunk_size=chunk).sequences
+    assert torch.equal(output, expected)
+    assert [event.length for event in chunked.events] == [event.length for event in whole.events]
+    for ours, theirs in zip(chunked.events, whole.events, strict=True):
+        assert same_keep_set(ours.keep_set, theirs.keep_set)
+
+
+@pytest.mark.parametrize("name", ["snapkv", "expected_attention", "adakv"])
+@torch.no_grad()
+def test_tokens_beyond_the_prompt_in_its_own_forward(name: str) -> None:
+    recipe = RECIPES[name](every=4)
+    model, ids = tiny("llama"), prompt(1, LENGTH + 11)
+    past, naive = keepset.Cache(model, recipe, prompt_length=LENGTH), Naive(model, recipe)
+    naive.feed(ids[:, :LENGTH])  # They come after the compression, like a forward of their own.
+    expected = naive.feed(ids[:, LENGTH:])
+    logits = model(ids, past_key_values=past).logits[0, LENGTH:]
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=5e-5)
+    check_events(past, naive)
+    assert [event.length for event in past.events] == [LENGTH, LENGTH + 8]
+    torch.testing.assert_close(
+        model(ids[:, :3], past_key_values=past).logits[0], naive.feed(ids[:, :3]), rtol=1e-4, atol=5e-5
+    )
+
+
+# --- batches
+
+
+@by_recipe
+@pytest.mark.parametrize(("every", "padding"), [(1, [0, 5]), (6, [18, 0, 9])], ids=str)
+@with_prefill
+def test_padded_rows_equal_single_rows(name: str, every: int, padding: list[int], prefill: bool) -> None:
+    recipe = RECIPES[name](every=every, prefill=prefill)
+    model = tiny("llama")
+    ids, mask = left_padded(prompt(len(padding), LENGTH), padding)
+    batch = keepset.Cache(model, recipe)
+    together = generate(model, ids, batch, mask, max_new_tokens=20).sequences
+    for row, pad in enumerate(padding):
+        single = keepset.Cache(model, recipe)
+        alone = generate(model, ids[row : row + 1, pad:], single, max_new_tokens=20).sequences
+        assert torch.equal(together[row, pad:], alone[0])
+        for ours, theirs in zip(batch.events, single.events, strict=True):
+            assert ours.length == theirs.length + pad
+            for layer in theirs.keep_set.layers:
+                for head in range(2):
+                    assert torch.equal(
+                        ours.keep_set.positions(layer, row, head), theirs.keep_set.positions(layer, 0, head)
+                    )
+
+
+@pytest.mark.parametrize("name", ["snapkv", "expected_attention", "habit", "adakv"])
+@torch.no_grad()
+def test_padding_in_later_turns(name: str) -> None:
+    """A row with padding has fewer tokens: its windows reach further back, and its positions count its own."""
+    every, turns = 8, [(LENGTH, [3, 0]), (1, [0, 0]), (1, [0, 0]), (9, [4, 0]), (1, [0, 0]), (3, [0, 2]), (5, [0, 0])]
+    model = tiny("llama")
+    past = keepset.Cache(model, RECIPES[name](every=every))
+    naive = [Naive(model, RECIPES[name](every=every), LENGTH - turns[0][1][row]) for row in (0, 1)]
+    mask = torch.empty(2, 0, dtype=torch.long)
+    length = 0
+    for seed, (n, padding) in enumerate(turns):
+        ids, new = left_padded(prompt(2, n, seed), padding)
+        mask = torch.cat([mask, new], 1)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -n:]
+        logits = model(ids, attention_mask=mask, position_ids=positions, past_key_values=past).logits
+        columns = [length + n - (length + n - LENGTH) % every if length + n >= LENGTH else 0]
+        for row, reference in enumerate(naive):
+            # Points are logical: in the row's own count they lie by its padding earlier.
+            own = int(mask[row, : columns[0]].sum()) if columns[0] > length else None
+            reference.point = lambda before, after, own=own: own  # type: ignore[method-assign]
+            expected = reference.feed(ids[row : row + 1, padding[row] :])
+            torch.testing.assert_close(logits[row, padding[row] :], expected, rtol=1e-4, atol=5e-5)
+        length += n
+    assert [event.length for event in past.events] == [LENGTH, 29, 37]
+    for row, reference in enumerate(naive):
+        for event, (_, kept) in zip(past.events, reference.events, strict=True):
+            for layer, heads in kept.items():
+                for head, expected in enumerate(heads):
+                    assert event.keep_set.positions(layer, row, head).tolist() == expected
+
+
+@pytest.mark.parametrize("name", ["snapkv", "expected_attention", "adakv", "pyramid", "habit"])
+@pytest.mark.parametrize("padding", [[0], [4]], ids=str)
+def test_beams_are_scored_as_the_reference_scores_them(name: str, padding: list[int]) -> None:
+    model, recipe = tiny("llama"), RECIPES[name](every=3)
+    ids, mask = left_padded(prompt(1, LENGTH), padding)
+    beams: dict[str, Any] = dict(num_beams=3, num_return_sequences=3, length_penalty=0.0, output_scores=True)
+    output = generate(model, ids, keepset.Cache(model, recipe), mask, max_new_tokens=11, **beams)
+    assert len({tuple(row) for row in output.sequences.tolist()}) == 3
+    for sequence, score in zip(output.sequences, output.sequences_scores, strict=True):
+        naive = Naive(model, recipe)
+        logits = naive.feed(sequence[None, padding[0] : LENGTH])[-1:]
+        total = 0.0
+        for token in sequence[LENGTH:]:
+            total += float(logits[-1].log_softmax(-1)[token])
+            logits = naive.feed(token[None, None])
+        assert abs(total - float(score)) < 1e-3
+
+
+@pytest.mark.parametrize("name", ["snapkv", "expected_attention", "adakv", "habit"])
+@pytest.mark.parametrize("padding", [[0, 0], [0, 6]], ids=str)
+@torch.no_grad()
+def test_windows_follow_their_rows_and_copies_go_their_own_ways(name: str, padding: list[int]) -> None:
+    model, recipe = tiny("llama"), RECIPES[name](every=4)
+    ids, mask = left_padded(prompt(2, LENGTH), padding)
+    past = keepset.Cache(model, recipe)
+    naive = [Naive(model, recipe) for _ in padding]
+    for row, pad in enumerate(padding):
+        naive[row].feed(ids[row : row + 1, pad:])
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    model(ids, attention_mask=mask, position_ids=positions, past_key_values=past)
+
+    def follow(cache: keepset.Cache, references: list[Naive], mask: Tensor, tokens: int, seed: int) -> Tensor:
+        for token in prompt(len(references), tokens, seed).T[..., None]:
+            mask = extended(mask, mask.shape[1] + 1)
+            at = mask.sum(-1, keepdim=True) - 1
+            logits = model(token, attention_mask=mask, position_ids=at, past_key_values=cache).logits
+            for row, reference in enumerate(references):
+                expected = reference.feed(token[row : row + 1])
+                torch.testing.assert_close(logits[row], expected, rtol=1e-4, atol=5e-5)
+        return mask
+
+    mask = follow(past, naive, mask, 6, 1)
+    for cache in (past.fork(), copy.deepcopy(past), past):
+        references = [copy.copy(reference) for reference in naive]
+        for reference in references:
+            reference.layers = copy.deepcopy(reference.layers, {id(m): m for m in model.modules()})
+            reference.events = list(reference.events)
+        assert follow(cache, references, mask, 7, 2).shape == (2, LENGTH + 13)
+        assert len(cache.events) == 4
+    order = [1, 0, 1]
+    past.reorder_cache(torch.tensor(order))
+    past.batch_select_indices(torch.tensor([0, 1]))
+    past.batch_repeat_interleave(2)
+    rows = [1, 1, 0, 0]
+    turned = []
+    for row in rows:
+        turned.append(copy.copy(references[row]))
+        turned[-1].layers = copy.deepcopy(references[row].layers, {id(m): m for m in model.modules()})
+    follow(past, turned, extended(mask, LENGTH + 13)[rows], 5, 3)
+    assert past.events[-1].length == LENGTH + 16
+
+
+@pytest.mark.parametrize("name", ["snapkv", "expected_attention", "adakv", "knorm"])
+@pytest.mark.parametrize("padding", [[0, 0], [0, 6]], ids=str)
+@torch.no_grad()
+def test_tokens_are_taken_back_up_to_the_newest_event(name: str, padding: list[int]) -> None:
+    model, recipe = tiny("llama"), RECIPES[name](every=8)
+    ids, mask = left_padded(prompt(2, LENGTH), padding)
+    straight, turning = keepset.Cache(model, recipe), keepset.Cache(model, recipe)
+    new, other = prompt(2, 20, 1), prompt(2, 20, 2)
+
+    def feed(cache: keepset.Cache, tokens: Tensor) -> Tensor:
+        seen = extended(mask, cache.get_seq_length() + tokens.shape[1])
+        at = (seen.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+        return model(tokens, attention_mask=seen, position_ids=at, past_key_values=cache).logits
+
+    for cache in (straight, turning):
+        feed(cache, ids)
+        for token in new.T[:10, :, None]:
+            feed(cache, token)
+    feed(turning, other[:, :4])
+    turning.crop(-3)
+    turning.crop(-2)
+    turning.crop(LENGTH + 8)
+    for token in new.T[8:, :, None]:
+        again = feed(turning, token)
+    for token in new.T[10:, :, None]:
+        expected = feed(straight, token)
+    torch.testing.assert_close(again, expected, rtol=1e-4, atol=5e-5)
+    assert len(turning.events) == len(straight.events) == 3
+    for ours, theirs in zip(turning.events, straight.events, strict=True):
+        assert same_keep_set(ours.keep_set, theirs.keep_set)
+    with refusal("after the compression can be taken back"):
+        turning.crop(LENGTH + 15)
+
+
+@pytest.mark.parametrize("name", ["snapkv", "expected_attention", "habit"])
+def test_reset_makes_a_cache_new(name: str) -> None:
+    model, past = tiny("llama"), keepset.Cache(tiny("llama"), RECIPES[name](every=4))
+    runs = []
+    for ids in (prompt(1, LENGTH), prompt(2, 9, 1), prompt(1, LENGTH)):
+        past.reset()
+        assert past.events == [] and past.nbytes == 0
+        runs.append((generate(model, ids, past, max_new_tokens=10).sequences, past.keep_set))
+    assert torch.equal(runs[0][0], runs[2][0]) and same_keep_set(runs[0][1], runs[2][1])
+
+
+def test_what_a_method_writes_is_given_back() -> None:
+    Habit.ages.clear()
+    generate(
+        tiny("llama"), prompt(1, LENGTH), keepset.Cache(tiny("llama"), RECIPES["habit"](every=4)), max_new_tokens=14
+    )
+    assert Habit.ages == {0.0, 1.0, 2.0, 3.0}
+
+
+# --- costs
+
+
+@by_recipe
+@pytest.mark.parametrize("padding", [[0, 0], [0, 5]], ids=str)
+@torch.no_grad()
+def test_bytes_are_freed_at_each_event(name: str, padding: list[int]) -> None:
+    model = tiny("llama")
+    past = keepset.Cache(model, RECIPES[name](every=70))
+    ids, mask = left_padded(prompt(2, 100), padding)
+    model(ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0), past_key_values=past)
+    extra = 8 if name == "habit" else 0
+    for _ in range(150):
+        mask = extended(mask, mask.shape[1] + 1)
+        at = mask.sum(-1, keepdim=True) - 1
+        model(prompt(2, 1), attention_mask=mask, position_ids=at, past_key_values=past)
+        assert past.nbytes == bytes_of_entries(past)
+        if past.events[-1].length == past.get_seq_length():
+            windows = sum(layer._decoding.window.nbytes for layer in past.layers)
+            assert past.nbytes - windows == past.keep_set.entries * (past.keep_set.layer(0).entry_bytes + 4 + extra)
+        held = past.get_seq_length() - past.events[-1].length
+        assert past.layers[0].store.nbytes <= (past.keep_set.layer(0).indices.numel() + 4 * (held + 64)) * 140
+    assert [event.length for event in past.events] == [100, 170, 240]
+    assert past.events[1].nbytes_before == past.events[1].entries * 128
+    assert all(event.seconds > 0 for event in past.events)
+
+
+@pytest.mark.parametrize(("name", "reach"), [("snapkv", 5), ("expected_attention", 11), ("knorm", 0), ("tova", 1)])
+@torch.no_grad()
+def test_queries_are_recorded_only_where_the_next_event_looks(name: str, reach: int) -> None:
+    model = tiny("llama")
+    past = keepset.Cache(model, RECIPES[name](every=20))
+    model(prompt(1, LENGTH), past_key_values=past)
+    one = 4 * 16 * 4 + 8 + (2 * 16 * 4 if name == "expected_attention" else 0)
+    for step in range(1, 45):
+        model(prompt(1, 1, step), past_key_values=past)
+        windows = [layer._decoding.window.nbytes for layer in past.layers]
+        assert windows == [max(0, step % 20 - (20 - reach)) * one] * 4
+    model(prompt(1, 12), past_key_values=past)  # To 16 before the next point.
+    recorded = max(0, 16 - (20 - reach)) * one
+    assert [layer._decoding.window.nbytes for layer in past.layers] == [recorded] * 4
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@torch.no_grad()
+def test_the_dropped_part_is_gone(name: str) -> None:
+    length = 157  # Prime, and nothing else has this size.
+    past = keepset.Cache(tiny("llama"), RECIPES[name](every=4))
+    tiny("llama")(prompt(1, length), past_key_values=past, logits_to_keep=1)
+    assert reachable(length) == []
+    assert past.keep_set is not None
+    tiny("llama")(prompt(1, length), past_key_values=past, logits_to_keep=1)
+    assert reachable(length) == []
+
+
+def test_hooks_stay_while_events_follow_and_go_with_the_cache() -> None:
+    model = copy.deepcopy(tiny("llama"))
+
+    def hooks() -> int:
+        return sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules())
+
+    before = hooks()
+    past = keepset.Cache(model, RECIPES["expected_attention"](every=4))
+    generate(model, prompt(1, LENGTH), past, max_new_tokens=10)
+    once = hooks()
+    assert once > before
+    twins = [past.fork(), copy.deepcopy(past)]
+    assert hooks() == before + 3 * (once - before)
+    del past, twins
+    gc.collect()
+    assert hooks() == before
+    for name in ("snapkv", "knorm"):
+        keepset.Cache(model, RECIPES[name](every=4))
+        assert hooks() == before
+
+
+# --- refusals
+
+
+@dataclass(frozen=True)
+class OfHidden(Method):
+    name: ClassVar[str] = "of_hidden"
+    paper: ClassVar[str] = "none"
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(hidden_moments=frozenset({0}))
+
+    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+        return observation.positions.float()
+
+
+@dataclass(frozen=True)
+class WithoutBuffer(OfHidden):
+    name: ClassVar[str] = "without_buffer"
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(query_moments=frozenset({0}))
+
+
+@pytest.mark.parametrize("method", [OfHidden(), WithoutBuffer()])
+def test_moments_over_the_whole_prompt_only(method: Method) -> None:
+    with refusal("leave every= out"):
+        keepset.Cache(tiny("llama"), keepset.Recipe.of(method, keep=4, every=8))
+    keepset.Cache(tiny("llama"), keepset.Recipe.of(method, keep=4))
+
+
+def test_drafted_tokens() -> None:
+    model = tiny("llama")
+    past = keepset.Cache(model, RECIPES["snapkv"](every=8), prompt_length=LENGTH)
+    with refusal("Assisted generation cannot go with compression while decoding"):
+        generate(model, prompt(1, 7).repeat(1, 3), past, max_new_tokens=8, prompt_lookup_num_tokens=4)
+
+
+def test_buffer_is_of_one_token_at_least() -> None:
+    assert keepset.Recipe.parse("expected_attention").method.needs.buffer == 256
+    with refusal("buffer=0 is out of range"):
+        keepset.Recipe.parse("expected_attention(buffer=0)")
+
+
+def test_window_and_buffer_serve_one_method_each_in_its_length() -> None:
+    needs = Needs(window=3, buffer=9) | Needs(window=5, buffer=2, query_moments=frozenset({4}))
+    assert (needs.window, needs.buffer) == (5, 9)
