@@ -16,8 +16,11 @@ from keepset.errors import KeepsetError
 if TYPE_CHECKING:
     import transformers
 
+EMBEDDED = "SmolLM2-135M-Instruct"
+"""The name of the embedded model."""
+
 # The number is the version of the conversion: raise it with every change to what is written.
-_FOLDER = "SmolLM2-135M-Instruct-1"
+_FOLDER = f"{EMBEDDED}-1"
 _UNFINISHED = ".unfinished"
 _MEGABYTES = 600
 _HOUR = 3600
@@ -37,7 +40,7 @@ def load(
     Raises KeepsetError if the model cannot be had, or is not a causal language model.
     """
     if name is None:
-        folder = str(_embedded())
+        folder = str(embedded_folder())
         with _no_progress_bars():
             return _read(folder, "delete that folder and it will be made again")
     path = Path(name)
@@ -78,7 +81,11 @@ def _check_causal(source: str, config: "transformers.PretrainedConfig") -> None:
         )
 
 
-def _embedded() -> Path:
+def embedded_folder() -> Path:
+    """The folder of the embedded model, for engines that read folders; converted on first use.
+
+    Raises KeepsetError if it cannot be had.
+    """
     home = _home()
     _sweep(home)
     folder = home / _FOLDER

@@ -6,10 +6,12 @@ import sys
 
 import typer
 
+from keepset.cli.bench import bench
 from keepset.cli.compare import compare
 from keepset.cli.demo import demo
 from keepset.cli.generate import generate
 from keepset.cli.methods import methods
+from keepset.cli.serve import serve
 from keepset.errors import KeepsetError
 
 app = typer.Typer(
@@ -21,6 +23,9 @@ app = typer.Typer(
 )
 for command in (demo, compare, generate, methods):
     app.command()(command)
+# What is not keepset's own goes on to vLLM.
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
+app.add_typer(bench)
 
 
 def main() -> None:

@@ -84,6 +84,7 @@ def _run(
     from keepset.cli.console import err, load, printable, progress
     from keepset.evaluate.compare import Comparer, grid, needs_of
     from keepset.evaluate.task import make_task
+    from keepset.models import EMBEDDED
     from keepset.recipe import Recipe
 
     cells = grid(recipes, keeps)
@@ -97,7 +98,7 @@ def _run(
             layers = loaded.config.get_text_config().num_hidden_layers
             prefill = bar.add_task("prefill of the full cache", total=layers)
             needs = needs_of([cell for cell in cells if isinstance(cell, Recipe)])
-            name = model or "SmolLM2-135M-Instruct"
+            name = model or EMBEDDED
             comparer = Comparer(loaded, tokenizer, task, name, needs, on_layer=lambda: bar.advance(prefill))
             bar.update(prefill, completed=layers)
             rows = bar.add_task("recipes", total=len(cells))
@@ -113,7 +114,8 @@ def _run(
     else:
         print_table(comparison)
     if html is not None:
-        from keepset.report.html import render, write
+        from keepset.report.html import render
+        from keepset.report.page import write
 
         pieces = [str(tokenizer.decode([token])) for token in task.prompt[0].tolist()]
         write(html, render(comparison.to_json(), pieces, comparison.kept))

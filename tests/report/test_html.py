@@ -12,6 +12,7 @@ import torch
 
 from keepset.errors import KeepsetError
 from keepset.report import html
+from keepset.report.page import script_json, write
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 browser_test = pytest.mark.skipif(
@@ -119,7 +120,7 @@ def data_block(page: str) -> str:
 
 def test_json_is_inert_and_reads_back() -> None:
     value = {"text": [*TOKENS, "\ud800", "\u2029"], "n": 1, "x": 0.5, "none": None}
-    text = html.script_json(value)
+    text = script_json(value)
     assert text.isascii()
     assert not set(text) & set("<>&\n")
     assert json.loads(text) == value
@@ -127,7 +128,7 @@ def test_json_is_inert_and_reads_back() -> None:
 
 def test_json_has_words_for_what_is_not_finite() -> None:
     values = (float("nan"), float("inf"), -float("inf"), 1.0)
-    assert json.loads(html.script_json({"a": values})) == {"a": ["NaN", "Infinity", "-Infinity", 1.0]}
+    assert json.loads(script_json({"a": values})) == {"a": ["NaN", "Infinity", "-Infinity", 1.0]}
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 8, 25])
@@ -167,14 +168,14 @@ def test_masks_must_fit_the_rows_and_the_tokens() -> None:
 def test_write_replaces_and_leaves_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     path.write_text("old")
-    html.write(path, "new ‖\n")
+    write(path, "new ‖\n")
     assert path.read_bytes() == "new ‖\n".encode()
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_write_that_fails_says_so_and_keeps_the_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KeepsetError, match=r"cannot write the report to .*absent"):
-        html.write(tmp_path / "absent" / "report.html", "new")
+        write(tmp_path / "absent" / "report.html", "new")
 
     def full_disk(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -183,7 +184,7 @@ def test_write_that_fails_says_so_and_keeps_the_old(tmp_path: Path, monkeypatch:
     path.write_text("old")
     monkeypatch.setattr("os.replace", full_disk)
     with pytest.raises(KeepsetError, match="No space left"):
-        html.write(path, "new")
+        write(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -209,7 +210,7 @@ def load(browser: Any, tmp_path: Path) -> Any:
 
     def load(content: str, **options: Any) -> Any:
         path = tmp_path / f"report{len(pages)}.html"
-        html.write(path, content)
+        write(path, content)
         page = browser.new_page(**options)
         pages.append(page)
         page.on("console", lambda message: complaints.append(f"console: {message.text}"))
@@ -399,7 +400,7 @@ def test_nothing_overflows_the_page(load: Any, width: int) -> None:
 @browser_test
 def test_policy_stops_foreign_scripts(browser: Any, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
-    html.write(path, html.render(comparison(), TOKENS, masks()))
+    write(path, html.render(comparison(), TOKENS, masks()))
     page = browser.new_page()
     page.goto(path.as_uri())
     page.evaluate(

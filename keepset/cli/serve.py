@@ -1,0 +1,45 @@
+"""`keepset serve`: vLLM's server under a recipe."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from typing import Annotated
+
+import typer
+
+
+def serve(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="MODEL [VLLM OPTIONS]",
+            help="A folder or a hub name, a small embedded model if none; then whatever `vllm serve` takes.",
+        ),
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(help="What to keep, such as 'snapkv(keep=512, every=256)'; without it vLLM serves plainly."),
+    ] = None,
+) -> None:
+    """Serve a model with vLLM under a recipe, at an OpenAI-compatible address.
+
+    This process becomes `vllm serve`, which gets every option that is not keepset's own. It listens on 127.0.0.1
+    unless --host says otherwise. The model comes before vLLM's options.
+    """
+    from keepset.cli.console import err, printable
+    from keepset.recipe import Recipe
+    from keepset.serving.command import check_installed, command, hint, split
+
+    parsed = None if recipe is None else Recipe.parse(recipe).require_budget()
+    model, options = split(words or [])
+    check_installed(parsed)
+    line = command(model, parsed, options)
+    advice = hint(parsed, options)
+    for sentence in (shlex.join(line), advice):
+        if sentence is not None:
+            err.print(printable(sentence), markup=False, highlight=False, soft_wrap=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execvp(line[0], line)

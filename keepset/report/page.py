@@ -1,0 +1,73 @@
+"""A report as one HTML file that needs nothing else, neither a server nor a network.
+
+Everything that a user, a model or a server wrote reaches the page as JSON in a data block, and the page's script puts
+it into the document as text only. The page's content security policy allows the report's own scripts by their
+hashes and no other.
+"""
+
+import base64
+import contextlib
+import hashlib
+import json
+import math
+import os
+import secrets
+from importlib import resources
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from keepset.errors import KeepsetError
+
+
+def assemble(name: str, data: dict[str, Any]) -> str:
+    """The page made of the template and the script of that name, with plotly and the data inside."""
+    from plotly.offline import get_plotlyjs
+
+    plotly: str = get_plotlyjs()
+    script = _asset(f"{name}.js")
+    hashes = " ".join(f"'sha256-{_sha256(each)}'" for each in (plotly, script))
+    return Template(_asset(f"{name}.html")).substitute(
+        script_hashes=hashes, style=_asset("page.css"), plotly=plotly, data=script_json(data), page=script
+    )
+
+
+def write(path: Path, html: str) -> None:
+    """Write the page so that `path` holds either what it held before or the whole new page."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        # The hashes of the scripts hold for "\n" only.
+        temporary.write_text(html, encoding="utf-8", newline="\n")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise KeepsetError(f"cannot write the report to {path}: {error.strerror or error}.") from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def script_json(value: Any) -> str:
+    """`value` as ASCII JSON that cannot end or open any markup around it.
+
+    Numbers that JSON has no words for become the strings "NaN", "Infinity" and "-Infinity".
+    """
+    text = json.dumps(_finite(value), allow_nan=False, separators=(",", ":"))
+    return text.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def _asset(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _sha256(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")

@@ -1,0 +1,133 @@
+// Whatever comes from `data` goes into the document as text nodes or attributes, never as markup.
+const data = JSON.parse(document.getElementById("data").textContent);
+const { load, servers, rows } = data;
+const id = (name) => document.getElementById(name);
+
+function el(tag, properties = {}, ...children) {
+  const node = Object.assign(document.createElement(tag), properties);
+  node.append(...children);
+  return node;
+}
+
+const known = (value) => Number.isFinite(value);
+const integer = (value) => value.toLocaleString("en-US");
+// Plotly reads labels as a small HTML of its own.
+const label = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
+const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+// ---- header
+
+function header() {
+  document.title = `keepset bench serve: ${data.model}`;
+  id("model").textContent = data.model;
+  id("lead").textContent =
+    `${integer(load.requests)} requests of ${integer(load.prompt_tokens)} tokens, each answered with ` +
+    `${integer(load.output_tokens)} more, at most ${integer(load.concurrency)} at once` +
+    (load.rounds > 1 ? `, in ${load.rounds} rounds.` : ".");
+  const facts = [
+    ["Recipe", data.recipe],
+    ["Options for vLLM", data.options.join(" ") || null],
+    ["Seed", String(load.seed)],
+    ["keepset", data.keepset],
+  ];
+  for (const [name, value] of facts) {
+    if (value !== null) id("facts").append(el("div", {}, el("dt", {}, name), el("dd", {}, value)));
+  }
+}
+
+// ---- plots
+
+const colour = (i) => css(["--c7", "--c0", "--c1"][servers.length > 1 ? i % 3 : 1]);
+const dash = (i) => (servers.length > 1 && i === 0 ? "dash" : "solid");
+
+function draw(name, traces, x, y) {
+  const box = id(name);
+  if (!traces.some((trace) => trace.x.length)) {
+    box.replaceChildren(el("p", { className: "note" }, "Nothing was measured."));
+    return;
+  }
+  const font = { family: getComputedStyle(document.body).fontFamily, size: 13, color: css("--ink") };
+  const grid = { gridcolor: css("--line"), linecolor: css("--line"), zerolinecolor: css("--muted"), automargin: true, rangemode: "tozero" };
+  const layout = {
+    paper_bgcolor: "transparent", plot_bgcolor: "transparent", hovermode: "closest", font,
+    showlegend: servers.length > 1,
+    legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom" },
+    margin: { l: 8, r: 12, t: 28, b: 8 },
+    // A finger scrolls the page; a mouse may zoom.
+    dragmode: matchMedia("(pointer: fine)").matches ? "zoom" : false,
+    hoverlabel: { bgcolor: css("--page"), bordercolor: css("--muted"), align: "left", font },
+    xaxis: { ...grid, title: { text: x, font } },
+    yaxis: { ...grid, ...y },
+  };
+  Plotly.react(box, traces, layout, { displayModeBar: false, responsive: true });
+}
+
+// Rounds follow one another, with a gap between them.
+function series(server, key) {
+  const x = [], y = [];
+  let before = 0;
+  for (const round of server.rounds) {
+    if (x.length) { x.push(before); y.push(null); }
+    for (const sample of round.samples) {
+      if (!known(sample[key]) || sample.time <= 0) continue;
+      x.push(before + sample.time);
+      y.push(sample[key]);
+    }
+    before += round.seconds + 1;
+  }
+  return { x, y };
+}
+
+function times(key, y) {
+  return servers.map((server, i) => ({
+    type: "scatter", mode: "lines", name: label(server.name), ...series(server, key), connectgaps: false,
+    line: { color: colour(i), width: 2, dash: dash(i) },
+    hovertemplate: `%{x:.1f} s: %{y:${y}}<extra>${label(server.name)}</extra>`,
+  }));
+}
+
+function shares(key) {
+  return servers.map((server, i) => {
+    const values = server.rounds.flatMap((round) => round.requests)
+      .filter((request) => request.error === null && known(request[key]))
+      .map((request) => request[key]).sort((a, b) => a - b);
+    return {
+      type: "scatter", mode: "lines", name: label(server.name),
+      x: [...values.slice(0, 1), ...values], y: [...values.slice(0, 1).map(() => 0), ...values.map((_, j) => (j + 1) / values.length)],
+      line: { color: colour(i), width: 2, dash: dash(i), shape: "hv" },
+      hovertemplate: `%{y:.0%} took at most %{x:.3f} s<extra>${label(server.name)}</extra>`,
+    };
+  });
+}
+
+function plots() {
+  draw("running", times("running", ".0f"), "seconds", {});
+  draw("usage", times("kv_usage", ".0%"), "seconds", { tickformat: ".0%" });
+  const share = { tickformat: ".0%", range: [0, 1.02] };
+  draw("first", shares("first_token_seconds"), "seconds", share);
+  draw("token", shares("seconds_per_token"), "seconds", share);
+  draw("request", shares("seconds"), "seconds", share);
+}
+
+// ---- figures
+
+function table() {
+  const titles = ["", ...servers.map((server) => server.name), ...(servers.length > 1 ? ["ratio"] : [])];
+  document.querySelector("#rows thead").append(el("tr", {}, ...titles.map((title) => el("th", { scope: "col" }, title))));
+  const body = document.querySelector("#rows tbody");
+  for (const [name, ...cells] of rows) {
+    body.append(el("tr", {}, el("th", { scope: "row" }, name), ...cells.map((cell) => el("td", {}, cell))));
+  }
+  for (const server of servers) {
+    for (const error of server.errors.slice(0, 5)) id("errors").append(el("li", {}, `${server.name}: ${error}`));
+  }
+  id("time-note").textContent =
+    "Read from the server’s metrics every half second" +
+    (servers.length > 1 ? "; each server by its own clock, from its first request on." : ", from the first request on.") +
+    (load.rounds > 1 ? " A gap lies between two rounds." : "");
+}
+
+header();
+table();
+plots();
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", plots);

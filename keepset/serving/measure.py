@@ -1,0 +1,187 @@
+"""Put a load on a server and write down what happens."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from keepset.errors import KeepsetError
+from keepset.serving.client import Reply, complete, connect, http
+from keepset.serving.metrics import Sample, look
+
+if TYPE_CHECKING:
+    import httpx2
+
+    from keepset.serving.load import Load
+
+INTERVAL = 0.5
+"""Seconds between two looks at the metrics."""
+
+_WARM_UP = 8
+
+
+@dataclass
+class Round:
+    """One round of a load: its replies, and samples from before its start to after its end.
+
+    Attributes:
+        seconds: from the first request to the end of the last answer.
+        replies: in the order of the prompts.
+        samples: of the server's metrics, in the order of time.
+    """
+
+    seconds: float
+    replies: list[Reply]
+    samples: list[Sample]
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a server says that it serves.
+
+    Attributes:
+        name: of the model, for requests.
+        root: where the server has it from.
+        longest: tokens of a prompt and its answer.
+    """
+
+    name: str
+    root: str | None
+    longest: int | None
+
+
+def served(url: str) -> Served:
+    """What the server there serves.
+
+    Raises:
+        KeepsetError: there is no server that speaks OpenAI's language.
+    """
+    library = http()
+    try:
+        answer = library.get(f"{url}/v1/models", timeout=10.0, trust_env=False)
+        answer.raise_for_status()
+        model = answer.json()["data"][0]
+        name, root, longest = str(model["id"]), model.get("root"), model.get("max_model_len")
+    except (library.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
+        cause = str(error) if isinstance(error, library.HTTPError) else "it does not say what it serves"
+        raise KeepsetError(f"There is no OpenAI-compatible server at {url} ({cause.splitlines()[0]}).") from error
+    return Served(
+        name, root if isinstance(root, str) else None, longest if isinstance(longest, int) and longest > 0 else None
+    )
+
+
+def check_fits(load: Load, model: Served) -> None:
+    """Refuses a load of which the server would refuse every request.
+
+    Raises:
+        KeepsetError: prompt and answer are longer than its context.
+    """
+    if model.longest is not None and load.prompt_tokens + load.output_tokens > model.longest:
+        raise KeepsetError(
+            f"{load.prompt_tokens} tokens of prompt and {load.output_tokens} of output do not fit the server's "
+            f"context of {model.longest}: ask for fewer, or give it a larger --max-model-len."
+        )
+
+
+def measure(
+    url: str, model: str, load: Load, prompts: Sequence[list[list[int]]], on_reply: Callable[[], None] = lambda: None
+) -> list[Round]:
+    """Warm the server up, then run every round of a load.
+
+    Args:
+        url: the server's address.
+        model: the name that it serves.
+        load: how many requests of which size.
+        prompts: what `workload.prompts` gives.
+        on_reply: called after each reply.
+    """
+    return asyncio.run(_measure(url, model, load, prompts, on_reply))
+
+
+async def _measure(
+    url: str, model: str, load: Load, prompts: Sequence[list[list[int]]], on_reply: Callable[[], None]
+) -> list[Round]:
+    warm_up, *rounds = prompts
+    async with connect(url, load.concurrency) as client:
+        ask = _Asker(client, model, load, on_reply)
+        await complete(
+            client, model, warm_up[0], min(_WARM_UP, load.output_tokens),
+            index=0, began=time.perf_counter(), timeout=load.timeout,
+        )  # fmt: skip
+        return [await ask(texts) for texts in rounds]
+
+
+class _Asker:
+    """Runs rounds on one server."""
+
+    def __init__(self, client: httpx2.AsyncClient, model: str, load: Load, on_reply: Callable[[], None]) -> None:
+        self._client, self._model, self._load, self._on_reply = client, model, load, on_reply
+
+    async def __call__(self, prompts: list[list[int]]) -> Round:
+        before = await look(self._client, 0.0)
+        began = time.perf_counter()
+        samples: list[Sample] = []
+        replies: list[Reply] = []
+        watching = asyncio.create_task(self._watch(began, samples))
+        try:
+            # A shared iterator is the queue: whoever is free takes the next prompt.
+            queue = iter(enumerate(prompts))
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(self._load.concurrency, len(prompts))):
+                    group.create_task(self._work(queue, began, replies))
+            seconds = max(reply.end or 0.0 for reply in replies)
+        finally:
+            watching.cancel()
+            with suppress(asyncio.CancelledError):
+                await watching
+        after = await look(self._client, time.perf_counter() - began)
+        replies.sort(key=lambda reply: reply.index)
+        return Round(seconds, replies, [sample for sample in (before, *samples, after) if sample is not None])
+
+    async def _work(self, queue: Iterator[tuple[int, list[int]]], began: float, replies: list[Reply]) -> None:
+        for index, prompt in queue:
+            reply = await complete(
+                self._client, self._model, prompt, self._load.output_tokens,
+                index=index, began=began, timeout=self._load.timeout,
+            )  # fmt: skip
+            replies.append(reply)
+            self._on_reply()
+
+    async def _watch(self, began: float, samples: list[Sample]) -> None:
+        due = INTERVAL
+        while True:
+            await asyncio.sleep(due - (time.perf_counter() - began))
+            now = time.perf_counter() - began
+            sample = await look(self._client, now)
+            if sample is not None:
+                samples.append(sample)
+            due = max(due + INTERVAL, now)
+
+
+def to_json(rounds: Sequence[Round]) -> list[dict[str, Any]]:
+    """Every reply and every sample."""
+    return [
+        {
+            "seconds": each.seconds,
+            "requests": [
+                {
+                    "index": reply.index,
+                    "start": round(reply.start, 5),
+                    "first_token_seconds": reply.first_token,
+                    "seconds_per_token": reply.per_token,
+                    "seconds": reply.total,
+                    "prompt_tokens": reply.prompt_tokens,
+                    "output_tokens": reply.output_tokens,
+                    "error": reply.error,
+                    "chunks": [round(chunk, 5) for chunk in reply.chunks],
+                }
+                for reply in each.replies
+            ],
+            "samples": [vars(sample) for sample in each.samples],
+        }
+        for each in rounds
+    ]

@@ -1,0 +1,114 @@
+"""A vLLM server of one's own: started, waited for, and always stopped with all of its processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import IO, Self
+
+from keepset.serving.client import http
+
+_HOST = "127.0.0.1"
+_PATIENCE = 15.0
+_LINES = 20
+
+
+class ServerError(Exception):
+    """A server that did not start or did not last: a sentence, and the end of its log."""
+
+    def __init__(self, sentence: str, log: Sequence[str]) -> None:
+        super().__init__(sentence)
+        self.log = list(log)
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind((_HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+class Server:
+    """A server process between `with` and the block's end.
+
+    Args:
+        command: its words.
+        port: where it will listen.
+    """
+
+    def __init__(self, command: Sequence[str], port: int) -> None:
+        self.url = f"http://{_HOST}:{port}"
+        self._command = list(command)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log: IO[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self._log = tempfile.TemporaryFile()
+        # A session of its own: all that it starts can be stopped at once, and Ctrl-C reaches only us.
+        self._process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process is not None and self._log is not None
+        try:
+            if self._process.poll() is None:
+                self._process.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(_PATIENCE)
+        finally:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._log.close()
+
+    def wait(self, seconds: float, on_tick: Callable[[], None] = lambda: None) -> None:
+        """Wait until it answers.
+
+        Raises:
+            ServerError: it stopped, or did not answer in time.
+        """
+        library = http()
+        until = time.monotonic() + seconds
+        with library.Client(base_url=self.url, timeout=5.0, trust_env=False) as client:
+            while True:
+                self.check()
+                with suppress(library.HTTPError):
+                    if client.get("/health").status_code == 200:
+                        return
+                if time.monotonic() > until:
+                    raise ServerError(f"The server did not answer within {seconds:g} s.", self.last_lines())
+                on_tick()
+                time.sleep(0.25)
+
+    def check(self) -> None:
+        """Make sure that it still runs.
+
+        Raises:
+            ServerError: it does not.
+        """
+        assert self._process is not None
+        code = self._process.poll()
+        if code is not None:
+            raise ServerError(f"The server stopped with exit code {code}.", self.last_lines())
+
+    def last_lines(self) -> list[str]:
+        """The end of what it wrote."""
+        assert self._log is not None
+        # Read by place, so that the process, which shares the file's, goes on writing at the end.
+        size = os.fstat(self._log.fileno()).st_size
+        length = 64 * 1024
+        text = os.pread(self._log.fileno(), length, max(0, size - length)).decode(errors="replace")
+        return list(deque((line for line in text.splitlines() if line.strip()), _LINES))

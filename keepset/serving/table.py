@@ -1,0 +1,57 @@
+"""The figures of a run in rows for a person: what, each server's, and the ratio of the last to the first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from keepset.serving.summary import ratio
+
+NONE = "\N{EN DASH}"
+
+_ROWS = (
+    ("requests answered", ("answered",), "{:.0f}", 1),
+    ("requests failed", ("failed",), "{:.0f}", 1),
+    ("time for all, s", ("seconds",), "{:.2f}", 1),
+    ("output tokens/s", ("output_tokens_per_second",), "{:.1f}", 1),
+    ("first token p50, s", ("first_token_seconds", "p50"), "{:.3f}", 1),
+    ("first token p99, s", ("first_token_seconds", "p99"), "{:.3f}", 1),
+    ("per token p50, ms", ("seconds_per_token", "p50"), "{:.1f}", 1e3),
+    ("per token p99, ms", ("seconds_per_token", "p99"), "{:.1f}", 1e3),
+    ("request p50, s", ("request_seconds", "p50"), "{:.2f}", 1),
+    ("request p99, s", ("request_seconds", "p99"), "{:.2f}", 1),
+    ("running, mean", ("running", "mean"), "{:.1f}", 1),
+    ("running, max", ("running", "max"), "{:.0f}", 1),
+    ("waiting, mean", ("waiting", "mean"), "{:.1f}", 1),
+    ("waiting, max", ("waiting", "max"), "{:.0f}", 1),
+    ("preemptions", ("preemptions",), "{:.0f}", 1),
+    ("KV cache used, mean", ("kv_usage", "mean"), "{:.1f} %", 100),
+    ("KV cache used, max", ("kv_usage", "max"), "{:.1f} %", 100),
+)
+
+
+def table(summaries: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """One row per figure: its name, one cell per server and, of two servers, their ratio."""
+    rows = [_row(name, path, form, scale, summaries) for name, path, form, scale in _ROWS]
+    for name in sorted({name for each in summaries for name in each["keepset"]}):
+        form = "{:.3f}" if "seconds" in name else "{:.0f}"
+        rows.append(_row(f"keepset: {name.replace('_', ' ')}", ("keepset", name), form, 1, summaries))
+    return rows
+
+
+def _row(name: str, path: tuple[str, ...], form: str, scale: float, summaries: Sequence[dict[str, Any]]) -> list[str]:
+    values = [_value(each, path) for each in summaries]
+    cells = [NONE if value is None else form.format(value * scale) for value in values]
+    if len(values) > 1:
+        times = ratio(values[-1], values[0])
+        cells.append(NONE if times is None else f"x{times:.2f}")
+    return [name, *cells]
+
+
+def _value(figures: dict[str, Any], path: tuple[str, ...]) -> float | None:
+    if path == ("answered",):
+        return float(figures["requests"] - figures["failed"])
+    value: Any = figures
+    for key in path:
+        value = value.get(key) if isinstance(value, dict) else None
+    return None if value is None else float(value)

@@ -1,0 +1,57 @@
+"""The prompts of a load: exact numbers of tokens, each from another place of the essays."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from keepset.errors import KeepsetError
+
+if TYPE_CHECKING:
+    from keepset.serving.load import Load
+
+
+@dataclass(frozen=True)
+class Source:
+    """Tokens to cut prompts from, and where they come from.
+
+    Attributes:
+        ids: a text's tokens, or every token that may be drawn.
+        text: whether `ids` is a text.
+        note: why it is none.
+    """
+
+    ids: Sequence[int]
+    text: bool
+    note: str | None = None
+
+
+def source(tokenizer: Any) -> Source:
+    """The essays as tokens; random tokens of the vocabulary where the essays are not installed."""
+    from keepset.texts import essay, essays
+
+    try:
+        text = "\n\n".join(essay(name) for name in essays())
+    except KeepsetError as error:
+        special = set(tokenizer.all_special_ids)
+        ids = sorted(token for token in set(tokenizer.get_vocab().values()) if token not in special)
+        return Source(ids, text=False, note=f"Prompts are random tokens. {error}")
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return Source(ids, text=True)
+
+
+def prompts(source: Source, load: Load) -> list[list[list[int]]]:
+    """One prompt to warm up, then for each round one per request: always the same for the same seed."""
+    chance = random.Random(load.seed)
+    count = load.rounds * load.requests + 1
+    length = load.prompt_tokens
+    if source.text:
+        size = len(source.ids)
+        # Different places, so that no prompt begins as another does; the text goes round.
+        starts = chance.sample(range(size), count) if count <= size else chance.choices(range(size), k=count)
+        flat = [[source.ids[(start + i) % size] for i in range(length)] for start in starts]
+    else:
+        flat = [chance.choices(source.ids, k=length) for _ in range(count)]
+    return [[flat[-1]], *(flat[i * load.requests : (i + 1) * load.requests] for i in range(load.rounds))]

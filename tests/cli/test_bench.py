@@ -1,0 +1,223 @@
+"""`keepset bench serve`, against small servers that speak as vLLM does."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keepset.serving import bench as module
+from keepset.serving import command as commands
+from keepset.serving.workload import Source
+from tests.cli.conftest import Run
+from tests.serving.conftest import Fake, fake
+
+ROOT = Path(__file__).parents[2]
+FAKE = ROOT / "tests" / "serving" / "fake_vllm.py"
+RECIPE = ("--recipe", "snapkv(keep=512,every=256)")
+SIZES = ("--requests", "6", "--prompt-tokens", "5", "--output-tokens", "4")
+BENCH = ("bench", "serve", *RECIPE, *SIZES)
+
+__all__ = ["fake"]  # The fixture.
+
+
+@pytest.fixture(autouse=True)
+def tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "tokens_of", lambda folder: Source(list(range(100)), text=True))
+    monkeypatch.setattr(commands, "check_installed", lambda recipe: None)
+
+
+@pytest.fixture
+def servers(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """How servers were started; those with the word --bad-recipe take it only with a recipe."""
+    started: list[list[str]] = []
+
+    def command(model: str | None, recipe: Any, options: Sequence[str], forced: Sequence[str]) -> list[str]:
+        started.append([str(model), str(recipe), *options])
+        words = [word for word in options if word != "--bad-recipe"]
+        crash = ["--crash"] if recipe is not None and len(words) < len(options) else []
+        return [sys.executable, str(FAKE), *words, *crash, *forced]
+
+    monkeypatch.setattr(module, "command", command)
+    return started
+
+
+def load(path: Path) -> Any:
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    return json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
+
+
+def test_plain_against_recipe(run: Run, servers: list[list[str]], tmp_path: Path) -> None:
+    done = run(*BENCH, "--rounds", "2", "--json", "a.json", "--html", "a.html", "a/model", "--", "--dtype", "float32")
+    assert done.code == 0
+    assert servers == [
+        ["a/model", "None", "--dtype", "float32"],
+        ["a/model", "snapkv(keep=512, every=256)", "--dtype", "float32"],
+    ]
+    lines = [" ".join(line.split()) for line in done.out.splitlines()]
+    assert lines[0] == "a/model: 6 requests of 5 + 4 tokens, at most 6 at once, 2 rounds."
+    assert lines[1:3] == ["recipe: snapkv(keep=512, every=256)", "plain recipe ratio"]
+    assert "requests answered 12 12 x1.00" in lines
+    assert any(line.startswith("keepset: entries kept ") for line in lines)
+    assert done.err == "all figures: a.json\nreport: a.html\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.html", "a.json"]
+
+    result = load(tmp_path / "a.json")
+    assert list(result) == ["model", "recipe", "load", "options", "keepset", "servers"]
+    assert result["load"]["requests"] == 6 and result["load"]["rounds"] == 2
+    assert [server["name"] for server in result["servers"]] == ["plain", "recipe"]
+    assert [server["recipe"] for server in result["servers"]] == [None, "snapkv(keep=512, every=256)"]
+    for server in result["servers"]:
+        assert server["summary"]["requests"] == 12 and server["summary"]["failed"] == 0
+        assert server["summary"]["output_tokens"] == 48
+        assert [len(each["requests"]) for each in server["rounds"]] == [6, 6]
+        assert all(len(request["chunks"]) == 4 for each in server["rounds"] for request in each["requests"])
+        assert all(len(each["samples"]) >= 2 for each in server["rounds"])
+
+
+def test_a_server_that_runs_already(run: Run, fake: Fake) -> None:
+    done = run("bench", "serve", "--url", fake.url + "/", *SIZES, "--concurrency", "2")
+    assert (done.code, done.err) == (0, "")
+    assert "fake: 6 requests of 5 + 4 tokens, at most 2 at once." in done.out
+    assert " ratio" not in done.out
+    assert len(fake.asked) == 7 and fake.most <= 2
+
+
+def test_failed_requests_are_shown(run: Run, servers: list[list[str]], tmp_path: Path) -> None:
+    done = run(*BENCH, "--json", "a.json", "--", "--fail")
+    assert done.code == 1
+    lines = [" ".join(line.split()) for line in done.out.splitlines()]
+    assert "requests failed 1 1 x1.00" in lines
+    assert 'plain: HTTP 503: {"error": "too much"}' in lines
+    assert load(tmp_path / "a.json")["servers"][1]["summary"]["failed"] == 1
+
+
+def test_a_server_that_does_not_start(run: Run, servers: list[list[str]], tmp_path: Path) -> None:
+    done = run(*BENCH, "--json", "a.json", "--", "--bad-recipe")
+    assert (done.code, done.out) == (1, "")
+    assert len(servers) == 2
+    assert done.err.splitlines()[-1] == "keepset: The server stopped with exit code 7."
+    assert "| line 99" in done.err.splitlines()
+    assert "| �[31m[red]out of memory[/red]?" in done.err.splitlines()
+    assert "\x1b" not in done.err and "Traceback" not in done.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_server_that_takes_too_long(run: Run, servers: list[list[str]]) -> None:
+    done = run(*BENCH, "--start-timeout", "0.5", "--", "--silent")
+    assert done.code == 1
+    assert done.err.endswith("keepset: The server did not answer within 0.5 s.\n")
+
+
+def test_a_load_that_does_not_fit(run: Run, servers: list[list[str]], fake: Fake) -> None:
+    done = run("bench", "serve", *RECIPE, "--prompt-tokens", "4000", "--output-tokens", "97")
+    assert (done.code, done.out) == (2, "")
+    assert "do not fit the server's context of 4096" in done.err and done.err.count("\n") == 1
+    done = run("bench", "serve", "--url", fake.url, "--prompt-tokens", "4000", "--output-tokens", "97")
+    assert done.code == 2 and fake.asked == []
+
+
+def test_what_a_server_says_is_text(run: Run, servers: list[list[str]], fake: Fake, tmp_path: Path) -> None:
+    fake.models = {"data": [{"id": "</script><b>\x1b[31m[red]"}]}
+    done = run("bench", "serve", "--url", fake.url, *SIZES, "--html", "a.html")
+    assert done.code == 0
+    assert done.out.startswith("</script><b>�[31m[red]: 6 requests")
+    assert "\x1b" not in done.out
+    page = (tmp_path / "a.html").read_text(encoding="utf-8")
+    assert "</script><b>" not in page and "\\u003c/script\\u003e\\u003cb\\u003e" in page
+
+
+@pytest.mark.parametrize(
+    ("words", "because"),
+    [
+        ([], "--recipe is missing"),
+        (["--recipe", "snapvk"], "did you mean 'snapkv'?"),
+        (["--recipe", "snapkv"], "says not how much to keep"),
+        ([*RECIPE, "--requests", "0"], "--requests 0 is out of range"),
+        ([*RECIPE, "--requests", "10001"], "--requests 10001 is out of range"),
+        ([*RECIPE, "--concurrency", "0"], "--concurrency 0 is out of range"),
+        ([*RECIPE, "--concurrency", "1001"], "--concurrency 1001 is out of range"),
+        ([*RECIPE, "--start-timeout", "nan"], "--start-timeout nan is out of range"),
+        ([*RECIPE, "m", "--", "--port", "8000"], "--port is not for the benchmark"),
+        ([*RECIPE, "m", "n"], "'n' is no option for vLLM"),
+        (["--url", "http://example.org"], "is not on this machine"),
+        (["--url", "http://example.org", *RECIPE], "is not on this machine"),
+        (["--url", "http://127.0.0.1:9", *RECIPE], "leave out --recipe and options for vLLM"),
+        (["--url", "http://127.0.0.1:9", "m", "--", "--x"], "leave out --recipe and options for vLLM"),
+        (["--url", "http://127.0.0.1:9"], "There is no OpenAI-compatible server at http://127.0.0.1:9"),
+        ([*RECIPE, "--json", "absent/a.json"], "cannot be written"),
+        ([*RECIPE, "--html", "."], "cannot be written"),
+    ],
+)
+def test_refused(run: Run, servers: list[list[str]], words: list[str], because: str, tmp_path: Path) -> None:
+    done = run("bench", "serve", *words)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("keepset: ") and done.err.count("\n") == 1
+    assert because in done.err
+    assert servers == [] and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("missing", ["httpx2", "prometheus_client.parser"])
+def test_a_library_that_is_not_installed(run: Run, fake: Fake, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    done = run("bench", "serve", "--url", fake.url, *SIZES)
+    assert (done.code, done.out) == (2, "")
+    assert 'is not installed: run `pip install "keepset[serve]"`.' in done.err
+
+
+def test_own_options_must_be_known(run: Run) -> None:
+    done = run("bench", "serve", "--enforce-eager")
+    assert done.code == 2 and "No such option: --enforce-eager" in done.err
+
+
+PROGRAM = f"""\
+import sys
+from keepset.cli import main
+from keepset.serving import bench, command
+from keepset.serving.workload import Source
+
+bench.tokens_of = lambda folder: Source(list(range(100)), text=True)
+command.check_installed = lambda recipe: None
+bench.command = lambda model, recipe, options, forced: [sys.executable, {str(FAKE)!r}, *options, *forced]
+main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("how", ["--slow", "--silent"])
+def test_interrupted(how: str, number: signal.Signals, tmp_path: Path) -> None:
+    """While requests run, and while the server starts."""
+    (tmp_path / "program.py").write_text(PROGRAM, encoding="utf-8")
+    words = [sys.executable, "program.py", *BENCH, "--json", "a.json", "--html", "a.html", "--", how]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True, env=environment) as process:
+        until = time.monotonic() + 60
+        while not (children := servers_of(process.pid)) and time.monotonic() < until:
+            time.sleep(0.05)
+        time.sleep(2.0)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert out == ""
+    assert "Traceback" not in err
+    assert err == ("interrupted: nothing is reported\n" if number == signal.SIGINT else "")
+    assert [path.name for path in tmp_path.iterdir()] == ["program.py"]
+    assert children and all(not Path(f"/proc/{child}").exists() for child in children)
+
+
+def servers_of(pid: int) -> list[int]:
+    """The small servers among a process's children."""
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    found = [int(child) for child in children.read_text().split()] if children.exists() else []
+    return [child for child in found if FAKE.name in Path(f"/proc/{child}/cmdline").read_text()]

@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import sys
+from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keepset import models
+from keepset.errors import KeepsetError
+from keepset.recipe import Recipe
+from keepset.serving import command as module
+from keepset.serving.bench import check_options
+from keepset.serving.command import check_installed, command, given, hint, split
+
+RECIPE = Recipe.parse("snapkv(keep=64, every=64, window=8)")
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setattr(models, "embedded_folder", lambda: tmp_path)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1")
+    return tmp_path
+
+
+def additional(words: list[str]) -> Any:
+    assert words.count("--additional-config") == 1
+    return json.loads(words[words.index("--additional-config") + 1])
+
+
+def test_words() -> None:
+    words = command("a/model", RECIPE, ["--port", "9", "-tp", "2"])
+    assert words[:6] == [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", "a/model"]
+    assert additional(words) == {"keepset": str(RECIPE)}
+    assert words[-6:] == ["--host", "127.0.0.1", "--port", "9", "-tp", "2"]
+
+
+def test_without_a_recipe_vllm_is_plain() -> None:
+    words = command("a/model", None, [])
+    assert words[5:] == ["a/model", "--host", "127.0.0.1"]
+
+
+@pytest.mark.parametrize("model", [None, "SmolLM2-135M-Instruct"])
+def test_the_embedded_model_is_served_under_its_name(model: str | None, folder: Path) -> None:
+    words = command(model, None, [])
+    assert words[5:8] == [str(folder), "--served-model-name", "SmolLM2-135M-Instruct"]
+    words = command(model, None, ["--served_model_name=mine"])
+    assert words[5:] == [str(folder), "--host", "127.0.0.1", "--served_model_name=mine"]
+
+
+def test_builds_of_another_name_start_without_the_vllm_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    words = command("a/model", None, [])
+    assert words[2:6] == ["-m", "vllm.entrypoints.launchers.api_server.entry", "--model", "a/model"]
+
+
+@pytest.mark.parametrize("host", [["--host", "0.0.0.0"], ["--host=0.0.0.0"]])
+def test_who_names_a_host_gets_it(host: list[str]) -> None:
+    assert "127.0.0.1" not in command("m", None, host)
+    assert command("m", None, host, ["--host", "::1"])[-2:] == ["--host", "::1"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--additional-config", '{"a": 1}'],
+        ['--additional-config={"a": 1}'],
+        ['--additional_config={"a": 1}'],
+        ["--additional", '{"a": 1}'],
+        ["--additional-config", '{"a": 2}', "--additional-config", '{"a": 1}'],
+    ],
+)
+def test_other_keys_are_merged(options: list[str]) -> None:
+    words = command("m", RECIPE, ["--x", *options, "--y"])
+    assert additional(words) == {"a": 1, "keepset": str(RECIPE)}
+    assert [word for word in words if "additional" in word] == ["--additional-config"]
+    assert words[-2:] == ["--x", "--y"]
+
+
+@pytest.mark.parametrize(
+    ("options", "because"),
+    [
+        (["--additional-config", '{"keepset": "tova(keep=1)"}'], "names 'keepset': give the recipe with --recipe only"),
+        (['--additional_config={"keepset": null}'], "names 'keepset'"),
+        (["--additional-config", "{"], "is no JSON object"),
+        (["--additional-config", "[1]"], "is no JSON object"),
+        (["--additional-config"], "is no JSON object"),
+        (["--additional-config.keepset", "x"], "cannot be joined with a recipe"),
+        (["--additional_config.a=1"], "cannot be joined with a recipe"),
+        (["--model", "x"], "write the model first"),
+    ],
+)
+def test_refused(options: list[str], because: str) -> None:
+    with pytest.raises(KeepsetError) as error:
+        command("m", RECIPE, options)
+    assert because in str(error.value)
+
+
+@pytest.mark.parametrize("option", ["--port", "--host=::1", "--api_key", "--uds", "--ssl-keyfile"])
+def test_the_benchmark_says_itself_where_its_servers_listen(option: str) -> None:
+    with pytest.raises(KeepsetError, match="is not for the benchmark"):
+        check_options(["--dtype", "float32", option, "1"])
+
+
+def test_words_after_the_model_are_options() -> None:
+    assert split([]) == (None, [])
+    assert split(["m", "--a", "1"]) == ("m", ["--a", "1"])
+    assert split(["--a", "1"]) == (None, ["--a", "1"])
+    with pytest.raises(KeepsetError, match="'n' is no option for vLLM"):
+        check_options(["n"])
+
+
+def test_given() -> None:
+    options = ["--block_size=3", "--a-b", "x"]
+    assert given(options, "--block-size") and given(options, "--a-b")
+    assert not given(options, "--block") and not given(options, "x")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "said"),
+    [
+        ("snapkv(keep=128, window=8)", [], True),
+        ("snapkv(keep=255, window=8)", ["--max-model-len", "9"], True),
+        ("snapkv(keep=255, window=8)", ["--block_size=32"], False),
+        ("snapkv(keep=256, window=8)", [], False),
+        ("snapkv(keep=0.1, window=8)", [], False),
+    ],
+)
+def test_small_budgets_want_small_blocks(
+    recipe: str, options: list[str], said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    sentence = hint(Recipe.parse(recipe), options)
+    assert (sentence is not None) == said
+    assert sentence is None or ("--block-size 32" in sentence and "\n" not in sentence)
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    assert hint(Recipe.parse(recipe), options) is None
+    assert hint(None, options) is None
+
+
+def plugins(monkeypatch: pytest.MonkeyPatch, *values: str) -> None:
+    points = EntryPoints(EntryPoint(f"p{i}", value, "vllm.general_plugins") for i, value in enumerate(values))
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points.select(group=group))
+
+
+def test_vllm_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(KeepsetError, match=r'pip install "keepset\[vllm\]"'):
+        check_installed(None)
+
+
+def test_vllm_must_load_the_plug_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    plugins(monkeypatch, "other.plugin:register")
+    check_installed(None)
+    with pytest.raises(KeepsetError, match="would not find keepset's plug-in"):
+        check_installed(RECIPE)
+    plugins(monkeypatch, "other.plugin:register", "keepset.vllm.plugin:register")
+    check_installed(RECIPE)
+    monkeypatch.setenv("VLLM_PLUGINS", "p0")
+    with pytest.raises(KeepsetError, match="VLLM_PLUGINS='p0' keeps vLLM from loading keepset's plug-in: add 'p1'"):
+        check_installed(RECIPE)
+    monkeypatch.setenv("VLLM_PLUGINS", "p0,p1")
+    check_installed(RECIPE)

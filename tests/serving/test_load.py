@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from keepset.errors import KeepsetError
+from keepset.serving.load import Load, local
+
+
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        ("http://127.0.0.1:8000", "http://127.0.0.1:8000"),
+        ("http://127.255.3.4:1/", "http://127.255.3.4:1"),
+        ("http://localhost", "http://localhost"),
+        ("HTTP://LocalHost:80", "http://localhost:80"),
+        ("http://[::1]:8000/", "http://[::1]:8000"),
+    ],
+)
+def test_addresses_of_this_machine(url: str, address: str) -> None:
+    assert local(url) == address
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://10.0.0.1:8000",
+        "http://0.0.0.0:8000",
+        "http://128.0.0.1",
+        "http://example.org",
+        "http://localhost.example.org",
+        "http://127.0.0.1.example.org",
+        "http://[::2]",
+        "http://[::ffff:8.8.8.8]",
+        "http://[::ffff:127.0.0.1]",
+        "http://[::1%25eth0]",
+        "http://2130706433",
+        "http://0x7f.1",
+    ],
+)
+def test_no_other_machine_is_put_under_load(url: str) -> None:
+    with pytest.raises(KeepsetError, match="is not on this machine"):
+        local(url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("", "127.0.0.1:8000", "https://127.0.0.1", "ftp://127.0.0.1", "http://", "http://127.0.0.1:port"),
+        *("http://127.0.0.1:99999", "http://127.0.0.1@example.org", "http://a:b@127.0.0.1", "http://:b@127.0.0.1"),
+        *("http://127.0.0.1/v1", "http://127.0.0.1/?a", "http://127.0.0.1/#a", "http://[::1", "//127.0.0.1"),
+    ],
+)
+def test_what_is_no_address(url: str) -> None:
+    with pytest.raises(KeepsetError, match=r"--url .* is not the address of a server"):
+        local(url)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "because"),
+    [
+        ("requests", 0, "--requests 0 is out of range: use an integer from 1 to 10000"),
+        ("requests", 10001, "--requests 10001 is out of range"),
+        ("concurrency", 0, "--concurrency 0 is out of range"),
+        ("concurrency", 1001, "--concurrency 1001 is out of range: use an integer from 1 to 1000"),
+        ("prompt_tokens", 0, "--prompt-tokens 0 is out of range"),
+        ("output_tokens", -1, "--output-tokens -1 is out of range"),
+        ("rounds", 0, "--rounds 0 is out of range"),
+        ("seed", -1, "--seed -1 is out of range"),
+        ("timeout", 0.0, "--request-timeout 0.0 is out of range"),
+        ("timeout", float("nan"), "--request-timeout nan is out of range"),
+    ],
+)
+def test_sizes(name: str, value: Any, because: str) -> None:
+    sizes = dict(requests=10000, prompt_tokens=1, output_tokens=1, concurrency=1000)
+    Load(**sizes)
+    with pytest.raises(KeepsetError) as refused:
+        Load(**{**sizes, name: value})
+    assert because in str(refused.value)

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from keepset.serving import server as module
+from keepset.serving.server import Server, ServerError, free_port
+
+FAKE = [sys.executable, str(Path(__file__).with_name("fake_vllm.py"))]
+
+
+def start(*words: str) -> Server:
+    port = free_port()
+    return Server([*FAKE, "--port", str(port), *words], port)
+
+
+def lives(pid: int) -> bool:
+    """Whether there is such a process, other than one that is dead and not yet buried."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def gone(pid: int) -> bool:
+    until = time.monotonic() + 5
+    while lives(pid) and time.monotonic() < until:
+        time.sleep(0.02)
+    return not lives(pid)
+
+
+def pid_of(server: Server) -> int:
+    assert server._process is not None
+    return server._process.pid
+
+
+def test_answers_inside_the_block_and_is_gone_after_it() -> None:
+    ticks: list[int] = []
+    with start() as server:
+        server.wait(30, lambda: ticks.append(1))
+        assert httpx2.get(f"{server.url}/health", trust_env=False).status_code == 200
+        server.check()
+        pid = pid_of(server)
+        assert os.getpgid(pid) == pid != os.getpgid(0)
+    assert ticks and gone(pid)
+    with pytest.raises(httpx2.HTTPError):
+        httpx2.get(f"{server.url}/health", trust_env=False)
+
+
+def test_stopped_whatever_happens_and_with_its_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PATIENCE", 0.3)
+    with pytest.raises(KeyboardInterrupt), start("--child", "--stubborn") as server:
+        server.wait(30)
+        child = int(server.last_lines()[0].split()[1])
+        pid = pid_of(server)
+        assert lives(child)
+        raise KeyboardInterrupt
+    assert gone(pid) and gone(child)
+
+
+def test_a_second_interrupt_does_not_save_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), start("--stubborn") as server:
+        server.wait(30)
+        pid = pid_of(server)
+        assert server._process is not None
+        wait = server._process.wait
+        monkeypatch.setattr(server._process, "wait", lambda *patience: interrupted() if patience else wait())
+    assert gone(pid)
+
+
+def test_one_that_stops_says_why() -> None:
+    with pytest.raises(ServerError, match="The server stopped with exit code 7") as error, start("--crash") as server:
+        server.wait(30)
+    assert len(error.value.log) == 20
+    assert error.value.log[-1].startswith("\x1b[31m[red]out of memory[/red]")
+    assert error.value.log[-2] == "line 99"
+
+
+def test_one_that_does_not_answer_is_not_waited_for() -> None:
+    with pytest.raises(ServerError, match=r"did not answer within 0\.5 s"), start("--silent") as server:
+        pid = pid_of(server)
+        server.wait(0.5)
+    assert gone(pid)
+
+
+def test_one_that_died_is_noticed() -> None:
+    with start() as server:
+        server.wait(30)
+        os.kill(pid_of(server), 9)
+        server._process.wait()  # type: ignore[union-attr]
+        with pytest.raises(ServerError, match="The server stopped with exit code -9"):
+            server.check()
