@@ -5,12 +5,17 @@ Without a recipe the backend answers with vLLM's own classes, so nothing of keep
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+import torch
+from jaxtyping import Int
 from torch import Tensor
 from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from keepset.errors import KeepsetError
 from keepset.vllm import moments
@@ -51,9 +56,25 @@ class KeepBackend(AttentionBackend):
         current = active()
         return spec if current is None else current.spec_of_next_layer(spec)
 
+    @classmethod
+    def supports_rswa(cls) -> bool:
+        """Says yes, because the field that hands over prompt lengths is that feature's."""
+        return True
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...] | None:
+        """Where heads keep different numbers of entries, each head's page of a block must be a block of its own."""
+        layouts = super().supported_kv_cache_layouts()
+        current = active()
+        if current is None or current.recipe.method.equal_heads:
+            return layouts
+        return (KVCacheLayout.LBHNC,)
+
 
 class KeepBuilder:
     """Makes metadata of what is in the cache, from metadata of what has been in it."""
+
+    supports_update_block_table = False  # Another group's layers have other lengths, too.
 
     def __init__(
         self, kv_cache_spec: KeepSpec, layer_names: list[str], vllm_config: VllmConfig, device: Any, **kwargs: Any
@@ -61,6 +82,11 @@ class KeepBuilder:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, **kwargs)  # type: ignore[call-arg]
         current = active()
         assert current is not None
+        if kv_cache_spec.block_size != vllm_config.cache_config.block_size:
+            raise KeepsetError(
+                f"keepset cannot compress blocks of {vllm_config.cache_config.block_size} tokens that the attention "
+                f"kernel divides; use --block-size {kv_cache_spec.block_size}."
+            )
         wrong = [
             name
             for name in layer_names
@@ -86,21 +112,37 @@ class KeepBuilder:
     ) -> Any:
         """vLLM's metadata, and the step's plan with it."""
         step = self._planner.plan(common_attn_metadata)
-        if step.ragged is not None and step.ragged.folded:
-            metadata = self.folded_metadata(step)
-        else:
-            metadata = super().build(common_prefix_len, step.metadata, fast_build)  # type: ignore[misc]
+        metadata = super().build(common_prefix_len, step.metadata, fast_build)  # type: ignore[misc]
         metadata.keepset = step
         return metadata
 
-    @abstractmethod
-    def folded_metadata(self, step: Step) -> Any:
-        """Metadata of a step in which heads hold different numbers of entries."""
+
+class Single(NamedTuple):
+    """One layer's step in which every (KV head, request) is a request with one KV head.
+
+    Attributes:
+        tokens: queries, heads times those of the step.
+        lengths, tables: entries and sub-pages of each.
+        starts: first query of each, and the end of the last one's.
+        longest_query, longest: most queries and entries of any.
+    """
+
+    tokens: int
+    lengths: Int[Tensor, " heads_requests"]
+    tables: Int[Tensor, "heads_requests pages"]
+    starts: Int[Tensor, " heads_requests_plus_1"]
+    longest_query: int
+    longest: int
 
 
 class KeepImpl:
     """Attends to what is kept, and compresses right after."""
 
+    num_heads: int
+    num_kv_heads: int
+    num_queries_per_kv: int
+    scale: float
+    _single: KeepImpl | None = None
     _compactor: Compactor | None = None
     _rotation: Rotation | None = None
 
@@ -109,8 +151,50 @@ class KeepImpl:
         """The layer's cache as sub-pages."""
 
     @abstractmethod
-    def attend_folded(self, step: Step, layer: Any, query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
-        """Attention of a step in which heads hold different numbers of entries."""
+    def single_metadata(self, layer: Any, query: Tensor, single: Single) -> Any:
+        """The backend's own metadata of such a step."""
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Writes new entries; where heads have tables of their own, each head's to its own place."""
+        metadata = get_forward_context().attn_metadata
+        step = getattr(metadata.get(layer.layer_name) if isinstance(metadata, dict) else None, "keepset", None)
+        if step is None or step.ragged is None or not step.ragged.folded:
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
+            return
+        slots = step.ragged.slots[step.planner.place(layer.layer_name)]
+        tokens = slots.shape[0] // self.num_kv_heads
+        self.pages(layer, kv_cache).write(key[:tokens].flatten(0, 1), value[:tokens].flatten(0, 1), slots)
+
+    def _attend_singly(self, step: Step, layer: Any, query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
+        """Attention where heads hold different numbers of entries, by the backend's own kernel."""
+        assert step.ragged is not None
+        ragged, place = step.ragged, step.planner.place(layer.layer_name)
+        heads, group = self.num_kv_heads, self.num_queries_per_kv
+        starts = ragged.starts.to(query.device)
+        tokens = int(step.metadata.query_start_loc_cpu[-1])
+        first = (torch.arange(heads, device=query.device)[:, None] * tokens + starts[:-1]).flatten()
+        single = Single(
+            tokens=heads * tokens,
+            lengths=ragged.entries[:, place].t().flatten().int(),
+            # Contiguous, because kernels walk it by address.
+            tables=ragged.tables[:, place].transpose(0, 1).flatten(0, 1).int().contiguous(),
+            starts=torch.cat([first, first.new_tensor([heads * tokens])]).int(),
+            longest_query=step.metadata.max_query_len,
+            longest=ragged.tables.shape[-1] * step.planner.block_size,
+        )
+        # Head after head, so that each head's queries of a request are neighbours.
+        queries = query[:tokens].view(tokens, heads, group, -1).transpose(0, 1).reshape(heads * tokens, group, -1)
+        attended = torch.empty_like(queries)
+        if self._single is None:
+            self._single = copy.copy(self)
+            self._single.num_kv_heads, self._single.num_heads = 1, group
+        blocks, _, size, width = kv_cache.shape
+        folded = kv_cache.view(blocks * heads, 1, size, width)
+        metadata = self.single_metadata(layer, query, single)
+        super(KeepImpl, self._single).forward(layer, queries, queries, queries, folded, metadata, attended)  # type: ignore[misc]
+        output[:tokens].view(tokens, heads, group, -1).copy_(attended.view(heads, tokens, group, -1).transpose(0, 1))
 
     def forward(
         self,
@@ -127,7 +211,7 @@ class KeepImpl:
         """vLLM's attention; then what the step's plan says."""
         step: Step | None = getattr(attn_metadata, "keepset", None)
         if step is not None and step.ragged is not None and step.ragged.folded:
-            self.attend_folded(step, layer, query, kv_cache, output)
+            self._attend_singly(step, layer, query, kv_cache, output)
         else:
             super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)  # type: ignore[misc]
         if step is not None:
@@ -146,7 +230,7 @@ class KeepImpl:
                 self._compactor = Compactor(
                     planner,
                     layer.layer_name,
-                    self.scale,  # type: ignore[attr-defined]
+                    self.scale,
                     self.rotation(query, planner) if planner.looks_ahead else None,
                     get_tensor_model_parallel_rank() == 0,
                 )

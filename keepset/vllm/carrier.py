@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+
 @dataclass
 class Expected(KVConnectorMetadata):
     """To the workers: whose event it is, by the id of the page that holds the request's newest token."""
@@ -135,4 +136,5 @@ class Carrier(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def _managers(self) -> Any:
+        assert self._kv_cache_manager is not None
         return self._kv_cache_manager.coordinator.single_type_managers

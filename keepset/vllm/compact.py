@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -11,11 +12,11 @@ from torch import Tensor
 
 from keepset.keep_set import LayerKeepSet
 from keepset.observation import Observation, QueryMoments
+from keepset.vllm.moments import event_moments
 from keepset.vllm.pages import Pages
 from keepset.vllm.rotation import Rotation
 from keepset.vllm.stats import worker_stats
 from keepset.vllm.step import Event, Planner
-from keepset.vllm.moments import event_moments
 
 logger = logging.getLogger(__name__)
 
@@ -109,9 +110,10 @@ class Compactor:
         )
         return observation, positions
 
-    def _queries(self, event: Event, unbroken: bool) -> dict[str, object]:
+    def _queries(self, event: Event, unbroken: bool) -> dict[str, Any]:
         """The recorded queries' part of an Observation."""
-        needs, parts = self._recipe.method.needs, {}
+        needs = self._recipe.method.needs
+        parts: dict[str, Any] = {}
         if needs.window:
             assert event.slots is not None and event.window is not None
             window = event.window[:, -needs.window :]
@@ -137,7 +139,11 @@ class Compactor:
         if event.keep is None:
             return kept
         share = torch.full_like(kept.counts, event.keep)
-        if torch.equal(kept.counts, share) if method.equal_heads else bool((kept.counts.sum(-1) <= share.sum(-1)).all()):
+        if (
+            torch.equal(kept.counts, share)
+            if method.equal_heads
+            else bool((kept.counts.sum(-1) <= share.sum(-1)).all())
+        ):
             return kept
         # A request that starts again after a preemption has more to choose from than one that was compressed all
         # along, so a number that depends on it comes out differently. How many stay must not.

@@ -22,4 +22,3 @@ def group_of(recipe: Recipe, layer: int, layers: tuple[int, ...]) -> int:
     place, groups = layers.index(layer), min(GROUPS, len(layers))
     first = -(-(place * groups // len(layers)) * len(layers) // groups)
     return layers[first]
-

@@ -111,7 +111,7 @@ class RaggedTables:
         rows: Int[Tensor, " rows"],
         place: int,
         left: Int[Tensor, "rows kv_heads"],
-        block_table: Int[Tensor, "rows width"],
+        block_table: Int[Tensor, "all_rows width"],
         first: Int[Tensor, " rows"] | None,
     ) -> Int[Tensor, "rows kv_heads pages"] | None:
         """Deals a layer's pages out anew; None where what is left does not fit, and the layer stays as it is.

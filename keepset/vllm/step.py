@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -142,9 +143,7 @@ class Planner:
         blocks: in the whole pool.
     """
 
-    def __init__(
-        self, spec: KeepSpec, layers: dict[str, int], model_type: str, requests: int, blocks: int
-    ) -> None:
+    def __init__(self, spec: KeepSpec, layers: dict[str, int], model_type: str, requests: int, blocks: int) -> None:
         self.timeline, self.block_size, self.kv_heads = spec.timeline, spec.block_size, spec.num_kv_heads
         self.layers, self.all_layers, self.model_type = layers, spec.layers, model_type
         self._blocks = blocks
@@ -171,7 +170,9 @@ class Planner:
     def plan(self, metadata: CommonAttentionMetadata) -> Step:
         """The step that this metadata describes."""
         rows = self._rows(metadata)
-        step = Step(self, metadata)
+        self._device = metadata.block_table_tensor.device
+        # The prompts' lengths came in a field of another feature, which is not to see them.
+        step = Step(self, metadata.replace(rswa_prefix_lens=None))
         if not rows:
             return step
         if self.window or self.looks_ahead:
@@ -195,9 +196,12 @@ class Planner:
         rows = []
         for index, (prompt, length) in enumerate(zip(prompts, after, strict=True)):
             first, last = starts[index], starts[index + 1]
-            if last > first and 0 < prompt and last - first <= length:
+            if last > first and prompt > 0 and last - first <= length:
                 rows.append(Row(index, first, last, prompt, length - (last - first), length))
         return rows
+
+    def _tensor(self, values: Sequence[Any]) -> Tensor:
+        return torch.tensor(values, device=self._device)
 
     # --- recording
 
@@ -227,23 +231,20 @@ class Planner:
                 (late if event else early).extend(self._span(row, record, start, row.after))
             if collecting:
                 until = min(row.prompt, row.after)
-                step.statistics.append(
-                    Statistics(record, row.first, row.first + until - row.before, row.before)
-                )
+                step.statistics.append(Statistics(record, row.first, row.first + until - row.before, row.before))
         step.early, step.late = self._to_capture(early), self._to_capture(late)
 
     def _span(self, row: Row, record: Record, start: int, stop: int) -> list[tuple[int, int, int]]:
         if not self.window:
             return []
         return [
-            (row.first + position - row.before, record.slot, position % self.window)
-            for position in range(start, stop)
+            (row.first + position - row.before, record.slot, position % self.window) for position in range(start, stop)
         ]
 
     def _to_capture(self, places: list[tuple[int, int, int]]) -> Capture | None:
         if not places:
             return None
-        return Capture(*torch.tensor(places).unbind(1))
+        return Capture(*self._tensor(places).unbind(1))
 
     # --- events
 
@@ -266,11 +267,10 @@ class Planner:
         for row, record, at in zip(rows, records, ats, strict=True):
             if self.window and record.start > max(at - self.window, 0) and record.start > self._shared(row):
                 raise RuntimeError("keepset lost the queries of a request that is to be compressed.")
-        back = torch.arange(-self.window, 0)
         return {
             "records": records,
-            "slots": torch.tensor([record.slot for record in records]),
-            "window": torch.tensor(ats)[:, None] + back,
+            "slots": self._tensor([record.slot for record in records]),
+            "window": self._tensor(ats)[:, None] + torch.arange(-self.window, 0, device=self._device),
         }
 
     def _shared(self, row: Row) -> int:
@@ -293,8 +293,8 @@ class Planner:
             ats = [row.after - newer for row in members]
             step.events.append(
                 Event(
-                    rows=torch.tensor([row.index for row in members]),
-                    at=torch.tensor(ats),
+                    rows=self._tensor([row.index for row in members]),
+                    at=self._tensor(ats),
                     newer=newer,
                     width=width,
                     keep=left - newer,
@@ -305,12 +305,14 @@ class Planner:
                 )
             )
         if any(dropped):
-            gone = torch.tensor(dropped)
-            self._shift_slots(step.metadata, gone)
-            columns = (torch.arange(table.shape[1])[None] + (gone // size)[:, None]).clamp(max=table.shape[1] - 1)
+            lost = self._tensor(dropped)
+            self._shift_slots(step.metadata, lost)
+            columns = torch.arange(table.shape[1], device=self._device) + (lost // size)[:, None]
+            bound = step.metadata.seq_lens_cpu_upper_bound
             step.metadata = step.metadata.replace(
-                block_table_tensor=table.gather(1, columns),
-                seq_lens=step.metadata.seq_lens - gone.to(step.metadata.seq_lens),
+                block_table_tensor=table.gather(1, columns.clamp(max=table.shape[1] - 1)),
+                seq_lens=step.metadata.seq_lens - lost.to(step.metadata.seq_lens),
+                seq_lens_cpu_upper_bound=None if bound is None else bound - torch.tensor(dropped, dtype=bound.dtype),
                 max_seq_len=max(row.after - dropped[row.index] for row in rows),
                 _num_computed_tokens_cache=None,
             )
@@ -318,12 +320,13 @@ class Planner:
     def _shifted(self, rows: list[Row], table: Tensor, width: int, left: int) -> Shifted:
         """Entries lie in their blocks from the first that is not freed; and so they will afterwards."""
         timeline = self.timeline
-        indices = torch.tensor([row.index for row in rows])
+        indices = self._tensor([row.index for row in rows])
+        heads = torch.arange(self.kv_heads, device=self._device)[:, None]
 
         def subpages(gone: list[int], entries: int) -> Tensor:
-            first = torch.tensor(gone) // self.block_size
-            blocks = table[indices[:, None], first[:, None] + torch.arange(-(-entries // self.block_size))].long()
-            return blocks[:, None] * self.kv_heads + torch.arange(self.kv_heads)[:, None]
+            first = self._tensor(gone)[:, None] // self.block_size
+            columns = first + torch.arange(-(-entries // self.block_size), device=self._device)
+            return table[indices[:, None], columns].long()[:, None] * self.kv_heads + heads
 
         gone = [timeline.dropped(row.prompt, row.before) for row in rows]
         kept = [timeline.event(row.prompt, row.before) - d if d else 0 for row, d in zip(rows, gone, strict=True)]
@@ -331,8 +334,8 @@ class Planner:
         return Shifted(
             before=subpages(gone, width),
             after=subpages([timeline.dropped(row.prompt, row.after) for row in rows], left),
-            counts=torch.tensor(kept)[:, None].expand(shape),
-            entries=torch.full(shape, width),
+            counts=self._tensor(kept)[:, None].expand(shape),
+            entries=torch.full(shape, width, device=self._device),
         )
 
     def held(self, event: Event, place: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -363,10 +366,14 @@ class Planner:
         if not bool(shift.any()):
             return
         table, slots = metadata.block_table_tensor, metadata.slot_mapping
-        starts = metadata.query_start_loc_cpu.long()
+        starts = metadata.query_start_loc_cpu.long().to(self._device)
         lengths = starts[1:] - starts[:-1]
-        row = torch.repeat_interleave(torch.arange(lengths.shape[0]), lengths)
-        place = torch.arange(row.shape[0]) - starts[row] + (metadata.seq_lens.long() - lengths - shift)[row]
+        row = torch.repeat_interleave(torch.arange(lengths.shape[0], device=self._device), lengths)
+        place = (
+            torch.arange(row.shape[0], device=self._device)
+            - starts[row]
+            + (metadata.seq_lens.long() - lengths - shift)[row]
+        )
         moved = table[row, place // self.block_size].long() * self.block_size + place % self.block_size
         slots[: row.shape[0]] = torch.where(shift[row] > 0, moved, slots[: row.shape[0]])
 
@@ -377,16 +384,18 @@ class Planner:
         groups: defaultdict[tuple[int, int, int, bool], list[Row]] = defaultdict(list)
         compressed = []
         for row in rows:
-            done = timeline.dropped(row.prompt, row.before) if timeline.fixed else timeline.event(row.prompt, row.before)
+            done = (
+                timeline.dropped(row.prompt, row.before) if timeline.fixed else timeline.event(row.prompt, row.before)
+            )
             compressed.append(done > 0)
             if at := self._event(row):
                 groups[row.after, at, row.prompt, done > 0].append(row)
         assert self.ragged is not None
         step.ragged = self.ragged.advance(
             metadata.block_table_tensor[: len(rows)],
-            torch.tensor([row.before for row in rows]),
-            torch.tensor([row.after for row in rows]),
-            metadata.query_start_loc_cpu[: len(rows) + 1].long(),
+            self._tensor([row.before for row in rows]),
+            self._tensor([row.after for row in rows]),
+            metadata.query_start_loc_cpu[: len(rows) + 1].long().to(self._device),
             compressed,
             bool(groups),
             self._blocks,
@@ -398,15 +407,15 @@ class Planner:
             ats, freed = [at] * len(members), timeline.freed(prompt, after)
             step.events.append(
                 Event(
-                    rows=torch.tensor([row.index for row in members]),
-                    at=torch.tensor(ats),
+                    rows=self._tensor([row.index for row in members]),
+                    at=self._tensor(ats),
                     newer=after - at,
                     width=after,
                     keep=at - timeline.dropped(prompt, after) if timeline.fixed else None,
                     compressed=was_compressed,
                     ends_prompt=at == prompt,
                     table=metadata.block_table_tensor,
-                    first=torch.full((len(members),), freed) if timeline.fixed else None,
+                    first=self._tensor([freed] * len(members)) if timeline.fixed else None,
                     **self._window(members, ats),
                 )
             )

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
