@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from keepset import Budget, Observation
 from keepset.allocate.adakv import AdaKV
 from keepset.method import Method
+from keepset.methods.knorm import Knorm
 from keepset.methods.snapkv import SnapKV
 from tests.methods.naive import Given, Shape, kept, observe
 
@@ -122,3 +123,41 @@ def test_heads_with_equal_scores_get_equal_shares(score: float) -> None:
 def test_a_budget_too_small_for_the_recent_suffix_is_shared_evenly() -> None:
     scores = [[float(head * t) for t in range(10)] for head in range(3)]
     assert sets_of(AdaKV(Given(), floor=0), observed(scores), Budget(0.4, sinks=1, recent=6)) == [[0, 7, 8, 9]] * 3
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    held=st.lists(st.integers(1, 30), min_size=1, max_size=5),
+    keep=st.integers(1, 30),
+    percent=st.integers(0, 100),
+    seed=st.integers(0, 99),
+)
+def test_heads_that_hold_little_do_not_shrink_the_layer(held: list[int], keep: int, percent: int, seed: int) -> None:
+    most, heads = max(held), len(held)
+    valid = torch.arange(most) < torch.tensor(held)[:, None]
+    keys = torch.rand(1, heads, most, 2, generator=torch.Generator().manual_seed(seed))
+    observation = Observation(keys=keys, values=keys, valid=valid[None])
+    counts = AdaKV(Knorm(), floor=percent / 100).select(observation, Budget(keep)).counts[0, 0].tolist()
+    assert all(count <= there for count, there in zip(counts, held, strict=True))
+    assert sum(counts) == min(heads * keep, sum(held))
+    if percent == 100 and keep <= min(held):
+        assert counts == [keep] * heads
+
+
+@settings(max_examples=25, deadline=None)
+@given(every=st.sampled_from([1, 3]), seed=st.integers(0, 99), floor=st.sampled_from([0.0, 0.2]))
+def test_a_layer_keeps_its_budget_event_after_event(every: int, seed: int, floor: float) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    held = [list(torch.rand(40, generator=draw).tolist()) for _ in range(3)]
+    held[0] = [0.2 * number for number in held[0]]  # It draws little: knorm keeps small keys.
+    held[1] = [5.0 + number for number in held[1]]
+    for _ in range(8):
+        most = max(map(len, held))
+        valid = torch.tensor([[True] * len(head) + [False] * (most - len(head)) for head in held])
+        norms = torch.tensor([head + [0.0] * (most - len(head)) for head in held])
+        observation = Observation(keys=norms[None, ..., None], values=norms[None, ..., None], valid=valid[None])
+        kept = AdaKV(Knorm(), floor=floor).select(observation, Budget(12))
+        assert int(kept.counts.sum()) == 36
+        held = [[head[i] for i in kept.positions(0, 0, h).tolist()] for h, head in enumerate(held)]
+        for head, scale in zip(held, (0.2, 5.0, 1.0), strict=True):
+            head += [scale * number for number in torch.rand(every, generator=draw).tolist()]
