@@ -56,9 +56,15 @@ def generate(
     run = _Run(loaded, tokenizer, ids, sampling, seed)
     cache = Cache(loaded, parsed)
     ours = run(cache, show=True)
-    (event,) = cache.events or (None,)
-    kept = 1.0 if event is None else event.keep_set.entries / event.entries
-    out.print(f"\n{parsed}: kept {kept:.1%} of {length} prompt tokens; {ours.summary()}", markup=False, highlight=False)
+    at_end = next((event for event in cache.events if event.length == length), None)
+    kept = 1.0 if at_end is None else at_end.keep_set.entries / at_end.entries
+    later = sum(event.length > length for event in cache.events)
+    again = "" if parsed.schedule.every is None else f", compressed {later} times while decoding"
+    out.print(
+        f"\n{parsed}: kept {kept:.1%} of {length} prompt tokens{again}; {ours.summary()}",
+        markup=False,
+        highlight=False,
+    )
     if compare_full:
         from transformers import DynamicCache
 

@@ -77,3 +77,18 @@ def test_a_seed_repeats_a_sample(run: Run, tiny: Any) -> None:
     words = ["generate", "Hello", "--recipe", "knorm(keep=0.5)", "--max-new-tokens", "8", "--temperature", "1"]
     samples = [run(*words, "--seed", seed).out.rsplit("\n", 2)[0] for seed in ("1", "1", "2")]
     assert samples[0] == samples[1] != samples[2]
+
+
+@pytest.mark.parametrize(("schedule", "kept", "later"), [("every=3", 8, 3), ("prefill=False, every=4", None, 2)])
+def test_compressions_while_decoding_are_counted(
+    run: Run, tiny: Any, schedule: str, kept: int | None, later: int
+) -> None:
+    recipe = f"tova(keep=8, {schedule})"
+    canonical = str(keepset.Recipe.parse(recipe))
+    done = run("generate", "Go on.", "--recipe", recipe, "--max-new-tokens", "11")
+    assert (done.code, done.err) == (0, "")
+    ours = done.out.splitlines()[-1]
+    found = re.match(r"(.*): kept ([\d.]+)% of (\d+) prompt tokens, compressed (\d+) times while decoding; ", ours)
+    assert found and found[1] == canonical and int(found[4]) == later
+    length = int(found[3])
+    assert found[2] == f"{100 * (kept or length) / length:.1f}"
