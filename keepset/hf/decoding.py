@@ -20,7 +20,8 @@ class Decoding:
 
     Event points are `prompt + k * every` in logical length. Queries are recorded only where the next event
     reaches them, so that a token far from it costs nothing. Batches with padding are recorded all the time:
-    there the newest queries of a request may lie further back than they are many.
+    there the newest queries of a request may lie further back than they are many. Only what was not recorded
+    before a batch's very first padding cannot be looked at any more.
 
     Attributes:
         next: the next event point; every token so far lies before it.
