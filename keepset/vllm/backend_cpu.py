@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -9,7 +10,6 @@ from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
-    CPUAttentionMetadata,
     CPUAttentionMetadataBuilder,
 )
 
@@ -24,30 +24,22 @@ class CPUKeepImpl(KeepImpl, CPUAttentionBackendImpl):
         """Packed by instruction set."""
         return CPUPages(kv_cache, layer.isa)
 
-    def single_metadata(self, layer: Any, query: Tensor, single: Single) -> CPUAttentionMetadata:
+    def single_metadata(self, layer: Any, query: Tensor, metadata: Any, single: Single) -> Any:
         """With the kernel's own division of work for it."""
-        return CPUAttentionMetadata(
-            num_actual_tokens=single.tokens,
-            max_query_len=single.longest_query,
-            query_start_loc=single.starts,
-            max_seq_len=single.longest,
+        work = ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=single.lengths.shape[0],
+            num_heads=self.num_queries_per_kv,
+            num_kv_heads=1,
+            head_dim=self.head_size,
             seq_lens=single.lengths,
-            block_table=single.tables,
-            slot_mapping=single.lengths,  # nothing is written
-            scheduler_metadata=ops.cpu_attn_get_scheduler_metadata(
-                num_reqs=single.lengths.shape[0],
-                num_heads=self.num_queries_per_kv,
-                num_kv_heads=1,
-                head_dim=self.head_size,
-                seq_lens=single.lengths,
-                dtype=query.dtype,
-                query_start_loc=single.starts,
-                causal=True,
-                sliding_window_size=-1,
-                isa=layer.isa,
-                enable_kv_split=True,
-            ),
+            dtype=query.dtype,
+            query_start_loc=single.starts,
+            causal=True,
+            sliding_window_size=-1,
+            isa=layer.isa,
+            enable_kv_split=True,
         )
+        return replace(super().single_metadata(layer, query, metadata, single), scheduler_metadata=work)
 
 
 class CPUKeepBuilder(KeepBuilder, CPUAttentionMetadataBuilder):

@@ -12,7 +12,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.request import Request
 
 from keepset.vllm.admission import Footprint, required_blocks
-from keepset.vllm.stats import scheduler_stats
+from keepset.vllm.stats import request_stats, scheduler_stats
 
 if TYPE_CHECKING:
     from keepset.vllm.spec import KeepSpec
@@ -29,6 +29,7 @@ class KeepManager(FullAttentionManager):
         super().__init__(kv_cache_spec, **kwargs)
         self.timeline = kv_cache_spec.timeline
         self._requests: dict[str, Footprint] = {}
+        self._freed: dict[str, int] = {}
 
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
@@ -44,7 +45,9 @@ class KeepManager(FullAttentionManager):
         if blocks > 0:
             before = self.block_pool.get_num_free_blocks()
             self._remove_blocks_in_range(request_id, 0, blocks)
-            scheduler_stats().freed(self.block_pool.get_num_free_blocks() - before)
+            freed = self.block_pool.get_num_free_blocks() - before
+            self._freed[request_id] = self._freed.get(request_id, 0) + freed
+            scheduler_stats().freed(freed)
 
     def get_num_blocks_to_allocate(
         self,
@@ -74,7 +77,10 @@ class KeepManager(FullAttentionManager):
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Forgets a request that ended, was aborted, or was preempted."""
-        self._requests.pop(request_id, None)
+        seen, freed = self._requests.pop(request_id, None), self._freed.pop(request_id, 0)
+        if seen is not None and self.kv_cache_group_id == 0:
+            dropped = self.timeline.dropped(*seen)
+            request_stats().ended(request_id, seen.prompt, seen.length, dropped, freed)
         return super().pop_blocks_for_free(request_id)
 
     def cache_blocks(

@@ -1,6 +1,12 @@
-"""The plug-in's entry point: tells vLLM where keepset's classes are. Without a recipe nothing else happens."""
+"""The plug-in's entry point: tells vLLM where keepset's classes are. Without a recipe vLLM stays as it is."""
 
 from __future__ import annotations
+
+_BACKENDS = {
+    "CPU_ATTN": "keepset.vllm.backend_cpu.CPUKeepBackend",
+    "FLASH_ATTN": "keepset.vllm.backend_flash.FlashKeepBackend",
+    "TRITON_ATTN": "keepset.vllm.backend_triton.TritonKeepBackend",
+}
 
 
 def register() -> None:
@@ -11,6 +17,9 @@ def register() -> None:
     from keepset.vllm import stats
 
     stats.name_folder()
+    stats.expose()
     # vLLM registers its own kinds of cache only while none is registered, so they must come first.
     register_all_kvcache_specs(None)
-    register_backend(AttentionBackendEnum.CPU_ATTN, "keepset.vllm.backend_cpu.CPUKeepBackend")
+    for backend in AttentionBackendEnum:
+        if backend.value and not backend.is_overridden():
+            register_backend(backend, _BACKENDS.get(backend.name, f"keepset.vllm.backend_other.{backend.name}"))

@@ -6,11 +6,14 @@ the environment before it starts the others; reading is adding the files up. Not
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,8 +29,16 @@ COUNTERS = {
 """What is counted, in the order of the files."""
 
 
+REQUESTS = 1024
+"""How many of the newest requests are remembered."""
+
+_REQUEST = np.dtype(
+    [("number", "i8"), ("name", "S96"), ("prompt", "i8"), ("tokens", "i8"), ("dropped", "i8"), ("blocks_freed", "i8")]
+)
+
+
 class Stats:
-    """This process's counters."""
+    """This process's counters, in memory where no folder is named."""
 
     def __init__(self, path: Path | None) -> None:
         if path is None:
@@ -48,14 +59,37 @@ class Stats:
         self._values[3] += blocks
 
 
+class Requests:
+    """A ring of the newest requests that ended."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._number = 0
+        if path is None:
+            self._rows: np.ndarray = np.zeros(REQUESTS, dtype=_REQUEST)
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._rows = np.memmap(path, dtype=_REQUEST, mode="w+", shape=(REQUESTS,))
+
+    def ended(self, name: str, prompt: int, tokens: int, dropped: int, blocks_freed: int) -> None:
+        """A request ended or was preempted, as the first group of layers saw it."""
+        row = (self._number + 1, name.encode()[:96], prompt, tokens, dropped, blocks_freed)
+        self._rows[self._number % REQUESTS] = row
+        self._number += 1
+
+
 def name_folder() -> None:
-    """Says where this process and those that it starts will count."""
-    os.environ.setdefault(FOLDER, str(Path(tempfile.gettempdir()) / f"keepset-{os.getpid()}-{os.urandom(4).hex()}"))
+    """Says where this process and those that it starts will count; the folder goes when this process does."""
+    if FOLDER in os.environ:
+        return
+    folder = Path(tempfile.gettempdir()) / f"keepset-{os.getpid()}-{os.urandom(4).hex()}"
+    os.environ[FOLDER] = str(folder)
+    owner = os.getpid()
+    atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == owner else None)
 
 
-def _file(role: str) -> Path | None:
+def _file(name: str) -> Path | None:
     folder = os.environ.get(FOLDER)
-    return None if folder is None else Path(folder) / f"{role}-{os.getpid()}.f64"
+    return None if folder is None else Path(folder) / f"{name}-{os.getpid()}"
 
 
 @cache
@@ -70,21 +104,57 @@ def worker_stats() -> Stats:
     return Stats(_file("worker"))
 
 
+@cache
+def request_stats() -> Requests:
+    """Of the process that schedules."""
+    return Requests(_file("requests"))
+
+
 def totals() -> dict[str, float]:
     """All counters, over all processes of this engine."""
-    folder = os.environ.get(FOLDER)
-    files = sorted(Path(folder).glob("*.f64")) if folder else []
     sums = np.zeros(len(COUNTERS))
-    for file in files:
+    for file in (*_files("scheduler"), *_files("worker")):
         values = np.fromfile(file, dtype=np.float64)
         if values.shape == sums.shape:
             sums += values
     return dict(zip(COUNTERS, sums.tolist(), strict=True))
 
 
-def prometheus() -> Iterator[object]:
-    """The counters as Prometheus metrics, `keepset:<name>_total`."""
-    from prometheus_client.core import CounterMetricFamily
+def requests() -> list[dict[str, Any]]:
+    """The newest requests that ended, oldest first, for who runs vLLM offline.
 
-    for name, value in totals().items():
-        yield CounterMetricFamily(f"keepset:{name}", COUNTERS[name], value=value)
+    Each with `request`, the id that vLLM gave it (yours, and a suffix), its `prompt` and `tokens`, how many of
+    them the average KV head had `dropped` (where the data decide, that is not known here), and the `blocks_freed`;
+    where layers differ, of the first group of layers. A request that was preempted has an entry for each time.
+    """
+    rows = [row for file in _files("requests") for row in np.fromfile(file, dtype=_REQUEST) if row["number"]]
+    return [
+        {"request": row["name"].decode(errors="replace")}
+        | {name: int(row[name]) for name in ("prompt", "tokens", "dropped", "blocks_freed")}
+        for row in sorted(rows, key=lambda row: int(row["number"]))
+    ]
+
+
+def _files(name: str) -> list[Path]:
+    folder = os.environ.get(FOLDER)
+    return sorted(Path(folder).glob(f"{name}-*")) if folder else []
+
+
+class PrometheusCollector:
+    """The counters as Prometheus metrics, `keepset:<name>_total`, beside vLLM's own; none without a recipe."""
+
+    def collect(self) -> Iterator[Any]:
+        """Reads them."""
+        from prometheus_client.core import CounterMetricFamily
+
+        if _files("scheduler") or _files("worker"):
+            for name, value in totals().items():
+                yield CounterMetricFamily(f"keepset:{name}", COUNTERS[name], value=value)
+
+
+@cache
+def expose() -> None:
+    """Adds them to what this process answers at `/metrics`, if it is the one that does."""
+    from prometheus_client import REGISTRY
+
+    REGISTRY.register(PrometheusCollector())  # type: ignore[arg-type]

@@ -1,0 +1,40 @@
+"""keepset on vLLM's Triton backend for GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+from vllm.v1.attention.backends.triton_attn import (
+    TritonAttentionBackend,
+    TritonAttentionImpl,
+    TritonAttentionMetadataBuilder,
+)
+
+from keepset.vllm.backend import KeepBackend, KeepBuilder, KeepImpl, Single
+from keepset.vllm.pages import StridedPages
+
+
+class TritonKeepImpl(KeepImpl, TritonAttentionImpl):
+    """A layer."""
+
+    def pages(self, layer: Any, kv_cache: Tensor) -> StridedPages:
+        """In order, at whatever strides."""
+        return StridedPages(kv_cache)
+
+    def single_metadata(self, layer: Any, query: Tensor, metadata: Any, single: Single) -> Any:
+        """Without the split along a request's entries, whose buffers are of the layer's real heads."""
+        return replace(super().single_metadata(layer, query, metadata, single), seq_threshold_3D=0)
+
+
+class TritonKeepBuilder(KeepBuilder, TritonAttentionMetadataBuilder):
+    """Its metadata."""
+
+
+class TritonKeepBackend(KeepBackend, TritonAttentionBackend):
+    """Overrides TRITON_ATTN."""
+
+    plain = TritonAttentionBackend
+    impl = TritonKeepImpl
+    builder = TritonKeepBuilder
