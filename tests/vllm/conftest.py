@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from keepset import models
+
+if TYPE_CHECKING:
+    from tests.vllm.oracle import Oracle
+
+
+class _WithoutVLLM(pytest.Module):
+    def collect(self) -> Iterable[pytest.Item]:
+        pytest.skip("vLLM is not installed: pip install 'keepset[vllm]', see the README", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    """Without vLLM there is nothing to test here: most of these modules cannot even be imported."""
+    if importlib.util.find_spec("vllm") is None:
+        return _WithoutVLLM.from_parent(parent, path=module_path)
+    return None
+
+
+@pytest.fixture(scope="session")
+def essay(embedded: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> list[int]:
+    """The tokens of a long text."""
+    from keepset import texts
+
+    return embedded[1](texts.essay(), verbose=False)["input_ids"]
+
+
+@pytest.fixture(scope="session")
+def oracle() -> Oracle:
+    """The reference, with a model of its own: it changes how that attends."""
+    from tests.vllm.engine import BLOCK
+    from tests.vllm.oracle import Oracle
+
+    return Oracle(models.load()[0], BLOCK)

@@ -1,0 +1,152 @@
+"""Engines for tests: what one is asked, and what it answered."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from keepset.models import embedded_folder
+from keepset.recipe import Recipe
+
+ROOT = Path(__file__).parents[2]
+
+BLOCK = 32
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request; `add` and `abort` are steps of the engine."""
+
+    ids: list[int]
+    max_tokens: int
+    add: int = 0
+    abort: int | None = None
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One engine and what happens to it; `preempt` says before which steps all running requests are preempted."""
+
+    recipe: str | None
+    requests: Sequence[Ask]
+    preempt: Sequence[int] = ()
+    engine: dict[str, Any] = field(default_factory=dict)
+    layer_groups: int | None = None
+    stub_streams: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        """What `tests.vllm.job` reads."""
+        engine: dict[str, Any] = {
+            "model": str(embedded_folder()),
+            "dtype": "float32",
+            "max_model_len": 2048,
+            "enforce_eager": True,
+            "block_size": BLOCK,
+            "enable_prefix_caching": False,
+        }
+        if self.recipe is not None:
+            engine["additional_config"] = {"keepset": self.recipe}
+            import tests.vllm.methods  # noqa: F401
+            from keepset.vllm.refusals import CARRIER
+
+            if not Recipe.parse(self.recipe).method.fixed_total:
+                engine["kv_transfer_config"] = CARRIER
+        return {
+            "engine": engine | self.engine,
+            "requests": [vars(ask) for ask in self.requests],
+            "preempt": list(self.preempt),
+            "layer_groups": self.layer_groups,
+            "stub_streams": self.stub_streams,
+        }
+
+
+@dataclass(frozen=True)
+class Result:
+    """What an engine did, request after request; the watched parts are empty where its scheduler is elsewhere.
+
+    Attributes:
+        tokens: of the outputs; None for what was aborted before its first.
+        cached: prompt tokens that came from the prefix cache.
+        log: (step, first token, tokens) as scheduled.
+        events: `step`, `at`, `layers` (positions that each head of each layer keeps) and `left` (layers for whose
+            answer there were not enough pages).
+        preemptions: how often.
+        steps: free blocks, and numbers of running and waiting requests.
+        tables, footprints: what the managers of the groups of layers still knew at the end.
+        references: to blocks, at the end.
+        groups: of layers.
+        stats: what was counted.
+        classes: of the attention layers.
+    """
+
+    tokens: list[list[int] | None]
+    cached: list[int | None]
+    stats: dict[str, float]
+    classes: list[str]
+    log: list[list[tuple[int, int, int]]] = field(default_factory=list)
+    events: list[list[dict[str, Any]]] = field(default_factory=list)
+    preemptions: list[int] = field(default_factory=list)
+    steps: list[dict[str, int]] = field(default_factory=list)
+    free_before: int = 0
+    free_after: int = 0
+    references: int = 0
+    tables: list[dict[str, Any]] = field(default_factory=list)
+    footprints: list[dict[str, Any]] = field(default_factory=list)
+    groups: int = 0
+
+    def steps_of(self, index: int) -> list[tuple[int, int]]:
+        """First token and number of tokens of each step of a request."""
+        return [(start, tokens) for _, start, tokens in self.log[index]]
+
+    def events_of(self, index: int) -> list[tuple[int, dict[int, list[list[int]]], list[int]]]:
+        """A request's compressions, as the oracle tells them."""
+        return [(event["at"], event["layers"], event["left"]) for event in self.events[index]]
+
+    def check_nothing_left(self) -> None:
+        """All pages are back and nothing is remembered of any request."""
+        assert self.free_after == self.free_before
+        assert self.references == 0
+        assert not any(self.tables) and not any(self.footprints)
+
+
+def run(*scenarios: Scenario, env: dict[str, str] | None = None) -> list[Result]:
+    """Runs engines, one after another in one process."""
+    results = []
+    for answer in raw(*scenarios, env=env):
+        assert isinstance(answer, dict), answer
+        results.append(Result(**answer))
+    return results
+
+
+def raw(*scenarios: Scenario, env: dict[str, str] | None = None) -> list[Any]:
+    """The same, where an engine may end with an error's text."""
+    environment = os.environ | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    environment.pop("KEEPSET_STATS_DIR", None)
+    with TemporaryDirectory() as folder:
+        asked, answered = Path(folder) / "in.json", Path(folder) / "out.pickle"
+        asked.write_text(json.dumps([scenario.as_json() for scenario in scenarios]))
+        job = subprocess.run(
+            [sys.executable, "-m", "tests.vllm.job", str(asked), str(answered)],
+            cwd=ROOT,
+            env=environment | (env or {}),
+            capture_output=True,
+            text=True,
+            timeout=540,
+            check=False,
+        )
+        assert job.returncode == 0 and answered.is_file(), job.stdout[-4000:] + job.stderr[-8000:]
+        return pickle.loads(answered.read_bytes())

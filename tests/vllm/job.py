@@ -1,0 +1,226 @@
+"""Runs one engine after another in a process of its own: `python -m tests.vllm.job <in.json> <out.pickle>`.
+
+The input is a list of scenarios; see `tests.vllm.engine.Scenario`. Whatever a scenario ends with, its result or the
+text of its error, is at its place in the output.
+"""
+
+from __future__ import annotations
+
+import os
+
+if os.environ.get("KEEPSET_TYPECHECK", "1") == "1":
+    from jaxtyping import install_import_hook
+
+    install_import_hook("keepset", "tests.typecheck.check")
+
+import contextlib
+import gc
+import json
+import pickle
+import sys
+import traceback
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tests.vllm.methods  # noqa: F401  # here, so that processes that are spawned from this one know them too
+
+
+class Watch:
+    """What happens inside an engine whose scheduler is in this process."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+        self.pool = scheduler.kv_cache_manager.block_pool
+        self.free = self.pool.get_num_free_blocks()
+        self.steps: list[dict[str, int]] = []
+        self.log: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
+        self.preemptions: defaultdict[int, int] = defaultdict(int)
+        self.events: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
+        self._wrap("update_from_output", self._scheduled)
+        self._wrap("_preempt_request", lambda request, *_, **__: self._preempted(request))
+
+    @property
+    def managers(self) -> Any:
+        return self.scheduler.kv_cache_manager.coordinator.single_type_managers
+
+    def _wrap(self, name: str, before: Any) -> None:
+        method = getattr(self.scheduler, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            before(*args, **kwargs)
+            return method(*args, **kwargs)
+
+        setattr(self.scheduler, name, wrapped)
+
+    def _scheduled(self, output: Any, _: Any) -> None:
+        """One step: which tokens of which request it took, and what was free meanwhile."""
+        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for name, tokens in output.num_scheduled_tokens.items():
+            self.log[number(name)].append((len(self.steps), starts[name], tokens))
+        self.steps.append(
+            {
+                "free": self.pool.get_num_free_blocks(),
+                "running": len(self.scheduler.running),
+                "waiting": len(self.scheduler.waiting),
+            }
+        )
+
+    def _preempted(self, request: Any) -> None:
+        self.preemptions[number(request.request_id)] += 1
+
+    def watch_compactor(self, runner: Any) -> Any:
+        """Notes what every compression keeps, and whether it was executed; returns what undoes it."""
+        from keepset.vllm.compact import Compactor
+        from keepset.vllm.step import Planner
+
+        select, settle = Compactor._select, Planner.settle
+        newest: list[dict[str, Any]] = []
+
+        def watched_select(compactor: Compactor, observation: Any, event: Any) -> Any:
+            kept = select(compactor, observation, event)
+            newest.clear()
+            for place, (row, at) in enumerate(zip(event.rows.tolist(), event.at.tolist(), strict=True)):
+                mine = self.events[number(runner.input_batch.req_ids[row])]
+                if not mine or (mine[-1]["step"], mine[-1]["at"]) != (len(self.steps), at):
+                    mine.append({"step": len(self.steps), "at": at, "layers": {}, "left": []})
+                heads = range(kept.counts.shape[1])
+                mine[-1]["layers"][compactor._layer] = [kept.positions(place, head).tolist() for head in heads]
+                newest.append(mine[-1])
+            return kept
+
+        def watched_settle(planner: Planner, event: Any, place: int, left: Any) -> Any:
+            pages = settle(planner, event, place, left)
+            if pages is None:
+                for mine in newest:
+                    mine["left"].append(list(mine["layers"])[-1])
+            return pages
+
+        Compactor._select, Planner.settle = watched_select, watched_settle
+
+        def undo() -> None:
+            Compactor._select, Planner.settle = select, settle
+
+        return undo
+
+    def result(self, requests: int) -> dict[str, Any]:
+        held = [block.ref_cnt for block in self.pool.blocks if not block.is_null]
+        return {
+            "log": [self.log[index] for index in range(requests)],
+            "events": [self.events[index] for index in range(requests)],
+            "preemptions": [self.preemptions[index] for index in range(requests)],
+            "steps": self.steps,
+            "free_before": self.free,
+            "free_after": self.pool.get_num_free_blocks(),
+            "references": sum(held),
+            "tables": [dict(manager.req_to_blocks) for manager in self.managers],
+            "footprints": [dict(getattr(manager, "_requests", {})) for manager in self.managers],
+            "groups": len(self.managers),
+        }
+
+
+def number(name: str) -> int:
+    """A request's place in its scenario, from the id that the engine made of it."""
+    return int(name.split("-", maxsplit=1)[0])
+
+
+def run(scenario: dict[str, Any]) -> dict[str, Any]:
+    """One engine."""
+    from vllm import LLM, SamplingParams
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    from keepset.vllm import grouping, stats
+
+    default_groups, grouping.GROUPS = grouping.GROUPS, scenario["layer_groups"] or grouping.GROUPS
+    llm = LLM(**scenario["engine"])
+    engine = llm.llm_engine
+    core = getattr(engine.engine_core, "engine_core", None)
+    watch, undo = None, None
+    if core is not None:
+        watch = Watch(core.scheduler)
+        worker = getattr(core.model_executor, "driver_worker", None)
+        if worker is not None and scenario["engine"].get("tensor_parallel_size", 1) == 1:
+            undo = watch.watch_compactor(worker.worker.model_runner)
+    grouping.GROUPS = default_groups
+    layers = engine.vllm_config.compilation_config.static_forward_context.values()
+    counted = stats.totals()
+    requests = scenario["requests"]
+    outputs: list[Any] = [None] * len(requests)
+    waiting, step = set(range(len(requests))), 0
+    while waiting or engine.has_unfinished_requests():
+        for index in sorted(waiting):
+            if requests[index]["add"] <= step:
+                waiting.remove(index)
+                parameters = SamplingParams(temperature=0, max_tokens=requests[index]["max_tokens"], ignore_eos=True)
+                engine.add_request(str(index), {"prompt_token_ids": requests[index]["ids"]}, parameters)
+        engine.abort_request([str(index) for index, one in enumerate(requests) if one["abort"] == step])
+        if step in scenario["preempt"]:
+            assert watch is not None and watch.scheduler.reset_prefix_cache(reset_running_requests=True)
+        for output in engine.step():
+            outputs[number(output.request_id)] = output
+        step += 1
+    result = watch.result(len(requests)) if watch is not None else {}
+    result["classes"] = sorted({type(layer.impl).__name__ for layer in layers})
+    result["tokens"] = [None if one is None else list(one.outputs[0].token_ids) for one in outputs]
+    result["cached"] = [None if one is None else one.num_cached_tokens for one in outputs]
+    result["stats"] = {name: total - counted[name] for name, total in stats.totals().items()}
+    if undo is not None:
+        undo()
+    engine.engine_core.shutdown()
+    del llm, engine, core, watch, layers
+    cleanup_dist_env_and_memory()
+    gc.collect()
+    return result
+
+
+def keep_async_scheduling() -> None:
+    """The CPU platform turns asynchronous scheduling off; keeps it on, with stand-ins for the device's streams."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config.__func__
+
+    def checked(cls: Any, config: Any) -> None:
+        check(cls, config)
+        config.scheduler_config.async_scheduling = True
+
+    class Stream:
+        device = torch.device("cpu")
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+        def wait_stream(self, *args: Any) -> None: ...
+
+    class Event:
+        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+        def record(self, *args: Any) -> None: ...
+
+        def synchronize(self) -> None: ...
+
+        def wait(self, *args: Any) -> None: ...
+
+    CpuPlatform.check_and_update_config = classmethod(checked)
+    torch.cuda.Stream, torch.cuda.Event, torch.Event = Stream, Event, Event
+    torch.cuda.current_stream = torch.accelerator.current_stream = lambda *_: Stream()
+    torch.cuda.stream = lambda *_: contextlib.nullcontext()
+
+
+def main() -> None:
+    scenarios = json.loads(Path(sys.argv[1]).read_text())
+    if any(scenario["stub_streams"] for scenario in scenarios):
+        keep_async_scheduling()
+    results: list[Any] = []
+    for scenario in scenarios:
+        try:
+            results.append(run(scenario))
+        except Exception:
+            results.append(traceback.format_exc())
+    Path(sys.argv[2]).write_bytes(pickle.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

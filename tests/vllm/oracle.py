@@ -1,0 +1,314 @@
+"""What an engine must do, written out in transformers: every head of every layer has its own list of entries.
+
+It takes the steps that the engine took, with the engine's own tokens, and knows nothing of pages.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.models.llama.modeling_llama import rotate_half
+
+from keepset import Observation, Recipe
+from keepset.observation import QueryMoments
+
+NAME = "one_head_at_a_time"
+_REMEMBERED = 6
+
+
+@dataclass
+class Head:
+    """Entries of one KV head: keys, values and original positions, oldest first."""
+
+    keys: Tensor
+    values: Tensor
+    positions: list[int]
+
+    def only(self, positions: Sequence[int]) -> Head:
+        """Those at these positions."""
+        wanted = set(positions)
+        places = [place for place, position in enumerate(self.positions) if position in wanted]
+        return Head(self.keys[places], self.values[places], [self.positions[place] for place in places])
+
+
+@dataclass
+class Layer:
+    """One layer: its heads, and all queries so far, after and before rotation, `[query_heads, n, head_dim]`.
+
+    `blocks_gone` counts the leading blocks that the engine can do without, where only the data say how many.
+    """
+
+    heads: list[Head]
+    queries: Tensor
+    unrotated: Tensor
+    blocks_gone: int = 0
+
+    def copy(self) -> Layer:
+        """Independent of what happens to this one: tensors are replaced, never written to."""
+        return Layer(list(self.heads), self.queries, self.unrotated, self.blocks_gone)
+
+
+@dataclass
+class Replay:
+    """What the reference did.
+
+    Attributes:
+        best: the best next token at every step that ended with a new token.
+        margin: the least lead of a best token over the second best.
+        events: (point, positions that each head of each layer kept, layers for whose answer pages did not suffice).
+    """
+
+    best: list[int] = field(default_factory=list)
+    margin: float = float("inf")
+    events: list[tuple[int, dict[int, list[list[int]]], list[int]]] = field(default_factory=list)
+
+
+class Oracle:
+    """A model whose attention is a loop over heads."""
+
+    def __init__(self, model: PreTrainedModel, block_size: int) -> None:
+        AttentionInterface.register(NAME, self._attend)
+        AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
+        self.model, self.block_size = model, block_size
+        self._layers: list[Layer] = []
+        self._start = 0
+        self._raw: dict[int, Tensor] = {}
+        # What methods wrote beside entries, by layer, name, head and position.
+        self._memory: dict[int, dict[str, list[dict[int, float]]]] = {}
+        self._prompts: OrderedDict[tuple[int, ...], tuple[list[Layer], Tensor, Tensor]] = OrderedDict()
+        for index, layer in enumerate(model.model.layers):
+            layer.self_attn.q_proj.register_forward_hook(
+                lambda module, args, output, index=index: self._raw.__setitem__(index, output)
+            )
+
+    def replay(
+        self, recipe: Recipe | None, prompt: list[int], tokens: list[int], steps: Sequence[tuple[int, int]]
+    ) -> Replay:
+        """Follows a request.
+
+        Args:
+            recipe: by which it is compressed.
+            prompt: its tokens.
+            tokens: that the engine made.
+            steps: first token and number of tokens of each step; one that does not follow the step before starts
+                the request again, at 0 or behind a prefix that was cached.
+        """
+        found, ids, done = Replay(), prompt + tokens, 0
+        for run in _runs(steps):
+            self._memory, length = {}, 0
+            ends = {stop for _, stop in run}
+            for start, stop in _merged(run, recipe, len(prompt)):
+                first = max(length, len(prompt) - 1)  # the first token after which there is one to choose
+                best, margin = self._forward(ids[:stop], length, first)
+                for end in range(first + 1, stop + 1):
+                    # Only the end of a step, and where no token was known yet, gives a new one.
+                    if end in ends and end - len(prompt) == done:
+                        found.margin = min(found.margin, float(margin[end - 1 - first]))
+                        found.best.append(int(best[end - 1 - first]))
+                        done += 1
+                length = stop
+                if recipe is not None and (event := newest_event(recipe, len(prompt), start, stop)):
+                    self._event(found, recipe, len(prompt), event, stop)
+        return found
+
+    @torch.no_grad()
+    def _forward(self, ids: list[int], start: int, first: int) -> tuple[Tensor, Tensor]:
+        """Feeds the tokens from `start` on: the best next token after each from `first` on, and its lead.
+
+        The beginning of a text, which nothing has compressed yet, is computed once for all recipes.
+        """
+        text = tuple(ids)
+        if start == 0 and text in self._prompts:
+            self._prompts.move_to_end(text)
+            layers, best, margin = self._prompts[text]
+            self._layers = [layer.copy() for layer in layers]
+            return best, margin
+        if self.model.config._attn_implementation != NAME:
+            self.model.set_attn_implementation(NAME)
+        if start == 0:
+            self._layers = []
+        self._start = start
+        logits = self.model(
+            torch.tensor([ids[start:]]),
+            position_ids=torch.arange(start, len(ids))[None],
+            use_cache=False,
+            logits_to_keep=max(len(ids) - first, 1),
+        ).logits[0]
+        two = logits.topk(2)
+        best, margin = two.indices[:, 0], two.values[:, 0] - two.values[:, 1]
+        if start == 0:
+            self._prompts[text] = [layer.copy() for layer in self._layers], best, margin
+            while len(self._prompts) > _REMEMBERED:
+                self._prompts.popitem(last=False)
+        return best, margin
+
+    def _attend(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float, **_: Any
+    ) -> tuple[Tensor, None]:
+        """Appends the new entries, and attends head by head."""
+        new, index = query.shape[2], module.layer_idx
+        group = query.shape[1] // key.shape[1]
+        raw = self._raw[index].view(1, new, query.shape[1], -1).transpose(1, 2)[0]
+        if index == len(self._layers):
+            empty = [Head(key[0, 0, :0], value[0, 0, :0], []) for _ in range(key.shape[1])]
+            self._layers.append(Layer(empty, query[0, :, :0], raw[:, :0]))
+        layer = self._layers[index]
+        layer.queries = torch.cat([layer.queries, query[0]], 1)
+        layer.unrotated = torch.cat([layer.unrotated, raw], 1)
+        output = torch.empty(1, new, query.shape[1], value.shape[-1])
+        mine = torch.arange(self._start, self._start + new)
+        for number, head in enumerate(layer.heads):
+            longer = Head(
+                torch.cat([head.keys, key[0, number]]),
+                torch.cat([head.values, value[0, number]]),
+                head.positions + mine.tolist(),
+            )
+            layer.heads[number] = longer
+            hidden = torch.tensor(longer.positions)[None] > mine[:, None]
+            for member in range(number * group, (number + 1) * group):
+                logits = (query[0, member] @ longer.keys.t() * scaling).masked_fill(hidden, float("-inf"))
+                output[0, :, member] = logits.softmax(-1) @ longer.values
+        return output, None
+
+    def _event(self, found: Replay, recipe: Recipe, prompt: int, at: int, length: int) -> None:
+        """Compresses every layer that has something to drop."""
+        kept: dict[int, list[list[int]]] = {}
+        left: list[int] = []
+        method = recipe.method
+        for index, layer in enumerate(self._layers):
+            old = [[position for position in head.positions if position < at] for head in layer.heads]
+            answer = self._select(recipe, index, layer, at, prompt)
+            if method.fixed_total:
+                average = -(-sum(map(len, answer)) // len(answer))
+                if at - average < (1 if method.equal_heads else self.block_size) or answer == old:
+                    continue
+            kept[index] = answer
+            if not method.fixed_total and not self._fits(layer, [len(head) for head in answer], at, length):
+                left.append(index)
+                continue
+            newer = [[position for position in head.positions if position >= at] for head in layer.heads]
+            layer.heads = [head.only(stay + new) for head, stay, new in zip(layer.heads, answer, newer, strict=True)]
+        if kept:
+            found.events.append((at, kept, left))
+
+    def _select(self, recipe: Recipe, index: int, layer: Layer, at: int, prompt: int) -> list[list[int]]:
+        """Positions that each head is to keep."""
+        heads = [head.only(range(at)) for head in layer.heads]
+        most = max(len(head.positions) for head in heads)
+        keys = torch.zeros(1, len(heads), most, heads[0].keys.shape[-1])
+        values = torch.zeros(1, len(heads), most, heads[0].values.shape[-1])
+        positions = torch.zeros(1, len(heads), most, dtype=torch.long)
+        valid = torch.zeros(1, len(heads), most, dtype=torch.bool)
+        state = {name: torch.zeros(1, len(heads), most) for name in self._memory.get(index, {})}
+        for number, head in enumerate(heads):
+            have = len(head.positions)
+            keys[0, number, :have], values[0, number, :have] = head.keys, head.values
+            positions[0, number, :have] = torch.tensor(head.positions)
+            valid[0, number, :have] = True
+            for name, column in state.items():
+                memory = self._memory[index][name][number]
+                column[0, number, :have] = torch.tensor([memory.get(position, 0.0) for position in head.positions])
+        needs = recipe.method.needs
+        window = torch.arange(at - needs.window, at)
+        observation = Observation(
+            keys=keys,
+            values=values,
+            positions=positions,
+            valid=valid,
+            queries=_at(layer.queries, window)[None] if needs.window else None,
+            query_positions=window[None] if needs.window else None,
+            query_moments={skip: self._moments(layer, skip, needs.buffer, at, prompt) for skip in needs.query_moments},
+            lengths=torch.tensor([at]),
+            scaling=heads[0].keys.shape[-1] ** -0.5,
+            layer=index,
+            layers=range(len(self._layers)),
+            state=state,
+        )
+        kept = recipe.method.select(observation, recipe.budget)
+        self._remember(index, heads, observation.state)
+        return [kept.positions(index, 0, number).tolist() for number in range(len(heads))]
+
+    def _moments(self, layer: Layer, skip: int, buffer: int, at: int, prompt: int) -> QueryMoments:
+        """Of the whole prompt at its end, of the newest queries later."""
+        first = max(skip, 0 if at == prompt else at - buffer)
+        rows = layer.unrotated[:, first:at].double()
+        mean = rows.mean(1) if rows.shape[1] else rows.new_zeros(rows.shape[0], rows.shape[2])
+        centred = rows - mean[:, None]
+        covariance = centred.transpose(1, 2) @ centred / max(rows.shape[1], 1)
+
+        def rotate(vectors: Tensor, future: int) -> Tensor:
+            return vectors @ self._mean_rotation(at, future, vectors.shape[-1])
+
+        return QueryMoments(mean[None].float(), covariance[None].float(), rotate)
+
+    @cache  # noqa: B019  # there is one oracle
+    def _mean_rotation(self, at: int, future: int, width: int) -> Tensor:
+        """The matrix that turns a row as the mean of the `future` positions from `at` on does."""
+        unit = torch.eye(width)
+        cos, sin = self.model.model.rotary_emb(unit, torch.arange(at, at + future)[None])
+        return sum(unit * cos[0, t] + rotate_half(unit) * sin[0, t] for t in range(future)) / future
+
+    def _remember(self, index: int, heads: list[Head], state: dict[str, Tensor]) -> None:
+        self._memory[index] = {
+            name: [
+                dict(zip(head.positions, column[0, number].tolist(), strict=False)) for number, head in enumerate(heads)
+            ]
+            for name, column in state.items()
+        }
+
+    def _fits(self, layer: Layer, kept: list[int], at: int, length: int) -> bool:
+        """Whether what stays fits into the blocks that the layer still has, now and with every token to come.
+
+        A block is one page of each head, and a page belongs to one head. Notes how many blocks are not needed.
+        """
+        size, heads = self.block_size, len(kept)
+        gone = min(
+            -(-(length + more) // size) - -(-sum(-(-(count + length - at + more) // size) for count in kept) // heads)
+            for more in range(2 * size)
+        )
+        if gone < layer.blocks_gone:
+            return False
+        layer.blocks_gone = gone
+        return True
+
+
+def newest_event(recipe: Recipe, prompt: int, start: int, stop: int) -> int:
+    """The newest event point in (start, stop]; 0 where there is none."""
+    every, points = recipe.schedule.every, [prompt] if recipe.schedule.prefill else []
+    if every is not None:
+        points += range(prompt + every, stop + 1, every)
+    return max((point for point in points if start < point <= stop), default=0)
+
+
+def _at(rows: Tensor, positions: Tensor) -> Tensor:
+    """Rows at these positions, zeros before the text's beginning."""
+    return rows[:, positions.clamp(min=0)].masked_fill((positions < 0)[:, None], 0.0)
+
+
+def _runs(steps: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Steps as (start, stop), cut where a request starts again."""
+    runs: list[list[tuple[int, int]]] = []
+    for start, tokens in steps:
+        if not runs or runs[-1][-1][1] != start:
+            runs.append([])
+        runs[-1].append((start, start + tokens))
+    return runs
+
+
+def _merged(run: list[tuple[int, int]], recipe: Recipe | None, prompt: int) -> list[tuple[int, int]]:
+    """Joins steps that no event separates: their tokens may as well be fed together."""
+    merged = [run[0]]
+    for start, stop in run[1:]:
+        before = merged[-1]
+        if recipe is None or not newest_event(recipe, prompt, *before):
+            merged[-1] = before[0], stop
+        else:
+            merged.append((start, stop))
+    return merged

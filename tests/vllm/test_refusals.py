@@ -1,0 +1,216 @@
+"""What cannot be served is refused in one sentence, when the engine starts."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import tests.vllm.methods  # noqa: F401
+from keepset import KeepsetError, Recipe
+from keepset.vllm import refusals
+from keepset.vllm.refusals import CARRIER, check, check_layer
+from keepset.vllm.rotation import ARCHITECTURES, Rotation
+from keepset.vllm.settings import recipe_of
+from tests.vllm.engine import Ask, Scenario, raw
+
+
+def config(**changes: Any) -> Any:
+    """What keepset looks at of a configuration that it serves; `part__name=value` changes it."""
+    whole = SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+            use_ubatching=False,
+            enable_dbo=False,
+        ),
+        cache_config=SimpleNamespace(cache_dtype="auto", enable_prefix_caching=True),
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        model_config=SimpleNamespace(
+            runner_type="generate", is_encoder_decoder=False, use_mla=False, is_mm_prefix_lm=False
+        ),
+        speculative_config=None,
+        kv_transfer_config=None,
+    )
+    for path, value in changes.items():
+        part, _, name = path.partition("__")
+        if name:
+            assert hasattr(getattr(whole, part), name)
+            setattr(getattr(whole, part), name, value)
+        else:
+            assert hasattr(whole, part)
+            setattr(whole, part, value)
+    return whole
+
+
+def connector(path: str | None) -> Any:
+    return SimpleNamespace(kv_connector_module_path=path)
+
+
+UNIFORM = "snapkv(keep=0.25)"
+GIVE_CARRIER = f"how much it keeps depends on the data; give kv_transfer_config {json.dumps(CARRIER)}."
+
+REFUSED = [
+    (UNIFORM, {"speculative_config": object()}, "speculative decoding takes tokens back that were compressed"),
+    (UNIFORM, {"kv_transfer_config": connector(None)}, "KV connectors move whole caches; leave kv_transfer_config out"),
+    ("mass", {"kv_transfer_config": connector("lmcache.x")}, "KV connectors move whole caches"),
+    ("mass", {"cache_config__enable_prefix_caching": False}, GIVE_CARRIER),
+    (UNIFORM, {"parallel_config__pipeline_parallel_size": 2}, "with pipeline parallelism a process does not see all"),
+    (UNIFORM, {"parallel_config__decode_context_parallel_size": 2}, "context parallelism divides a request's entries"),
+    (UNIFORM, {"parallel_config__prefill_context_parallel_size": 2}, "context parallelism divides a request's entries"),
+    (UNIFORM, {"parallel_config__use_ubatching": True}, "micro-batch overlap runs two batches at once"),
+    (UNIFORM, {"parallel_config__enable_dbo": True}, "micro-batch overlap runs two batches at once"),
+    (UNIFORM, {"cache_config__cache_dtype": "fp8_e5m2"}, "a quantized KV cache (fp8_e5m2) cannot be compressed"),
+    ("pyramid(snapkv, keep=128)", {}, "its layers keep different numbers of entries; turn prefix caching off"),
+    (
+        "mass",
+        {"kv_transfer_config": connector(CARRIER["kv_connector_module_path"])},
+        "its layers keep different numbers of entries",
+    ),
+    (UNIFORM, {"scheduler_config__disable_hybrid_kv_cache_manager": True}, "it needs vLLM's hybrid KV-cache manager"),
+    (UNIFORM, {"model_config__runner_type": "pooling"}, "only models that generate text have a cache to compress"),
+    (UNIFORM, {"model_config__is_encoder_decoder": True}, "encoder-decoder models are not supported"),
+    (UNIFORM, {"model_config__use_mla": True}, "the model caches latents (MLA)"),
+    (UNIFORM, {"model_config__is_mm_prefix_lm": True}, "the model attends to parts of its prompt in both directions"),
+    ("h2o(keep=0.5)", {}, "h2o looks at the prompt's whole attention, which paged attention does not tell"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "changes", "sentence"), REFUSED, ids=[sentence[:45] for *_, sentence in REFUSED])
+def test_a_configuration_that_is_refused(recipe: str, changes: dict[str, Any], sentence: str) -> None:
+    parsed = Recipe.parse(recipe)
+    with pytest.raises(KeepsetError) as refused:
+        check(config(**changes), parsed)
+    message = str(refused.value)
+    assert message.startswith(f"keepset cannot serve {parsed}: {sentence}")
+    assert message.endswith(".") and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes"),
+    [
+        (UNIFORM, {}),
+        ("adakv(snapkv, keep=256, every=64)", {}),
+        ("expected_attention(keep=512)", {"cache_config__cache_dtype": "bfloat16"}),
+        ("pyramid(snapkv, keep=128)", {"cache_config__enable_prefix_caching": False}),
+        (
+            "mass",
+            {
+                "cache_config__enable_prefix_caching": False,
+                "kv_transfer_config": connector(CARRIER["kv_connector_module_path"]),
+            },
+        ),
+    ],
+)
+def test_a_configuration_that_is_served(recipe: str, changes: dict[str, Any]) -> None:
+    check(config(**changes), Recipe.parse(recipe))
+
+
+@pytest.mark.parametrize("needs", ["hidden_moments", "across_layers"])
+def test_methods_that_paged_attention_cannot_feed(needs: str) -> None:
+    parts = {"columns": frozenset(), "hidden_moments": frozenset(), "query_moments": frozenset()}
+    method = SimpleNamespace(
+        name="mine",
+        needs=SimpleNamespace(**parts | ({needs: {0}} if needs in parts else {})),
+        across_layers=needs == "across_layers",
+        fixed_total=True,
+        equal_layers=True,
+    )
+    sentence = {"hidden_moments": "mine looks at hidden states", "across_layers": "mine looks across layers"}[needs]
+    with pytest.raises(KeepsetError, match=sentence):
+        check(config(), SimpleNamespace(method=method))  # type: ignore[arg-type]
+
+
+def test_another_version_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.__version__", "0.320.1")
+    with pytest.raises(KeepsetError, match=r"vLLM 0\.320\.1 is not among the versions that it is tested with"):
+        check(config(), Recipe.parse(UNIFORM))
+    assert refusals.SUPPORTED == ("0.32",)
+
+
+LAYERS = [
+    ({"kv_sharing_target_layer_name": "model.layers.3"}, {}, "shares its keys and values with another layer"),
+    ({"sliding_window": 4096}, {}, "has a sliding window"),
+    ({}, {"alibi_slopes": [0.5]}, "adds to its logits what depends on distance (ALiBi)"),
+    ({}, {"logits_soft_cap": 30.0}, "caps its logits"),
+    ({}, {"sinks": object()}, "has attention sinks inside its softmax"),
+]
+
+
+@pytest.mark.parametrize(("own", "of_impl", "reason"), LAYERS, ids=[reason for *_, reason in LAYERS])
+def test_a_layer_that_is_refused(own: dict[str, Any], of_impl: dict[str, Any], reason: str) -> None:
+    impl = SimpleNamespace(**{"alibi_slopes": None, "logits_soft_cap": 0, "sinks": None} | of_impl)
+    layer = SimpleNamespace(**{"kv_sharing_target_layer_name": None, "sliding_window": None, "impl": impl} | own)
+    with pytest.raises(KeepsetError) as refused:
+        check_layer("model.layers.7.self_attn.attn", layer)
+    assert str(refused.value) == f"keepset cannot serve this model: its layer model.layers.7.self_attn.attn {reason}."
+
+
+def test_a_layer_that_is_served() -> None:
+    impl = SimpleNamespace(alibi_slopes=None, logits_soft_cap=None)
+    check_layer("layer", SimpleNamespace(kv_sharing_target_layer_name=None, sliding_window=None, impl=impl))
+
+
+@pytest.mark.parametrize("additional", [None, {}, {"other": 1}, object()])
+def test_no_recipe_is_no_recipe(additional: Any) -> None:
+    assert recipe_of(SimpleNamespace(additional_config=additional)) is None  # type: ignore[arg-type]
+    assert recipe_of(None) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        (0.25, "is 0.25: give a recipe's text"),
+        ("snapkv", "says not how much to keep"),
+        ("snap_kv(keep=0.5)", "There is no method 'snap_kv'"),
+    ],
+)
+def test_a_recipe_that_cannot_be_used(value: Any, sentence: str) -> None:
+    with pytest.raises(KeepsetError, match=sentence):
+        recipe_of(SimpleNamespace(additional_config={"keepset": value}))  # type: ignore[arg-type]
+
+
+def test_rotations_that_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from vllm.model_executor.layers import rotary_embedding
+
+    def rope(**changes: Any) -> Any:
+        own = {"head_size": 64, "dtype": torch.float32, "cos_sin_cache": torch.zeros(8, 64), "is_neox_style": True}
+        return SimpleNamespace(**own | changes)
+
+    def found(model_type: str, *ropes: Any) -> Rotation:
+        monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", dict(enumerate(ropes)))
+        return Rotation.of_model(model_type, 64, torch.float32)
+
+    for model_type in ARCHITECTURES:
+        found(model_type, rope(), rope(head_size=32), rope(dtype=torch.bfloat16))
+    same = rope()
+    found("llama", same, same)
+    for ropes in ((), (rope(), rope()), (rope(head_size=128),)):
+        with pytest.raises(KeepsetError, match=r"methods that look at future queries support llama, .*, and not"):
+            found("llama", *ropes)
+    with pytest.raises(KeepsetError, match="and not gemma3: choose another method"):
+        found("gemma3", rope())
+
+
+def test_engines_that_are_refused_say_why() -> None:
+    ask = [Ask([1, 2, 3], 1)]
+    answers = raw(
+        Scenario("h2o(keep=0.5)", ask),
+        Scenario("pyramid(snapkv, keep=128)", ask, engine={"enable_prefix_caching": True}),
+        Scenario("snapkv(keep=0.25)", ask, engine={"kv_cache_dtype": "fp8"}),
+        Scenario("mass", ask, engine={"kv_transfer_config": None}),
+        Scenario(None, ask, engine={"additional_config": {"keepset": "snapkv(kep=0.25)"}}),
+    )
+    sentences = [
+        "KeepsetError: keepset cannot serve h2o(keep=0.5): h2o looks at the prompt's whole attention",
+        "KeepsetError: keepset cannot serve pyramid(snapkv, keep=128): its layers keep different numbers of entries",
+        "KeepsetError: keepset cannot serve snapkv(keep=0.25): a quantized KV cache (fp8",
+        "KeepsetError: keepset cannot serve mass: how much it keeps depends on the data",
+        "KeepsetError: snapkv has no parameter 'kep'",
+    ]
+    for answer, sentence in zip(answers, sentences, strict=True):
+        assert isinstance(answer, str) and sentence in answer, answer
