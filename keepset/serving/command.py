@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from keepset.errors import KeepsetError
+from keepset.vllm.settings import CARRIER, KEY
 
 if TYPE_CHECKING:
     from keepset.recipe import Recipe
-
-KEY = "keepset"
-"""Where vLLM's additional configuration holds the recipe's text."""
 
 _ADDITIONAL = "--additional-config"
 _SHORTEST = len("--add")
@@ -83,10 +81,22 @@ def command(model: str | None, recipe: Recipe | None, options: Sequence[str], fo
         words += ["--served-model-name", EMBEDDED]
     if additional:
         words += [_ADDITIONAL, json.dumps(additional)]
+    if recipe is not None:
+        words += _needed(recipe, rest)
     if not given(rest, "--host"):
         words += ["--host", "127.0.0.1"]
     # Of two options of one name vLLM takes the last.
     return [*words, *rest, *forced]
+
+
+def _needed(recipe: Recipe, options: Sequence[str]) -> list[str]:
+    """What vLLM must be told beside the recipe, for some: what the plug-in would ask for."""
+    words, method = [], recipe.method
+    if not (method.fixed_total and method.equal_layers) and not given(options, "--no-enable-prefix-caching"):
+        words.append("--no-enable-prefix-caching")
+    if not method.fixed_total:
+        words += ["--kv-transfer-config", json.dumps(CARRIER)]
+    return words
 
 
 def given(options: Sequence[str], name: str) -> bool:

@@ -171,6 +171,8 @@ class KeepImpl:
         metadata = get_forward_context().attn_metadata
         step = getattr(metadata.get(layer.layer_name) if isinstance(metadata, dict) else None, "keepset", None)
         if step is None or step.ragged is None or not step.ragged.folded:
+            if step is not None and step.metadata.slot_mapping.data_ptr() != slot_mapping.data_ptr():
+                raise KeepsetError("This vLLM writes to the cache by slots that keepset did not see.")
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
             return
         slots = step.ragged.slots[step.planner.place(layer.layer_name)]

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from keepset.hf.collect import _Moments as Moments
+from keepset.kernels.moments import Moments
 from keepset.vllm.rotation import Rotation
 from keepset.vllm.step import Event, Planner, Statistics
 from keepset.vllm.windows import Windows

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from keepset.errors import KeepsetError
 from keepset.vllm.grouping import one_table
+from keepset.vllm.settings import CARRIER
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -16,9 +17,6 @@ if TYPE_CHECKING:
 
 SUPPORTED = ("0.32",)
 """vLLM versions that keepset is tested with."""
-
-CARRIER = {"kv_connector": "Carrier", "kv_role": "kv_both", "kv_connector_module_path": "keepset.vllm.carrier"}
-"""The `kv_transfer_config` of recipes whose counts come from the data."""
 
 _WHOLE = ("auto", "float16", "bfloat16", "float32")
 
@@ -66,6 +64,8 @@ def _of_recipe(recipe: Recipe) -> Iterator[str]:
 
 def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
     parallel, cache = config.parallel_config, config.cache_config
+    if config.use_v2_model_runner:
+        yield "vLLM's model runner V2 is not supported yet; set VLLM_USE_V2_MODEL_RUNNER=0 in the environment."
     if config.speculative_config is not None:
         yield "speculative decoding takes tokens back that were compressed; leave it out."
     connector = config.kv_transfer_config

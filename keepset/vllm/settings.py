@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 KEY = "keepset"
 """Where `additional_config` holds the recipe's text."""
 
+CARRIER = {"kv_connector": "Carrier", "kv_role": "kv_both", "kv_connector_module_path": "keepset.vllm.carrier"}
+"""The `kv_transfer_config` of recipes whose counts come from the data."""
+
 
 def recipe_of(config: VllmConfig | None) -> Recipe | None:
     """The recipe of a configuration; None where it has none, and everything stays vLLM's own.

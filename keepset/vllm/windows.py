@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keepset.hf.collect import _Moments
+from keepset.kernels.moments import Moments
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Record:
     slot: int
     start: int
     length: int
-    moments: list[dict[int, _Moments]] = field(default_factory=list)
+    moments: list[dict[int, Moments]] = field(default_factory=list)
 
 
 class Windows:

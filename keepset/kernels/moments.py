@@ -1,0 +1,44 @@
+"""Mean and covariance of rows that come in parts."""
+
+from __future__ import annotations
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+
+class Moments:
+    """Mean and covariance of rows, merged over chunks (Chan, Golub and LeVeque 1983)."""
+
+    def __init__(self) -> None:
+        self._count: Tensor | None = None
+        self._mean: Tensor
+        self._scatter: Tensor
+
+    def add(self, rows: Float[Tensor, "batch heads n dim"], counted: Bool[Tensor, "batch n"], full: bool) -> None:
+        """Takes in the counted rows; the covariance is full or only its diagonal."""
+        weights = counted[:, None, :, None].to(rows.dtype)
+        count = weights.sum(2)
+        mean = (rows * weights).sum(2) / count.clamp(min=1)
+        centred = (rows - mean[:, :, None]) * weights
+        scatter = centred.transpose(-1, -2) @ centred if full else centred.square().sum(2)
+        if self._count is not None:
+            total = count + self._count
+            shift = mean - self._mean
+            spread = shift[..., :, None] * shift[..., None, :] if full else shift.square()
+            weight = count * self._count / total.clamp(min=1)
+            scatter = self._scatter + scatter + spread * (weight[..., None] if full else weight)
+            mean = self._mean + shift * count / total.clamp(min=1)
+            count = total
+        self._count, self._mean, self._scatter = count, mean, scatter
+
+    @property
+    def mean(self) -> Float[Tensor, "batch heads dim"]:
+        """Zero where nothing was counted."""
+        return self._mean
+
+    @property
+    def covariance(self) -> Float[Tensor, "batch heads *dims"]:
+        """Divided by the count, as for a whole population."""
+        assert self._count is not None
+        count = self._count.clamp(min=1)
+        return self._scatter / count.view(*count.shape, *(1,) * (self._scatter.ndim - count.ndim))
