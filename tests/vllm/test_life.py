@@ -1,0 +1,168 @@
+"""Requests come, are preempted, aborted and finished, share prefixes and run out of pages, while others compress.
+
+All that is checked is what matters to a user: every token and every kept entry is the reference's, which replays the
+steps that the engine took, and at the end all pages are back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from keepset import Recipe
+from tests.vllm.engine import BLOCK, Ask, Result, Scenario, raw
+from tests.vllm.oracle import Oracle
+
+EVENTFUL = [
+    "snapkv(window=16, keep=96, every=24)",
+    "adakv(snapkv(window=16), keep=96, every=24)",
+    "expected_attention(keep=64, buffer=40, every=24)",
+    "mass(share=0.8, every=24)",
+    "loud(keep=80, every=16)",
+]
+CRAMPED = [
+    "snapkv(window=16, keep=96)",
+    "adakv(snapkv(window=16), keep=96)",
+    "snapkv(window=16, keep=64, every=32)",
+]
+SHARING = {
+    "snapkv(window=16, keep=96, every=24)": [0, 224, 288, 0],
+    "adakv(snapkv(window=16), keep=96, every=24)": [0, 192, 256, 0],
+    "snapkv(window=64, keep=96, every=64, prefill=False)": [0, 256, 320, 0],
+    "expected_attention(keep=96)": [0, 0, 0, 0],
+}
+
+
+def turmoil(text: list[int]) -> list[Ask]:
+    return [
+        Ask(text[0:230], 90),
+        Ask(text[300:360], 90),
+        Ask(text[500:850], 70),
+        Ask(text[900:1020], 60, abort=45),  # while it decodes
+        Ask(text[1100:1500], 50, add=20, abort=22),  # while its prompt is computed
+        Ask(text[1600:1790], 60, add=30),
+    ]
+
+
+def cramped(text: list[int]) -> list[Ask]:
+    return [Ask(text[500 * i : 500 * i + n], 200) for i, n in enumerate((200, 60, 120, 90))]
+
+
+def sharing(text: list[int]) -> list[Ask]:
+    return [
+        Ask(text[0:400], 70),
+        Ask(text[0:320] + text[1000:1010], 40, add=15),
+        Ask(text[0:400], 40, add=30),
+        Ask(text[2000:2150], 40, add=10),
+    ]
+
+
+def run(text: Sequence[tuple[str, Scenario]]) -> dict[str, Any]:
+    return dict(zip([name for name, _ in text], raw(*(scenario for _, scenario in text)), strict=True))
+
+
+def result(answers: dict[str, Any], name: str) -> Result:
+    answer = answers[name]
+    assert isinstance(answer, dict), answer
+    return Result(**answer)
+
+
+@pytest.fixture(scope="module")
+def disturbed(essay: list[int]) -> dict[str, Any]:
+    engine = {"max_num_batched_tokens": 128, "max_num_seqs": 5}
+    return run([(recipe, Scenario(recipe, turmoil(essay), (25, 60), engine)) for recipe in EVENTFUL])
+
+
+@pytest.fixture(scope="module")
+def crowded(essay: list[int]) -> dict[str, Any]:
+    engine = {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 20, "max_model_len": 512}
+    shared = {"enable_prefix_caching": True}
+    scenarios = [(recipe, Scenario(recipe, cramped(essay), engine=engine)) for recipe in CRAMPED]
+    return run([*scenarios, ("shared", Scenario(CRAMPED[0], cramped(essay), engine=engine | shared))])
+
+
+@pytest.fixture(scope="module")
+def prefixes(essay: list[int]) -> dict[str, Any]:
+    engine = {"enable_prefix_caching": True, "max_num_batched_tokens": 128}
+    return run([(recipe, Scenario(recipe, sharing(essay), engine=engine)) for recipe in SHARING])
+
+
+def check(oracle: Oracle, recipe: str, some: list[Ask], engine: Result) -> None:
+    for index, ask in enumerate(some):
+        tokens = engine.tokens[index] or []
+        assert ask.abort is not None or len(tokens) == ask.max_tokens
+        replay = oracle.replay(Recipe.parse(recipe), ask.ids, tokens, engine.steps_of(index))
+        assert replay.best == tokens
+        assert engine.events_of(index) == replay.events
+    engine.check_nothing_left()
+
+
+@pytest.mark.parametrize("recipe", EVENTFUL)
+def test_preemptions_aborts_and_arrivals(
+    recipe: str, disturbed: dict[str, Any], essay: list[int], oracle: Oracle
+) -> None:
+    engine, some = result(disturbed, recipe), turmoil(essay)
+    assert engine.preemptions[:3] == [2, 2, 2] and engine.preemptions[5] == 1
+    assert engine.tokens[3] and len(engine.tokens[3]) < some[3].max_tokens
+    assert engine.log[4] and not engine.tokens[4]
+    check(oracle, recipe, some, engine)
+
+
+def test_a_preempted_request_chooses_anew(disturbed: dict[str, Any]) -> None:
+    """It starts from its whole text again, so the newest event that the recomputed tokens pass is the only one."""
+    engine = result(disturbed, EVENTFUL[0])
+    ats = [event["at"] for event in engine.events[0]]
+    starts_again = [place for place in range(1, len(engine.log[0])) if engine.log[0][place][1] == 0]
+    assert len(starts_again) == 2
+    assert any(later - earlier > 24 or later <= earlier for earlier, later in pairwise(ats))
+    assert max(ats) == 230 + 72
+
+
+@pytest.mark.parametrize("recipe", CRAMPED)
+def test_a_pool_that_is_too_small_for_all(
+    recipe: str, crowded: dict[str, Any], essay: list[int], oracle: Oracle
+) -> None:
+    engine = result(crowded, recipe)
+    if Recipe.parse(recipe).schedule.every is None:
+        assert sum(engine.preemptions) > 0
+    else:
+        # What requests will hold at the worst moment is known when one is admitted: none is thrown out again.
+        assert sum(engine.preemptions) == 0
+        assert min(step["free"] for step in engine.steps) < 6
+    check(oracle, recipe, cramped(essay), engine)
+
+
+def test_a_preempted_request_and_a_prefix_cache(crowded: dict[str, Any], essay: list[int], oracle: Oracle) -> None:
+    engine = result(crowded, "shared")
+    assert sum(engine.preemptions) > 0
+    check(oracle, CRAMPED[0], cramped(essay), engine)
+
+
+@pytest.mark.parametrize("recipe", SHARING)
+def test_prefixes_are_shared_with_compressed_requests(
+    recipe: str, prefixes: dict[str, Any], essay: list[int], oracle: Oracle
+) -> None:
+    engine = result(prefixes, recipe)
+    first = engine.events[0][0]["step"]
+    # The first request was compressed before the others came, and is compressed again while they run.
+    assert first < engine.log[1][0][0] or not Recipe.parse(recipe).schedule.prefill
+    assert engine.cached == SHARING[recipe]
+    check(oracle, recipe, sharing(essay), engine)
+
+
+def test_the_pages_of_a_long_prompt_go_at_once() -> None:
+    ids = torch.randint(1000, 40000, (4096,), generator=torch.Generator().manual_seed(0)).tolist()
+    scenario = Scenario("snapkv(keep=256)", [Ask(ids, 3)], engine={"max_model_len": 8192})
+    (answer,) = raw(scenario)
+    assert isinstance(answer, dict), answer
+    engine = Result(**answer)
+    event = engine.events[0][0]["step"]
+    held = [engine.free_before - step["free"] for step in engine.steps]
+    assert held[event] == 4096 // BLOCK
+    assert held[event + 1] <= 2 * held[event] // 16
+    assert engine.stats["blocks_freed"] == held[event] - 256 // BLOCK
+    engine.check_nothing_left()
