@@ -24,23 +24,9 @@ from keepset.serving.server import Server, free_port
 REQUESTS = 500
 AT_ONCE = 40
 # So few that requests wait and are preempted: each may need 12, and the pool has 47.
-OPTIONS = [
-    "--dtype",
-    "float32",
-    "--enforce-eager",
-    "--block-size",
-    "32",
-    "--max-model-len",
-    "384",
-    "--num-gpu-blocks-override",
-    "48",
-    "--max-num-seqs",
-    "24",
-    "--max-num-batched-tokens",
-    "128",
-    "--served-model-name",
-    "tiny",
-]
+OPTIONS = ["--dtype", "float32", "--enforce-eager", "--served-model-name", "tiny"]
+OPTIONS += ["--block-size", "32", "--num-gpu-blocks-override", "48", "--max-model-len", "384"]
+OPTIONS += ["--max-num-seqs", "24", "--max-num-batched-tokens", "128"]
 
 
 @pytest.fixture(scope="module")
