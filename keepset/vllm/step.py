@@ -250,14 +250,9 @@ class Planner:
 
     def _event(self, row: Row) -> int:
         """The point in this step at which the request is compressed; 0 where nothing is to drop."""
-        at = self.timeline.event(row.prompt, row.after)
-        if at <= row.before:
-            return 0
-        if self.timeline.fixed and self.timeline.dropped(row.prompt, row.after) <= self.timeline.dropped(
-            row.prompt, row.before
-        ):
-            return 0
-        return at
+        timeline = self.timeline
+        at = (timeline.compressed if timeline.fixed else timeline.event)(row.prompt, row.after)
+        return at if at > row.before else 0
 
     def _window(self, rows: list[Row], ats: list[int]) -> dict[str, Any]:
         """What an event is told about recorded queries."""
@@ -329,7 +324,8 @@ class Planner:
             return table[indices[:, None], columns].long()[:, None] * self.kv_heads + heads
 
         gone = [timeline.dropped(row.prompt, row.before) for row in rows]
-        kept = [timeline.event(row.prompt, row.before) - d if d else 0 for row, d in zip(rows, gone, strict=True)]
+        # Nothing was packed at events that dropped nothing: what came since the one before is whole.
+        kept = [timeline.compressed(row.prompt, row.before) - d if d else 0 for row, d in zip(rows, gone, strict=True)]
         shape = (len(rows), self.kv_heads)
         return Shifted(
             before=subpages(gone, width),

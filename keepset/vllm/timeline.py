@@ -61,6 +61,16 @@ class Timeline:
         dropped = at - self._kept_at(prompt, at)
         return 0 if self.ragged and dropped < self.block_size else dropped
 
+    def compressed(self, prompt: int, length: int) -> int:
+        """The newest event at or before `length` tokens that dropped something; 0 when there was none.
+
+        Where a layer's share grows with the text, some events drop nothing; those are not executed.
+        """
+        at = self.event(prompt, length) if self.dropped(prompt, length) else 0
+        while at and self.dropped(prompt, at) == self.dropped(prompt, at - 1):
+            at = self.event(prompt, at - 1)
+        return at
+
     def freed(self, prompt: int, length: int) -> int:
         """Leading blocks of the request that hold nothing any more."""
         blocks = self.dropped(prompt, length) // self.block_size
