@@ -217,10 +217,11 @@ class Planner:
             soon = upcoming is not None and upcoming - row.after < self.window
             collecting = self._collects and row.before < row.prompt
             before = int(pages[row.index, max(row.before - 1, 0) // self.block_size])
+            page = int(pages[row.index, (row.after - 1) // self.block_size])
             if not (event or soon or collecting):
                 self.windows.forget(before)
+                self.windows.forget(page)  # another request's, that held this page before
                 continue
-            page = int(pages[row.index, (row.after - 1) // self.block_size])
             start = max(row.before, (event or row.after) - self.window)
             record = self.windows.follow(before, page, start, row.before, row.after)
             self._by_row[row.index] = record

@@ -3,7 +3,7 @@
 Nothing that reaches the attention layers names a request. What does is the page that holds its newest token: no
 other request may write to it. So a record is filed under that page's id and moved along in every step; a request
 that ended, was aborted or was preempted leaves one behind, which is thrown out once there are more records than
-requests can run.
+requests can run in two steps.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class Windows:
         if (stale := self._records.pop(page, None)) is not None:
             self._free.append(stale.slot)
         self._records[page] = record
-        while len(self._records) > self._requests:
+        # In the middle of a step: those of the step before, gone or not yet moved along, and those of this one.
+        while len(self._records) > 2 * self._requests:
             self._free.append(self._records.popitem(last=False)[1].slot)
         return record
 
