@@ -40,18 +40,20 @@ def required_blocks(timeline: Timeline, running: Sequence[Footprint], tokens: in
 
 
 def _held(timeline: Timeline, request: Footprint, steps: int) -> np.ndarray:
-    """Blocks of a request now and after each of the next steps, one token each; a prompt's rest in one."""
+    """Blocks of a request now and after each of the next steps, one token each; a prompt's rest in the first."""
     prompt, length = request.prompt, max(request.length, request.prompt)
+    ahead = int(request.length < prompt)
     held = np.empty(steps + 1, dtype=np.int64)
-    held[0] = timeline.held(prompt, length)
-    done = 1
-    while done <= steps:
+    held[ahead] = timeline.held(prompt, length)
+    done, last = 1, steps - ahead
+    while done <= last:
         # What a step's event empties is freed when the next step is scheduled, and nothing between two events.
         event = timeline.next_event(prompt, length + done - 1)
-        until = steps + 1 if event is None else min(event - length + 1, steps + 1)
+        until = last + 1 if event is None else min(event - length + 1, last + 1)
         lengths = length + np.arange(done, until)
-        held[done:until] = -(-lengths // timeline.block_size) - timeline.freed(prompt, length + done - 1)
+        freed = timeline.freed(prompt, length + done - 1)
+        held[ahead + done : ahead + until] = -(-lengths // timeline.block_size) - freed
         done = until
-    if request.length < prompt:
+    if ahead:
         held[:2] = -(-prompt // timeline.block_size)
     return held
