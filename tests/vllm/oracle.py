@@ -184,7 +184,7 @@ class Oracle:
         method = recipe.method
         for index, layer in enumerate(self._layers):
             old = [[position for position in head.positions if position < at] for head in layer.heads]
-            answer = self._select(recipe, index, layer, at, prompt)
+            answer, state = self._select(recipe, index, layer, at, prompt)
             if method.fixed_total:
                 average = -(-sum(map(len, answer)) // len(answer))
                 if at - average < (1 if method.equal_heads else self.block_size) or answer == old:
@@ -193,13 +193,16 @@ class Oracle:
             if not method.fixed_total and not self._fits(layer, [len(head) for head in answer], at, length):
                 left.append(index)
                 continue
+            self._remember(index, layer.heads, state)
             newer = [[position for position in head.positions if position >= at] for head in layer.heads]
             layer.heads = [head.only(stay + new) for head, stay, new in zip(layer.heads, answer, newer, strict=True)]
         if kept:
             found.events.append((at, kept, left))
 
-    def _select(self, recipe: Recipe, index: int, layer: Layer, at: int, prompt: int) -> list[list[int]]:
-        """Positions that each head is to keep."""
+    def _select(
+        self, recipe: Recipe, index: int, layer: Layer, at: int, prompt: int
+    ) -> tuple[list[list[int]], dict[str, Tensor]]:
+        """Positions that each head is to keep, and what the method remembers of its entries."""
         heads = [head.only(range(at)) for head in layer.heads]
         most = max(len(head.positions) for head in heads)
         keys = torch.zeros(1, len(heads), most, heads[0].keys.shape[-1])
@@ -232,8 +235,7 @@ class Oracle:
             state=state,
         )
         kept = recipe.method.select(observation, recipe.budget)
-        self._remember(index, heads, observation.state)
-        return [kept.positions(index, 0, number).tolist() for number in range(len(heads))]
+        return [kept.positions(index, 0, number).tolist() for number in range(len(heads))], observation.state
 
     def _moments(self, layer: Layer, skip: int, buffer: int, at: int, prompt: int) -> QueryMoments:
         """Of the whole prompt at its end, of the newest queries later."""
