@@ -11,6 +11,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.request import Request
 
+from keepset.errors import KeepsetError
 from keepset.vllm.admission import Footprint, required_blocks
 from keepset.vllm.stats import request_stats, scheduler_stats
 
@@ -37,6 +38,9 @@ class KeepManager(FullAttentionManager):
         """Frees what was emptied by the tokens that have been fully processed: never what a step in flight reads."""
         if num_prompt_tokens is None or request_id not in self.req_to_blocks:
             return
+        seen = self._requests.get(request_id)
+        if seen is not None and seen.prompt != num_prompt_tokens:
+            raise KeepsetError("keepset cannot serve requests whose prompt grows while they run (streaming input).")
         self._requests[request_id] = Footprint(num_prompt_tokens, processed_computed_tokens)
         self.release(request_id, self.timeline.freed(num_prompt_tokens, processed_computed_tokens))
 
