@@ -30,10 +30,10 @@ demo: setup
 	$(BIN)/keepset demo
 
 test: setup
-	$(BIN)/pytest --ignore tests/vllm
+	$(BIN)/pytest --ignore tests/vllm -n 2 --dist loadfile
 
 test-vllm: setup-vllm
-	$(BIN)/pytest tests/vllm
+	$(BIN)/pytest tests/vllm -n 2 --dist loadfile
 
 check: setup
 	$(BIN)/ruff check .
@@ -45,11 +45,12 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: setup
+bench: setup setup-vllm
 	bash benchmarks/peer_setup.sh
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/compare.py
 	$(BIN)/python benchmarks/memory.py --repeats 3
+	$(BIN)/python benchmarks/engine.py --repeats 3
 	$(BIN)/python benchmarks/speed.py --repeats 3
 
 clean:

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -65,11 +66,7 @@ def main() -> None:
     sampling = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
     engine.generate(prompts, sampling, use_tqdm=False)
     seconds = time.perf_counter() - start
-    whole = [
-        b["time"] - a["time"]
-        for a, b in zip(steps, steps[1:], strict=False)
-        if a["tokens"] == b["tokens"] == case["requests"]
-    ]
+    whole = [b["time"] - a["time"] for a, b in pairwise(steps) if a["tokens"] == b["tokens"] == case["requests"]]
     print(
         json.dumps(
             {

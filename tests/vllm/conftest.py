@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from tests.vllm.oracle import Oracle
 
 
+LAYERS = 8
+
+
 class _WithoutVLLM(pytest.Module):
     def collect(self) -> Iterable[pytest.Item]:
         pytest.skip("vLLM is not installed: pip install 'keepset[vllm]', see the README", allow_module_level=True)
@@ -41,3 +44,25 @@ def oracle() -> Oracle:
     from tests.vllm.oracle import Oracle
 
     return Oracle(models.load()[0], BLOCK)
+
+
+@pytest.fixture(scope="session")
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the embedded model's first layers, for tests that are not about models: a quarter of the time."""
+    model, tokenizer = models.load()
+    model.model.layers = model.model.layers[:LAYERS]
+    model.config.num_hidden_layers = LAYERS
+    model.config.layer_types = None
+    folder = tmp_path_factory.mktemp("shallow")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def shallow_oracle(shallow: Path) -> Oracle:
+    """The reference of that one."""
+    from tests.vllm.engine import BLOCK
+    from tests.vllm.oracle import Oracle
+
+    return Oracle(models.load(str(shallow))[0], BLOCK)

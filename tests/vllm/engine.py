@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -33,7 +32,15 @@ class Ask:
 
 @dataclass(frozen=True)
 class Scenario:
-    """One engine and what happens to it; `preempt` says before which steps all running requests are preempted."""
+    """One engine and what happens to it.
+
+    Attributes:
+        recipe, requests, engine: it, what it is asked, and further arguments of it.
+        preempt: steps before which all running requests are preempted.
+        layer_groups: how many groups of layers there may be.
+        stub_streams: whether its scheduler runs ahead, with stand-ins for a device's streams.
+        backend: one for GPUs, with stand-ins for its kernels; the same for all scenarios of a process.
+    """
 
     recipe: str | None
     requests: Sequence[Ask]
@@ -41,6 +48,7 @@ class Scenario:
     engine: dict[str, Any] = field(default_factory=dict)
     layer_groups: int | None = None
     stub_streams: bool = False
+    backend: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         """What `tests.vllm.job` reads."""
@@ -65,6 +73,7 @@ class Scenario:
             "preempt": list(self.preempt),
             "layer_groups": self.layer_groups,
             "stub_streams": self.stub_streams,
+            "backend": self.backend,
         }
 
 
@@ -80,7 +89,7 @@ class Result:
             answer there were not enough pages).
         preemptions: how often.
         steps: free blocks, and numbers of running and waiting requests.
-        tables, footprints: what the managers of the groups of layers still knew at the end.
+        tables, footprints: requests that the managers of the groups of layers still knew at the end.
         references: to blocks, at the end.
         groups: of layers.
         stats: what was counted.
@@ -98,8 +107,8 @@ class Result:
     free_before: int = 0
     free_after: int = 0
     references: int = 0
-    tables: list[dict[str, Any]] = field(default_factory=list)
-    footprints: list[dict[str, Any]] = field(default_factory=list)
+    tables: list[list[str]] = field(default_factory=list)
+    footprints: list[list[str]] = field(default_factory=list)
     groups: int = 0
 
     def steps_of(self, index: int) -> list[tuple[int, int]]:
@@ -108,13 +117,18 @@ class Result:
 
     def events_of(self, index: int) -> list[tuple[int, dict[int, list[list[int]]], list[int]]]:
         """A request's compressions, as the oracle tells them."""
-        return [(event["at"], event["layers"], event["left"]) for event in self.events[index]]
+        return [(event["at"], layers_of(event), event["left"]) for event in self.events[index]]
 
     def check_nothing_left(self) -> None:
         """All pages are back and nothing is remembered of any request."""
         assert self.free_after == self.free_before
         assert self.references == 0
         assert not any(self.tables) and not any(self.footprints)
+
+
+def layers_of(event: dict[str, Any]) -> dict[int, list[list[int]]]:
+    """What each layer of an event keeps."""
+    return {int(layer): heads for layer, heads in event["layers"].items()}
 
 
 def run(*scenarios: Scenario, env: dict[str, str] | None = None) -> list[Result]:
@@ -137,7 +151,7 @@ def raw(*scenarios: Scenario, env: dict[str, str] | None = None) -> list[Any]:
     }
     environment.pop("KEEPSET_STATS_DIR", None)
     with TemporaryDirectory() as folder:
-        asked, answered = Path(folder) / "in.json", Path(folder) / "out.pickle"
+        asked, answered = Path(folder) / "in.json", Path(folder) / "out.json"
         asked.write_text(json.dumps([scenario.as_json() for scenario in scenarios]))
         job = subprocess.run(
             [sys.executable, "-m", "tests.vllm.job", str(asked), str(answered)],
@@ -149,4 +163,4 @@ def raw(*scenarios: Scenario, env: dict[str, str] | None = None) -> list[Any]:
             check=False,
         )
         assert job.returncode == 0 and answered.is_file(), job.stdout[-4000:] + job.stderr[-8000:]
-        return pickle.loads(answered.read_bytes())
+        return json.loads(answered.read_text())

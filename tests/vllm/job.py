@@ -1,4 +1,4 @@
-"""Runs one engine after another in a process of its own: `python -m tests.vllm.job <in.json> <out.pickle>`.
+"""Runs one engine after another in a process of its own: `python -m tests.vllm.job <in.json> <out.json>`.
 
 The input is a list of scenarios; see `tests.vllm.engine.Scenario`. Whatever a scenario ends with, its result or the
 text of its error, is at its place in the output.
@@ -16,7 +16,6 @@ if os.environ.get("KEEPSET_TYPECHECK", "1") == "1":
 import contextlib
 import gc
 import json
-import pickle
 import sys
 import traceback
 from collections import defaultdict
@@ -117,8 +116,8 @@ class Watch:
             "free_before": self.free,
             "free_after": self.pool.get_num_free_blocks(),
             "references": sum(held),
-            "tables": [dict(manager.req_to_blocks) for manager in self.managers],
-            "footprints": [dict(getattr(manager, "_requests", {})) for manager in self.managers],
+            "tables": [list(manager.req_to_blocks) for manager in self.managers],
+            "footprints": [list(getattr(manager, "_requests", {})) for manager in self.managers],
             "groups": len(self.managers),
         }
 
@@ -213,13 +212,18 @@ def main() -> None:
     scenarios = json.loads(Path(sys.argv[1]).read_text())
     if any(scenario["stub_streams"] for scenario in scenarios):
         keep_async_scheduling()
+    if backends := {scenario["backend"] for scenario in scenarios} - {None}:
+        from tests.vllm import kernels
+
+        (backend,) = backends
+        kernels.use(backend)
     results: list[Any] = []
     for scenario in scenarios:
         try:
             results.append(run(scenario))
         except Exception:
             results.append(traceback.format_exc())
-    Path(sys.argv[2]).write_bytes(pickle.dumps(results))
+    Path(sys.argv[2]).write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import keepset
 from keepset import Recipe
 from keepset.hf.recorder import Recorder
 from keepset.observation import Needs
-from tests.vllm.engine import Ask, Result, Scenario, raw
+from tests.vllm.engine import Ask, Result, Scenario, layers_of, raw
 from tests.vllm.oracle import Oracle, newest_event
 
 LENGTHS = (300, 517, 150, 700)
@@ -130,7 +130,7 @@ def fed(
     """The best token after each of a request's tokens, fed in pieces that end where the recipe compresses."""
     best, ids, start = [], prompt + tokens[:-1], cache.get_seq_length()
     for stop in range(start + 1, len(ids) + 1):
-        if stop == len(ids) or newest_event(recipe, len(prompt), start, stop) == stop:
+        if stop in (len(prompt), len(ids)) or newest_event(recipe, len(prompt), start, stop) == stop:
             logits = model(torch.tensor([ids[start:stop]]), past_key_values=cache, use_cache=True).logits[0]
             best += logits.argmax(-1).tolist()[max(len(prompt) - 1 - start, 0) :]
             start = stop
@@ -142,7 +142,7 @@ def check_cache(cache: keepset.Cache, engine: Result, index: int) -> None:
     events = [event for event in cache.events if event.keep_set.entries < event.entries]
     assert [event.length for event in events] == [event["at"] for event in engine.events[index]]
     for event, other in zip(events, engine.events[index], strict=True):
-        for layer, heads in other["layers"].items():
+        for layer, heads in layers_of(other).items():
             for head, positions in enumerate(heads):
                 assert event.keep_set.positions(layer, 0, head).tolist() == positions
 
@@ -195,8 +195,10 @@ def test_while_decoding_it_is_the_transformers_runtime(
 ) -> None:
     engine = result(decoding, recipe)
     for index, ask in enumerate(asks(essay, SHORT_TOO, 75)[1:3], start=1):
-        if recipe.startswith("loud") and len(ask.ids) < 80:
-            continue  # it remembers what it saw at events that drop nothing, which do not exist under vLLM
+        if recipe.startswith(("loud", "adakv")) and len(ask.ids) < 80:
+            # Under vLLM events do not exist that drop nothing, of which loud remembers what it saw, nor those of
+            # ragged heads that drop less than a block: docs/serving.md, Limits.
+            continue
         cache = keepset.Cache(embedded[0], recipe)
         tokens = engine.tokens[index]
         assert tokens is not None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,22 +73,22 @@ def result(answers: dict[str, Any], name: str) -> Result:
 
 
 @pytest.fixture(scope="module")
-def disturbed(essay: list[int]) -> dict[str, Any]:
-    engine = {"max_num_batched_tokens": 128, "max_num_seqs": 5}
+def disturbed(essay: list[int], shallow: Path) -> dict[str, Any]:
+    engine = {"model": str(shallow), "max_num_batched_tokens": 128, "max_num_seqs": 5}
     return run([(recipe, Scenario(recipe, turmoil(essay), (25, 60), engine)) for recipe in EVENTFUL])
 
 
 @pytest.fixture(scope="module")
-def crowded(essay: list[int]) -> dict[str, Any]:
-    engine = {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 20, "max_model_len": 512}
+def crowded(essay: list[int], shallow: Path) -> dict[str, Any]:
+    engine = {"model": str(shallow), "max_num_batched_tokens": 64, "num_gpu_blocks_override": 20, "max_model_len": 512}
     shared = {"enable_prefix_caching": True}
     scenarios = [(recipe, Scenario(recipe, cramped(essay), engine=engine)) for recipe in CRAMPED]
     return run([*scenarios, ("shared", Scenario(CRAMPED[0], cramped(essay), engine=engine | shared))])
 
 
 @pytest.fixture(scope="module")
-def prefixes(essay: list[int]) -> dict[str, Any]:
-    engine = {"enable_prefix_caching": True, "max_num_batched_tokens": 128}
+def prefixes(essay: list[int], shallow: Path) -> dict[str, Any]:
+    engine = {"model": str(shallow), "enable_prefix_caching": True, "max_num_batched_tokens": 128}
     return run([(recipe, Scenario(recipe, sharing(essay), engine=engine)) for recipe in SHARING])
 
 
@@ -103,13 +104,13 @@ def check(oracle: Oracle, recipe: str, some: list[Ask], engine: Result) -> None:
 
 @pytest.mark.parametrize("recipe", EVENTFUL)
 def test_preemptions_aborts_and_arrivals(
-    recipe: str, disturbed: dict[str, Any], essay: list[int], oracle: Oracle
+    recipe: str, disturbed: dict[str, Any], essay: list[int], shallow_oracle: Oracle
 ) -> None:
     engine, some = result(disturbed, recipe), turmoil(essay)
     assert engine.preemptions[:3] == [2, 2, 2] and engine.preemptions[5] == 1
     assert engine.tokens[3] and len(engine.tokens[3]) < some[3].max_tokens
     assert engine.log[4] and not engine.tokens[4]
-    check(oracle, recipe, some, engine)
+    check(shallow_oracle, recipe, some, engine)
 
 
 def test_a_preempted_request_chooses_anew(disturbed: dict[str, Any]) -> None:
@@ -124,7 +125,7 @@ def test_a_preempted_request_chooses_anew(disturbed: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("recipe", CRAMPED)
 def test_a_pool_that_is_too_small_for_all(
-    recipe: str, crowded: dict[str, Any], essay: list[int], oracle: Oracle
+    recipe: str, crowded: dict[str, Any], essay: list[int], shallow_oracle: Oracle
 ) -> None:
     engine = result(crowded, recipe)
     if Recipe.parse(recipe).schedule.every is None:
@@ -133,30 +134,32 @@ def test_a_pool_that_is_too_small_for_all(
         # What requests will hold at the worst moment is known when one is admitted: none is thrown out again.
         assert sum(engine.preemptions) == 0
         assert min(step["free"] for step in engine.steps) < 6
-    check(oracle, recipe, cramped(essay), engine)
+    check(shallow_oracle, recipe, cramped(essay), engine)
 
 
-def test_a_preempted_request_and_a_prefix_cache(crowded: dict[str, Any], essay: list[int], oracle: Oracle) -> None:
+def test_a_preempted_request_and_a_prefix_cache(
+    crowded: dict[str, Any], essay: list[int], shallow_oracle: Oracle
+) -> None:
     engine = result(crowded, "shared")
     assert sum(engine.preemptions) > 0
-    check(oracle, CRAMPED[0], cramped(essay), engine)
+    check(shallow_oracle, CRAMPED[0], cramped(essay), engine)
 
 
 @pytest.mark.parametrize("recipe", SHARING)
 def test_prefixes_are_shared_with_compressed_requests(
-    recipe: str, prefixes: dict[str, Any], essay: list[int], oracle: Oracle
+    recipe: str, prefixes: dict[str, Any], essay: list[int], shallow_oracle: Oracle
 ) -> None:
     engine = result(prefixes, recipe)
     first = engine.events[0][0]["step"]
     # The first request was compressed before the others came, and is compressed again while they run.
     assert first < engine.log[1][0][0] or not Recipe.parse(recipe).schedule.prefill
     assert engine.cached == SHARING[recipe]
-    check(oracle, recipe, sharing(essay), engine)
+    check(shallow_oracle, recipe, sharing(essay), engine)
 
 
-def test_the_pages_of_a_long_prompt_go_at_once() -> None:
+def test_the_pages_of_a_long_prompt_go_at_once(shallow: Path) -> None:
     ids = torch.randint(1000, 40000, (4096,), generator=torch.Generator().manual_seed(0)).tolist()
-    scenario = Scenario("snapkv(keep=256)", [Ask(ids, 3)], engine={"max_model_len": 8192})
+    scenario = Scenario("snapkv(keep=256)", [Ask(ids, 3)], engine={"model": str(shallow), "max_model_len": 8192})
     (answer,) = raw(scenario)
     assert isinstance(answer, dict), answer
     engine = Result(**answer)

@@ -34,6 +34,7 @@ def config(**changes: Any) -> Any:
         ),
         speculative_config=None,
         kv_transfer_config=None,
+        use_v2_model_runner=False,
     )
     for path, value in changes.items():
         part, _, name = path.partition("__")
@@ -54,6 +55,7 @@ UNIFORM = "snapkv(keep=0.25)"
 GIVE_CARRIER = f"how much it keeps depends on the data; give kv_transfer_config {json.dumps(CARRIER)}."
 
 REFUSED = [
+    (UNIFORM, {"use_v2_model_runner": True}, "vLLM's model runner V2 is not supported yet"),
     (UNIFORM, {"speculative_config": object()}, "speculative decoding takes tokens back that were compressed"),
     (UNIFORM, {"kv_transfer_config": connector(None)}, "KV connectors move whole caches; leave kv_transfer_config out"),
     ("mass", {"kv_transfer_config": connector("lmcache.x")}, "KV connectors move whole caches"),
