@@ -94,7 +94,11 @@ class Method(ABC):
         return ranked_scores(self.score(observation), observation, budget)
 
     def choose(
-        self, ranked: Float[Tensor, "batch kv_heads entries"], quotas: Int[Tensor, "batch kv_heads"]
+        self,
+        observation: Observation,
+        budget: Budget,
+        ranked: Float[Tensor, "batch kv_heads entries"],
+        quotas: Int[Tensor, "batch kv_heads"],
     ) -> Bool[Tensor, "batch kv_heads entries"]:
         """From ranking and quotas to what stays: the best entries of every head."""
         return top_mask(ranked, quotas)
@@ -103,7 +107,7 @@ class Method(ABC):
         """What stays of one layer."""
         quotas = self.quotas(observation, budget)
         ranked = self.ranked(observation, budget, quotas)
-        return observation.keep(self.choose(ranked, quotas))
+        return observation.keep(self.choose(observation, budget, ranked, quotas))
 
     def select_all(self, observations: Sequence[Observation], budget: Budget) -> KeepSet:
         """What stays of all layers."""
@@ -177,10 +181,14 @@ class Allocator(Method):
         return self.scorer.ranked(observation, budget, quotas)
 
     def choose(
-        self, ranked: Float[Tensor, "batch kv_heads entries"], quotas: Int[Tensor, "batch kv_heads"]
+        self,
+        observation: Observation,
+        budget: Budget,
+        ranked: Float[Tensor, "batch kv_heads entries"],
+        quotas: Int[Tensor, "batch kv_heads"],
     ) -> Bool[Tensor, "batch kv_heads entries"]:
         """The scorer's choice."""
-        return self.scorer.choose(ranked, quotas)
+        return self.scorer.choose(observation, budget, ranked, quotas)
 
 
 _ARTICLES: dict[Any, str] = {

@@ -9,7 +9,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from keepset.budget import Budget
 from keepset.method import Allocator, parameter
+from keepset.observation import Observation
 from keepset.select import round_to_total, top_mask
 
 
@@ -30,7 +32,11 @@ class AdaKV(Allocator):
     floor: float = parameter(0.2, minimum=0.0, maximum=1.0)
 
     def choose(
-        self, ranked: Float[Tensor, "batch kv_heads entries"], quotas: Int[Tensor, "batch kv_heads"]
+        self,
+        observation: Observation,
+        budget: Budget,
+        ranked: Float[Tensor, "batch kv_heads entries"],
+        quotas: Int[Tensor, "batch kv_heads"],
     ) -> Bool[Tensor, "batch kv_heads entries"]:
         """The layer's total, divided among its heads."""
         quotas = _filled(quotas, ranked.isneginf().logical_not().sum(-1))
@@ -39,7 +45,7 @@ class AdaKV(Allocator):
         pool = ranked.transpose(1, 2)
         adaptive = top_mask(pool.flatten(1), total).view_as(pool).sum(1)
         shares = torch.lerp(adaptive.double(), quotas.double(), self.floor)
-        return top_mask(ranked, round_to_total(shares, total))
+        return self.scorer.choose(observation, budget, ranked, round_to_total(shares, total))
 
 
 def _filled(

@@ -147,7 +147,9 @@ class Compactor:
             return kept
         # A request that starts again after a preemption has more to choose from than one that was compressed all
         # along, so a number that depends on it comes out differently. How many stay must not.
-        return observation.keep(method.choose(method.ranked(observation, budget, share), share)).layer(self._layer)
+        return observation.keep(
+            method.choose(observation, budget, method.ranked(observation, budget, share), share)
+        ).layer(self._layer)
 
     def _remember(
         self,
