@@ -57,7 +57,7 @@ def generate(
     cache = Cache(loaded, parsed)
     ours = run(cache, show=True)
     at_end = next((event for event in cache.events if event.length == length), None)
-    kept = 1.0 if at_end is None else at_end.keep_set.entries / at_end.entries
+    kept = 1.0 if at_end is None else at_end.kept / at_end.entries
     later = sum(event.length > length for event in cache.events)
     again = "" if parsed.schedule.every is None else f", compressed {later} times while decoding"
     out.print(

@@ -158,12 +158,14 @@ class Comparer:
         except KeepsetError as error:
             return Row(**names, error=str(error)), None
         (event,) = cache.events
+        keep_set = event.keep_set
+        assert keep_set is not None
         nbytes = cache.nbytes
         logits = self._continue(cache.fork())
         answer, speed = self._answer(cache)
         row = Row(
             **names,
-            keep=event.keep_set.entries / event.entries,
+            keep=event.kept / event.entries,
             kv_bytes=nbytes,
             kv_bytes_full=recorder.nbytes_full,
             kl=float(_kl(self._reference, logits)),
@@ -176,7 +178,7 @@ class Comparer:
             **self._judged(answer),
         )
         tokens = self._task.prompt.shape[1]
-        kept = torch.stack([event.keep_set.layer(i).mask(tokens)[0] for i in event.keep_set.layers])
+        kept = torch.stack([keep_set.layer(i).mask(tokens)[0] for i in keep_set.layers])
         return row, kept
 
     @torch.no_grad()

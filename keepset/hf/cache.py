@@ -6,7 +6,7 @@ import copy
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from jaxtyping import Int
@@ -29,15 +29,17 @@ class Event:
 
     Attributes:
         length: logical length of the cache at the event, padding included.
-        keep_set: what stayed.
+        keep_set: what stayed; of events before the newest only where the cache keeps its history.
         entries: entries that there were, over all layers, requests and KV heads.
+        kept: how many of them stayed.
         nbytes_before: bytes of their keys and values.
         seconds: time spent on choosing and freeing.
     """
 
     length: int
-    keep_set: KeepSet
+    keep_set: KeepSet | None
     entries: int
+    kept: int
     nbytes_before: int
     seconds: float
 
@@ -68,6 +70,7 @@ class Cache(PromptCache):
         task_tokens: the question's tokens, for methods that are aware of a task.
         prompt_length: tokens of the prompt, padding included. Needed only where the first forward is not
             the whole prompt and nothing else: with `prefill_chunk_size` and with assisted generation.
+        history: keep the KeepSet of every event; otherwise `events` holds the newest one and, of the others, figures.
 
     Raises:
         KeepsetError: the recipe or the model cannot be used.
@@ -80,6 +83,7 @@ class Cache(PromptCache):
         *,
         task_tokens: Int[Tensor, "batch tokens"] | None = None,
         prompt_length: int | None = None,
+        history: bool = False,
     ) -> None:
         self.recipe = (Recipe.parse(recipe) if isinstance(recipe, str) else recipe).require_budget()
         check_schedule(self.recipe)
@@ -87,6 +91,7 @@ class Cache(PromptCache):
             raise KeepsetError(f"{self.recipe.method.name} is not aware of a task: leave task_tokens out.")
         super().__init__(model, self.recipe.method.needs, prompt_length, self.recipe.schedule)
         self.events: list[Event] = []
+        self.history = history
         self._running: defaultdict[int, _Running] = defaultdict(_Running)
 
     @classmethod
@@ -167,8 +172,11 @@ class Cache(PromptCache):
         event.seconds += time.perf_counter() - start
         if len(event.parts) == len(self.kept_layers):
             del self._running[layer.compressed_at]
+            kept = KeepSet(event.parts)
+            if self.events and not self.history:
+                self.events[-1] = replace(self.events[-1], keep_set=None)
             self.events.append(
-                Event(layer.compressed_at, KeepSet(event.parts), event.entries, event.nbytes, event.seconds)
+                Event(layer.compressed_at, kept, event.entries, kept.entries, event.nbytes, event.seconds)
             )
             if self.schedule.every is None:
                 self.stop_watching()

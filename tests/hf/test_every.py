@@ -298,7 +298,7 @@ with_prefill = pytest.mark.parametrize("prefill", [True, False], ids=["prefill",
 def test_tokens_and_positions_are_those_of_the_reference(name: str, every: int, prefill: bool) -> None:
     recipe = RECIPES[name](every=every, prefill=prefill)
     model, ids = tiny("llama"), prompt(1, LENGTH)
-    past, naive = keepset.Cache(model, recipe), Naive(model, recipe)
+    past, naive = keepset.Cache(model, recipe, history=True), Naive(model, recipe)
     output = generate(model, ids, past, max_new_tokens=NEW)
     assert torch.equal(output.sequences, naive.say(ids, NEW))
     check_events(past, naive)
@@ -324,7 +324,7 @@ def test_tokens_and_positions_are_those_of_the_reference(name: str, every: int, 
 def test_other_architectures(architecture: str, name: str, prefill: bool) -> None:
     recipe = RECIPES[name](every=5, prefill=prefill)
     model, ids = tiny(architecture), prompt(1, LENGTH)
-    past, naive = keepset.Cache(model, recipe), Naive(model, recipe)
+    past, naive = keepset.Cache(model, recipe, history=True), Naive(model, recipe)
     output = generate(model, ids, past, max_new_tokens=14)
     assert torch.equal(output.sequences, naive.say(ids, 14))
     check_events(past, naive)
@@ -335,7 +335,7 @@ def test_other_architectures(architecture: str, name: str, prefill: bool) -> Non
 def test_prompts_shorter_than_what_is_looked_at(name: str, length: int) -> None:
     recipe = RECIPES[name](every=3)
     model, ids = tiny("smollm3"), prompt(1, length)
-    past, naive = keepset.Cache(model, recipe), Naive(model, recipe)
+    past, naive = keepset.Cache(model, recipe, history=True), Naive(model, recipe)
     assert torch.equal(generate(model, ids, past, max_new_tokens=20).sequences, naive.say(ids, 20))
     check_events(past, naive)
 
@@ -346,7 +346,7 @@ def test_prompts_shorter_than_what_is_looked_at(name: str, length: int) -> None:
 def test_turns_cross_event_points(name: str, every: int, prefill: bool) -> None:
     recipe = RECIPES[name](every=every, prefill=prefill)
     model, ids = tiny("llama"), prompt(1, LENGTH)
-    past, naive = keepset.Cache(model, recipe), Naive(model, recipe)
+    past, naive = keepset.Cache(model, recipe, history=True), Naive(model, recipe)
     for seed, (tokens, new) in enumerate([(9, 3), (1, 6), (25, 2), (2, 4)], 1):
         said = generate(model, ids, past, max_new_tokens=new).sequences
         assert torch.equal(said, naive.say(ids, new))
@@ -365,8 +365,8 @@ def test_turns_cross_event_points(name: str, every: int, prefill: bool) -> None:
 def test_a_prompt_in_chunks(name: str, chunk: int, prefill: bool) -> None:
     recipe = RECIPES[name](every=6, prefill=prefill)
     model, ids = tiny("llama"), prompt(2, LENGTH, 3)
-    whole = keepset.Cache(model, recipe)
-    chunked = keepset.Cache(model, recipe, prompt_length=LENGTH)
+    whole = keepset.Cache(model, recipe, history=True)
+    chunked = keepset.Cache(model, recipe, prompt_length=LENGTH, history=True)
     expected = generate(model, ids, whole, max_new_tokens=14).sequences
     output = generate(model, ids, chunked, max_new_tokens=14, prefill_chunk_size=chunk).sequences
     assert torch.equal(output, expected)
@@ -380,7 +380,7 @@ def test_a_prompt_in_chunks(name: str, chunk: int, prefill: bool) -> None:
 def test_tokens_beyond_the_prompt_in_its_own_forward(name: str) -> None:
     recipe = RECIPES[name](every=4)
     model, ids = tiny("llama"), prompt(1, LENGTH + 11)
-    past, naive = keepset.Cache(model, recipe, prompt_length=LENGTH), Naive(model, recipe)
+    past, naive = keepset.Cache(model, recipe, prompt_length=LENGTH, history=True), Naive(model, recipe)
     naive.feed(ids[:, :LENGTH])  # They come after the compression, like a forward of their own.
     expected = naive.feed(ids[:, LENGTH:])
     logits = model(ids, past_key_values=past).logits[0, LENGTH:]
@@ -402,10 +402,10 @@ def test_padded_rows_equal_single_rows(name: str, every: int, padding: list[int]
     recipe = RECIPES[name](every=every, prefill=prefill)
     model = tiny("llama")
     ids, mask = left_padded(prompt(len(padding), LENGTH), padding)
-    batch = keepset.Cache(model, recipe)
+    batch = keepset.Cache(model, recipe, history=True)
     together = generate(model, ids, batch, mask, max_new_tokens=20).sequences
     for row, pad in enumerate(padding):
-        single = keepset.Cache(model, recipe)
+        single = keepset.Cache(model, recipe, history=True)
         alone = generate(model, ids[row : row + 1, pad:], single, max_new_tokens=20).sequences
         assert torch.equal(together[row, pad:], alone[0])
         for ours, theirs in zip(batch.events, single.events, strict=True):
@@ -423,7 +423,7 @@ def test_padding_in_later_turns(name: str) -> None:
     """A row with padding has fewer tokens: its windows reach further back, and its positions count its own."""
     every, turns = 8, [(LENGTH, [3, 0]), (1, [0, 0]), (1, [0, 0]), (9, [4, 0]), (1, [0, 0]), (3, [0, 2]), (5, [0, 0])]
     model = tiny("llama")
-    past = keepset.Cache(model, RECIPES[name](every=every))
+    past = keepset.Cache(model, RECIPES[name](every=every), history=True)
     naive = [Naive(model, RECIPES[name](every=every), LENGTH - turns[0][1][row]) for row in (0, 1)]
     mask = torch.empty(2, 0, dtype=torch.long)
     length = 0
@@ -472,7 +472,7 @@ def test_beams_are_scored_as_the_reference_scores_them(name: str, padding: list[
 def test_windows_follow_their_rows_and_copies_go_their_own_ways(name: str, padding: list[int]) -> None:
     model, recipe = tiny("llama"), RECIPES[name](every=4)
     ids, mask = left_padded(prompt(2, LENGTH), padding)
-    past = keepset.Cache(model, recipe)
+    past = keepset.Cache(model, recipe, history=True)
     naive = [Naive(model, recipe) for _ in padding]
     for row, pad in enumerate(padding):
         naive[row].feed(ids[row : row + 1, pad:])
@@ -516,7 +516,7 @@ def test_windows_follow_their_rows_and_copies_go_their_own_ways(name: str, paddi
 def test_tokens_are_taken_back_up_to_the_newest_event(name: str, padding: list[int]) -> None:
     model, recipe = tiny("llama"), RECIPES[name](every=8)
     ids, mask = left_padded(prompt(2, LENGTH), padding)
-    straight, turning = keepset.Cache(model, recipe), keepset.Cache(model, recipe)
+    straight, turning = (keepset.Cache(model, recipe, history=True) for _ in range(2))
     new, other = prompt(2, 20, 1), prompt(2, 20, 2)
 
     def feed(cache: keepset.Cache, tokens: Tensor) -> Tensor:
@@ -564,6 +564,21 @@ def test_what_a_method_writes_is_given_back() -> None:
 
 
 # --- costs
+
+
+@torch.no_grad()
+def test_of_old_events_figures_stay_and_entries_go() -> None:
+    model, recipe = tiny("llama"), RECIPES["snapkv"](every=4)
+    light, whole = keepset.Cache(model, recipe), keepset.Cache(model, recipe, history=True)
+    for past in (light, whole):
+        for ids in (prompt(1, LENGTH), *prompt(1, 13, seed=1).T[..., None]):
+            model(ids, past_key_values=past)
+    assert len(light.events) == len(whole.events) == 4
+    for ours, theirs in zip(light.events, whole.events, strict=True):
+        assert ours.kept == theirs.kept == theirs.keep_set.entries
+        assert (ours.length, ours.entries, ours.nbytes_before) == (theirs.length, theirs.entries, theirs.nbytes_before)
+    assert [event.keep_set is None for event in light.events] == [True, True, True, False]
+    assert same_keep_set(light.keep_set, whole.keep_set)
 
 
 @by_recipe

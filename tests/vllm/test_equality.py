@@ -139,7 +139,7 @@ def fed(
 
 def check_cache(cache: keepset.Cache, engine: Result, index: int) -> None:
     """The engine kept what the transformers runtime keeps; events that drop nothing do not exist under vLLM."""
-    events = [event for event in cache.events if event.keep_set.entries < event.entries]
+    events = [event for event in cache.events if event.kept < event.entries]
     assert [event.length for event in events] == [event["at"] for event in engine.events[index]]
     for event, other in zip(events, engine.events[index], strict=True):
         for layer, heads in layers_of(other).items():
@@ -199,7 +199,7 @@ def test_while_decoding_it_is_the_transformers_runtime(
             # Under vLLM events do not exist that drop nothing, of which loud remembers what it saw, nor those of
             # ragged heads that drop less than a block: docs/serving.md, Limits.
             continue
-        cache = keepset.Cache(embedded[0], recipe)
+        cache = keepset.Cache(embedded[0], recipe, history=True)
         tokens = engine.tokens[index]
         assert tokens is not None
         assert fed(embedded[0], cache, cache.recipe, ask.ids, tokens) == tokens
