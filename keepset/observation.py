@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -135,7 +136,6 @@ class Observation:
     ) -> None:
         shape, device = keys.shape[:3], keys.device
         self.keys, self.values, self.queries = keys, values, queries
-        self._unbroken = positions is None and valid is None and query_positions is None
         self.valid = torch.ones(shape, dtype=torch.bool, device=device) if valid is None else valid
         self.positions = torch.arange(shape[2], device=device).expand(shape) if positions is None else positions
         if lengths is None:
@@ -172,22 +172,36 @@ class Observation:
         Rows of queries that do not exist (requests shorter than the window) are all zero. Fewer queries
         than `window` are returned when the observation holds fewer.
         """
-        if self.queries is None or self.query_positions is None:
-            raise KeepsetError("This method looks at the newest queries: give Observation(queries=...).")
+        queries, at, first = self._window(window)
         batch, kv_heads, entries, head_dim = self.keys.shape
-        queries = self.queries[:, :, -window:]
-        window = queries.shape[2]
         folded = (queries * self.scaling).reshape(batch, kv_heads, -1, head_dim)
-        logits = (folded @ self.keys.transpose(-1, -2)).float().view(batch, kv_heads, -1, window, entries)
-        # Without holes only the window's own entries can be hidden; masking the rest would double the cost.
-        first = max(entries - window, 0) if self._unbroken else 0
-        at = self.query_positions[:, None, None, -window:, None]
-        visible = self.valid[:, :, None, None, first:] & (self.positions[:, :, None, None, first:] <= at)
-        logits[..., first:].masked_fill_(~visible, float("-inf"))
-        attention = logits.softmax(-1)
-        if first == 0:
-            attention.masked_fill_(~visible.any(-1, keepdim=True), 0.0)
-        return attention.view(batch, -1, window, entries)
+        logits = (folded @ self.keys.transpose(-1, -2)).float().view(batch, kv_heads, -1, queries.shape[2], entries)
+        visible = self.valid[:, :, None, first:] & (self.positions[:, :, None, first:] <= at[:, None, :, None])
+        attention = _softmax(logits, visible[:, :, None])
+        return attention.view(batch, -1, queries.shape[2], entries)
+
+    def window_usage(self, window: int) -> Float[Tensor, "batch query_heads entries"]:
+        """What every entry receives of the newest `window` queries: their attention, summed over them, in float32.
+
+        The attention is made and summed in blocks that stay in a core's cache; it is never there as a whole.
+        """
+        queries, at, first = self._window(window)
+        grouped = self.by_query_group(queries)
+        batch, kv_heads, group, _, head_dim = grouped.shape
+        entries = self.keys.shape[2]
+        usage = torch.zeros(batch, kv_heads, group, entries, device=self.keys.device)
+        block = max(1, _BLOCK // (group * entries))
+        for request in range(batch):
+            for head in range(kv_heads):
+                keys = self.keys[request, head].float().T
+                rows = grouped[request, head].float() * self.scaling
+                visible = self.valid[request, head, first:] & (
+                    self.positions[request, head, first:] <= at[request, :, None]
+                )
+                for part, seen in zip(rows.split(block, 1), visible.split(block), strict=True):
+                    logits = (part.reshape(-1, head_dim) @ keys).view(group, -1, entries)
+                    usage[request, head] += _softmax(logits, seen).sum(1)
+        return usage.flatten(1, 2)
 
     def columns(self, name: str) -> Float[Tensor, "batch query_heads entries"]:
         """The streamed column statistic `sum` or `max` of the prompt's attention."""
@@ -216,3 +230,29 @@ class Observation:
         """The KeepSet of the entries where `mask` is true; holes are left out."""
         kept = LayerKeepSet.from_mask(self.layer, mask & self.valid, self.positions, self.entry_bytes)
         return KeepSet([kept])
+
+    def _window(
+        self, window: int
+    ) -> tuple[Float[Tensor, "batch query_heads window head_dim"], Int[Tensor, "batch window"], int]:
+        """The newest queries, their positions, and the first entry that one of them does not see."""
+        if self.queries is None or self.query_positions is None:
+            raise KeepsetError("This method looks at the newest queries: give Observation(queries=...).")
+        at = self.query_positions[:, -window:]
+        hidden = ~self.valid | (self.positions > at[:, None, :1])
+        first = F.pad(hidden.flatten(0, 1).any(0), (0, 1), value=True).int().argmax()
+        return self.queries[:, :, -window:], at, int(first)
+
+
+_BLOCK = 2**18
+"""Numbers of attention at a time: half of what a core's cache holds, or less."""
+
+
+def _softmax(logits: Tensor, visible: Tensor) -> Tensor:
+    """Attention from logits, of which `visible` says for the last entries which count; none counts: zero."""
+    if visible.shape[-1]:
+        # Masking what all queries see would cost as much as the softmax.
+        logits[..., -visible.shape[-1] :].masked_fill_(~visible, float("-inf"))
+    attention = logits.softmax(-1)
+    if visible.shape[-1] == logits.shape[-1]:
+        attention.masked_fill_(~visible.any(-1, keepdim=True), 0.0)
+    return attention

@@ -5,7 +5,7 @@ import torch
 
 from keepset import KeepsetError, Observation
 from keepset.observation import Needs, QueryMoments
-from tests.methods.naive import DTYPES, SHAPES, Rope, Shape, length_of, observe, tolerance, window_attention
+from tests.methods.naive import DTYPES, EXACT, SHAPES, Rope, Shape, length_of, observe, tolerance, window_attention
 
 
 def bare(**parts: object) -> Observation:
@@ -65,6 +65,54 @@ def test_window_attention_after_entries_were_dropped() -> None:
         torch.testing.assert_close(observation.window_attention(4)[0, head], expected)
 
 
+def check_usage(observation: Observation, window: int) -> None:
+    """The sum over the window's rows of attention number by number; nothing for holes."""
+    usage = observation.window_usage(window)
+    assert usage.dtype == torch.float32
+    assert observation.queries is not None
+    assert usage.shape == (*observation.queries.shape[:2], observation.keys.shape[2])
+    for request in range(usage.shape[0]):
+        length = length_of(observation, request)
+        assert not usage[request, :, length:].any()
+        for head in range(usage.shape[1]):
+            rows = window_attention(observation, request, head, window)
+            expected = torch.tensor([sum(column) for column in zip(*rows, strict=True)])
+            torch.testing.assert_close(usage[request, head, :length], expected, **EXACT)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [1, 3, 8])
+@pytest.mark.parametrize("block", [1, 40, 2**18])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_window_usage_is_attention_summed(
+    shape: Shape, block: int, window: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("keepset.observation._BLOCK", block)
+    check_usage(observe(shape, dtype=dtype), window)
+
+
+def test_window_usage_after_entries_were_dropped() -> None:
+    positions = torch.tensor([[[0, 3, 4, 8, 9], [1, 2, 7, 8, 9]]])
+    check_usage(observe(Shape((5,), 2, 3, 4, 4), positions=positions, window=4, scaling=0.3), 4)
+
+
+def test_queries_that_see_nothing_use_nothing() -> None:
+    """Positions 6 and 7 were looked at before anything that is still there came."""
+    queries = torch.randn(1, 2, 4, 3, generator=torch.Generator().manual_seed(1))
+    observation = observe(Shape((2,), 1, 2, 3, 3), positions=torch.tensor([[[8, 9]]]), queries=queries)
+    assert not observation.window_attention(4)[:, :, :2].any()
+    check_usage(observation, 4)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_what_overflowed_is_seen_in_its_own_head_only(number: float) -> None:
+    observation = observe(Shape((9,), 2, 2, 4, 4), window=3)
+    expected = observation.window_usage(3)
+    observation.keys[0, 1, 2] = number
+    usage = observation.window_usage(3)
+    assert torch.equal(usage[:, :2], expected[:, :2]) and usage[:, 2:].isnan().any()
+
+
 def test_query_heads_are_grouped_as_the_model_groups_them() -> None:
     grouped = bare().by_query_group(torch.arange(2 * 6).view(2, 6).float())
     assert grouped.tolist() == [[[0, 1, 2], [3, 4, 5]], [[6, 7, 8], [9, 10, 11]]]
@@ -117,6 +165,7 @@ def test_needs_of_two_methods_serve_both() -> None:
     ("refused", "says"),
     [
         (lambda: bare().window_attention(2), "queries=..."),
+        (lambda: bare().window_usage(2), "queries=..."),
         (lambda: bare().columns("sum"), "column_sum=..."),
         (lambda: bare().columns("max"), "column_max=..."),
         (lambda: bare().moments(4), "query_moments={4: ...}"),

@@ -46,7 +46,6 @@ class SnapKV(Method):
 
     def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
         """Pooled mean attention of the window's queries."""
-        attention = observation.by_query_group(observation.window_attention(self.window))
-        received = attention.sum((2, 3)) / (attention.shape[2] * self.window)
+        received = observation.by_query_group(observation.window_usage(self.window)).mean(2) / self.window
         in_window = observation.positions >= observation.lengths[:, None, None] - self.window
         return F.avg_pool1d(received.masked_fill(in_window, 0.0), self.kernel, stride=1, padding=self.kernel // 2)

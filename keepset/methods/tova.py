@@ -35,5 +35,4 @@ class TOVA(Method):
 
     def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
         """Mean attention of the newest query over the layer's heads, the same for every KV head."""
-        attention = observation.window_attention(1)
-        return attention.mean((1, 2))[:, None].expand(observation.valid.shape)
+        return observation.window_usage(1).mean(1, keepdim=True).expand(observation.valid.shape)
