@@ -116,6 +116,10 @@ class KeepSet:
         """Sorted original positions that one KV head of one request keeps in one layer."""
         return self.layer(layer).positions(request, head)
 
+    def mask(self, length: int) -> Bool[Tensor, "layers batch kv_heads length"]:
+        """True at every kept position below `length`; layers in the order of `layers`."""
+        return torch.stack([kept.mask(length) for kept in self._layers.values()])
+
     @property
     def counts(self) -> Int[Tensor, "layers batch kv_heads"]:
         """Kept entries of every layer, request and KV head; layers in the order of `layers`."""

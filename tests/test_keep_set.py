@@ -114,6 +114,8 @@ def test_mask_is_true_at_the_kept_positions(cache: Cached, length: int) -> None:
     for layer, sets in zip(cache.layers, cache.first, strict=True):
         expected = [[[t in positions for t in range(length)] for positions in heads] for heads in sets]
         assert keep_set.layer(layer).mask(length).tolist() == expected
+    everywhere = [keep_set.layer(layer).mask(length).tolist() for layer in cache.layers]
+    assert keep_set.mask(length).tolist() == everywhere
 
 
 @examples

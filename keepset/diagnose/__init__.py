@@ -1,0 +1,1 @@
+"""What was kept, and what that says: functions of KeepSets and token ids, and a generation that is watched."""
