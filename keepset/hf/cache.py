@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from jaxtyping import Int
 from torch import Tensor
 
+from keepset.budget import Budget
 from keepset.errors import KeepsetError
 from keepset.hf.layer import KeepLayer
 from keepset.hf.prompt_cache import PromptCache
@@ -21,6 +22,10 @@ from keepset.recipe import Recipe
 
 if TYPE_CHECKING:
     import transformers
+
+
+Observer = Callable[[Observation, Budget, KeepSet], None]
+"""Is told of every layer at every event: the observation as the method found it, the budget, and what it kept."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +55,7 @@ class _Running:
 
     parts: list[LayerKeepSet] = field(default_factory=list)
     observations: dict[int, Observation] = field(default_factory=dict)
+    found: list[Observation] = field(default_factory=list)
     entries: int = 0
     nbytes: int = 0
     seconds: float = 0.0
@@ -71,6 +77,7 @@ class Cache(PromptCache):
         prompt_length: tokens of the prompt, padding included. Needed only where the first forward is not
             the whole prompt and nothing else: with `prefill_chunk_size` and with assisted generation.
         history: keep the KeepSet of every event; otherwise `events` holds the newest one and, of the others, figures.
+        observer: is called with every layer's observation and what was kept of it; its time is not the event's.
 
     Raises:
         KeepsetError: the recipe or the model cannot be used.
@@ -84,6 +91,7 @@ class Cache(PromptCache):
         task_tokens: Int[Tensor, "batch tokens"] | None = None,
         prompt_length: int | None = None,
         history: bool = False,
+        observer: Observer | None = None,
     ) -> None:
         self.recipe = (Recipe.parse(recipe) if isinstance(recipe, str) else recipe).require_budget()
         check_schedule(self.recipe)
@@ -92,6 +100,7 @@ class Cache(PromptCache):
         super().__init__(model, self.recipe.method.needs, prompt_length, self.recipe.schedule)
         self.events: list[Event] = []
         self.history = history
+        self._observer = observer
         self._running: defaultdict[int, _Running] = defaultdict(_Running)
 
     @classmethod
@@ -153,10 +162,14 @@ class Cache(PromptCache):
         entries = int(observation.valid.sum())
         event.entries += entries
         event.nbytes += entries * observation.entry_bytes
+        if self._observer is not None:
+            event.found.append(_as_found(observation))
+        keep_set: KeepSet | None = None
         start = time.perf_counter()
         method, budget = self.recipe.method, self.recipe.budget
         if not method.across_layers:
-            event.parts.append(_execute(layer, observation, method.select(observation, budget)))
+            keep_set = method.select(observation, budget)
+            event.parts.append(_execute(layer, observation, keep_set))
         elif layer.compressed_at == layer.prompt != layer.logical:
             raise KeepsetError(
                 f"{method.name} looks across layers, so it cannot take drafted tokens together with the prompt: "
@@ -170,6 +183,10 @@ class Cache(PromptCache):
                     _execute(self.kept_layers[index], seen, keep_set) for index, seen in event.observations.items()
                 ]
         event.seconds += time.perf_counter() - start
+        if self._observer is not None and keep_set is not None:
+            for found in event.found:
+                self._observer(found, budget, keep_set)
+            event.found.clear()
         if len(event.parts) == len(self.kept_layers):
             del self._running[layer.compressed_at]
             kept = KeepSet(event.parts)
@@ -198,6 +215,13 @@ def check_schedule(recipe: Recipe) -> None:
             f"{recipe} looks at moments over the whole prompt, and Needs(buffer=...) does not say over how many of "
             "the newest queries to take them later: leave every= out."
         )
+
+
+def _as_found(observation: Observation) -> Observation:
+    """The observation with the state from before, whatever the method writes into it."""
+    found = copy.copy(observation)
+    found.state = dict(observation.state)
+    return found
 
 
 def _execute(layer: KeepLayer, observation: Observation, keep_set: KeepSet) -> LayerKeepSet:
