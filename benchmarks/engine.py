@@ -36,8 +36,10 @@ RAGGED = "adakv(snapkv, keep=96, every=64)"
 CASES = {
     "short pool, 12 requests: plain": Case(None, 12, 512, 256, SHORT),
     "short pool, 12 requests: snapkv": Case(KEEP, 12, 512, 256, SHORT),
-    "short pool, 12 requests: adakv": Case("adakv(snapkv, keep=96)", 12, 512, 256, SHORT),
+    "short pool, 12 requests: adakv": Case(RAGGED, 12, 512, 256, SHORT),
+    "short pool, 12 requests: adakv, prompt only": Case("adakv(snapkv, keep=96)", 12, 512, 256, SHORT),
     "short pool, 28 requests: snapkv": Case(KEEP, 28, 512, 256, SHORT),
+    "short pool, 36 requests: snapkv": Case(KEEP, 36, 512, 256, SHORT),
     "ample pool: plain": Case(None, 8, 512, 256, AMPLE),
     "ample pool: never compresses": Case("snapkv(keep=100000, every=64)", 8, 512, 256, AMPLE),
     "ample pool: snapkv": Case(KEEP, 8, 512, 256, AMPLE),
@@ -65,9 +67,24 @@ RATIOS = [
     Ratio("short pool, snapkv", "tokens_per_second", "short pool, 12 requests: snapkv", POOL, 2.5),
     Ratio("short pool, adakv", "tokens_per_second", "short pool, 12 requests: adakv", POOL, 2.2),
     Ratio(
+        "short pool, adakv of the prompt only",
+        "tokens_per_second",
+        "short pool, 12 requests: adakv, prompt only",
+        POOL,
+        2.2,
+    ),
+    Ratio(
         "28 requests / 12 requests",
         "tokens_per_second",
         "short pool, 28 requests: snapkv",
+        "short pool, 12 requests: snapkv",
+        1.0,
+    ),
+    # 28 requests run in rounds of 12, 12 and 4; 36 fill three rounds.
+    Ratio(
+        "36 requests / 12 requests",
+        "tokens_per_second",
+        "short pool, 36 requests: snapkv",
         "short pool, 12 requests: snapkv",
         1.0,
     ),

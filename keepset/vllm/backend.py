@@ -8,10 +8,8 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from jaxtyping import Int
 from torch import Tensor
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.forward_context import get_forward_context
@@ -25,6 +23,7 @@ from keepset.vllm.compact import Compactor
 from keepset.vllm.grouping import group_of
 from keepset.vllm.pages import Pages
 from keepset.vllm.rotation import Rotation
+from keepset.vllm.single import Single
 from keepset.vllm.spec import KeepSpec
 from keepset.vllm.step import Planner, Step
 
@@ -118,24 +117,6 @@ class KeepBuilder:
         return metadata
 
 
-class Single(NamedTuple):
-    """One layer's step in which every (KV head, request) is a request with one KV head.
-
-    Attributes:
-        tokens: queries, heads times those of the step.
-        lengths, tables: entries and sub-pages of each.
-        starts: first query of each, and the end of the last one's.
-        longest_query, longest: most queries and entries of any.
-    """
-
-    tokens: int
-    lengths: Int[Tensor, " heads_requests"]
-    tables: Int[Tensor, "heads_requests pages"]
-    starts: Int[Tensor, " heads_requests_plus_1"]
-    longest_query: int
-    longest: int
-
-
 class KeepImpl:
     """Attends to what is kept, and compresses right after."""
 
@@ -144,14 +125,21 @@ class KeepImpl:
     num_queries_per_kv: int
     scale: float
     _single: KeepImpl | None = None
+    _pages: tuple[Tensor, Pages] | None = None
     _compactor: Compactor | None = None
     _rotation: Rotation | None = None
 
     @abstractmethod
-    def pages(self, layer: Any, kv_cache: Tensor) -> Pages:
+    def make_pages(self, layer: Any, kv_cache: Tensor) -> Pages:
         """The layer's cache as sub-pages."""
 
-    def single_metadata(self, layer: Any, query: Tensor, metadata: Any, single: Single) -> Any:
+    def pages(self, layer: Any, kv_cache: Tensor) -> Pages:
+        """The same, made once."""
+        if self._pages is None or self._pages[0] is not kv_cache:
+            self._pages = kv_cache, self.make_pages(layer, kv_cache)
+        return self._pages[1]
+
+    def single_metadata(self, layer: Any, query: Tensor, metadata: Any, single: Single, **own: Any) -> Any:
         """The backend's own metadata of such a step, from that of the step as it is."""
         return replace(
             metadata,
@@ -161,7 +149,7 @@ class KeepImpl:
             max_seq_len=single.longest,
             seq_lens=single.lengths,
             block_table=single.tables,
-            scheduler_metadata=None,
+            **{"scheduler_metadata": None} | own,
         )
 
     def do_kv_cache_update(
@@ -183,32 +171,16 @@ class KeepImpl:
         self, step: Step, layer: Any, query: Tensor, kv_cache: Tensor, plain: Any, output: Tensor
     ) -> None:
         """Attention where heads hold different numbers of entries, by the backend's own kernel."""
-        assert step.ragged is not None
-        ragged, place = step.ragged, step.planner.place(layer.layer_name)
-        heads, group = self.num_kv_heads, self.num_queries_per_kv
-        starts = ragged.starts.to(query.device)
-        tokens = int(step.metadata.query_start_loc_cpu[-1])
-        first = (torch.arange(heads, device=query.device)[:, None] * tokens + starts[:-1]).flatten()
-        single = Single(
-            tokens=heads * tokens,
-            lengths=ragged.entries[:, place].t().flatten().int(),
-            # Contiguous, because kernels walk it by address.
-            tables=ragged.tables[:, place].transpose(0, 1).flatten(0, 1).int().contiguous(),
-            starts=torch.cat([first, first.new_tensor([heads * tokens])]).int(),
-            longest_query=step.metadata.max_query_len,
-            longest=ragged.tables.shape[-1] * step.planner.block_size,
-        )
-        # Head after head, so that each head's queries of a request are neighbours.
-        queries = query[:tokens].view(tokens, heads, group, -1).transpose(0, 1).reshape(heads * tokens, group, -1)
-        attended = torch.empty_like(queries)
+        singles = step.singles()
         if self._single is None:
             self._single = copy.copy(self)
-            self._single.num_kv_heads, self._single.num_heads = 1, group
-        blocks, _, size, width = kv_cache.shape
+            self._single.num_kv_heads, self._single.num_heads = 1, self.num_queries_per_kv
+        queries, room = singles.spread(query), singles.room(output)
+        blocks, heads, size, width = kv_cache.shape
         folded = kv_cache.view(blocks * heads, 1, size, width)
-        metadata = self.single_metadata(layer, query, plain, single)
-        super(KeepImpl, self._single).forward(layer, queries, queries, queries, folded, metadata, attended)  # type: ignore[misc]
-        output[:tokens].view(tokens, heads, group, -1).copy_(attended.view(heads, tokens, group, -1).transpose(0, 1))
+        metadata = self.single_metadata(layer, query, plain, singles.of(step.planner.place(layer.layer_name)))
+        super(KeepImpl, self._single).forward(layer, queries, queries, queries, folded, metadata, room)  # type: ignore[misc]
+        singles.put_back(room, output)
 
     def forward(
         self,

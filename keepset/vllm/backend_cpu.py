@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -13,18 +12,19 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from keepset.vllm.backend import KeepBackend, KeepBuilder, KeepImpl, Single
+from keepset.vllm.backend import KeepBackend, KeepBuilder, KeepImpl
 from keepset.vllm.pages import CPUPages
+from keepset.vllm.single import Single
 
 
 class CPUKeepImpl(KeepImpl, CPUAttentionBackendImpl):
     """A layer."""
 
-    def pages(self, layer: Any, kv_cache: Tensor) -> CPUPages:
+    def make_pages(self, layer: Any, kv_cache: Tensor) -> CPUPages:
         """Packed by instruction set."""
         return CPUPages(kv_cache, layer.isa)
 
-    def single_metadata(self, layer: Any, query: Tensor, metadata: Any, single: Single) -> Any:
+    def single_metadata(self, layer: Any, query: Tensor, metadata: Any, single: Single, **own: Any) -> Any:
         """With the kernel's own division of work for it."""
         work = ops.cpu_attn_get_scheduler_metadata(
             num_reqs=single.lengths.shape[0],
@@ -39,7 +39,7 @@ class CPUKeepImpl(KeepImpl, CPUAttentionBackendImpl):
             isa=layer.isa,
             enable_kv_split=True,
         )
-        return replace(super().single_metadata(layer, query, metadata, single), scheduler_metadata=work)
+        return super().single_metadata(layer, query, metadata, single, scheduler_metadata=work, **own)
 
 
 class CPUKeepBuilder(KeepBuilder, CPUAttentionMetadataBuilder):

@@ -18,7 +18,7 @@ from keepset.vllm.pages import StridedPages
 class FlashKeepImpl(KeepImpl, FlashAttentionImpl):
     """A layer."""
 
-    def pages(self, layer: Any, kv_cache: Tensor) -> StridedPages:
+    def make_pages(self, layer: Any, kv_cache: Tensor) -> StridedPages:
         """In order, at whatever strides."""
         return StridedPages(kv_cache)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -12,20 +11,21 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionMetadataBuilder,
 )
 
-from keepset.vllm.backend import KeepBackend, KeepBuilder, KeepImpl, Single
+from keepset.vllm.backend import KeepBackend, KeepBuilder, KeepImpl
 from keepset.vllm.pages import StridedPages
+from keepset.vllm.single import Single
 
 
 class TritonKeepImpl(KeepImpl, TritonAttentionImpl):
     """A layer."""
 
-    def pages(self, layer: Any, kv_cache: Tensor) -> StridedPages:
+    def make_pages(self, layer: Any, kv_cache: Tensor) -> StridedPages:
         """In order, at whatever strides."""
         return StridedPages(kv_cache)
 
-    def single_metadata(self, layer: Any, query: Tensor, metadata: Any, single: Single) -> Any:
+    def single_metadata(self, layer: Any, query: Tensor, metadata: Any, single: Single, **own: Any) -> Any:
         """Without the split along a request's entries, whose buffers are of the layer's real heads."""
-        return replace(super().single_metadata(layer, query, metadata, single), seq_threshold_3D=0)
+        return super().single_metadata(layer, query, metadata, single, seq_threshold_3D=0, **own)
 
 
 class TritonKeepBuilder(KeepBuilder, TritonAttentionMetadataBuilder):

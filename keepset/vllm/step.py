@@ -14,6 +14,7 @@ from torch import Tensor
 from keepset.errors import KeepsetError
 from keepset.vllm.outbox import outbox
 from keepset.vllm.ragged import RaggedStep, RaggedTables
+from keepset.vllm.single import Singles
 from keepset.vllm.spec import KeepSpec
 from keepset.vllm.windows import Capture, Record, Windows
 
@@ -130,6 +131,15 @@ class Step:
     late: Capture | None = None
     statistics: list[Statistics] = field(default_factory=list)
     ragged: RaggedStep | None = None
+    _singles: Singles | None = None
+
+    def singles(self) -> Singles:
+        """Heads as requests, for all layers."""
+        if self._singles is None:
+            assert self.ragged is not None
+            tokens, longest = int(self.metadata.query_start_loc_cpu[-1]), self.metadata.max_query_len
+            self._singles = Singles(self.ragged, tokens, longest, self.planner.block_size)
+        return self._singles
 
 
 class Planner:
