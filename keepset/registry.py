@@ -8,14 +8,19 @@ from types import MappingProxyType
 from typing import Any
 
 from keepset.allocate.adakv import AdaKV
+from keepset.allocate.chunkkv import ChunkKV
 from keepset.allocate.pyramid import Pyramid
 from keepset.allocate.uniform import Uniform
 from keepset.errors import KeepsetError
 from keepset.method import Allocator, Method
 from keepset.methods.expected_attention import ExpectedAttention
 from keepset.methods.h2o import H2O
+from keepset.methods.keydiff import KeyDiff
 from keepset.methods.knorm import Knorm
+from keepset.methods.lagkv import LagKV
+from keepset.methods.r_kv import RKV
 from keepset.methods.random import Random
+from keepset.methods.rpc import RPC
 from keepset.methods.snapkv import SnapKV
 from keepset.methods.streaming_llm import StreamingLLM
 from keepset.methods.tova import TOVA
@@ -26,12 +31,17 @@ _methods: dict[str, type[Method]] = {
         StreamingLLM,
         Random,
         Knorm,
+        KeyDiff,
+        LagKV,
         TOVA,
         SnapKV,
+        RPC,
+        RKV,
         H2O,
         ExpectedAttention,
         Uniform,
         Pyramid,
+        ChunkKV,
         AdaKV,
     )
 }

@@ -109,9 +109,16 @@ LAYOUTS = {
 
 def recipe(method: str, keep: int | float) -> str:
     """The text of a recipe for any registered method, sized for tiny prompts."""
-    parameters = {"snapkv": "window=5, kernel=3, ", "expected_attention": "future=16, "}.get(method, "")
+    parameters = {
+        "snapkv": "window=5, kernel=3, ",
+        "rpc": "window=5, kernel=3, ",
+        "r_kv": "window=5, kernel=3, ",
+        "lagkv": "lag=5, skip=2, ",
+        "chunkkv": "chunk=5, ",
+        "expected_attention": "future=16, ",
+    }.get(method, "")
     if issubclass(keepset.METHODS[method], Allocator):
-        parameters = "snapkv(window=4), "
+        parameters = "snapkv(window=4), " + parameters
     return f"{method}({parameters}keep={keep})"
 
 

@@ -13,22 +13,31 @@ from hypothesis import strategies as st
 
 from keepset import METHODS, Budget, KeepSet, Method, Observation
 from keepset.method import Allocator
-from keepset.methods.snapkv import SnapKV
 from keepset.observation import QueryMoments
 from tests.methods.naive import DTYPES, Rope, Shape, alone, kept, length_of, observe
 
-every_method = pytest.mark.parametrize("name", sorted(METHODS))
+SMALL = {
+    "snapkv": dict(window=3, kernel=3),
+    "rpc": dict(window=3, kernel=3),
+    "r_kv": dict(window=3, kernel=3),
+    "lagkv": dict(lag=3, skip=1),
+    "chunkkv": dict(chunk=3),
+}
+"""Parameters for methods that would read more than short texts have."""
+INSIDE = ["keydiff", "lagkv", "r_kv", "rpc", "chunkkv"]
+
+every_method = pytest.mark.parametrize("name", [*sorted(METHODS), *(f"adakv({scorer})" for scorer in INSIDE)])
 # The same examples in every run: a near tie must not fail once in a thousand runs.
 examples = settings(max_examples=40, deadline=None, derandomize=True)
 
 
 def make(name: str) -> Method:
-    """A method that reads no more queries than short texts have; allocators around SnapKV."""
-    scorer = SnapKV(window=3, kernel=3)
-    if name == "snapkv":
-        return scorer
-    kind = METHODS[name]
-    return kind(scorer=scorer) if issubclass(kind, Allocator) else kind()
+    """A method that reads no more than short texts have; allocators around SnapKV unless the name says otherwise."""
+    outer, _, inner = name.partition("(")
+    kind, parameters = METHODS[outer], SMALL.get(outer, {})
+    return (
+        kind(make(inner.rstrip(")") or "snapkv"), **parameters) if issubclass(kind, Allocator) else kind(**parameters)
+    )
 
 
 @dataclass(frozen=True)
@@ -224,6 +233,7 @@ def permuted(observation: Observation, order: list[int]) -> Observation:
             )
             for skip, moments in observation.query_moments.items()
         },
+        statistics=observation.statistics,
         layer=observation.layer,
         layers=observation.layers,
     )

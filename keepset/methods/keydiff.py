@@ -1,0 +1,33 @@
+"""KeyDiff: keys that point elsewhere than the others draw attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from keepset.method import Method
+from keepset.observation import Observation
+
+
+@dataclass(frozen=True)
+class KeyDiff(Method):
+    """Keeps the entries whose keys are least similar to the others (Park et al. 2025, arXiv:2504.15364).
+
+    An entry's score is minus the cosine between its key and the mean of all normalised keys of its head, the
+    paper's form that is linear in the number of entries. No attention is looked at. The paper compresses block after
+    block of a prompt; here that is `every=`.
+    """
+
+    name: ClassVar[str] = "keydiff"
+    paper: ClassVar[str] = "arXiv:2504.15364"
+
+    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+        """Minus the cosine to the mean direction."""
+        directions = F.normalize(observation.keys.float(), dim=-1)
+        directions = directions.masked_fill(~observation.valid[..., None], 0.0)
+        anchor = F.normalize(directions.sum(2), dim=-1)
+        return -(directions @ anchor[..., None])[..., 0]

@@ -1,0 +1,73 @@
+"""LagKV: entries that stand out from those of the partition that follows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from keepset.method import Method, parameter
+from keepset.observation import Observation
+
+
+@dataclass(frozen=True)
+class LagKV(Method):
+    """Keeps what varies most over its channels on the next partition's scale (Liang et al. 2025, arXiv:2504.04704).
+
+    Entries after the sinks are cut into partitions of `lag`. Every channel of a key is scaled by its smallest and
+    largest value in the partition that follows; the standard deviation over channels goes through a softmax over the
+    partition, the same for values, and the sum is the information. What has no full partition behind it always
+    stays.
+
+    The paper keeps an equal share of every partition, so an entry's score is its rank in its partition. Partitions
+    are cut anew at every event, from what is there (the authors' program leaves compressed ones alone, and grows).
+    A channel that does not vary in the next partition counts as zero.
+
+    Attributes:
+        lag: entries of a partition.
+        skip: first tokens, attention sinks, that belong to no partition and always stay.
+    """
+
+    name: ClassVar[str] = "lagkv"
+    paper: ClassVar[str] = "arXiv:2504.04704"
+
+    lag: int = parameter(128, minimum=1)
+    skip: int = parameter(4, minimum=0)
+
+    @property
+    def sinks(self) -> int:
+        """The tokens before the first partition."""
+        return self.skip
+
+    @property
+    def recent(self) -> int:
+        """The last partition: nothing follows to compare it with."""
+        return self.lag
+
+    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+        """Rank of the information within the partition, in [0, 1); 1 outside."""
+        scores = torch.ones(observation.valid.shape, device=observation.keys.device)
+        count = (scores.shape[-1] - self.skip) // self.lag
+        if count < 2:
+            return scores
+        information = self._information(observation.keys, count) + self._information(observation.values, count)
+        # Sorted stably upwards: of equal ones the later is better, as everywhere.
+        ranks = information.argsort(dim=-1, stable=True).argsort(dim=-1) / self.lag
+        partitions = slice(self.skip, self.skip + (count - 1) * self.lag)
+        follows = torch.arange(count - 1, device=scores.device) + 2  # so many full partitions it takes
+        full = (observation.valid.sum(-1, keepdim=True) - self.skip) // self.lag
+        ranks = ranks.masked_fill((follows > full)[..., None], 1.0)
+        scores[..., partitions] = ranks.flatten(2)
+        return scores
+
+    def _information(
+        self, states: Float[Tensor, "batch kv_heads entries dim"], count: int
+    ) -> Float[Tensor, "batch kv_heads partitions lag"]:
+        """Of every partition but the last, on the scale of the one behind it."""
+        cut = states[:, :, self.skip : self.skip + count * self.lag].unflatten(2, (count, self.lag)).float()
+        low, high = cut[:, :, 1:].aminmax(dim=3, keepdim=True)
+        scaled = ((cut[:, :, :-1] - low) / (high - low)).masked_fill_(high == low, 0.0)
+        return scaled.std(-1, correction=min(1, scaled.shape[-1] - 1)).nan_to_num().softmax(-1)
