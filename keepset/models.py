@@ -4,6 +4,7 @@ import importlib.util
 import os
 import re
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -40,7 +41,11 @@ def load(
     Raises KeepsetError if the model cannot be had, or is not a causal language model.
     """
     if name is None:
+        # Not imported above: it loads torch.
+        from keepset.statistics import offer
+
         folder = str(embedded_folder())
+        offer(folder, _embedded_statistics)
         with _no_progress_bars():
             return _read(folder, "delete that folder and it will be made again")
     path = Path(name)
@@ -92,6 +97,21 @@ def embedded_folder() -> Path:
     if not folder.is_dir():
         _convert(_gguf(), folder)
     return folder
+
+
+def _embedded_statistics() -> Path:
+    """The file of the embedded model's statistics, for recipes that name none; made on first use."""
+    from keepset.statistics import VERSION, save
+
+    path = _home() / f"{_FOLDER}-statistics-{VERSION}.safetensors"
+    if not path.is_file():
+        from keepset.calibrate.corpus import default_corpus
+        from keepset.calibrate.measure import measure
+
+        print(f"keepset: measuring the embedded model's statistics, once, into {path}", file=sys.stderr)
+        model, tokenizer = load()
+        save(measure(model, default_corpus(tokenizer)), path)
+    return path
 
 
 def _home() -> Path:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from keepset.errors import KeepsetError
 from keepset.keep_set import KeepSet, LayerKeepSet
+from keepset.statistics import LayerStatistics, Statistics
 
 Rotate = Callable[[Tensor, int], Tensor]
 """`(rows [batch, query_heads, n, head_dim] before rotation, future) -> rows` at the mean rotation of the
@@ -33,6 +34,7 @@ class Needs:
         hidden_moments: the same for the hidden states that enter the layer's attention.
         buffer: over how many of the newest queries their moments are taken at an event after the prompt;
             at the prompt's end it is the whole prompt.
+        statistics: of the model, measured beforehand: the files that hold them; "" for those offered for it.
     """
 
     window: int = 0
@@ -40,6 +42,7 @@ class Needs:
     query_moments: frozenset[int] = field(default_factory=frozenset)
     hidden_moments: frozenset[int] = field(default_factory=frozenset)
     buffer: int = 0
+    statistics: frozenset[str] = field(default_factory=frozenset)
 
     def __or__(self, other: Needs) -> Needs:
         return Needs(
@@ -48,6 +51,7 @@ class Needs:
             self.query_moments | other.query_moments,
             self.hidden_moments | other.hidden_moments,
             max(self.buffer, other.buffer),
+            self.statistics | other.statistics,
         )
 
     @property
@@ -61,6 +65,7 @@ class Needs:
         words += [f"column {name}" for name in sorted(self.columns)]
         words += ["query moments"] if self.query_moments else []
         words += ["hidden-state moments"] if self.hidden_moments else []
+        words += ["statistics of the model"] if self.statistics else []
         return words
 
 
@@ -107,6 +112,7 @@ class Observation:
         query_moments, hidden_moments: keyed by the number of first tokens left out.
         future_queries: `(hidden [batch, n, hidden], future) -> [batch, query_heads, n, head_dim]`: queries
             that these hidden states would make at the mean rotation of the next `future` positions.
+        statistics: of the model, measured beforehand, keyed by the file that holds them.
         scaling: what the model multiplies query-key products with.
         layer: this layer's index in the model.
         layers: indices of all layers that are compressed; for methods that depend on depth.
@@ -129,6 +135,7 @@ class Observation:
         query_moments: Mapping[int, QueryMoments] | None = None,
         hidden_moments: Mapping[int, HiddenMoments] | None = None,
         future_queries: Rotate | None = None,
+        statistics: Mapping[str, Statistics] | None = None,
         scaling: float | None = None,
         layer: int = 0,
         layers: Sequence[int] | None = None,
@@ -149,6 +156,7 @@ class Observation:
         self.query_moments = query_moments or {}
         self.hidden_moments = hidden_moments or {}
         self.future_queries = future_queries
+        self.statistics = statistics or {}
         self.scaling = keys.shape[-1] ** -0.5 if scaling is None else scaling
         self.layer = layer
         self.layers = tuple(layers) if layers is not None else (layer,)
@@ -219,6 +227,15 @@ class Observation:
                 f"This method looks at the queries' moments: give Observation(query_moments={{{skip}: ...}})."
             )
         return self.query_moments[skip]
+
+    def measured(self, file: str) -> LayerStatistics:
+        """This layer's statistics in that file, on the keys' device."""
+        if file not in self.statistics:
+            raise KeepsetError(
+                f"This method looks at statistics of the model: give Observation(statistics={{{file!r}: ...}})."
+            )
+        _, kv_heads, _, head_dim = self.keys.shape
+        return self.statistics[file].layer(self.layer, self.layers, kv_heads, head_dim).to(self.keys.device)
 
     def by_query_group(
         self, statistic: Float[Tensor, "batch query_heads *rest"]

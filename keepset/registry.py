@@ -18,12 +18,14 @@ from keepset.methods.h2o import H2O
 from keepset.methods.keydiff import KeyDiff
 from keepset.methods.knorm import Knorm
 from keepset.methods.lagkv import LagKV
+from keepset.methods.qfilter import QFilter
 from keepset.methods.r_kv import RKV
 from keepset.methods.random import Random
 from keepset.methods.rpc import RPC
 from keepset.methods.snapkv import SnapKV
 from keepset.methods.streaming_llm import StreamingLLM
 from keepset.methods.tova import TOVA
+from keepset.methods.triattention import TriAttention
 
 _methods: dict[str, type[Method]] = {
     method.name: method
@@ -39,6 +41,8 @@ _methods: dict[str, type[Method]] = {
         RKV,
         H2O,
         ExpectedAttention,
+        QFilter,
+        TriAttention,
         Uniform,
         Pyramid,
         ChunkKV,

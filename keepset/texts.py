@@ -97,7 +97,7 @@ def chat_parts(tokenizer: "transformers.PreTrainedTokenizerBase", text: str, que
     plain "Question: ... Answer:" prompt. Raises KeepsetError for a chat template that cannot be cut.
     """
     if not tokenizer.chat_template:
-        begin = tokenizer.bos_token if _adds_bos(tokenizer) else ""
+        begin = tokenizer.bos_token if adds_bos(tokenizer) else ""
         return f"{begin}{text}", f"\n\nQuestion: {question}\nAnswer:"
     message = [{"role": "user", "content": _SENTINEL}]
     rendered = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
@@ -110,5 +110,6 @@ def chat_parts(tokenizer: "transformers.PreTrainedTokenizerBase", text: str, que
     return before + text, f"\n\n{question}{after[0]}"
 
 
-def _adds_bos(tokenizer: "transformers.PreTrainedTokenizerBase") -> bool:
+def adds_bos(tokenizer: "transformers.PreTrainedTokenizerBase") -> bool:
+    """Whether the tokenizer begins every text with a token of its own."""
     return tokenizer.bos_token is not None and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]

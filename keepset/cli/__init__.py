@@ -7,6 +7,7 @@ import sys
 import typer
 
 from keepset.cli.bench import bench
+from keepset.cli.calibrate import calibrate
 from keepset.cli.compare import compare
 from keepset.cli.demo import demo
 from keepset.cli.generate import generate
@@ -21,7 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (demo, compare, generate, methods):
+for command in (demo, compare, generate, methods, calibrate):
     app.command()(command)
 # What is not keepset's own goes on to vLLM.
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -23,6 +24,7 @@ from keepset.kernels.attention import attend
 from keepset.kernels.columns import causal_attention
 from keepset.observation import Needs, Observation
 from keepset.schedule import Schedule
+from keepset.statistics import Statistics
 
 
 @runtime_checkable
@@ -33,6 +35,7 @@ class Owner(Protocol):
     schedule: Schedule
     prompt_length: int | None
     compressed_layers: tuple[int, ...]
+    statistics: Mapping[str, Statistics]
 
     def updating(self) -> None:
         """A layer takes new tokens; its attention follows."""
@@ -390,6 +393,7 @@ class KeepLayer(CacheLayerMixin):
             keys=self._held["keys"],
             values=self._held["values"],
             lengths=lengths,
+            statistics=self.owner.statistics,
             scaling=scaling,
             layer=self.index,
             layers=self.owner.compressed_layers,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from keepset.hf.support import check_model
 from keepset.hf.tap import LayerInput, Rotation, Tap
 from keepset.observation import Needs, Observation
 from keepset.schedule import Schedule
+from keepset.statistics import Statistics, load
 
 if TYPE_CHECKING:
     import transformers
@@ -27,6 +29,7 @@ class PromptCache(TransformersCache, ABC):
 
     Attributes:
         needs: what its layers collect while the prompt runs.
+        statistics: those of the model that are needed, by the files that hold them.
         schedule: when its layers are observed.
         compressed_layers: indices of the layers that may be compressed; others, such as sliding windows,
             stay transformers' own.
@@ -57,6 +60,10 @@ class PromptCache(TransformersCache, ABC):
             )
         super().__init__(layers=[self.kept_layers.get(index, layer) for index, layer in enumerate(layers)])
         self.needs, self.schedule = needs, schedule or Schedule()
+        wanted = needs.statistics if self.kept_layers else ()
+        self.statistics: Mapping[str, Statistics] = {
+            file: load(file, model.config.name_or_path or "") for file in wanted
+        }
         self.prompt_length = prompt_length
         self.compressed_layers = tuple(self.kept_layers)
         self._tap = Tap(model) if needs.hidden_states else None

@@ -159,8 +159,10 @@ class LayerInput:
         positions = lengths[:, None] + torch.arange(future, device=lengths.device)
 
         def ahead(value: Any) -> Any:
-            whole = isinstance(value, Tensor) and not value.is_floating_point()
-            return positions if whole else value
+            if not isinstance(value, Tensor):
+                return value
+            # Of hidden states a rotary embedding takes the type and the device: float32 angles are not rounded.
+            return value[:, :1].float() if value.is_floating_point() else positions
 
         # A copy with buffers of its own: some rotary embeddings adapt their frequencies to the longest position
         # that they have seen. `forward`, because calling the module would run the hooks that remember calls.

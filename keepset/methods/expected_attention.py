@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from keepset.method import Method, parameter
-from keepset.observation import Needs, Observation
+from keepset.observation import Needs, Observation, QueryMoments
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class ExpectedAttention(Method):
         covariance: use the second-order term.
         value_norm: weight with the norm of the values.
         epsilon: added before the weighting.
+        stats: a file of `keepset calibrate`: its mean and covariance are used instead of the text's own, whatever
+            `skip` (the file leaves out the first four tokens of its texts). The authors' "with statistics".
         buffer: over how many of the newest queries the statistics are taken where decoded tokens are compressed
             too (`every=`); the authors' program keeps so many hidden states. A prompt is looked at as a whole.
     """
@@ -40,10 +43,13 @@ class ExpectedAttention(Method):
     value_norm: bool = parameter(True)
     epsilon: float = parameter(0.0, minimum=0.0)
     buffer: int = parameter(256, minimum=1)
+    stats: str = parameter("")
 
     @property
     def needs(self) -> Needs:
-        """Moments of the queries before rotation."""
+        """Moments of the queries before rotation: the text's own, or those of a file."""
+        if self.stats:
+            return Needs(statistics=frozenset({self.stats}))
         return Needs(query_moments=frozenset({self.skip}), buffer=self.buffer)
 
     @property
@@ -53,7 +59,8 @@ class ExpectedAttention(Method):
 
     def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
         """Expected attention times the norm of the value."""
-        mean, covariance = observation.moments(self.skip).ahead(self.future)
+        moments = self._measured(observation) if self.stats else observation.moments(self.skip)
+        mean, covariance = moments.ahead(self.future)
         keys = observation.keys.float()
         scaling = observation.scaling
         logits = keys @ observation.by_query_group(mean * scaling).transpose(-1, -2)
@@ -68,3 +75,12 @@ class ExpectedAttention(Method):
         if not self.value_norm:
             return attention + self.epsilon
         return (attention + self.epsilon) * observation.values.float().norm(dim=-1)
+
+    def _measured(self, observation: Observation) -> QueryMoments:
+        measured, lengths = observation.measured(self.stats), observation.lengths
+
+        def rotate(rows: Tensor, future: int) -> Tensor:
+            return measured.rotate(rows, lengths[:, None] + torch.arange(future, device=rows.device))
+
+        batch = (len(lengths), -1, -1)
+        return QueryMoments(measured.mean.expand(*batch), measured.covariance.expand(*batch, -1), rotate)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import shutil
+import tempfile
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,7 +14,10 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 import keepset
+from keepset.calibrate.corpus import Corpus
+from keepset.calibrate.measure import measure
 from keepset.method import Allocator
+from keepset.statistics import offer, save
 
 torch.set_num_threads(1)
 
@@ -62,7 +69,18 @@ def tiny(name: str) -> Any:
     for parameter in model.parameters():
         noise = torch.randn_like(parameter)
         parameter.data = 0.15 * noise if parameter.ndim > 1 else parameter.data + 0.2 * noise
+    model.config.name_or_path = f"tiny-{name}"
+    offer(f"tiny-{name}", lambda: statistics(name))
     return model
+
+
+@cache
+def statistics(name: str) -> Path:
+    """A file of a tiny model's statistics."""
+    path = Path(tempfile.mkdtemp()) / f"{name}.safetensors"
+    atexit.register(shutil.rmtree, path.parent)
+    save(measure(tiny(name), Corpus([prompt(1, 30, seed)[0] for seed in (5, 6)], "0", 0)), path)
+    return path
 
 
 def prompt(batch: int, length: int, seed: int = 0) -> Tensor:

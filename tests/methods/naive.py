@@ -12,6 +12,7 @@ from torch import Tensor
 
 from keepset import Method, Observation
 from keepset.observation import QueryMoments
+from keepset.statistics import LayerStatistics, Statistics
 
 ROPE_BASE = 100.0
 
@@ -87,6 +88,34 @@ class Rope:
         return torch.cat([x * cos - y * sin, y * cos + x * sin, rest], -1).to(rows.dtype)
 
 
+def random_statistics(shape: Shape, layers: Sequence[int], gain: float = 1.3) -> Statistics:
+    """Statistics of a model whose heads `Rope` rotates, scaled by `gain` as some models do."""
+    draw = torch.Generator().manual_seed(7)
+    heads, size = shape.kv_heads * shape.group, shape.head_dim
+    half = size // 2
+    itself = torch.arange(size)
+    partner = torch.cat([itself[half : 2 * half], itself[:half], itself[2 * half :]])
+    angle = ROPE_BASE ** -(torch.arange(half, dtype=torch.float64) / max(half, 1)).float()
+    frequency = torch.cat([-angle, angle, torch.zeros(size - 2 * half)])
+
+    def layer() -> LayerStatistics:
+        mean = torch.randn(heads, size, generator=draw)
+        root = torch.randn(heads, size, size, generator=draw) * 0.4
+        long = 1 + torch.rand(heads, half, generator=draw)
+        plane = torch.cat([mean[:, :half].hypot(mean[:, half : 2 * half]) * long] * 2, -1)
+        return LayerStatistics(
+            direction=torch.randn(shape.kv_heads, size, generator=draw),
+            mean=mean,
+            covariance=root @ root.transpose(-1, -2),
+            norm=torch.cat([plane, mean[:, 2 * half :].abs() + 0.3], -1),
+            partner=partner,
+            frequency=frequency,
+            gain=torch.where(frequency == 0, 1.0, gain),
+        )
+
+    return Statistics({index: layer() for index in layers})
+
+
 def observe(
     shape: Shape,
     *,
@@ -133,6 +162,7 @@ def observe(
         column_sum=columns,
         column_max=columns / (1 + columns),
         query_moments=dict.fromkeys(skips, moments),
+        statistics={"": random_statistics(shape, parts.get("layers", [parts.get("layer", 0)]))},  # type: ignore[arg-type]
     )
     return Observation(**{**options, **parts})
 
@@ -156,6 +186,7 @@ def alone(observation: Observation, request: int) -> Observation:
             skip: QueryMoments(moments.mean[row], moments.covariance[row], Rope((newest,)))
             for skip, moments in observation.query_moments.items()
         },
+        statistics=observation.statistics,
         state={name: column[row, :, entries] for name, column in observation.state.items()},
         scaling=observation.scaling,
         layer=observation.layer,

@@ -5,18 +5,20 @@ import torch
 
 from keepset import Budget, KeepsetError, Observation
 from keepset.methods.expected_attention import ExpectedAttention
-from keepset.observation import QueryMoments
+from keepset.observation import Needs, QueryMoments
 from tests.methods.naive import (
     DTYPES,
     EXACT,
     ROPE_BASE,
     SHAPES,
+    Rope,
     Shape,
     check_scores,
     dot,
     kept,
     length_of,
     observe,
+    random_statistics,
     softmax,
 )
 
@@ -98,6 +100,26 @@ def test_scores_are_the_gaussian_expectation_times_the_values_norm(
         for request in range(shape.batch)
     ]
     check_scores(method, observation, expected, **{**EXACT, "rtol": 1e-4})
+
+
+@pytest.mark.parametrize("skip", [0, 4])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_statistics_of_a_file_take_the_place_of_the_texts_own(shape: Shape, skip: int) -> None:
+    measured = random_statistics(shape, [0], gain=1.0)
+    observation = observe(shape, skips=(), statistics={"file": measured})
+    layer, batch = measured.layers[0], (shape.batch, -1, -1)
+    lengths = tuple(observation.lengths.tolist())
+    moments = QueryMoments(layer.mean.expand(*batch), layer.covariance.expand(*batch, -1), Rope(lengths))
+    method = ExpectedAttention(future=7, skip=skip)
+    own = observe(shape, skips=(), query_moments={skip: moments})
+    expected = [
+        [naive_scores(own, method, request, h) for h in range(shape.kv_heads)] for request in range(shape.batch)
+    ]
+    check_scores(ExpectedAttention(future=7, skip=skip, stats="file"), observation, expected, **{**EXACT, "rtol": 1e-4})
+
+
+def test_a_file_saves_the_collecting() -> None:
+    assert ExpectedAttention(stats="file").needs == Needs(statistics=frozenset({"file"}))
 
 
 def test_the_models_own_scaling_is_used() -> None:

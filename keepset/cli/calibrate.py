@@ -1,0 +1,66 @@
+"""`keepset calibrate`: statistics of a model, for methods that look at them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from keepset.errors import KeepsetError
+
+
+def calibrate(
+    out: Annotated[Path, typer.Option(help="The file to write, such as stats.safetensors.")],
+    model: Annotated[str | None, typer.Option(help="A folder or a hub name; a small embedded model if none.")] = None,
+    text: Annotated[
+        list[Path] | None, typer.Option(help="A UTF-8 text file, as often as you like; essays if none.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens to measure at most.")] = 16384,
+    length: Annotated[int, typer.Option(help="Tokens of a passage.")] = 1024,
+    seed: Annotated[int, typer.Option(help="Of the order in which passages are drawn from the texts.")] = 0,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
+) -> None:
+    """Measure a model's queries over texts, for qfilter, triattention and expected_attention(stats=...).
+
+    Any coherent text will do; it should not be the one that you evaluate on. A recipe names the file:
+    qfilter(stats='stats.safetensors', keep=0.25). It fits this model alone.
+    """
+    from keepset.cli.console import err, load, printable, progress
+    from keepset.cli.console import out as results
+    from keepset.texts import read
+
+    for name, value, least in (("--tokens", tokens, 16), ("--length", length, 16), ("--seed", seed, 0)):
+        if not least <= value < 2**63:
+            raise KeepsetError(f"{name} {value} is out of range: use a whole number from {least} to {2**63 - 1}.")
+    if out.is_dir() or not out.parent.is_dir():
+        raise KeepsetError(f"--out {str(out)!r} is no place for a file: name a file in a folder that exists.")
+    if out.exists() and not force:
+        raise KeepsetError(f"{str(out)!r} exists: name another file with --out, or replace it with --force.")
+    given = [read(path) for path in text or []]
+
+    from keepset.calibrate.corpus import Corpus, default_texts
+    from keepset.calibrate.measure import measure
+    from keepset.statistics import save
+
+    texts = given or default_texts()
+    loaded, tokenizer = load(model)
+    longest = getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and length > longest:
+        raise KeepsetError(f"--length {length} is more than the model's context of {longest}: use {longest} or less.")
+    corpus = Corpus.draw(tokenizer, texts, tokens=tokens, length=length, seed=seed)
+    with progress() as bar:
+        passages = bar.add_task("passages", total=len(corpus.passages))
+        statistics = measure(loaded, corpus, lambda: bar.advance(passages))
+    save(statistics, out)
+    if corpus.tokens < tokens:
+        err.print(f"The texts had {corpus.tokens} tokens, fewer than the {tokens} asked for.", highlight=False)
+    results.print(
+        printable(
+            f"{out}: {len(statistics.layers)} layers of {statistics.provenance['model']['name']}, "
+            f"measured over {corpus.tokens} tokens in {len(corpus.passages)} passages"
+        ),
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )

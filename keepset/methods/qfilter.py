@@ -1,0 +1,42 @@
+"""Q-Filters: keys that point where the model's queries point."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxtyping import Float
+from torch import Tensor
+
+from keepset.method import Method, parameter
+from keepset.observation import Needs, Observation
+
+
+@dataclass(frozen=True)
+class QFilter(Method):
+    """Keeps keys that reach far along the queries' main direction (Godey et al. 2025, arXiv:2503.02812).
+
+    The direction is measured beforehand (`keepset calibrate`): of each query head the first right singular vector of
+    its queries after rotation, with the sign that makes their mean projection positive, averaged over the query heads
+    that share a KV head. Queries are not centred, and the average is not made a unit vector again, as in the authors'
+    program; it takes the sign of most queries, the paper that of their mean, which is done here. Nothing stays by
+    itself: the newest tokens that the authors' cache keeps apart are `recent=` here.
+
+    Attributes:
+        stats: a file of `keepset calibrate`; none for the embedded model's own, made on first use.
+    """
+
+    name: ClassVar[str] = "qfilter"
+    paper: ClassVar[str] = "arXiv:2503.02812"
+
+    stats: str = parameter("")
+
+    @property
+    def needs(self) -> Needs:
+        """The directions."""
+        return Needs(statistics=frozenset({self.stats}))
+
+    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+        """The key's projection on its head's direction."""
+        direction = observation.measured(self.stats).direction
+        return (observation.keys.float() @ direction[..., None])[..., 0]

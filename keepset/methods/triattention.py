@@ -1,0 +1,76 @@
+"""TriAttention: what queries at the centre of all queries would look at from the distances to come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from keepset.method import Method, parameter
+from keepset.observation import Needs, Observation
+from keepset.statistics import LayerStatistics
+
+
+@dataclass(frozen=True)
+class TriAttention(Method):
+    """Scores keys by their distance from the queries' centre and by their norm (Mao et al. 2026, arXiv:2604.04921).
+
+    With k a key and c the mean of a head's queries, both before rotation, k_f and c_f their parts in the plane of
+    frequency w_f, and d the distance from a key to a future query, an entry's score is the sum over f of
+    |c_f| |k_f| cos(w_f d + angle from k_f to c_f), averaged over d, plus (1 - R_f) E|q_f| |k_f|, where the mean
+    resultant length R_f = |c_f| / E|q_f| says how concentrated the queries are. The cosine series is the product of the
+    cached key with the centre rotated ahead, so keys need not be un-rotated. Centre and norms are measured
+    beforehand (`keepset calibrate`).
+
+    Followed is the authors' program: distances from the request's length plus 1, 2, 4 ... up to `horizon`; scores of a
+    query head standardised over the entries; the largest over the query heads that share a KV head; each layer and
+    head by itself. Choices: what a model does not rotate counts as of frequency 0, number by number; statistics leave
+    out the first four tokens of each text; a prompt is compressed like all else, where the authors keep it
+    (`prefill=False, every=128` waits until it is over), and nothing stays by itself.
+
+    Attributes:
+        horizon: the farthest future query.
+        stats: a file of `keepset calibrate`; none for the embedded model's own, made on first use.
+    """
+
+    name: ClassVar[str] = "triattention"
+    paper: ClassVar[str] = "arXiv:2604.04921"
+
+    horizon: int = parameter(65536, minimum=1, maximum=2**30)
+    stats: str = parameter("")
+
+    @property
+    def needs(self) -> Needs:
+        """Centres and norms of the queries, and the frequencies."""
+        return Needs(statistics=frozenset({self.stats}))
+
+    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+        """Standardised per query head; of a group the largest."""
+        measured, keys = observation.measured(self.stats), observation.keys.float()
+        offsets = 2 ** torch.arange(self.horizon.bit_length(), device=keys.device)
+        centre = measured.mean[None, :, None].expand(len(keys), -1, -1, -1)
+        ahead = measured.rotate(centre, observation.lengths[:, None] + offsets)[:, :, 0]
+        series = keys @ observation.by_query_group(ahead).transpose(-1, -2)
+        spread = observation.by_query_group(_spread(measured)[None])
+        scores = series + measured.in_plane(keys) @ spread.transpose(-1, -2)
+        return _standardised(scores, observation).amax(-1)
+
+
+def _spread(measured: LayerStatistics) -> Float[Tensor, "query_heads head_dim"]:
+    """(1 - R) E|q| of each number's plane; the cached keys' planes hold one gain, the queries' one more."""
+    excess = (measured.norm - measured.in_plane(measured.mean)) * measured.gain
+    return excess / (1 + measured.paired.float())  # A plane is there twice, once for each of its numbers.
+
+
+def _standardised(
+    scores: Float[Tensor, "batch kv_heads entries group"], observation: Observation
+) -> Float[Tensor, "batch kv_heads entries group"]:
+    """Each query head's scores less their mean, by their deviation; over those that exist and are numbers."""
+    counted = observation.valid[..., None] & scores.isfinite()
+    count = counted.sum(2, keepdim=True).clamp(min=1)
+    mean = scores.where(counted, 0.0).sum(2, keepdim=True) / count
+    deviation = ((scores - mean).where(counted, 0.0).square().sum(2, keepdim=True) / count).sqrt()
+    return (scores - mean) / deviation.clamp(min=1e-6)

@@ -1,0 +1,204 @@
+"""`Statistics`: what was measured of a model's queries beforehand, and the file that holds it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from keepset.errors import KeepsetError
+
+VERSION = "1"
+"""Of the file's format."""
+
+
+@dataclass(frozen=True, eq=False)
+class LayerStatistics:
+    """One layer: its queries, averaged over many texts, and how it rotates queries and keys.
+
+    At position p the layer makes of a row x the row
+    `gain[d] * (x[d] * cos(p * frequency[d]) + x[partner[d]] * sin(p * frequency[d]))`: each number and its partner
+    are the coordinates of a plane. A number that is not rotated is its own partner and has frequency 0.
+
+    Attributes:
+        direction: of each KV head, the one along which its query heads' queries lie after rotation; see `qfilter`.
+        mean, covariance: of each query head's queries before rotation.
+        norm: mean length of the queries in each number's plane, before rotation.
+        partner, frequency, gain: the rotation.
+    """
+
+    direction: Float[Tensor, "kv_heads head_dim"]
+    mean: Float[Tensor, "query_heads head_dim"]
+    covariance: Float[Tensor, "query_heads head_dim head_dim"]
+    norm: Float[Tensor, "query_heads head_dim"]
+    partner: Int[Tensor, " head_dim"]
+    frequency: Float[Tensor, " head_dim"]
+    gain: Float[Tensor, " head_dim"]
+
+    def to(self, device: torch.device) -> LayerStatistics:
+        """The same on another device."""
+        return LayerStatistics(**{name: getattr(self, name).to(device) for name in FIELDS})
+
+    def rotate(
+        self, rows: Float[Tensor, "batch heads n head_dim"], positions: Int[Tensor, "batch places"]
+    ) -> Float[Tensor, "batch heads n head_dim"]:
+        """Rows at the mean rotation of these positions: rotation is linear in cosines and sines."""
+        angles = positions[..., None] * self.frequency.double()
+        cos, sin = (self.gain * part.mean(1).float() for part in (angles.cos(), angles.sin()))
+        return rows * cos[:, None, None] + rows[..., self.partner] * sin[:, None, None]
+
+    def in_plane(self, rows: Float[Tensor, "*rows head_dim"]) -> Float[Tensor, "*rows head_dim"]:
+        """For every number the length of its row's part in its plane; a rotation changes it by its gain only."""
+        return rows.where(~self.paired, torch.hypot(rows, rows[..., self.partner])).abs()
+
+    @property
+    def paired(self) -> Tensor:
+        """Which numbers have a partner."""
+        return self.partner != torch.arange(self.partner.shape[0], device=self.partner.device)
+
+
+FIELDS = tuple(field.name for field in dataclasses.fields(LayerStatistics))
+
+
+@dataclass(frozen=True, eq=False)
+class Statistics:
+    """What was measured of the layers that can be compressed.
+
+    Attributes:
+        layers: by the layer's index in the model.
+        provenance: of what model and text, and by whom; plain JSON.
+        name: for messages: what the recipe calls them.
+    """
+
+    layers: Mapping[int, LayerStatistics]
+    provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    name: str = ""
+
+    def layer(self, index: int, layers: tuple[int, ...], kv_heads: int, head_dim: int) -> LayerStatistics:
+        """Those of one layer of a model of this shape.
+
+        Raises:
+            KeepsetError: they were measured on a model of another shape.
+        """
+        ours = next(iter(self.layers.values())) if index not in self.layers else self.layers[index]
+        found, wanted = (len(self.layers), *ours.direction.shape), (len(layers), kv_heads, head_dim)
+        if tuple(self.layers) != layers or found != wanted:
+            raise KeepsetError(
+                f"The statistics {self.name!r} are of another model: theirs has {_shape(*found)}, this one "
+                f"{_shape(*wanted)}. Make them for this model with keepset calibrate."
+            )
+        return ours
+
+
+def _shape(layers: int, kv_heads: int, head_dim: int) -> str:
+    return f"{layers} layers with {kv_heads} KV heads of size {head_dim}"
+
+
+_offers: dict[str, Callable[[], Path]] = {}
+
+
+def offer(model: str, make: Callable[[], Path]) -> None:
+    """Says how to get the statistics of the model of this name where a recipe names no file."""
+    _offers[model] = make
+
+
+def load(file: str, model: str = "") -> Statistics:
+    """The statistics in a file, or if none is named those that somebody offers for the model of this name.
+
+    Raises:
+        KeepsetError: there are none, or the file holds none that this version can read.
+    """
+    if not file and model not in _offers:
+        raise KeepsetError(
+            "This recipe looks at statistics of the model, and names no file that holds them: run "
+            f"`keepset calibrate --model {model or 'MODEL'} --out stats.safetensors`, then write "
+            "stats='stats.safetensors' in the recipe."
+        )
+    path = Path(file) if file else _offers[model]()
+    try:
+        state = path.stat()
+    except OSError:
+        raise KeepsetError(f"There is no file {file!r} with statistics: make one with keepset calibrate.") from None
+    return _read(path, state.st_mtime_ns, state.st_size)
+
+
+# More than one recipe in a comparison may name another file.
+@lru_cache(maxsize=4)
+def _read(path: Path, modified: int, size: int) -> Statistics:
+    from safetensors import SafetensorError, safe_open
+
+    refusal = f"{str(path)!r} is no file of keepset calibrate: give one that it has written."
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            version = metadata.get("keepset_statistics")
+            if version is None:
+                raise KeepsetError(refusal)
+            if version != VERSION:
+                raise KeepsetError(
+                    f"{str(path)!r} has format {version} of statistics, and this keepset reads format {VERSION}: "
+                    "run keepset calibrate again."
+                )
+            provenance = json.loads(metadata["provenance"])
+            layers = {index: _layer(file, index) for index in provenance["model"]["layers"]}
+            if not layers:
+                raise ValueError
+    except (OSError, SafetensorError):
+        raise KeepsetError(refusal) from None
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, KeepsetError):
+            raise
+        raise KeepsetError(f"{str(path)!r} is damaged: run keepset calibrate again.") from None
+    return Statistics(layers, provenance, str(path))
+
+
+def _layer(file: Any, index: int) -> LayerStatistics:
+    tensors = {name: file.get_tensor(f"layers.{index}.{name}") for name in FIELDS}
+    (kv_heads, dim), heads = tensors["direction"].shape, tensors["mean"].shape[0]
+    shapes = {"direction": (kv_heads, dim), "mean": (heads, dim), "covariance": (heads, dim, dim), "norm": (heads, dim)}
+    partner = tensors["partner"]
+    if (
+        any(tensor.shape != shapes.get(name, (dim,)) for name, tensor in tensors.items())
+        or any(t.dtype != (torch.int64 if t is partner else torch.float32) for t in tensors.values())
+        or not all(tensor.isfinite().all() for tensor in tensors.values())
+        or heads % kv_heads
+        or not torch.equal(partner[partner.clamp(0, dim - 1)], torch.arange(dim))
+    ):
+        raise ValueError
+    return LayerStatistics(**tensors)
+
+
+def save(statistics: Statistics, path: Path) -> None:
+    """Writes them whole or not at all.
+
+    Raises:
+        KeepsetError: the place cannot be written to.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    tensors = {
+        f"layers.{index}.{name}": getattr(layer, name).contiguous()
+        for index, layer in statistics.layers.items()
+        for name in FIELDS
+    }
+    metadata = {"keepset_statistics": VERSION, "provenance": json.dumps(statistics.provenance)}
+    unfinished = path.with_name(f"{path.name}.{uuid4().hex}.unfinished")
+    try:
+        save_file(tensors, unfinished, metadata)
+        os.replace(unfinished, path)
+    except (OSError, SafetensorError) as error:
+        cause = getattr(error, "strerror", None) or error
+        raise KeepsetError(f"{str(path)!r} cannot be written ({cause}): name another file.") from error
+    finally:
+        unfinished.unlink(missing_ok=True)
