@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import reduce
@@ -15,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from keepset.errors import KeepsetError
+from keepset.evaluate.greedy import greedy
 from keepset.evaluate.task import ANSWER_TOKENS, Task
 from keepset.hf.cache import Cache
 from keepset.hf.recorder import Recorder
@@ -35,8 +35,10 @@ class Row:
         method: the method without its budget.
         keep: fraction of the prompt's entries that stayed.
         kv_bytes: bytes allocated after compression.
+        kv_bytes_peak: the most bytes held after any token, while decoding.
         kv_bytes_full: bytes of the whole prompt's keys and values.
         kl: mean KL(full || compressed) in nats over the continuation's tokens.
+        kl_drift: the same of every `drift_tokens` tokens of the continuation, while decoding.
         nll_delta: mean negative log-likelihood of the continuation, less the full cache's, in nats.
         top1: share of the continuation's tokens after which both caches prefer the same next token.
         prefill_seconds: of a prefill with this recipe: the shared one, what was collected for it, selection.
@@ -52,8 +54,10 @@ class Row:
     error: str | None = None
     keep: float | None = None
     kv_bytes: int | None = None
+    kv_bytes_peak: int | None = None
     kv_bytes_full: int | None = None
     kl: float | None = None
+    kl_drift: list[float] | None = None
     nll_delta: float | None = None
     top1: float | None = None
     prefill_seconds: float | None = None
@@ -74,6 +78,7 @@ class Comparison:
 
     Attributes:
         kept: per row which tokens stayed, `[layers, kv_heads, tokens]`; None for failed rows.
+        drift_tokens: how many tokens each figure of a row's `kl_drift` stands for; None without decoding.
     """
 
     model: str
@@ -84,6 +89,7 @@ class Comparison:
     full: dict[str, Any]
     rows: list[Row] = field(default_factory=list)
     kept: list[Bool[Tensor, "layers kv_heads tokens"] | None] = field(default_factory=list)
+    drift_tokens: int | None = None
 
     @property
     def failed(self) -> bool:
@@ -97,6 +103,7 @@ class Comparison:
             "model": self.model,
             "tokens": self.tokens,
             "continuation_tokens": self.continuation_tokens,
+            **({} if self.drift_tokens is None else {"drift_tokens": self.drift_tokens}),
             "needle": asked,
             "full": self.full,
             "rows": [row.to_json() for row in self.rows],
@@ -186,22 +193,14 @@ class Comparer:
         """Logits after each token of the continuation, teacher-forced."""
         return self._model(self._task.continuation, past_key_values=cache, use_cache=True).logits[0].float()
 
-    @torch.no_grad()
     def _answer(self, cache: Cache) -> tuple[str, float]:
         """Greedy answer to the question (or to the continuation), and tokens per second of decoding it."""
         asked = self._task.continuation if self._task.question is None else self._task.question
-        logits = self._model(asked, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-        ids: list[int] = []
-        start = time.perf_counter()
-        for _ in range(ANSWER_TOKENS):
-            token = logits[:, -1].argmax(-1, keepdim=True)
-            ids.append(int(token))
-            logits = self._model(token, past_key_values=cache, use_cache=True).logits
-        speed = ANSWER_TOKENS / (time.perf_counter() - start)
+        ids, seconds = greedy(self._model, cache, asked, ANSWER_TOKENS)
         ends = self._model.generation_config.eos_token_id
         stops = {ends} if isinstance(ends, int) else set(ends or ())
         cut = next((i for i, token in enumerate(ids) if token in stops), len(ids))
-        return str(self._tokenizer.decode(ids[:cut], skip_special_tokens=True)).strip(), speed
+        return str(self._tokenizer.decode(ids[:cut], skip_special_tokens=True)).strip(), ANSWER_TOKENS / seconds
 
     def _judged(self, answer: str) -> dict[str, Any]:
         needle = self._task.needle

@@ -53,11 +53,7 @@ def make_task(
     """
     asked = _ids(tokenizer, chat_parts(tokenizer, "", needle.question)[1]) if needle is not None else None
     after = max(continuation, _length(asked) + ANSWER_TOKENS) if asked is not None else continuation + ANSWER_TOKENS
-    if longest is not None and tokens + after > longest:
-        raise KeepsetError(
-            f"{tokens} tokens of prompt and {after} after it do not fit the model's context of "
-            f"{longest}: ask for fewer tokens."
-        )
+    check_fits(tokens, after, longest)
     body = _ids(tokenizer, text)
     around = _length(_ids(tokenizer, _wrap(tokenizer, "", needle)))
     if tokens <= around:
@@ -80,6 +76,19 @@ def make_task(
         question=asked,
         needle=needle,
     )
+
+
+def check_fits(tokens: int, after: int, longest: int | None) -> None:
+    """Refuses more tokens than the model's context holds; `longest` is None where it says nothing.
+
+    Raises:
+        KeepsetError: says how many there are.
+    """
+    if longest is not None and tokens + after > longest:
+        raise KeepsetError(
+            f"{tokens} tokens of prompt and {after} after it do not fit the model's context of "
+            f"{longest}: ask for fewer tokens."
+        )
 
 
 ANSWER_TOKENS = 12

@@ -38,20 +38,24 @@ const ran = rows.filter((row) => !failed(row));
 const full = comparison.full ?? {};
 const needle = comparison.needle ?? null;
 const fullBytes = full.kv_bytes ?? ran[0]?.kv_bytes_full ?? null;
+const decoding = finite(comparison.drift_tokens);
 const fullPrefill = full.prefill_seconds ?? ran[0]?.prefill_seconds_full ?? null;
 
 function header() {
   const predicted = comparison.continuation_tokens;
   document.title = `keepset compare: ${comparison.model}`;
   id("model").textContent = comparison.model;
-  id("lead").textContent =
-    `Each recipe keeps part of the model’s KV cache after a prompt of ${integer(comparison.tokens)} tokens. ` +
-    `Its predictions ${predicted ? `over the next ${integer(predicted)} tokens ` : ""}` +
-    "are compared with those of the full cache on the same text.";
+  id("lead").textContent = decoding
+    ? `A text of ${integer(predicted)} tokens follows a prompt of ${integer(comparison.tokens)}, fed as if decoded. ` +
+      "Each recipe compresses the model’s KV cache again and again on the way. Its predictions after its first " +
+      "compression are compared with those of the full cache; bytes are means over the same tokens."
+    : `Each recipe keeps part of the model’s KV cache after a prompt of ${integer(comparison.tokens)} tokens. ` +
+      `Its predictions ${predicted ? `over the next ${integer(predicted)} tokens ` : ""}` +
+      "are compared with those of the full cache on the same text.";
   const lost = rows.length - ran.length;
   const facts = [
     ["Recipes", lost ? `${rows.length}, of which ${lost} failed` : `${rows.length}`],
-    ["Full KV cache", bytes(fullBytes)],
+    [decoding ? "Full KV cache: mean" : "Full KV cache", bytes(fullBytes)],
     ["Full cache: prefill", fullPrefill === null ? null : `${seconds(fullPrefill)} s`],
     ["Full cache: decode", finite(full.decode_tokens_per_second) ? `${rate(full.decode_tokens_per_second)} tokens/s` : null],
     ["Full cache: NLL", finite(full.nll) ? `${number(full.nll).toFixed(4)} nats/token` : null],
@@ -129,26 +133,74 @@ function traces() {
   return { result, clipped: log && positive.length < plotted.length };
 }
 
-function draw() {
-  const { result, clipped } = traces();
-  const { axis, log, tickformat, note } = METRICS[metric];
-  const font = { family: getComputedStyle(document.body).fontFamily, size: 13, color: css("--ink") };
-  const grid = { gridcolor: css("--line"), linecolor: css("--line"), zerolinecolor: css("--muted"), automargin: true };
+const font = () => ({ family: getComputedStyle(document.body).fontFamily, size: 13, color: css("--ink") });
+const axis = (text, more) => ({
+  gridcolor: css("--line"), linecolor: css("--line"), zerolinecolor: css("--muted"), automargin: true,
+  title: { text, font: font() }, ...more,
+});
+const logarithmic = () => ({
+  type: "log", zeroline: false, dtick: 1, tickformat: "~g", minor: { dtick: "D1", showgrid: true, gridcolor: css("--panel") },
+});
+
+function react(box, data, xaxis, yaxis) {
   const layout = {
     paper_bgcolor: "transparent", plot_bgcolor: "transparent", showlegend: false, hovermode: "closest",
-    font,
+    font: font(),
     margin: { l: 8, r: 12, t: 12, b: 8 },
     // A finger scrolls the page; a mouse may zoom.
     dragmode: matchMedia("(pointer: fine)").matches ? "zoom" : false,
-    hoverlabel: { bgcolor: css("--page"), bordercolor: css("--muted"), align: "left", font },
-    xaxis: { ...grid, title: { text: "KV cache bytes, share of the full cache", font }, tickformat: ".0%", rangemode: "tozero", zeroline: false, uirevision: "x" },
-    yaxis: {
-      ...grid, title: { text: axis, font }, type: log ? "log" : "linear", tickformat, uirevision: metric, zeroline: !log,
-      ...(log ? { dtick: 1, tickformat: "~g", minor: { dtick: "D1", showgrid: true, gridcolor: css("--panel") } } : {}),
-    },
+    hoverlabel: { bgcolor: css("--page"), bordercolor: css("--muted"), align: "left", font: font() },
+    xaxis, yaxis,
   };
-  id("plot-note").textContent = note + (clipped ? " Hollow markers: no measurable divergence, drawn at the axis’s lower end." : "");
-  Plotly.react(id("plot"), result, layout, { displayModeBar: false, responsive: true });
+  Plotly.react(id(box), data, layout, { displayModeBar: false, responsive: true });
+}
+
+function draw() {
+  const { result, clipped } = traces();
+  const { axis: title, log, tickformat, note } = METRICS[metric];
+  id("plot-note").textContent = note + (clipped ? ` ${HOLLOW}` : "");
+  react("plot", result,
+    axis("KV cache bytes, share of the full cache", { tickformat: ".0%", rangemode: "tozero", zeroline: false, uirevision: "x" }),
+    axis(title, { type: "linear", tickformat, uirevision: metric, ...(log ? logarithmic() : {}) }));
+  if (drifting.length) drawDrift();
+}
+
+// ---- drift: KL of one part of the text after another, a line per recipe
+
+const HOLLOW = "Hollow markers: no measurable divergence, drawn at the axis’s lower end.";
+const DASHES = ["solid", "dash", "dot", "dashdot"];
+const drifting = decoding ? ran.filter((row) => Array.isArray(row.kl_drift)) : [];
+
+function drawDrift() {
+  const positive = drifting.flatMap((row) => row.kl_drift.map(number)).filter((value) => value > 0);
+  const floor = positive.length ? Math.min(...positive) / 4 : 1e-6;
+  const size = comparison.drift_tokens;
+  const seen = new Map();
+  const lines = drifting.map((row) => {
+    const i = methods.indexOf(methodOf(row));
+    const place = seen.get(i) ?? 0;
+    seen.set(i, place + 1);
+    const values = row.kl_drift.map(number);
+    const colour = css(`--c${i % COLOURS}`);
+    const symbol = SYMBOLS[i % SYMBOLS.length][0];
+    const end = (part) => Math.min((part + 1) * size, comparison.continuation_tokens);
+    return {
+      type: "scatter", mode: "lines+markers", name: label(row.recipe), visible: !hiddenMethods.has(methodOf(row)),
+      x: values.map((_, part) => end(part)),
+      y: values.map((value) => (value > 0 ? value : value <= 0 ? floor : null)),
+      hovertext: values.map((value, part) =>
+        `${wrapped(row.recipe)}<br>KL ${divergence(value)} nats<br>tokens ${integer(part * size)} to ${integer(end(part))}`),
+      hoverinfo: "text",
+      line: { color: colour, width: 1.75, dash: DASHES[place % DASHES.length] },
+      marker: { color: colour, size: 8, symbol: values.map((value) => symbol + (value > 0 ? "" : "-open")) },
+    };
+  });
+  id("drift-note").textContent =
+    `Mean KL(full ‖ compressed) of every ${integer(size)} tokens after the prompt, one line per recipe; ` +
+    `budgets of one method differ in their dashes.${drifting.some((row) => row.kl_drift.some((value) => number(value) <= 0)) ? ` ${HOLLOW}` : ""}`;
+  react("drift-plot", lines,
+    axis("Tokens after the prompt", { rangemode: "tozero", zeroline: false }),
+    axis("KL divergence, nats (log scale)", logarithmic()));
 }
 
 function plot() {
@@ -170,6 +222,7 @@ function plot() {
     });
     id("methods").append(button);
   }
+  id("drift").hidden = !drifting.length;
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
   draw();
 }
@@ -188,6 +241,7 @@ const COLUMNS = [
   ["Recipe", (row) => row.recipe, null, null, "recipe"],
   ["Entries\nkept", (row) => number(row.keep), percent, 1],
   ["KV cache\nbytes", (row) => number(row.kv_bytes), bytes, fullBytes],
+  ...(decoding ? [["KV peak\nbytes", (row) => number(row.kv_bytes_peak), bytes, full.kv_bytes_peak]] : []),
   ["KV cache\nof full", ofFull, percent, 1],
   ["KL\nnats", (row) => number(row.kl), divergence, 0],
   ["NLL delta\nnats", (row) => number(row.nll_delta), signed, 0],

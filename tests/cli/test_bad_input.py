@@ -116,6 +116,12 @@ def test_generate(run: Run, words: list[str], because: str) -> None:
         (["--question", " ", "--answer", "So."], "--question is empty"),
         (["--question", "Why?", "--answer", ""], "--answer is empty"),
         (["--question", "Why\udcff?", "--answer", "So."], "--question is not UTF-8"),
+        (["--every", "8"], "give --decode too"),
+        (["--generate", "8"], "give --decode too"),
+        (["--decode", "--every", "0"], "--every 0 is not a number of tokens"),
+        (["--decode", "--generate", "0"], "--generate 0 is not a number of tokens"),
+        (["--decode", "--generate", "8"], "give one of them"),
+        (["--decode", "--question", "Why?", "--answer", "So."], "leave --question and --answer out"),
     ],
 )
 def test_compare(run: Run, words: list[str], because: str) -> None:
@@ -206,3 +212,19 @@ def test_words_that_are_no_command(run: Run, words: list[str]) -> None:
     done = run(*words)
     assert (done.code, done.out) == (2, "")
     assert "Usage: " in done.err and "Traceback" not in done.err
+
+
+@pytest.mark.usefixtures("tiny", "text")
+def test_more_to_generate_than_the_model_holds(run: Run) -> None:
+    check_refused(
+        run,
+        "compare",
+        "--decode",
+        "--text",
+        "text",
+        "--tokens",
+        "100",
+        "--generate",
+        "5000",
+        because="100 tokens of prompt and 5012 after it do not fit the model's context of 2048",
+    )

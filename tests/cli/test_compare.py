@@ -167,6 +167,62 @@ def test_demo(run: Run, tmp_path: Path) -> None:
     assert (tmp_path / "keepset-demo.html").is_file()
 
 
+# --- decoding
+
+DECODE = ("compare", "--decode", "--text", "text", "--tokens", "100", "--recipes", "tova, knorm(keep=30, every=7)")
+
+
+def test_decode_json(run: Run) -> None:
+    done = run(*DECODE, "--continuation", "300", "--keeps", "20,40", "--every", "16", "--json")
+    assert (done.code, done.err) == (0, "")
+    comparison = load(done.out)
+    assert list(comparison) == ["model", "tokens", "continuation_tokens", "drift_tokens", "needle", "full", "rows"]
+    assert (comparison["tokens"], comparison["continuation_tokens"], comparison["drift_tokens"]) == (100, 300, 256)
+    assert types(comparison["full"]) == {**FULL, "kv_bytes_peak": int}
+    assert comparison["full"]["kv_bytes_peak"] == 400 * KEYS_AND_VALUES
+    recipes = ["tova(keep=20, every=16)", "tova(keep=40, every=16)", "knorm(keep=30, every=7)"]
+    assert [row["recipe"] for row in comparison["rows"]] == recipes
+    for row, keep, every in zip(comparison["rows"], (20, 40, 30), (16, 16, 7), strict=True):
+        assert types(row) == {**ROW, "kv_bytes_peak": int, "kl_drift": list}
+        assert row["keep"] == (keep + 300 % every) / 400
+        assert row["kv_bytes"] <= row["kv_bytes_peak"] < (keep + every + 64) * (KEYS_AND_VALUES + POSITIONS)
+        assert row["kv_bytes_full"] == comparison["full"]["kv_bytes"]
+        assert len(row["kl_drift"]) == 2 and min(row["kl_drift"]) > 1e-6
+
+
+def test_decode_table_and_report(run: Run, tmp_path: Path) -> None:
+    done = run(*DECODE, "--continuation", "80", "--keeps", "0.5,20", "--html", "page.html")
+    assert (done.code, done.err) == (1, "report: page.html\n")
+    header = done.out.splitlines()[2]
+    assert header.split() == ["recipe", "kept", "MB", "peak", "MB", "KL", "top-1", "prefill", "tok/s"]
+    assert "tova(keep=20, every=64) " in done.out and "use a whole number of entries" in done.out
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "kl_drift" in page and "knorm(keep=30, every=7)" in page
+
+
+def test_decode_what_the_model_generated(run: Run, tiny: Any) -> None:
+    import torch
+
+    model, tokenizer = tiny
+    done = run(*DECODE, "--generate", "40", "--keeps", "4096", "--json")
+    assert done.code == 0
+    comparison = load(done.out)
+    assert (comparison["tokens"], comparison["continuation_tokens"]) == (100, 40)
+    ids = tokenizer(Path("text").read_text(), add_special_tokens=True, return_tensors="pt")["input_ids"][:, :100]
+    said = model.generate(ids, do_sample=False, max_new_tokens=40, min_new_tokens=40)
+    with torch.no_grad():
+        logits = model(said).logits[0, 100:-1]
+    nll = torch.nn.functional.cross_entropy(logits, said[0, 101:])
+    assert comparison["full"]["nll"] == pytest.approx(float(nll), abs=1e-4)
+    assert comparison["rows"][0]["kl"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_decode_runs_what_it_chooses_itself(run: Run) -> None:
+    done = run("compare", "--decode", "--tokens", "100", "--continuation", "70", "--json")
+    assert done.code == 0
+    assert [row["keep"] < 0.8 for row in load(done.out)["rows"]].count(True) == 8  # Of 170 tokens 128, and all.
+
+
 # --- Ctrl-C
 
 

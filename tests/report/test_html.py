@@ -377,6 +377,34 @@ def test_metric_switches_the_plot(page: Any) -> None:
 
 
 @browser_test
+def test_drift_has_a_line_per_recipe(load: Any) -> None:
+    compared = comparison()
+    compared |= {"drift_tokens": 256, "continuation_tokens": 600}
+    ran = [item for item in compared["rows"] if "kl" in item]
+    for i, item in enumerate(ran):
+        item["kl_drift"], item["kv_bytes_peak"] = [0.1 * (i + 1), 0.0, float("nan")], 2_000_000
+    page = load(html.render(compared, TOKENS, masks()))
+    page.wait_for_selector("#drift-plot .point")
+    lines = page.evaluate("document.getElementById('drift-plot').data.map(t => [t.x, t.y, t.visible, t.line.dash])")
+    assert len(lines) == len(ran)
+    assert [dash for *_, dash in lines if dash != "solid"] == ["dash", "dot"]  # The three budgets of tova.
+    for i, (x, y, visible, _) in enumerate(lines):
+        assert x == [256, 512, 600] and visible is True
+        assert y == [pytest.approx(0.1 * (i + 1)), pytest.approx(0.025), None]
+    assert "of every 256 tokens" in page.locator("#drift-note").text_content()
+    assert "600 tokens follows a prompt" in page.locator("#lead").text_content()
+    page.locator("#methods button", has_text="tova").click()
+    shown = page.evaluate("document.getElementById('drift-plot').data.map(t => t.visible)")
+    assert shown.count(False) == 3
+    assert "1.91 MiB" in page.locator("#rows .results tr").first.text_content()
+
+
+@browser_test
+def test_without_decoding_there_is_no_drift(page: Any) -> None:
+    assert page.locator("#drift").is_hidden()
+
+
+@browser_test
 def test_plot_labels_are_text(page: Any) -> None:
     index = page.evaluate("document.getElementById('plot').data.findIndex(t => t.hovertext[0].includes('onerror'))")
     page.locator("#plot .trace").nth(index).locator(".point").first.hover(force=True)

@@ -1,0 +1,220 @@
+"""A long text token by token: recipes that compress while decoding, beside the full cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers import DynamicCache
+
+from keepset.errors import KeepsetError
+from keepset.evaluate.compare import Comparison, Row, grid
+from keepset.evaluate.greedy import greedy
+from keepset.evaluate.task import ANSWER_TOKENS
+from keepset.hf.cache import Cache
+from keepset.hf.store import SLACK
+from keepset.recipe import Recipe
+
+if TYPE_CHECKING:
+    import transformers
+
+DRIFT_TOKENS = 256
+"""Tokens of the text for one figure of the drift."""
+
+
+def pieces(tokens: int, every: int | None) -> list[slice]:
+    """Parts of the text after the prompt that may be fed at once, as if token by token.
+
+    They end at each event and one token before it, where a cache is largest, and are no longer than what a store
+    grows by, so that a cache allocates what it would for single tokens.
+    """
+    every = every or tokens
+    ends = {
+        min(start + offset, tokens)
+        for start in range(0, tokens, every)
+        for offset in (*range(SLACK, every, SLACK), every - 1, every)
+    }
+    return [slice(start, stop) for start, stop in pairwise(sorted({0, *ends}))]
+
+
+def scheduled(recipes: Sequence[Recipe], keeps: Sequence[int | float], every: int) -> list[Recipe | Row]:
+    """`grid` of recipes that compress after every so many tokens where they do not say when themselves."""
+    cells: list[Recipe | Row] = []
+    for recipe in recipes:
+        try:
+            schedule = replace(recipe.schedule, every=recipe.schedule.every or every)
+            cells += grid([replace(recipe, schedule=schedule)], keeps)
+        except KeepsetError as error:
+            cells.append(Row(str(recipe), str(recipe.without_budget()), error=str(error)))
+    return cells
+
+
+def generated(
+    model: transformers.PreTrainedModel,
+    prompt: Int[Tensor, "1 tokens"],
+    count: int,
+    on_token: Callable[[], None] = lambda: None,
+) -> Int[Tensor, "1 n"]:
+    """What the full cache says after the prompt, greedily, ends of text included."""
+    ids, _ = greedy(model, DynamicCache(config=model.config), prompt, count, on_token)
+    return torch.tensor([ids], device=prompt.device)
+
+
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """One cache that the text went through: logits after each token of it, and bytes held then."""
+
+    logits: Float[Tensor, "n vocabulary"]
+    nbytes: list[int]
+    prefill_seconds: float
+
+    def mean_bytes(self, counted: slice) -> int:
+        """Over the counted tokens."""
+        held = self.nbytes[counted]
+        return round(sum(held) / len(held))
+
+
+class DecodeComparer:
+    """Measures recipes against the full cache while a prompt and the text after it pass through both.
+
+    Figures are those of the tokens after the recipe's first event: what came before could not differ.
+
+    Attributes:
+        comparison: its rows' `keep` and `kept` are what a cache holds at the end, of all tokens; `kv_bytes` is the
+            mean of what it holds after each token, all queries that its piece recorded for an event included.
+    """
+
+    def __init__(
+        self,
+        model: transformers.PreTrainedModel,
+        prompt: Int[Tensor, "1 tokens"],
+        text: Int[Tensor, "1 n"],
+        name: str,
+    ) -> None:
+        self._model, self._prompt, self._text = model, prompt, text
+        with torch.no_grad():
+            model(prompt[:, :64])  # Cold caches, thread pools and allocators would be booked on the first prefill.
+        full = DynamicCache(config=model.config)
+        self._full = self._feed(full, lambda: _nbytes(full), None)
+        before, n = prompt.shape[1], text.shape[1]
+        per_token = _nbytes(full) / (before + n)
+        self._full = replace(self._full, nbytes=[round(per_token * (before + i)) for i in range(1, n + 1)])
+        self.comparison = Comparison(
+            model=name,
+            tokens=before,
+            continuation_tokens=n,
+            question=None,
+            expected_answer=None,
+            full={
+                "kv_bytes": self._full.mean_bytes(slice(n)),
+                "kv_bytes_peak": max(self._full.nbytes),
+                "nll": float(_nll(self._full.logits, text[0]).mean()) if n > 1 else 0.0,
+                "prefill_seconds": self._full.prefill_seconds,
+                "decode_tokens_per_second": self._speed(full, self._full),
+            },
+            drift_tokens=DRIFT_TOKENS,
+        )
+
+    def run(self, cells: Sequence[Recipe | Row]) -> Iterator[Row]:
+        """Measures recipes, one row each; rows that are there already (failed ones) take their place."""
+        for cell in cells:
+            row, kept = (cell, None) if isinstance(cell, Row) else self._row(cell)
+            self.comparison.rows.append(row)
+            self.comparison.kept.append(kept)
+            yield row
+
+    def _row(self, recipe: Recipe) -> tuple[Row, Bool[Tensor, "layers kv_heads tokens"] | None]:
+        names: dict[str, Any] = {"recipe": str(recipe), "method": str(recipe.without_budget())}
+        try:
+            cache = Cache(self._model, recipe)
+            run = self._feed(cache, lambda: cache.nbytes, recipe.schedule.every)
+            counted = self._counted(cache)
+        except KeepsetError as error:
+            return Row(**names, error=str(error)), None
+        full = self._full
+        kl = _kl(full.logits, run.logits)
+        nll = (_nll(run.logits, self._text[0]) - _nll(full.logits, self._text[0]))[counted]
+        same = run.logits.argmax(-1) == full.logits.argmax(-1)
+        kept = _held(cache, self._prompt.shape[1] + self._text.shape[1])
+        row = Row(
+            **names,
+            keep=float(kept.double().mean()),
+            kv_bytes=run.mean_bytes(counted),
+            kv_bytes_peak=max(run.nbytes[counted]),
+            kv_bytes_full=full.mean_bytes(counted),
+            kl=float(kl[counted].mean()),
+            kl_drift=[float(part.mean()) for part in kl.split(DRIFT_TOKENS)],
+            nll_delta=float(nll.mean()) if nll.numel() else 0.0,
+            top1=float(same[counted].double().mean()),
+            prefill_seconds=run.prefill_seconds,
+            prefill_seconds_full=full.prefill_seconds,
+            select_seconds=sum(event.seconds for event in cache.events),
+        )
+        return replace(row, decode_tokens_per_second=self._speed(cache, run)), kept
+
+    def _counted(self, cache: Cache) -> slice:
+        """The tokens after the first event, as indices into the text after the prompt."""
+        n = self._text.shape[1]
+        first = cache.events[0].length - self._prompt.shape[1] if cache.events else n
+        if first >= n:
+            raise KeepsetError(
+                f"{cache.recipe} compresses nothing before the last of {n} tokens: let more tokens follow the prompt."
+            )
+        return slice(first, None)
+
+    def _speed(self, cache: Any, run: _Run) -> float:
+        """Tokens per second at the end of the text, one at a time."""
+        _, seconds = greedy(self._model, cache, run.logits[-1].argmax()[None, None], ANSWER_TOKENS)
+        return ANSWER_TOKENS / seconds
+
+    @torch.no_grad()
+    def _feed(self, cache: Any, nbytes: Callable[[], int], every: int | None) -> _Run:
+        start = time.perf_counter()
+        self._model(self._prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        prefill_seconds = time.perf_counter() - start
+        logits: list[Tensor] = []
+        held: list[int] = []
+        for piece in pieces(self._text.shape[1], every):
+            ids = self._text[:, piece]
+            logits.append(self._model(ids, past_key_values=cache, use_cache=True).logits[0])
+            held += [nbytes()] * ids.shape[1]
+        return _Run(torch.cat(logits), held, prefill_seconds)
+
+
+def _held(cache: Cache, length: int) -> Bool[Tensor, "layers kv_heads tokens"]:
+    """What the newest event kept, and all that came after it."""
+    keep_set, since = cache.keep_set, cache.events[-1].length
+    assert keep_set is not None
+    kept = torch.stack([keep_set.layer(index).mask(length)[0] for index in keep_set.layers])
+    kept[..., since:] = True
+    return kept
+
+
+def _nbytes(cache: DynamicCache) -> int:
+    """Bytes of a plain cache's keys and values."""
+    held = (getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values"))
+    return sum(tensor.nbytes for tensor in held if isinstance(tensor, Tensor))
+
+
+def _kl(full: Float[Tensor, "n vocabulary"], other: Float[Tensor, "n vocabulary"]) -> Float[Tensor, " n"]:
+    """KL(full || other) after every token, in parts: the vocabulary is large."""
+    parts = zip(full.split(DRIFT_TOKENS), other.split(DRIFT_TOKENS), strict=True)
+    return torch.cat(
+        [
+            F.kl_div(b.float().log_softmax(-1), a.float().log_softmax(-1), log_target=True, reduction="none").sum(-1)
+            for a, b in parts
+        ]
+    )
+
+
+def _nll(logits: Float[Tensor, "n vocabulary"], tokens: Int[Tensor, " n"]) -> Float[Tensor, " n_less_one"]:
+    """Of every token but the first, which the prompt's own logits predict."""
+    parts = zip(logits[:-1].split(DRIFT_TOKENS), tokens[1:].split(DRIFT_TOKENS), strict=True)
+    return torch.cat([F.cross_entropy(a.float(), b, reduction="none") for a, b in parts])
