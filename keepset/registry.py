@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from keepset.allocate.adakv import AdaKV
+from keepset.allocate.ams import AMS
 from keepset.allocate.chunkkv import ChunkKV
 from keepset.allocate.pyramid import Pyramid
 from keepset.allocate.uniform import Uniform
@@ -47,6 +48,7 @@ _methods: dict[str, type[Method]] = {
         Pyramid,
         ChunkKV,
         AdaKV,
+        AMS,
     )
 }
 

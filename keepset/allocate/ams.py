@@ -1,0 +1,183 @@
+"""AMS: quotas for regions, so that none of them is wiped out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from keepset.allocate import segments
+from keepset.budget import Budget
+from keepset.errors import KeepsetError
+from keepset.method import Allocator, Method, parameter
+from keepset.observation import Needs, Observation
+from keepset.select import top_mask
+
+_EPSILON = 1e-12
+
+
+class Segments(NamedTuple):
+    """What AMS makes of one layer at an event.
+
+    Attributes:
+        mass: of every entry, 1 in sum over a head; 0 at holes.
+        segment: of every entry, counted from 0.
+        quotas: entries that every segment keeps; segments that do not exist keep none.
+    """
+
+    mass: Float[Tensor, "batch kv_heads entries"]
+    segment: Int[Tensor, "batch kv_heads entries"]
+    quotas: Int[Tensor, "batch kv_heads segments"]
+
+
+@dataclass(frozen=True)
+class AMS(Allocator):
+    """Cuts each head's text into segments of equal attention mass and gives each a quota (Yang and Shen 2026).
+
+    Adaptive Mass-Segmented compression, algorithm 1 with the values of table 15. What the last `window` queries
+    attend to (mean over them and the query group, average-pooled over `kernel` entries; the window's own entries
+    count as much as the best of the others) is a head's mass, eq. 1. An entry's mass is mixed with its credit, the
+    moving average over the events that it has lived through; one that is new starts with its mass. The text is cut
+    where every further `segment_mass` is full; segments keep `min_quota` entries and of the rest what is in
+    proportion to their mass; inside a segment the best by the scorer stay. Sinks and recent suffix count towards
+    their segments' quotas; where those and the minima do not fit, the suffix shrinks, then segments of least mass
+    lose their minimum, never the sinks.
+
+    Where the authors' program differs the text decides: masses are of each request and head alone, cuts include the
+    entry that fills a segment, and what a segment cannot take is shared in proportion to mass. The text names no
+    pooling width and no length of the suffix; 5 and 32 are the program's.
+
+    Switches of table 7: `weighted=False` divides by length instead of mass, `credit=False` takes each event's mass
+    alone, `adaptive=False` cuts every 128 entries, `segmented=False` is one top-k per head.
+    """
+
+    name: ClassVar[str] = "ams"
+    paper: ClassVar[str] = "Adaptive Mass-Segmented KV Compression for Long-Form Reasoning (2026)"
+
+    window: int = parameter(128, minimum=1)
+    kernel: int = parameter(5, minimum=1)
+    segment_mass: float = parameter(0.1, minimum=1e-4, maximum=1.0)
+    min_segment: int = parameter(16, minimum=1)
+    max_segment: int = parameter(256, minimum=2)
+    min_quota: int = parameter(1, minimum=0)
+    decay: float = parameter(0.9, minimum=0.0, maximum=1.0)
+    mix: float = parameter(0.9, minimum=0.0, maximum=1.0)
+    weighted: bool = parameter(True)
+    credit: bool = parameter(True)
+    adaptive: bool = parameter(True)
+    segmented: bool = parameter(True)
+
+    FIXED_LENGTH: ClassVar[int] = 128
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kernel % 2 == 0:
+            raise KeepsetError(f"ams: kernel={self.kernel} has no middle: use an odd number.")
+        if self.max_segment < 2 * self.min_segment:
+            raise KeepsetError(
+                f"ams: max_segment={self.max_segment} is less than twice min_segment={self.min_segment}, "
+                "so that a segment could be too long to stay and too short to divide: raise it."
+            )
+        scorer: Method | None = self.scorer
+        while scorer is not None:
+            if type(scorer).choose not in (Method.choose, Allocator.choose):
+                raise KeepsetError(
+                    f"ams chooses inside each segment, so it cannot wrap {scorer.name}, which chooses too: wrap a "
+                    f"scorer, as in ams(tova), and put ams inside, as in {scorer.name}(ams(tova)), if you want both."
+                )
+            scorer = getattr(scorer, "scorer", None)
+
+    @property
+    def needs(self) -> Needs:
+        """The window's queries, and what the scorer needs."""
+        return self.scorer.needs | Needs(window=self.window if self._uses_mass else 0)
+
+    @property
+    def sinks(self) -> int:
+        """Four, as in table 15."""
+        return max(4, self.scorer.sinks)
+
+    @property
+    def recent(self) -> int:
+        """The suffix."""
+        return max(32, self.scorer.recent)
+
+    @property
+    def _uses_mass(self) -> bool:
+        return self.segmented and (self.weighted or self.adaptive)
+
+    def choose(
+        self,
+        observation: Observation,
+        budget: Budget,
+        ranked: Float[Tensor, "batch kv_heads entries"],
+        quotas: Int[Tensor, "batch kv_heads"],
+    ) -> Bool[Tensor, "batch kv_heads entries"]:
+        """The best entries of every segment."""
+        if not self.segmented:
+            return top_mask(ranked, quotas)
+        mass, credit = self._mass(observation)
+        if credit is not None:
+            # Where all may stay there was no event.
+            eventful = (quotas < observation.valid.sum(-1))[..., None]
+            before = observation.state.get("credit")
+            observation.state["credit"] = credit.where(eventful, 0.0 if before is None else before)
+        segment, parts = self._divided(observation, budget, mass, quotas)
+        return segments.top_of_segments(ranked, segment, parts)
+
+    def segments(self, observation: Observation, budget: Budget) -> Segments:
+        """Mass, segments and quotas at this event, for who wants to look at them; nothing is changed."""
+        mass, _ = self._mass(observation)
+        return Segments(mass, *self._divided(observation, budget, mass, self.quotas(observation, budget)))
+
+    def _mass(
+        self, observation: Observation
+    ) -> tuple[Float[Tensor, "batch kv_heads entries"], Float[Tensor, "batch kv_heads entries"] | None]:
+        """The mass that counts, and the entries' new credit."""
+        valid = observation.valid
+        if not self._uses_mass:
+            return _distribution(valid.float()), None
+        mass = _distribution((self._usage(observation).clamp(min=0) + _EPSILON).masked_fill(~valid, 0.0))
+        if not self.credit:
+            return mass, None
+        before = observation.state.get("credit")
+        credit = mass if before is None else (self.decay * before + (1 - self.decay) * mass).where(before > 0, mass)
+        return _distribution(self.mix * mass + (1 - self.mix) * _distribution(credit)), credit
+
+    def _usage(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+        received = observation.by_query_group(observation.window_usage(self.window)).mean(2) / self.window
+        own = observation.positions >= observation.lengths[:, None, None] - self.window
+        received = received.nan_to_num(0.0, 0.0, 0.0).masked_fill(own | ~observation.valid, 0.0)
+        pooled = F.avg_pool1d(received, self.kernel, stride=1, padding=self.kernel // 2)
+        best = pooled.masked_fill(own | ~observation.valid, 0.0).amax(-1, keepdim=True)
+        return best.where(own, pooled)
+
+    def _divided(
+        self,
+        observation: Observation,
+        budget: Budget,
+        mass: Float[Tensor, "batch kv_heads entries"],
+        quotas: Int[Tensor, "batch kv_heads"],
+    ) -> tuple[Int[Tensor, "batch kv_heads entries"], Int[Tensor, "batch kv_heads segments"]]:
+        """Segments and their quotas."""
+        valid = observation.valid
+        if self.adaptive:
+            segment, number = segments.cut_by_mass(mass, valid, self.segment_mass, self.min_segment, self.max_segment)
+        else:
+            segment, number = segments.cut_by_length(valid, self.FIXED_LENGTH)
+        length = segments.sums(valid, segment, number)
+        minimum = length.clamp(max=self.min_quota)
+        sinks = budget.is_sink(observation) & valid
+        sinks &= sinks.cumsum(-1) <= quotas[..., None]
+        room = quotas - sinks.sum(-1) - minimum.sum(-1).long()
+        newest = observation.lengths[:, None] - room.clamp(min=0, max=budget.recent)
+        fixed = sinks | ((observation.positions >= newest[..., None]) & valid)
+        weight = segments.sums(mass, segment, number) if self.weighted else length
+        return segment, segments.divide(quotas, weight, length, minimum, segments.sums(fixed, segment, number))
+
+
+def _distribution(values: Float[Tensor, "batch kv_heads entries"]) -> Float[Tensor, "batch kv_heads entries"]:
+    return values / values.sum(-1, keepdim=True).clamp(min=_EPSILON**2)

@@ -1,0 +1,175 @@
+"""Segments of a text: where to cut it by mass, and how to divide a head's quota among the pieces.
+
+All of it for every request and KV head at once: no loop over heads or segments, nothing that waits for a device.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from keepset.select import round_to_total
+
+
+def cut_by_mass(
+    mass: Float[Tensor, "batch kv_heads entries"],
+    valid: Bool[Tensor, "batch kv_heads entries"],
+    share: float,
+    shortest: int,
+    longest: int,
+) -> tuple[Int[Tensor, "batch kv_heads entries"], int]:
+    """The segment of every entry, and a bound on their number.
+
+    A head is cut wherever another `share` of its mass is full, behind the entry that fills it. Then a segment that is
+    shorter than `shortest` is joined with the next one (the last with the one before), and one that is longer than
+    `longest` is divided into as few equal parts as it takes; as long as `longest` is twice `shortest` or more, all
+    segments of longer texts are within these lengths. AMS, section 3.3 and algorithm 1, lines 13 to 23.
+    """
+    order = valid.cumsum(-1)
+    count = order[..., -1:]
+    filled = mass.double().cumsum(-1)
+    thresholds = share * torch.arange(1, ceil(1 / share - 1e-9), device=mass.device, dtype=torch.double)
+    entry = torch.searchsorted(filled, thresholds.expand(*filled.shape[:-1], -1).contiguous())
+    cuts = order.gather(-1, entry.clamp(max=mass.shape[-1] - 1))
+    cuts = _far_enough(cuts, count, shortest)
+    # Of the entries in order: those cuts that do not exist lie behind them all.
+    begins = torch.cat([torch.zeros_like(count), cuts], -1)
+    lengths = torch.cat([cuts, count], -1) - begins
+    parts = (lengths + longest - 1) // longest
+    before = parts.cumsum(-1) - parts
+    place = (order - 1).clamp(min=0)
+    raw = torch.searchsorted(cuts, place, right=True)
+    offset, length, part = place - begins.gather(-1, raw), lengths.gather(-1, raw), parts.gather(-1, raw)
+    # Part j of n begins at floor(j * length / n), so an entry is in part ceil((offset + 1) * n / length) - 1.
+    inside = ((offset + 1) * part + length - 1) // length.clamp(min=1) - 1
+    return before.gather(-1, raw) + inside.clamp(min=0), thresholds.numel() + 1 + mass.shape[-1] // longest
+
+
+def cut_by_length(
+    valid: Bool[Tensor, "batch kv_heads entries"], length: int
+) -> tuple[Int[Tensor, "batch kv_heads entries"], int]:
+    """The same for segments of a fixed length."""
+    return (valid.cumsum(-1) - 1).clamp(min=0) // length, -(-valid.shape[-1] // length)
+
+
+def sums(
+    values: Float[Tensor, "batch kv_heads entries"] | Bool[Tensor, "batch kv_heads entries"],
+    segment: Int[Tensor, "batch kv_heads entries"],
+    segments: int,
+) -> Float[Tensor, "batch kv_heads segments"]:
+    """Of every segment."""
+    empty = torch.zeros(*segment.shape[:-1], segments, dtype=torch.double, device=segment.device)
+    return empty.scatter_add(-1, segment, values.double())
+
+
+def divide(
+    quotas: Int[Tensor, "batch kv_heads"],
+    mass: Float[Tensor, "batch kv_heads segments"],
+    length: Float[Tensor, "batch kv_heads segments"],
+    minimum: Float[Tensor, "batch kv_heads segments"],
+    fixed: Float[Tensor, "batch kv_heads segments"],
+) -> Int[Tensor, "batch kv_heads segments"]:
+    """How many entries every segment keeps: exactly `quotas` in sum.
+
+    Every segment gets its `minimum`, and of the rest what is in proportion to its mass, but never less than the
+    `fixed` entries that it has to keep nor more than its `length`. What such a bound takes or gives the others share
+    in the same proportion. Whole numbers next to these shares sum to the quota. Where not even the minima fit, the
+    segments of least mass go without.
+    """
+    total = quotas.double().minimum(length.sum(-1))[..., None]
+    minimum = _affordable(total - fixed.sum(-1, keepdim=True), mass, minimum, fixed)
+    lower = minimum.maximum(fixed)
+    level = _level(total, mass, minimum, lower, length)
+    shares = (minimum + level * mass).clamp(min=lower, max=length)
+    return round_to_total(shares, total[..., 0].long())
+
+
+def top_of_segments(
+    ranked: Float[Tensor, "batch kv_heads entries"],
+    segment: Int[Tensor, "batch kv_heads entries"],
+    quotas: Int[Tensor, "batch kv_heads segments"],
+) -> Bool[Tensor, "batch kv_heads entries"]:
+    """The `quotas` best entries of every segment; of equal ones the later, and of holes (-inf) none.
+
+    One sort of whole numbers, which are in the order of (head, segment, score); floating-point numbers of one sign
+    are in the order of their bits.
+    """
+    heads, entries = ranked.shape[0] * ranked.shape[1], ranked.shape[2]
+    segments = quotas.shape[-1] + 1  # the last one is of the holes
+    bits = (ranked.float() + 0.0).view(torch.int32)
+    rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    mine = segment.where(~ranked.isneginf(), segments - 1).view(heads, entries)
+    mine = mine + torch.arange(heads, device=ranked.device)[:, None] * segments
+    key = (mine << 32) - rising.view(heads, entries)
+    order = torch.sort(key.flip(-1).flatten(), stable=True).indices
+    sizes = torch.zeros(heads * segments, dtype=torch.long, device=ranked.device)
+    sizes.scatter_add_(0, mine.flatten(), torch.ones_like(mine).flatten())
+    until = (sizes.cumsum(0) - sizes).view(heads, segments)
+    until[:, :-1] += quotas.view(heads, -1)
+    sorted_mine = mine.flip(-1).flatten()[order]
+    chosen = torch.arange(heads * entries, device=ranked.device) < until.flatten()[sorted_mine]
+    return torch.zeros_like(chosen).scatter(0, order, chosen).view(ranked.shape).flip(-1)
+
+
+def _far_enough(
+    cuts: Int[Tensor, "batch kv_heads cuts"], count: Int[Tensor, "batch kv_heads 1"], shortest: int
+) -> Int[Tensor, "batch kv_heads cuts"]:
+    """Cuts of which each is `shortest` entries behind the one before, the first that are; the others are `count`.
+
+    From every cut there is one next that is far enough. Which of them the way from the beginning passes is found by
+    doubling its steps.
+    """
+    number = cuts.shape[-1]
+    targets = torch.cat([cuts, torch.zeros_like(count)], -1) + shortest
+    following = torch.searchsorted(cuts, targets.contiguous())
+    step = torch.cat([following[..., :-1], torch.full_like(count, number)], -1)
+    passed = torch.zeros_like(step).scatter(-1, following[..., -1:], 1)
+    for _ in range(number.bit_length()):
+        passed = passed + torch.zeros_like(passed).scatter_add(-1, step, passed)
+        passed = passed.clamp(max=1)
+        step = step.gather(-1, step)
+    real = passed[..., :-1].bool() & (cuts <= count - shortest)
+    return cuts.where(real, count).sort(-1).values
+
+
+def _affordable(
+    rest: Float[Tensor, "batch kv_heads 1"],
+    mass: Float[Tensor, "batch kv_heads segments"],
+    minimum: Float[Tensor, "batch kv_heads segments"],
+    fixed: Float[Tensor, "batch kv_heads segments"],
+) -> Float[Tensor, "batch kv_heads segments"]:
+    """The minima that `rest` pays for, beyond what is fixed, those of most mass first."""
+    order = mass.argsort(dim=-1, descending=True, stable=True)
+    price = (minimum - fixed).clamp(min=0).gather(-1, order)
+    paid = (price.cumsum(-1) <= rest) | (price == 0)
+    return minimum.where(torch.zeros_like(paid).scatter(-1, order, paid), 0.0)
+
+
+def _level(
+    total: Float[Tensor, "batch kv_heads 1"],
+    mass: Float[Tensor, "batch kv_heads segments"],
+    minimum: Float[Tensor, "batch kv_heads segments"],
+    lower: Float[Tensor, "batch kv_heads segments"],
+    upper: Float[Tensor, "batch kv_heads segments"],
+) -> Float[Tensor, "batch kv_heads 1"]:
+    """The factor of the masses for which minimum + factor x mass, between its bounds, sums to `total`.
+
+    The sum rises with the factor in straight pieces, whose ends are where a segment meets one of its bounds.
+    """
+    slope = mass.where(upper > lower, 0.0)
+    unit = mass.clamp(min=1e-300)
+    ends = torch.cat([(lower - minimum) / unit, (upper - minimum) / unit], -1)
+    ends, order = ends.masked_fill(torch.cat([slope, slope], -1) == 0, 0.0).sort(-1)
+    slopes = torch.cat([slope, -slope], -1).gather(-1, order).cumsum(-1)
+    rises = slopes[..., :-1] * ends.diff(dim=-1)
+    start = lower.sum(-1, keepdim=True)
+    heights = torch.cat([start, start + rises.cumsum(-1)], -1)
+    piece = (torch.searchsorted(heights, total, right=True) - 1).clamp(min=0)
+    missing = total - heights.gather(-1, piece)
+    further = (missing / slopes.gather(-1, piece)).nan_to_num(0.0, 0.0, 0.0)
+    # Not beyond the piece's end, where rounding has left a slope that is none.
+    end = ends.gather(-1, (piece + 1).clamp(max=ends.shape[-1] - 1))
+    return (ends.gather(-1, piece) + further.clamp(min=0)).minimum(end)
