@@ -101,9 +101,9 @@ def embedded_folder() -> Path:
 
 def _embedded_statistics() -> Path:
     """The file of the embedded model's statistics, for recipes that name none; made on first use."""
-    from keepset.statistics import VERSION, save
+    from keepset.statistics import FORMAT, save
 
-    path = _home() / f"{_FOLDER}-statistics-{VERSION}.safetensors"
+    path = _home() / f"{_FOLDER}-statistics-{FORMAT}.safetensors"
     if not path.is_file():
         from keepset.calibrate.corpus import default_corpus
         from keepset.calibrate.measure import measure

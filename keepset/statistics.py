@@ -18,8 +18,9 @@ from torch import Tensor
 
 from keepset.errors import KeepsetError
 
-VERSION = "1"
-"""Of the file's format."""
+FORMAT = 1
+"""Of the file; raise it with every change to what is written."""
+_METADATA = "keepset_statistics"
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +77,7 @@ class Statistics:
 
     Attributes:
         layers: by the layer's index in the model.
-        provenance: of what model and text, and by whom; plain JSON.
+        provenance: of what model and texts, and by what version of keepset; plain JSON.
         name: for messages: what the recipe calls them.
     """
 
@@ -140,16 +141,15 @@ def _read(path: Path, modified: int, size: int) -> Statistics:
     refusal = f"{str(path)!r} is no file of keepset calibrate: give one that it has written."
     try:
         with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            version = metadata.get("keepset_statistics")
-            if version is None:
+            written = (file.metadata() or {}).get(_METADATA)
+            if written is None:
                 raise KeepsetError(refusal)
-            if version != VERSION:
+            provenance = json.loads(written)
+            if provenance["format"] != FORMAT:
                 raise KeepsetError(
-                    f"{str(path)!r} has format {version} of statistics, and this keepset reads format {VERSION}: "
-                    "run keepset calibrate again."
+                    f"{str(path)!r} has format {provenance['format']} of statistics, and this keepset reads format "
+                    f"{FORMAT}: run keepset calibrate again."
                 )
-            provenance = json.loads(metadata["provenance"])
             layers = {index: _layer(file, index) for index in provenance["model"]["layers"]}
             if not layers:
                 raise ValueError
@@ -163,7 +163,10 @@ def _read(path: Path, modified: int, size: int) -> Statistics:
 
 
 def _layer(file: Any, index: int) -> LayerStatistics:
-    tensors = {name: file.get_tensor(f"layers.{index}.{name}") for name in FIELDS}
+    places = {name: f"layers.{index}.{name}" for name in FIELDS}
+    if not set(places.values()) <= set(file.keys()):
+        raise ValueError
+    tensors = {name: file.get_tensor(place) for name, place in places.items()}
     (kv_heads, dim), heads = tensors["direction"].shape, tensors["mean"].shape[0]
     shapes = {"direction": (kv_heads, dim), "mean": (heads, dim), "covariance": (heads, dim, dim), "norm": (heads, dim)}
     partner = tensors["partner"]
@@ -188,11 +191,14 @@ def save(statistics: Statistics, path: Path) -> None:
     from safetensors.torch import save_file
 
     tensors = {
-        f"layers.{index}.{name}": getattr(layer, name).contiguous()
+        f"layers.{index}.{name}": getattr(layer, name).clone(
+            memory_format=torch.contiguous_format
+        )  # none may be shared
         for index, layer in statistics.layers.items()
         for name in FIELDS
     }
-    metadata = {"keepset_statistics": VERSION, "provenance": json.dumps(statistics.provenance)}
+    # One entry: of several, safetensors would change the order from file to file.
+    metadata = {_METADATA: json.dumps({"format": FORMAT, **statistics.provenance})}
     unfinished = path.with_name(f"{path.name}.{uuid4().hex}.unfinished")
     try:
         save_file(tensors, unfinished, metadata)

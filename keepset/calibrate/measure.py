@@ -57,6 +57,8 @@ class _Layer:
     def statistics(self) -> LayerStatistics:
         """Of all passages."""
         sums = self._sums
+        if not all(part.isfinite().all() for part in sums.values()):
+            raise KeepsetError("Some of the model's queries are not finite numbers: nothing can be measured of them.")
         mean = sums["queries"] / self.count
         covariance = sums["products"] / self.count - mean[:, :, None] * mean[:, None]
         # The first right singular vector of the queries is the first eigenvector of their products.

@@ -238,7 +238,7 @@ class LayerInput:
         tolerance = 1e-3 if queries.dtype == torch.float32 else 5e-2
 
         def is_plain(queries: Tensor) -> bool:
-            scale = float(plain.abs().max() + 1e-6)
+            scale = float(plain.nan_to_num(0.0, 0.0, 0.0).abs().max() + 1e-6)
             return torch.allclose(queries.float(), plain, rtol=tolerance, atol=tolerance * scale)
 
         try:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from keepset.keep_set import LayerKeepSet
 from keepset.observation import Observation, QueryMoments
+from keepset.statistics import load
 from keepset.vllm.moments import event_moments
 from keepset.vllm.pages import Pages
 from keepset.vllm.rotation import Rotation
@@ -39,6 +40,7 @@ class Compactor:
         self._planner, self._place, self._layer = planner, planner.place(name), planner.layers[name]
         self._scaling, self._rotation, self._counted = scaling, rotation, counted
         self._recipe, self._layers = planner.timeline.recipe, planner.all_layers
+        self._statistics = {file: load(file) for file in self._recipe.method.needs.statistics}
         self._positions: Tensor | None = None
         self._state: dict[str, Tensor] = {}
 
@@ -102,6 +104,7 @@ class Compactor:
             positions=None if whole else positions[..., :width],
             valid=None if event.level else (place < (entries - event.newer)[..., None])[..., :width],
             lengths=event.at,
+            statistics=self._statistics,
             scaling=self._scaling,
             layer=self._layer,
             layers=self._layers,

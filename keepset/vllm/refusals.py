@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from keepset.errors import KeepsetError
+from keepset.statistics import load
 from keepset.vllm.grouping import one_table
 from keepset.vllm.settings import CARRIER
 
@@ -60,6 +61,8 @@ def _of_recipe(recipe: Recipe) -> Iterator[str]:
         yield f"{method.name} looks at hidden states, which attention layers do not see."
     if method.across_layers:
         yield f"{method.name} looks across layers, and here each layer is compressed in its own forward."
+    for file in needs.statistics:
+        load(file)  # or its own sentence: the engine's processes know none but those in files
 
 
 def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
@@ -79,6 +82,8 @@ def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
         yield "context parallelism divides a request's entries; use tensor parallelism."
     if getattr(parallel, "use_ubatching", False) or getattr(parallel, "enable_dbo", False):
         yield "micro-batch overlap runs two batches at once; leave enable_dbo out."
+    if recipe.method.needs.statistics and parallel.tensor_parallel_size > 1:
+        yield "its statistics are of all heads, of which with tensor parallelism a process holds a part; use one GPU."
     if cache.cache_dtype not in _WHOLE:
         yield f"a quantized KV cache ({cache.cache_dtype}) cannot be compressed; use kv_cache_dtype auto."
     if cache.enable_prefix_caching and not one_table(recipe):

@@ -120,6 +120,13 @@ def test_a_model_with_nothing_to_compress_is_refused() -> None:
         measure(tiny("mistral_window"), corpus(20))
 
 
+def test_queries_that_overflow_are_refused() -> None:
+    model = copy.deepcopy(tiny("llama"))
+    model.model.layers[2].self_attn.q_proj.weight.data[0, 0] = math.inf
+    with pytest.raises(KeepsetError, match=r"not finite|cannot undo"):
+        measure(model, corpus(20))
+
+
 def test_the_order_of_passages_does_not_matter() -> None:
     one, other = measure(tiny("llama"), corpus(30, 20)), measure(tiny("llama"), corpus(20, 30))
     for a, b in zip(one.layers.values(), other.layers.values(), strict=True):

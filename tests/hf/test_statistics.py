@@ -1,0 +1,142 @@
+"""Methods that look at statistics of the model, in the transformers runtime."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import keepset
+from keepset import KeepsetError
+from keepset.calibrate.corpus import Corpus
+from keepset.calibrate.measure import measure
+from keepset.hf.recorder import Recorder
+from keepset.observation import Needs
+from keepset.statistics import load, save
+from tests.hf.models import full, generate, left_padded, prompt, same_keep_set, statistics, tiny
+
+
+def compressed(model: Any, recipe: str, ids: Tensor) -> keepset.KeepSet:
+    past = keepset.Cache(model, recipe)
+    with torch.no_grad():
+        model(ids, past_key_values=past)
+    assert past.keep_set is not None
+    return past.keep_set
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_yarn", "phi3_partial", "smollm3", "gpt2"])
+def test_statistics_of_the_prompt_itself_choose_as_its_own_moments_do(name: str, tmp_path: Path) -> None:
+    """The file's rotation is used in one, the model's own modules in the other."""
+    ids, file = prompt(1, 40, seed=2), tmp_path / "stats"
+    save(measure(tiny(name), Corpus([ids[0]], "0", 0)), file)
+    own = compressed(tiny(name), "expected_attention(future=16, keep=13)", ids)
+    measured = compressed(tiny(name), f"expected_attention(future=16, stats={str(file)!r}, keep=13)", ids)
+    assert same_keep_set(own, measured)
+    other = statistics(name)
+    assert not same_keep_set(own, compressed(tiny(name), f"expected_attention(stats={str(other)!r}, keep=13)", ids))
+
+
+def plain_keys(model: Any, ids: Tensor) -> list[Tensor]:
+    """Every layer's keys before rotation, `[kv_heads, tokens, head_dim]`, from Llama's projections."""
+    found: list[Tensor] = []
+
+    def projected(module: Any, args: Any, output: Tensor) -> None:
+        found.append(output[0].unflatten(-1, (-1, model.config.head_dim)).transpose(0, 1).double())
+
+    handles = [layer.self_attn.k_proj.register_forward_hook(projected) for layer in model.model.layers]
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        model(ids, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def test_triattention_scores_the_models_keys_before_rotation() -> None:
+    """The paper's series over keys that never were rotated, with the configuration's frequencies."""
+    model, ids, keep = tiny("llama"), prompt(1, 37, seed=3), 11
+    kept = compressed(model, f"triattention(horizon=512, keep={keep})", ids)
+    measured = load(str(statistics("llama")))
+    half = model.config.head_dim // 2
+    for index, keys in enumerate(plain_keys(model, ids)):
+        layer = measured.layers[index]
+        for head, rows in enumerate(keys):
+            members = []
+            for query_head in (2 * head, 2 * head + 1):
+                mean, norm = layer.mean[query_head].tolist(), layer.norm[query_head].tolist()
+                scores = []
+                for position, key in enumerate(rows.tolist()):
+                    score = 0.0
+                    for f in range(half):
+                        centre, part = complex(mean[f], mean[f + half]), complex(key[f], key[f + half])
+                        frequency = 10000.0 ** (-f / half)
+                        product = centre * part.conjugate()
+                        angle = math.atan2(product.imag, product.real)
+                        turns = [math.cos(frequency * (37 + 2**n - position) + angle) for n in range(10)]
+                        score += abs(product) * sum(turns) / 10
+                        score += (norm[f] - abs(centre)) * abs(part)
+                    scores.append(score)
+                row = torch.tensor(scores)
+                members.append((row - row.mean()) / row.std(correction=0))
+            best = torch.maximum(*members).topk(keep).indices.sort().values
+            assert kept.positions(index, 0, head).tolist() == best.tolist()
+
+
+def test_qfilter_scores_keys_after_rotation() -> None:
+    ids = prompt(1, 30, seed=4)
+    kept = compressed(tiny("llama_mqa"), "qfilter(keep=7)", ids)
+    recorder = Recorder(tiny("llama_mqa"), Needs())
+    recorder.prefill(ids)
+    measured = load(str(statistics("llama_mqa")))
+    for observation in recorder.observations:
+        direction = measured.layers[observation.layer].direction[0].tolist()
+        keys = observation.keys[0, 0].tolist()
+        scores = torch.tensor([sum(a * b for a, b in zip(key, direction, strict=True)) for key in keys])
+        assert kept.positions(observation.layer, 0, 0).tolist() == scores.topk(7).indices.sort().values.tolist()
+
+
+@pytest.mark.parametrize("method", ["qfilter", "triattention", "adakv(qfilter)", "adakv(triattention)"])
+def test_while_decoding_what_there_is_stays_within_the_budget(method: str) -> None:
+    recipe = keepset.Recipe.parse(method).with_keep(16)
+    text = str(recipe).removesuffix(")") + ", recent=2, every=5)"
+    ids, mask = left_padded(prompt(2, 30), [0, 9])
+    past = keepset.Cache(tiny("llama"), text)
+    generate(tiny("llama"), ids, past, mask, max_new_tokens=16)
+    assert [event.length for event in past.events] == [30, 35, 40, 45]
+    heads = tiny("llama").config.num_key_value_heads
+    assert past.keep_set is not None
+    assert past.keep_set.counts.sum(-1).unique().tolist() == [16 * heads]
+    for layer in past.keep_set.layers:
+        for request, newest in enumerate((44, 35)):
+            for head in range(heads):
+                assert past.keep_set.positions(layer, request, head).tolist()[-2:] == [newest - 1, newest]
+
+
+@pytest.mark.parametrize("method", ["qfilter", "triattention"])
+def test_with_room_for_all_nothing_changes(method: str) -> None:
+    ids, mask = left_padded(prompt(2, 30), [0, 9])
+    past = keepset.Cache(tiny("llama_odd_head"), f"{method}(keep=64, every=5)")
+    ours = generate(tiny("llama_odd_head"), ids, past, mask, max_new_tokens=16)
+    assert torch.equal(ours.sequences, full(tiny("llama_odd_head"), ids, mask, max_new_tokens=16).sequences)
+
+
+def test_a_model_without_statistics_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiny("llama").config, "name_or_path", "some/model")
+    with pytest.raises(KeepsetError, match="run `keepset calibrate --model some/model --out"):
+        keepset.Cache(tiny("llama"), "adakv(qfilter, keep=8)")
+
+
+@pytest.mark.parametrize("method", ["qfilter", "triattention", "expected_attention"])
+def test_statistics_of_another_model_are_refused_at_use(method: str) -> None:
+    file = str(statistics("llama_mqa"))
+    with pytest.raises(KeepsetError, match="are of another model: theirs has 4 layers with 1 KV heads of size 8"):
+        compressed(tiny("llama"), f"{method}(stats={file!r}, keep=8)", prompt(1, 20))
+
+
+def test_a_model_that_is_not_compressed_needs_none() -> None:
+    with pytest.warns(UserWarning, match="compresses nothing"):
+        keepset.Cache(tiny("mistral_window"), "qfilter(stats='absent', keep=8)")
