@@ -13,6 +13,7 @@ from keepset.cli.demo import demo
 from keepset.cli.generate import generate
 from keepset.cli.methods import methods
 from keepset.cli.serve import serve
+from keepset.cli.trace import trace
 from keepset.errors import KeepsetError
 
 app = typer.Typer(
@@ -22,7 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (demo, compare, generate, methods, calibrate):
+for command in (demo, compare, generate, trace, methods, calibrate):
     app.command()(command)
 # What is not keepset's own goes on to vLLM.
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)

@@ -65,7 +65,7 @@ def _kept(moment: Moment) -> int:
 
 
 def _segments(trace: Trace) -> dict[str, float] | None:
-    """Mean number and length of the segments (Table 14), over the traced layers."""
+    """Mean number and length of the segments (Table 14), over all events, layers and heads."""
     heads = [head for moment in trace.moments for told in moment.segments.values() for head in told]
     if not heads:
         return None

@@ -31,7 +31,7 @@ class Moment:
     Attributes:
         snapshot: what stayed.
         entries: entries that there were, over all layers and KV heads.
-        segments: of traced layers, head by head; only of methods that tell them.
+        segments: of every layer, head by head; empty where the method tells none.
     """
 
     snapshot: Snapshot
@@ -69,7 +69,6 @@ class Tracer:
     Args:
         model: a decoder-only transformers model.
         recipe: what to keep.
-        layers: of which layers segments are wanted.
         on_token: is called with the number of tokens whenever some have come.
     """
 
@@ -77,10 +76,9 @@ class Tracer:
         self,
         model: transformers.PreTrainedModel,
         recipe: Recipe,
-        layers: Sequence[int] = (),
         on_token: Callable[[int], None] = lambda _: None,
     ) -> None:
-        self._model, self._recipe, self._layers, self._on_token = model, recipe, frozenset(layers), on_token
+        self._model, self._recipe, self.on_token = model, recipe, on_token
         self._segments: defaultdict[int, dict[int, list[HeadSegments]]] = defaultdict(dict)
         self._cache = Cache(model, recipe, history=True, observer=self._observe)
         self._ids: list[int] = []
@@ -111,14 +109,14 @@ class Tracer:
         for part in (ids[:prompt], *torch.split(ids[prompt:], step)):
             if len(part):
                 self._model(part[None], past_key_values=self._cache, use_cache=True, logits_to_keep=1)
-            self._on_token(len(part))
+            self.on_token(len(part))
 
     def put(self, value: Tensor) -> None:
         """Takes what `model.generate` streams: the prompt, then one token after another."""
         self._clock.append(time.perf_counter() - self._observing)
         if len(self._clock) > 1:
             self._ids += value.flatten().tolist()
-            self._on_token(1)
+            self.on_token(1)
 
     def end(self) -> None:
         """The last token has been streamed."""
@@ -142,8 +140,7 @@ class Tracer:
 
     def _observe(self, observation: Observation, budget: Budget, keep_set: KeepSet) -> None:
         start = time.perf_counter()
-        if observation.layer in self._layers:
-            told = head_segments(self._recipe.method, observation, budget)
-            if told is not None:
-                self._segments[int(observation.lengths[0])][observation.layer] = told
+        told = head_segments(self._recipe.method, observation, budget)
+        if told is not None:
+            self._segments[int(observation.lengths[0])][observation.layer] = told
         self._observing += time.perf_counter() - start

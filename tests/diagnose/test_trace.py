@@ -71,14 +71,14 @@ def test_following_is_feeding_one_by_one(text: str) -> None:
         assert event.keep_set is not None and same_keep_set(moment.snapshot.keep_set, event.keep_set)
 
 
-def test_segments_of_the_chosen_layers() -> None:
+def test_segments_of_every_layer() -> None:
     model, ids = tiny("llama"), prompt(1, LENGTH)
-    tracer = Tracer(model, Recipe.of(Halves(), keep=9, every=4), layers=[0, 3])
+    tracer = Tracer(model, Recipe.of(Halves(), keep=9, every=4))
     tracer.generate(ids, max_new_tokens=8, **OPTIONS)
     trace = tracer.trace
     assert [moment.length for moment in trace.moments] == [19, 23]
     for moment, entries in zip(trace.moments, (19, 13), strict=True):
-        assert list(moment.segments) == [0, 3]
+        assert list(moment.segments) == [0, 1, 2, 3]
         for head in (head for heads in moment.segments.values() for head in heads):
             assert head.ends.tolist() == [entries // 2, entries]
             assert head.quotas.tolist() == [4, 5] and head.mass.shape == (entries,)

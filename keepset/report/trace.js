@@ -1,0 +1,337 @@
+// Whatever comes from `data` goes into the document as text nodes or attributes, never as markup.
+const data = JSON.parse(document.getElementById("data").textContent);
+const { trace, drawn, layers } = data;
+const { runs } = trace;
+const id = (name) => document.getElementById(name);
+
+function el(tag, properties = {}, ...children) {
+  const node = Object.assign(document.createElement(tag), properties);
+  node.append(...children);
+  return node;
+}
+
+const known = (value) => Number.isFinite(value);
+const integer = (value) => value.toLocaleString("en-US");
+const percent = (value) => (known(value) ? `${(100 * value).toFixed(1)} %` : "–");
+const decimal = (digits) => (value) => (known(value) ? value.toFixed(digits) : "–");
+// Plotly reads labels as a small HTML of its own.
+const label = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
+const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const colour = (run) => css(run ? "--c1" : "--c0");
+
+// ---- what was kept
+
+const heads = Math.max(...runs.map((run) => run.kv_heads), 0);
+const events = Math.max(...runs.map((run) => run.events.length), 0);
+const unpacked = new Map();
+
+function bits(run, event) {
+  const key = `${run} ${event}`;
+  if (!unpacked.has(key)) unpacked.set(key, Uint8Array.from(atob(drawn[run].events[event].kept), (c) => c.charCodeAt(0)));
+  return unpacked.get(key);
+}
+
+// Whether a head keeps each token of the text so far.
+function kept(run, event, { layer, head }) {
+  const { length } = runs[run].events[event];
+  const first = (layer * heads + head) * length;
+  const packed = bits(run, event);
+  return Uint8Array.from({ length }, (_, t) => (packed[(first + t) >> 3] >> (7 - ((first + t) & 7))) & 1);
+}
+
+const KEPT = 0, NOW = 1, GONE = 2;
+
+// What has become of each token of the text by this event.
+function fates(run, event, choice) {
+  const now = kept(run, event, choice);
+  const before = event ? kept(run, event - 1, choice) : [];
+  return now.map((stays, t) => (stays ? KEPT : t >= before.length || before[t] ? NOW : GONE));
+}
+
+const chosen = () => ({ layer: Number(id("layer").value), head: Number(id("head").value) });
+const chosenEvent = (run) => Math.min(Number(id("event").value), runs[run].events.length - 1);
+
+// ---- header and figures
+
+function header() {
+  const [first] = runs;
+  document.title = `keepset trace: ${trace.model}`;
+  id("model").textContent = trace.model;
+  id("lead").textContent =
+    `${integer(first.prompt_tokens)} tokens of prompt, ${integer(first.tokens - first.prompt_tokens)} after it, ` +
+    `under ${first.recipe}` +
+    (runs.length < 2 ? "." : trace.forced ? `; then the same tokens under ${runs[1].recipe}.` : `; and the same prompt under ${runs[1].recipe}.`);
+}
+
+const MEASURES = [
+  ["Regions wiped out", (run) => run.mean.wipeout, percent],
+  ["IoU with the event before", (run) => run.mean.iou, decimal(3)],
+  ...["early", "middle", "late"].map((stage) => [`IoU, ${stage} layers`, (run) => run.by_depth.iou?.[stage], decimal(3)]),
+  ["Kept of the middle third", (run) => run.mean.middle, percent],
+  ["Longest gap, tokens", (run) => run.mean.longest_gap, decimal(1)],
+  ["Repeated 4-grams", (run, i) => (trace.forced && i ? null : run.repetition), percent],
+  ["Segments per head", (run) => run.segments?.count, decimal(1)],
+  ["Entries per segment", (run) => run.segments?.length, decimal(1)],
+  ["Tokens after the prompt", (run) => run.tokens - run.prompt_tokens, integer],
+  ["Tokens per second", (run) => run.tokens_per_second, decimal(1)],
+];
+
+function table() {
+  const titles = ["", ...runs.map((run) => run.recipe)];
+  document.querySelector("#rows thead").append(el("tr", {}, ...titles.map((title) => el("th", { scope: "col" }, title))));
+  for (const [name, value, show] of MEASURES) {
+    const values = runs.map(value);
+    if (!values.some(known)) continue;
+    document.querySelector("#rows tbody").append(
+      el("tr", {}, el("th", { scope: "row" }, name), ...values.map((each) => el("td", {}, show(each)))));
+  }
+  id("rows-note").textContent =
+    `Means over events, layers and KV heads. A region is ${integer(runs[0].region)} tokens; it is wiped out where a head ` +
+    "keeps none of them. IoU is over the positions that existed at the event before.";
+}
+
+// ---- plots
+
+function layout(extra) {
+  const font = { family: getComputedStyle(document.body).fontFamily, size: 13, color: css("--ink") };
+  return {
+    paper_bgcolor: "transparent", plot_bgcolor: "transparent", hovermode: "closest", showlegend: false, font,
+    margin: { l: 8, r: 12, t: 12, b: 8 },
+    // A finger scrolls the page; a mouse may zoom.
+    dragmode: matchMedia("(pointer: fine)").matches ? "zoom" : false,
+    hoverlabel: { bgcolor: css("--page"), bordercolor: css("--muted"), align: "left", font },
+    ...extra,
+  };
+}
+
+function axis(extra) {
+  const { title, ...rest } = extra;
+  return {
+    gridcolor: css("--line"), linecolor: css("--line"), zerolinecolor: css("--line"), automargin: true,
+    ...(title ? { title: { text: title, font: { size: 13 } } } : {}), ...rest,
+  };
+}
+
+const draw = (box, traces, shape) => Plotly.react(box, traces, shape, { displayModeBar: false, responsive: true });
+
+const CURVES = [["wipeout", ".0%", ".1%"], ["iou", "", ".3f"], ["middle", ".0%", ".1%"], ["longest_gap", "", ".1f"]];
+
+function curves() {
+  for (const [name, tickformat, shown] of CURVES) {
+    const traces = runs.map((run, i) => {
+      const rows = run.events.filter((event) => known(event[name]));
+      return {
+        type: "scatter", mode: "lines+markers", name: label(run.recipe), x: rows.map((event) => event.length), y: rows.map((event) => event[name]),
+        line: { color: colour(i), width: 2, dash: i ? "dash" : "solid" }, marker: { color: colour(i), size: 6, symbol: i ? "square" : "circle" },
+        hovertemplate: `at %{x} tokens: %{y:${shown}}<extra>${label(run.recipe)}</extra>`,
+      };
+    });
+    if (traces.every((each) => !each.x.length)) id(name).closest("figure").hidden = true;
+    else draw(id(name), traces, layout({ xaxis: axis({ title: "tokens of text" }), yaxis: axis({ tickformat, rangemode: name === "iou" ? "normal" : "tozero" }) }));
+  }
+}
+
+// One head's cache before the event: bands for segments, the mass curve, quotas, and ticks for what stays.
+function cache(run, box, caption) {
+  const event = chosenEvent(run);
+  const choice = chosen();
+  const fate = fates(run, event, choice);
+  const positions = [...fate.keys()].filter((t) => fate[t] !== GONE);
+  const stays = [...positions.keys()].filter((entry) => fate[positions[entry]] === KEPT);
+  const told = drawn[run].events[event].segments[choice.layer]?.[choice.head];
+  const row = runs[run].events[event];
+  caption.textContent =
+    `at ${integer(row.length)} tokens: keeps ${integer(stays.length)} of ${integer(positions.length)} entries` +
+    (told ? ` in ${told.ends.length} segments` : "");
+
+  const token = (t) => `token ${t} ${label(JSON.stringify(drawn[run].tokens[t]))}`;
+  const traces = [{
+    type: "scatter", mode: "markers", yaxis: "y2", x: stays, y: stays.map(() => 0),
+    marker: { symbol: "line-ns-open", size: 16, color: css("--c5"), line: { width: 1.5 } },
+    hovertext: stays.map((entry) => `kept: ${token(positions[entry])}`), hoverinfo: "text",
+  }];
+  const shapes = [];
+  if (told) {
+    const starts = [0, ...told.ends.slice(0, -1)];
+    const inside = starts.map((start, i) => stays.filter((entry) => entry >= start && entry < told.ends[i]).length);
+    const mass = starts.map((start, i) => told.mass.slice(start, told.ends[i]).reduce((sum, m) => sum + m, 0));
+    starts.forEach((start, i) => {
+      if (i % 2) shapes.push({ type: "rect", xref: "x", yref: "paper", x0: start - 0.5, x1: told.ends[i] - 0.5, y0: 0, y1: 1, fillcolor: css("--muted"), opacity: 0.14, line: { width: 0 }, layer: "below" });
+      if (i) shapes.push({ type: "line", xref: "x", yref: "paper", x0: start - 0.5, x1: start - 0.5, y0: 0, y1: 1, line: { color: css("--muted"), width: 1, dash: "dot" }, layer: "below" });
+    });
+    const room = box.clientWidth / positions.length;
+    traces.push({
+      type: "scatter", mode: "lines", x: [...told.mass.keys()], y: told.mass, line: { color: css("--c0"), width: 1.5 },
+      hovertext: told.mass.map((m, entry) => `mass ${m.toPrecision(3)}<br>${token(positions[entry])}`), hoverinfo: "text",
+    }, {
+      type: "scatter", mode: "text", yaxis: "y3", textposition: "middle center",
+      x: starts.map((start, i) => (start + told.ends[i] - 1) / 2), y: starts.map(() => 0),
+      text: told.quotas.map((quota, i) => ((told.ends[i] - starts[i]) * room > 9 * String(quota).length ? String(quota) : "")),
+      textfont: { size: 12, color: css("--ink") },
+      hovertext: starts.map((start, i) =>
+        `segment ${i + 1}: ${told.ends[i] - start} entries, mass ${mass[i].toPrecision(3)}<br>quota ${told.quotas[i]}, kept ${inside[i]}`),
+      hoverinfo: "text",
+    });
+  }
+  box.style.height = told ? "290px" : "110px";
+  const bare = { showgrid: false, zeroline: false, showticklabels: false, fixedrange: true, range: [-1, 1] };
+  draw(box, traces, layout({
+    shapes,
+    xaxis: axis({ title: "entry of the cache", range: [-1, positions.length], showgrid: !told, zeroline: false, anchor: "y2" }),
+    yaxis: axis({ domain: [0.14, 0.9], type: "log", title: told && "mass", visible: Boolean(told), tickformat: "~g", nticks: 5 }),
+    yaxis2: { ...bare, domain: told ? [0, 0.12] : [0, 1] },
+    yaxis3: { ...bare, domain: [0.91, 1] },
+  }));
+}
+
+function map(run, box) {
+  const choice = chosen();
+  const rows = runs[run].events.map((_, event) => Array.from(fates(run, event, choice)));
+  const at = chosenEvent(run);
+  const tones = [css("--keep"), css("--c3"), css("--line")];
+  const words = ["kept", "dropped by this event", "dropped before"];
+  box.style.height = `${Math.max(120, Math.min(360, 60 + 22 * rows.length))}px`;
+  draw(box, [{
+    type: "heatmap", z: rows, zmin: -0.5, zmax: 2.5, showscale: false, xgap: 0, ygap: 1,
+    colorscale: tones.flatMap((tone, i) => [[i / 3, tone], [(i + 1) / 3, tone]]),
+    text: rows.map((row) => row.map((fate) => words[fate])),
+    hovertemplate: "event %{y}, token %{x}: %{text}<extra></extra>", y: rows.map((_, event) => event + 1),
+  }], layout({
+    shapes: [{ type: "rect", xref: "paper", yref: "y", x0: 0, x1: 1, y0: at + 0.5, y1: at + 1.5, line: { color: css("--ink"), width: 2 } }],
+    xaxis: axis({ title: "token of the text", showgrid: false, zeroline: false }),
+    yaxis: axis({ title: "event", autorange: "reversed", showgrid: false, tickformat: "d", dtick: Math.ceil(rows.length / 10) }),
+  }));
+}
+
+// ---- text
+
+let spans = [];
+let fate = [];
+let current = -1;
+const chosenRun = () => Number(document.querySelector("#run input:checked")?.value ?? 0);
+
+function write() {
+  const { tokens } = drawn[chosenRun()];
+  spans = tokens.map((text, t) => {
+    const span = el("span", { className: /[\n\r]/.test(text) ? "break" : "" }, ...(text ? [text] : []));
+    span.dataset.token = t;
+    return span;
+  });
+  spans[runs[chosenRun()].prompt_tokens]?.classList.add("start");
+  current = -1;
+  id("text").replaceChildren(...spans);
+}
+
+function shade() {
+  const run = chosenRun();
+  const event = chosenEvent(run);
+  fate = event < 0 ? [] : Array.from(fates(run, event, chosen()));
+  spans.forEach((span, t) => {
+    span.style.setProperty("--share", fate[t] === KEPT ? "1" : "0");
+    span.classList.toggle("now", fate[t] === NOW);
+    span.classList.toggle("dropped", fate[t] === GONE);
+    span.classList.toggle("ahead", t >= fate.length);
+  });
+  const count = (what) => integer(fate.filter((each) => each === what).length);
+  id("share").textContent =
+    event < 0 ? "Nothing was compressed."
+      : `Event ${event + 1}, at ${integer(fate.length)} tokens: ${count(KEPT)} kept, ${count(NOW)} dropped, ${count(GONE)} dropped before.`;
+  show(current);
+}
+
+const WORDS = ["kept", "dropped by this event", "dropped before", "not there yet"];
+
+function show(t) {
+  spans[current]?.classList.remove("current");
+  current = t;
+  const tip = id("tip");
+  tip.hidden = t < 0;
+  if (t < 0) return;
+  spans[t].classList.add("current");
+  tip.replaceChildren(`token ${t} `, el("code", {}, JSON.stringify(drawn[chosenRun()].tokens[t])), el("br"), WORDS[fate[t] ?? 3]);
+  const box = spans[t].getClientRects()[0] ?? spans[t].getBoundingClientRect();
+  const width = document.documentElement.clientWidth;
+  const above = box.top > tip.offsetHeight + 12;
+  tip.style.left = `${scrollX + Math.max(8, Math.min(box.left, width - tip.offsetWidth - 8))}px`;
+  tip.style.top = `${scrollY + (above ? box.top - tip.offsetHeight - 6 : box.bottom + 6)}px`;
+}
+
+function text() {
+  const box = id("text");
+  runs.forEach((run, i) => {
+    const input = el("input", { type: "radio", name: "run", value: i, checked: i === 0 });
+    input.addEventListener("change", () => { write(); shade(); });
+    id("run").append(el("label", {}, input, run.recipe));
+  });
+  id("run").hidden = runs.length < 2;
+  box.addEventListener("pointerover", (event) => show(Number(event.target.dataset.token ?? -1)));
+  // A finger leaves as soon as it has tapped.
+  box.addEventListener("pointerleave", (event) => { if (event.pointerType !== "touch") show(-1); });
+  box.addEventListener("scroll", () => show(current));
+  box.addEventListener("blur", () => show(-1));
+  box.addEventListener("keydown", (event) => {
+    const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (event.key === "Escape") show(-1);
+    if (!step) return;
+    event.preventDefault();
+    const next = Math.max(0, Math.min(spans.length - 1, current + step));
+    spans[next].scrollIntoView({ block: "nearest" });
+    show(next);
+  });
+  write();
+}
+
+// ---- events
+
+const panels = [];
+
+function update() {
+  const slider = id("event");
+  id("event-label").textContent = `Event ${Number(slider.value) + 1} of ${events}`;
+  slider.ariaValueText = id("event-label").textContent;
+  for (const { run, cacheBox, caption, mapBox } of panels) {
+    cache(run, cacheBox, caption);
+    map(run, mapBox);
+  }
+  shade();
+}
+
+function scrub() {
+  if (!events || !layers.length) {
+    for (const name of ["events", "maps-section", "curves"]) id(name).hidden = true;
+    shade();
+    return;
+  }
+  layers.forEach((layer, i) => id("layer").append(el("option", { value: i }, String(layer))));
+  for (let head = 0; head < heads; head++) id("head").append(el("option", { value: head }, String(head)));
+  runs.forEach((run, i) => {
+    if (!run.events.length) return;
+    const caption = el("span");
+    const cacheBox = el("div"), mapBox = el("div");
+    id("caches").append(el("figure", { className: "run" }, el("figcaption", {}, el("code", {}, run.recipe), caption), cacheBox));
+    id("maps").append(el("figure", { className: "run" }, el("figcaption", {}, el("code", {}, run.recipe)), mapBox));
+    panels.push({ run: i, cacheBox, caption, mapBox });
+  });
+  const telling = drawn.some((run) => run.events.some((event) => event.segments.some((told) => told.length)));
+  id("caches-note").textContent =
+    "One head’s cache before the event, entry by entry; ticks are the entries that stay." +
+    (telling ? " Bands are segments, the curve is the mass of every entry, and numbers are the segments’ quotas." : "") +
+    (drawn.length > 1 || !telling ? " A recipe without segments has its ticks alone." : "");
+  id("event").max = String(events - 1);
+  id("event").value = String(events - 1);
+  id("event").addEventListener("input", update);
+  for (const name of ["layer", "head"]) id(name).addEventListener("change", update);
+  update();
+}
+
+function paint() {
+  curves();
+  if (panels.length) update();
+}
+
+header();
+table();
+text();
+scrub();
+curves();
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", paint);

@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import keepset
+from keepset import models
+from keepset.cli.trace import REASON
+from keepset.diagnose.repetition import repetition_rate
+from tests.cli.conftest import Run
+from tests.cli.test_generate import encode
+from tests.hf.models import generate
+
+RECIPE = "tova(keep=24, every=8)"
+MODEL = "SmolLM2-135M-Instruct"
+
+
+def alone(tiny: Any, ids: torch.Tensor, recipe: str, new: int) -> tuple[keepset.Cache, torch.Tensor]:
+    """The same generation without a tracer."""
+    cache = keepset.Cache(tiny[0], recipe, history=True)
+    return cache, generate(tiny[0], ids, cache, max_new_tokens=new, eos_token_id=2).sequences[0]
+
+
+def test_json(run: Run, tiny: Any) -> None:
+    done = run("trace", "Go on.", "--recipe", RECIPE, "--tokens", "30", "--json")
+    assert (done.code, done.err) == (0, "")
+    told = json.loads(done.out)
+    assert list(told) == ["model", "forced", "runs"] and told["model"] == MODEL and told["forced"] is False
+    (figures,) = told["runs"]
+    ids = encode(tiny[1], "", "Go on.")
+    cache, sequence = alone(tiny, ids, RECIPE, 30)
+    assert figures["recipe"] == RECIPE and figures["prompt_tokens"] == ids.shape[1]
+    assert figures["tokens"] == len(sequence)
+    assert figures["repetition"] == repetition_rate(sequence[ids.shape[1] :])
+    assert figures["text"] == tiny[1].decode(sequence[ids.shape[1] :], skip_special_tokens=True)
+    assert figures["tokens_per_second"] > 0 and figures["segments"] is None
+    assert len(cache.events) > 2
+    for row, event in zip(figures["events"], cache.events, strict=True):
+        assert (row["length"], row["entries"], row["kept"]) == (event.length, event.entries, event.kept)
+
+
+def test_table(run: Run, tiny: Any) -> None:
+    done = run("trace", "Go on.", "--recipe", RECIPE, "--tokens", "30", "--region", "4")
+    assert (done.code, done.err) == (0, "")
+    first, header, *rows, totals, _ = done.out.split("\n")[:-1]
+    length = encode(tiny[1], "", "Go on.").shape[1]
+    assert first == f"{RECIPE}: {length} tokens of prompt, 30 after it."
+    assert header.split() == ["length", "kept", "per", "head", "of", "wipe-out", "IoU", "middle", "longest", "gap"]
+    lengths = list(range(length, length + 30, 8))
+    assert [int(row.split()[0]) for row in rows] == lengths
+    assert [row.split()[4] == "-" for row in rows] == [True] + [False] * (len(lengths) - 1)
+    assert totals.startswith("Means over the events: wipe-out ") and "(regions of 4 tokens), IoU 0." in totals
+    assert "Repeated 4-grams: " in totals and totals.endswith(" tokens/s.")
+
+
+def test_forced_baseline_sees_the_same_tokens(run: Run, tiny: Any) -> None:
+    words = ("--recipe", RECIPE, "--tokens", "30", "--json")
+    other = "streaming_llm(keep=24, every=8)"
+    done = run("trace", "Go on.", *words, "--baseline", other, "--forced")
+    ours, theirs = json.loads(done.out)["runs"]
+    assert (ours["recipe"], theirs["recipe"]) == (RECIPE, other)
+    assert [row["length"] for row in theirs["events"]] == [row["length"] for row in ours["events"]]
+    assert theirs["tokens"] == ours["tokens"] - 1 and theirs["tokens_per_second"] is None
+    ids = encode(tiny[1], "", "Go on.")
+    fed = alone(tiny, ids, RECIPE, 30)[1][ids.shape[1] : -1]
+    assert theirs["text"] == tiny[1].decode(fed, skip_special_tokens=True)
+    # Left to itself it writes its own text.
+    free = json.loads(run("trace", "Go on.", *words, "--baseline", other).out)["runs"][1]
+    assert free["text"] == json.loads(run("trace", "Go on.", "--recipe", other, *words[2:]).out)["runs"][0]["text"]
+    assert free["text"] != theirs["text"]
+
+
+def test_where_a_text_comes_from(run: Run, tiny: Any, text: Path) -> None:
+    tokenizer, words = tiny[1], ("--recipe", RECIPE, "--tokens", "2", "--json")
+    essay = text.read_text(encoding="utf-8")
+    lengths = {
+        ("--text", "text"): len(tokenizer(essay)["input_ids"]),
+        ("Go on.", "--text", "text"): encode(tokenizer, essay, "Go on.").shape[1],
+        ("--problem", "1 + 1?"): encode(tokenizer, "", f"1 + 1?\n{REASON}").shape[1],
+    }
+    for source, length in lengths.items():
+        assert json.loads(run("trace", *source, *words).out)["runs"][0]["prompt_tokens"] == length
+
+
+def test_page(run: Run, tiny: Any) -> None:
+    words = ("--recipe", RECIPE, "--baseline", "knorm(keep=24, every=8)", "--forced", "--tokens", "20", "--layers", "1")
+    done = run("trace", "Go on.", *words, "--html", "trace.html")
+    assert done.code == 0 and done.err == "report: trace.html\n"
+    page = Path("trace.html").read_text(encoding="utf-8")
+    data = json.loads(page.split('id="data">', 1)[1].split("</script>", 1)[0])
+    assert data["layers"] == [1] and len(data["drawn"]) == len(data["trace"]["runs"]) == 2
+    ids = encode(tiny[1], "", "Go on.")
+    cache, sequence = alone(tiny, ids, RECIPE, 20)
+    assert "".join(data["drawn"][0]["tokens"]) == "".join(tiny[1].decode([token]) for token in sequence.tolist())
+    from keepset.report.html import pack
+
+    for shown, event in zip(data["drawn"][0]["events"], cache.events, strict=True):
+        assert event.keep_set is not None
+        assert shown["kept"] == pack(event.keep_set.layer(1).mask(event.length))
+        assert shown["segments"] == [[]]
+
+
+def test_interrupted(run: Run, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from keepset.diagnose.trace import Tracer
+
+    put, calls = Tracer.put, []
+
+    def stop(self: Any, value: torch.Tensor) -> None:
+        put(self, value)
+        calls.append(value)
+        if len(calls) == 12:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Tracer, "put", stop)
+    done = run("trace", "Go on.", "--recipe", RECIPE, "--tokens", "30", "--json")
+    assert done.code == 130 and done.err == "interrupted after 11 of 30 tokens\n"
+    (figures,) = json.loads(done.out)["runs"]
+    assert figures["tokens"] - figures["prompt_tokens"] == 11 and len(figures["events"]) == 2
+
+
+def test_sampling_repeats(run: Run, tiny: Any) -> None:
+    words = ("trace", "Go on.", "--recipe", RECIPE, "--tokens", "8", "--temperature", "1", "--json")
+    texts = [json.loads(run(*words, "--seed", seed).out)["runs"][0]["text"] for seed in ("1", "1", "2")]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_nothing_compressed(run: Run, tiny: Any) -> None:
+    done = run("trace", "Go on.", "--recipe", "tova(keep=8, prefill=False, every=99)", "--tokens", "4")
+    assert done.code == 0 and "Nothing was compressed" in done.out
+
+
+@pytest.mark.parametrize(
+    ("words", "because"),
+    [
+        ([], "There is nothing to start from"),
+        (["Hi", "--problem", "1 + 1?"], "leave one of them out"),
+        (["Hi", "--forced"], "--forced says how the baseline is run"),
+        ([" "], "The prompt is empty"),
+        (["--problem", ""], "--problem is empty"),
+        (["Hi", "--tokens", "0"], "--tokens 0 is not a number of tokens"),
+        (["Hi", "--region", "0"], "--region 0 is not a number of tokens"),
+        (["Hi", "--temperature", "-1"], "--temperature -1.0 is out of range"),
+        (["Hi", "--seed", "-1"], "--seed -1 is out of range"),
+        (["Hi", "--layers", "1,x"], "--layers '1,x' is no list of layers"),
+        (["Hi", "--layers", ""], "--layers '' is no list of layers"),
+        (["Hi", "--baseline", "tova"], "says not how much to keep"),
+        (["Hi", "--html", "absent/trace.html"], "cannot be written"),
+    ],
+)
+def test_refused(run: Run, monkeypatch: pytest.MonkeyPatch, words: list[str], because: str) -> None:
+    monkeypatch.setattr(models, "load", lambda name=None: pytest.fail("a model was loaded before input was checked"))
+    done = run("trace", *words, "--recipe", RECIPE)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("keepset: ") and done.err.count("\n") == 1 and because in done.err
+
+
+@pytest.mark.parametrize(
+    ("words", "because"),
+    [
+        (["--layers", "2"], "layer 2 is not compressed; there are 0, 1."),
+        (["--tokens", "3000"], "do not fit the model's context of 2048"),
+    ],
+)
+def test_refused_by_the_model(run: Run, tiny: Any, words: list[str], because: str) -> None:
+    done = run("trace", "Go on.", "--recipe", RECIPE, *words)
+    assert (done.code, done.out) == (2, "") and because in done.err
