@@ -22,17 +22,22 @@ class Budget:
         sinks: first tokens that always stay; they count towards `keep`.
         recent: newest tokens that always stay. Where a fraction of a short text leaves no room for both,
             the suffix shrinks first.
+        protect_prompt: the request's prompt always stays, like sinks. It counts towards `keep`, too; where both it and
+            the recent suffix are more than that, they are what stays.
     """
 
     keep: int | float | None = None
     sinks: int = 0
     recent: int = 0
+    protect_prompt: bool = False
 
     def __post_init__(self) -> None:
         for name in ("sinks", "recent"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < LIMIT:
                 raise KeepsetError(f"{name}={value!r} is not a number of tokens: use an integer from 0.")
+        if not isinstance(self.protect_prompt, bool):
+            raise KeepsetError(f"protect_prompt={self.protect_prompt!r} is neither True nor False.")
         if self.keep is None:
             return
         if isinstance(self.keep, bool) or not isinstance(self.keep, int | float):
@@ -57,7 +62,7 @@ class Budget:
 
     @property
     def _key(self) -> tuple[object, ...]:
-        return type(self.keep), self.keep, self.sinks, self.recent
+        return type(self.keep), self.keep, self.sinks, self.recent, self.protect_prompt
 
     def quotas(self, observation: Observation) -> Int[Tensor, "batch kv_heads"]:
         """Entries that stay, for every request and KV head."""
@@ -65,15 +70,30 @@ class Budget:
         if self.keep is None:
             return existing
         if isinstance(self.keep, int):
-            wanted = torch.full_like(existing, self.keep)
+            wanted = self.aim(observation)[:, None]
         else:
             # 0.29 * 100 is 28.999...96 in binary; no text is long enough for 1e-9 to matter.
             wanted = (existing.double() * self.keep + 1e-9).floor().long()
         return torch.minimum(wanted.clamp(min=1), existing)
 
+    def first(self, observation: Observation) -> Int[Tensor, " batch"]:
+        """How many of the first tokens always stay."""
+        sinks = observation.lengths.clamp(max=self.sinks)
+        return sinks.maximum(observation.prompts) if self.protect_prompt else sinks
+
+    def always(self, observation: Observation) -> Int[Tensor, " batch"]:
+        """How many tokens always stay, where the text is long enough for them."""
+        return self.first(observation) + observation.lengths.clamp(max=self.recent)
+
+    def aim(self, observation: Observation) -> Int[Tensor, " batch"]:
+        """Entries per KV head under a whole `keep`, where there are as many: `keep`, or what always stays."""
+        assert isinstance(self.keep, int)
+        keep = torch.full_like(observation.lengths, self.keep)
+        return keep.maximum(self.always(observation)) if self.protect_prompt else keep
+
     def is_sink(self, observation: Observation) -> Bool[Tensor, "batch kv_heads entries"]:
         """The first tokens that always stay."""
-        return observation.positions < self.sinks
+        return observation.positions < self.first(observation)[:, None, None]
 
     def is_recent(self, observation: Observation) -> Bool[Tensor, "batch kv_heads entries"]:
         """The newest tokens that always stay."""

@@ -107,6 +107,7 @@ class Observation:
         positions: original position of every entry.
         valid: whether the entry exists.
         lengths: tokens that each request has had so far, dropped ones included.
+        prompts: tokens of each request's prompt; all that it has had, unless said otherwise.
         query_positions: position of every window query; negative where the request is shorter than W.
         column_sum, column_max: of each query head's causal attention, one number per entry.
         query_moments, hidden_moments: keyed by the number of first tokens left out.
@@ -129,6 +130,7 @@ class Observation:
         positions: Int[Tensor, "batch kv_heads entries"] | None = None,
         valid: Bool[Tensor, "batch kv_heads entries"] | None = None,
         lengths: Int[Tensor, " batch"] | None = None,
+        prompts: Int[Tensor, " batch"] | None = None,
         query_positions: Int[Tensor, "batch window"] | None = None,
         column_sum: Float[Tensor, "batch query_heads entries"] | None = None,
         column_max: Float[Tensor, "batch query_heads entries"] | None = None,
@@ -148,6 +150,7 @@ class Observation:
         if lengths is None:
             lengths = self.positions.masked_fill(~self.valid, -1).amax((1, 2)) + 1
         self.lengths = lengths
+        self.prompts = lengths if prompts is None else prompts
         if queries is not None and query_positions is None:
             window = queries.shape[2]
             query_positions = lengths[:, None] - window + torch.arange(window, device=device)

@@ -27,7 +27,7 @@ class Recipe:
     """What to keep, how much of it, and when.
 
     The text form is a call expression, `adakv(snapkv(window=32), keep=512)`: the method with its
-    parameters, then those of the budget (`keep`, `sinks`, `recent`) and of the schedule (`prefill`,
+    parameters, then those of the budget (`keep`, `sinks`, `recent`, `protect_prompt`) and of the schedule (`prefill`,
     `every`). It is parsed, never evaluated, and `Recipe.parse(str(recipe)) == recipe`.
     """
 
@@ -41,6 +41,14 @@ class Recipe:
                 f"keep={self.budget.keep!r} does not go with every={self.schedule.every}, because a fraction of what "
                 "is left would shrink at every event: use a whole number of entries such as 512."
             )
+        if self.budget.protect_prompt:
+            if self.schedule.every is None:
+                raise KeepsetError(
+                    "protect_prompt=True keeps the whole prompt, so that only what follows it can be dropped: add "
+                    "every=256, or another number of tokens, or leave it out."
+                )
+            # At the prompt's end there is nothing to drop yet.
+            object.__setattr__(self, "schedule", replace(self.schedule, prefill=False))
 
     @classmethod
     def of(
@@ -50,6 +58,7 @@ class Recipe:
         keep: int | float | None = None,
         sinks: int | None = None,
         recent: int | None = None,
+        protect_prompt: bool = False,
         prefill: bool = True,
         every: int | None = None,
     ) -> Recipe:
@@ -58,6 +67,7 @@ class Recipe:
             keep,
             method.sinks if sinks is None else sinks,
             method.recent if recent is None else recent,
+            protect_prompt,
         )
         return cls(method, budget, Schedule(prefill, every))
 
@@ -108,8 +118,11 @@ class Recipe:
         for name, default in (("sinks", self.method.sinks), ("recent", self.method.recent)):
             if (value := getattr(self.budget, name)) != default:
                 parts.append(f"{name}={value!r}")
+        if self.budget.protect_prompt:
+            parts.append("protect_prompt=True")
         for option in dataclasses.fields(self.schedule):
-            if (value := getattr(self.schedule, option.name)) != option.default:
+            implied = self.budget.protect_prompt and option.name == "prefill"
+            if (value := getattr(self.schedule, option.name)) != option.default and not implied:
                 parts.append(f"{option.name}={value!r}")
         return f"{self.method.name}({', '.join(parts)})" if parts else self.method.name
 

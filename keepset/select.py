@@ -19,13 +19,14 @@ def ranked_scores(
 ) -> Float[Tensor, "batch kv_heads entries"]:
     """Scores in an order that selection can rely on, float32.
 
-    From best to worst: sinks (the first token first of all), the recent suffix, the scores themselves,
+    From best to worst: sinks and a protected prompt (the first token first of all), the recent suffix, the scores,
     entries scored NaN, holes (-inf).
     """
     limit = _LARGEST / 4
     ranked = scores.float().clamp(-limit, limit).masked_fill(scores.isnan(), -2 * limit)
     ranked = ranked.masked_fill(budget.is_recent(observation), RECENT_RANK)
-    sink_rank = _LARGEST * (1 - observation.positions.float() / (4 * max(budget.sinks, 1)))
+    first = budget.first(observation).clamp(min=1)[:, None, None]
+    sink_rank = _LARGEST * (1 - observation.positions.float() / (4 * first.float()))
     ranked = sink_rank.where(budget.is_sink(observation), ranked)
     return ranked.masked_fill(~observation.valid, float("-inf"))
 

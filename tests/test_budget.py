@@ -68,6 +68,23 @@ def test_sinks_and_suffix_belong_to_each_request() -> None:
     assert [entry for entry in marked(budget.is_recent(batch), 1) if entry < 4] == [1, 2, 3]
 
 
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=4),
+    data=st.data(),
+    sinks=st.integers(0, 5),
+    recent=st.integers(0, 9),
+)
+def test_a_protected_prompt_stays_and_counts(lengths: list[int], data: st.DataObject, sinks: int, recent: int) -> None:
+    prompts = [data.draw(st.integers(1, length)) for length in lengths]
+    keep = data.draw(st.integers(max(1, sinks + recent), 70))
+    seen, batch = observation(*lengths), Budget(keep, sinks, recent, protect_prompt=True)
+    seen.prompts = torch.tensor(prompts)
+    for request, (length, prompt) in enumerate(zip(lengths, prompts, strict=True)):
+        assert batch.quotas(seen)[request].tolist() == [min(max(keep, prompt + recent), length)] * 2
+        first = [entry for entry in marked(batch.is_sink(seen), request) if entry < length]
+        assert first == list(range(min(max(sinks, prompt), length)))
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -84,6 +101,7 @@ def test_sinks_and_suffix_belong_to_each_request() -> None:
         (dict(sinks=1.0), "sinks=1.0"),
         (dict(recent=True), "recent=True"),
         (dict(recent=None), "recent=None"),
+        (dict(protect_prompt=1), "protect_prompt=1 is neither True nor False"),
         (dict(keep=5, sinks=4, recent=2), "below the 6 entries that always stay (sinks=4, recent=2)"),
     ],
 )

@@ -16,6 +16,7 @@ from keepset.allocate.pyramid import Pyramid
 from keepset.method import Allocator
 from keepset.methods.expected_attention import ExpectedAttention
 from keepset.methods.knorm import Knorm
+from keepset.methods.random import Random
 from keepset.methods.snapkv import SnapKV
 from keepset.methods.streaming_llm import StreamingLLM
 from keepset.methods.tova import TOVA
@@ -75,7 +76,8 @@ def recipes(draw: st.DrawFn) -> Recipe:
     every = draw(st.none() | st.integers(1, 10_000))
     prefill = draw(st.booleans()) if every else True
     keep = draw(st.none() | number if every and sinks + recent < 2**63 else st.none() if every else fraction | number)
-    return Recipe(method, Budget(keep, sinks, recent), Schedule(prefill, every))
+    protect_prompt = draw(st.booleans()) if every else False
+    return Recipe(method, Budget(keep, sinks, recent, protect_prompt), Schedule(prefill, every))
 
 
 @examples
@@ -107,6 +109,10 @@ def test_white_space_means_nothing(recipe: Recipe, spaces: list[str]) -> None:
         ("knorm(keep=0.25)", Recipe(Knorm(), Budget(0.25))),
         ("tova(keep=7, every=4)", Recipe(TOVA(), Budget(7, recent=1), Schedule(every=4))),
         ("streaming_llm(keep=64, sinks=2)", Recipe(StreamingLLM(), Budget(64, sinks=2))),
+        (
+            "random(keep=9, every=4, protect_prompt=True)",
+            Recipe(Random(), Budget(9, protect_prompt=True), Schedule(prefill=False, every=4)),
+        ),
         ("snapkv(window=8, keep=0.5)", Recipe(SnapKV(window=8), Budget(0.5, recent=8))),
         ("snapkv(window=8, recent=0)", Recipe(SnapKV(window=8), Budget())),
         (

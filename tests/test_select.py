@@ -91,6 +91,14 @@ def test_a_suffix_over_the_sinks_changes_nothing() -> None:
     assert best_first([0.0] * 4, Budget(sinks=4, recent=4)) == [0, 1, 2, 3]
 
 
+def test_a_protected_prompt_is_above_the_suffix_the_first_token_first() -> None:
+    seen = observation(9)
+    seen.prompts = torch.tensor([5])
+    ranked = ranked_scores(torch.arange(9.0).expand(1, 1, 9), seen, Budget(7, 1, 2, protect_prompt=True))[0, 0]
+    assert ranked.argsort(descending=True).tolist()[:5] == [0, 1, 2, 3, 4]
+    assert ranked[4] > ranked[7] == ranked[8] > ranked[6] > ranked[5]
+
+
 @pytest.mark.parametrize("sinks", [1, 1000])
 def test_sinks_are_above_the_suffix(sinks: int) -> None:
     ranked = ranked_scores(torch.zeros(1, 1, 1002), observation(1002), Budget(sinks=sinks, recent=1))[0, 0]

@@ -50,8 +50,8 @@ class Pyramid(Allocator):
         if isinstance(budget.keep, int):
             # Layers hold different numbers after an event: what they aim at must not depend on it.
             most = torch.maximum(existing, observation.lengths[:, None])
-            average = average.where(average < existing, most.clamp(max=budget.keep))
-        always = average.clamp(max=budget.sinks + budget.recent)
+            average = average.where(average < existing, most.minimum(budget.aim(observation)[:, None]))
+        always = average.minimum(budget.always(observation)[:, None])
         rest = (average - always).double()
         room = (most - always).double()
         first = (2 * rest - rest / self.beta).minimum(room)

@@ -89,6 +89,7 @@ class KeepLayer(CacheLayerMixin):
         self.compressed_at: int | None = None
         self.is_initialized = False
         self._lengths: Tensor | None = None
+        self._prompts: Tensor | None = None
         self._seen: list[Tensor | int] = []
         self._collector: Collector | None = None
         self._decoding: Decoding | None = None
@@ -136,6 +137,7 @@ class KeepLayer(CacheLayerMixin):
             rows = rows.nonzero()[:, 0]
         self.store.reorder(rows.tolist())
         self._lengths = self._lengths[rows]
+        self._prompts = None if self._prompts is None else self._prompts[rows]
         self._seen = [seen[rows] if isinstance(seen, Tensor) else seen for seen in self._seen]
         if self._decoding is not None:
             self._decoding.window.reorder(rows)
@@ -166,6 +168,7 @@ class KeepLayer(CacheLayerMixin):
         per_row = self._take_back(removed)
         self.store.crop(per_row.tolist())
         self._lengths = self._lengths - per_row
+        self._prompts = None if self._prompts is None else self._prompts.minimum(self._lengths)
         self.logical -= removed
         if self._decoding is not None:
             self._decoding.window.crop(self._lengths)
@@ -207,6 +210,9 @@ class KeepLayer(CacheLayerMixin):
         first, lse = self.store is None, None
         if self.prompt is None:
             self._begin(n)
+        assert self.prompt is not None
+        if (left := self.prompt - (self.logical - n)) > 0:
+            self._prompts = positions[:, min(left, n) - 1] + 1
         if self.owner.needs.hidden_states and self._is_concerned(self.logical):
             forward = replace(forward, rotation=self.owner.rotation(module))
         if first:
@@ -239,6 +245,7 @@ class KeepLayer(CacheLayerMixin):
         self.lazy_initialization(observation.keys, observation.values)
         self.logical, self.prompt, self.compressed_at = watched.logical, watched.prompt, watched.compressed_at
         self._lengths, self._seen = observation.lengths, list(watched._seen)
+        self._prompts = observation.prompts
         self._held = {
             "keys": observation.keys,
             "values": observation.values,
@@ -393,6 +400,7 @@ class KeepLayer(CacheLayerMixin):
             keys=self._held["keys"],
             values=self._held["values"],
             lengths=lengths,
+            prompts=self._prompts,
             statistics=self.owner.statistics,
             scaling=scaling,
             layer=self.index,

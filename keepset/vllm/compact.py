@@ -104,6 +104,7 @@ class Compactor:
             positions=None if whole else positions[..., :width],
             valid=None if event.level else (place < (entries - event.newer)[..., None])[..., :width],
             lengths=event.at,
+            prompts=event.prompts,
             statistics=self._statistics,
             scaling=self._scaling,
             layer=self._layer,

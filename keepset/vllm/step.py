@@ -61,6 +61,7 @@ class Event:
     Attributes:
         rows: their rows of the batch.
         at: tokens that each request has had at the event's point.
+        prompts: tokens of each request's prompt.
         newer: entries after that point.
         width: entries of the head that has most, newer ones included.
         keep: entries that the average head must be left with; None where the data decide.
@@ -73,6 +74,7 @@ class Event:
 
     rows: Int[Tensor, " rows"]
     at: Int[Tensor, " rows"]
+    prompts: Int[Tensor, " rows"]
     newer: int
     width: int
     keep: int | None
@@ -301,6 +303,7 @@ class Planner:
                 Event(
                     rows=self._tensor([row.index for row in members]),
                     at=self._tensor(ats),
+                    prompts=self._tensor([row.prompt for row in members]),
                     newer=newer,
                     width=width,
                     keep=left - newer,
@@ -416,6 +419,7 @@ class Planner:
                 Event(
                     rows=self._tensor([row.index for row in members]),
                     at=self._tensor(ats),
+                    prompts=self._tensor([row.prompt for row in members]),
                     newer=after - at,
                     width=after,
                     keep=at - timeline.dropped(prompt, after) if timeline.fixed else None,

@@ -118,10 +118,10 @@ class Timeline:
             if (prompt, at) not in self._kept:
                 before = at - (self.recipe.schedule.every or 0)
                 entries = at if at == first else self._kept[prompt, before] + at - before
-                self._kept[prompt, at] = self._quota(entries, at)
+                self._kept[prompt, at] = self._quota(entries, prompt, at)
         return self._kept[prompt, event]
 
-    def _quota(self, entries: int, length: int) -> int:
+    def _quota(self, entries: int, prompt: int, length: int) -> int:
         """Entries that the average head may keep of so many; what they hold plays no part."""
         budget = self.recipe.budget
         if budget.keep is None:
@@ -131,6 +131,7 @@ class Timeline:
             keys=torch.empty(*shape, 0),
             values=torch.empty(*shape, 0),
             lengths=torch.tensor([length]),
+            prompts=torch.tensor([prompt]),
             scaling=1.0,
             layer=self._layer,
             layers=self._layers,

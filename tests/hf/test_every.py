@@ -168,6 +168,7 @@ class Naive:
             positions=padded[None],
             valid=valid[None],
             lengths=torch.tensor([point]),
+            prompts=torch.tensor([self.prompt]),
             query_moments=moments,
             scaling=getattr(layer.module, "scaling", None),
             layer=index,
@@ -267,10 +268,11 @@ class Pool(Method):
         )
 
 
+BUDGET = ("keep", "sinks", "recent", "protect_prompt")
 RECIPES: dict[str, Callable[..., keepset.Recipe]] = {
     name: lambda text=text, **schedule: keepset.Recipe.of(
         (parsed := keepset.Recipe.parse(text)).method,
-        **{"keep": parsed.budget.keep, "sinks": parsed.budget.sinks, "recent": parsed.budget.recent, **schedule},
+        **{**{name: getattr(parsed.budget, name) for name in BUDGET}, **schedule},
     )
     for name, text in {
         "snapkv": "snapkv(window=5, kernel=3, keep=12)",
@@ -284,6 +286,9 @@ RECIPES: dict[str, Callable[..., keepset.Recipe]] = {
         "r_kv": "r_kv(window=3, kernel=3, keep=9)",
         "rpc": "rpc(window=3, kernel=3, keep=9)",
         "chunkkv": "chunkkv(expected_attention(future=8, skip=1, buffer=6, epsilon=0.01), chunk=3, keep=10)",
+        "protected": "snapkv(window=4, keep=28, every=1, protect_prompt=True)",
+        "random_protected": "random(keep=9, recent=2, every=1, protect_prompt=True)",
+        "adakv_protected": "adakv(snapkv(window=3), keep=27, every=1, protect_prompt=True)",
         "adakv_keydiff": "adakv(keydiff, floor=0.6, keep=9)",
         "adakv_lagkv": "adakv(lagkv(lag=3, skip=1), keep=9)",
         "adakv_r_kv": "adakv(r_kv(window=3, kernel=3), keep=9)",
@@ -298,6 +303,7 @@ RECIPES["habit"] = lambda **schedule: keepset.Recipe.of(Habit(), **{"keep": 9, "
 RECIPES["pool"] = lambda **schedule: keepset.Recipe.of(Pool(), **{"keep": 9, "sinks": 1, **schedule})
 
 by_recipe = pytest.mark.parametrize("name", RECIPES)
+by_dropping = pytest.mark.parametrize("name", [name for name in RECIPES if "protected" not in name])
 by_every = pytest.mark.parametrize("every", [1, 7, 16])
 with_prefill = pytest.mark.parametrize("prefill", [True, False], ids=["prefill", "no prefill"])
 
@@ -313,7 +319,7 @@ def test_tokens_and_positions_are_those_of_the_reference(name: str, every: int, 
     assert torch.equal(output.sequences, naive.say(ids, NEW))
     check_events(past, naive)
     decoded = (NEW - 1) // every
-    assert len(past.events) == decoded + prefill and decoded
+    assert len(past.events) == decoded + recipe.schedule.prefill and decoded
     assert not torch.equal(output.sequences, full(model, ids, max_new_tokens=NEW).sequences)
 
 
@@ -400,6 +406,30 @@ def test_tokens_beyond_the_prompt_in_its_own_forward(name: str) -> None:
     torch.testing.assert_close(
         model(ids[:, :3], past_key_values=past).logits[0], naive.feed(ids[:, :3]), rtol=1e-4, atol=5e-5
     )
+
+
+@pytest.mark.parametrize(
+    "recipe", ["random(keep=6, ", "snapkv(window=3, keep=25, ", "adakv(keydiff, keep=6, recent=2, "]
+)
+def test_a_protected_prompt_is_whole_after_many_events(recipe: str) -> None:
+    """Of each row of a batch its own; the number follows from it, and nothing happens at the prompt's end."""
+    padding, every, parsed = [0, 13], 3, keepset.Recipe.parse(f"{recipe}every=3, protect_prompt=True)")
+    model, (ids, mask) = tiny("llama"), left_padded(prompt(2, LENGTH), padding)
+    past = keepset.Cache(model, parsed, history=True)
+    generate(model, ids, past, mask, max_new_tokens=40)
+    assert [event.length for event in past.events] == list(range(LENGTH + every, LENGTH + 40, every))
+    for row, pad in enumerate(padding):
+        assert isinstance(parsed.budget.keep, int)
+        own = LENGTH - pad
+        most = max(parsed.budget.keep, own + parsed.budget.recent)
+        for event in past.events:
+            assert event.keep_set is not None
+            assert event.keep_set.counts[:, row].sum(-1).tolist() == [2 * min(most, event.length - pad)] * 4
+            for layer, head in [(layer, head) for layer in range(4) for head in range(2)]:
+                positions = event.keep_set.positions(layer, row, head).tolist()
+                assert positions[:own] == list(range(own))
+                if newest := parsed.budget.recent:
+                    assert positions[-newest:] == list(range(event.length - pad - newest, event.length - pad))
 
 
 # --- batches
@@ -591,7 +621,7 @@ def test_of_old_events_figures_stay_and_entries_go() -> None:
     assert same_keep_set(light.keep_set, whole.keep_set)
 
 
-@by_recipe
+@by_dropping
 @pytest.mark.parametrize("padding", [[0, 0], [0, 5]], ids=str)
 @torch.no_grad()
 def test_bytes_are_freed_at_each_event(name: str, padding: list[int]) -> None:
@@ -631,7 +661,7 @@ def test_queries_are_recorded_only_where_the_next_event_looks(name: str, reach: 
     assert [layer._decoding.window.nbytes for layer in past.layers] == [recorded] * 4
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@by_dropping
 @torch.no_grad()
 def test_the_dropped_part_is_gone(name: str) -> None:
     length = 157  # Prime, and nothing else has this size.

@@ -158,6 +158,51 @@ def test_keeps_sorted_existing_entries_and_what_always_stays(name: str, case: Ca
 
 @every_method
 @examples
+@given(data=st.data(), recent=st.integers(0, 5), more=st.integers(0, 20), seed=st.integers(0, 1000))
+def test_keeps_a_protected_prompt_and_exactly_its_number(
+    name: str, data: st.DataObject, recent: int, more: int, seed: int
+) -> None:
+    """At an event after others: the prompt is there in every head, and of what followed each lost something else."""
+    prompts = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=3))
+    lengths = tuple(prompt + data.draw(st.integers(1, 12)) for prompt in prompts)
+    shape = Shape(lengths, data.draw(st.integers(1, 3)), 2, 3, 2)
+    keep, layers = max(1, recent) + more, (0, 2, 3)
+    draw = torch.Generator().manual_seed(seed)
+
+    def positions() -> torch.Tensor:
+        places = torch.zeros(shape.batch, shape.kv_heads, shape.entries, dtype=torch.long)
+        for request, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+            newest = length + 7 - min(recent, length - prompt)  # The newest are all there.
+            for head in range(shape.kv_heads):
+                older = (
+                    torch.randperm(newest - prompt, generator=draw)[: max(length - prompt - recent, 0)].sort().values
+                )
+                places[request, head, :length] = torch.cat(
+                    [torch.arange(prompt), older + prompt, torch.arange(newest, length + 7)]
+                )
+        return places
+
+    observations = [
+        observe(shape, layer=layer, layers=layers, seed=seed, positions=positions(), prompts=torch.tensor(prompts))
+        for layer in layers
+    ]
+    method = make(name)
+    keep_set = method.select_all(observations, Budget(keep, 0, recent, protect_prompt=True))
+    for request, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+        wanted = min(max(keep, prompt + recent), length)
+        counts = keep_set.counts[:, request]
+        if method.equal_layers:
+            assert counts.sum(-1).tolist() == [wanted * shape.kv_heads] * len(layers)
+        for observation in observations:
+            newest = int(observation.lengths[request])
+            for head in range(shape.kv_heads):
+                held = set(entries_of(observation, request, head))
+                always = set(range(prompt)) | (set(range(newest - recent, newest)) & held)
+                assert always <= set(kept(keep_set, observation, request, head))
+
+
+@every_method
+@examples
 @given(case=cases(), beyond=st.integers(0, 3))
 def test_keeps_all_under_a_full_budget(name: str, case: Case, beyond: int) -> None:
     observations = case.observations()

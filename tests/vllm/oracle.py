@@ -229,6 +229,7 @@ class Oracle:
             query_positions=window[None] if needs.window else None,
             query_moments={skip: self._moments(layer, skip, needs.buffer, at, prompt) for skip in needs.query_moments},
             lengths=torch.tensor([at]),
+            prompts=torch.tensor([prompt]),
             scaling=heads[0].keys.shape[-1] ** -0.5,
             layer=index,
             layers=range(len(self._layers)),

@@ -12,7 +12,12 @@ from keepset.vllm.admission import Footprint, required_blocks
 from keepset.vllm.timeline import Timeline
 
 LAYERS = (0, 1)
-RECIPES = ["knorm(keep={}, every={})", "adakv(knorm, keep={}, every={})", "knorm(keep={}, every={}, prefill=False)"]
+RECIPES = [
+    "knorm(keep={}, every={})",
+    "adakv(knorm, keep={}, every={})",
+    "knorm(keep={}, every={}, prefill=False)",
+    "random(keep={}, every={}, protect_prompt=True)",
+]
 
 
 @dataclass

@@ -55,11 +55,11 @@ class Naive:
         if since > 0 and schedule.every is not None:
             due = since % schedule.every == 0
         if due:
-            self._compress()
+            self._compress(prompt)
 
     length: int = 0
 
-    def _compress(self) -> None:
+    def _compress(self, prompt: int) -> None:
         draw = torch.Generator().manual_seed(self.seed * 1000 + self.length)
         most = max(map(len, self.heads))
         positions = torch.zeros(1, KV_HEADS, most, dtype=torch.long)
@@ -82,6 +82,7 @@ class Naive:
             positions=positions,
             valid=valid,
             lengths=torch.tensor([self.length]),
+            prompts=torch.tensor([prompt]),
             queries=normal(1, KV_HEADS * GROUP, needs.window, DIM) if needs.window else None,
             query_positions=window[None] if needs.window else None,
             query_moments=dict.fromkeys(needs.query_moments, moments),
@@ -106,6 +107,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
         options = f"keep={draw(st.sampled_from([keep, 0.1, 0.37, 0.5, 1.0]))}"
     else:
         options = f"keep={keep}, every={every}, prefill={draw(st.booleans())}"
+        options += ", protect_prompt=True" if draw(st.booleans()) else ""
     return Recipe.parse(f"{method}{options})")
 
 
@@ -192,6 +194,14 @@ def test_something_is_shared_where_it_can_be(recipe: Recipe, prompt: int) -> Non
     first = timeline.event(prompt, prompt) or prompt + (recipe.schedule.every or 0)
     if timeline.dropped(prompt, first):
         assert timeline.untouched(prompt) == 4 * timeline.freed(prompt, first)
+
+
+def test_a_protected_prompt_is_counted_for_each_request() -> None:
+    timeline = timeline_of(Recipe.parse("snapkv(window=4, keep=16, every=8, protect_prompt=True)"), 0, 4)
+    for prompt, left in ((8, 16), (12, 16), (13, 17), (40, 44)):
+        assert [timeline.dropped(prompt, length) for length in (prompt, prompt + 7)] == [0, 0]
+        ends = [length - timeline.dropped(prompt, length) for length in range(prompt + 16, prompt + 60, 8)]
+        assert ends == [left] * len(ends)
 
 
 def test_nothing_is_foreseen_where_the_data_decide() -> None:
