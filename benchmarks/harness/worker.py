@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -30,17 +31,24 @@ class WorkerError(Exception):
 class Worker:
     """One side of the comparison in a process of its own, in its own environment."""
 
-    def __init__(self, name: str, python: Path, prompt: Prompt, threads: int):
+    def __init__(
+        self,
+        name: str,
+        python: Path,
+        arguments: Sequence[str | Path],
+        threads: int,
+        environment: Mapping[str, str] | None = None,
+    ):
         self.name = name
         script = BENCHMARKS / "workers" / f"{name}_worker.py"
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (close() closes it)
         self._process = subprocess.Popen(
-            [python, script, prompt.model, prompt.ids_file, "--threads", str(threads)],
+            [python, script, *arguments, "--threads", str(threads)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env=os.environ | QUIET,
+            env=os.environ | QUIET | dict(environment or {}),
             start_new_session=True,  # Ctrl-C stops the driver, which then ends the worker
         )
         self.versions: dict[str, str] = self._read()["versions"]
@@ -89,9 +97,16 @@ class Worker:
 
 def start_workers(stack: ExitStack, prompt: Prompt, threads: int, peer: bool) -> list[Worker]:
     """Start keepset's worker and, unless told otherwise, the peer's. `stack` ends them."""
-    if peer and not PEER_PYTHON.exists():
-        raise WorkerError("the peer has no environment yet: run benchmarks/peer_setup.sh, or give --no-peer")
-    workers = [stack.enter_context(Worker("keepset", Path(sys.executable), prompt, threads))]
     if peer:
-        workers.append(stack.enter_context(Worker("kvpress", PEER_PYTHON, prompt, threads)))
+        check_peer()
+    arguments = [prompt.model, prompt.ids_file]
+    workers = [stack.enter_context(Worker("keepset", Path(sys.executable), arguments, threads))]
+    if peer:
+        workers.append(stack.enter_context(Worker("kvpress", PEER_PYTHON, arguments, threads)))
     return workers
+
+
+def check_peer() -> None:
+    """Stop where the peer's environment is missing."""
+    if not PEER_PYTHON.exists():
+        raise WorkerError("the peer has no environment yet: run benchmarks/peer_setup.sh, or give --no-peer")
