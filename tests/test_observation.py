@@ -17,7 +17,7 @@ def test_defaults_describe_a_whole_prompt() -> None:
     observation = bare(queries=torch.zeros(2, 4, 3, 4))
     assert observation.valid.all()
     assert observation.positions.tolist() == [[[0, 1, 2, 3, 4, 5]] * 2] * 2
-    assert observation.lengths.tolist() == [6, 6]
+    assert observation.lengths.tolist() == observation.prompts.tolist() == [6, 6]
     assert observation.query_positions is not None
     assert observation.query_positions.tolist() == [[3, 4, 5]] * 2
     assert observation.scaling == pytest.approx(1 / math.sqrt(4))

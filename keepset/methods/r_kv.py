@@ -82,7 +82,8 @@ class RKV(Method):
         others = directions.sum(2, keepdim=True) - directions
         charged = (directions * others).sum(-1)
         batch, kv_heads, entries, _ = directions.shape
-        place = torch.arange(entries, device=directions.device, dtype=torch.int32)
+        # As float32, whose maxima are vectorised; exact up to 2**24 entries.
+        place = torch.arange(entries, device=directions.device, dtype=torch.float32)
         size = max(1, _BLOCK // (batch * kv_heads * entries))
         for start in range(0, entries, size):
             rows = directions[:, :, start : start + size]
