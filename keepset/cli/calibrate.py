@@ -35,6 +35,10 @@ def calibrate(
             raise KeepsetError(f"{name} {value} is out of range: use a whole number from {least} to {2**63 - 1}.")
     if out.is_dir() or not out.parent.is_dir():
         raise KeepsetError(f"--out {str(out)!r} is no place for a file: name a file in a folder that exists.")
+    if (out.parent / "config.json").exists():
+        raise KeepsetError(
+            f"--out {str(out)!r} is in a model's folder, where every .safetensors is taken for weights: name another."
+        )
     if out.exists() and not force:
         raise KeepsetError(f"{str(out)!r} exists: name another file with --out, or replace it with --force.")
     given = [read(path) for path in text or []]

@@ -107,6 +107,13 @@ def test_bad_input_is_refused_before_a_model_is_loaded(
     assert [path.name for path in Path.cwd().iterdir()] == ["text"]
 
 
+def test_a_models_folder_is_no_place_for_statistics(run: Run, tiny_folder: Path) -> None:
+    before = sorted(tiny_folder.iterdir())
+    done = run("calibrate", "--model", str(tiny_folder), "--out", str(tiny_folder / "stats.safetensors"))
+    assert done.code == 2 and "is in a model's folder" in done.err
+    assert sorted(tiny_folder.iterdir()) == before
+
+
 @pytest.mark.usefixtures("text", "tiny")
 def test_passages_fit_the_models_context(run: Run) -> None:
     done = run("calibrate", "--out", "a", "--length", "4096")

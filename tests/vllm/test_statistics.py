@@ -1,0 +1,71 @@
+"""Recipes that look at statistics of the model: the same entries as under transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import keepset
+from keepset import KeepsetError, Recipe, models
+from keepset.calibrate.corpus import Corpus, default_texts
+from keepset.calibrate.measure import measure
+from keepset.statistics import save
+from keepset.vllm.refusals import check
+from tests.vllm.engine import Ask, Result, Scenario, run
+from tests.vllm.test_equality import check_cache, fed
+from tests.vllm.test_refusals import config
+
+RECIPES = [
+    "triattention(stats={file!r}, keep=96, every=12)",
+    "adakv(triattention(stats={file!r}), keep=0.3)",
+    "qfilter(stats={file!r}, keep=96, recent=8, every=12)",
+    "expected_attention(stats={file!r}, keep=96, every=12)",
+]
+
+
+@pytest.fixture(scope="module")
+def file(shallow: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model, tokenizer = models.load(str(shallow))
+    path = tmp_path_factory.mktemp("statistics") / "stats.safetensors"
+    save(measure(model, Corpus.draw(tokenizer, default_texts()[:3], tokens=1024, length=256, seed=0)), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def engines(shallow: Path, file: Path, essay: list[int]) -> dict[str, tuple[list[Ask], Result]]:
+    some = [Ask(essay[:300], 30), Ask(essay[500:650], 30)]
+    scenarios = [
+        Scenario(recipe.format(file=str(file)), some, engine={"model": str(shallow), "max_num_batched_tokens": 256})
+        for recipe in RECIPES
+    ]
+    return {recipe: (some, result) for recipe, result in zip(RECIPES, run(*scenarios), strict=True)}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_same_entries_as_under_transformers(
+    recipe: str, engines: dict[str, Any], shallow: Path, file: Path
+) -> None:
+    parsed, (model, _) = Recipe.parse(recipe.format(file=str(file))), models.load(str(shallow))
+    some, result = engines[recipe]
+    for index, ask in enumerate(some):
+        cache = keepset.Cache(model, parsed, prompt_length=len(ask.ids), history=True)
+        assert fed(model, cache, parsed, ask.ids, result.tokens[index]) == result.tokens[index]
+        check_cache(cache, result, index)
+        assert result.events[index]
+    result.check_nothing_left()
+
+
+def test_a_file_must_be_named_and_be_there() -> None:
+    with pytest.raises(KeepsetError, match="run `keepset calibrate --model MODEL"):
+        check(config(), Recipe.parse("adakv(qfilter, keep=96)"))
+    with pytest.raises(KeepsetError, match="There is no file 'absent'"):
+        check(config(), Recipe.parse("triattention(stats='absent', keep=96)"))
+
+
+def test_heads_that_other_processes_hold_are_refused(file: Path) -> None:
+    parts = config()
+    parts.parallel_config.tensor_parallel_size = 2
+    with pytest.raises(KeepsetError, match="its statistics are of all heads"):
+        check(parts, Recipe.parse(f"qfilter(stats={str(file)!r}, keep=96)"))
