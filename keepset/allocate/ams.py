@@ -42,9 +42,9 @@ class AMS(Allocator):
     count as much as the best of the others) is a head's mass, eq. 1. An entry's mass is mixed with its credit, the
     moving average over the events that it has lived through; one that is new starts with its mass. The text is cut
     where every further `segment_mass` is full; segments keep `min_quota` entries and of the rest what is in
-    proportion to their mass; inside a segment the best by the scorer stay. Sinks and recent suffix count towards
-    their segments' quotas; where those and the minima do not fit, the suffix shrinks, then segments of least mass
-    lose their minimum, never the sinks.
+    proportion to their mass; inside a segment the best by the scorer stay. Sinks and recent suffix stay and count
+    towards their segments' quotas. Where the minima do not fit beside them, segments of least mass go without; where
+    the suffix itself does not fit, it shrinks.
 
     Where the authors' program differs the text decides: masses are of each request and head alone, cuts include the
     entry that fills a segment, and what a segment cannot take is shared in proportion to mass. The text names no
@@ -172,11 +172,11 @@ class AMS(Allocator):
         minimum = length.clamp(max=self.min_quota)
         sinks = budget.is_sink(observation) & valid
         sinks &= sinks.cumsum(-1) <= quotas[..., None]
-        room = quotas - sinks.sum(-1) - minimum.sum(-1).long()
-        newest = observation.lengths[:, None] - room.clamp(min=0, max=budget.recent)
-        fixed = sinks | ((observation.positions >= newest[..., None]) & valid)
+        recent = budget.is_recent(observation) & valid & ~sinks
+        room = (quotas - sinks.sum(-1))[..., None]
+        recent &= recent.sum(-1, keepdim=True) - recent.cumsum(-1) < room
         weight = segments.sums(mass, segment, number) if self.weighted else length
-        return segment, segments.divide(quotas, weight, length, minimum, segments.sums(fixed, segment, number))
+        return segment, segments.divide(quotas, weight, length, minimum, segments.sums(sinks | recent, segment, number))
 
 
 def _distribution(values: Float[Tensor, "batch kv_heads entries"]) -> Float[Tensor, "batch kv_heads entries"]:

@@ -50,7 +50,7 @@ def naive_choice(
     segment = [index for index, length in enumerate(lengths) for _ in range(length)]
     sinks = [place for place in range(entries) if positions[place] < budget.sinks][:keep]
     least = [min(method.min_quota, length) for length in lengths]
-    room = min(max(keep - len(sinks) - sum(least), 0), budget.recent)
+    room = min(keep - len(sinks), budget.recent)
     fixed = sinks + [place for place in range(entries) if positions[place] >= newest - room and place not in sinks]
     must = [sum(segment[place] == index for place in fixed) for index in range(len(lengths))]
     weight = [sum(m for m, s in zip(mass, segment, strict=True) if s == index) for index in range(len(lengths))]
@@ -177,7 +177,7 @@ def test_a_whole_event(
             segment = parts.segment[request, head]
             assert lengths_of(segment, observation.valid[request, head]) == sizes
             counts = [sum(int(segment[place]) == index for place in stayed) for index in range(len(sizes))]
-            if sum(min(least, size) for size in sizes) + min(sinks, entries) <= min(keep, entries):
+            if sum(min(least, size) for size in sizes) + sinks + recent <= min(keep, entries):
                 assert all(count >= min(least, size) for count, size in zip(counts, sizes, strict=True))
             assert all(abs(count - share) < 1 + 1e-6 for count, share in zip(counts, shares, strict=True))
             remainders = sorted((share - math.floor(share + 1e-9)) for share in shares)

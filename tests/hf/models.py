@@ -133,11 +133,13 @@ def recipe(method: str, keep: int | float) -> str:
         "r_kv": "window=5, kernel=3, ",
         "lagkv": "lag=5, skip=2, ",
         "chunkkv": "chunk=5, ",
+        "ams": "window=5, kernel=3, segment_mass=0.2, min_segment=2, max_segment=6, ",
         "expected_attention": "future=16, ",
     }.get(method, "")
     if issubclass(keepset.METHODS[method], Allocator):
         parameters = "snapkv(window=4), " + parameters
-    return f"{method}({parameters}keep={keep})"
+    always = "sinks=2, recent=4, " if method == "ams" else ""
+    return f"{method}({parameters}{always}keep={keep})"
 
 
 def same_keep_set(a: keepset.KeepSet, b: keepset.KeepSet) -> bool:

@@ -22,9 +22,10 @@ SMALL = {
     "r_kv": dict(window=3, kernel=3),
     "lagkv": dict(lag=3, skip=1),
     "chunkkv": dict(chunk=3),
+    "ams": dict(window=4, kernel=3, segment_mass=0.2, min_segment=2, max_segment=6),
 }
 """Parameters for methods that would read more than short texts have."""
-INSIDE = ["keydiff", "lagkv", "r_kv", "rpc", "chunkkv"]
+INSIDE = ["keydiff", "lagkv", "r_kv", "rpc", "chunkkv", "ams"]
 
 every_method = pytest.mark.parametrize("name", [*sorted(METHODS), *(f"adakv({scorer})" for scorer in INSIDE)])
 # The same examples in every run: a near tie must not fail once in a thousand runs.
