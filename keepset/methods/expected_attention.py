@@ -65,10 +65,7 @@ class ExpectedAttention(Method):
         scaling = observation.scaling
         logits = keys @ observation.by_query_group(mean * scaling).transpose(-1, -2)
         if self.covariance:
-            # One query head after another: k C k' needs a product as large as the keys.
-            grouped = observation.by_query_group(covariance * (0.5 * scaling**2))
-            for member in range(grouped.shape[2]):
-                logits[..., member] += ((keys @ grouped[:, :, member]) * keys).sum(-1)
+            logits += _quadratic(keys, observation.by_query_group(covariance * (0.5 * scaling**2)))
         counted = observation.valid & (observation.positions >= self.skip)
         logits = logits.masked_fill(~counted[..., None], float("-inf"))
         attention = logits.softmax(-2).nan_to_num(nan=0.0).mean(-1)
@@ -84,3 +81,34 @@ class ExpectedAttention(Method):
 
         batch = (len(lengths), -1, -1)
         return QueryMoments(measured.mean.expand(*batch), measured.covariance.expand(*batch, -1), rotate)
+
+
+_BLOCK = 2**18
+"""Numbers of a request's keys at a time: half of what a core's cache holds, or less."""
+_PARTS = 4
+
+
+def _quadratic(
+    keys: Float[Tensor, "batch kv_heads entries head_dim"],
+    matrices: Float[Tensor, "batch kv_heads group head_dim head_dim"],
+) -> Float[Tensor, "batch kv_heads entries group"]:
+    """k C k' of every key with its head's matrices C, in blocks of entries that stay in a core's cache.
+
+    C and C' give the same, so what lies below the diagonal is added to what lies above, and most of that half is
+    never multiplied.
+    """
+    batch, heads, entries, size = keys.shape
+    # Whatever the batch: other blocks would round differently.
+    rows = max(1, _BLOCK // (heads * size)) if keys.device.type == "cpu" else entries
+    both = matrices + matrices.transpose(-1, -2)
+    upper = both.triu(1) + torch.diag_embed(matrices.diagonal(dim1=-2, dim2=-1))
+    width = -(-size // _PARTS)
+    # Of every part of the columns the rows down to the diagonal, the group's side by side.
+    columns = [slice(start, min(start + width, size)) for start in range(0, size, width)]
+    parts = [upper[..., : part.stop, part].transpose(2, 3).flatten(3) for part in columns]
+    forms = keys.new_zeros(batch, heads, entries, matrices.shape[2])
+    for block, found in zip(keys.split(rows, 2), forms.split(rows, 2), strict=True):
+        for part, matrix in zip(columns, parts, strict=True):
+            product = (block[..., : part.stop] @ matrix).unflatten(-1, (matrices.shape[2], -1))
+            found.add_(product.mul_(block[..., None, part]).sum(-1))
+    return forms

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from keepset import Budget, KeepsetError, Observation
+from keepset.methods import expected_attention
 from keepset.methods.expected_attention import ExpectedAttention
 from keepset.observation import Needs, QueryMoments
 from tests.methods.naive import (
@@ -156,3 +157,20 @@ def test_moments_are_asked_for() -> None:
 
 def _zeros() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.zeros(1, 1, 4), torch.zeros(1, 1, 4, 4)
+
+
+@pytest.mark.parametrize("block", [1, 50, 2**18])
+@pytest.mark.parametrize("size", [1, 3, 6, 17])
+def test_quadratic_forms_are_those_of_each_key(size: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of matrices that need not be symmetric: rounding leaves none that is."""
+    monkeypatch.setattr(expected_attention, "_BLOCK", block)
+    draw = torch.Generator().manual_seed(size)
+    keys, matrices = torch.randn(2, 3, 11, size, generator=draw), torch.randn(2, 3, 2, size, size, generator=draw)
+    forms = expected_attention._quadratic(keys, matrices)
+    for batch in range(2):
+        for head in range(3):
+            for entry, key in enumerate(keys[batch, head].tolist()):
+                for member in range(2):
+                    rows = matrices[batch, head, member].tolist()
+                    expected = dot(key, [dot(row, key) for row in rows])
+                    assert forms[batch, head, entry, member] == pytest.approx(expected, rel=1e-4, abs=1e-5)
