@@ -49,6 +49,8 @@ bench: setup setup-vllm
 	bash benchmarks/peer_setup.sh
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/compare.py
+	$(BIN)/python benchmarks/events.py
+	$(BIN)/python benchmarks/decode.py --repeats 3
 	$(BIN)/python benchmarks/memory.py --repeats 3
 	$(BIN)/python benchmarks/engine.py --repeats 3
 	$(BIN)/python benchmarks/speed.py --repeats 3
