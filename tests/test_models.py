@@ -22,7 +22,8 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from keepset import models
+from keepset import models, statistics
+from keepset.calibrate import corpus
 from keepset.errors import KeepsetError
 
 Embedded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
@@ -250,3 +251,25 @@ def test_not_a_causal_model(config: LlamaConfig, tmp_path: Path) -> None:
 def test_importing_models_is_quick() -> None:
     script = "import sys, keepset.models, keepset.texts; sys.exit('transformers' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_statistics_of_the_embedded_model_are_made_once_and_said_aloud(
+    home: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair, runs = models.load(str(tiny)), []
+    monkeypatch.setattr(models, "load", lambda: runs.append(1) or pair)
+    monkeypatch.setattr(corpus, "TOKENS", 64)
+    home.mkdir()
+    capsys.readouterr()
+    path = models._embedded_statistics()
+    assert path.parent == home and len(statistics.load(str(path)).layers) == 1
+    said = capsys.readouterr()
+    assert said.out == "" and said.err == f"keepset: measuring the embedded model's statistics, once, into {path}\n"
+    assert models._embedded_statistics() == path
+    assert capsys.readouterr().err == "" and len(runs) == 1
+
+
+def test_recipes_that_name_no_file_get_those_of_the_embedded_model(embedded: Embedded, tiny: Path) -> None:
+    assert statistics._offers[embedded[0].config.name_or_path] is models._embedded_statistics
+    models.load(str(tiny))
+    assert str(tiny) not in statistics._offers
