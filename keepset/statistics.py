@@ -190,10 +190,9 @@ def save(statistics: Statistics, path: Path) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
+    # Cloned: layers may share tensors, and a file may not.
     tensors = {
-        f"layers.{index}.{name}": getattr(layer, name).clone(
-            memory_format=torch.contiguous_format
-        )  # none may be shared
+        f"layers.{index}.{name}": getattr(layer, name).clone(memory_format=torch.contiguous_format)
         for index, layer in statistics.layers.items()
         for name in FIELDS
     }
