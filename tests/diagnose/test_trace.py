@@ -141,3 +141,23 @@ def test_no_event_has_no_figures() -> None:
     tracer.follow(prompt(1, 7)[0], 5)
     told = figures(tracer.trace)
     assert told["events"] == [] and told["mean"] == {} and told["layers"] == []
+
+
+def test_segments_of_ams_are_those_that_it_kept_by() -> None:
+    # With credit the mass depends on the state from before the event, which ams itself overwrites.
+    recipe = Recipe.parse("ams(tova, window=6, min_segment=2, max_segment=8, mix=0.2, keep=14, recent=2, every=6)")
+    tracer = Tracer(tiny("llama"), recipe)
+    tracer.follow(prompt(1, 60)[0], 30)
+    trace = tracer.trace
+    assert [moment.length for moment in trace.moments] == [30, 36, 42, 48, 54, 60]
+    held = {(layer, head): list(range(30)) for layer in range(4) for head in range(2)}
+    for moment in trace.moments:
+        for (layer, head), positions in held.items():
+            told = moment.segments[layer][head]
+            stays = set(moment.snapshot.keep_set.positions(layer, 0, head).tolist())
+            starts = [0, *told.ends.tolist()[:-1]]
+            parts = [positions[start:end] for start, end in zip(starts, told.ends.tolist(), strict=True)]
+            assert told.ends[-1] == len(positions) == len(told.mass)
+            assert [len(stays & set(part)) for part in parts] == told.quotas.tolist()
+            assert float(told.mass.sum()) == pytest.approx(1, abs=1e-5)
+            held[layer, head] = sorted(stays) + list(range(moment.length, moment.length + 6))
