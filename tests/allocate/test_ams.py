@@ -31,12 +31,13 @@ def naive_mass(observation: Observation, method: AMS, request: int, head: int) -
         for row in window_attention(observation, request, query_head, method.window):
             for place, weight in enumerate(row):
                 usage[place] += weight / (group * method.window)
-    own = [int(observation.positions[request, head, place]) >= newest - method.window for place in range(entries)]
-    usage = [0.0 if mine or math.isnan(value) else value for mine, value in zip(own, usage, strict=True)]
+    usage = [0.0 if math.isnan(value) else value for value in usage]
+    # Of the window's queries so many came before the entry.
+    positions = observation.positions[request, head].tolist()
+    missed = [max(method.window - (newest - positions[place]), 0) for place in range(entries)]
+    full = [value + max(usage) * number / method.window for value, number in zip(usage, missed, strict=True)]
     half = method.kernel // 2
-    pooled = [sum(usage[max(place - half, 0) : place + half + 1]) / method.kernel for place in range(entries)]
-    best = max((value for mine, value in zip(own, pooled, strict=True) if not mine), default=0.0)
-    padded = [best if mine else value for mine, value in zip(own, pooled, strict=True)]
+    padded = [sum(full[max(place - half, 0) : place + half + 1]) / method.kernel for place in range(entries)]
     total = sum(max(value, 0.0) + 1e-12 for value in padded)
     return [(max(value, 0.0) + 1e-12) / total for value in padded]
 
