@@ -139,6 +139,7 @@ class Compactor:
     def _select(self, observation: Observation, event: Event) -> LayerKeepSet:
         """The recipe's choice, which must be of the size that the scheduler counts with."""
         method, budget = self._recipe.method, self._recipe.budget
+        state = dict(observation.state)
         kept = method.select(observation, budget).layer(self._layer)
         if event.keep is None:
             return kept
@@ -151,6 +152,8 @@ class Compactor:
             return kept
         # A request that starts again after a preemption has more to choose from than one that was compressed all
         # along, so a number that depends on it comes out differently. How many stay must not.
+        observation.state.clear()
+        observation.state.update(state)
         return observation.keep(
             method.choose(observation, budget, method.ranked(observation, budget, share), share)
         ).layer(self._layer)

@@ -44,6 +44,7 @@ EVERY = [
     "mass(share=0.8, every=24)",
     "loud(keep=80, every=16)",
 ]
+AMS = ["ams(tova, keep=96, every=32)", "ams(expected_attention(buffer=64), keep=96, every=32)"]
 LONG = "snapkv(window=16, keep=96, every=64)"
 UNTOUCHED = ["snapkv(window=16, keep=1024, every=16)", "adakv(knorm, keep=1.0)"]
 
@@ -89,6 +90,16 @@ def decoding(essay: list[int]) -> dict[str, Any]:
     one = [Ask(essay[4000:4200], 512)]
     scenarios = [Scenario(recipe, some, engine=CHUNKED) for recipe in EVERY]
     return dict(zip((*EVERY, LONG), raw(*scenarios, Scenario(LONG, one)), strict=True))
+
+
+@pytest.fixture(scope="module")
+def reasoning(essay: list[int]) -> dict[str, Any]:
+    """Long generations that live on what they keep."""
+    return dict(zip(AMS, raw(*(Scenario(recipe, thoughts(essay), engine=CHUNKED) for recipe in AMS)), strict=True))
+
+
+def thoughts(essay: list[int]) -> list[Ask]:
+    return asks(essay, (70, 150, 310), 512)
 
 
 @pytest.fixture(scope="module")
@@ -202,6 +213,19 @@ def test_while_decoding_it_is_the_transformers_runtime(
         cache = keepset.Cache(embedded[0], recipe, history=True)
         tokens = engine.tokens[index]
         assert tokens is not None
+        assert fed(embedded[0], cache, cache.recipe, ask.ids, tokens) == tokens
+        check_cache(cache, engine, index)
+
+
+@pytest.mark.parametrize("recipe", AMS)
+def test_ams_over_long_generations(
+    recipe: str, reasoning: dict[str, Any], essay: list[int], embedded: Embedded
+) -> None:
+    engine = result(reasoning, recipe)
+    engine.check_nothing_left()
+    for index, ask in enumerate(thoughts(essay)):
+        cache, tokens = keepset.Cache(embedded[0], recipe, history=True), engine.tokens[index]
+        assert tokens is not None and len(engine.events[index]) >= 15
         assert fed(embedded[0], cache, cache.recipe, ask.ids, tokens) == tokens
         check_cache(cache, engine, index)
 
