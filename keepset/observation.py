@@ -196,22 +196,25 @@ class Observation:
 
         The attention is made and summed in blocks that stay in a core's cache; it is never there as a whole.
         """
-        queries, at, first = self._window(window)
-        grouped = self.by_query_group(queries)
-        batch, kv_heads, group, _, head_dim = grouped.shape
+        newest, at, first = self._window(window)
+        grouped = self.by_query_group(newest)
+        batch, kv_heads, group, window, size = grouped.shape
         entries = self.keys.shape[2]
         usage = torch.zeros(batch, kv_heads, group, entries, device=self.keys.device)
-        block = max(1, _BLOCK // (group * entries))
+        # A block is several heads or, of one head, several queries.
+        heads = max(1, _BLOCK // (entries * max(group * window, size)))
+        rows = max(1, _BLOCK // (entries * group))
         for request in range(batch):
-            for head in range(kv_heads):
-                keys = self.keys[request, head].float().T
-                rows = grouped[request, head].float() * self.scaling
-                visible = self.valid[request, head, first:] & (
-                    self.positions[request, head, first:] <= at[request, :, None]
+            for head in range(0, kv_heads, heads):
+                part = request, slice(head, head + heads)
+                keys = self.keys[part].float().transpose(1, 2)
+                visible = self.valid[part][:, None, first:] & (
+                    self.positions[part][:, None, first:] <= at[request, :, None]
                 )
-                for part, seen in zip(rows.split(block, 1), visible.split(block), strict=True):
-                    logits = (part.reshape(-1, head_dim) @ keys).view(group, -1, entries)
-                    usage[request, head] += _softmax(logits, seen).sum(1)
+                few = grouped[part].float() * self.scaling
+                for queries, seen in zip(few.split(rows, 2), visible.split(rows, 1), strict=True):
+                    logits = (queries.flatten(1, 2) @ keys).unflatten(1, (group, -1))
+                    usage[part] += _softmax(logits, seen[:, None]).sum(2)
         return usage.flatten(1, 2)
 
     def columns(self, name: str) -> Float[Tensor, "batch query_heads entries"]:

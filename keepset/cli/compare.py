@@ -28,7 +28,7 @@ ALL = (
     "adakv(expected_attention)"
 )
 KEEPS = "0.75,0.5,0.25"
-DECODING = "streaming_llm, random, knorm, tova, snapkv, expected_attention, pyramid(snapkv), adakv(snapkv)"
+DECODING = "streaming_llm, random, knorm, tova, snapkv, expected_attention, pyramid(snapkv), adakv(snapkv), ams(tova)"
 DECODING_KEEPS = "256,128"
 
 

@@ -220,7 +220,7 @@ def test_decode_what_the_model_generated(run: Run, tiny: Any) -> None:
 def test_decode_runs_what_it_chooses_itself(run: Run) -> None:
     done = run("compare", "--decode", "--tokens", "100", "--continuation", "70", "--json")
     assert done.code == 0
-    assert [row["keep"] < 0.8 for row in load(done.out)["rows"]].count(True) == 8  # Of 170 tokens 128, and all.
+    assert [row["keep"] < 0.8 for row in load(done.out)["rows"]].count(True) == 9  # Of 170 tokens 128, and all.
 
 
 # --- Ctrl-C
