@@ -43,7 +43,7 @@ def calibrate(
         raise KeepsetError(f"{str(out)!r} exists: name another file with --out, or replace it with --force.")
     given = [read(path) for path in text or []]
 
-    from keepset.calibrate.corpus import Corpus, default_texts
+    from keepset.calibrate.corpus import SHORTEST, Corpus, default_texts
     from keepset.calibrate.measure import measure
     from keepset.statistics import save
 
@@ -57,7 +57,7 @@ def calibrate(
         passages = bar.add_task("passages", total=len(corpus.passages))
         statistics = measure(loaded, corpus, lambda: bar.advance(passages))
     save(statistics, out)
-    if corpus.tokens < tokens:
+    if tokens - corpus.tokens >= SHORTEST:
         err.print(f"The texts had {corpus.tokens} tokens, fewer than the {tokens} asked for.", highlight=False)
     results.print(
         printable(
