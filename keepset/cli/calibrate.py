@@ -14,7 +14,8 @@ def calibrate(
     out: Annotated[Path, typer.Option(help="The file to write, such as stats.safetensors.")],
     model: Annotated[str | None, typer.Option(help="A folder or a hub name; a small embedded model if none.")] = None,
     text: Annotated[
-        list[Path] | None, typer.Option(help="A UTF-8 text file, as often as you like; essays if none.")
+        list[Path] | None,
+        typer.Option(metavar="<path>", help="A UTF-8 text file, as often as you like; essays if none."),
     ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens to measure at most.")] = 16384,
     length: Annotated[int, typer.Option(help="Tokens of a passage.")] = 1024,
