@@ -129,7 +129,7 @@ class Cache(PromptCache):
         for index, layer in enumerate(prompt.layers):
             if index not in cache.kept_layers:
                 cache.layers[index] = copy.deepcopy(layer)
-        for observation in observations:
+        for observation in map(_as_found, observations):
             layer = cache.kept_layers[observation.layer]
             layer.adopt(observation, prompt.kept_layers[observation.layer])
             cache.observed(layer, observation)
