@@ -39,16 +39,17 @@ class AMS(Allocator):
 
     Adaptive Mass-Segmented compression, algorithm 1 with the values of table 15. What the last `window` queries
     attend to is a head's mass, eq. 1: the mean over them and the query group, in which an entry gets for queries that
-    came before it what the best entry got, average-pooled over `kernel` entries. An entry's mass is mixed with its
-    credit, the moving average over the events that it has lived through; one that is new starts with its mass. The
-    text is cut where every further `segment_mass` is full; segments keep `min_quota` entries and of the rest what is in
-    proportion to their mass; inside a segment the best by the scorer stay. Sinks and recent suffix stay and count
+    came before it the most that an entry of the window got, average-pooled over `kernel` entries. An entry's mass is
+    mixed with its credit, the moving average over the events that it has lived through; one that is new starts with
+    its mass. The text is cut where every further `segment_mass` is full; segments keep `min_quota` entries and of the
+    rest what is in proportion to their mass; inside a segment the best by the scorer stay. Sinks and recent suffix stay and count
     towards their segments' quotas. Where the minima do not fit beside them, segments of least mass go without; where
     the suffix itself does not fit, it shrinks.
 
-    Where the authors' program differs the text decides: masses are of each request and head alone, only missing
-    observations are padded (theirs pads the whole window), cuts include the entry that fills a segment, and what a
-    segment cannot take is shared in proportion to mass. The text names no
+    Where the authors' program differs the text decides: masses are of each request and head alone; only missing
+    observations are padded, and with the best of the window's own entries (theirs gives the whole window the best of
+    all entries, which is the first token's: then hardly any mass is left for the rest); cuts include the entry that
+    fills a segment; what a segment cannot take is shared in proportion to mass. The text names no
     pooling width and no length of the suffix; 5 and 32 are the program's.
 
     Switches of table 7: `weighted=False` divides by length instead of mass, `credit=False` takes each event's mass
@@ -149,12 +150,12 @@ class AMS(Allocator):
         return _distribution(self.mix * mass + (1 - self.mix) * _distribution(credit)), credit
 
     def _usage(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
-        """Mean attention of the window's queries; where a query came before an entry, the best of all counts."""
+        """Mean attention of the window's queries; for those that came before an entry, the window's best counts."""
         received = observation.by_query_group(observation.window_usage(self.window)).mean(2) / self.window
         received = received.nan_to_num(0.0, 0.0, 0.0).masked_fill(~observation.valid, 0.0)
         unseen = (self.window - observation.lengths[:, None, None] + observation.positions).clamp(min=0)
-        padded = received + received.amax(-1, keepdim=True) * unseen / self.window
-        padded = padded.masked_fill(~observation.valid, 0.0)
+        best = received.where(unseen > 0, 0.0).amax(-1, keepdim=True)
+        padded = (received + best * unseen / self.window).masked_fill(~observation.valid, 0.0)
         return F.avg_pool1d(padded, self.kernel, stride=1, padding=self.kernel // 2)
 
     def _divided(

@@ -15,7 +15,7 @@ from keepset.errors import KeepsetError
 if TYPE_CHECKING:
     from keepset.diagnose.trace import Trace
 
-RECIPE = "ams(tova, keep=256, every=128)"
+RECIPE = "ams(tova, window=32, keep=256, every=128)"
 REASON = "Please reason step by step, and put your final answer within \\boxed{}."
 
 

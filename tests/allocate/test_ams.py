@@ -35,7 +35,8 @@ def naive_mass(observation: Observation, method: AMS, request: int, head: int) -
     # Of the window's queries so many came before the entry.
     positions = observation.positions[request, head].tolist()
     missed = [max(method.window - (newest - positions[place]), 0) for place in range(entries)]
-    full = [value + max(usage) * number / method.window for value, number in zip(usage, missed, strict=True)]
+    best = max((value for value, number in zip(usage, missed, strict=True) if number), default=0.0)
+    full = [value + best * number / method.window for value, number in zip(usage, missed, strict=True)]
     half = method.kernel // 2
     padded = [sum(full[max(place - half, 0) : place + half + 1]) / method.kernel for place in range(entries)]
     total = sum(max(value, 0.0) + 1e-12 for value in padded)
