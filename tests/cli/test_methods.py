@@ -5,15 +5,18 @@ import json
 
 import pytest
 from jaxtyping import Float
+from rich.console import Console
 from torch import Tensor
 
 import keepset
 from keepset import registry
+from keepset.cli import console
 from keepset.method import Allocator
 from tests.cli.conftest import Run
 
 
-def test_table_lists_every_method(run: Run) -> None:
+def test_table_lists_every_method(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "out", Console(width=500))  # no row is folded
     done = run("methods")
     assert (done.code, done.err) == (0, "")
     header, *rows = done.out.splitlines()
