@@ -40,9 +40,10 @@ class LayerKeepSet:
         entry_bytes: int,
     ) -> LayerKeepSet:
         """The entries where `mask` is true."""
-        # Cloned: a view of one column would keep all three alive.
-        indices = mask.nonzero()[:, 2].clone()
-        return cls(layer, indices, positions[mask].int(), mask.sum(-1), entry_bytes)
+        # One search in one dimension: searching costs more than all else here.
+        kept = mask.flatten().nonzero()[:, 0]
+        indices = kept % mask.shape[-1]
+        return cls(layer, indices, positions.flatten()[kept].int(), mask.sum(-1), entry_bytes)
 
     def settled(self) -> LayerKeepSet:
         """The same for the records, once a runtime has executed it: four bytes an entry, indices into the text."""
