@@ -249,6 +249,13 @@ class Observation:
         """Query heads sorted under the KV head that they share."""
         return statistic.unflatten(1, (self.keys.shape[1], -1))
 
+    def mean_over_heads(
+        self, statistic: Float[Tensor, "batch kv_heads entries"]
+    ) -> Float[Tensor, "batch kv_heads entries"]:
+        """A layer's mean for every KV head; each head's own where heads of a request hold different entries."""
+        alike = ((self.positions == self.positions[:, :1]) | ~self.valid) & (self.valid == self.valid[:, :1])
+        return statistic.mean(1, keepdim=True).where(alike.flatten(1).all(1)[:, None, None], statistic)
+
     def keep(self, mask: Bool[Tensor, "batch kv_heads entries"]) -> KeepSet:
         """The KeepSet of the entries where `mask` is true; holes are left out."""
         kept = LayerKeepSet.from_mask(self.layer, mask & self.valid, self.positions, self.entry_bytes)

@@ -42,9 +42,9 @@ class AMS(Allocator):
     came before it the most that an entry of the window got, average-pooled over `kernel` entries. An entry's mass is
     mixed with its credit, the moving average over the events that it has lived through; one that is new starts with
     its mass. The text is cut where every further `segment_mass` is full; segments keep `min_quota` entries and of the
-    rest what is in proportion to their mass; inside a segment the best by the scorer stay. Sinks and recent suffix stay and count
-    towards their segments' quotas. Where the minima do not fit beside them, segments of least mass go without; where
-    the suffix itself does not fit, it shrinks.
+    rest what is in proportion to their mass; inside a segment the best by the scorer stay. Sinks and recent
+    suffix stay and count towards their segments' quotas. Where the minima do not fit beside them, segments of least
+    mass go without; where the suffix itself does not fit, it shrinks.
 
     Where the authors' program differs the text decides: masses are of each request and head alone; only missing
     observations are padded, and with the best of the window's own entries (theirs gives the whole window the best of

@@ -51,8 +51,6 @@ class RPC(Method):
     def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
         """Pooled mean attention of the window's queries."""
         received = observation.by_query_group(observation.window_usage(self.window)).mean(2) / self.window
-        valid, positions = observation.valid, observation.positions
-        alike = ((positions == positions[:, :1]) | ~valid) & (valid == valid[:, :1])
-        received = received.mean(1, keepdim=True).where(alike.flatten(1).all(1)[:, None, None], received)
-        in_window = positions >= observation.lengths[:, None, None] - self.window
+        received = observation.mean_over_heads(received)
+        in_window = observation.positions >= observation.lengths[:, None, None] - self.window
         return F.avg_pool1d(received.masked_fill(in_window, 0.0), self.kernel, stride=1, padding=self.kernel // 2)

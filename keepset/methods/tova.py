@@ -16,8 +16,9 @@ from keepset.observation import Needs, Observation
 class TOVA(Method):
     """Keeps what the newest query attends to, averaged over all heads (Oren et al. 2024, arXiv:2401.06104).
 
-    As in the paper's section 3.2 the heads of a layer share one set of tokens. The newest token itself
-    always stays.
+    As in the paper's section 3.2 the heads of a layer share one set of tokens; where something else, `adakv` or
+    `ams`, has given them different ones, each KV head goes by its own query heads. The newest token itself always
+    stays.
     """
 
     name: ClassVar[str] = "tova"
@@ -34,5 +35,5 @@ class TOVA(Method):
         return 1
 
     def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
-        """Mean attention of the newest query over the layer's heads, the same for every KV head."""
-        return observation.window_usage(1).mean(1, keepdim=True).expand(observation.valid.shape)
+        """Mean attention of the newest query."""
+        return observation.mean_over_heads(observation.by_query_group(observation.window_usage(1)).mean(2))
