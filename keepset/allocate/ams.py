@@ -147,7 +147,7 @@ class AMS(Allocator):
             return mass, None
         before = observation.state.get("credit")
         credit = mass if before is None else (self.decay * before + (1 - self.decay) * mass).where(before > 0, mass)
-        return _distribution(self.mix * mass + (1 - self.mix) * _distribution(credit)), credit
+        return self.mix * mass + (1 - self.mix) * _distribution(credit), credit
 
     def _usage(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
         """Mean attention of the window's queries; for those that came before an entry, the window's best counts."""

@@ -109,8 +109,8 @@ def top_of_segments(
     sizes.scatter_add_(0, mine.flatten(), torch.ones_like(mine).flatten())
     until = (sizes.cumsum(0) - sizes).view(heads, segments)
     until[:, :-1] += quotas.view(heads, -1)
-    sorted_mine = mine.flip(-1).flatten()[order]
-    chosen = torch.arange(heads * entries, device=ranked.device) < until.flatten()[sorted_mine]
+    sorted_mine = mine.flip(-1).flatten().gather(0, order)
+    chosen = torch.arange(heads * entries, device=ranked.device) < until.flatten().gather(0, sorted_mine)
     return torch.zeros_like(chosen).scatter(0, order, chosen).view(ranked.shape).flip(-1)
 
 
@@ -128,8 +128,7 @@ def _far_enough(
     step = torch.cat([following[..., :-1], torch.full_like(count, number)], -1)
     passed = torch.zeros_like(step).scatter(-1, following[..., -1:], 1)
     for _ in range(number.bit_length()):
-        passed = passed + torch.zeros_like(passed).scatter_add(-1, step, passed)
-        passed = passed.clamp(max=1)
+        passed = passed.scatter_reduce(-1, step, passed, "amax")
         step = step.gather(-1, step)
     real = passed[..., :-1].bool() & (cuts <= count - shortest)
     return cuts.where(real, count).sort(-1).values
