@@ -200,22 +200,23 @@ class Observation:
         grouped = self.by_query_group(newest)
         batch, kv_heads, group, window, size = grouped.shape
         entries = self.keys.shape[2]
-        usage = torch.zeros(batch, kv_heads, group, entries, device=self.keys.device)
+        usage = torch.zeros(batch * kv_heads, group, entries, device=self.keys.device)
+        most = _BLOCK if self.keys.device.type == "cpu" else _DEVICE_BLOCK
         # A block is several heads or, of one head, several queries.
-        heads = max(1, _BLOCK // (entries * max(group * window, size)))
-        rows = max(1, _BLOCK // (entries * group))
-        for request in range(batch):
-            for head in range(0, kv_heads, heads):
-                part = request, slice(head, head + heads)
-                keys = self.keys[part].float().transpose(1, 2)
-                visible = self.valid[part][:, None, first:] & (
-                    self.positions[part][:, None, first:] <= at[request, :, None]
-                )
-                few = grouped[part].float() * self.scaling
-                for queries, seen in zip(few.split(rows, 2), visible.split(rows, 1), strict=True):
-                    logits = (queries.flatten(1, 2) @ keys).unflatten(1, (group, -1))
-                    usage[part] += _softmax(logits, seen[:, None]).sum(2)
-        return usage.flatten(1, 2)
+        heads = max(1, most // (entries * max(group * window, size)))
+        rows = max(1, most // (entries * group))
+        at = at[:, None].expand(-1, kv_heads, -1).flatten(0, 1)
+        everything = self.keys, self.valid, self.positions, grouped
+        keys, valid, positions, grouped = (part.flatten(0, 1) for part in everything)
+        for head in range(0, batch * kv_heads, heads):
+            part = slice(head, head + heads)
+            visible = valid[part, None, first:] & (positions[part, None, first:] <= at[part, :, None])
+            few = grouped[part].float() * self.scaling
+            facing = keys[part].float().transpose(1, 2)
+            for queries, seen in zip(few.split(rows, 2), visible.split(rows, 1), strict=True):
+                logits = (queries.flatten(1, 2) @ facing).unflatten(1, (group, -1))
+                usage[part] += _softmax(logits, seen[:, None]).sum(2)
+        return usage.view(batch, kv_heads * group, entries)
 
     def columns(self, name: str) -> Float[Tensor, "batch query_heads entries"]:
         """The streamed column statistic `sum` or `max` of the prompt's attention."""
@@ -268,6 +269,8 @@ class Observation:
         if self.queries is None or self.query_positions is None:
             raise KeepsetError("This method looks at the newest queries: give Observation(queries=...).")
         at = self.query_positions[:, -window:]
+        if self.keys.device.type != "cpu":
+            return self.queries[:, :, -window:], at, 0  # to look for it would wait for the device
         hidden = ~self.valid | (self.positions > at[:, None, :1])
         first = F.pad(hidden.flatten(0, 1).any(0), (0, 1), value=True).int().argmax()
         return self.queries[:, :, -window:], at, int(first)
@@ -275,6 +278,9 @@ class Observation:
 
 _BLOCK = 2**18
 """Numbers of attention at a time: half of what a core's cache holds, or less."""
+
+_DEVICE_BLOCK = 2**27
+"""The same where operations are launched: few of them, in half a gigabyte."""
 
 
 def _softmax(logits: Tensor, visible: Tensor) -> Tensor:

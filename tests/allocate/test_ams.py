@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from keepset import Budget, KeepsetError, Observation, Recipe
 from keepset.allocate.ams import AMS
 from keepset.methods.tova import TOVA
+from keepset.observation import QueryMoments
 from tests.allocate.test_segments import lengths_of, naive_cuts, naive_shares
 from tests.methods.naive import EXACT, SHAPES, Given, Shape, kept, length_of, observe, window_attention
 
@@ -282,3 +283,24 @@ def test_an_event_does_not_wait_for_a_device_nor_loop_over_heads() -> None:
     assert calls[0] == calls[1] == calls[2]
     for name in calls[0]:
         assert not any(wait in name for wait in Counted.WAITS), name
+
+
+@pytest.mark.parametrize("scorer", ["tova", "expected_attention", "snapkv", "keydiff", "knorm", "r_kv", "rpc"])
+def test_nothing_is_asked_of_a_device(scorer: str) -> None:
+    """Tensors without contents run through a whole choice: whatever needed a value would fail."""
+    made = observe(Shape((200, 200), 2, 2, 8, 8), window=16)
+    moments = made.query_moments[4]
+    bare = QueryMoments(moments.mean.to("meta"), moments.covariance.to("meta"), lambda rows, future: rows)
+    assert made.queries is not None
+    observation = Observation(
+        keys=made.keys.to("meta"),
+        values=made.values.to("meta"),
+        queries=made.queries.to("meta"),
+        query_moments={4: bare},
+    )
+    recipe = Recipe.parse(f"ams({scorer}, window=8, keep=80)")
+    method, budget = recipe.method, recipe.budget
+    quotas = method.quotas(observation, budget)
+    chosen = method.choose(observation, budget, method.ranked(observation, budget, quotas), quotas)
+    assert chosen.is_meta and chosen.shape == observation.valid.shape
+    assert observation.state["credit"].is_meta
