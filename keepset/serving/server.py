@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,6 +19,8 @@ from keepset.serving.client import http
 _HOST = "127.0.0.1"
 _PATIENCE = 15.0
 _LINES = 20
+# The first error of a log is why the others came.
+_ERROR = re.compile(r"\b[A-Z]\w*Error: [^\n]+")
 
 
 class ServerError(Exception):
@@ -102,13 +105,17 @@ class Server:
         assert self._process is not None
         code = self._process.poll()
         if code is not None:
-            raise ServerError(f"The server stopped with exit code {code}.", self.last_lines())
+            cause = _ERROR.search(self._text())
+            why = f": {cause[0].strip().rstrip('.')}" if cause else ""
+            raise ServerError(f"The server stopped with exit code {code}{why}.", self.last_lines())
 
     def last_lines(self) -> list[str]:
         """The end of what it wrote."""
+        return list(deque((line for line in self._text().splitlines() if line.strip()), _LINES))
+
+    def _text(self) -> str:
         assert self._log is not None
         # Read by place, so that the process, which shares the file's, goes on writing at the end.
         size = os.fstat(self._log.fileno()).st_size
         length = 64 * 1024
-        text = os.pread(self._log.fileno(), length, max(0, size - length)).decode(errors="replace")
-        return list(deque((line for line in text.splitlines() if line.strip()), _LINES))
+        return os.pread(self._log.fileno(), length, max(0, size - length)).decode(errors="replace")

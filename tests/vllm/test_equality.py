@@ -43,6 +43,7 @@ EVERY = [
     "pyramid(snapkv(window=16), keep=128, every=6)",
     "mass(share=0.8, every=24)",
     "loud(keep=80, every=16)",
+    "snapkv(window=16, keep=96, every=24, protect_prompt=True)",
 ]
 AMS = ["ams(tova, keep=96, every=32)", "ams(expected_attention(buffer=64), keep=96, every=32)"]
 LONG = "snapkv(window=16, keep=96, every=64)"

@@ -24,6 +24,7 @@ EVENTFUL = [
     "expected_attention(keep=64, buffer=40, every=24)",
     "mass(share=0.8, every=24)",
     "loud(keep=80, every=16)",
+    "ams(tova, window=32, keep=96, every=24)",
 ]
 CRAMPED = [
     "snapkv(window=16, keep=96)",
