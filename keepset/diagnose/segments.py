@@ -8,20 +8,10 @@ from typing import Protocol, runtime_checkable
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from keepset.allocate.ams import Segments
 from keepset.budget import Budget
 from keepset.method import Method
 from keepset.observation import Observation
-
-
-class Segments(Protocol):
-    """What a method tells of all requests and heads: `[batch, kv_heads, entries]`, quotas `[..., segments]`."""
-
-    @property
-    def mass(self) -> Tensor: ...  # noqa: D102
-    @property
-    def segment(self) -> Tensor: ...  # noqa: D102
-    @property
-    def quotas(self) -> Tensor: ...  # noqa: D102
 
 
 @runtime_checkable
