@@ -22,12 +22,13 @@ BLOCK = 32
 
 @dataclass(frozen=True)
 class Ask:
-    """A request; `add` and `abort` are steps of the engine."""
+    """A request; `add` and `abort` are steps of the engine, a lower `priority` goes first."""
 
     ids: list[int]
     max_tokens: int
     add: int = 0
     abort: int | None = None
+    priority: int = 0
 
 
 @dataclass(frozen=True)

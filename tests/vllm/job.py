@@ -155,7 +155,8 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
             if requests[index]["add"] <= step:
                 waiting.remove(index)
                 parameters = SamplingParams(temperature=0, max_tokens=requests[index]["max_tokens"], ignore_eos=True)
-                engine.add_request(str(index), {"prompt_token_ids": requests[index]["ids"]}, parameters)
+                prompt = {"prompt_token_ids": requests[index]["ids"]}
+                engine.add_request(str(index), prompt, parameters, priority=requests[index]["priority"])
         engine.abort_request([str(index) for index, one in enumerate(requests) if one["abort"] == step])
         if step in scenario["preempt"]:
             assert watch is not None and watch.scheduler.reset_prefix_cache(reset_running_requests=True)

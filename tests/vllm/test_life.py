@@ -158,6 +158,22 @@ def test_prefixes_are_shared_with_compressed_requests(
     check(shallow_oracle, recipe, sharing(essay), engine)
 
 
+def test_the_least_urgent_gives_way(essay: list[int], shallow: Path, shallow_oracle: Oracle) -> None:
+    recipe = "snapkv(window=16, keep=96, prefill=False, every=150)"
+    some = [Ask(essay[500 * i : 500 * i + 150], 170, priority=2 - i) for i in range(3)]
+    engine = {
+        "model": str(shallow),
+        "max_num_batched_tokens": 512,
+        "num_gpu_blocks_override": 27,
+        "max_model_len": 512,
+        "scheduling_policy": "priority",
+    }
+    (answer,) = raw(Scenario(recipe, some, engine=engine))
+    result = Result(**answer)
+    assert result.preemptions[0] > 0 and result.preemptions[1:] == [0, 0]
+    check(shallow_oracle, recipe, some, result)
+
+
 def test_the_pages_of_a_long_prompt_go_at_once(shallow: Path) -> None:
     ids = torch.randint(1000, 40000, (4096,), generator=torch.Generator().manual_seed(0)).tolist()
     scenario = Scenario("snapkv(keep=256)", [Ask(ids, 3)], engine={"model": str(shallow), "max_model_len": 8192})
