@@ -1,0 +1,105 @@
+"""While decoding: token for token, and entry for entry, what an engine keeps is what transformers keep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import keepset
+from tests.vllm.compared import CHUNKED, Embedded, asks, check_cache, check_oracle, fed, result
+from tests.vllm.engine import Ask, Scenario, layers_of, raw
+from tests.vllm.oracle import Oracle
+
+SHORT_TOO = (300, 60, 517, 150)
+EVERY = [
+    "snapkv(window=16, keep=96, every=24)",
+    "tova(keep=110, prefill=False, every=20)",
+    "expected_attention(keep=64, buffer=40, every=24)",
+    "adakv(snapkv(window=16), keep=96, every=17)",
+    "pyramid(snapkv(window=16), keep=128, every=6)",
+    "mass(share=0.8, every=24)",
+    "loud(keep=80, every=16)",
+    "snapkv(window=16, keep=96, every=24, protect_prompt=True)",
+]
+AMS = ["ams(tova, keep=96, every=32)", "ams(expected_attention(buffer=64), keep=96, every=32)"]
+LONG = "snapkv(window=16, keep=96, every=64)"
+
+
+@pytest.fixture(scope="module")
+def decoding(essay: list[int]) -> dict[str, Any]:
+    some = asks(essay, SHORT_TOO, 75)
+    one = [Ask(essay[4000:4200], 512)]
+    scenarios = [Scenario(recipe, some, engine=CHUNKED) for recipe in EVERY]
+    return dict(zip((*EVERY, LONG), raw(*scenarios, Scenario(LONG, one)), strict=True))
+
+
+@pytest.fixture(scope="module")
+def reasoning(essay: list[int]) -> dict[str, Any]:
+    """Long generations that live on what they keep."""
+    return dict(zip(AMS, raw(*(Scenario(recipe, thoughts(essay), engine=CHUNKED) for recipe in AMS)), strict=True))
+
+
+def thoughts(essay: list[int]) -> list[Ask]:
+    return asks(essay, (70, 150, 310), 512)
+
+
+@pytest.mark.parametrize("recipe", EVERY)
+def test_while_decoding_it_is_the_reference(
+    recipe: str, decoding: dict[str, Any], essay: list[int], oracle: Oracle
+) -> None:
+    engine = result(decoding, recipe)
+    assert all(engine.events)
+    check_oracle(oracle, recipe, asks(essay, SHORT_TOO, 75), engine)
+
+
+@pytest.mark.parametrize("recipe", EVERY)
+def test_while_decoding_it_is_the_transformers_runtime(
+    recipe: str, decoding: dict[str, Any], essay: list[int], embedded: Embedded
+) -> None:
+    engine = result(decoding, recipe)
+    for index, ask in enumerate(asks(essay, SHORT_TOO, 75)[1:3], start=1):
+        if recipe.startswith(("loud", "adakv")) and len(ask.ids) < 80:
+            # Under vLLM events do not exist that drop nothing, of which loud remembers what it saw, nor those of
+            # ragged heads that drop less than a block: docs/serving.md, Limits.
+            continue
+        cache = keepset.Cache(embedded[0], recipe, history=True)
+        tokens = engine.tokens[index]
+        assert tokens is not None
+        assert fed(embedded[0], cache, cache.recipe, ask.ids, tokens) == tokens
+        check_cache(cache, engine, index)
+
+
+@pytest.mark.parametrize("recipe", AMS)
+def test_ams_over_long_generations(
+    recipe: str, reasoning: dict[str, Any], essay: list[int], embedded: Embedded
+) -> None:
+    """Token for token; and the same entries but for near ties, of which a thousand events of heads have some.
+
+    Quotas are rounded and masses summed up, so a last bit can move an entry's fate; what is gone stays gone.
+    """
+    engine = result(reasoning, recipe)
+    engine.check_nothing_left()
+    for index, ask in enumerate(thoughts(essay)):
+        cache, tokens = keepset.Cache(embedded[0], recipe, history=True), engine.tokens[index]
+        assert tokens is not None and len(engine.events[index]) >= 15
+        assert fed(embedded[0], cache, cache.recipe, ask.ids, tokens) == tokens
+        same = []
+        for event, other in zip(cache.events[-len(engine.events[index]) :], engine.events[index], strict=True):
+            assert event.length == other["at"] and event.keep_set is not None
+            for layer, heads in layers_of(other).items():
+                for head, positions in enumerate(heads):
+                    mine = event.keep_set.positions(layer, 0, head).tolist()
+                    assert len(mine) == len(positions) == 96
+                    same.append(mine == positions)
+        assert len(same) > 1000 and sum(same) > 0.98 * len(same)
+
+
+def test_a_long_generation_stays_small(decoding: dict[str, Any], essay: list[int], oracle: Oracle) -> None:
+    recipe = LONG
+    engine = result(decoding, recipe)
+    check_oracle(oracle, recipe, [Ask(essay[4000:4200], 512)], engine)
+    assert [event["at"] for event in engine.events[0]] == list(range(200, 712, 64))
+    used = [engine.free_before - step["free"] for step in engine.steps]
+    # 96 kept, at most 64 new ones, and what they lie in the middle of; the prompt itself took 7.
+    assert max(used[2:]) <= 6 and used[0] == 7
