@@ -113,7 +113,7 @@ def test_a_configuration_that_is_served(recipe: str, changes: dict[str, Any]) ->
 
 @pytest.mark.parametrize("needs", ["hidden_moments", "across_layers"])
 def test_methods_that_paged_attention_cannot_feed(needs: str) -> None:
-    parts = {"columns": frozenset(), "hidden_moments": frozenset(), "query_moments": frozenset()}
+    parts = {name: frozenset() for name in ("columns", "hidden_moments", "query_moments", "statistics")}
     method = SimpleNamespace(
         name="mine",
         needs=SimpleNamespace(**parts | ({needs: {0}} if needs in parts else {})),
