@@ -58,6 +58,7 @@ class RaggedTables:
         starts: Int[Tensor, " rows_plus_1"],
         compressed: list[bool],
         eventful: bool,
+        decoding: bool,
         blocks: int,
     ) -> RaggedStep | None:
         """Moves every request's state along, and makes the tables that the step needs.
@@ -68,6 +69,7 @@ class RaggedTables:
             starts: first of each request's queries, and the end of the last one's.
             compressed: requests that must have a state.
             eventful: whether any request is compressed in this step.
+            decoding: whether each request has one new token.
             blocks: how many there are in all.
         """
         filed = self._file(blocks, block_table.device)
@@ -93,7 +95,7 @@ class RaggedTables:
             layout=layout,
             entries=entries,
             tables=subpages.tables(layout, entries, block_table, self._block_size, most),
-            slots=self._slots(layout, block_table, before, starts) if folded else None,
+            slots=self._slots(layout, block_table, before, starts, decoding) if folded else None,
             starts=starts,
         )
         return self.step
@@ -141,11 +143,12 @@ class RaggedTables:
         assert self._filed is not None
         return self._filed.first[page]
 
-    def _slots(self, layout: Layout, block_table: Tensor, before: Tensor, starts: Tensor) -> Tensor:
-        lengths = starts[1:] - starts[:-1]
-        row = torch.repeat_interleave(torch.arange(lengths.shape[0], device=lengths.device), lengths)
-        position = before[row] + torch.arange(row.shape[0], device=row.device) - starts[row]
-        return subpages.slots(layout, block_table, position, row, self._block_size)
+    def _slots(self, layout: Layout, block_table: Tensor, before: Tensor, starts: Tensor, decoding: bool) -> Tensor:
+        row = torch.arange(before.shape[0], device=before.device)
+        if not decoding:
+            row = torch.repeat_interleave(row, starts[1:] - starts[:-1])
+            before = before[row] + torch.arange(row.shape[0], device=row.device) - starts[row]
+        return subpages.slots(layout, block_table, before, row, self._block_size)
 
     def _file(self, blocks: int, device: torch.device) -> Layout:
         if self._filed is None:

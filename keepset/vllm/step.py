@@ -408,6 +408,7 @@ class Planner:
             metadata.query_start_loc_cpu[: len(rows) + 1].long().to(self._device),
             compressed,
             bool(groups),
+            all(row.last - row.first == 1 for row in rows),
             self._blocks,
         )
         for (after, at, prompt, was_compressed), members in groups.items():

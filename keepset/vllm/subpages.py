@@ -61,8 +61,7 @@ def tables(
     number = _deal(layout.counts, block_size).number(page)
     # Before the look-up: what a place beyond the need points at may lie outside the block table.
     block = (layout.first[..., None, None] + number // entries.shape[-1]).where(needed, 0)
-    rows = torch.arange(len(block_table), device=block_table.device)
-    return _subpages(block_table, rows, block, number).where(needed, 0)
+    return _subpages(block_table, block, number).where(needed, 0)
 
 
 def blocks_needed(
@@ -95,7 +94,7 @@ def slots(
     deal = _Deal(*(part[rows] for part in _deal(layout.counts, block_size)))
     number = deal.number((entry // block_size)[..., None])
     block = layout.first[rows][..., None, None] + number // entry.shape[-1]
-    subpage = _subpages(block_table, rows, block, number)[..., 0].long()
+    subpage = _subpages(block_table[rows], block, number)[..., 0].long()
     return (subpage * block_size + entry % block_size).transpose(0, 1).flatten(1)
 
 
@@ -128,15 +127,14 @@ def _deal(counts: Int[Tensor, "rows layers kv_heads"], block_size: int) -> _Deal
 
 
 def _subpages(
-    block_table: Int[Tensor, "requests width"],
-    rows: Int[Tensor, " rows"],
+    block_table: Int[Tensor, "rows width"],
     block: Int[Tensor, "rows layers kv_heads pages"],
     number: Int[Tensor, "rows layers kv_heads pages"],
 ) -> Int[Tensor, "rows layers kv_heads pages"]:
     """Sub-pages of the pool, from each row's logical blocks and the numbers of its own sub-pages."""
     kv_heads = number.shape[2]
     head = (number % kv_heads).to(block_table.dtype)
-    return block_table[rows[:, None, None, None], block] * kv_heads + head
+    return block_table.gather(1, block.flatten(1)).view(block.shape) * kv_heads + head
 
 
 def _ceil_div(numerator: Int[Tensor, "*shape"], denominator: int) -> Int[Tensor, "*shape"]:
