@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, get_type_hints
 
@@ -19,9 +19,17 @@ from keepset.observation import Needs, Observation
 from keepset.select import ranked_scores, top_mask
 
 
-def parameter(default: Any, *, minimum: int | float | None = None, maximum: int | float | None = None) -> Any:
-    """A hyper-parameter of a method with its paper's default and its range, both ends included."""
-    return dataclasses.field(default=default, metadata={"minimum": minimum, "maximum": maximum})
+def parameter(
+    default: Any,
+    *,
+    minimum: int | float | None = None,
+    maximum: int | float | None = None,
+    odd: bool = False,
+    choices: Sequence[str] = (),
+) -> Any:
+    """A hyper-parameter of a method with its paper's default, and its range (both ends included) or its choices."""
+    allowed = {"minimum": minimum, "maximum": maximum, "odd": odd, "choices": tuple(choices)}
+    return dataclasses.field(default=default, metadata=allowed)
 
 
 @dataclass(frozen=True)
@@ -68,6 +76,11 @@ class Method(ABC):
         at keys, values or queries, and the kept entries of a layer must be their sum.
         """
         return not self.counts_from_data
+
+    @property
+    def chooses(self) -> bool:
+        """Whether it has its own way from a ranking to what stays."""
+        return type(self).choose not in (Method.choose, Allocator.choose)
 
     @property
     def sinks(self) -> int:
@@ -126,6 +139,12 @@ class Method(ABC):
         low, high = field.metadata.get("minimum"), field.metadata.get("maximum")
         if (low is not None and value < low) or (high is not None and value > high):
             raise KeepsetError(f"{self.name}: {field.name}={value!r} is out of range: use {_range(low, high)}.")
+        if field.metadata.get("odd") and value % 2 == 0:
+            raise KeepsetError(f"{self.name}: {field.name}={value} has no middle: use an odd number.")
+        choices = field.metadata.get("choices")
+        if choices and value not in choices:
+            known = ", ".join(map(repr, choices))
+            raise KeepsetError(f"{self.name}: {field.name}={value!r} is none of its choices: use one of {known}.")
 
 
 @dataclass(frozen=True)
@@ -135,6 +154,12 @@ class Allocator(Method):
     family: ClassVar[str] = "allocator"
 
     scorer: Method
+
+    def inner(self) -> Iterator[Method]:
+        """The method that it divides a budget for, the one inside that, and so on."""
+        yield self.scorer
+        if isinstance(self.scorer, Allocator):
+            yield from self.scorer.inner()
 
     @property
     def needs(self) -> Needs:

@@ -20,6 +20,38 @@ Rotate = Callable[[Tensor, int], Tensor]
 
 
 @dataclass(frozen=True)
+class SecondPass:
+    """Tokens that run once more on top of the prompt's whole cache, for the attention that they pay to it.
+
+    They are the task's tokens where some were given to the cache, else the prompt's own. Nothing of them stays.
+
+    Attributes:
+        statistics: of the columns of that attention: `"sum"`, `"max"`, `"square"` (the sum of squares).
+        chunk: how many tokens of the prompt run together; those of a chunk see the whole prompt and one another, and
+            each chunk follows the prompt anew. 0: all of them.
+        repeat: every chunk comes after words that ask to repeat it, and attends to nothing but itself, these words
+            and the chunk's entries in the cache, each of which is looked at once (KVzip).
+    """
+
+    statistics: frozenset[str]
+    chunk: int = 0
+    repeat: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class SecondPassColumns:
+    """What every entry of the prompt received in a second pass.
+
+    Attributes:
+        statistics: by their names, one number per query head and entry; zero where an entry received nothing.
+        tokens: how many tokens have looked at the entries.
+    """
+
+    statistics: Mapping[str, Float[Tensor, "batch query_heads entries"]]
+    tokens: Int[Tensor, " batch"]
+
+
+@dataclass(frozen=True)
 class Needs:
     """What a method declares that it looks at, beyond keys, values and positions.
 
@@ -35,6 +67,8 @@ class Needs:
         buffer: over how many of the newest queries their moments are taken at an event after the prompt;
             at the prompt's end it is the whole prompt.
         statistics: of the model, measured beforehand: the files that hold them; "" for those offered for it.
+        second_passes: tokens to run on top of the prompt's whole cache before anything is dropped.
+        output_projection: the weights that each query head's values go through after attention.
     """
 
     window: int = 0
@@ -43,6 +77,8 @@ class Needs:
     hidden_moments: frozenset[int] = field(default_factory=frozenset)
     buffer: int = 0
     statistics: frozenset[str] = field(default_factory=frozenset)
+    second_passes: frozenset[SecondPass] = field(default_factory=frozenset)
+    output_projection: bool = False
 
     def __or__(self, other: Needs) -> Needs:
         return Needs(
@@ -52,6 +88,8 @@ class Needs:
             self.hidden_moments | other.hidden_moments,
             max(self.buffer, other.buffer),
             self.statistics | other.statistics,
+            self.second_passes | other.second_passes,
+            self.output_projection or other.output_projection,
         )
 
     @property
@@ -66,6 +104,8 @@ class Needs:
         words += ["query moments"] if self.query_moments else []
         words += ["hidden-state moments"] if self.hidden_moments else []
         words += ["statistics of the model"] if self.statistics else []
+        words += ["a second pass"] if self.second_passes else []
+        words += ["output projection"] if self.output_projection else []
         return words
 
 
@@ -114,6 +154,8 @@ class Observation:
         future_queries: `(hidden [batch, n, hidden], future) -> [batch, query_heads, n, head_dim]`: queries
             that these hidden states would make at the mean rotation of the next `future` positions.
         statistics: of the model, measured beforehand, keyed by the file that holds them.
+        second_passes: what each of them told.
+        output_projection: of every query head, from its value to the layer's output.
         scaling: what the model multiplies query-key products with.
         layer: this layer's index in the model.
         layers: indices of all layers that are compressed; for methods that depend on depth.
@@ -138,6 +180,8 @@ class Observation:
         hidden_moments: Mapping[int, HiddenMoments] | None = None,
         future_queries: Rotate | None = None,
         statistics: Mapping[str, Statistics] | None = None,
+        second_passes: Mapping[SecondPass, SecondPassColumns] | None = None,
+        output_projection: Float[Tensor, "query_heads value_dim hidden"] | None = None,
         scaling: float | None = None,
         layer: int = 0,
         layers: Sequence[int] | None = None,
@@ -160,6 +204,8 @@ class Observation:
         self.hidden_moments = hidden_moments or {}
         self.future_queries = future_queries
         self.statistics = statistics or {}
+        self.second_passes = dict(second_passes or {})
+        self.output_projection = output_projection
         self.scaling = keys.shape[-1] ** -0.5 if scaling is None else scaling
         self.layer = layer
         self.layers = tuple(layers) if layers is not None else (layer,)
@@ -177,13 +223,22 @@ class Observation:
         """Bytes of one entry's key and value in one KV head."""
         return self.keys.shape[-1] * self.keys.element_size() + self.values.shape[-1] * self.values.element_size()
 
+    def newest_queries(
+        self, window: int
+    ) -> tuple[Float[Tensor, "batch query_heads window head_dim"], Int[Tensor, "batch window"]]:
+        """The newest `window` queries, or as many as there are, and their positions; negative ones do not exist."""
+        if self.queries is None or self.query_positions is None:
+            raise KeepsetError("This method looks at the newest queries: give Observation(queries=...).")
+        return self.queries[:, :, -window:], self.query_positions[:, -window:]
+
     def window_attention(self, window: int) -> Float[Tensor, "batch query_heads window entries"]:
         """Causal attention of the newest `window` queries over all entries, in float32.
 
         Rows of queries that do not exist (requests shorter than the window) are all zero. Fewer queries
         than `window` are returned when the observation holds fewer.
         """
-        queries, at, first = self._window(window)
+        queries, at = self.newest_queries(window)
+        first = self._first_unseen(at)
         batch, kv_heads, entries, head_dim = self.keys.shape
         folded = (queries * self.scaling).reshape(batch, kv_heads, -1, head_dim)
         logits = (folded @ self.keys.transpose(-1, -2)).float().view(batch, kv_heads, -1, queries.shape[2], entries)
@@ -196,7 +251,8 @@ class Observation:
 
         The attention is made and summed in blocks that stay in a core's cache; it is never there as a whole.
         """
-        newest, at, first = self._window(window)
+        newest, at = self.newest_queries(window)
+        first = self._first_unseen(at)
         grouped = self.by_query_group(newest)
         batch, kv_heads, group, window, size = grouped.shape
         entries = self.keys.shape[2]
@@ -244,6 +300,14 @@ class Observation:
         _, kv_heads, _, head_dim = self.keys.shape
         return self.statistics[file].layer(self.layer, self.layers, kv_heads, head_dim).to(self.keys.device)
 
+    def second_pass(self, needed: SecondPass) -> SecondPassColumns:
+        """What this second pass told."""
+        if needed not in self.second_passes:
+            raise KeepsetError(
+                "This method looks at a second pass over the prompt: give Observation(second_passes={...: ...})."
+            )
+        return self.second_passes[needed]
+
     def by_query_group(
         self, statistic: Float[Tensor, "batch query_heads *rest"]
     ) -> Float[Tensor, "batch kv_heads group *rest"]:
@@ -262,18 +326,12 @@ class Observation:
         kept = LayerKeepSet.from_mask(self.layer, mask & self.valid, self.positions, self.entry_bytes)
         return KeepSet([kept])
 
-    def _window(
-        self, window: int
-    ) -> tuple[Float[Tensor, "batch query_heads window head_dim"], Int[Tensor, "batch window"], int]:
-        """The newest queries, their positions, and the first entry that one of them does not see."""
-        if self.queries is None or self.query_positions is None:
-            raise KeepsetError("This method looks at the newest queries: give Observation(queries=...).")
-        at = self.query_positions[:, -window:]
+    def _first_unseen(self, at: Int[Tensor, "batch window"]) -> int:
+        """The first entry that a query at one of these positions does not see."""
         if self.keys.device.type != "cpu":
-            return self.queries[:, :, -window:], at, 0  # to look for it would wait for the device
+            return 0  # to look for it would wait for the device
         hidden = ~self.valid | (self.positions > at[:, None, :1])
-        first = F.pad(hidden.flatten(0, 1).any(0), (0, 1), value=True).int().argmax()
-        return self.queries[:, :, -window:], at, int(first)
+        return int(F.pad(hidden.flatten(0, 1).any(0), (0, 1), value=True).int().argmax())
 
 
 _BLOCK = 2**18

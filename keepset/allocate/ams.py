@@ -12,7 +12,7 @@ from torch import Tensor
 from keepset.allocate import segments
 from keepset.budget import Budget
 from keepset.errors import KeepsetError
-from keepset.method import Allocator, Method, parameter
+from keepset.method import Allocator, parameter
 from keepset.observation import Needs, Observation
 from keepset.select import top_mask
 
@@ -60,7 +60,7 @@ class AMS(Allocator):
     paper: ClassVar[str] = "Adaptive Mass-Segmented KV Compression for Long-Form Reasoning (2026)"
 
     window: int = parameter(128, minimum=1)
-    kernel: int = parameter(5, minimum=1)
+    kernel: int = parameter(5, minimum=1, odd=True)
     segment_mass: float = parameter(0.1, minimum=1e-4, maximum=1.0)
     min_segment: int = parameter(16, minimum=1)
     max_segment: int = parameter(256, minimum=2)
@@ -76,21 +76,17 @@ class AMS(Allocator):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.kernel % 2 == 0:
-            raise KeepsetError(f"ams: kernel={self.kernel} has no middle: use an odd number.")
         if self.max_segment < 2 * self.min_segment:
             raise KeepsetError(
                 f"ams: max_segment={self.max_segment} is less than twice min_segment={self.min_segment}, "
                 "so that a segment could be too long to stay and too short to divide: raise it."
             )
-        scorer: Method | None = self.scorer
-        while scorer is not None:
-            if type(scorer).choose not in (Method.choose, Allocator.choose):
+        for inner in self.inner():
+            if inner.chooses:
                 raise KeepsetError(
-                    f"ams chooses inside each segment, so it cannot wrap {scorer.name}, which chooses too: wrap a "
-                    f"scorer, as in ams(tova), and put ams inside, as in {scorer.name}(ams(tova)), if you want both."
+                    f"ams chooses inside each segment, so it cannot wrap {inner.name}, which chooses too: wrap a "
+                    f"scorer, as in ams(tova), and put ams inside, as in {inner.name}(ams(tova)), if you want both."
                 )
-            scorer = getattr(scorer, "scorer", None)
 
     @property
     def needs(self) -> Needs:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from keepset.budget import Budget
 from keepset.errors import KeepsetError
-from keepset.method import Allocator, Method, parameter
+from keepset.method import Allocator, parameter
 from keepset.observation import Observation
 from keepset.select import RECENT_RANK, top_mask
 
@@ -33,14 +33,12 @@ class ChunkKV(Allocator):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        inner: Method = self.scorer
-        while isinstance(inner, Allocator):
-            if type(inner).choose is not Allocator.choose:
+        for inner in self.inner():
+            if inner.chooses:
                 raise KeepsetError(
                     f"chunkkv chooses the entries of every head itself, and so does {inner.name}: put chunkkv inside, "
                     "as in adakv(chunkkv(snapkv)), or leave one of them out."
                 )
-            inner = inner.scorer
 
     def choose(
         self,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from keepset.budget import Budget
 from keepset.errors import KeepsetError
-from keepset.method import Allocator, Method, parameter
+from keepset.method import Allocator, parameter
 from keepset.observation import Observation
 
 
@@ -33,11 +33,8 @@ class Pyramid(Allocator):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        inner: Method = self.scorer
-        while isinstance(inner, Allocator):
-            if isinstance(inner, Pyramid):
-                raise KeepsetError("pyramid: one pyramid inside another has no exact total: use it once.")
-            inner = inner.scorer
+        if any(isinstance(inner, Pyramid) for inner in self.inner()):
+            raise KeepsetError("pyramid: one pyramid inside another has no exact total: use it once.")
 
     def quotas(self, observation: Observation, budget: Budget) -> Int[Tensor, "batch kv_heads"]:
         """Entries of this layer, for every request and KV head."""

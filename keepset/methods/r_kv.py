@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from keepset.errors import KeepsetError
 from keepset.method import Method, parameter
 from keepset.observation import Needs, Observation
 
@@ -39,14 +38,9 @@ class RKV(Method):
     paper: ClassVar[str] = "arXiv:2505.24133"
 
     window: int = parameter(8, minimum=1)
-    kernel: int = parameter(7, minimum=1)
+    kernel: int = parameter(7, minimum=1, odd=True)
     mix_lambda: float = parameter(0.07, minimum=0.0, maximum=1.0)
     threshold: float = parameter(0.5, minimum=0.0, maximum=1.0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.kernel % 2 == 0:
-            raise KeepsetError(f"r_kv: kernel={self.kernel} has no middle: use an odd number.")
 
     @property
     def needs(self) -> Needs:
@@ -63,14 +57,13 @@ class RKV(Method):
         return self.mix_lambda * self._importance(observation) - (1 - self.mix_lambda) * self._redundancy(observation)
 
     def _importance(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
-        if observation.queries is None or observation.query_positions is None:
-            raise KeepsetError("This method looks at the newest queries: give Observation(queries=...).")
-        queries = observation.by_query_group(observation.queries[:, :, -self.window :] * observation.scaling)
+        newest, at = observation.newest_queries(self.window)
+        queries = observation.by_query_group(newest * observation.scaling)
         logits = (queries.flatten(2, 3) @ observation.keys.transpose(-1, -2)).float()
         logits = logits.unflatten(2, queries.shape[2:4]).amax(2)
         # All window queries see what lies before the window.
         before = observation.positions < observation.lengths[:, None, None] - self.window
-        exists = (observation.query_positions[:, -self.window :] >= 0)[:, None, :, None]
+        exists = (at >= 0)[:, None, :, None]
         logits = logits.masked_fill(~(before & observation.valid)[:, :, None], float("-inf"))
         attention = logits.softmax(-1).nan_to_num(nan=0.0).masked_fill(~exists, 0.0)
         received = attention.sum(2) / exists.sum(2).clamp(min=1)

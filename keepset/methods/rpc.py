@@ -5,17 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from keepset.errors import KeepsetError
-from keepset.method import Method, parameter
-from keepset.observation import Needs, Observation
+from keepset.method import parameter
+from keepset.methods.snapkv import SnapKV
+from keepset.observation import Observation
 
 
 @dataclass(frozen=True)
-class RPC(Method):
+class RPC(SnapKV):
     """Keeps what a window of recent queries attends to, the same in every head (Song et al. 2025, arXiv:2505.13866).
 
     Attention of the `window` newest queries is averaged over them and over all heads of the layer, and
@@ -31,26 +30,7 @@ class RPC(Method):
     paper: ClassVar[str] = "arXiv:2505.13866"
 
     window: int = parameter(32, minimum=1)
-    kernel: int = parameter(7, minimum=1)
+    kernel: int = parameter(7, minimum=1, odd=True)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.kernel % 2 == 0:
-            raise KeepsetError(f"rpc: kernel={self.kernel} has no middle: use an odd number.")
-
-    @property
-    def needs(self) -> Needs:
-        """The window's queries."""
-        return Needs(window=self.window)
-
-    @property
-    def recent(self) -> int:
-        """The window."""
-        return self.window
-
-    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
-        """Pooled mean attention of the window's queries."""
-        received = observation.by_query_group(observation.window_usage(self.window)).mean(2) / self.window
-        received = observation.mean_over_heads(received)
-        in_window = observation.positions >= observation.lengths[:, None, None] - self.window
-        return F.avg_pool1d(received.masked_fill(in_window, 0.0), self.kernel, stride=1, padding=self.kernel // 2)
+    def _received(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+        return observation.mean_over_heads(super()._received(observation))

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from keepset.errors import KeepsetError
 from keepset.method import Method, parameter
 from keepset.observation import Needs, Observation
 
@@ -27,12 +26,7 @@ class SnapKV(Method):
     paper: ClassVar[str] = "arXiv:2404.14469"
 
     window: int = parameter(64, minimum=1)
-    kernel: int = parameter(5, minimum=1)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.kernel % 2 == 0:
-            raise KeepsetError(f"snapkv: kernel={self.kernel} has no middle: use an odd number.")
+    kernel: int = parameter(5, minimum=1, odd=True)
 
     @property
     def needs(self) -> Needs:
@@ -46,6 +40,9 @@ class SnapKV(Method):
 
     def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
         """Pooled mean attention of the window's queries."""
-        received = observation.by_query_group(observation.window_usage(self.window)).mean(2) / self.window
+        received = self._received(observation)
         in_window = observation.positions >= observation.lengths[:, None, None] - self.window
         return F.avg_pool1d(received.masked_fill(in_window, 0.0), self.kernel, stride=1, padding=self.kernel // 2)
+
+    def _received(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+        return observation.by_query_group(observation.window_usage(self.window)).mean(2) / self.window
