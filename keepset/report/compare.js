@@ -1,25 +1,9 @@
-// Whatever comes from `data` goes into the document as text nodes or attributes, never as markup.
-const data = JSON.parse(document.getElementById("data").textContent);
 const { comparison, tokens, layers, heads, kept } = data;
 const { rows } = comparison;
-const id = (name) => document.getElementById(name);
-
-function el(tag, properties = {}, ...children) {
-  const node = Object.assign(document.createElement(tag), properties);
-  node.append(...children);
-  return node;
-}
 
 // ---- numbers
 
-// Numbers that JSON cannot write arrive as "NaN" and "Infinity".
-const number = (value) => (typeof value === "number" || typeof value === "string" ? Number(value) : null);
-const finite = (value) => Number.isFinite(number(value));
-const shown = (format) => (value) => {
-  const x = number(value);
-  return x === null ? "–" : Number.isFinite(x) ? format(x).replace("-", "−") : String(x);
-};
-const integer = shown((x) => x.toLocaleString("en-US"));
+const finite = (value) => known(number(value));
 const percent = shown((x) => `${(100 * x).toFixed(1)} %`);
 const seconds = shown((x) => x.toFixed(x < 10 ? 3 : 1));
 const rate = shown((x) => x.toFixed(1));
@@ -43,15 +27,13 @@ const fullPrefill = full.prefill_seconds ?? ran[0]?.prefill_seconds_full ?? null
 
 function header() {
   const predicted = comparison.continuation_tokens;
-  document.title = `keepset compare: ${comparison.model}`;
-  id("model").textContent = comparison.model;
-  id("lead").textContent = decoding
+  title(comparison.model, decoding
     ? `A text of ${integer(predicted)} tokens follows a prompt of ${integer(comparison.tokens)}, fed as if decoded. ` +
       "Each recipe compresses the model’s KV cache again and again on the way. Its predictions after its first " +
       "compression are compared with those of the full cache; bytes are means over the same tokens."
     : `Each recipe keeps part of the model’s KV cache after a prompt of ${integer(comparison.tokens)} tokens. ` +
       `Its predictions ${predicted ? `over the next ${integer(predicted)} tokens ` : ""}` +
-      "are compared with those of the full cache on the same text.";
+      "are compared with those of the full cache on the same text.");
   const lost = rows.length - ran.length;
   const facts = [
     ["Recipes", lost ? `${rows.length}, of which ${lost} failed` : `${rows.length}`],
@@ -65,8 +47,7 @@ function header() {
   ];
   for (const [name, value] of facts) {
     if (value === null || value === undefined) continue;
-    const list = id(name.startsWith("Needle") ? "needle-facts" : "facts");
-    list.append(el("div", {}, el("dt", {}, name), el("dd", {}, value)));
+    id(name.startsWith("Needle") ? "needle-facts" : "facts").append(fact(name, value));
   }
 }
 
@@ -77,7 +58,6 @@ const COLOURS = 8;
 const methodOf = (row) => row.method ?? row.recipe;
 const methods = [...new Set(ran.map(methodOf))];
 const hiddenMethods = new Set();
-const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 function mark(method) {
   const i = methods.indexOf(method);
@@ -104,8 +84,6 @@ const METRICS = {
 };
 let metric = "kl";
 
-// Plotly reads labels as a small HTML of its own.
-const label = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
 const wrapped = (text) => (text.match(/.{1,44}/gsu) ?? []).map(label).join("<br>");
 
 function traces() {
@@ -133,35 +111,18 @@ function traces() {
   return { result, clipped: log && positive.length < plotted.length };
 }
 
-const font = () => ({ family: getComputedStyle(document.body).fontFamily, size: 13, color: css("--ink") });
-const axis = (text, more) => ({
-  gridcolor: css("--line"), linecolor: css("--line"), zerolinecolor: css("--muted"), automargin: true,
-  title: { text, font: font() }, ...more,
-});
 const logarithmic = () => ({
   type: "log", zeroline: false, dtick: 1, tickformat: "~g", minor: { dtick: "D1", showgrid: true, gridcolor: css("--panel") },
 });
 
-function react(box, data, xaxis, yaxis) {
-  const layout = {
-    paper_bgcolor: "transparent", plot_bgcolor: "transparent", showlegend: false, hovermode: "closest",
-    font: font(),
-    margin: { l: 8, r: 12, t: 12, b: 8 },
-    // A finger scrolls the page; a mouse may zoom.
-    dragmode: matchMedia("(pointer: fine)").matches ? "zoom" : false,
-    hoverlabel: { bgcolor: css("--page"), bordercolor: css("--muted"), align: "left", font: font() },
-    xaxis, yaxis,
-  };
-  Plotly.react(id(box), data, layout, { displayModeBar: false, responsive: true });
-}
-
 function draw() {
   const { result, clipped } = traces();
-  const { axis: title, log, tickformat, note } = METRICS[metric];
+  const { axis: text, log, tickformat, note } = METRICS[metric];
   id("plot-note").textContent = note + (clipped ? ` ${HOLLOW}` : "");
-  react("plot", result,
-    axis("KV cache bytes, share of the full cache", { tickformat: ".0%", rangemode: "tozero", zeroline: false, uirevision: "x" }),
-    axis(title, { type: "linear", tickformat, uirevision: metric, ...(log ? logarithmic() : {}) }));
+  chart(id("plot"), result, {
+    xaxis: axis("KV cache bytes, share of the full cache", { tickformat: ".0%", rangemode: "tozero", zeroline: false, uirevision: "x" }),
+    yaxis: axis(text, { type: "linear", tickformat, uirevision: metric, ...(log ? logarithmic() : {}) }),
+  });
   if (drifting.length) drawDrift();
 }
 
@@ -198,9 +159,10 @@ function drawDrift() {
   id("drift-note").textContent =
     `Mean KL(full ‖ compressed) of every ${integer(size)} tokens after the prompt, one line per recipe; ` +
     `budgets of one method differ in their dashes.${drifting.some((row) => row.kl_drift.some((value) => number(value) <= 0)) ? ` ${HOLLOW}` : ""}`;
-  react("drift-plot", lines,
-    axis("Tokens after the prompt", { rangemode: "tozero", zeroline: false }),
-    axis("KL divergence, nats (log scale)", logarithmic()));
+  chart(id("drift-plot"), lines, {
+    xaxis: axis("Tokens after the prompt", { rangemode: "tozero", zeroline: false }),
+    yaxis: axis("KL divergence, nats (log scale)", logarithmic()),
+  });
 }
 
 function plot() {
@@ -223,7 +185,7 @@ function plot() {
     id("methods").append(button);
   }
   id("drift").hidden = !drifting.length;
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  onScheme(draw);
   draw();
 }
 
@@ -312,13 +274,13 @@ function table() {
 // ---- text
 
 const bitsets = new Map();
-const spans = tokens.map((text) => el("span", { className: /[\n\r]/.test(text) ? "break" : "" }, ...(text ? [text] : [])));
+const shownText = tokenText((t) => (selectedHeads ? `kept by ${counts[t]} of ${headCount(selectedHeads)} (${percent(counts[t] / selectedHeads)})` : ""));
+const spans = shownText.write(tokens);
 let counts = new Uint32Array(tokens.length);
 let selectedHeads = 0;
-let current = -1;
 
 function bitset(row) {
-  if (!bitsets.has(row)) bitsets.set(row, Uint8Array.from(atob(kept[row]), (c) => c.charCodeAt(0)));
+  if (!bitsets.has(row)) bitsets.set(row, unpack(kept[row]));
   return bitsets.get(row);
 }
 
@@ -335,7 +297,7 @@ function shade() {
   counts = new Uint32Array(tokens.length);
   selectedHeads = pairs.length;
   for (const pair of pairs) {
-    for (let t = 0, bit = pair * tokens.length; t < tokens.length; t++, bit++) counts[t] += (bits[bit >> 3] >> (7 - (bit & 7))) & 1;
+    for (let t = 0; t < tokens.length; t++) counts[t] += bit(bits, pair * tokens.length + t);
   }
   spans.forEach((span, t) => {
     span.style.setProperty("--share", (counts[t] / selectedHeads).toFixed(4));
@@ -353,25 +315,7 @@ function shade() {
     if (Number(tr.dataset.row) === row) tr.ariaCurrent = "true";
     else tr.removeAttribute("aria-current");
   }
-  if (current >= 0) show(current);
-}
-
-function show(t) {
-  spans[current]?.classList.remove("current");
-  current = t;
-  const tip = id("tip");
-  tip.hidden = t < 0;
-  if (t < 0) return;
-  spans[t].classList.add("current");
-  tip.replaceChildren(
-    `token ${t} `, el("code", {}, JSON.stringify(tokens[t])), el("br"),
-    ...(selectedHeads ? [`kept by ${counts[t]} of ${headCount(selectedHeads)} (${percent(counts[t] / selectedHeads)})`] : []),
-  );
-  const box = spans[t].getClientRects()[0] ?? spans[t].getBoundingClientRect();
-  const width = document.documentElement.clientWidth;
-  const above = box.top > tip.offsetHeight + 12;
-  tip.style.left = `${scrollX + Math.max(8, Math.min(box.left, width - tip.offsetWidth - 8))}px`;
-  tip.style.top = `${scrollY + (above ? box.top - tip.offsetHeight - 6 : box.bottom + 6)}px`;
+  shownText.refresh();
 }
 
 function underlineNeedle() {
@@ -389,31 +333,13 @@ function underlineNeedle() {
 }
 
 function text() {
-  const box = id("text");
-  box.append(...spans);
   id("text-section").hidden = !tokens.length;
-  spans.forEach((span, t) => { span.dataset.token = t; });
   underlineNeedle();
   for (let i = 0; i <= 10; i++) {
     const step = el("span");
     step.style.setProperty("--share", i / 10);
     id("scale").append(step);
   }
-
-  box.addEventListener("pointerover", (event) => show(Number(event.target.dataset.token ?? -1)));
-  // A finger leaves as soon as it has tapped.
-  box.addEventListener("pointerleave", (event) => { if (event.pointerType !== "touch") show(-1); });
-  box.addEventListener("scroll", () => show(current));
-  box.addEventListener("blur", () => show(-1));
-  box.addEventListener("keydown", (event) => {
-    const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-    if (event.key === "Escape") show(-1);
-    if (!step) return;
-    event.preventDefault();
-    const next = Math.max(0, Math.min(tokens.length - 1, current + step));
-    spans[next].scrollIntoView({ block: "nearest" });
-    show(next);
-  });
 
   const recipe = id("recipe");
   rows.forEach((row, i) => { if (kept[i]) recipe.append(el("option", { value: i }, row.recipe)); });

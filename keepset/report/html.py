@@ -41,7 +41,7 @@ def render(comparison: dict[str, Any], tokens: Sequence[str], kept: Sequence[Ten
         "kept": [None if mask is None else pack(mask) for mask in kept],
     }
 
-    return assemble("compare", data)
+    return assemble("compare", "keepset compare", data)
 
 
 def pack(kept: Tensor) -> str:

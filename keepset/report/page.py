@@ -20,15 +20,21 @@ from typing import Any
 from keepset.errors import KeepsetError
 
 
-def assemble(name: str, data: dict[str, Any]) -> str:
-    """The page made of the template and the script of that name, with plotly and the data inside."""
+def assemble(name: str, title: str, data: dict[str, Any]) -> str:
+    """The page made of the markup and the script of that name in the common frame, with plotly and the data inside."""
     from plotly.offline import get_plotlyjs
 
     plotly: str = get_plotlyjs()
-    script = _asset(f"{name}.js")
+    script = _asset("page.js") + _asset(f"{name}.js")
     hashes = " ".join(f"'sha256-{_sha256(each)}'" for each in (plotly, script))
-    return Template(_asset(f"{name}.html")).substitute(
-        script_hashes=hashes, style=_asset("page.css"), plotly=plotly, data=script_json(data), page=script
+    return Template(_asset("frame.html")).substitute(
+        title=title,
+        script_hashes=hashes,
+        style=_asset("page.css"),
+        main=_asset(f"{name}.html"),
+        data=script_json(data),
+        plotly=plotly,
+        page=script,
     )
 
 

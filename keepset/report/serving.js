@@ -1,29 +1,12 @@
-// Whatever comes from `data` goes into the document as text nodes or attributes, never as markup.
-const data = JSON.parse(document.getElementById("data").textContent);
 const { load, servers, rows } = data;
-const id = (name) => document.getElementById(name);
-
-function el(tag, properties = {}, ...children) {
-  const node = Object.assign(document.createElement(tag), properties);
-  node.append(...children);
-  return node;
-}
-
-const known = (value) => Number.isFinite(value);
-const integer = (value) => value.toLocaleString("en-US");
-// Plotly reads labels as a small HTML of its own.
-const label = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
-const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 // ---- header
 
 function header() {
-  document.title = `keepset bench serve: ${data.model}`;
-  id("model").textContent = data.model;
-  id("lead").textContent =
+  title(data.model,
     `${integer(load.requests)} requests of ${integer(load.prompt_tokens)} tokens, each answered with ` +
     `${integer(load.output_tokens)} more, at most ${integer(load.concurrency)} at once` +
-    (load.rounds > 1 ? `, in ${load.rounds} rounds.` : ".");
+    (load.rounds > 1 ? `, in ${load.rounds} rounds.` : "."));
   const facts = [
     ["Recipe", data.recipe],
     ["Options for vLLM", data.options.join(" ") || null],
@@ -31,7 +14,7 @@ function header() {
     ["keepset", data.keepset],
   ];
   for (const [name, value] of facts) {
-    if (value !== null) id("facts").append(el("div", {}, el("dt", {}, name), el("dd", {}, value)));
+    if (value !== null) id("facts").append(fact(name, value));
   }
 }
 
@@ -46,20 +29,13 @@ function draw(name, traces, x, y) {
     box.replaceChildren(el("p", { className: "note" }, "Nothing was measured."));
     return;
   }
-  const font = { family: getComputedStyle(document.body).fontFamily, size: 13, color: css("--ink") };
-  const grid = { gridcolor: css("--line"), linecolor: css("--line"), zerolinecolor: css("--muted"), automargin: true, rangemode: "tozero" };
-  const layout = {
-    paper_bgcolor: "transparent", plot_bgcolor: "transparent", hovermode: "closest", font,
+  chart(box, traces, {
     showlegend: servers.length > 1,
     legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom" },
     margin: { l: 8, r: 12, t: 28, b: 8 },
-    // A finger scrolls the page; a mouse may zoom.
-    dragmode: matchMedia("(pointer: fine)").matches ? "zoom" : false,
-    hoverlabel: { bgcolor: css("--page"), bordercolor: css("--muted"), align: "left", font },
-    xaxis: { ...grid, title: { text: x, font } },
-    yaxis: { ...grid, ...y },
-  };
-  Plotly.react(box, traces, layout, { displayModeBar: false, responsive: true });
+    xaxis: axis(x, { rangemode: "tozero" }),
+    yaxis: axis("", { rangemode: "tozero", ...y }),
+  });
 }
 
 // Rounds follow one another, with a gap between them.
@@ -112,12 +88,7 @@ function plots() {
 // ---- figures
 
 function table() {
-  const titles = ["", ...servers.map((server) => server.name), ...(servers.length > 1 ? ["ratio"] : [])];
-  document.querySelector("#rows thead").append(el("tr", {}, ...titles.map((title) => el("th", { scope: "col" }, title))));
-  const body = document.querySelector("#rows tbody");
-  for (const [name, ...cells] of rows) {
-    body.append(el("tr", {}, el("th", { scope: "row" }, name), ...cells.map((cell) => el("td", {}, cell))));
-  }
+  figures(["", ...servers.map((server) => server.name), ...(servers.length > 1 ? ["ratio"] : [])], rows);
   for (const server of servers) {
     for (const error of server.errors.slice(0, 5)) id("errors").append(el("li", {}, `${server.name}: ${error}`));
   }
@@ -130,4 +101,4 @@ function table() {
 header();
 table();
 plots();
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", plots);
+onScheme(plots);

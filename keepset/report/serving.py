@@ -30,4 +30,4 @@ def render(result: dict[str, Any], rows: Sequence[Sequence[str]]) -> str:
         for server in result["servers"]
     ]
     head = {name: result[name] for name in ("model", "recipe", "load", "options", "keepset")}
-    return assemble("serving", {**head, "servers": servers, "rows": [list(row) for row in rows]})
+    return assemble("serving", "keepset bench serve", {**head, "servers": servers, "rows": [list(row) for row in rows]})

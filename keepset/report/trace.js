@@ -1,22 +1,8 @@
-// Whatever comes from `data` goes into the document as text nodes or attributes, never as markup.
-const data = JSON.parse(document.getElementById("data").textContent);
 const { trace, drawn, layers } = data;
 const { runs } = trace;
-const id = (name) => document.getElementById(name);
 
-function el(tag, properties = {}, ...children) {
-  const node = Object.assign(document.createElement(tag), properties);
-  node.append(...children);
-  return node;
-}
-
-const known = (value) => Number.isFinite(value);
-const integer = (value) => value.toLocaleString("en-US");
 const percent = (value) => (known(value) ? `${(100 * value).toFixed(1)} %` : "–");
 const decimal = (digits) => (value) => (known(value) ? value.toFixed(digits) : "–");
-// Plotly reads labels as a small HTML of its own.
-const label = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
-const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const colour = (run) => css(run ? "--c1" : "--c0");
 
 // ---- what was kept
@@ -27,7 +13,7 @@ const unpacked = new Map();
 
 function bits(run, event) {
   const key = `${run} ${event}`;
-  if (!unpacked.has(key)) unpacked.set(key, Uint8Array.from(atob(drawn[run].events[event].kept), (c) => c.charCodeAt(0)));
+  if (!unpacked.has(key)) unpacked.set(key, unpack(drawn[run].events[event].kept));
   return unpacked.get(key);
 }
 
@@ -36,7 +22,7 @@ function kept(run, event, { layer, head }) {
   const { length } = runs[run].events[event];
   const first = (layer * heads + head) * length;
   const packed = bits(run, event);
-  return Uint8Array.from({ length }, (_, t) => (packed[(first + t) >> 3] >> (7 - ((first + t) & 7))) & 1);
+  return Uint8Array.from({ length }, (_, t) => bit(packed, first + t));
 }
 
 const KEPT = 0, NOW = 1, GONE = 2;
@@ -55,12 +41,10 @@ const chosenEvent = (run) => Math.min(Number(id("event").value), runs[run].event
 
 function header() {
   const [first] = runs;
-  document.title = `keepset trace: ${trace.model}`;
-  id("model").textContent = trace.model;
-  id("lead").textContent =
+  title(trace.model,
     `${integer(first.prompt_tokens)} tokens of prompt, ${integer(first.tokens - first.prompt_tokens)} after it, ` +
     `under ${first.recipe}` +
-    (runs.length < 2 ? "." : trace.forced ? `; then the same tokens under ${runs[1].recipe}.` : `; and the same prompt under ${runs[1].recipe}.`);
+    (runs.length < 2 ? "." : trace.forced ? `; then the same tokens under ${runs[1].recipe}.` : `; and the same prompt under ${runs[1].recipe}.`));
 }
 
 const MEASURES = [
@@ -77,42 +61,14 @@ const MEASURES = [
 ];
 
 function table() {
-  const titles = ["", ...runs.map((run) => run.recipe)];
-  document.querySelector("#rows thead").append(el("tr", {}, ...titles.map((title) => el("th", { scope: "col" }, title))));
-  for (const [name, value, show] of MEASURES) {
-    const values = runs.map(value);
-    if (!values.some(known)) continue;
-    document.querySelector("#rows tbody").append(
-      el("tr", {}, el("th", { scope: "row" }, name), ...values.map((each) => el("td", {}, show(each)))));
-  }
+  const measured = MEASURES.map(([name, value, show]) => [name, runs.map(value), show]).filter(([, values]) => values.some(known));
+  figures(["", ...runs.map((run) => run.recipe)], measured.map(([name, values, show]) => [name, ...values.map(show)]));
   id("rows-note").textContent =
     `Means over events, layers and KV heads. A region is ${integer(runs[0].region)} tokens; it is wiped out where a head ` +
     "keeps none of them. IoU is over the positions that existed at the event before.";
 }
 
 // ---- plots
-
-function layout(extra) {
-  const font = { family: getComputedStyle(document.body).fontFamily, size: 13, color: css("--ink") };
-  return {
-    paper_bgcolor: "transparent", plot_bgcolor: "transparent", hovermode: "closest", showlegend: false, font,
-    margin: { l: 8, r: 12, t: 12, b: 8 },
-    // A finger scrolls the page; a mouse may zoom.
-    dragmode: matchMedia("(pointer: fine)").matches ? "zoom" : false,
-    hoverlabel: { bgcolor: css("--page"), bordercolor: css("--muted"), align: "left", font },
-    ...extra,
-  };
-}
-
-function axis(extra) {
-  const { title, ...rest } = extra;
-  return {
-    gridcolor: css("--line"), linecolor: css("--line"), zerolinecolor: css("--line"), automargin: true,
-    ...(title ? { title: { text: title, font: { size: 13 } } } : {}), ...rest,
-  };
-}
-
-const draw = (box, traces, shape) => Plotly.react(box, traces, shape, { displayModeBar: false, responsive: true });
 
 const CURVES = [["wipeout", ".0%", ".1%"], ["iou", "", ".3f"], ["middle", ".0%", ".1%"], ["longest_gap", "", ".1f"]];
 
@@ -127,7 +83,13 @@ function curves() {
       };
     });
     if (traces.every((each) => !each.x.length)) id(name).closest("figure").hidden = true;
-    else draw(id(name), traces, layout({ xaxis: axis({ title: "tokens of text" }), yaxis: axis({ tickformat, rangemode: name === "iou" ? "normal" : "tozero" }) }));
+    else {
+      const zerolinecolor = css("--line");
+      chart(id(name), traces, {
+        xaxis: axis("tokens of text", { zerolinecolor }),
+        yaxis: axis("", { zerolinecolor, tickformat, rangemode: name === "iou" ? "normal" : "tozero" }),
+      });
+    }
   }
 }
 
@@ -175,13 +137,13 @@ function cache(run, box, caption) {
   }
   box.style.height = told ? "290px" : "110px";
   const bare = { showgrid: false, zeroline: false, showticklabels: false, fixedrange: true, range: [-1, 1] };
-  draw(box, traces, layout({
+  chart(box, traces, {
     shapes,
-    xaxis: axis({ title: "entry of the cache", range: [-1, positions.length], showgrid: !told, zeroline: false, anchor: "y2" }),
-    yaxis: axis({ domain: [0.14, 0.9], type: "log", title: told && "mass", visible: Boolean(told), tickformat: "~g", nticks: 5 }),
+    xaxis: axis("entry of the cache", { range: [-1, positions.length], showgrid: !told, zeroline: false, anchor: "y2" }),
+    yaxis: axis(told && "mass", { domain: [0.14, 0.9], type: "log", visible: Boolean(told), tickformat: "~g", nticks: 5 }),
     yaxis2: { ...bare, domain: told ? [0, 0.12] : [0, 1] },
     yaxis3: { ...bare, domain: [0.91, 1] },
-  }));
+  });
 }
 
 function map(run, box) {
@@ -189,37 +151,30 @@ function map(run, box) {
   const rows = runs[run].events.map((_, event) => Array.from(fates(run, event, choice)));
   const at = chosenEvent(run);
   const tones = [css("--keep"), css("--c3"), css("--line")];
-  const words = ["kept", "dropped by this event", "dropped before"];
   box.style.height = `${Math.max(120, Math.min(360, 60 + 22 * rows.length))}px`;
-  draw(box, [{
+  chart(box, [{
     type: "heatmap", z: rows, zmin: -0.5, zmax: 2.5, showscale: false, xgap: 0, ygap: 1,
     colorscale: tones.flatMap((tone, i) => [[i / 3, tone], [(i + 1) / 3, tone]]),
-    text: rows.map((row) => row.map((fate) => words[fate])),
+    text: rows.map((row) => row.map((fate) => WORDS[fate])),
     hovertemplate: "event %{y}, token %{x}: %{text}<extra></extra>", y: rows.map((_, event) => event + 1),
-  }], layout({
+  }], {
     shapes: [{ type: "rect", xref: "paper", yref: "y", x0: 0, x1: 1, y0: at + 0.5, y1: at + 1.5, line: { color: css("--ink"), width: 2 } }],
-    xaxis: axis({ title: "token of the text", showgrid: false, zeroline: false }),
-    yaxis: axis({ title: "event", autorange: "reversed", showgrid: false, tickformat: "d", dtick: Math.ceil(rows.length / 10) }),
-  }));
+    xaxis: axis("token of the text", { showgrid: false, zeroline: false }),
+    yaxis: axis("event", { autorange: "reversed", showgrid: false, tickformat: "d", dtick: Math.ceil(rows.length / 10) }),
+  });
 }
 
 // ---- text
 
 let spans = [];
 let fate = [];
-let current = -1;
+const WORDS = ["kept", "dropped by this event", "dropped before", "not there yet"];
+const shownText = tokenText((t) => WORDS[fate[t] ?? 3]);
 const chosenRun = () => Number(document.querySelector("#run input:checked")?.value ?? 0);
 
 function write() {
-  const { tokens } = drawn[chosenRun()];
-  spans = tokens.map((text, t) => {
-    const span = el("span", { className: /[\n\r]/.test(text) ? "break" : "" }, ...(text ? [text] : []));
-    span.dataset.token = t;
-    return span;
-  });
+  spans = shownText.write(drawn[chosenRun()].tokens);
   spans[runs[chosenRun()].prompt_tokens]?.classList.add("start");
-  current = -1;
-  id("text").replaceChildren(...spans);
 }
 
 function shade() {
@@ -236,48 +191,16 @@ function shade() {
   id("share").textContent =
     event < 0 ? "Nothing was compressed."
       : `Event ${event + 1}, at ${integer(fate.length)} tokens: ${count(KEPT)} kept, ${count(NOW)} dropped, ${count(GONE)} dropped before.`;
-  show(current);
-}
-
-const WORDS = ["kept", "dropped by this event", "dropped before", "not there yet"];
-
-function show(t) {
-  spans[current]?.classList.remove("current");
-  current = t;
-  const tip = id("tip");
-  tip.hidden = t < 0;
-  if (t < 0) return;
-  spans[t].classList.add("current");
-  tip.replaceChildren(`token ${t} `, el("code", {}, JSON.stringify(drawn[chosenRun()].tokens[t])), el("br"), WORDS[fate[t] ?? 3]);
-  const box = spans[t].getClientRects()[0] ?? spans[t].getBoundingClientRect();
-  const width = document.documentElement.clientWidth;
-  const above = box.top > tip.offsetHeight + 12;
-  tip.style.left = `${scrollX + Math.max(8, Math.min(box.left, width - tip.offsetWidth - 8))}px`;
-  tip.style.top = `${scrollY + (above ? box.top - tip.offsetHeight - 6 : box.bottom + 6)}px`;
+  shownText.refresh();
 }
 
 function text() {
-  const box = id("text");
   runs.forEach((run, i) => {
     const input = el("input", { type: "radio", name: "run", value: i, checked: i === 0 });
     input.addEventListener("change", () => { write(); shade(); });
     id("run").append(el("label", {}, input, run.recipe));
   });
   id("run").hidden = runs.length < 2;
-  box.addEventListener("pointerover", (event) => show(Number(event.target.dataset.token ?? -1)));
-  // A finger leaves as soon as it has tapped.
-  box.addEventListener("pointerleave", (event) => { if (event.pointerType !== "touch") show(-1); });
-  box.addEventListener("scroll", () => show(current));
-  box.addEventListener("blur", () => show(-1));
-  box.addEventListener("keydown", (event) => {
-    const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-    if (event.key === "Escape") show(-1);
-    if (!step) return;
-    event.preventDefault();
-    const next = Math.max(0, Math.min(spans.length - 1, current + step));
-    spans[next].scrollIntoView({ block: "nearest" });
-    show(next);
-  });
   write();
 }
 
@@ -334,4 +257,4 @@ table();
 text();
 scrub();
 curves();
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", paint);
+onScheme(paint);

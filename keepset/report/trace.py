@@ -46,7 +46,7 @@ def render(trace: dict[str, Any], runs: Sequence[Drawn], layers: Sequence[int]) 
         }
         for run in runs
     ]
-    return assemble("trace", {"trace": trace, "drawn": drawn, "layers": list(layers)})
+    return assemble("trace", "keepset trace", {"trace": trace, "drawn": drawn, "layers": list(layers)})
 
 
 def _head(head: Head) -> dict[str, Any]:
