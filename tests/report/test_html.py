@@ -1,8 +1,6 @@
 import base64
-import importlib.util
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +11,6 @@ import torch
 from keepset.errors import KeepsetError
 from keepset.report import html
 from keepset.report.page import script_json, write
-
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-browser_test = pytest.mark.skipif(
-    CHROMIUM is None or importlib.util.find_spec("playwright") is None,
-    reason="needs the playwright package and an installed Chromium",
-)
 
 EVIL = "<script>window.pwned=1</script>"
 EVIL_RECIPE = "</script><img src=x onerror=window.pwned=1>(keep=0.5, note='%{x} &lt;b&gt; $1')"
@@ -192,48 +184,6 @@ def test_write_that_fails_says_so_and_keeps_the_old(tmp_path: Path, monkeypatch:
 # ---- in Chromium
 
 
-@pytest.fixture(scope="module")
-def browser() -> Any:
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
-
-
-@pytest.fixture
-def load(browser: Any, tmp_path: Path) -> Any:
-    """Opens a report; at the end nothing may have complained, asked the network or opened a dialog."""
-    complaints: list[str] = []
-    pages = []
-
-    def load(content: str, **options: Any) -> Any:
-        path = tmp_path / f"report{len(pages)}.html"
-        write(path, content)
-        page = browser.new_page(**options)
-        pages.append(page)
-        page.on("console", lambda message: complaints.append(f"console: {message.text}"))
-        page.on("pageerror", lambda error: complaints.append(f"error: {error}"))
-        page.on("dialog", lambda dialog: (complaints.append(f"dialog: {dialog.message}"), dialog.dismiss()))
-        page.on(
-            "request",
-            lambda request: (
-                None
-                if request.url == path.as_uri() or request.url.startswith("data:")
-                else complaints.append(f"request: {request.url}")
-            ),
-        )
-        page.goto(path.as_uri())
-        return page
-
-    yield load
-    for page in pages:
-        assert page.evaluate("window.pwned") is None
-        page.close()
-    assert complaints == []
-
-
 @pytest.fixture
 def page(load: Any) -> Any:
     page = load(html.render(comparison(), TOKENS, masks()))
@@ -258,7 +208,6 @@ def recipes_shown(page: Any) -> list[str]:
     )
 
 
-@browser_test
 def test_text_stays_text(page: Any) -> None:
     assert page.locator("#text span").evaluate_all("spans => spans.map(s => s.textContent)") == TOKENS
     assert page.locator("#text").evaluate("box => box.textContent") == "".join(TOKENS)
@@ -272,7 +221,6 @@ def test_text_stays_text(page: Any) -> None:
     assert page.locator("#text .needle").all_text_contents() == [" eat", " a", " sandwich"]
 
 
-@browser_test
 def test_shading_follows_the_controls(page: Any) -> None:
     kept = masks()
     for choice, layer, head in (
@@ -301,13 +249,11 @@ def test_shading_follows_the_controls(page: Any) -> None:
         assert recipes_shown(page)[choice] == page.locator("#rows tr[aria-current] th button").text_content()
 
 
-@browser_test
 def test_recipe_in_the_table_shows_what_it_kept(page: Any) -> None:
     page.locator("#rows .results button", has_text="none()").click()
     assert page.locator("#recipe").input_value() == "5"
 
 
-@browser_test
 def test_token_under_pointer_and_keys(page: Any) -> None:
     mask = masks()[0]
     assert mask is not None
@@ -326,7 +272,6 @@ def test_token_under_pointer_and_keys(page: Any) -> None:
     assert page.locator("#tip").is_hidden()
 
 
-@browser_test
 def test_table_sorts_and_keeps_failures_last(page: Any) -> None:
     rows = comparison()["rows"]
     failure = rows[1]["recipe"]
@@ -342,7 +287,6 @@ def test_table_sorts_and_keeps_failures_last(page: Any) -> None:
     assert page.locator("#rows thead th[aria-sort=ascending]").count() == 1
 
 
-@browser_test
 def test_table_shows_figures_failures_and_needles(page: Any) -> None:
     first = page.locator("#rows .results tr").first.locator("td").all_text_contents()
     assert first[:6] == ["25.0 %", "244.14 KiB", "25.0 %", "0.2000", "+0.0900", "95.0 %"]
@@ -353,7 +297,6 @@ def test_table_shows_figures_failures_and_needles(page: Any) -> None:
     assert "Infinity" in page.locator("#rows .results tr").nth(3).text_content()
 
 
-@browser_test
 def test_metric_switches_the_plot(page: Any) -> None:
     def trace(name: str) -> Any:
         return page.evaluate("name => document.getElementById('plot').data.find(t => t.name === name)", name)
@@ -376,7 +319,6 @@ def test_metric_switches_the_plot(page: Any) -> None:
     assert page.locator("#methods button[aria-pressed=false]").text_content().endswith("tova")
 
 
-@browser_test
 def test_drift_has_a_line_per_recipe(load: Any) -> None:
     compared = comparison()
     compared |= {"drift_tokens": 256, "continuation_tokens": 600}
@@ -399,12 +341,10 @@ def test_drift_has_a_line_per_recipe(load: Any) -> None:
     assert "1.91 MiB" in page.locator("#rows .results tr").first.text_content()
 
 
-@browser_test
 def test_without_decoding_there_is_no_drift(page: Any) -> None:
     assert page.locator("#drift").is_hidden()
 
 
-@browser_test
 def test_plot_labels_are_text(page: Any) -> None:
     index = page.evaluate("document.getElementById('plot').data.findIndex(t => t.hovertext[0].includes('onerror'))")
     page.locator("#plot .trace").nth(index).locator(".point").first.hover(force=True)
@@ -417,7 +357,6 @@ def test_plot_labels_are_text(page: Any) -> None:
     assert page.locator("#methods button").nth(1).text_content() == f"■{EVIL}"
 
 
-@browser_test
 @pytest.mark.parametrize("width", [400, 1280])
 def test_nothing_overflows_the_page(load: Any, width: int) -> None:
     page = load(html.render(comparison(), TOKENS, masks()), viewport={"width": width, "height": 800})
@@ -425,7 +364,6 @@ def test_nothing_overflows_the_page(load: Any, width: int) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
-@browser_test
 def test_policy_stops_foreign_scripts(browser: Any, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     write(path, html.render(comparison(), TOKENS, masks()))
@@ -439,7 +377,6 @@ def test_policy_stops_foreign_scripts(browser: Any, tmp_path: Path) -> None:
     page.close()
 
 
-@browser_test
 def test_sparse_comparisons_load(load: Any) -> None:
     bare = {"recipe": "tova(keep=0.5)", "keep": 0.5, "kv_bytes": 1, "kv_bytes_full": 2, "kl": 0.1}
     page = load(html.render({"model": "m", "tokens": 2, "rows": [bare]}, ["a", "b"], [torch.ones(1, 1, 2)]))
@@ -452,7 +389,6 @@ def test_sparse_comparisons_load(load: Any) -> None:
     assert page.locator("#text").text_content() == "ab"
 
 
-@browser_test
 def test_long_text(load: Any) -> None:
     from plotly.offline import get_plotlyjs
 

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
-import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from keepset.report.page import write
 from keepset.report.trace import Drawn, render
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 EVIL = "</script><img src=x onerror=window.pwned=1><b>&lt; %{x} $data"
 TOKENS = ["Once", EVIL, "\n", "", " $data", *(f" word{i}" for i in range(25))]
 LENGTHS, PROMPT, LAYERS, HEADS = [12, 20, 27], 12, [0, 7], 3
@@ -90,42 +85,6 @@ def test_text_is_only_in_the_data_block() -> None:
     assert "pwned" in block[1] and "pwned" not in page.replace(block[1], "")
     policy = re.search(r"script-src ([^;]*);", page)
     assert policy and "unsafe" not in policy[1]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Any:
-    if CHROMIUM is None or importlib.util.find_spec("playwright") is None:
-        pytest.skip("needs the playwright package and an installed Chromium")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
-
-
-@pytest.fixture
-def load(browser: Any, tmp_path: Path) -> Any:
-    """Opens a page; nothing may complain, nor ask the network."""
-    complaints: list[str] = []
-    pages = []
-
-    def load(content: str, **options: Any) -> Any:
-        path = tmp_path / "trace.html"
-        write(path, content)
-        page = browser.new_page(**options)
-        pages.append(page)
-        page.on("console", lambda message: complaints.append(message.text))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("request", lambda asked: complaints.append(asked.url) if asked.url[:4] == "http" else None)
-        page.goto(path.as_uri())
-        return page
-
-    yield load
-    for page in pages:
-        assert page.evaluate("window.pwned") is None
-        page.close()
-    assert complaints == []
 
 
 def classes(page: Any, name: str) -> list[int]:
