@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from keepset.hf.tap import LayerInput
 from keepset.hf.window import QueryWindow
-from keepset.kernels.columns import column_statistics, log_sum_exp
+from keepset.kernels.columns import Columns
 from keepset.kernels.moments import Moments
 from keepset.observation import HiddenMoments, Needs, QueryMoments
 
@@ -52,7 +52,7 @@ class Collector:
         self.needs = needs
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._window = QueryWindow()
-        self._columns: list[dict[str, Tensor]] | None = None
+        self._columns: list[Columns] = []
         self._queries = {skip: Moments() for skip in needs.query_moments}
         self._hidden = {skip: Moments() for skip in needs.hidden_moments}
         self._input: LayerInput | None = None
@@ -78,9 +78,9 @@ class Collector:
         newest = self._window.newest(self.needs.window)
         if newest is not None:
             parts["queries"], parts["query_positions"] = newest.queries, newest.positions
-        if self._columns is not None:
+        if self._columns:
             for name in self.needs.columns:
-                columns = [row[name] for row in self._columns]
+                columns = [row.statistics[name] for row in self._columns]
                 longest = max(column.shape[-1] for column in columns)
                 parts[f"column_{name}"] = torch.stack([_widen(column, longest) for column in columns])
         layer_input = self._input
@@ -115,21 +115,10 @@ class Collector:
         self.seconds[name] += time.perf_counter() - start
 
     def _add_columns(self, chunk: Chunk) -> None:
-        before = self._columns
-        self._columns = []
-        for row, (keys, own) in enumerate(chunk.rows):
-            queries = chunk.queries[row][:, own]
-            if chunk.lse is not None:
-                lse = chunk.lse[row]
-            elif queries.shape[1]:
-                lse = log_sum_exp(queries, keys, chunk.scaling)
-            else:  # Nothing but padding yet.
-                lse = queries.new_zeros(queries.shape[:2], dtype=torch.float32)
-            new = column_statistics(queries, keys, lse, chunk.scaling, self.needs.columns)
-            if before is not None:
-                old = {name: _widen(column, keys.shape[1]) for name, column in before[row].items()}
-                new = {name: _MERGE[name](old[name], column) for name, column in new.items()}
-            self._columns.append(new)
+        self._columns = self._columns or [Columns(self.needs.columns) for _ in chunk.rows]
+        for row, (columns, (keys, own)) in enumerate(zip(self._columns, chunk.rows, strict=True)):
+            lse = None if chunk.lse is None else chunk.lse[row]
+            columns.add(chunk.queries[row][:, own], keys, chunk.scaling, lse)
 
     def _add_moments(self, chunk: Chunk, layer_input: LayerInput) -> None:
         if self._queries:
@@ -140,9 +129,6 @@ class Collector:
             hidden = layer_input.hidden[:, None, : chunk.queries.shape[2]].float()
             for skip, moments in self._hidden.items():
                 moments.add(hidden, _counted(chunk, skip), full=False)
-
-
-_MERGE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum}
 
 
 def _counted(chunk: Chunk, skip: int) -> Bool[Tensor, "batch n"]:

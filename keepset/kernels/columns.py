@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import torch
 import torch.nn.functional as F
@@ -71,6 +71,37 @@ def column_statistics(
             total[:, :, :seen] += logits.exp_().sum(2)
     statistics = {"sum": total, "max": largest.exp()}
     return {name: statistics[name].flatten(0, 1) for name in names}
+
+
+class Columns:
+    """Column statistics of a text that comes in chunks.
+
+    Attributes:
+        statistics: by their names, of the entries so far.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+        self.statistics: dict[str, Float[Tensor, "query_heads entries"]] = {}
+
+    def add(
+        self,
+        queries: Float[Tensor, "query_heads n head_dim"],
+        keys: Float[Tensor, "kv_heads entries head_dim"],
+        scaling: float,
+        lse: Float[Tensor, "query_heads n"] | None = None,
+    ) -> None:
+        """Takes in the queries of the last `n` entries, and their log-sum-exp where attention computed it already."""
+        if not queries.shape[1]:  # nothing but padding
+            lse = queries.new_zeros(queries.shape[:2], dtype=torch.float32)
+        lse = log_sum_exp(queries, keys, scaling) if lse is None else lse
+        new = column_statistics(queries, keys, lse, scaling, self._names)
+        for name, before in self.statistics.items():
+            new[name] = _MERGE[name](new[name], F.pad(before, (0, keys.shape[1] - before.shape[1])))
+        self.statistics = new
+
+
+_MERGE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum}
 
 
 def _logits(queries: Tensor, keys: Tensor, scaling: float, start: int, lse: Tensor | None = None) -> Tensor:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from keepset.kernels.columns import causal_attention, column_statistics, log_sum_exp
+from keepset.kernels.columns import Columns, causal_attention, column_statistics, log_sum_exp
 
 SIZES = [1, 2, 63, 64, 65, 127, 128, 129, 300]  # around one and two chunks of queries
 HEADS = [pytest.param(2, 1, 5, id="mha"), pytest.param(2, 3, 8, id="gqa"), pytest.param(1, 8, 3, id="mqa")]
@@ -97,18 +97,16 @@ def test_only_what_is_asked_for_is_computed(names: list[str]) -> None:
         torch.testing.assert_close(some[name], both[name])
 
 
-def test_chunks_of_a_prompt_add_up_to_the_whole() -> None:
+@pytest.mark.parametrize("with_lse", [True, False])
+def test_chunks_of_a_prompt_add_up_to_the_whole(with_lse: bool) -> None:
     queries, keys = tensors(200, 200, 2, 2, 4, torch.float32)
     attention, lse = dense(queries, keys)
-    total, largest = torch.zeros(4, 200), torch.zeros(4, 200)
-    for start, stop in ((0, 1), (1, 90), (90, 91), (91, 200)):
-        part = column_statistics(
-            queries[:, start:stop], keys[:, :stop], lse[:, start:stop].float(), SCALING, ["sum", "max"]
-        )
-        total[:, :stop] += part["sum"]
-        largest[:, :stop] = largest[:, :stop].maximum(part["max"])
-    torch.testing.assert_close(total.double(), attention.sum(1), **EXACT)
-    torch.testing.assert_close(largest.double(), attention.amax(1), **EXACT)
+    columns = Columns({"sum", "max"})
+    for start, stop in ((0, 0), (0, 1), (1, 90), (90, 91), (91, 91), (91, 200)):
+        known = lse[:, start:stop].float() if with_lse else None
+        columns.add(queries[:, start:stop], keys[:, :stop], SCALING, known)
+    torch.testing.assert_close(columns.statistics["sum"].double(), attention.sum(1), **EXACT)
+    torch.testing.assert_close(columns.statistics["max"].double(), attention.amax(1), **EXACT)
 
 
 def test_inputs_are_left_as_they_are() -> None:
