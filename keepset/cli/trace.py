@@ -13,6 +13,7 @@ import typer
 from keepset.errors import KeepsetError
 
 if TYPE_CHECKING:
+    from keepset.cli.sampling import Sampling
     from keepset.diagnose.trace import Trace
 
 RECIPE = "ams(tova, window=32, keep=256, every=128)"
@@ -44,6 +45,7 @@ def trace(
     """Generate under a recipe and tell what each compression kept: wiped-out regions, stability, the middle, gaps."""
     from keepset.cli.compare import check_writable
     from keepset.cli.console import check_said
+    from keepset.cli.sampling import Sampling
     from keepset.recipe import Recipe
     from keepset.texts import read
 
@@ -57,30 +59,22 @@ def trace(
     for name, said in (("The prompt", prompt), ("--problem", problem)):
         if said is not None:
             check_said(name, said)
-    for name, value in (("tokens", tokens), ("region", region)):
-        if value < 1:
-            raise KeepsetError(f"--{name} {value} is not a number of tokens: use an integer from 1.")
-    if not (temperature == 0 or 0.01 <= temperature <= 100):
-        raise KeepsetError(f"--temperature {temperature} is out of range: use 0 for greedy decoding, or 0.01 to 100.")
-    if not 0 <= seed < 2**63:
-        raise KeepsetError(f"--seed {seed} is out of range: use an integer from 0 to {2**63 - 1}.")
+    sampling = Sampling(tokens, temperature, seed, option="--tokens")
+    if region < 1:
+        raise KeepsetError(f"--region {region} is not a number of tokens: use an integer from 1.")
     wanted = _layers(layers)
     before = "" if text is None else read(text)
     if html is not None:
         check_writable(html)
     asked = prompt if problem is None else f"{problem}\n{REASON}"
-    sampling: dict[str, Any] = {"do_sample": temperature > 0, "max_new_tokens": tokens}
-    if temperature > 0:
-        sampling["temperature"] = temperature
-    _run(recipes, before, asked, sampling, seed, wanted, region, model, forced=forced, as_json=as_json, html=html)
+    _run(recipes, before, asked, sampling, wanted, region, model, forced=forced, as_json=as_json, html=html)
 
 
 def _run(
     recipes: list[Any],
     before: str,
     asked: str | None,
-    sampling: dict[str, Any],
-    seed: int,
+    sampling: Sampling,
     wanted: list[int] | None,
     region: int,
     model: str | None,
@@ -92,33 +86,29 @@ def _run(
     import torch
 
     from keepset.cli.console import err, load, printable, progress
+    from keepset.cli.sampling import check_fit
     from keepset.diagnose.figures import figures
     from keepset.diagnose.trace import Tracer
     from keepset.models import EMBEDDED
 
     loaded, tokenizer = load(model)
     ids = torch.tensor([_encoded(tokenizer, before, asked)])
-    new, longest = sampling["max_new_tokens"], getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
-    if longest is not None and ids.shape[1] + new > longest:
-        raise KeepsetError(
-            f"{ids.shape[1]} tokens of prompt and {new} new ones do not fit the model's context of {longest}: "
-            "give a shorter text or ask for fewer tokens."
-        )
+    check_fit(loaded, ids.shape[1], sampling.tokens)
     tracers = [Tracer(loaded, recipe) for recipe in recipes]
     shown = _shown(wanted, tracers[0].layers)
     interrupted = False
     try:
         with progress() as bar:
             for number, tracer in enumerate(tracers):
-                task = bar.add_task(str(recipes[number]), total=new)
+                task = bar.add_task(str(recipes[number]), total=sampling.tokens)
                 tracer.on_token = partial(bar.advance, task)
-                torch.manual_seed(seed)
+                torch.manual_seed(sampling.seed)
                 if forced and number:
                     # The last token was never fed.
                     first = tracers[0].trace
                     tracer.follow(first.ids[:-1], first.prompt)
                 else:
-                    tracer.generate(ids, **sampling)
+                    tracer.generate(ids, **sampling.options)
     except KeyboardInterrupt:
         interrupted = True
     traces = [tracer.trace for tracer in tracers if tracer.trace.moments or not interrupted]
@@ -137,7 +127,9 @@ def _run(
         write(html, _page(result, traces, tokenizer, shown))
         err.print(f"report: {printable(str(html))}", markup=False, highlight=False, soft_wrap=True)
     if interrupted:
-        err.print(f"interrupted after {len(traces[-1].ids) - traces[-1].prompt} of {new} tokens", highlight=False)
+        err.print(
+            f"interrupted after {len(traces[-1].ids) - traces[-1].prompt} of {sampling.tokens} tokens", highlight=False
+        )
         raise typer.Exit(130)
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from keepset.cli import console
 from keepset.cli.compare import print_table
-from keepset.cli.generate import _Streamer
+from keepset.cli.streaming import Streamer
 from keepset.evaluate.compare import Comparison, Row
 from tests.cli.conftest import Run
 
@@ -63,7 +63,7 @@ def test_streamed_text_is_text(run: Run, tiny: Any, monkeypatch: pytest.MonkeyPa
 def test_characters_are_streamed_whole(embedded: Any, capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer = embedded[1]
     text = "Grüße, 世界 🙂."
-    streamer = _Streamer(tokenizer, show=True)
+    streamer = Streamer(tokenizer, show=True)
     streamer.put(tokenizer("Never shown.", return_tensors="pt")["input_ids"])
     shown = []
     for token in tokenizer(text, return_tensors="pt")["input_ids"][0]:
@@ -80,7 +80,7 @@ def test_half_a_character_at_the_end_is_shown(embedded: Any, capsys: pytest.Capt
     tokenizer = embedded[1]
     ids = tokenizer("A🙂", return_tensors="pt")["input_ids"][0]
     assert len(ids) > 2
-    streamer = _Streamer(tokenizer, show=True)
+    streamer = Streamer(tokenizer, show=True)
     for part in (ids[None], ids[:1], ids[1:2]):
         streamer.put(part)
     streamer.end()
