@@ -308,6 +308,25 @@ class Observation:
             )
         return self.second_passes[needed]
 
+    def projected_norms(self, order: int) -> Float[Tensor, "batch query_heads entries"]:
+        """Norm of what each query head's output projection makes of each entry's value, `|W_O v|`, in float32.
+
+        `order` 1 adds up the sizes of its numbers, 2 is its length. The projected values are made in blocks.
+        """
+        if self.output_projection is None:
+            raise KeepsetError("This method looks at the output projection: give Observation(output_projection=...).")
+        batch, kv_heads = self.values.shape[:2]
+        most = _BLOCK if self.values.device.type == "cpu" else _DEVICE_BLOCK
+        norms = []
+        for head, group in enumerate(self.output_projection.unflatten(0, (kv_heads, -1)).unbind(0)):
+            rows = max(1, most // (batch * group.shape[0] * group.shape[2]))
+            blocks = [
+                torch.linalg.vector_norm(values.float()[:, None] @ group.float(), ord=order, dim=-1)
+                for values in self.values[:, head].split(rows, 1)
+            ]
+            norms.append(torch.cat(blocks, -1))
+        return torch.cat(norms, 1)
+
     def by_query_group(
         self, statistic: Float[Tensor, "batch query_heads *rest"]
     ) -> Float[Tensor, "batch kv_heads group *rest"]:

@@ -10,6 +10,7 @@ from typing import Any
 from keepset.allocate.adakv import AdaKV
 from keepset.allocate.ams import AMS
 from keepset.allocate.chunkkv import ChunkKV
+from keepset.allocate.criticalkv import CriticalKV
 from keepset.allocate.pyramid import Pyramid
 from keepset.allocate.uniform import Uniform
 from keepset.errors import KeepsetError
@@ -49,6 +50,7 @@ _methods: dict[str, type[Method]] = {
         ChunkKV,
         AdaKV,
         AMS,
+        CriticalKV,
     )
 }
 

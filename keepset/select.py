@@ -12,6 +12,8 @@ from keepset.observation import Observation
 _LARGEST = torch.finfo(torch.float32).max
 RECENT_RANK = _LARGEST / 2
 """Where `ranked_scores` puts the recent suffix: above every score, below the sinks."""
+LARGEST_SCORE = _LARGEST / 4
+"""Scores that are larger, of either sign, are cut to this size."""
 
 
 def ranked_scores(
@@ -22,8 +24,7 @@ def ranked_scores(
     From best to worst: sinks and a protected prompt (the first token first of all), the recent suffix, the scores,
     entries scored NaN, holes (-inf).
     """
-    limit = _LARGEST / 4
-    ranked = scores.float().clamp(-limit, limit).masked_fill(scores.isnan(), -2 * limit)
+    ranked = scores.float().clamp(-LARGEST_SCORE, LARGEST_SCORE).masked_fill(scores.isnan(), -2 * LARGEST_SCORE)
     ranked = ranked.masked_fill(budget.is_recent(observation), RECENT_RANK)
     first = budget.first(observation).clamp(min=1)[:, None, None]
     sink_rank = _LARGEST * (1 - observation.positions.float() / (4 * first.float()))

@@ -17,6 +17,7 @@ from keepset.hf.collect import Chunk, Collector
 from keepset.hf.decoding import Decoding
 from keepset.hf.forward import Forward
 from keepset.hf.mask import KeepsetLength, MaskRule, token_positions
+from keepset.hf.projection import output_projection
 from keepset.hf.store import EntryStore
 from keepset.hf.tap import LayerInput, Rotation
 from keepset.keep_set import LayerKeepSet
@@ -312,7 +313,7 @@ class KeepLayer(CacheLayerMixin):
         parts = {} if self._collector is None else self._collector.parts(lengths)
         self.collected_seconds = {} if self._collector is None else dict(self._collector.seconds)
         self._collector = None
-        self._observe(columns, exists, lengths, prompt.scaling, parts, unbroken=first and prompt.valid is None)
+        self._observe(columns, exists, lengths, prompt, parts, unbroken=first and prompt.valid is None)
         if drafts is None:
             return None
         self._append(drafts)
@@ -346,7 +347,7 @@ class KeepLayer(CacheLayerMixin):
         self.compressed_at = point
         self._decoding.passed(point, padded=bool(self._seen))
         self._record(beyond, point)
-        self._observe(columns, exists, lengths, forward.scaling, parts)
+        self._observe(columns, exists, lengths, forward, parts)
 
     def _is_concerned(self, length: int) -> bool:
         return self._decoding is not None and self._decoding.concerns(length, padded=bool(self._seen))
@@ -386,10 +387,13 @@ class KeepLayer(CacheLayerMixin):
         columns: dict[str, Tensor],
         exists: Tensor,
         lengths: Tensor,
-        scaling: float,
+        forward: Forward,
         parts: dict[str, Any],
         unbroken: bool = False,
     ) -> None:
+        if self.owner.needs.output_projection:
+            heads, size = forward.query.shape[1], forward.value.shape[-1]
+            parts["output_projection"] = output_projection(forward.module, heads, size)
         if unbroken:  # the defaults say that nothing is missing anywhere, which is cheaper to work with
             parts.pop("query_positions", None)
         else:
@@ -402,7 +406,7 @@ class KeepLayer(CacheLayerMixin):
             lengths=lengths,
             prompts=self._prompts,
             statistics=self.owner.statistics,
-            scaling=scaling,
+            scaling=forward.scaling,
             layer=self.index,
             layers=self.owner.compressed_layers,
             state=columns,

@@ -59,6 +59,8 @@ def _of_recipe(recipe: Recipe) -> Iterator[str]:
         yield f"{method.name} looks at the prompt's whole attention, which paged attention does not tell."
     if needs.hidden_moments:
         yield f"{method.name} looks at hidden states, which attention layers do not see."
+    if needs.output_projection:
+        yield f"{method.name} looks at the output projection, which attention layers do not see."
     if method.across_layers:
         yield f"{method.name} looks across layers, and here each layer is compressed in its own forward."
     for file in needs.statistics:

@@ -151,6 +151,7 @@ def observe(
             tensor[request, :, length:] = math.nan
         columns[request, :, length:] = math.nan
         queries[request, :, : max(0, window - lengths[request])] = math.nan
+    projection = torch.randn(query_heads, shape.value_dim, 5, generator=torch.Generator().manual_seed(seed + 99))
     half = normal(batch, query_heads, shape.head_dim, shape.head_dim) * 0.4
     moments = QueryMoments(normal(batch, query_heads, shape.head_dim), half @ half.transpose(-1, -2), Rope(lengths))
     options = dict(
@@ -162,6 +163,7 @@ def observe(
         column_sum=columns,
         column_max=columns / (1 + columns),
         query_moments=dict.fromkeys(skips, moments),
+        output_projection=projection.to(dtype),
         statistics={"": random_statistics(shape, parts.get("layers", [parts.get("layer", 0)]))},  # type: ignore[arg-type]
     )
     return Observation(**{**options, **parts})
@@ -187,6 +189,7 @@ def alone(observation: Observation, request: int) -> Observation:
             for skip, moments in observation.query_moments.items()
         },
         statistics=observation.statistics,
+        output_projection=observation.output_projection,
         state={name: column[row, :, entries] for name, column in observation.state.items()},
         scaling=observation.scaling,
         layer=observation.layer,

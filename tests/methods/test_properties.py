@@ -280,6 +280,7 @@ def permuted(observation: Observation, order: list[int]) -> Observation:
             for skip, moments in observation.query_moments.items()
         },
         statistics=observation.statistics,
+        output_projection=observation.output_projection,
         layer=observation.layer,
         layers=observation.layers,
     )

@@ -111,9 +111,10 @@ def test_a_configuration_that_is_served(recipe: str, changes: dict[str, Any]) ->
     check(config(**changes), Recipe.parse(recipe))
 
 
-@pytest.mark.parametrize("needs", ["hidden_moments", "across_layers"])
+@pytest.mark.parametrize("needs", ["hidden_moments", "across_layers", "output_projection"])
 def test_methods_that_paged_attention_cannot_feed(needs: str) -> None:
-    parts = {name: frozenset() for name in ("columns", "hidden_moments", "query_moments", "statistics")}
+    names = ("columns", "hidden_moments", "query_moments", "statistics", "output_projection")
+    parts = {name: frozenset() for name in names}
     method = SimpleNamespace(
         name="mine",
         needs=SimpleNamespace(**parts | ({needs: {0}} if needs in parts else {})),
@@ -121,7 +122,11 @@ def test_methods_that_paged_attention_cannot_feed(needs: str) -> None:
         fixed_total=True,
         equal_layers=True,
     )
-    sentence = {"hidden_moments": "mine looks at hidden states", "across_layers": "mine looks across layers"}[needs]
+    sentence = {
+        "hidden_moments": "mine looks at hidden states",
+        "across_layers": "mine looks across layers",
+        "output_projection": "mine looks at the output projection",
+    }[needs]
     with pytest.raises(KeepsetError, match=sentence):
         check(config(), SimpleNamespace(method=method))  # type: ignore[arg-type]
 

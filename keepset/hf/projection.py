@@ -1,0 +1,34 @@
+"""Where an attention module keeps the weights that its heads' values go through after attention."""
+
+from __future__ import annotations
+
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from keepset.errors import KeepsetError
+
+_NAMES = ("o_proj", "out_proj", "dense", "c_proj")
+
+
+def output_projection(
+    module: nn.Module, query_heads: int, value_dim: int
+) -> Float[Tensor, "query_heads value_dim hidden"]:
+    """A view of the output projection's weights: for every query head what its values are multiplied with.
+
+    Raises:
+        KeepsetError: the module has no projection of this shape under a name that is known.
+    """
+    for name in _NAMES:
+        projection = getattr(module, name, None)
+        weight = getattr(projection, "weight", None)
+        if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
+            continue
+        # `Conv1D` multiplies from the right, all others from the left.
+        inwards = weight if isinstance(projection, Conv1D) else weight.t()
+        if inwards.shape[0] == query_heads * value_dim:
+            return inwards.detach().unflatten(0, (query_heads, value_dim))
+    raise KeepsetError(
+        f"keepset could not find the output projection of {type(module).__name__} ({', '.join(_NAMES)}, with "
+        "unquantized weights); methods that look at it do not support this model."
+    )
