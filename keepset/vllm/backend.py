@@ -23,7 +23,7 @@ from keepset.vllm.compact import Compactor
 from keepset.vllm.grouping import group_of
 from keepset.vllm.pages import Pages
 from keepset.vllm.rotation import Rotation
-from keepset.vllm.single import Single
+from keepset.vllm.single import Single, Singles
 from keepset.vllm.spec import KeepSpec
 from keepset.vllm.step import Planner, Step
 
@@ -139,18 +139,9 @@ class KeepImpl:
             self._pages = kv_cache, self.make_pages(layer, kv_cache)
         return self._pages[1]
 
-    def single_metadata(self, layer: Any, query: Tensor, metadata: Any, single: Single, **own: Any) -> Any:
-        """The backend's own metadata of such a step, from that of the step as it is."""
-        return replace(
-            metadata,
-            num_actual_tokens=single.tokens,
-            max_query_len=single.longest_query,
-            query_start_loc=single.starts,
-            max_seq_len=single.longest,
-            seq_lens=single.lengths,
-            block_table=single.tables,
-            **{"scheduler_metadata": None} | own,
-        )
+    def own_metadata(self, layer: Any, query: Tensor, single: Single) -> dict[str, Any]:
+        """What the backend's metadata of such a step say besides lengths and tables."""
+        return {}
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -178,9 +169,29 @@ class KeepImpl:
         queries, room = singles.spread(query), singles.room(output)
         blocks, heads, size, width = kv_cache.shape
         folded = kv_cache.view(blocks * heads, 1, size, width)
-        metadata = self.single_metadata(layer, query, plain, singles.of(step.planner.place(layer.layer_name)))
+        metadata = self._single_metadata(layer, query, plain, singles, step.planner.place(layer.layer_name))
         super(KeepImpl, self._single).forward(layer, queries, queries, queries, folded, metadata, room)  # type: ignore[misc]
         singles.put_back(room, output)
+
+    def _single_metadata(self, layer: Any, query: Tensor, plain: Any, singles: Singles, place: int) -> Any:
+        """The backend's own metadata of one layer, from that of the step as it is.
+
+        Of a step there is one, which the layers fill in one after another: to make it anew for each would take longer
+        than all else that they do here.
+        """
+        single = singles.of(place)
+        if singles.metadata is None:
+            singles.metadata = replace(
+                plain,
+                num_actual_tokens=single.tokens,
+                max_query_len=single.longest_query,
+                query_start_loc=single.starts,
+                max_seq_len=single.longest,
+                scheduler_metadata=None,
+            )
+        own = self.own_metadata(layer, query, single)
+        vars(singles.metadata).update(own, seq_lens=single.lengths, block_table=single.tables)
+        return singles.metadata
 
     def forward(
         self,

@@ -24,8 +24,8 @@ class CPUKeepImpl(KeepImpl, CPUAttentionBackendImpl):
         """Packed by instruction set."""
         return CPUPages(kv_cache, layer.isa)
 
-    def single_metadata(self, layer: Any, query: Tensor, metadata: Any, single: Single, **own: Any) -> Any:
-        """With the kernel's own division of work for it."""
+    def own_metadata(self, layer: Any, query: Tensor, single: Single) -> dict[str, Any]:
+        """The kernel's own division of work."""
         work = ops.cpu_attn_get_scheduler_metadata(
             num_reqs=single.lengths.shape[0],
             num_heads=self.num_queries_per_kv,
@@ -39,7 +39,7 @@ class CPUKeepImpl(KeepImpl, CPUAttentionBackendImpl):
             isa=layer.isa,
             enable_kv_split=True,
         )
-        return super().single_metadata(layer, query, metadata, single, scheduler_metadata=work, **own)
+        return {"scheduler_metadata": work}
 
 
 class CPUKeepBuilder(KeepBuilder, CPUAttentionMetadataBuilder):

@@ -23,9 +23,9 @@ class TritonKeepImpl(KeepImpl, TritonAttentionImpl):
         """In order, at whatever strides."""
         return StridedPages(kv_cache)
 
-    def single_metadata(self, layer: Any, query: Tensor, metadata: Any, single: Single, **own: Any) -> Any:
-        """Without the split along a request's entries, whose buffers are of the layer's real heads."""
-        return super().single_metadata(layer, query, metadata, single, seq_threshold_3D=0, **own)
+    def own_metadata(self, layer: Any, query: Tensor, single: Single) -> dict[str, Any]:
+        """No split along a request's entries, whose buffers are of the layer's real heads."""
+        return {"seq_threshold_3D": 0}
 
 
 class TritonKeepBuilder(KeepBuilder, TritonAttentionMetadataBuilder):

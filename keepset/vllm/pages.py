@@ -68,6 +68,7 @@ class CPUPages:
         # numbers, because gathering 16-bit floats converts them on a CPU: 2 to 3 times slower, and it alters NaNs.
         bits = {2: torch.int16, 4: torch.int32}[kv_cache.dtype.itemsize]
         self._rows = kv_cache.view(bits).view(blocks * self.kv_heads * 2, self.block_size * self.head_dim)
+        self._folded = kv_cache.view(-1, 1, 2 * self.block_size, self.head_dim).chunk(2, dim=2)
         self._key_order, self._value_order = packing(self.block_size, self.head_dim, kv_cache.dtype, isa)
 
     def read(
@@ -100,7 +101,7 @@ class CPUPages:
 
         With them a page table has one row per (request, head), and each row its own length.
         """
-        keys, values = self._cache.view(-1, 1, 2 * self.block_size, self.head_dim).chunk(2, dim=2)
+        keys, values = self._folded
         return keys, values
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +24,7 @@ class RaggedStep:
         layout: what the tables follow from.
         entries: of each head after this step.
         tables: sub-pages of each head.
-        slots: where new entries go, for every layer.
+        slots: where new entries go, layer by layer.
         starts: first of each request's queries, and the end of the last one's.
     """
 
@@ -33,7 +34,7 @@ class RaggedStep:
     layout: Layout
     entries: Int[Tensor, "rows layers kv_heads"]
     tables: Int[Tensor, "rows layers kv_heads pages"]
-    slots: Int[Tensor, "layers tokens_heads"] | None
+    slots: Sequence[Int[Tensor, " tokens_heads"]] | None
     starts: Int[Tensor, " rows_plus_1"]
 
 
@@ -88,14 +89,15 @@ class RaggedTables:
             return None
         entries = subpages.entries(layout, after)
         most = -(-int(entries.max()) // self._block_size)
+        tables = subpages.tables(layout, entries, block_table, self._block_size, most)
         self.step = RaggedStep(
             folded=folded,
             pages=pages,
             lengths=after,
             layout=layout,
             entries=entries,
-            tables=subpages.tables(layout, entries, block_table, self._block_size, most),
-            slots=self._slots(layout, block_table, before, starts, decoding) if folded else None,
+            tables=tables,
+            slots=self._slots(layout, tables, before, starts, decoding).unbind() if folded else None,
             starts=starts,
         )
         return self.step
@@ -143,12 +145,12 @@ class RaggedTables:
         assert self._filed is not None
         return self._filed.first[page]
 
-    def _slots(self, layout: Layout, block_table: Tensor, before: Tensor, starts: Tensor, decoding: bool) -> Tensor:
+    def _slots(self, layout: Layout, tables: Tensor, before: Tensor, starts: Tensor, decoding: bool) -> Tensor:
         row = torch.arange(before.shape[0], device=before.device)
         if not decoding:
             row = torch.repeat_interleave(row, starts[1:] - starts[:-1])
             before = before[row] + torch.arange(row.shape[0], device=row.device) - starts[row]
-        return subpages.slots(layout, block_table, before, row, self._block_size)
+        return subpages.slots(layout, tables, before, row, self._block_size)
 
     def _file(self, blocks: int, device: torch.device) -> Layout:
         if self._filed is None:

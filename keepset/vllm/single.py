@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -41,7 +41,12 @@ class Singles:
         tokens: queries of the step.
         longest_query: most queries of any request.
         block_size: entries per page.
+
+    Attributes:
+        metadata: what the backend makes of it.
     """
+
+    metadata: Any = None
 
     def __init__(self, ragged: RaggedStep, tokens: int, longest_query: int, block_size: int) -> None:
         rows, layers, heads, pages = ragged.tables.shape
@@ -57,9 +62,9 @@ class Singles:
             first = torch.arange(heads, device=device)[:, None] * tokens + ragged.starts.to(device)[:-1]
             starts = torch.cat([first.flatten(), first.new_tensor([heads * tokens])])
         self._starts = starts.int()
-        self._lengths = entries.reshape(layers, -1).int()
+        self._lengths = entries.reshape(layers, -1).int().unbind()
         # Contiguous, because kernels walk it by address.
-        self._tables = tables.reshape(layers, rows * heads, pages).int().contiguous()
+        self._tables = tables.reshape(layers, rows * heads, pages).int().contiguous().unbind()
 
     def of(self, place: int) -> Single:
         """Of one layer."""

@@ -80,7 +80,7 @@ def blocks_needed(
 
 def slots(
     layout: Layout,
-    block_table: Int[Tensor, "rows width"],
+    tables: Int[Tensor, "rows layers kv_heads pages"],
     positions: Int[Tensor, " tokens"],
     rows: Int[Tensor, " tokens"],
     block_size: int,
@@ -89,13 +89,14 @@ def slots(
 
     That is token by token, and of each token head by head. Token `t` is number `positions[t]` of the request in
     row `rows[t]` and came after the newest event, so the head already holds `positions - length + counts` entries.
+    The tables must reach as far.
     """
     entry = entries(Layout(*(part[rows] for part in layout)), positions)
-    deal = _Deal(*(part[rows] for part in _deal(layout.counts, block_size)))
-    number = deal.number((entry // block_size)[..., None])
-    block = layout.first[rows][..., None, None] + number // entry.shape[-1]
-    subpage = _subpages(block_table[rows], block, number)[..., 0].long()
-    return (subpage * block_size + entry % block_size).transpose(0, 1).flatten(1)
+    _, layers, kv_heads, pages = tables.shape
+    head = torch.arange(layers * kv_heads, device=rows.device).view(layers, kv_heads)
+    place = (rows[:, None, None] * (layers * kv_heads) + head) * pages + entry // block_size
+    found = tables.flatten().index_select(0, place.flatten()).long().view_as(entry) * block_size + entry % block_size
+    return found.transpose(0, 1).flatten(1)
 
 
 class _Deal(NamedTuple):

@@ -399,14 +399,14 @@ def test_ragged_compaction_is_attention_over_what_was_kept(arguments: CaseArgume
         batch = torch.arange(rows).repeat_interleave(tokens)
         positions = (lengths[:, None] + torch.arange(tokens)).flatten()
         new_keys, new_values = case.new(rows * tokens), case.new(rows * tokens)
-        place = slots(layout, case.block_table, positions, batch, size)[0]
+        held = entries(layout, lengths + tokens)
+        table = tables(layout, held, case.block_table, size, -(-int(held.max()) // size))
+        place = slots(layout, table, positions, batch, size)[0]
         case.pages.write(new_keys.flatten(0, 1), new_values.flatten(0, 1), place)
         for row in range(rows):
             case.append(row, new_keys[batch == row], new_values[batch == row])
         lengths = lengths + tokens
 
-        held = entries(layout, lengths)
-        table = tables(layout, held, case.block_table, size, -(-int(held.max()) // size))
         # Requests of one head each: row by row, head by head, and the queries with them.
         by_head = queries.unflatten(0, (rows, tokens)).transpose(1, 2)
         output = official_attention(

@@ -124,7 +124,9 @@ def append(rows: list[Row], tokens: list[int], block_size: int) -> None:
                 expected[index].append(subpage * block_size + (len(own.held) - 1) % block_size)
     block_table = torch.tensor([row.block_table() for row in rows], dtype=torch.int32)
     places = torch.tensor(batch, dtype=torch.int64).reshape(-1, 2)
-    found = slots(layout, block_table, places[:, 1], places[:, 0], block_size)
+    held = entries(layout, torch.tensor([row.length for row in rows]))
+    pages = tables(layout, held, block_table, block_size, -(-int(held.max()) // block_size))
+    found = slots(layout, pages, places[:, 1], places[:, 0], block_size)
     assert found.dtype == torch.int64
     assert found.tolist() == expected
 
@@ -216,7 +218,7 @@ def test_zero_state_is_the_layout_of_vllm(kv_heads: int) -> None:
         assert found[0, 2, head].tolist() == [block * kv_heads + head for block in (5, 2, 7)]
         assert found[1, 0, head].tolist() == [4 * kv_heads + head, 0, 0]
     # What vLLM itself writes: block and offset of the token, the same for every head.
-    of_tokens = slots(zero, block_table, torch.tensor([8, 3]), torch.tensor([0, 1]), 4).view(3, 2, kv_heads)
+    of_tokens = slots(zero, found, torch.tensor([8, 3]), torch.tensor([0, 1]), 4).view(3, 2, kv_heads)
     heads = torch.arange(kv_heads)
     assert torch.equal(
         of_tokens, torch.stack([(7 * kv_heads + heads) * 4, (4 * kv_heads + heads) * 4 + 3]).expand(3, -1, -1)
@@ -231,7 +233,7 @@ def test_heads_that_are_full_at_the_event() -> None:
     assert now.tolist() == [[[[30, 31], [32, 0], [0, 0]]]]
     later = tables(layout, entries(layout, torch.tensor([14])), block_table, 4, 3)
     assert later.tolist() == [[[[30, 31, 35], [32, 33, 0], [34, 0, 0]]]]
-    assert slots(layout, block_table, torch.tensor([12, 13]), torch.tensor([0, 0]), 4).tolist() == [
+    assert slots(layout, later, torch.tensor([12, 13]), torch.tensor([0, 0]), 4).tolist() == [
         [127, 132, 136, 140, 133, 137]
     ]
 
@@ -245,6 +247,7 @@ def test_empty_batches() -> None:
     one = Layout(*(torch.zeros(1, *shape, dtype=torch.long) for shape in ((2, 3), (2,), (2,))))
     table = torch.full((1, 4), POISON, dtype=torch.int32)
     nothing = torch.zeros(0, dtype=torch.long)
-    assert slots(one, table, nothing, nothing, 4).shape == (2, 0)
+    none = tables(one, entries(one, torch.tensor([0])), table, 4, 0)
+    assert slots(one, none, nothing, nothing, 4).shape == (2, 0)
     assert tables(one, entries(one, torch.tensor([0])), table, 4, 0).shape == (1, 2, 3, 0)
     assert tables(one, entries(one, torch.tensor([0])), table, 4, 2).count_nonzero() == 0
