@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.errors import KeepsetError
+from keepset.tensor_file import write
 
 FORMAT = 1
 """Of the file; raise it with every change to what is written."""
@@ -187,23 +186,10 @@ def save(statistics: Statistics, path: Path) -> None:
     Raises:
         KeepsetError: the place cannot be written to.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     # Cloned: layers may share tensors, and a file may not.
     tensors = {
         f"layers.{index}.{name}": getattr(layer, name).clone(memory_format=torch.contiguous_format)
         for index, layer in statistics.layers.items()
         for name in FIELDS
     }
-    # One entry: of several, safetensors would change the order from file to file.
-    metadata = {_METADATA: json.dumps({"format": FORMAT, **statistics.provenance})}
-    unfinished = path.with_name(f"{path.name}.{uuid4().hex}.unfinished")
-    try:
-        save_file(tensors, unfinished, metadata)
-        os.replace(unfinished, path)
-    except (OSError, SafetensorError) as error:
-        cause = getattr(error, "strerror", None) or error
-        raise KeepsetError(f"{str(path)!r} cannot be written ({cause}): name another file.") from error
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write(path, tensors, _METADATA, {"format": FORMAT, **statistics.provenance})
