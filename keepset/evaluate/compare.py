@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import reduce
@@ -9,11 +10,11 @@ from operator import or_
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from keepset.errors import KeepsetError
+from keepset.evaluate.fidelity import kl, mean, nll
 from keepset.evaluate.greedy import greedy
 from keepset.evaluate.task import ANSWER_TOKENS, Task
 from keepset.hf.cache import Cache
@@ -110,7 +111,25 @@ class Comparison:
         }
 
 
-class Comparer:
+class RowByRow(ABC):
+    """Measures recipes one after another; `comparison` holds what is known so far."""
+
+    comparison: Comparison
+
+    def run(self, cells: Sequence[Recipe | Row]) -> Iterator[Row]:
+        """Measures recipes, one row each; rows that are there already (failed ones) take their place."""
+        for cell in cells:
+            row, kept = (cell, None) if isinstance(cell, Row) else self._row(cell)
+            self.comparison.rows.append(row)
+            self.comparison.kept.append(kept)
+            yield row
+
+    @abstractmethod
+    def _row(self, recipe: Recipe) -> tuple[Row, Bool[Tensor, "layers kv_heads tokens"] | None]:
+        """One recipe's row and what it kept; None where it failed."""
+
+
+class Comparer(RowByRow):
     """Measures recipes against the full cache on one task."""
 
     def __init__(
@@ -142,22 +161,14 @@ class Comparer:
             expected_answer=None if needle is None else needle.answer,
             full={
                 "kv_bytes": self._recorder.nbytes_full,
-                "nll": float(_nll(self._reference, task.continuation)),
+                "nll": mean(nll(self._reference, task.continuation[0])),
                 "prefill_seconds": self._recorder.seconds,
                 "decode_tokens_per_second": speed,
                 **self._judged(answer),
             },
         )
 
-    def run(self, cells: Sequence[Recipe | Row]) -> Iterator[Row]:
-        """Measures recipes, one row each; rows that are there already (failed ones) take their place."""
-        for cell in cells:
-            row, kept = (cell, None) if isinstance(cell, Row) else self._row(cell)
-            self.comparison.rows.append(row)
-            self.comparison.kept.append(kept)
-            yield row
-
-    def _row(self, recipe: Recipe) -> tuple[Row, Tensor | None]:
+    def _row(self, recipe: Recipe) -> tuple[Row, Bool[Tensor, "layers kv_heads tokens"] | None]:
         names: dict[str, Any] = {"recipe": str(recipe), "method": str(recipe.without_budget())}
         recorder = self._recorder
         try:
@@ -175,8 +186,8 @@ class Comparer:
             keep=event.kept / event.entries,
             kv_bytes=nbytes,
             kv_bytes_full=recorder.nbytes_full,
-            kl=float(_kl(self._reference, logits)),
-            nll_delta=float(_nll(logits, self._task.continuation)) - self.comparison.full["nll"],
+            kl=mean(kl(self._reference, logits)),
+            nll_delta=mean(nll(logits, self._task.continuation[0])) - self.comparison.full["nll"],
             top1=float((logits.argmax(-1) == self._reference.argmax(-1)).double().mean()),
             prefill_seconds=recorder.seconds_for(recipe.method.needs) + event.seconds,
             prefill_seconds_full=recorder.seconds,
@@ -184,14 +195,12 @@ class Comparer:
             decode_tokens_per_second=speed,
             **self._judged(answer),
         )
-        tokens = self._task.prompt.shape[1]
-        kept = torch.stack([keep_set.layer(i).mask(tokens)[0] for i in keep_set.layers])
-        return row, kept
+        return row, keep_set.mask(self._task.prompt.shape[1])[:, 0]
 
     @torch.no_grad()
     def _continue(self, cache: Cache) -> Float[Tensor, "n vocabulary"]:
         """Logits after each token of the continuation, teacher-forced."""
-        return self._model(self._task.continuation, past_key_values=cache, use_cache=True).logits[0].float()
+        return self._model(self._task.continuation, past_key_values=cache, use_cache=True).logits[0]
 
     def _answer(self, cache: Cache) -> tuple[str, float]:
         """Greedy answer to the question (or to the continuation), and tokens per second of decoding it."""
@@ -230,13 +239,3 @@ def grid(recipes: Sequence[Recipe], keeps: Sequence[int | float]) -> list[Recipe
 def needs_of(recipes: Sequence[Recipe]) -> Needs:
     """What one prefill has to collect to serve all these recipes."""
     return reduce(or_, (recipe.method.needs for recipe in recipes), Needs())
-
-
-def _kl(full: Float[Tensor, "n vocabulary"], other: Float[Tensor, "n vocabulary"]) -> Float[Tensor, ""]:
-    log_full, log_other = full.log_softmax(-1), other.log_softmax(-1)
-    return F.kl_div(log_other, log_full, log_target=True, reduction="batchmean")
-
-
-def _nll(logits: Float[Tensor, "n vocabulary"], tokens: Int[Tensor, "1 n"]) -> Float[Tensor, ""]:
-    """Mean over the tokens after the first, which the prompt's own logits predict alike for every cache."""
-    return F.cross_entropy(logits[:-1], tokens[0, 1:]) if tokens.shape[1] > 1 else logits.new_zeros(())

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import DynamicCache
 
 from keepset.errors import KeepsetError
-from keepset.evaluate.compare import Comparison, Row, grid
+from keepset.evaluate.compare import Comparison, Row, RowByRow, grid
+from keepset.evaluate.fidelity import kl, mean, nll
 from keepset.evaluate.greedy import greedy
 from keepset.evaluate.task import ANSWER_TOKENS
 from keepset.hf.cache import Cache
@@ -81,7 +81,7 @@ class _Run:
         return round(sum(held) / len(held))
 
 
-class DecodeComparer:
+class DecodeComparer(RowByRow):
     """Measures recipes against the full cache while a prompt and the text after it pass through both.
 
     Figures are those of the tokens after the recipe's first event: what came before could not differ.
@@ -115,20 +115,12 @@ class DecodeComparer:
             full={
                 "kv_bytes": self._full.mean_bytes(slice(n)),
                 "kv_bytes_peak": max(self._full.nbytes),
-                "nll": float(_nll(self._full.logits, text[0]).mean()) if n > 1 else 0.0,
+                "nll": mean(nll(self._full.logits, text[0])),
                 "prefill_seconds": self._full.prefill_seconds,
                 "decode_tokens_per_second": self._speed(full, self._full),
             },
             drift_tokens=DRIFT_TOKENS,
         )
-
-    def run(self, cells: Sequence[Recipe | Row]) -> Iterator[Row]:
-        """Measures recipes, one row each; rows that are there already (failed ones) take their place."""
-        for cell in cells:
-            row, kept = (cell, None) if isinstance(cell, Row) else self._row(cell)
-            self.comparison.rows.append(row)
-            self.comparison.kept.append(kept)
-            yield row
 
     def _row(self, recipe: Recipe) -> tuple[Row, Bool[Tensor, "layers kv_heads tokens"] | None]:
         names: dict[str, Any] = {"recipe": str(recipe), "method": str(recipe.without_budget())}
@@ -139,8 +131,8 @@ class DecodeComparer:
         except KeepsetError as error:
             return Row(**names, error=str(error)), None
         full = self._full
-        kl = _kl(full.logits, run.logits)
-        nll = (_nll(run.logits, self._text[0]) - _nll(full.logits, self._text[0]))[counted]
+        drift = kl(full.logits, run.logits)
+        nll_delta = nll(run.logits, self._text[0]) - nll(full.logits, self._text[0])
         same = run.logits.argmax(-1) == full.logits.argmax(-1)
         kept = _held(cache, self._prompt.shape[1] + self._text.shape[1])
         row = Row(
@@ -149,9 +141,9 @@ class DecodeComparer:
             kv_bytes=run.mean_bytes(counted),
             kv_bytes_peak=max(run.nbytes[counted]),
             kv_bytes_full=full.mean_bytes(counted),
-            kl=float(kl[counted].mean()),
-            kl_drift=[float(part.mean()) for part in kl.split(DRIFT_TOKENS)],
-            nll_delta=float(nll.mean()) if nll.numel() else 0.0,
+            kl=mean(drift[counted]),
+            kl_drift=[mean(part) for part in drift.split(DRIFT_TOKENS)],
+            nll_delta=mean(nll_delta[counted]),
             top1=float(same[counted].double().mean()),
             prefill_seconds=run.prefill_seconds,
             prefill_seconds_full=full.prefill_seconds,
@@ -192,7 +184,7 @@ def _held(cache: Cache, length: int) -> Bool[Tensor, "layers kv_heads tokens"]:
     """What the newest event kept, and all that came after it."""
     keep_set, since = cache.keep_set, cache.events[-1].length
     assert keep_set is not None
-    kept = torch.stack([keep_set.layer(index).mask(length)[0] for index in keep_set.layers])
+    kept = keep_set.mask(length)[:, 0]
     kept[..., since:] = True
     return kept
 
@@ -201,20 +193,3 @@ def _nbytes(cache: DynamicCache) -> int:
     """Bytes of a plain cache's keys and values."""
     held = (getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values"))
     return sum(tensor.nbytes for tensor in held if isinstance(tensor, Tensor))
-
-
-def _kl(full: Float[Tensor, "n vocabulary"], other: Float[Tensor, "n vocabulary"]) -> Float[Tensor, " n"]:
-    """KL(full || other) after every token, in parts: the vocabulary is large."""
-    parts = zip(full.split(DRIFT_TOKENS), other.split(DRIFT_TOKENS), strict=True)
-    return torch.cat(
-        [
-            F.kl_div(b.float().log_softmax(-1), a.float().log_softmax(-1), log_target=True, reduction="none").sum(-1)
-            for a, b in parts
-        ]
-    )
-
-
-def _nll(logits: Float[Tensor, "n vocabulary"], tokens: Int[Tensor, " n"]) -> Float[Tensor, " n_less_one"]:
-    """Of every token but the first, which the prompt's own logits predict."""
-    parts = zip(logits[:-1].split(DRIFT_TOKENS), tokens[1:].split(DRIFT_TOKENS), strict=True)
-    return torch.cat([F.cross_entropy(a.float(), b, reduction="none") for a, b in parts])
