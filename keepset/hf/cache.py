@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import copy
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from keepset.budget import Budget
 from keepset.errors import KeepsetError
+from keepset.hf import saved
 from keepset.hf.layer import KeepLayer
 from keepset.hf.prompt_cache import PromptCache
 from keepset.keep_set import KeepSet, LayerKeepSet
@@ -102,6 +106,23 @@ class Cache(PromptCache):
         self.history = history
         self._observer = observer
         self._running: defaultdict[int, _Running] = defaultdict(_Running)
+        self._model = weakref.ref(model)
+
+    @classmethod
+    def load(cls, path: str | Path, model: transformers.PreTrainedModel) -> Cache:
+        """The cache that `save` has written, which goes on from there; it serves the same model only.
+
+        Raises:
+            KeepsetError: the file is not a saved context, damaged, of another version or of another model.
+        """
+        context = saved.read(Path(path), model)
+        cache = cls(model, context.recipe)
+        context.restore(cache.layers)
+        if context.event is not None:
+            cache.events.append(Event(keep_set=context.keep_set, **context.event))
+        if cache.schedule.every is None:
+            cache.stop_watching()
+        return cache
 
     @classmethod
     def from_prompt(
@@ -148,6 +169,48 @@ class Cache(PromptCache):
         twin.kept_layers = {index: layer.fork(twin) for index, layer in self.kept_layers.items()}
         twin.layers = [twin.kept_layers.get(index) or copy.deepcopy(layer) for index, layer in enumerate(self.layers)]
         return twin
+
+    def save(self, path: str | Path) -> None:
+        """Writes what is cached into one file, whole or not at all; a file that is there is replaced.
+
+        Raises:
+            KeepsetError: there is no whole prompt yet, the model has layers of a kind that is not saved, or the place
+                cannot be written to.
+        """
+        model = self._model()
+        if model is None:
+            raise KeepsetError("The model of this cache is gone: keep it until the cache is saved.")
+        saved.save(self, model, Path(path), model.config.name_or_path or "")
+
+    def ask(
+        self, input_ids: Int[Tensor, "rows tokens"], attention_mask: Int[Tensor, "rows tokens"] | None = None
+    ) -> dict[str, Any]:
+        """What `model.generate` takes to go on with these tokens, on a fork: the cache stays as it is.
+
+        A cache of one request takes any number of rows, one with several takes a row for each. The answer begins with
+        these tokens; what is cached comes before them, but is not told again, so penalties for repetition do not
+        see it.
+
+        Raises:
+            KeepsetError: there is no whole prompt yet, or the rows do not fit it.
+        """
+        progress = saved.progress(self)
+        requests, rows = len(progress.lengths), len(input_ids)
+        if not input_ids.numel() or requests not in (1, rows):
+            raise KeepsetError(
+                f"The input has {rows} rows of {input_ids.shape[1]} tokens, and the cache {requests} requests: give at "
+                "least one token for each of them."
+            )
+        twin = self.fork()
+        if rows != requests:
+            twin.batch_repeat_interleave(rows)
+        new = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        before = new.new_ones(1, progress.logical) if progress.seen is None else progress.seen.to(new)
+        return {
+            "input_ids": input_ids,
+            "attention_mask": torch.cat([before.expand(rows, -1), new], 1),
+            "past_key_values": twin,
+        }
 
     def reset(self) -> None:
         """Forgets everything that was cached."""

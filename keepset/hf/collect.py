@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -71,6 +72,14 @@ class Collector:
             self._input = chunk.layer_input
             with self._timed("moments"):
                 self._add_moments(chunk, chunk.layer_input)
+
+    def fork(self) -> Collector:
+        """An independent copy."""
+        twin = copy.copy(self)
+        twin.seconds, twin._window = self.seconds.copy(), self._window.fork()
+        twin._queries = {skip: copy.copy(moments) for skip, moments in self._queries.items()}
+        twin._hidden = {skip: copy.copy(moments) for skip, moments in self._hidden.items()}
+        return twin
 
     def parts(self, lengths: Int[Tensor, " batch"]) -> dict[str, Any]:
         """The collected part of an Observation, as its keyword arguments."""

@@ -17,9 +17,11 @@ from keepset.hf.collect import Chunk, Collector
 from keepset.hf.decoding import Decoding
 from keepset.hf.forward import Forward
 from keepset.hf.mask import KeepsetLength, MaskRule, token_positions
+from keepset.hf.progress import Progress
 from keepset.hf.projection import output_projection
 from keepset.hf.store import EntryStore
 from keepset.hf.tap import LayerInput, Rotation
+from keepset.hf.window import QueryWindow
 from keepset.keep_set import LayerKeepSet
 from keepset.kernels.attention import attend
 from keepset.kernels.columns import causal_attention
@@ -120,8 +122,13 @@ class KeepLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Hands itself to the attention function, which stores the new entries and attends."""
-        if not self.is_initialized:
+        if not self.is_initialized or self._lengths is None:
             self.lazy_initialization(key_states, value_states)
+        elif len(self._lengths) != len(key_states):
+            raise KeepsetError(
+                f"The cache holds {len(self._lengths)} requests, and the input has {len(key_states)}: call "
+                "cache.batch_repeat_interleave(...) first, as for beams or several answers to one question."
+            )
         self.owner.updating()
         self.incoming = key_states, value_states
         hand_over(self)
@@ -258,8 +265,49 @@ class KeepLayer(CacheLayerMixin):
         twin = KeepLayer(owner, self.index)
         twin.__dict__.update({**self.__dict__, "owner": owner, "_seen": list(self._seen)})
         twin.store = None if self.store is None else self.store.fork()
+        twin._collector = None if self._collector is None else self._collector.fork()
         twin._decoding = None if self._decoding is None else self._decoding.fork()
         return twin
+
+    @property
+    def progress(self) -> Progress | None:
+        """How far it has come; None before the prompt is complete."""
+        if self.store is None or self.prompt is None or self.logical < self.prompt:
+            return None
+        assert self._lengths is not None and self._prompts is not None
+        return Progress(
+            logical=self.logical,
+            prompt=self.prompt,
+            compressed_at=self.compressed_at,
+            next_event=None if self._decoding is None else self._decoding.next,
+            lengths=self._lengths,
+            prompts=self._prompts,
+            seen=self.valid_tokens(),
+        )
+
+    @property
+    def recorded(self) -> dict[str, Tensor]:
+        """The queries that the next event looks at, as far as they have come."""
+        return {} if self._decoding is None else self._decoding.window.columns
+
+    def resume(self, store: EntryStore, progress: Progress, recorded: dict[str, Tensor]) -> None:
+        """Goes on where another layer was that told these."""
+        self.store, self.is_initialized = store, True
+        self.dtype, self.device = store.dtype, progress.lengths.device
+        self.logical, self.prompt, self.compressed_at = progress.logical, progress.prompt, progress.compressed_at
+        self._lengths, self._prompts = progress.lengths, progress.prompts
+        self._seen = [] if progress.seen is None else [progress.seen]
+        if self.owner.schedule.every is not None and progress.next_event is not None:
+            self._decoding = Decoding(self.owner.needs, self.owner.schedule.every, progress.prompt)
+            self._decoding.next = progress.next_event
+            self._decoding.window = QueryWindow.of(recorded)
+
+    def valid_tokens(self) -> Tensor | None:
+        """Which tokens so far are no padding, `[batch, tokens]`; None when all are."""
+        if not self._seen or self._lengths is None:
+            return None
+        whole = torch.ones(len(self._lengths), 1, dtype=torch.bool, device=self.device)
+        return torch.cat([whole.expand(-1, seen) if isinstance(seen, int) else seen for seen in self._seen], 1)
 
     def _begin(self, first: int) -> None:
         self.prompt = self.owner.prompt_length or first

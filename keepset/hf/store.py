@@ -69,6 +69,17 @@ class EntryStore:
         flat = {name: _pick(column, rows, indices) for name, column in columns.items()}
         return cls(batch, kv_heads, _runs(counts.flatten().tolist()), flat)
 
+    @classmethod
+    def of(cls, columns: dict[str, Tensor], counts: Int[Tensor, "batch kv_heads"]) -> EntryStore:
+        """The store of which these are the `packed` columns and the counts."""
+        batch, kv_heads = counts.shape
+        return cls(batch, kv_heads, _runs(counts.flatten().tolist()), columns)
+
+    @property
+    def packed(self) -> dict[str, Shaped[Tensor, " entries *rest"]]:
+        """All columns, head after head and without free places; copied only if there are such."""
+        return self._columns if all(run.count == run.capacity for run in self._runs) else self.fork()._columns
+
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""

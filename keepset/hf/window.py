@@ -35,6 +35,19 @@ class QueryWindow:
         """Bytes allocated."""
         return sum(column.numel() * column.element_size() for part in self._parts for column in part.values())
 
+    @classmethod
+    def of(cls, columns: dict[str, Tensor]) -> QueryWindow:
+        """What another one's `columns` tell."""
+        window = cls()
+        window._parts = [columns] if columns else []
+        window._holes = bool(columns) and bool((columns["positions"] < 0).any())
+        return window
+
+    @property
+    def columns(self) -> dict[str, Tensor]:
+        """All that is recorded, `[batch, n, ...]`; empty when nothing is."""
+        return self._joined() if self._parts else {}
+
     def add(
         self,
         queries: Float[Tensor, "batch query_heads n head_dim"],
