@@ -16,6 +16,7 @@ from keepset.allocate.uniform import Uniform
 from keepset.errors import KeepsetError
 from keepset.method import Allocator, Method
 from keepset.methods.expected_attention import ExpectedAttention
+from keepset.methods.gvote import GVote
 from keepset.methods.h2o import H2O
 from keepset.methods.keydiff import KeyDiff
 from keepset.methods.knorm import Knorm
@@ -45,6 +46,7 @@ _methods: dict[str, type[Method]] = {
         ExpectedAttention,
         QFilter,
         TriAttention,
+        GVote,
         Uniform,
         Pyramid,
         ChunkKV,

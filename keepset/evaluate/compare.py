@@ -219,13 +219,13 @@ class Comparer(RowByRow):
 
 
 def grid(recipes: Sequence[Recipe], keeps: Sequence[int | float]) -> list[Recipe | Row]:
-    """Every recipe under every budget; those with a budget of their own once, as they are.
+    """Every recipe under every budget; those that have one, or need none, once, as they are.
 
     A recipe that a budget does not suit becomes a row with the error.
     """
     cells: list[Recipe | Row] = []
     for recipe in recipes:
-        if recipe.budget.keep is not None:
+        if recipe.budget.keep is not None or not recipe.method.needs_budget:
             cells.append(recipe)
             continue
         for keep in keeps:

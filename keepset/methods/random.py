@@ -10,9 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from keepset.method import Method, parameter
+from keepset.methods.noise import draw, stream
 from keepset.observation import Observation
-
-_MASK = 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
@@ -31,12 +30,6 @@ class Random(Method):
     def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
         """Uniform in [0, 1)."""
         heads = torch.arange(observation.keys.shape[1], device=observation.keys.device)
-        stream = _hash(_hash(torch.full_like(heads, self.seed)) ^ (observation.layer * 4096 + heads))
-        return _hash(stream[:, None] ^ observation.positions.long()).float() / 2**32
-
-
-def _hash(x: Tensor) -> Tensor:
-    """A 32-bit integer mixer (xor, shift, multiply) in int64 arithmetic."""
-    x = (((x >> 16) ^ x) * 0x45D9F3B) & _MASK
-    x = (((x >> 16) ^ x) * 0x45D9F3B) & _MASK
-    return (x >> 16) ^ x
+        streams = stream(self.seed, observation.layer, heads)[:, None]
+        positions = observation.positions.long()
+        return draw(streams.expand_as(positions), positions).float() / 2**32

@@ -135,6 +135,7 @@ def recipe(method: str, keep: int | float) -> str:
         "chunkkv": "chunk=5, ",
         "ams": "window=5, kernel=3, segment_mass=0.2, min_segment=2, max_segment=6, ",
         "expected_attention": "future=16, ",
+        "gvote": "p_nuc=1.0, future=16, ",  # everything has a vote: what stays is what keep says
     }.get(method, "")
     if issubclass(keepset.METHODS[method], Allocator):
         parameters = "snapkv(window=4), " + parameters

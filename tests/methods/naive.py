@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from keepset import Method, Observation
-from keepset.observation import QueryMoments
+from keepset.observation import HiddenMoments, QueryMoments
 from keepset.statistics import LayerStatistics, Statistics
 
 ROPE_BASE = 100.0
+HIDDEN = 7
+"""Size of hidden states."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,18 @@ class Rope:
         return torch.cat([x * cos - y * sin, y * cos + x * sin, rest], -1).to(rows.dtype)
 
 
+@dataclass(frozen=True, eq=False)
+class Project:
+    """Queries of hidden states: a projection, then the mean rotation."""
+
+    weights: Tensor
+    rope: Rope
+
+    def __call__(self, hidden: Tensor, future: int) -> Tensor:
+        queries = torch.einsum("bni,ihd->bhnd", hidden.float(), self.weights)
+        return self.rope(queries, future).to(hidden.dtype)
+
+
 def random_statistics(shape: Shape, layers: Sequence[int], gain: float = 1.3) -> Statistics:
     """Statistics of a model whose heads `Rope` rotates, scaled by `gain` as some models do."""
     draw = torch.Generator().manual_seed(7)
@@ -154,6 +168,7 @@ def observe(
     projection = torch.randn(query_heads, shape.value_dim, 5, generator=torch.Generator().manual_seed(seed + 99))
     half = normal(batch, query_heads, shape.head_dim, shape.head_dim) * 0.4
     moments = QueryMoments(normal(batch, query_heads, shape.head_dim), half @ half.transpose(-1, -2), Rope(lengths))
+    hidden = HiddenMoments(normal(batch, HIDDEN), normal(batch, HIDDEN).square())
     options = dict(
         keys=keys,
         values=values,
@@ -163,6 +178,8 @@ def observe(
         column_sum=columns,
         column_max=columns / (1 + columns),
         query_moments=dict.fromkeys(skips, moments),
+        hidden_moments=dict.fromkeys(skips, hidden),
+        future_queries=Project(normal(HIDDEN, query_heads, shape.head_dim), Rope(lengths)),
         output_projection=projection.to(dtype),
         statistics={"": random_statistics(shape, parts.get("layers", [parts.get("layer", 0)]))},  # type: ignore[arg-type]
     )
@@ -188,6 +205,8 @@ def alone(observation: Observation, request: int) -> Observation:
             skip: QueryMoments(moments.mean[row], moments.covariance[row], Rope((newest,)))
             for skip, moments in observation.query_moments.items()
         },
+        hidden_moments=hidden_of(observation, [request]),
+        future_queries=Project(projection(observation), Rope((newest,))),
         statistics=observation.statistics,
         output_projection=observation.output_projection,
         state={name: column[row, :, entries] for name, column in observation.state.items()},
@@ -195,6 +214,20 @@ def alone(observation: Observation, request: int) -> Observation:
         layer=observation.layer,
         layers=observation.layers,
     )
+
+
+def hidden_of(observation: Observation, requests: list[int]) -> dict[int, HiddenMoments]:
+    """Moments of the hidden states of some requests."""
+    return {
+        skip: HiddenMoments(moments.mean[requests], moments.variance[requests])
+        for skip, moments in observation.hidden_moments.items()
+    }
+
+
+def projection(observation: Observation) -> Tensor:
+    """What its hidden states are multiplied with, `[hidden, query_heads, head_dim]`."""
+    assert isinstance(observation.future_queries, Project)
+    return observation.future_queries.weights
 
 
 def length_of(observation: Observation, request: int) -> int:

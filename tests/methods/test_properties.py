@@ -14,7 +14,18 @@ from hypothesis import strategies as st
 from keepset import METHODS, Budget, KeepSet, Method, Observation
 from keepset.method import Allocator
 from keepset.observation import QueryMoments
-from tests.methods.naive import DTYPES, Rope, Shape, alone, kept, length_of, observe
+from tests.methods.naive import (
+    DTYPES,
+    Project,
+    Rope,
+    Shape,
+    alone,
+    hidden_of,
+    kept,
+    length_of,
+    observe,
+    projection,
+)
 
 SMALL = {
     "snapkv": dict(window=3, kernel=3),
@@ -23,6 +34,7 @@ SMALL = {
     "lagkv": dict(lag=3, skip=1),
     "chunkkv": dict(chunk=3),
     "ams": dict(window=4, kernel=3, segment_mass=0.2, min_segment=2, max_segment=6),
+    "gvote": dict(p_nuc=1.0, future=3),  # everything has a vote: what stays is what keep says
 }
 """Parameters for methods that would read more than short texts have."""
 INSIDE = ["keydiff", "lagkv", "r_kv", "rpc", "chunkkv", "ams"]
@@ -279,6 +291,8 @@ def permuted(observation: Observation, order: list[int]) -> Observation:
             )
             for skip, moments in observation.query_moments.items()
         },
+        hidden_moments=hidden_of(observation, order),
+        future_queries=Project(projection(observation), Rope(tuple(observation.lengths[order].tolist()))),
         statistics=observation.statistics,
         output_projection=observation.output_projection,
         layer=observation.layer,

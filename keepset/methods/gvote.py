@@ -1,0 +1,131 @@
+"""GVote: queries that may come vote for the entries that they would look at."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from keepset.budget import Budget
+from keepset.errors import KeepsetError
+from keepset.method import Method, parameter
+from keepset.methods.noise import normal, stream
+from keepset.observation import Needs, Observation
+from keepset.select import top_mask
+
+
+@dataclass(frozen=True)
+class GVote(Method):
+    """Keeps every entry that one of a few sampled future queries wants (Tang et al. 2025, arXiv:2509.03136).
+
+    Algorithm 1: the newest query's attention reaches `p_nuc` with its B_step best entries. Hidden states are sampled
+    from N(mean, diag(variance)) of the prompt's, the model makes queries of them at the mean rotation of the next
+    `future` positions, each chooses its B_step best entries by logits, and the union stays: no budget is given.
+
+    Where the paper is silent: B_step is each query head's own, and a KV head keeps the union over its query group,
+    too. The variance is the population's. Nothing stays by itself, neither first tokens nor the newest (a recipe's
+    `sinks` and `recent` do). A layer's samples are the same for all requests and heads, as its hidden states are. A
+    prompt of at most `skip` tokens stays whole, since it has no statistics, and so do heads whose newest query
+    overflowed. A `keep` is a cap: of a head's union at most so many, the best by votes (of samples and query heads),
+    then by the attention that the samples pay on average.
+
+    Attributes:
+        p_nuc: attention that the newest query's share of entries holds; with 1.0 all entries stay.
+        samples: future queries of each query head; the paper finds 8 or more enough.
+        future: how many coming positions the rotation is averaged over. The paper names no number: 512, as in expected
+            attention, whose Gaussian hidden states it builds on.
+        skip: first tokens, attention sinks, that are left out of the statistics; 4 for the same reason.
+        seed: of the samples, which are hashes of it, the layer, the sample and the channel.
+    """
+
+    name: ClassVar[str] = "gvote"
+    layout: ClassVar[str] = "head-ragged"
+    paper: ClassVar[str] = "arXiv:2509.03136"
+    needs_budget: ClassVar[bool] = False
+    counts_from_data: ClassVar[bool] = True
+
+    p_nuc: float = parameter(0.95, minimum=0.0, maximum=1.0)
+    samples: int = parameter(8, minimum=1, maximum=4096)
+    future: int = parameter(512, minimum=1)
+    skip: int = parameter(4, minimum=0)
+    seed: int = parameter(0, minimum=0, maximum=2**31 - 1)
+
+    @property
+    def needs(self) -> Needs:
+        """The newest query, and moments of the hidden states."""
+        return Needs(window=1, hidden_moments=frozenset({self.skip}))
+
+    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+        """Votes plus the samples' mean attention, which without a vote is below 1."""
+        queries = observation.by_query_group(self.queries(observation))
+        steps = self.step_budgets(observation)[..., None]
+        _, heads, group, samples, _ = queries.shape
+        scores = torch.zeros(observation.valid.shape, device=observation.keys.device)
+        at_once = max(1, _BLOCK // (heads * group * scores.shape[2]))
+        for few in queries.split(at_once, 3):
+            logits = query_logits(observation, few)
+            votes = top_mask(logits, steps.expand(logits.shape[:-1]))
+            scores += votes.sum((2, 3)) + logits.softmax(-1).sum((2, 3)) / (group * samples)
+        return scores
+
+    def choose(
+        self,
+        observation: Observation,
+        budget: Budget,
+        ranked: Float[Tensor, "batch kv_heads entries"],
+        quotas: Int[Tensor, "batch kv_heads"],
+    ) -> Bool[Tensor, "batch kv_heads entries"]:
+        """Whatever has a vote or always stays, as far as a cap allows."""
+        return (ranked >= 1) & top_mask(ranked, quotas)
+
+    def step_budgets(self, observation: Observation) -> Int[Tensor, "batch kv_heads group"]:
+        """B_step of every query head: how many entries the newest query needs."""
+        needed = nucleus(observation.by_query_group(observation.window_attention(1)[:, :, 0]), self.p_nuc)
+        existing = observation.valid.sum(-1, keepdim=True)
+        return needed.minimum(existing).where(observation.lengths[:, None, None] > self.skip, existing)
+
+    def hidden_states(self, observation: Observation) -> Float[Tensor, "batch samples hidden"]:
+        """Samples of what may enter the layer's attention."""
+        moments = observation.hidden_moments.get(self.skip)
+        if moments is None:
+            raise KeepsetError(
+                "This method samples hidden states: give "
+                f"Observation(hidden_moments={{{self.skip}: ...}}, future_queries=...)."
+            )
+        rows = torch.arange(self.samples, device=moments.mean.device)
+        noise = normal(stream(self.seed, observation.layer, rows), moments.mean.shape[-1])
+        return moments.mean[:, None] + moments.variance.sqrt()[:, None] * noise
+
+    def queries(self, observation: Observation) -> Float[Tensor, "batch query_heads samples head_dim"]:
+        """The queries that the model makes of them."""
+        hidden = self.hidden_states(observation)
+        if observation.future_queries is None:
+            raise KeepsetError("This method samples future queries: give Observation(future_queries=...).")
+        return observation.future_queries(hidden.to(observation.keys.dtype), self.future)
+
+
+def nucleus(attention: Float[Tensor, "*rows entries"], mass: float) -> Int[Tensor, "*rows"]:
+    """How many entries, the best first, it takes to hold so much of each row's attention; all where it is NaN."""
+    held = attention.double().sort(dim=-1, descending=True).values.cumsum(-1)
+    # To hold everything takes also those whose attention rounds to nothing.
+    return 1 + (~(held[..., :-1] >= (mass if mass < 1 else math.inf))).sum(-1)
+
+
+def query_logits(
+    observation: Observation, queries: Float[Tensor, "batch kv_heads group n head_dim"]
+) -> Float[Tensor, "batch kv_heads group n entries"]:
+    """Logits of queries that see everything: finite, NaN below all others, and -inf at holes."""
+    keys = observation.keys.float().transpose(-1, -2)
+    logits = (queries.float() * observation.scaling).flatten(2, 3) @ keys
+    logits = logits.nan_to_num(nan=-_LARGEST, posinf=_LARGEST, neginf=-_LARGEST)
+    return logits.masked_fill(~observation.valid[:, :, None], float("-inf")).unflatten(2, queries.shape[2:4])
+
+
+_LARGEST = torch.finfo(torch.float32).max
+
+_BLOCK = 2**23
+"""Logits of a request at a time. Whatever the batch: other blocks would round differently."""

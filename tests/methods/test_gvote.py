@@ -1,0 +1,343 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from keepset import Budget, KeepsetError, Observation, Recipe
+from keepset.methods.gvote import GVote, nucleus
+from keepset.methods.noise import normal, stream
+from keepset.observation import HiddenMoments
+from tests.methods.naive import (
+    HIDDEN,
+    SHAPES,
+    Rope,
+    Shape,
+    alone,
+    check_scores,
+    dot,
+    kept,
+    length_of,
+    observe,
+    projection,
+    softmax,
+    window_attention,
+)
+
+FUTURE = 3
+NO_BUDGET = Budget()
+
+
+class Sampled(GVote):
+    """GVote whose normal numbers are another generator's."""
+
+    name = "sampled"
+
+    def hidden_states(self, observation: Observation) -> Tensor:
+        moments, rows = observation.hidden_moments[self.skip], range(len(observation.keys))
+        return torch.tensor([drawn(moments, row, self.samples) for row in rows], dtype=torch.float32)
+
+
+def drawn(moments: HiddenMoments, request: int, samples: int) -> list[list[float]]:
+    """Hidden states of one request, number by number."""
+    noise = torch.randn(samples, HIDDEN, generator=torch.Generator().manual_seed(3), dtype=torch.float64).tolist()
+    mean, variance = moments.mean[request].tolist(), moments.variance[request].tolist()
+    return [[m + math.sqrt(v) * z for m, v, z in zip(mean, variance, row, strict=True)] for row in noise]
+
+
+def needed(attention: Sequence[float], mass: float) -> int:
+    """Size of the smallest set of best entries that holds so much attention."""
+    held, count = 0.0, 0
+    for share in sorted(attention, reverse=True):
+        held, count = held + share, count + 1
+        if held >= mass:
+            break
+    return count
+
+
+def sampled_logits(observation: Observation, request: int, query_head: int, method: GVote) -> list[list[float]]:
+    """Lines 5 to 8 of Algorithm 1: for every sample its logits over the request's entries."""
+    weights, length = projection(observation)[:, query_head].double(), length_of(observation, request)
+    rope = Rope((int(observation.lengths[request]),))
+    head = query_head // (observation.queries.shape[1] // observation.keys.shape[1])  # type: ignore[union-attr]
+    keys = observation.keys[request, head, :length].double().tolist()
+    rows = []
+    for hidden in drawn(observation.hidden_moments[method.skip], request, method.samples):
+        plain = [dot(hidden, weights[:, place].tolist()) for place in range(weights.shape[1])]
+        query = rope(torch.tensor(plain, dtype=torch.float64)[None, None, None], method.future).flatten().tolist()
+        rows.append([dot(query, key) * observation.scaling for key in keys])
+    return rows
+
+
+def algorithm_1(
+    observation: Observation, request: int, head: int, method: GVote
+) -> tuple[list[int], list[int], list[float]]:
+    """Entries in the union, the votes of every entry, and its mean attention."""
+    group = observation.queries.shape[1] // observation.keys.shape[1]  # type: ignore[union-attr]
+    length = length_of(observation, request)
+    union, votes, attention = set(), [0] * length, [0.0] * length
+    for query_head in range(head * group, head * group + group):
+        (newest,) = window_attention(observation, request, query_head, 1)
+        step = needed(newest, method.p_nuc)
+        for logits in sampled_logits(observation, request, query_head, method):
+            best = sorted(range(length), key=lambda entry: (logits[entry], entry), reverse=True)[:step]
+            union |= set(best)
+            for entry in best:
+                votes[entry] += 1
+            for entry, share in enumerate(softmax(logits)):
+                attention[entry] += share / (group * method.samples)
+    return sorted(union), votes, attention
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("p_nuc", [0.5, 0.95])
+@pytest.mark.parametrize("samples", [1, 8])
+def test_is_algorithm_1(shape: Shape, p_nuc: float, samples: int) -> None:
+    observation = observe(shape, skips=(0,))
+    method = Sampled(p_nuc, samples, FUTURE, skip=0)
+    keep_set = method.select(observation, NO_BUDGET)
+    scores = []
+    for request in range(shape.batch):
+        scores.append([])
+        for head in range(shape.kv_heads):
+            union, votes, attention = algorithm_1(observation, request, head, method)
+            assert kept(keep_set, observation, request, head) == union
+            scores[-1].append([vote + share for vote, share in zip(votes, attention, strict=True)])
+    check_scores(method, observation, scores, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_is_algorithm_1_after_an_earlier_compression_and_with_another_scaling(shape: Shape) -> None:
+    positions = 2 * torch.arange(shape.entries).expand(shape.batch, shape.kv_heads, -1) + 1
+    observation = observe(shape, skips=(2,), positions=positions, scaling=0.9, window=1)
+    method = Sampled(0.8, 4, FUTURE, skip=0)
+    observation.hidden_moments[0] = observation.hidden_moments[2]  # type: ignore[index]
+    keep_set = method.select(observation, NO_BUDGET)
+    for request in range(shape.batch):
+        for head in range(shape.kv_heads):
+            union, _, _ = algorithm_1(observation, request, head, method)
+            assert kept(keep_set, observation, request, head) == [2 * entry + 1 for entry in union]
+
+
+def test_bfloat16_is_close_to_algorithm_1() -> None:
+    """Near ties fall either way, so what differs must have logits that bfloat16 hardly tells apart."""
+    observation = observe(Shape((40, 23), 2, 3, 7, 5), dtype=torch.bfloat16)
+    method = Sampled(0.9, 4, FUTURE)
+    keep_set = method.select(observation, NO_BUDGET)
+    differing = total = 0
+    for request in range(2):
+        for head in range(2):
+            union = set(algorithm_1(observation, request, head, method)[0])
+            found = set(kept(keep_set, observation, request, head))
+            differing, total = differing + len(union ^ found), total + len(union)
+    assert differing <= 0.05 * total
+
+
+def test_blocks_of_samples_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    observation, method = observe(Shape((29, 22), 2, 3, 7, 11)), GVote(samples=7)
+    whole = method.score(observation)
+    for block in (1, 2 * 6 * 29, 5 * 6 * 29):
+        monkeypatch.setattr("keepset.methods.gvote._BLOCK", block)
+        torch.testing.assert_close(method.score(observation), whole)
+
+
+# --- line 2: the nucleus
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(weights=st.lists(st.integers(0, 9), min_size=1, max_size=12), tenths=st.integers(0, 10))
+def test_the_nucleus_is_the_smallest_set_that_reaches_its_mass(weights: list[int], tenths: int) -> None:
+    """In whole numbers, a total of a power of two, so that no rounding decides."""
+    weights = [*weights, 2**7 - sum(weights)]
+    attention = torch.tensor(weights) / 2**7
+    count, mass = int(nucleus(attention, tenths / 16)), tenths * 8
+    best = sorted(weights, reverse=True)
+    assert sum(best[:count]) >= mass
+    assert count == 1 or sum(best[: count - 1]) < mass
+
+
+def test_all_attention_is_that_of_all_entries() -> None:
+    assert nucleus(torch.tensor([[1.0, 0.0, 0.0], [0.5, 0.5, 0.0]]), 1.0).tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_all_attention_keeps_all(shape: Shape) -> None:
+    observation = observe(shape)
+    keep_set = GVote(p_nuc=1.0, samples=1).select(observation, NO_BUDGET)
+    for request, length in enumerate(shape.lengths):
+        for head in range(shape.kv_heads):
+            assert kept(keep_set, observation, request, head) == list(range(length))
+
+
+def test_no_attention_keeps_the_best_entry_of_every_query() -> None:
+    observation, method = observe(Shape((29,), 2, 3, 7, 7)), GVote(p_nuc=0.0, samples=5)
+    counts = method.select(observation, NO_BUDGET).counts.flatten().tolist()
+    assert method.step_budgets(observation).unique().tolist() == [1]
+    assert all(1 <= count <= 15 for count in counts) and max(counts) > 1
+
+
+def test_a_prompt_without_statistics_stays_whole() -> None:
+    observation = observe(Shape((4, 5, 1, 40), 2, 2, 4, 4))
+    counts = GVote(p_nuc=0.1, samples=1).select(observation, NO_BUDGET).counts[0]
+    assert counts[[0, 2]].tolist() == [[4, 4], [1, 1]]
+    assert counts[1].max() < 5 and counts[3].max() < 40
+
+
+# --- line 5: the samples
+
+
+def test_samples_have_the_asked_mean_and_variance() -> None:
+    count = 4096
+    mean, variance = torch.tensor([[2.0, -1.0, 0.0, 5.0]]), torch.tensor([[4.0, 0.25, 1.0, 0.0]])
+    observation = observe(Shape((9,), 1, 1, 2, 2), hidden_moments={4: HiddenMoments(mean, variance)})
+    (hidden,) = GVote(samples=count).hidden_states(observation).double()
+    # Five standard errors of a mean, of a variance and of a correlation.
+    off = 5 / math.sqrt(count)
+    assert ((hidden.mean(0) - mean[0]).abs() <= off * variance[0].sqrt()).all()
+    assert ((hidden.var(0) - variance[0]).abs() <= off * math.sqrt(2) * variance[0]).all()
+    assert hidden[:, :3].T.corrcoef().triu(1).abs().max() <= off
+
+
+def test_noise_is_normal_and_streams_are_not_related() -> None:
+    noise = torch.stack([normal(stream(7, layer, torch.arange(40)), 500) for layer in range(5)]).double()
+    count, normally = noise.numel(), torch.distributions.Normal(0.0, 1.0)
+    for value in (-2.5, -1.0, -0.1, 0.0, 0.3, 1.7, 3.0):
+        share = float(normally.cdf(torch.tensor(value)))
+        assert abs(float((noise <= value).double().mean()) - share) < 5 * math.sqrt(share * (1 - share) / count)
+    rows = noise.flatten(0, 1)
+    assert len(rows.unique()) > 0.99 * count
+    correlation = rows.corrcoef()
+    assert correlation.triu(1).abs().max() < 6 / math.sqrt(500)
+    assert rows.T[:-1].flatten().dot(rows.T[1:].flatten()).abs() / count < 5 / math.sqrt(count)
+
+
+def test_a_seed_repeats_and_seeds_and_layers_differ() -> None:
+    def states(seed: int, layer: int) -> Tensor:
+        return GVote(seed=seed).hidden_states(observe(Shape((9,), 1, 1, 2, 2), layer=layer, layers=(0, 1)))
+
+    assert torch.equal(states(1, 0), states(1, 0))
+    assert not torch.isclose(states(1, 0), states(2, 0)).any()
+    assert not torch.isclose(states(1, 0), states(1, 1)).any()
+    fewer = GVote(samples=3, seed=1).hidden_states(observe(Shape((9,), 1, 1, 2, 2), layers=(0, 1)))
+    assert torch.equal(fewer, states(1, 0)[:, :3])
+
+
+def test_a_request_s_samples_do_not_depend_on_its_batch() -> None:
+    observation = observe(Shape((29, 22, 12), 2, 3, 7, 11))
+    method = GVote(future=FUTURE)
+    together = method.select(observation, NO_BUDGET)
+    for request in range(3):
+        single = alone(observation, request)
+        assert torch.equal(method.hidden_states(single)[0], method.hidden_states(observation)[request])
+        kept_alone = method.select(single, NO_BUDGET)
+        for head in range(2):
+            assert kept(kept_alone, single, 0, head) == kept(together, observation, request, head)
+
+
+# --- ties, numbers that overflowed, caps
+
+
+def test_of_equal_logits_the_later_wins() -> None:
+    keys = torch.zeros(1, 2, 10, 4)
+    observation = observe(Shape((10,), 2, 2, 4, 4), keys=keys)
+    keep_set = GVote(p_nuc=0.35).select(observation, NO_BUDGET)
+    for head in range(2):
+        assert kept(keep_set, observation, 0, head) == [6, 7, 8, 9]
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_heads_whose_newest_query_overflowed_stay_whole(poison: float) -> None:
+    observation = observe(Shape((20, 13), 2, 2, 4, 4))
+    method = GVote(p_nuc=0.3, samples=2)
+    before = method.select(observation, NO_BUDGET)
+    observation.queries[0, 1, -1] = poison  # type: ignore[index]
+    after = method.select(observation, NO_BUDGET)
+    assert kept(after, observation, 0, 0) == list(range(20)) != kept(before, observation, 0, 0)
+    for request, head in ((0, 1), (1, 0), (1, 1)):
+        assert kept(after, observation, request, head) == kept(before, observation, request, head)
+
+
+def test_keys_that_overflowed_go_to_the_samples_that_look_their_way() -> None:
+    observation, method = observe(Shape((20,), 2, 2, 4, 4)), GVote(p_nuc=0.3, samples=2)
+    observation.queries[0, :, -1, 0] = -1  # type: ignore[index]
+    observation.keys[0, :, 7, 0] = math.inf  # The newest query does not see it at all.
+    scores = method.score(observation)
+    assert scores.isfinite().all()
+    towards = (method.queries(observation)[0, ..., 0] > 0).view(2, 4).sum(1)
+    assert scores[0, :, 7].floor().tolist() == towards.tolist() and towards.unique().numel() == 2
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    lengths=st.lists(st.integers(1, 24), min_size=1, max_size=3),
+    heads=st.integers(1, 3),
+    group=st.sampled_from([1, 3, 8]),
+    keep=st.integers(1, 30) | st.integers(1, 100).map(lambda percent: percent / 100),
+    sinks=st.integers(0, 3),
+    recent=st.integers(0, 3),
+    seed=st.integers(0, 1000),
+)
+def test_a_cap_leaves_the_best_of_the_union(
+    lengths: list[int], heads: int, group: int, keep: int | float, sinks: int, recent: int, seed: int
+) -> None:
+    observation = observe(Shape(tuple(lengths), heads, group, 3, 2), seed=seed)
+    method = GVote(p_nuc=0.5, samples=3, future=FUTURE, seed=seed)
+    if isinstance(keep, int):
+        keep = max(keep, sinks + recent, 1)
+    free = method.select(observation, Budget(None, sinks, recent))
+    plain = method.select(observation, NO_BUDGET)
+    capped = method.select(observation, Budget(keep, sinks, recent))
+    scores = method.score(observation)
+    for request, length in enumerate(lengths):
+        cap = min(keep, length) if isinstance(keep, int) else max(1, length * round(keep * 100) // 100)
+        first, last = set(range(min(sinks, length))), set(range(max(length - recent, 0), length))
+        for head in range(heads):
+            union = set(kept(free, observation, request, head))
+            assert union == set(kept(plain, observation, request, head)) | first | last
+            found = kept(capped, observation, request, head)
+            row = scores[request, head].tolist()
+            order = sorted(
+                union, key=lambda e: (e in first, -e if e in first else 0, e in last, row[e], e), reverse=True
+            )
+            if len(first | last) <= cap:
+                assert found == sorted(order[:cap])
+            assert len(found) == min(cap, len(union))
+
+
+# --- recipes
+
+
+def test_needs_no_budget() -> None:
+    recipe = Recipe.parse("gvote()")
+    assert recipe.require_budget() is recipe and recipe == Recipe.of(GVote()) and str(recipe) == "gvote"
+    assert (recipe.budget.sinks, recipe.budget.recent) == (0, 0)
+    assert not recipe.method.equal_heads and not recipe.method.fixed_total
+
+
+@pytest.mark.parametrize(
+    ("text", "because"),
+    [
+        ("gvote(p_nuc=1.5)", "p_nuc=1.5 is out of range: use 0.0 to 1.0"),
+        ("gvote(samples=0)", "samples=0 is out of range"),
+        ("gvote(future=0)", "future=0 is out of range"),
+        ("gvote(skip=-1)", "skip=-1 is out of range"),
+        ("chunkkv(gvote, keep=9)", "so does gvote"),
+    ],
+)
+def test_bad_parameters(text: str, because: str) -> None:
+    with pytest.raises(KeepsetError, match=because):
+        Recipe.parse(text)
+
+
+def test_says_what_is_missing() -> None:
+    observation = observe(Shape((9,), 1, 1, 2, 2))
+    with pytest.raises(KeepsetError, match=r"give Observation\(hidden_moments=\{2: \.\.\.\}, future_queries="):
+        GVote(skip=2).score(observation)
+    observation.future_queries = None
+    with pytest.raises(KeepsetError, match=r"give Observation\(future_queries="):
+        GVote().score(observation)
