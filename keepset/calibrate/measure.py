@@ -82,7 +82,7 @@ class _Listener(PromptCache):
         super().__init__(model, needs)
         self._heard = heard
 
-    def observed(self, layer: KeepLayer, observation: Observation) -> None:
+    def received(self, layer: KeepLayer, observation: Observation) -> None:
         """Hands it on."""
         self._heard(observation)
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
 from keepset.budget import Budget
@@ -77,7 +76,8 @@ class Cache(PromptCache):
     Args:
         model: a decoder-only transformers model.
         recipe: a text such as `"snapkv(keep=0.25)"`, or a `Recipe`.
-        task_tokens: the question's tokens, for methods that are aware of a task.
+        task_tokens: for methods with a second pass: the tokens of a question that is known, `[batch, tokens]`, which
+            then run instead of the prompt's own; one row, or one for every request. Several questions are a list.
         prompt_length: tokens of the prompt, padding included. Needed only where the first forward is not
             the whole prompt and nothing else: with `prefill_chunk_size` and with assisted generation.
         history: keep the KeepSet of every event; otherwise `events` holds the newest one and, of the others, figures.
@@ -92,16 +92,20 @@ class Cache(PromptCache):
         model: transformers.PreTrainedModel,
         recipe: str | Recipe,
         *,
-        task_tokens: Int[Tensor, "batch tokens"] | None = None,
+        task_tokens: Tensor | Sequence[Tensor] | None = None,
         prompt_length: int | None = None,
         history: bool = False,
         observer: Observer | None = None,
     ) -> None:
         self.recipe = (Recipe.parse(recipe) if isinstance(recipe, str) else recipe).require_budget()
         check_schedule(self.recipe)
-        if task_tokens is not None:
+        needs = self.recipe.method.needs
+        tasks = [task_tokens] if isinstance(task_tokens, Tensor) else task_tokens or []
+        if task_tokens is not None and not needs.second_passes:
             raise KeepsetError(f"{self.recipe.method.name} is not aware of a task: leave task_tokens out.")
-        super().__init__(model, self.recipe.method.needs, prompt_length, self.recipe.schedule)
+        if task_tokens is not None and not tasks:
+            raise KeepsetError("task_tokens has no task: give the tokens of one, or leave it out.")
+        super().__init__(model, needs, prompt_length, self.recipe.schedule, tasks)
         self.events: list[Event] = []
         self.history = history
         self._observer = observer
@@ -153,7 +157,7 @@ class Cache(PromptCache):
         for observation in map(_as_found, observations):
             layer = cache.kept_layers[observation.layer]
             layer.adopt(observation, prompt.kept_layers[observation.layer])
-            cache.observed(layer, observation)
+            cache.received(layer, observation)
         return cache
 
     @property
@@ -166,6 +170,7 @@ class Cache(PromptCache):
         twin = copy.copy(self)
         twin.events, twin._running = list(self.events), defaultdict(_Running)
         twin._tap = copy.deepcopy(self._tap)
+        twin._second = None if self._second is None else self._second.fork(twin)
         twin.kept_layers = {index: layer.fork(twin) for index, layer in self.kept_layers.items()}
         twin.layers = [twin.kept_layers.get(index) or copy.deepcopy(layer) for index, layer in enumerate(self.layers)]
         return twin
@@ -218,7 +223,7 @@ class Cache(PromptCache):
         self.events.clear()
         self._running.clear()
 
-    def observed(self, layer: KeepLayer, observation: Observation) -> None:
+    def received(self, layer: KeepLayer, observation: Observation) -> None:
         """Compresses the layer now, or all layers once the last one has been observed."""
         assert layer.compressed_at is not None
         event = self._running[layer.compressed_at]
@@ -271,7 +276,7 @@ def check_schedule(recipe: Recipe) -> None:
     if recipe.schedule.every is None:
         return
     needs = recipe.method.needs
-    if needs.columns:
+    if needs.columns or needs.second_passes:
         raise KeepsetError(f"{recipe} looks at the attention of the whole prompt, and only there: leave every= out.")
     if needs.hidden_moments or (needs.query_moments and not needs.buffer):
         raise KeepsetError(

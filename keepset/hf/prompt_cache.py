@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from keepset.errors import KeepsetError
 from keepset.hf import attention
 from keepset.hf.layer import KeepLayer
+from keepset.hf.second_pass import SecondPasses
 from keepset.hf.support import check_model
 from keepset.hf.tap import LayerInput, Rotation, Tap
 from keepset.observation import Needs, Observation
@@ -41,6 +43,7 @@ class PromptCache(TransformersCache, ABC):
         needs: Needs,
         prompt_length: int | None = None,
         schedule: Schedule | None = None,
+        tasks: Sequence[Tensor] = (),
     ) -> None:
         if prompt_length is not None and prompt_length < 1:
             raise KeepsetError(f"prompt_length={prompt_length} is not a number of tokens: use an integer from 1.")
@@ -67,6 +70,8 @@ class PromptCache(TransformersCache, ABC):
         self.prompt_length = prompt_length
         self.compressed_layers = tuple(self.kept_layers)
         self._tap = Tap(model) if needs.hidden_states else None
+        again = needs.second_passes and self.kept_layers
+        self._second = SecondPasses(model, self, needs, tasks) if again else None
         self._attending = False
 
     @property
@@ -80,6 +85,8 @@ class PromptCache(TransformersCache, ABC):
         self._attending = False
         if self._tap is not None:
             self._tap.open()
+        if self._second is not None:
+            self._second.open()
 
     def activate_past_recording(self) -> None:
         """What transformers calls before assisted generation, which drafts tokens with the prompt."""
@@ -95,9 +102,19 @@ class PromptCache(TransformersCache, ABC):
             )
         super().activate_past_recording()
 
-    @abstractmethod
     def observed(self, layer: KeepLayer, observation: Observation) -> None:
-        """The prompt's end has passed through a layer; its entries are in the layer's hands."""
+        """An event has been reached in a layer: hands its observation on, after second passes where there are any."""
+        if self._second is None:
+            self.received(layer, observation)
+            return
+        with nullcontext() if self._tap is None else self._tap.paused():
+            complete = self._second.add(layer, observation, self.layers)
+        for found, told in complete:
+            self.received(found, told)
+
+    @abstractmethod
+    def received(self, layer: KeepLayer, observation: Observation) -> None:
+        """An observation is complete; its entries are in the layer's hands."""
 
     def updating(self) -> None:
         """Notes that a layer has taken new tokens and its attention must follow."""
@@ -133,6 +150,8 @@ class PromptCache(TransformersCache, ABC):
         """Removes the hooks on the model: nothing more is compressed."""
         if self._tap is not None:
             self._tap.close()
+        if self._second is not None:
+            self._second.close()
 
 
 def _nbytes(layer: Any) -> int:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from keepset.hf.layer import KeepLayer
 from keepset.hf.prompt_cache import PromptCache
-from keepset.observation import Needs, Observation
+from keepset.hf.second_pass import way
+from keepset.observation import Needs, Observation, SecondPass
 
 if TYPE_CHECKING:
     import transformers
@@ -25,7 +26,7 @@ class Recorder(PromptCache):
     Attributes:
         observations: one per layer, once `prefill` has run.
         seconds: of the prefill alone, collecting not counted.
-        collecting: seconds that each kind of statistic took.
+        collecting: seconds that each kind of statistic, and each way of a second pass, took.
         nbytes_full: bytes of the whole prompt's keys and values.
     """
 
@@ -35,7 +36,7 @@ class Recorder(PromptCache):
         super().__init__(model, needs)
         self._model, self._on_layer = model, on_layer
         self.observations: list[Observation] = []
-        self.collecting: Counter[str] = Counter()
+        self.collecting: Counter[str | SecondPass] = Counter()
         self.seconds = 0.0
 
     @torch.no_grad()
@@ -43,6 +44,8 @@ class Recorder(PromptCache):
         """Runs the prompt; returns the logits of its last token."""
         start = time.perf_counter()
         output = self._model(ids, past_key_values=self, use_cache=True, logits_to_keep=1)
+        if self._second is not None:
+            self.collecting.update(self._second.seconds)
         self.seconds = time.perf_counter() - start - sum(self.collecting.values())
         self.stop_watching()
         return output.logits[:, -1]
@@ -53,12 +56,17 @@ class Recorder(PromptCache):
         return sum(int(o.valid.sum()) * o.entry_bytes for o in self.observations)
 
     def observed(self, layer: KeepLayer, observation: Observation) -> None:
+        """One layer is done."""
+        self._on_layer()
+        super().observed(layer, observation)
+
+    def received(self, layer: KeepLayer, observation: Observation) -> None:
         """Keeps the observation, and with it the layer's entries."""
         self.observations.append(observation)
         self.collecting.update(layer.collected_seconds)
-        self._on_layer()
 
     def seconds_for(self, needs: Needs) -> float:
         """Seconds that a prefill takes which collects only for these needs."""
         wanted = {"window": needs.window, "columns": needs.columns, "moments": needs.hidden_states}
-        return self.seconds + sum(self.collecting[kind] for kind, is_wanted in wanted.items() if is_wanted)
+        once = sum(self.collecting[kind] for kind, is_wanted in wanted.items() if is_wanted)
+        return self.seconds + once + sum(self.collecting[kind] for kind in set(map(way, needs.second_passes)))

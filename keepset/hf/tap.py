@@ -6,7 +6,8 @@ import copy
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from keepset.errors import KeepsetError
 from keepset.hf.attention import capturing
+from keepset.hf.hooks import remove, weakly
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines, `[batch, n, rotary_dim]`."""
@@ -32,6 +34,7 @@ class _Call:
 
 class _Calls(threading.local):
     attention: _Call | None = None
+    paused: bool = False
 
 
 class Tap:
@@ -46,7 +49,7 @@ class Tap:
         self._local = _Calls()
         self._rotary_calls: list[_Call] = []
         self._handles: list[RemovableHandle] = []
-        weakref.finalize(self, _remove, self._handles)
+        weakref.finalize(self, remove, self._handles)
         self.open()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tap:
@@ -62,7 +65,7 @@ class Tap:
         model = self._model()
         if self._handles or model is None:
             return
-        enter, rotated = _weakly(self._enter), _weakly(self._rotated)
+        enter, rotated = weakly(self._enter), weakly(self._rotated)
         for module in model.modules():
             if hasattr(module, "layer_idx"):
                 self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
@@ -71,13 +74,22 @@ class Tap:
 
     def close(self) -> None:
         """Removes the hooks and forgets what they saw."""
-        _remove(self._handles)
+        remove(self._handles)
         self.forget()
 
     def forget(self) -> None:
         """Lets go of the calls that were seen, and of the hidden states that they hold."""
         self._rotary_calls = []
         self._local.attention = None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Calls inside are not remembered."""
+        self._local.paused = True
+        try:
+            yield
+        finally:
+            self._local.paused = False
 
     def layer_input(self, module: nn.Module) -> LayerInput:
         """The input of the call of `module` that is under way."""
@@ -100,28 +112,13 @@ class Tap:
         return layer_input
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._local.attention = _Call(module, args, kwargs)
+        if not self._local.paused:
+            self._local.attention = _Call(module, args, kwargs)
 
     def _rotated(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         # Two are enough: models with two kinds of layers make two rotations per forward.
-        self._rotary_calls = [*self._rotary_calls[-1:], _Call(module, args, kwargs, output)]
-
-
-def _remove(handles: list[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
-    handles.clear()
-
-
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """The method, without holding its object."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> None:
-        if (alive := reference()) is not None:
-            alive(*args)
-
-    return call
+        if not self._local.paused:
+            self._rotary_calls = [*self._rotary_calls[-1:], _Call(module, args, kwargs, output)]
 
 
 class LayerInput:

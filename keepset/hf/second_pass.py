@@ -1,0 +1,287 @@
+"""`SecondPasses`: a task's tokens, or the prompt's own once more, run on top of the prompt's whole cache."""
+
+from __future__ import annotations
+
+import copy
+import time
+import weakref
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor, nn
+from transformers.cache_utils import Cache as TransformersCache
+from transformers.cache_utils import CacheLayerMixin
+
+from keepset.errors import KeepsetError
+from keepset.hf.attention import hand_over
+from keepset.hf.layer import KeepLayer
+from keepset.hf.mask import KeepsetLength, MaskRule
+from keepset.hf.prompt_inputs import PromptInputs
+from keepset.kernels.task import MERGE, task_attention
+from keepset.observation import Needs, Observation, SecondPass, SecondPassColumns
+
+if TYPE_CHECKING:
+    import transformers
+
+
+class SecondPasses:
+    """Collects a prompt's observations until all layers have theirs, then adds what the second passes tell.
+
+    That happens inside the last layer's attention: every layer still holds all entries. Requests run one by one,
+    without their padding, each as a call of the model's decoder with a cache that only looks at those entries.
+
+    Attributes:
+        seconds: that each pass took, by `way(...)` of it.
+    """
+
+    def __init__(self, model: transformers.PreTrainedModel, past: Any, needs: Needs, tasks: Sequence[Tensor]) -> None:
+        for needed in needs.second_passes:
+            if needed.repeat:
+                raise KeepsetError("Second passes that ask to repeat the text are not supported yet.")
+        self._needs, self._model = needs, weakref.ref(model)
+        self._tasks = [check_task(task, model) for task in tasks]
+        self._inputs = PromptInputs(model.get_decoder(), past)
+        self._found: list[tuple[KeepLayer, Observation]] = []
+        self.seconds: dict[SecondPass, float] = {}
+
+    def open(self) -> None:
+        """Watches for a prompt, from its beginning."""
+        self.close()
+        self._inputs.open()
+
+    def close(self) -> None:
+        """Stops watching, and forgets what was seen."""
+        self._inputs.close()
+        self._found = []
+
+    def fork(self, past: Any) -> SecondPasses:
+        """The same for another cache."""
+        twin = copy.copy(self)
+        twin._inputs, twin._found, twin.seconds = self._inputs.fork(past), list(self._found), dict(self.seconds)
+        return twin
+
+    def add(
+        self, layer: KeepLayer, observation: Observation, layers: Sequence[Any]
+    ) -> list[tuple[KeepLayer, Observation]]:
+        """One layer's observation; all of them, with their second passes, once the last one has come.
+
+        Args:
+            layers: of the cache; those that keepset leaves alone are copied, never changed.
+        """
+        if layer.compressed_at != layer.logical:
+            raise KeepsetError(
+                "A second pass over the prompt cannot take drafted tokens together with it: leave assisted generation "
+                "out."
+            )
+        self._found.append((layer, observation))
+        if len(self._found) < len(observation.layers):
+            return []
+        found, self._found = self._found, []
+        groups: dict[SecondPass, set[str]] = {}
+        for needed in self._needs.second_passes:
+            groups.setdefault(way(needed), set()).update(needed.statistics)
+        for kind, names in groups.items():
+            start = time.perf_counter()
+            seen = self._run(kind, names, found, layers)
+            self.seconds[kind] = time.perf_counter() - start
+            for needed in self._needs.second_passes:
+                if way(needed) == kind:
+                    for (_, told), columns in zip(found, seen, strict=True):
+                        part = {name: columns.statistics[name] for name in needed.statistics}
+                        told.second_passes[needed] = SecondPassColumns(part, columns.tokens)
+        return found
+
+    @torch.no_grad()
+    def _run(
+        self,
+        kind: SecondPass,
+        names: Collection[str],
+        found: list[tuple[KeepLayer, Observation]],
+        layers: Sequence[Any],
+    ) -> list[SecondPassColumns]:
+        """What each layer's entries receive in a pass of this kind."""
+        first, prompt = found[0][0], self._inputs.first(found[0][0].logical)
+        valid, batch = first.valid_tokens(), len(prompt)
+        per_request: list[list[dict[str, Tensor]]] = []
+        tokens = torch.zeros(batch, dtype=torch.long, device=prompt.device)
+        for request in range(batch):
+            own = prompt[request] if valid is None else prompt[request][valid[request]]
+            parts = self._of_tasks(request, batch, own.device) or own.split(kind.chunk or len(own))
+            entries = {layer.index: _Entries(seen, request, len(own), names) for layer, seen in found}
+            entries[first.owner.compressed_layers[-1]].last = True
+            for part in parts:
+                rest = {i: layer for i, layer in enumerate(layers) if i not in entries}
+                copies = {i: _one_request(layer, request, len(own), valid) for i, layer in rest.items()}
+                self._call(part, len(own), [copies.get(i) or entries[i] for i in range(len(layers))])
+            tokens[request] = sum(map(len, parts))
+            per_request.append([entries[layer.index].received for layer, _ in found])
+        per_layer = zip(found, zip(*per_request, strict=True), strict=True)
+        return [
+            SecondPassColumns({name: _stacked([r[name] for r in rows], seen.keys.shape[2]) for name in names}, tokens)
+            for (_, seen), rows in per_layer
+        ]
+
+    def _of_tasks(self, request: int, batch: int, device: torch.device) -> list[Tensor]:
+        """The tasks' tokens for one request; where beams repeat requests, they repeat their tasks."""
+        for task in self._tasks:
+            if batch % len(task):
+                raise KeepsetError(
+                    f"task_tokens has {len(task)} rows and the prompt {batch}: give one row, or one for every request."
+                )
+        return [task[request // (batch // len(task))].to(device) for task in self._tasks]
+
+    def _call(self, tokens: Shaped[Tensor, " tokens *hidden"], length: int, layers: list[Any]) -> None:
+        """Runs tokens after a request of this length."""
+        model = self._model()
+        assert model is not None
+        decoder = model.get_decoder()
+        _check_positions(model, length + len(tokens))
+        positions = torch.arange(length, length + len(tokens), device=tokens.device)[None]
+        kind = "input_ids" if tokens.ndim == 1 else "inputs_embeds"
+        with _unchanged_rotations(decoder), suppress(_Done):
+            decoder(
+                **{kind: tokens[None]},
+                position_ids=positions,
+                past_key_values=TransformersCache(layers=layers),
+                use_cache=True,
+            )
+
+
+class _Done(Exception):  # noqa: N818
+    """The last layer has been looked at: what the model would make of it nobody needs."""
+
+
+class _Entries(CacheLayerMixin):
+    """One request's entries of one layer, which tokens look at without being added to them.
+
+    Attributes:
+        received: the named statistics of every entry's column, `[query_heads, entries]`.
+    """
+
+    is_sliding = False
+    is_compileable = False
+
+    def __init__(self, seen: Observation, request: int, length: int, names: Collection[str]) -> None:
+        super().__init__()
+        self._entries = seen.keys[request, :, :length], seen.values[request, :, :length]
+        self._length, self._names = length, names
+        self.incoming: tuple[Tensor, Tensor] | None = None
+        self.received: dict[str, Tensor] = {}
+        self.last = False
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do."""
+
+    def get_seq_length(self) -> int:
+        """The request's length, however many tokens have looked at it."""
+        return KeepsetLength(self._length)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The entries and the new tokens."""
+        return self._length + query_length, 0
+
+    def get_max_length(self) -> int:
+        """No limit."""
+        return -1
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Hands itself to the attention function."""
+        self.incoming = key_states, value_states
+        hand_over(self)
+        return key_states, value_states
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rule: MaskRule | None,
+        scaling: float,
+        position_ids: Tensor | None,
+    ) -> Tensor:
+        """Attends, and notes what each entry receives."""
+        self.incoming = None
+        output, new = task_attention(query[0], self._entries, (key[0], value[0]), scaling, self._names)
+        self.received = {
+            name: MERGE[name](self.received[name], column) if self.received else column for name, column in new.items()
+        }
+        if self.last:
+            raise _Done
+        return output.transpose(0, 1)[None].contiguous()
+
+
+def way(needed: SecondPass) -> SecondPass:
+    """The same pass whatever is asked of it: such passes are run as one."""
+    return replace(needed, statistics=frozenset())
+
+
+def check_task(task: Any, model: transformers.PreTrainedModel) -> Int[Tensor, "batch tokens"]:
+    """A task's tokens.
+
+    Raises:
+        KeepsetError: they are none.
+    """
+    if not isinstance(task, Tensor) or task.ndim != 2 or not task.numel() or task.is_floating_point():
+        raise KeepsetError("task_tokens is no tensor of token ids [batch, tokens], nor a list of such: give one.")
+    known = getattr(model.get_input_embeddings(), "num_embeddings", int(task.max()) + 1)
+    if int(task.min()) < 0 or int(task.max()) >= known:
+        raise KeepsetError(f"task_tokens has ids that the model does not know: use those from 0 to {known - 1}.")
+    return task
+
+
+def _check_positions(model: transformers.PreTrainedModel, length: int) -> None:
+    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if longest is not None and length > longest and not list(_rotary(model)):
+        raise KeepsetError(
+            f"A second pass after this prompt reaches a length of {length}, but {type(model).__name__} has learned "
+            f"only {longest} positions: give a shorter prompt."
+        )
+
+
+def _one_request(layer: Any, request: int, length: int, valid: Bool[Tensor, "batch tokens"] | None) -> Any:
+    """A copy of another kind of layer that holds one request without its padding."""
+
+    def alone(part: Any) -> Any:
+        if isinstance(part, dict):
+            return {name: alone(value) for name, value in part.items()}
+        return part[request : request + 1].clone() if isinstance(part, Tensor) and part.ndim else part
+
+    twin = copy.copy(layer)
+    for name, part in vars(layer).items():
+        setattr(twin, name, alone(part))
+    if getattr(layer, "is_sliding", False) and layer.is_initialized:
+        if valid is not None:
+            own = valid[request, valid.shape[1] - layer.keys.shape[2] :]
+            twin.keys, twin.values = twin.keys[:, :, own], twin.values[:, :, own]
+        if twin.keys.shape[2] != min(length, layer.sliding_window - 1):
+            raise KeepsetError(
+                "A second pass of a model with sliding windows needs its padding at the left, and only there."
+            )
+        twin.cumulative_length = length
+    return twin
+
+
+def _stacked(rows: list[Tensor], entries: int) -> Float[Tensor, "batch query_heads entries"]:
+    return torch.stack([F.pad(row, (0, entries - row.shape[-1])) for row in rows])
+
+
+def _rotary(model: nn.Module) -> Iterator[nn.Module]:
+    return (module for module in model.modules() if "RotaryEmbedding" in type(module).__name__)
+
+
+@contextmanager
+def _unchanged_rotations(decoder: nn.Module) -> Iterator[None]:
+    """Some rotary embeddings adapt their frequencies to the longest position that they have seen: undoes that."""
+    before = [(module, dict(vars(module)), dict(module._buffers)) for module in _rotary(decoder)]
+    try:
+        yield
+    finally:
+        for module, attributes, buffers in before:
+            vars(module).update(attributes)
+            module._buffers.update(buffers)

@@ -1,0 +1,303 @@
+"""Second passes: what the prompt's entries receive, against the model's own eager attention over both texts as one."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+import keepset
+from keepset.hf.recorder import Recorder
+from keepset.method import Method
+from keepset.observation import Needs, Observation, SecondPass
+from tests.hf.models import ARCHITECTURES, full, generate, left_padded, prompt, tiny
+
+LENGTH, PADDING = 36, [0, 7]
+ALL = frozenset({"sum", "max", "square"})
+WHOLE, CHUNKED = SecondPass(ALL), SecondPass(ALL, chunk=10)
+
+
+@dataclass(frozen=True)
+class Again(Method):
+    """Asks for second passes and remembers what it was shown."""
+
+    name: ClassVar[str] = "again"
+    paper: ClassVar[str] = "none"
+    shown: ClassVar[dict[int, Observation]] = {}
+
+    passes: frozenset = field(default=frozenset({WHOLE}))
+    more: Needs = field(default=Needs())
+
+    @property
+    def needs(self) -> Needs:
+        return self.more | Needs(second_passes=self.passes)
+
+    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+        self.shown[observation.layer] = observation
+        return observation.positions.float()
+
+
+def again(*passes: SecondPass, keep: int | float = 4, more: Needs = Needs(), **options: Any) -> keepset.Recipe:  # noqa: B008
+    return keepset.Recipe.of(Again(frozenset(passes or {WHOLE}), more), keep=keep, **options)
+
+
+def shown(
+    model: Any, padding: list[int], *passes: SecondPass, chunk: int | None = None, **options: Any
+) -> dict[int, Observation]:
+    """What every layer showed of this batch."""
+    Again.shown.clear()
+    ids, mask = left_padded(prompt(len(padding), LENGTH), padding)
+    cache = keepset.Cache(model, again(*passes), prompt_length=LENGTH if chunk else None, **options)
+    generate(model, ids, cache, mask, max_new_tokens=1, prefill_chunk_size=chunk)
+    return dict(Again.shown)
+
+
+@torch.no_grad()
+def attention(model: Any, context: Tensor, task: Tensor) -> list[Tensor]:
+    """What each task token pays to each token of the context, `[query_heads, task, context]` per layer."""
+    eager = copy.deepcopy(model)
+    eager.set_attn_implementation("eager")
+    both = torch.cat([context, task])[None]
+    layers = eager(both, use_cache=False, output_attentions=True).attentions
+    return [layer[0, :, len(context) :, : len(context)].float() for layer in layers]
+
+
+def check(seen: dict[int, Observation], model: Any, padding: list[int], tasks: Any, which: SecondPass = WHOLE) -> None:
+    """Every layer's statistics against the eager ones; `tasks(request, context)` gives its tokens, one run each."""
+    ids = prompt(len(padding), LENGTH)
+    tolerance = dict(rtol=1e-4, atol=2e-6) if model.dtype == torch.float32 else dict(rtol=0.05, atol=0.02)
+    for request, pad in enumerate(padding):
+        context = ids[request, pad:]
+        runs = [attention(model, context, task) for task in tasks(request, context)]
+        if len(runs[0]) == len(seen):  # the other layers have no attention
+            runs = [dict(zip(seen, run, strict=True)) for run in runs]
+        for layer, observation in seen.items():
+            paid = torch.cat([run[layer] for run in runs], 1)
+            told = observation.second_pass(which)
+            expected = {"sum": paid.sum(1), "max": paid.amax(1), "square": paid.square().sum(1)}
+            assert set(told.statistics) == which.statistics
+            for name, columns in told.statistics.items():
+                torch.testing.assert_close(columns[request, :, : len(context)], expected[name], **tolerance)
+                assert columns[request, :, len(context) :].abs().sum() == 0
+            assert int(told.tokens[request]) == paid.shape[1]
+
+
+def itself(request: int, context: Tensor) -> list[Tensor]:
+    return [context]
+
+
+SEEN = [name for name in ARCHITECTURES if name != "mistral_window"]
+"""All but the one of which nothing is compressed."""
+
+
+@pytest.mark.parametrize("architecture", SEEN)
+@pytest.mark.parametrize("padding", [[0, 0], PADDING], ids=["whole", "padded"])
+def test_the_context_runs_once_more_on_its_own_cache(architecture: str, padding: list[int]) -> None:
+    model = tiny(architecture)
+    check(shown(model, padding), model, padding, itself)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "lfm2", "gpt2"])
+@pytest.mark.parametrize("prefill", [7, 16, 35])
+def test_a_prompt_in_chunks_is_seen_whole(architecture: str, prefill: int) -> None:
+    model = tiny(architecture)
+    for padding in ([0, 0], PADDING):
+        check(shown(model, padding, chunk=prefill), model, padding, itself)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "lfm2", "smollm3"])
+@pytest.mark.parametrize("padding", [[0], [0, 7, 28]], ids=str)
+def test_every_chunk_follows_the_prompt_anew(architecture: str, padding: list[int]) -> None:
+    model = tiny(architecture)
+    seen = shown(model, padding, CHUNKED)
+    check(seen, model, padding, lambda request, context: context.split(10), CHUNKED)
+
+
+@pytest.mark.parametrize("padding", [[0, 0], PADDING], ids=["whole", "padded"])
+def test_known_questions_run_instead_each_by_itself(padding: list[int]) -> None:
+    model = tiny("llama")
+    asked = [prompt(2, 5, seed=1), prompt(2, 3, seed=2)]
+    for tasks in (asked, asked[:1]):
+        given = tasks if len(tasks) > 1 else tasks[0]
+        for which in (WHOLE, CHUNKED):
+            seen = shown(model, padding, which, task_tokens=given)
+            check(seen, model, padding, lambda request, _, tasks=tasks: [task[request] for task in tasks], which)
+
+
+def test_one_question_serves_the_whole_batch_and_beams_repeat_theirs() -> None:
+    model, one, two = tiny("llama"), prompt(1, 5, seed=1), prompt(2, 5, seed=2)
+    check(shown(model, PADDING, task_tokens=one), model, PADDING, lambda request, _: [one[0]])
+    cache = keepset.Cache(model, again(), task_tokens=two)
+    generate(model, prompt(2, LENGTH), cache, max_new_tokens=2, num_beams=3, output_logits=False)
+    rows = Again.shown[0].second_pass(WHOLE).statistics["sum"]
+    assert rows.shape[0] == 6
+    for request in range(2):
+        (paid,) = attention(model, prompt(2, LENGTH)[request], two[request])[:1]
+        for beam in range(3):
+            torch.testing.assert_close(rows[3 * request + beam], paid.sum(1), rtol=1e-4, atol=2e-6)
+
+
+def test_several_passes_in_one_prefill_are_as_each_alone() -> None:
+    fewer = SecondPass(frozenset({"max"}), chunk=10)
+    together = shown(tiny("llama"), PADDING, WHOLE, CHUNKED, fewer)
+    for which in (WHOLE, CHUNKED, fewer):
+        for layer, observation in shown(tiny("llama"), PADDING, which).items():
+            told, alone = together[layer].second_pass(which), observation.second_pass(which)
+            assert set(told.statistics) == which.statistics
+            assert all(torch.equal(told.statistics[name], alone.statistics[name]) for name in which.statistics)
+
+
+def test_a_prompt_of_one_token() -> None:
+    model = tiny("llama")
+    Again.shown.clear()
+    generate(model, prompt(1, 1), keepset.Cache(model, again(keep=1)), max_new_tokens=1)
+    (paid, *_) = attention(model, prompt(1, 1)[0], prompt(1, 1)[0])
+    torch.testing.assert_close(Again.shown[0].second_pass(WHOLE).statistics["max"][0], paid[:, 0])
+
+
+def test_bfloat16() -> None:
+    model = copy.deepcopy(tiny("llama")).bfloat16()
+    check(shown(model, PADDING), model, PADDING, itself)
+
+
+def test_embeddings_instead_of_ids() -> None:
+    model = tiny("llama")
+    Again.shown.clear()
+    embeds = model.get_input_embeddings()(prompt(2, LENGTH))
+    with torch.no_grad():
+        model(inputs_embeds=embeds, past_key_values=keepset.Cache(model, again()), use_cache=True)
+    check(dict(Again.shown), model, [0, 0], itself)
+
+
+# --- the forward around it does not notice
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "lfm2", "llama_dynamic", "qwen3_moe"])
+@pytest.mark.parametrize("padding", [[0, 0], PADDING], ids=["whole", "padded"])
+def test_the_model_goes_on_as_if_nothing_had_run(architecture: str, padding: list[int]) -> None:
+    model = dynamic() if architecture == "llama_dynamic" else tiny(architecture)
+    ids, mask = left_padded(prompt(2, LENGTH), padding)
+    options: dict[str, Any] = dict(max_new_tokens=6, output_hidden_states=True)
+    expected = full(model, ids, mask, **options)
+    output = generate(model, ids, keepset.Cache(model, again(keep=1.0)), mask, **options)
+    assert torch.equal(output.sequences, expected.sequences)
+    for ours, theirs in zip(output.hidden_states, expected.hidden_states, strict=True):
+        assert len(ours) == len(theirs)
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a * mask[:, -1:, None], b * mask[:, -1:, None], rtol=1e-3, atol=1e-4)
+
+
+def dynamic() -> Any:
+    """A model whose frequencies change with the longest position that it has seen."""
+    config = copy.deepcopy(tiny("llama").config)
+    config.rope_parameters = dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)
+    config.max_position_embeddings = LENGTH + 10
+    torch.manual_seed(0)
+    model = type(tiny("llama"))(config).eval()
+    model.load_state_dict(tiny("llama").state_dict())
+    return model
+
+
+def test_hidden_states_that_a_method_looks_at_are_those_of_the_prompt() -> None:
+    more = Needs(query_moments=frozenset({0}), hidden_moments=frozenset({0}))
+    model, hidden = tiny("llama"), torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(0))
+
+    def ahead(passes: frozenset[SecondPass]) -> list[Tensor]:
+        Again.shown.clear()
+        recipe = keepset.Recipe.of(Again(passes, more), keep=4)
+        generate(model, prompt(2, LENGTH), keepset.Cache(model, recipe), max_new_tokens=1)
+        return [
+            part
+            for seen in Again.shown.values()
+            for part in (*seen.moments(0).ahead(5), seen.hidden_moments[0].mean, seen.future_queries(hidden, 5))
+        ]
+
+    for ours, alone in zip(ahead(frozenset({WHOLE})), ahead(frozenset()), strict=True):
+        assert torch.equal(ours, alone)
+
+
+def test_the_recorder_and_its_caches() -> None:
+    model, ids = tiny("llama"), prompt(1, LENGTH)
+    recipe = again(WHOLE, CHUNKED, keep=9)
+    recorder = Recorder(model, recipe.method.needs)
+    recorder.prefill(ids)
+    shared = keepset.Cache.from_prompt(model, recipe, recorder, recorder.observations)
+    own = keepset.Cache(model, recipe)
+    generate(model, ids, own, max_new_tokens=1)
+    assert torch.equal(shared.keep_set.mask(LENGTH), own.keep_set.mask(LENGTH))
+    one, both = (recorder.seconds_for(again(*passes).method.needs) for passes in ((WHOLE,), (WHOLE, CHUNKED)))
+    assert recorder.seconds < one < both
+
+
+def test_a_cache_that_is_reset_or_forked_watches_its_own_prompt() -> None:
+    model = tiny("llama")
+    cache = keepset.Cache(model, again())
+    generate(model, prompt(1, 20, seed=5), cache, max_new_tokens=1)
+    cache.reset()
+    for watching in (cache, keepset.Cache(model, again()).fork()):
+        Again.shown.clear()
+        generate(model, prompt(1, LENGTH), watching, max_new_tokens=1)
+        check(dict(Again.shown), model, [0], itself)
+
+
+def test_the_model_keeps_nothing_of_a_cache() -> None:
+    model = dynamic()
+    done, unused = keepset.Cache(model, again()), keepset.Cache(model, again())
+    assert len(model.model._forward_pre_hooks) == 2
+    generate(model, prompt(1, LENGTH), done, max_new_tokens=2)
+    assert len(model.model._forward_pre_hooks) == 1
+    reference = weakref.ref(unused)
+    del unused
+    gc.collect()
+    assert reference() is None and not model.model._forward_pre_hooks
+
+
+# --- refused
+
+
+def test_what_is_refused() -> None:
+    model, ids = tiny("llama"), prompt(3, LENGTH)
+
+    def refuse(sentence: str, recipe: Any = None, **options: Any) -> None:
+        with pytest.raises(keepset.KeepsetError, match=sentence):
+            generate(model, ids, keepset.Cache(model, recipe or again(), **options), max_new_tokens=1)
+
+    refuse("leave every= out", again(keep=4, every=8))
+    refuse("leave task_tokens out", "knorm(keep=4)", task_tokens=ids)
+    refuse("has no task", task_tokens=[])
+    refuse("no tensor of token ids", task_tokens=ids[0])
+    refuse("no tensor of token ids", task_tokens=ids[:, :0])
+    refuse("no tensor of token ids", task_tokens=[ids, ids.float()])
+    refuse("from 0 to 199", task_tokens=ids + 190)
+    refuse("one row, or one for every request", task_tokens=ids[:2])
+    refuse("not supported yet", again(SecondPass(ALL, repeat=True)))
+
+
+def test_positions_that_a_model_has_not_learned_are_refused() -> None:
+    model = copy.deepcopy(tiny("gpt2"))
+    cache = keepset.Cache(model, again())
+    with pytest.raises(keepset.KeepsetError, match="learned only 512 positions"):
+        generate(model, prompt(1, 257), cache, max_new_tokens=1)
+    generate(model, prompt(1, 257), keepset.Cache(model, again(CHUNKED)), max_new_tokens=1)
+
+
+def test_drafts_together_with_the_prompt_are_refused() -> None:
+    repeating = prompt(1, 7).repeat(1, 3)
+    cache = keepset.Cache(tiny("llama"), again(), prompt_length=21)
+    with pytest.raises(keepset.KeepsetError, match="leave assisted generation out"):
+        generate(tiny("llama"), repeating, cache, prompt_lookup_num_tokens=4, max_new_tokens=8)
+
+
+def test_a_sliding_window_with_padding_at_the_right_is_refused() -> None:
+    mask = torch.ones(2, LENGTH, dtype=torch.long)
+    mask[1, 30:] = 0
+    cache = keepset.Cache(tiny("gemma3"), again())
+    with pytest.raises(keepset.KeepsetError, match="padding at the left"), torch.no_grad():
+        tiny("gemma3")(prompt(2, LENGTH), attention_mask=mask, past_key_values=cache, use_cache=True)
