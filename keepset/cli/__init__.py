@@ -9,7 +9,9 @@ import typer
 from keepset.cli.bench import bench
 from keepset.cli.calibrate import calibrate
 from keepset.cli.compare import compare
+from keepset.cli.context import context
 from keepset.cli.demo import demo
+from keepset.cli.diagnose import diagnose
 from keepset.cli.generate import generate
 from keepset.cli.methods import methods
 from keepset.cli.serve import serve
@@ -27,7 +29,9 @@ for command in (demo, compare, generate, trace, methods, calibrate):
     app.command()(command)
 # What is not keepset's own goes on to vLLM.
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
+app.add_typer(context)
 app.add_typer(bench)
+app.add_typer(diagnose)
 
 
 def main() -> None:

@@ -27,21 +27,14 @@ def calibrate(
     Any coherent text will do; it should not be the one that you evaluate on. A recipe names the file:
     qfilter(stats='stats.safetensors', keep=0.25). It fits this model alone.
     """
-    from keepset.cli.console import err, load, printable, progress
+    from keepset.cli.console import check_out, err, load, printable, progress
     from keepset.cli.console import out as results
     from keepset.texts import read
 
     for name, value, least in (("--tokens", tokens, 16), ("--length", length, 16), ("--seed", seed, 0)):
         if not least <= value < 2**63:
             raise KeepsetError(f"{name} {value} is out of range: use a whole number from {least} to {2**63 - 1}.")
-    if out.is_dir() or not out.parent.is_dir():
-        raise KeepsetError(f"--out {str(out)!r} is no place for a file: name a file in a folder that exists.")
-    if (out.parent / "config.json").exists():
-        raise KeepsetError(
-            f"--out {str(out)!r} is in a model's folder, where every .safetensors is taken for weights: name another."
-        )
-    if out.exists() and not force:
-        raise KeepsetError(f"{str(out)!r} exists: name another file with --out, or replace it with --force.")
+    check_out(out, force)
     given = [read(path) for path in text or []]
 
     from keepset.calibrate.corpus import SHORTEST, Corpus, default_texts

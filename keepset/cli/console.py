@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -59,6 +60,22 @@ def check_said(name: str, text: str) -> None:
         raise KeepsetError(f"{name} is empty: write some text.")
     if any(unicodedata.category(c) == "Cs" for c in text):
         raise KeepsetError(f"{name} is not UTF-8: write it as UTF-8 text.")
+
+
+def check_out(out: Path, force: bool) -> None:
+    """Refuses a file of tensors that could not be written, or should not be.
+
+    Raises:
+        KeepsetError: its folder is missing or a model's, or it is there already and is not to be replaced.
+    """
+    if out.is_dir() or not out.parent.is_dir():
+        raise KeepsetError(f"--out {str(out)!r} is no place for a file: name a file in a folder that exists.")
+    if (out.parent / "config.json").exists():
+        raise KeepsetError(
+            f"--out {str(out)!r} is in a model's folder, where every .safetensors is taken for weights: name another."
+        )
+    if out.exists() and not force:
+        raise KeepsetError(f"{str(out)!r} exists: name another file with --out, or replace it with --force.")
 
 
 def printable(text: str) -> str:
