@@ -10,7 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from keepset.errors import KeepsetError
+from keepset.vllm.gather import Gathering
 from keepset.vllm.grouping import group_of
+from keepset.vllm.inputs import tap
 from keepset.vllm.refusals import check, check_layer
 from keepset.vllm.settings import recipe_of
 
@@ -29,6 +31,8 @@ class Active:
         self.config, self.recipe = config, recipe
         self._layers: dict[str, int] = {}
         self._asked = 0
+        self.gathering = Gathering() if recipe.method.across_layers else None
+        self._tap = tap() if recipe.method.needs.hidden_moments else None
 
     @property
     def layers(self) -> dict[str, int]:
@@ -39,7 +43,7 @@ class Active:
 
             for name, layer in self.config.compilation_config.static_forward_context.items():
                 if isinstance(layer, Attention):
-                    check_layer(name, layer)
+                    check_layer(name, layer, self._tap is not None)
                     self._layers[name] = extract_layer_index(name)
         return self._layers
 
@@ -51,6 +55,8 @@ class Active:
 
         if type(spec) is not FullAttentionSpec:
             raise KeepsetError(f"keepset cannot compress a cache of the kind {type(spec).__name__} under vLLM.")
+        if self._tap is not None:  # the model is built
+            self._tap.remove()
         indices = tuple(self.layers.values())
         index = indices[self._asked % len(indices)]
         self._asked += 1

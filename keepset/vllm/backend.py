@@ -17,10 +17,11 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, Comm
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from keepset.errors import KeepsetError
-from keepset.vllm import moments
 from keepset.vllm.active import activate, active
 from keepset.vllm.compact import Compactor
 from keepset.vllm.grouping import group_of
+from keepset.vllm.inputs import LayerInput
+from keepset.vllm.observe import Observer
 from keepset.vllm.pages import Pages
 from keepset.vllm.rotation import Rotation
 from keepset.vllm.single import Single, Singles
@@ -63,10 +64,10 @@ class KeepBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...] | None:
-        """Where heads keep different numbers of entries, each head's page of a block must be a block of its own."""
+        """Where heads have tables of their own, each head's page of a block must be a block of its own."""
         layouts = super().supported_kv_cache_layouts()
         current = active()
-        if current is None or current.recipe.method.equal_heads:
+        if current is None or (current.recipe.method.fixed_total and current.recipe.method.equal_heads):
             return layouts
         return (KVCacheLayout.LBHNC,)
 
@@ -100,6 +101,7 @@ class KeepBuilder:
             vllm_config.model_config.hf_text_config.model_type,
             vllm_config.scheduler_config.max_num_seqs,
             vllm_config.cache_config.num_gpu_blocks or 0,
+            current.gathering,
         )
 
     @classmethod
@@ -126,8 +128,9 @@ class KeepImpl:
     scale: float
     _single: KeepImpl | None = None
     _pages: tuple[Tensor, Pages] | None = None
+    _observer: Observer | None = None
     _compactor: Compactor | None = None
-    _rotation: Rotation | None = None
+    source: LayerInput | None = None
 
     @abstractmethod
     def make_pages(self, layer: Any, kv_cache: Tensor) -> Pages:
@@ -213,30 +216,38 @@ class KeepImpl:
             super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)  # type: ignore[misc]
         if step is not None:
             self._follow(step, layer, query, kv_cache)
+        if self.source is not None:
+            self.source.hidden = None
         return output
 
     def _follow(self, step: Step, layer: Any, query: Tensor, kv_cache: Tensor) -> None:
         planner = step.planner
         place = planner.place(layer.layer_name)
-        for statistics in step.statistics:
-            moments.collect(statistics, place, planner, query, self.rotation(query, planner))
+        for chunk in step.chunks:
+            self._see(planner, place, query).collect(chunk, query, self.pages(layer, kv_cache))
         if step.early is not None:
             planner.windows.add(place, query, step.early)
-        for event in step.events:
-            if self._compactor is None:
-                self._compactor = Compactor(
-                    planner,
-                    layer.layer_name,
-                    self.scale,
-                    self.rotation(query, planner) if planner.looks_ahead else None,
-                    get_tensor_model_parallel_rank() == 0,
-                )
-            self._compactor.compress(event, self.pages(layer, kv_cache), kv_cache.shape[:3].numel())
+        if step.events:
+            self._compress(step, layer, query, kv_cache)
         if step.late is not None:
             planner.windows.add(place, query, step.late)
 
-    def rotation(self, query: Tensor, planner: Planner) -> Rotation:
-        """How the model rotates queries."""
-        if self._rotation is None:
-            self._rotation = Rotation.of_model(planner.model_type, query.shape[-1], query.dtype)
-        return self._rotation
+    def _compress(self, step: Step, layer: Any, query: Tensor, kv_cache: Tensor) -> None:
+        planner, pages = step.planner, self.pages(layer, kv_cache)
+        if self._compactor is None:
+            observer = self._see(planner, planner.place(layer.layer_name), query)
+            counted = get_tensor_model_parallel_rank() == 0
+            self._compactor = Compactor(planner, layer.layer_name, observer, counted)
+        if planner.gathering is not None:
+            planner.gathering.add(self._compactor, [self._compactor.reach(event, pages) for event in step.events])
+            return
+        for event in step.events:
+            self._compactor.compress(event, pages)
+
+    def _see(self, planner: Planner, place: int, query: Tensor) -> Observer:
+        if self._observer is None:
+            rotation = None
+            if planner.needs.hidden_states:
+                rotation = Rotation.of_model(planner.model_type, query.shape[-1], query.dtype)
+            self._observer = Observer(planner, place, self.scale, rotation, self.source)
+        return self._observer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,15 +12,44 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.keep_set import LayerKeepSet
-from keepset.observation import Observation, QueryMoments
-from keepset.statistics import load
-from keepset.vllm.moments import event_moments
+from keepset.observation import Observation
+from keepset.vllm.observe import Observer
 from keepset.vllm.pages import Pages
-from keepset.vllm.rotation import Rotation
 from keepset.vllm.stats import worker_stats
 from keepset.vllm.step import Event, Planner
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Reached:
+    """An event that a layer has reached, and what the layer alone knows of it.
+
+    Attributes:
+        event: it.
+        pages: the layer's cache.
+        before: sub-pages that hold each head's entries.
+        counts: entries that each head kept at its event before.
+        entries: entries that each head has.
+        parts: of the Observation, all but the entries.
+    """
+
+    event: Event
+    pages: Pages
+    before: Int[Tensor, "rows kv_heads pages"]
+    counts: Int[Tensor, "rows kv_heads"]
+    entries: Int[Tensor, "rows kv_heads"]
+    parts: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Found:
+    """The entries of a layer at an event: all of them in keys, values and positions, in the observation up to it."""
+
+    keys: Float[Tensor, "rows kv_heads places head_dim"]
+    values: Float[Tensor, "rows kv_heads places head_dim"]
+    positions: Int[Tensor, "rows kv_heads places"]
+    observation: Observation
 
 
 class Compactor:
@@ -31,65 +61,43 @@ class Compactor:
     Args:
         planner: of the layer's group.
         name: the layer's.
-        scaling: what the model multiplies query-key products with.
-        rotation: of the model, where the recipe looks at queries before rotation.
+        observer: collects what the recipe looks at.
         counted: whether this process's compressions are counted; of several ranks, one's are.
     """
 
-    def __init__(self, planner: Planner, name: str, scaling: float, rotation: Rotation | None, counted: bool) -> None:
-        self._planner, self._place, self._layer = planner, planner.place(name), planner.layers[name]
-        self._scaling, self._rotation, self._counted = scaling, rotation, counted
-        self._recipe, self._layers = planner.timeline.recipe, planner.all_layers
-        self._statistics = {file: load(file) for file in self._recipe.method.needs.statistics}
+    def __init__(self, planner: Planner, name: str, observer: Observer, counted: bool) -> None:
+        self._planner, self._place, self.layer = planner, planner.place(name), planner.layers[name]
+        self._observer, self._counted = observer, counted
+        self.recipe, self.layers = planner.timeline.recipe, planner.all_layers
         self._positions: Tensor | None = None
         self._state: dict[str, Tensor] = {}
 
-    def compress(self, event: Event, pages: Pages, slots: int) -> None:
-        """Executes one event.
-
-        Args:
-            event: what is to be compressed.
-            pages: the layer's cache.
-            slots: how many slots it has.
-        """
+    def compress(self, event: Event, pages: Pages) -> None:
+        """Executes one event."""
         start = time.perf_counter()
-        before, counts, entries = self._planner.held(event, self._place)
-        keys, values = pages.read(before)
-        observation, positions = self._observe(event, keys, values, before, counts, entries)
-        kept = self._select(observation, event)
-        index, rank = _survivors(kept, entries, event.newer, keys.shape[2])
-        heads = index // keys.shape[2]
-        left = kept.counts + event.newer
-        after = self._planner.settle(event, self._place, left)
-        if after is None:
-            return
-        width = after.shape[-1]
-        target = after.reshape(-1).index_select(0, heads * width + rank // self._planner.block_size)
-        target = target * self._planner.block_size + rank % self._planner.block_size
-        pages.write(_rows(keys, index), _rows(values, index), target)
-        self._remember(slots, target, heads, index, keys.shape[2], positions, observation)
-        if self._counted:
-            stays, total = int(left.sum()), int(entries.sum())
-            seconds = time.perf_counter() - start
-            worker_stats().compressed(
-                len(event.rows) if self._layer == self._layers[0] else 0, stays, total - stays, seconds
-            )
-            logger.debug("layer %d kept %d of %d entries in %.1f ms", self._layer, stays, total, 1e3 * seconds)
+        reached = self.reach(event, pages)
+        found = self.look(reached)
+        self.execute(reached, found, self._select(found.observation, event), start)
 
-    def _observe(
-        self, event: Event, keys: Tensor, values: Tensor, before: Tensor, counts: Tensor, entries: Tensor
-    ) -> tuple[Observation, Tensor]:
+    def reach(self, event: Event, pages: Pages) -> Reached:
+        """What this layer alone knows of an event; entries stay in their pages for now."""
+        before, counts, entries = self._planner.held(event, self._place)
+        width = self._width(event, before)
+        parts = self._observer.parts(event, width, unbroken=event.level and not event.compressed)
+        return Reached(event, pages, before, counts, entries, parts)
+
+    def look(self, reached: Reached) -> Found:
         """What the method may look at: everything up to the event's point."""
-        width = event.width - event.newer if event.level else keys.shape[2]
+        event, size = reached.event, self._planner.block_size
+        keys, values = reached.pages.read(reached.before)
+        width = self._width(event, reached.before)
         place = torch.arange(keys.shape[2], device=keys.device)
-        moved = place < counts[..., None]
+        moved = place < reached.counts[..., None]
         # Entries that came after the event before are whole: each lies as far behind its position as were dropped.
-        positions = place + (event.at + event.newer)[:, None, None] - entries[..., None]
+        positions = place + (event.at + event.newer)[:, None, None] - reached.entries[..., None]
         slots = None
         if self._positions is not None and event.compressed:
-            slots = (before * self._planner.block_size)[..., None] + torch.arange(
-                self._planner.block_size, device=keys.device
-            )
+            slots = (reached.before * size)[..., None] + torch.arange(size, device=keys.device)
             slots = slots.flatten(2)
             positions = torch.where(moved, self._positions[slots].long(), positions)
         state = {
@@ -97,66 +105,61 @@ class Compactor:
             for name, column in self._state.items()
             if slots is not None
         }
-        whole = not event.compressed
         observation = Observation(
             keys=keys[:, :, :width],
             values=values[:, :, :width],
-            positions=None if whole else positions[..., :width],
-            valid=None if event.level else (place < (entries - event.newer)[..., None])[..., :width],
+            positions=positions[..., :width] if event.compressed else None,
+            valid=None if event.level else (place < (reached.entries - event.newer)[..., None])[..., :width],
             lengths=event.at,
             prompts=event.prompts,
-            statistics=self._statistics,
-            scaling=self._scaling,
-            layer=self._layer,
-            layers=self._layers,
+            layer=self.layer,
+            layers=self.layers,
             state=state,
-            **self._queries(event, whole and event.level),
+            **reached.parts,
         )
-        return observation, positions
+        return Found(keys, values, positions, observation)
 
-    def _queries(self, event: Event, unbroken: bool) -> dict[str, Any]:
-        """The recorded queries' part of an Observation."""
-        needs = self._recipe.method.needs
-        parts: dict[str, Any] = {}
-        if needs.window:
-            assert event.slots is not None and event.window is not None
-            window = event.window[:, -needs.window :]
-            parts["queries"] = self._planner.windows.read(self._place, event.slots, window)
-            if not unbroken or event.short:  # the default says that nothing is missing, which is cheaper
-                parts["query_positions"] = window
-        if needs.query_moments:
-            rotation = self._rotation
-            assert rotation is not None
-            parts["query_moments"] = {
-                skip: QueryMoments(
-                    *event_moments(self._planner.windows, self._place, event, rotation, skip, needs.buffer),
-                    lambda rows, future: rotation.ahead(rows, event.at, future),
-                )
-                for skip in needs.query_moments
-            }
-        return parts
+    def execute(self, reached: Reached, found: Found, kept: LayerKeepSet, start: float) -> None:
+        """Packs what stays, and what came after the event; `start` is when the compression began."""
+        event, entries, size = reached.event, reached.entries, self._planner.block_size
+        places = found.keys.shape[2]
+        index, rank = _survivors(kept, entries, event.newer, places)
+        heads = index // places
+        left = kept.counts + event.newer
+        after = self._planner.settle(event, self._place, left)
+        if after is None:
+            return
+        target = after.reshape(-1).index_select(0, heads * after.shape[-1] + rank // size) * size + rank % size
+        reached.pages.write(_rows(found.keys, index), _rows(found.values, index), target)
+        self._remember(reached.pages.slots, target, heads, index, found)
+        if self._counted:
+            stays, total = int(left.sum()), int(entries.sum())
+            seconds = time.perf_counter() - start
+            worker_stats().compressed(
+                len(event.rows) if self.layer == self.layers[0] else 0, stays, total - stays, seconds
+            )
+            logger.debug("layer %d kept %d of %d entries in %.1f ms", self.layer, stays, total, 1e3 * seconds)
+
+    def _width(self, event: Event, before: Int[Tensor, "rows kv_heads pages"]) -> int:
+        """Places of entries that the method sees."""
+        return event.width - event.newer if event.level else before.shape[-1] * self._planner.block_size
 
     def _select(self, observation: Observation, event: Event) -> LayerKeepSet:
         """The recipe's choice, which must be of the size that the scheduler counts with."""
-        method, budget = self._recipe.method, self._recipe.budget
+        method, budget = self.recipe.method, self.recipe.budget
         state = dict(observation.state)
-        kept = method.select(observation, budget).layer(self._layer)
-        if event.keep is None:
-            return kept
-        share = torch.full_like(kept.counts, event.keep)
-        if (
-            torch.equal(kept.counts, share)
-            if method.equal_heads
-            else bool((kept.counts.sum(-1) <= share.sum(-1)).all())
-        ):
+        kept = method.select(observation, budget).layer(self.layer)
+        if as_counted(kept, event, method.equal_heads):
             return kept
         # A request that starts again after a preemption has more to choose from than one that was compressed all
         # along, so a number that depends on it comes out differently. How many stay must not.
         observation.state.clear()
         observation.state.update(state)
+        assert event.keep is not None
+        share = torch.full_like(kept.counts, event.keep)
         return observation.keep(
             method.choose(observation, budget, method.ranked(observation, budget, share), share)
-        ).layer(self._layer)
+        ).layer(self.layer)
 
     def _remember(
         self,
@@ -164,21 +167,27 @@ class Compactor:
         target: Int[Tensor, " kept"],
         heads: Int[Tensor, " kept"],
         index: Int[Tensor, " kept"],
-        width: int,
-        positions: Tensor,
-        observation: Observation,
+        found: Found,
     ) -> None:
         """Writes what belongs to the entries that stay beside them."""
         if self._positions is None:
             self._positions = torch.zeros(slots, dtype=torch.int32, device=target.device)
-        self._positions[target] = positions.reshape(-1)[index].int()
-        for name, column in observation.state.items():
+        self._positions[target] = found.positions.reshape(-1)[index].int()
+        for name, column in found.observation.state.items():
             if name not in self._state:
                 self._state[name] = column.new_zeros(slots)
-            within = index - heads * width
+            within = index - heads * found.keys.shape[2]
             known = within < column.shape[-1]
             rows = column.reshape(-1, column.shape[-1])
             self._state[name][target] = torch.where(known, rows[heads, within.clamp(max=column.shape[-1] - 1)], 0)
+
+
+def as_counted(kept: LayerKeepSet, event: Event, equal_heads: bool) -> bool:
+    """Whether a layer keeps as many entries as the scheduler counts with."""
+    if event.keep is None:
+        return True
+    share = torch.full_like(kept.counts, event.keep)
+    return torch.equal(kept.counts, share) if equal_heads else bool((kept.counts.sum(-1) <= share.sum(-1)).all())
 
 
 def _survivors(

@@ -8,7 +8,7 @@ numbers of entries are then requests of one head that share a pool of sub-pages.
 from __future__ import annotations
 
 import functools
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -17,6 +17,7 @@ from torch import Tensor
 from keepset.errors import KeepsetError
 
 
+@runtime_checkable
 class Pages(Protocol):
     """One layer's cache, by sub-pages.
 
@@ -34,6 +35,10 @@ class Pages(Protocol):
     @property
     def head_dim(self) -> int:
         """Numbers per key, and per value."""
+
+    @property
+    def slots(self) -> int:
+        """Entries that there is room for."""
 
     def read(
         self, subpages: Int[Tensor, "*rows pages"]
@@ -53,7 +58,7 @@ class CPUPages:
     """Pages of vLLM's CPU backend, which packs keys and values as its instruction set likes to read them.
 
     Attributes:
-        kv_heads, block_size, head_dim: of the cache.
+        kv_heads, block_size, head_dim, slots: of the cache.
         isa: the instruction set that the layer's metadata builder chose (`layer.isa`).
     """
 
@@ -61,7 +66,7 @@ class CPUPages:
         if not kv_cache.is_contiguous():
             raise KeepsetError("A KV cache of the CPU backend must be contiguous to be taken apart into sub-pages.")
         blocks, self.kv_heads, self.block_size, width = kv_cache.shape
-        self.head_dim = width // 2
+        self.head_dim, self.slots = width // 2, blocks * self.kv_heads * self.block_size
         self.isa = isa
         self._cache = kv_cache
         # Keys and values of a sub-page are neighbouring rows, so that each can be fetched without the other. As whole
@@ -109,12 +114,12 @@ class StridedPages:
     """Pages of backends that keep an entry's numbers in order, at any strides: those for GPUs.
 
     Attributes:
-        kv_heads, block_size, head_dim: of the cache.
+        kv_heads, block_size, head_dim, slots: of the cache.
     """
 
     def __init__(self, kv_cache: Float[Tensor, "blocks kv_heads block_size two_head_dim"]) -> None:
-        _, self.kv_heads, self.block_size, width = kv_cache.shape
-        self.head_dim = width // 2
+        blocks, self.kv_heads, self.block_size, width = kv_cache.shape
+        self.head_dim, self.slots = width // 2, blocks * self.kv_heads * self.block_size
         self._cache = kv_cache
 
     def read(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from keepset.errors import KeepsetError
+from keepset.hf.cache import check_schedule
 from keepset.statistics import load
 from keepset.vllm.grouping import one_table
 from keepset.vllm.settings import CARRIER
@@ -24,12 +26,18 @@ _WHOLE = ("auto", "float16", "bfloat16", "float32")
 
 def check(config: VllmConfig, recipe: Recipe) -> None:
     """Raises a KeepsetError where this recipe cannot be served with this configuration."""
-    for sentence in (*_of_version(), *_of_recipe(recipe), *_of_config(config, recipe), *_of_model(config)):
+    reasons = (_of_version(), _of_recipe(recipe), _of_config(config, recipe), _of_ranks(config, recipe))
+    for sentence in chain(*reasons, _of_model(config)):
         raise KeepsetError(f"keepset cannot serve {recipe}: {sentence}")
 
 
-def check_layer(name: str, layer: Any) -> None:
-    """Raises a KeepsetError where a layer of the model cannot be compressed."""
+def check_layer(name: str, layer: Any, tapped: bool = False) -> None:
+    """Raises a KeepsetError where a layer of the model cannot be compressed.
+
+    Args:
+        name, layer: the layer.
+        tapped: whether its input had to be found.
+    """
     impl = layer.impl
     reasons = {
         "shares its keys and values with another layer": layer.kv_sharing_target_layer_name is not None,
@@ -37,6 +45,7 @@ def check_layer(name: str, layer: Any) -> None:
         "adds to its logits what depends on distance (ALiBi)": getattr(impl, "alibi_slopes", None) is not None,
         "caps its logits": bool(getattr(impl, "logits_soft_cap", 0)),
         "has attention sinks inside its softmax": getattr(impl, "sinks", None) is not None,
+        "is in a module without qkv_proj, so that what enters it is not found": tapped and impl.source is None,
     }
     for reason, applies in reasons.items():
         if applies:
@@ -55,14 +64,16 @@ def _of_version() -> Iterator[str]:
 
 def _of_recipe(recipe: Recipe) -> Iterator[str]:
     method, needs = recipe.method, recipe.method.needs
-    if needs.columns:
-        yield f"{method.name} looks at the prompt's whole attention, which paged attention does not tell."
-    if needs.hidden_moments:
-        yield f"{method.name} looks at hidden states, which attention layers do not see."
+    check_schedule(recipe)  # or its own sentence
+    if needs.second_passes:
+        yield f"{method.name} has tokens look at the prompt a second time, for which vLLM has no step."
     if needs.output_projection:
         yield f"{method.name} looks at the output projection, which attention layers do not see."
-    if method.across_layers:
-        yield f"{method.name} looks across layers, and here each layer is compressed in its own forward."
+    if method.across_layers and method.fixed_total and not method.equal_layers:
+        yield (
+            f"{method.name} looks across layers whose quotas differ, so that events are not the same for all; "
+            "its class must say that counts come from the data (counts_from_data)."
+        )
     for file in needs.statistics:
         load(file)  # or its own sentence: the engine's processes know none but those in files
 
@@ -84,14 +95,23 @@ def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
         yield "context parallelism divides a request's entries; use tensor parallelism."
     if getattr(parallel, "use_ubatching", False) or getattr(parallel, "enable_dbo", False):
         yield "micro-batch overlap runs two batches at once; leave enable_dbo out."
-    if recipe.method.needs.statistics and parallel.tensor_parallel_size > 1:
-        yield "its statistics are of all heads, of which with tensor parallelism a process holds a part; use one GPU."
+    if recipe.method.needs.hidden_moments and not config.model_config.enforce_eager:
+        yield "compiled code does not show the hidden states that it looks at; give --enforce-eager."
     if cache.cache_dtype not in _WHOLE:
         yield f"a quantized KV cache ({cache.cache_dtype}) cannot be compressed; use kv_cache_dtype auto."
     if cache.enable_prefix_caching and not one_table(recipe):
         yield "its layers keep different numbers of entries; turn prefix caching off (--no-enable-prefix-caching)."
     if config.scheduler_config.disable_hybrid_kv_cache_manager:
         yield "it needs vLLM's hybrid KV-cache manager; leave disable_hybrid_kv_cache_manager out."
+
+
+def _of_ranks(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
+    if config.parallel_config.tensor_parallel_size == 1:
+        return
+    if recipe.method.needs.statistics:
+        yield "its statistics are of all heads, of which with tensor parallelism a process holds a part; use one GPU."
+    if recipe.method.across_layers:
+        yield "it compares all heads, of which with tensor parallelism a process holds a part; use one GPU."
 
 
 def _of_model(config: VllmConfig) -> Iterator[str]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from keepset.errors import KeepsetError
 from keepset.vllm.outbox import outbox
+from keepset.vllm.prompt import Prompt, Prompts, looks_at_all
 from keepset.vllm.ragged import RaggedStep, RaggedTables
 from keepset.vllm.single import Singles
 from keepset.vllm.spec import KeepSpec
@@ -20,6 +21,8 @@ from keepset.vllm.windows import Capture, Record, Windows
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    from keepset.vllm.gather import Gathering
 
 
 @dataclass(frozen=True)
@@ -42,13 +45,21 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Statistics:
-    """A request's prompt queries of this step, for its moments."""
+class Chunk:
+    """What this step brings of a prompt, for recipes that look at the whole of it.
 
-    record: Record
+    Attributes:
+        prompt: what the request's prompt has told so far.
+        first, last: its tokens among the step's queries.
+        position: of the first.
+        subpages: that hold the prompt's entries up to the last.
+    """
+
+    prompt: Prompts
     first: int
     last: int
     position: int
+    subpages: Int[Tensor, "kv_heads pages"]
 
 
 @dataclass(frozen=True)
@@ -122,7 +133,7 @@ class Step:
         metadata: vLLM's metadata with physical lengths, tables and slots.
         events: compressions, after the layer's attention.
         early, late: queries to record before and after them.
-        statistics: prompt queries whose moments are collected.
+        chunks: what there is of prompts that are looked at as a whole.
         ragged: page tables of single heads, where requests have them.
     """
 
@@ -131,7 +142,7 @@ class Step:
     events: list[Event] = field(default_factory=list)
     early: Capture | None = None
     late: Capture | None = None
-    statistics: list[Statistics] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
     ragged: RaggedStep | None = None
     _singles: Singles | None = None
 
@@ -153,27 +164,30 @@ class Planner:
         model_type: of the model.
         requests: how many can run at once.
         blocks: in the whole pool.
+        gathering: of all groups' events, where the recipe looks across layers.
     """
 
-    def __init__(self, spec: KeepSpec, layers: dict[str, int], model_type: str, requests: int, blocks: int) -> None:
+    def __init__(
+        self,
+        spec: KeepSpec,
+        layers: dict[str, int],
+        model_type: str,
+        requests: int,
+        blocks: int,
+        gathering: Gathering | None,
+    ) -> None:
         self.timeline, self.block_size, self.kv_heads = spec.timeline, spec.block_size, spec.num_kv_heads
         self.layers, self.all_layers, self.model_type = layers, spec.layers, model_type
-        self._blocks = blocks
+        self._blocks, self.gathering = blocks, gathering
         self._places = {name: place for place, name in enumerate(layers)}
         recipe = self.timeline.recipe
-        needs = recipe.method.needs
-        self.skips = needs.query_moments
-        self._collects = self.looks_ahead and recipe.schedule.prefill
+        self.needs = needs = recipe.method.needs
+        self._collects = looks_at_all(needs) and recipe.schedule.prefill
         # What the moments of a decode-time event cover is recorded like a window.
-        buffer = needs.buffer if self.looks_ahead and recipe.schedule.every is not None else 0
+        buffer = needs.buffer if needs.query_moments and recipe.schedule.every is not None else 0
         self.window = max(needs.window, buffer)
         self.windows = Windows(len(layers), max(self.window, 1), requests)
         self.ragged = RaggedTables(len(layers), self.kv_heads, self.block_size) if self.timeline.ragged else None
-
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether the recipe looks at queries before rotation."""
-        return bool(self.skips)
 
     def place(self, layer: str) -> int:
         """A layer's place in the group."""
@@ -187,7 +201,7 @@ class Planner:
         step = Step(self, metadata.replace(rswa_prefix_lens=None))
         if not rows:
             return step
-        if self.window or self.looks_ahead:
+        if self._records:
             self._capture(rows, step)
         if self.ragged is not None:
             self._plan_ragged(rows, step)
@@ -217,6 +231,10 @@ class Planner:
 
     # --- recording
 
+    @property
+    def _records(self) -> bool:
+        return bool(self.window) or self._collects
+
     def _capture(self, rows: list[Row], step: Step) -> None:
         """Which queries are recorded: those that the next event will look at."""
         early: list[tuple[int, int, int]] = []  # slot, first query, first position, and so on for each token
@@ -243,9 +261,19 @@ class Planner:
             if soon:
                 (late if event else early).extend(self._span(row, record, start, row.after))
             if collecting:
-                until = min(row.prompt, row.after)
-                step.statistics.append(Statistics(record, row.first, row.first + until - row.before, row.before))
+                step.chunks.append(self._chunk(row, record, pages[row.index]))
         step.early, step.late = self._to_capture(early), self._to_capture(late)
+
+    def _chunk(self, row: Row, record: Record, blocks: Int[Tensor, " width"]) -> Chunk:
+        until = min(row.prompt, row.after)
+        if record.prompt is None:
+            record.prompt = Prompts([Prompt(self.needs) for _ in self.layers])
+        if record.prompt.tokens == row.before:
+            record.prompt.tokens = until
+        # Nothing has compressed a prompt before its end.
+        blocks = blocks[: -(-until // self.block_size)].long()
+        subpages = blocks * self.kv_heads + torch.arange(self.kv_heads, device=self._device)[:, None]
+        return Chunk(record.prompt, row.first, row.first + until - row.before, row.before, subpages)
 
     def _span(self, row: Row, record: Record, start: int, stop: int) -> list[tuple[int, int, int]]:
         if not self.window:
@@ -269,11 +297,13 @@ class Planner:
 
     def _window(self, rows: list[Row], ats: list[int]) -> dict[str, Any]:
         """What an event is told about recorded queries."""
-        if not (self.window or self.looks_ahead):
+        if not self._records:
             return {}
         records = [self._by_row[row.index] for row in rows]
         for row, record, at in zip(rows, records, ats, strict=True):
-            if self.window and record.start > max(at - self.window, 0) and record.start > self._shared(row):
+            lost = self.window and record.start > max(at - self.window, 0) and record.start > self._shared(row)
+            unseen = self._collects and at == row.prompt and (record.prompt is None or record.prompt.tokens < at)
+            if lost or unseen:
                 raise RuntimeError("keepset lost the queries of a request that is to be compressed.")
         return {
             "records": records,

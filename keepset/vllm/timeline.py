@@ -10,6 +10,7 @@ import torch
 
 from keepset.observation import Observation
 from keepset.recipe import Recipe
+from keepset.vllm.prompt import looks_at_all
 
 _CACHED = 1 << 16
 
@@ -101,7 +102,7 @@ class Timeline:
         untouched, needs = self.untouched(prompt), self.recipe.method.needs
         if untouched is None:
             return None
-        if needs.query_moments:
+        if looks_at_all(needs):
             return 0
         return max(min(untouched, prompt - needs.window), 0)
 

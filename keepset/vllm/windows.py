@@ -9,12 +9,12 @@ requests can run in two steps.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keepset.kernels.moments import Moments
+from keepset.vllm.prompt import Prompts
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class Record:
         slot: its place in the rings.
         start: position of the first token that was recorded without a gap.
         length: tokens that the request has had.
-        moments: of the prompt's queries, for every layer and number of skipped tokens.
+        prompt: what its whole prompt tells, where the recipe looks at that.
     """
 
     slot: int
     start: int
     length: int
-    moments: list[dict[int, Moments]] = field(default_factory=list)
+    prompt: Prompts | None = None
 
 
 class Windows:

@@ -77,20 +77,20 @@ class Watch:
         from keepset.vllm.compact import Compactor
         from keepset.vllm.step import Planner
 
-        select, settle = Compactor._select, Planner.settle
+        execute, settle = Compactor.execute, Planner.settle
         newest: list[dict[str, Any]] = []
 
-        def watched_select(compactor: Compactor, observation: Any, event: Any) -> Any:
-            kept = select(compactor, observation, event)
+        def watched_execute(compactor: Compactor, reached: Any, found: Any, kept: Any, start: float) -> None:
             newest.clear()
-            for place, (row, at) in enumerate(zip(event.rows.tolist(), event.at.tolist(), strict=True)):
+            rows, points = reached.event.rows.tolist(), reached.event.at.tolist()
+            for place, (row, at) in enumerate(zip(rows, points, strict=True)):
                 mine = self.events[number(runner.input_batch.req_ids[row])]
                 if not mine or (mine[-1]["step"], mine[-1]["at"]) != (len(self.steps), at):
                     mine.append({"step": len(self.steps), "at": at, "layers": {}, "left": []})
                 heads = range(kept.counts.shape[1])
-                mine[-1]["layers"][compactor._layer] = [kept.positions(place, head).tolist() for head in heads]
+                mine[-1]["layers"][compactor.layer] = [kept.positions(place, head).tolist() for head in heads]
                 newest.append(mine[-1])
-            return kept
+            execute(compactor, reached, found, kept, start)
 
         def watched_settle(planner: Planner, event: Any, place: int, left: Any) -> Any:
             pages = settle(planner, event, place, left)
@@ -99,10 +99,10 @@ class Watch:
                     mine["left"].append(list(mine["layers"])[-1])
             return pages
 
-        Compactor._select, Planner.settle = watched_select, watched_settle
+        Compactor.execute, Planner.settle = watched_execute, watched_settle
 
         def undo() -> None:
-            Compactor._select, Planner.settle = select, settle
+            Compactor.execute, Planner.settle = execute, settle
 
         return undo
 

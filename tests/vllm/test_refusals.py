@@ -8,19 +8,21 @@ from typing import Any
 
 import pytest
 
-import tests.vllm.methods  # noqa: F401
 from keepset import KeepsetError, Recipe
+from keepset.observation import Needs, SecondPass
 from keepset.vllm import refusals
 from keepset.vllm.refusals import CARRIER, check, check_layer
 from keepset.vllm.rotation import ARCHITECTURES, Rotation
 from keepset.vllm.settings import recipe_of
 from tests.vllm.engine import Ask, Scenario, raw
+from tests.vllm.methods import Mass, Pooled
 
 
 def config(**changes: Any) -> Any:
     """What keepset looks at of a configuration that it serves; `part__name=value` changes it."""
     whole = SimpleNamespace(
         parallel_config=SimpleNamespace(
+            tensor_parallel_size=1,
             pipeline_parallel_size=1,
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
@@ -30,7 +32,11 @@ def config(**changes: Any) -> Any:
         cache_config=SimpleNamespace(cache_dtype="auto", enable_prefix_caching=True),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
         model_config=SimpleNamespace(
-            runner_type="generate", is_encoder_decoder=False, use_mla=False, is_mm_prefix_lm=False
+            runner_type="generate",
+            is_encoder_decoder=False,
+            use_mla=False,
+            is_mm_prefix_lm=False,
+            enforce_eager=True,
         ),
         speculative_config=None,
         kv_transfer_config=None,
@@ -53,6 +59,12 @@ def connector(path: str | None) -> Any:
 
 UNIFORM = "snapkv(keep=0.25)"
 GIVE_CARRIER = f"how much it keeps depends on the data; give kv_transfer_config {json.dumps(CARRIER)}."
+
+SERVED = {
+    "cache_config__enable_prefix_caching": False,
+    "kv_transfer_config": connector(CARRIER["kv_connector_module_path"]),
+}
+"""A configuration for counts that come from the data."""
 
 REFUSED = [
     (UNIFORM, {"use_v2_model_runner": True}, "vLLM's model runner V2 is not supported yet"),
@@ -77,7 +89,8 @@ REFUSED = [
     (UNIFORM, {"model_config__is_encoder_decoder": True}, "encoder-decoder models are not supported"),
     (UNIFORM, {"model_config__use_mla": True}, "the model caches latents (MLA)"),
     (UNIFORM, {"model_config__is_mm_prefix_lm": True}, "the model attends to parts of its prompt in both directions"),
-    ("h2o(keep=0.5)", {}, "h2o looks at the prompt's whole attention, which paged attention does not tell"),
+    ("gvote", SERVED | {"model_config__enforce_eager": False}, "compiled code does not show the hidden states"),
+    ("pooled(keep=96)", SERVED | {"parallel_config__tensor_parallel_size": 2}, "it compares all heads, of which"),
 ]
 
 
@@ -98,37 +111,46 @@ def test_a_configuration_that_is_refused(recipe: str, changes: dict[str, Any], s
         ("adakv(snapkv, keep=256, every=64)", {}),
         ("expected_attention(keep=512)", {"cache_config__cache_dtype": "bfloat16"}),
         ("pyramid(snapkv, keep=128)", {"cache_config__enable_prefix_caching": False}),
-        (
-            "mass",
-            {
-                "cache_config__enable_prefix_caching": False,
-                "kv_transfer_config": connector(CARRIER["kv_connector_module_path"]),
-            },
-        ),
+        ("mass", SERVED),
+        ("pooled(keep=4000, every=64)", SERVED),
+        ("h2o(keep=0.5)", {"parallel_config__tensor_parallel_size": 2}),
+        ("gvote", SERVED | {"parallel_config__tensor_parallel_size": 2}),
     ],
 )
 def test_a_configuration_that_is_served(recipe: str, changes: dict[str, Any]) -> None:
     check(config(**changes), Recipe.parse(recipe))
 
 
-@pytest.mark.parametrize("needs", ["hidden_moments", "across_layers", "output_projection"])
-def test_methods_that_paged_attention_cannot_feed(needs: str) -> None:
-    names = ("columns", "hidden_moments", "query_moments", "statistics", "output_projection")
-    parts = {name: frozenset() for name in names}
-    method = SimpleNamespace(
-        name="mine",
-        needs=SimpleNamespace(**parts | ({needs: {0}} if needs in parts else {})),
-        across_layers=needs == "across_layers",
-        fixed_total=True,
-        equal_layers=True,
-    )
-    sentence = {
-        "hidden_moments": "mine looks at hidden states",
-        "across_layers": "mine looks across layers",
-        "output_projection": "mine looks at the output projection",
-    }[needs]
+@pytest.mark.parametrize(
+    ("needs", "sentence"),
+    [
+        (
+            Needs(second_passes=frozenset({SecondPass(frozenset({"max"}))})),
+            "mine has tokens look at the prompt a second",
+        ),
+        (Needs(output_projection=True), "mine looks at the output projection"),
+    ],
+)
+def test_methods_that_paged_attention_cannot_feed(needs: Needs, sentence: str) -> None:
+    class Mine(Mass):
+        name = "mine"
+
+        @property
+        def needs(self) -> Needs:
+            return needs
+
     with pytest.raises(KeepsetError, match=sentence):
-        check(config(), SimpleNamespace(method=method))  # type: ignore[arg-type]
+        check(config(), Recipe.of(Mine()))
+
+
+def test_layers_whose_events_differ_are_not_chosen_together() -> None:
+    class Mine(Pooled):
+        name = "mine"
+        layout = "layer-ragged"
+        counts_from_data = False
+
+    with pytest.raises(KeepsetError, match="mine looks across layers whose quotas differ"):
+        check(config(), Recipe.of(Mine(), keep=96))
 
 
 def test_another_version_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,15 +166,16 @@ LAYERS = [
     ({}, {"alibi_slopes": [0.5]}, "adds to its logits what depends on distance (ALiBi)"),
     ({}, {"logits_soft_cap": 30.0}, "caps its logits"),
     ({}, {"sinks": object()}, "has attention sinks inside its softmax"),
+    ({}, {"source": None}, "is in a module without qkv_proj, so that what enters it is not found"),
 ]
 
 
 @pytest.mark.parametrize(("own", "of_impl", "reason"), LAYERS, ids=[reason for *_, reason in LAYERS])
 def test_a_layer_that_is_refused(own: dict[str, Any], of_impl: dict[str, Any], reason: str) -> None:
-    impl = SimpleNamespace(**{"alibi_slopes": None, "logits_soft_cap": 0, "sinks": None} | of_impl)
+    impl = SimpleNamespace(**{"alibi_slopes": None, "logits_soft_cap": 0, "sinks": None, "source": 1} | of_impl)
     layer = SimpleNamespace(**{"kv_sharing_target_layer_name": None, "sliding_window": None, "impl": impl} | own)
     with pytest.raises(KeepsetError) as refused:
-        check_layer("model.layers.7.self_attn.attn", layer)
+        check_layer("model.layers.7.self_attn.attn", layer, tapped=True)
     assert str(refused.value) == f"keepset cannot serve this model: its layer model.layers.7.self_attn.attn {reason}."
 
 
@@ -206,14 +229,14 @@ def test_rotations_that_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_engines_that_are_refused_say_why() -> None:
     ask = [Ask([1, 2, 3], 1)]
     answers = raw(
-        Scenario("h2o(keep=0.5)", ask),
+        Scenario("gvote", ask, engine={"enforce_eager": False}),
         Scenario("pyramid(snapkv, keep=128)", ask, engine={"enable_prefix_caching": True}),
         Scenario("snapkv(keep=0.25)", ask, engine={"kv_cache_dtype": "fp8"}),
         Scenario("mass", ask, engine={"kv_transfer_config": None}),
         Scenario(None, ask, engine={"additional_config": {"keepset": "snapkv(kep=0.25)"}}),
     )
     sentences = [
-        "KeepsetError: keepset cannot serve h2o(keep=0.5): h2o looks at the prompt's whole attention",
+        "KeepsetError: keepset cannot serve gvote: compiled code does not show the hidden states that it looks at",
         "KeepsetError: keepset cannot serve pyramid(snapkv, keep=128): its layers keep different numbers of entries",
         "KeepsetError: keepset cannot serve snapkv(keep=0.25): a quantized KV cache (fp8",
         "KeepsetError: keepset cannot serve mass: how much it keeps depends on the data",
@@ -221,3 +244,9 @@ def test_engines_that_are_refused_say_why() -> None:
     ]
     for answer, sentence in zip(answers, sentences, strict=True):
         assert isinstance(answer, str) and sentence in answer, answer
+
+
+@pytest.mark.parametrize("recipe", ["h2o(keep=96, every=24)", "gvote(every=24)"])
+def test_what_only_a_prompt_tells_is_not_there_later(recipe: str) -> None:
+    with pytest.raises(KeepsetError, match=r"whole prompt.*leave every= out\."):
+        check(config(**SERVED), Recipe.parse(recipe))

@@ -1,0 +1,83 @@
+"""`LayerInput`: the hidden states that enter a layer's attention. vLLM hands the layer no more than queries.
+
+The module that holds the attention layer knows both. It is found when it takes the layer in, while the model is
+built, by a hook that PyTorch offers for that.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils.hooks import RemovableHandle
+
+from keepset.errors import KeepsetError
+
+
+class LayerInput:
+    """What enters the attention of one layer, and the queries that it makes of other hidden states.
+
+    Args:
+        module: holds the attention layer and its projection `qkv_proj`; where it has one, `q_norm`.
+        heads, head_dim: of its queries.
+
+    Attributes:
+        hidden: of the forward under way.
+    """
+
+    def __init__(self, module: Any, heads: int, head_dim: int) -> None:
+        # Weakly, because the module holds the attention layer, which holds this.
+        self._module: Callable[[], Any] = weakref.ref(module)
+        self._heads, self._head_dim = heads, head_dim
+        self.hidden: Float[Tensor, "n hidden"] | None = None
+        self._checked = False
+        module.qkv_proj.register_forward_pre_hook(self._enter)
+
+    def _enter(self, projection: nn.Module, args: tuple[Any, ...]) -> None:
+        (self.hidden,) = args
+
+    def queries(self, hidden: Float[Tensor, "batch n hidden"]) -> Float[Tensor, "batch query_heads n head_dim"]:
+        """Queries that the layer makes of these hidden states, before rotation."""
+        module = self._module()
+        # `forward`, because calling it would run the hook.
+        projected, *_ = module.qkv_proj.forward(hidden.flatten(0, 1))
+        queries = projected[:, : self._heads * self._head_dim].reshape(-1, self._heads, self._head_dim)
+        norm = getattr(module, "q_norm", None)
+        queries = queries if norm is None else norm(queries)
+        return queries.unflatten(0, hidden.shape[:2]).transpose(1, 2)
+
+    def check(
+        self, queries: Float[Tensor, "batch query_heads n head_dim"], hidden: Float[Tensor, "batch n hidden"]
+    ) -> None:
+        """Compares, once, queries before rotation with what comes of their hidden states.
+
+        Raises:
+            KeepsetError: the model makes its queries in another way than is known here.
+        """
+        if self._checked:
+            return
+        made = self.queries(hidden).float()
+        tolerance = 1e-3 if hidden.dtype == torch.float32 else 5e-2
+        if not torch.allclose(made, queries, rtol=tolerance, atol=tolerance * float(made.abs().max() + 1e-6)):
+            raise KeepsetError(
+                "This model makes queries of hidden states in a way that keepset does not know under vLLM: choose "
+                "a method that does not look at hidden states, such as snapkv."
+            )
+        self._checked = True
+
+
+def tap() -> RemovableHandle:
+    """From now on every attention layer that a module takes in knows its input, as `layer.impl.source`."""
+    from vllm.model_executor.layers.attention import Attention
+
+    def taken_in(module: nn.Module, name: str, child: nn.Module | None) -> None:
+        if isinstance(child, Attention) and hasattr(module, "qkv_proj"):
+            impl: Any = child.impl
+            impl.source = LayerInput(module, impl.num_heads, impl.head_size)
+
+    return register_module_module_registration_hook(taken_in)
