@@ -155,6 +155,15 @@ class Allocator(Method):
 
     scorer: Method
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scorer.across_layers and not self.across_layers:
+            inner = self.scorer.name
+            raise KeepsetError(
+                f"{self.name} looks at one layer alone, and {inner} at all of them together: put {self.name} inside, "
+                f"as in {inner}({self.name}(snapkv)), or leave one of them out."
+            )
+
     def inner(self) -> Iterator[Method]:
         """The method that it divides a budget for, the one inside that, and so on."""
         yield self.scorer

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -16,13 +17,23 @@ from keepset.select import top_mask
 def total_entries(observations: Sequence[Observation], budget: Budget) -> Int[Tensor, " batch"]:
     """Entries that all KV heads of all these layers may keep together, for every request.
 
-    A fraction is taken of all entries at once, and only then rounded down.
+    A fraction is taken of all entries at once, and only then rounded down. What some layers or heads are too short
+    for, the others may keep.
     """
+    existing = torch.stack([observation.valid.sum((1, 2)) for observation in observations]).sum(0)
+    if budget.keep is None:
+        return existing
     if isinstance(budget.keep, float):
-        existing = torch.stack([observation.valid.sum((1, 2)) for observation in observations]).sum(0)
         # As in Budget: 0.29 * 100 is 28.999...96 in binary.
         return (existing.double() * budget.keep + 1e-9).floor().long().clamp(min=1)
-    return torch.stack([budget.quotas(observation).sum(1) for observation in observations]).sum(0)
+    heads = sum(observation.keys.shape[1] for observation in observations)
+    return (budget.aim(observations[0]) * heads).minimum(existing)
+
+
+def padded(ranked: Sequence[Float[Tensor, "batch kv_heads _"]]) -> list[Float[Tensor, "batch kv_heads entries"]]:
+    """Rankings of several layers with as many places each: -inf where there is no entry."""
+    longest = max(order.shape[-1] for order in ranked)
+    return [F.pad(order, (0, longest - order.shape[-1]), value=float("-inf")) for order in ranked]
 
 
 def pooled_counts(

@@ -133,6 +133,8 @@ def recipe(method: str, keep: int | float) -> str:
         "r_kv": "window=5, kernel=3, ",
         "lagkv": "lag=5, skip=2, ",
         "chunkkv": "chunk=5, ",
+        "zigzag": "window=5, ",
+        "dynamic": "interval=3, ",
         "ams": "window=5, kernel=3, segment_mass=0.2, min_segment=2, max_segment=6, ",
         "expected_attention": "future=16, ",
         "gvote": "p_nuc=1.0, future=16, ",  # everything has a vote: what stays is what keep says

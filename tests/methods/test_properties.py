@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from keepset import METHODS, Budget, KeepSet, Method, Observation
 from keepset.method import Allocator
-from keepset.observation import QueryMoments
+from keepset.observation import QueryMoments, SecondPassColumns
 from tests.methods.naive import (
     DTYPES,
     Project,
@@ -33,6 +33,8 @@ SMALL = {
     "r_kv": dict(window=3, kernel=3),
     "lagkv": dict(lag=3, skip=1),
     "chunkkv": dict(chunk=3),
+    "zigzag": dict(window=4),
+    "dynamic": dict(interval=2),
     "ams": dict(window=4, kernel=3, segment_mass=0.2, min_segment=2, max_segment=6),
     "gvote": dict(p_nuc=1.0, future=3),  # everything has a vote: what stays is what keep says
 }
@@ -91,6 +93,20 @@ class Case:
                 positions[request, head, :length] = torch.cat([older, torch.tensor([newest])])
         return positions
 
+    def wanted_in_all(self, length: int) -> int:
+        """Entries that all layers keep together of `length` in each, on average over heads; one in each at least."""
+        keep, layers, heads = self.budget.keep, len(self.layers), self.shape.kv_heads
+        if isinstance(keep, float):
+            return max(layers, layers * heads * length * round(keep * 100) // 100 // heads)
+        return self.wanted(length) * layers
+
+    def wanted_in_one_pool(self, length: int) -> int:
+        """Entries that all heads of all layers keep together of `length` in each; one in each at least."""
+        keep, heads = self.budget.keep, len(self.layers) * self.shape.kv_heads
+        if isinstance(keep, float):
+            return max(heads, heads * length * round(keep * 100) // 100)
+        return self.wanted(length) * heads
+
     def wanted(self, length: int) -> int:
         """Entries that the average head keeps of `length`, in whole numbers."""
         keep = self.budget.keep
@@ -145,11 +161,17 @@ def test_keeps_exactly_what_was_asked_for(name: str, case: Case) -> None:
             assert counts == [[wanted] * case.shape.kv_heads] * len(case.layers)
         elif method.layout == "layer-ragged":
             assert all(len(set(layer)) == 1 for layer in counts)
+            if method.across_layers:
+                assert sum(layer[0] for layer in counts) == case.wanted_in_all(length)
+                assert all(1 <= layer[0] <= length for layer in counts)
             # What entries are there after an earlier compression may be too few for the first layers' shares.
-            if case.dropped and isinstance(case.budget.keep, int):
+            elif case.dropped and isinstance(case.budget.keep, int):
                 assert all(layer[0] <= length for layer in counts)
             else:
                 assert sum(layer[0] for layer in counts) == wanted * len(case.layers)
+        elif method.across_layers:
+            assert sum(map(sum, counts)) == case.wanted_in_one_pool(length)
+            assert all(1 <= head <= length for layer in counts for head in layer)
         else:
             assert [sum(layer) for layer in counts] == [wanted * case.shape.kv_heads] * len(case.layers)
 
@@ -259,7 +281,8 @@ def test_permuting_the_batch_permutes_the_answer(name: str, case: Case, data: st
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_numbers_that_overflowed_change_no_count(name: str, poison: float) -> None:
     observation = observe(Shape((20, 13), 2, 2, 4, 4))
-    for tensor in (observation.keys, observation.values, observation.columns("sum")):
+    told = [tensor for seen in observation.second_passes.values() for tensor in seen.statistics.values()]
+    for tensor in (observation.keys, observation.values, observation.columns("sum"), *told):
         tensor[0, 0, 3] = poison
         tensor[1, :, 5:] = poison
     method = make(name)
@@ -294,6 +317,12 @@ def permuted(observation: Observation, order: list[int]) -> Observation:
         hidden_moments=hidden_of(observation, order),
         future_queries=Project(projection(observation), Rope(tuple(observation.lengths[order].tolist()))),
         statistics=observation.statistics,
+        second_passes={
+            needed: SecondPassColumns(
+                {name: column[order] for name, column in told.statistics.items()}, told.tokens[order]
+            )
+            for needed, told in observation.second_passes.items()
+        },
         output_projection=observation.output_projection,
         layer=observation.layer,
         layers=observation.layers,
