@@ -10,12 +10,8 @@ from typing import Any
 from keepset.allocate.adakv import AdaKV
 from keepset.allocate.ams import AMS
 from keepset.allocate.chunkkv import ChunkKV
-from keepset.allocate.composite import Composite
 from keepset.allocate.criticalkv import CriticalKV
 from keepset.allocate.dynamic import Dynamic
-from keepset.allocate.kvcompose import KVCompose
-from keepset.allocate.kvzip import KVZip
-from keepset.allocate.pool import Pool
 from keepset.allocate.pyramid import Pyramid
 from keepset.allocate.uniform import Uniform
 from keepset.allocate.zigzag import ZigZag
@@ -30,7 +26,6 @@ from keepset.methods.lagkv import LagKV
 from keepset.methods.qfilter import QFilter
 from keepset.methods.r_kv import RKV
 from keepset.methods.random import Random
-from keepset.methods.received import Received
 from keepset.methods.rpc import RPC
 from keepset.methods.snapkv import SnapKV
 from keepset.methods.streaming_llm import StreamingLLM
@@ -54,9 +49,6 @@ _methods: dict[str, type[Method]] = {
         QFilter,
         TriAttention,
         GVote,
-        Received,
-        KVCompose,
-        KVZip,
         Uniform,
         Pyramid,
         ChunkKV,
@@ -65,8 +57,6 @@ _methods: dict[str, type[Method]] = {
         CriticalKV,
         ZigZag,
         Dynamic,
-        Composite,
-        Pool,
     )
 }
 
