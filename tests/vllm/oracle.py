@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.models.llama.modeling_llama import rotate_half
 
 from keepset import Observation, Recipe
-from keepset.observation import QueryMoments
+from keepset.observation import HiddenMoments, QueryMoments
 
 NAME = "one_head_at_a_time"
 _REMEMBERED = 6
@@ -40,7 +40,7 @@ class Head:
 
 @dataclass
 class Layer:
-    """One layer: its heads, and all queries so far, after and before rotation, `[query_heads, n, head_dim]`.
+    """One layer: its heads, its input, and all queries so far, after and before rotation, `[query_heads, n, head_dim]`.
 
     `blocks_gone` counts the leading blocks that the engine can do without, where only the data say how many.
     """
@@ -48,11 +48,12 @@ class Layer:
     heads: list[Head]
     queries: Tensor
     unrotated: Tensor
+    hidden: Tensor
     blocks_gone: int = 0
 
     def copy(self) -> Layer:
         """Independent of what happens to this one: tensors are replaced, never written to."""
-        return Layer(list(self.heads), self.queries, self.unrotated, self.blocks_gone)
+        return Layer(list(self.heads), self.queries, self.unrotated, self.hidden, self.blocks_gone)
 
 
 @dataclass
@@ -79,13 +80,13 @@ class Oracle:
         self.model, self.block_size = model, block_size
         self._layers: list[Layer] = []
         self._start = 0
-        self._raw: dict[int, Tensor] = {}
+        self._raw: dict[int, tuple[Tensor, Tensor]] = {}  # a layer's input, and its queries before rotation
         # What methods wrote beside entries, by layer, name, head and position.
         self._memory: dict[int, dict[str, list[dict[int, float]]]] = {}
         self._prompts: OrderedDict[tuple[int, ...], tuple[list[Layer], Tensor, Tensor]] = OrderedDict()
         for index, layer in enumerate(model.model.layers):
             layer.self_attn.q_proj.register_forward_hook(
-                lambda module, args, output, index=index: self._raw.__setitem__(index, output)
+                lambda module, args, output, index=index: self._raw.__setitem__(index, (args[0], output))
             )
 
     def replay(
@@ -155,13 +156,15 @@ class Oracle:
         """Appends the new entries, and attends head by head."""
         new, index = query.shape[2], module.layer_idx
         group = query.shape[1] // key.shape[1]
-        raw = self._raw[index].view(1, new, query.shape[1], -1).transpose(1, 2)[0]
+        hidden, projected = self._raw[index]
+        raw = projected.view(1, new, query.shape[1], -1).transpose(1, 2)[0]
         if index == len(self._layers):
             empty = [Head(key[0, 0, :0], value[0, 0, :0], []) for _ in range(key.shape[1])]
-            self._layers.append(Layer(empty, query[0, :, :0], raw[:, :0]))
+            self._layers.append(Layer(empty, query[0, :, :0], raw[:, :0], hidden[0, :0]))
         layer = self._layers[index]
         layer.queries = torch.cat([layer.queries, query[0]], 1)
         layer.unrotated = torch.cat([layer.unrotated, raw], 1)
+        layer.hidden = torch.cat([layer.hidden, hidden[0]])
         output = torch.empty(1, new, query.shape[1], value.shape[-1])
         mine = torch.arange(self._start, self._start + new)
         for number, head in enumerate(layer.heads):
@@ -171,9 +174,9 @@ class Oracle:
                 head.positions + mine.tolist(),
             )
             layer.heads[number] = longer
-            hidden = torch.tensor(longer.positions)[None] > mine[:, None]
+            future = torch.tensor(longer.positions)[None] > mine[:, None]
             for member in range(number * group, (number + 1) * group):
-                logits = (query[0, member] @ longer.keys.t() * scaling).masked_fill(hidden, float("-inf"))
+                logits = (query[0, member] @ longer.keys.t() * scaling).masked_fill(future, float("-inf"))
                 output[0, :, member] = logits.softmax(-1) @ longer.values
         return output, None
 
@@ -182,9 +185,11 @@ class Oracle:
         kept: dict[int, list[list[int]]] = {}
         left: list[int] = []
         method = recipe.method
+        observations = [self._observe(recipe, index, layer, at, prompt) for index, layer in enumerate(self._layers)]
+        chosen = method.select_all(observations, recipe.budget)
         for index, layer in enumerate(self._layers):
             old = [[position for position in head.positions if position < at] for head in layer.heads]
-            answer, state = self._select(recipe, index, layer, at, prompt)
+            answer = [chosen.positions(index, 0, number).tolist() for number in range(len(old))]
             if method.fixed_total:
                 average = -(-sum(map(len, answer)) // len(answer))
                 if at - average < (1 if method.equal_heads else self.block_size) or answer == old:
@@ -193,16 +198,14 @@ class Oracle:
             if not method.fixed_total and not self._fits(layer, [len(head) for head in answer], at, length):
                 left.append(index)
                 continue
-            self._remember(index, layer.heads, state)
+            self._remember(index, layer.heads, observations[index].state)
             newer = [[position for position in head.positions if position >= at] for head in layer.heads]
             layer.heads = [head.only(stay + new) for head, stay, new in zip(layer.heads, answer, newer, strict=True)]
         if kept:
             found.events.append((at, kept, left))
 
-    def _select(
-        self, recipe: Recipe, index: int, layer: Layer, at: int, prompt: int
-    ) -> tuple[list[list[int]], dict[str, Tensor]]:
-        """Positions that each head is to keep, and what the method remembers of its entries."""
+    def _observe(self, recipe: Recipe, index: int, layer: Layer, at: int, prompt: int) -> Observation:
+        """What the method may look at."""
         heads = [head.only(range(at)) for head in layer.heads]
         most = max(len(head.positions) for head in heads)
         keys = torch.zeros(1, len(heads), most, heads[0].keys.shape[-1])
@@ -220,13 +223,18 @@ class Oracle:
                 column[0, number, :have] = torch.tensor([memory.get(position, 0.0) for position in head.positions])
         needs = recipe.method.needs
         window = torch.arange(at - needs.window, at)
-        observation = Observation(
+        columns = self._columns(layer, at) if needs.columns else None
+        return Observation(
             keys=keys,
             values=values,
             positions=positions,
             valid=valid,
             queries=_at(layer.queries, window)[None] if needs.window else None,
             query_positions=window[None] if needs.window else None,
+            column_sum=None if columns is None else columns.sum(1)[None].float(),
+            column_max=None if columns is None else columns.amax(1)[None].float(),
+            hidden_moments={skip: _hidden_moments(layer.hidden[skip:at].double()) for skip in needs.hidden_moments},
+            future_queries=lambda hidden, future: self._future_queries(index, hidden, at, future),
             query_moments={skip: self._moments(layer, skip, needs.buffer, at, prompt) for skip in needs.query_moments},
             lengths=torch.tensor([at]),
             prompts=torch.tensor([prompt]),
@@ -235,8 +243,20 @@ class Oracle:
             layers=range(len(self._layers)),
             state=state,
         )
-        kept = recipe.method.select(observation, recipe.budget)
-        return [kept.positions(index, 0, number).tolist() for number in range(len(heads))], observation.state
+
+    def _columns(self, layer: Layer, at: int) -> Tensor:
+        """The whole attention of a prompt that nothing has compressed, `[query_heads, n, n]`."""
+        group = layer.queries.shape[0] // len(layer.heads)
+        keys = torch.stack([head.keys[:at] for head in layer.heads]).repeat_interleave(group, 0).double()
+        logits = layer.queries[:, :at].double() @ keys.transpose(1, 2) * keys.shape[-1] ** -0.5
+        return logits.masked_fill(torch.ones(at, at).triu(1).bool(), float("-inf")).softmax(-1)
+
+    @torch.no_grad()
+    def _future_queries(self, index: int, hidden: Tensor, at: int, future: int) -> Tensor:
+        """Queries of these hidden states, turned as the mean of the positions to come does."""
+        projected = self.model.model.layers[index].self_attn.q_proj(hidden[0])
+        heads = projected.view(hidden.shape[1], self.model.config.num_attention_heads, -1).transpose(0, 1)
+        return (heads @ self._mean_rotation(at, future, heads.shape[-1]))[None]
 
     def _moments(self, layer: Layer, skip: int, buffer: int, at: int, prompt: int) -> QueryMoments:
         """Of the whole prompt at its end, of the newest queries later."""
@@ -288,6 +308,11 @@ def newest_event(recipe: Recipe, prompt: int, start: int, stop: int) -> int:
     if every is not None:
         points += range(prompt + every, stop + 1, every)
     return max((point for point in points if start < point <= stop), default=0)
+
+
+def _hidden_moments(rows: Tensor) -> HiddenMoments:
+    rows = rows if len(rows) else rows.new_zeros(1, rows.shape[1])
+    return HiddenMoments(rows.mean(0)[None].float(), rows.var(0, unbiased=False)[None].float())
 
 
 def _at(rows: Tensor, positions: Tensor) -> Tensor:

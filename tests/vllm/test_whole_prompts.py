@@ -1,0 +1,74 @@
+"""Recipes that look across layers, at the attention of the whole prompt, or at hidden states: as under transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import keepset
+from keepset import Recipe, models
+from tests.vllm.compared import CHUNKED, asks, check_cache, check_oracle, fed, result
+from tests.vllm.engine import Ask, Scenario, raw
+from tests.vllm.oracle import Oracle
+
+ONCE = [
+    "gvote",
+    "pooled(heads=False, keep=0.3)",
+]
+"""Undisturbed."""
+AGAIN = {
+    "h2o(keep=0.3)": {"enable_prefix_caching": True},
+    "pooled(keep=2000, every=24)": {},
+}
+"""Preempted, and asked the same once more."""
+TOKENS = 64
+
+
+@pytest.fixture(scope="module")
+def prompts(essay: list[int]) -> list[Ask]:
+    return asks(essay, (300, 150, 517), TOKENS)
+
+
+@pytest.fixture(scope="module")
+def repeated(prompts: list[Ask]) -> list[Ask]:
+    return [*prompts, Ask(prompts[0].ids, TOKENS, add=30)]
+
+
+@pytest.fixture(scope="module")
+def engines(prompts: list[Ask], repeated: list[Ask], shallow: Path) -> dict[str, Any]:
+    engine = CHUNKED | {"model": str(shallow)}
+    once = [Scenario(recipe, prompts, engine=engine) for recipe in ONCE]
+    again = [Scenario(recipe, repeated, preempt=[12], engine=engine | own) for recipe, own in AGAIN.items()]
+    return dict(zip((*ONCE, *AGAIN), raw(*once, *again), strict=True))
+
+
+@pytest.mark.parametrize("recipe", [*ONCE, *AGAIN])
+def test_it_is_the_reference(
+    recipe: str, engines: dict[str, Any], prompts: list[Ask], repeated: list[Ask], shallow_oracle: Oracle
+) -> None:
+    engine = result(engines, recipe)
+    check_oracle(shallow_oracle, recipe, repeated if recipe in AGAIN else prompts, engine)
+    assert all(engine.events) and not any(event["left"] for events in engine.events for event in events)
+    assert engine.stats["blocks_freed"] > 0
+
+
+@pytest.mark.parametrize("recipe", ONCE)
+def test_it_is_the_transformers_runtime(
+    recipe: str, engines: dict[str, Any], prompts: list[Ask], shallow: Path
+) -> None:
+    engine, (model, _) = result(engines, recipe), models.load(str(shallow))
+    for index, ask in enumerate(prompts):
+        cache = keepset.Cache(model, recipe, prompt_length=len(ask.ids), history=True)
+        tokens = engine.tokens[index]
+        assert tokens is not None
+        assert fed(model, cache, Recipe.parse(recipe), ask.ids, tokens) == tokens
+        check_cache(cache, engine, index)
+
+
+@pytest.mark.parametrize("recipe", AGAIN)
+def test_preempted_requests_see_their_whole_prompt_again(recipe: str, engines: dict[str, Any]) -> None:
+    engine = result(engines, recipe)
+    assert sum(engine.preemptions) == 3
+    assert not any(engine.cached)  # of shared pages it would not see the queries
