@@ -77,6 +77,7 @@ class Collector:
         """An independent copy."""
         twin = copy.copy(self)
         twin.seconds, twin._window = self.seconds.copy(), self._window.fork()
+        twin._columns = [copy.copy(row) for row in self._columns]
         twin._queries = {skip: copy.copy(moments) for skip, moments in self._queries.items()}
         twin._hidden = {skip: copy.copy(moments) for skip, moments in self._hidden.items()}
         return twin

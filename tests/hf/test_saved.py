@@ -1,0 +1,445 @@
+"""Saved contexts: what goes on from a file is what goes on in memory, and whatever else is refused in one sentence."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import keepset
+from keepset import KeepsetError
+from keepset.hf import saved
+from tests.hf.models import GREEDY, LAYOUTS, extended, full, generate, left_padded, prompt, same_keep_set, tiny
+
+RECIPES = {
+    **{name: recipe.format(keep=12) for name, recipe in LAYOUTS.items()},
+    "columns": "h2o(keep=12)",
+    "moments": "expected_attention(future=16, keep=12)",
+    "regions": "ams(snapkv(window=4), window=5, kernel=3, sinks=2, recent=4, keep=12)",
+    "statistics": "qfilter(keep=12)",
+    "chance": "random(keep=12)",
+}
+AGAIN = {
+    "dense": "snapkv(window=5, kernel=3, keep=12, every=4)",
+    "layer-ragged": "pyramid(snapkv(window=4), keep=12, every=3)",
+    "head-ragged": "adakv(snapkv(window=4), keep=12, every=5)",
+    "moments": "expected_attention(future=16, buffer=6, keep=12, every=4)",
+    "later": "tova(keep=8, prefill=False, every=6)",
+    "protected": "snapkv(window=4, keep=44, every=3, protect_prompt=True)",
+    "regions": "ams(snapkv(window=4), window=5, kernel=3, sinks=2, recent=4, keep=12, every=4)",
+}
+
+
+@torch.no_grad()
+def feed(model: Any, past: Any, ids: Tensor, mask: Tensor) -> Tensor:
+    """The logits of these tokens, which follow what is cached; the mask covers all."""
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+    return model(ids, attention_mask=mask, position_ids=positions, past_key_values=past).logits
+
+
+def context(model: Any, recipe: str, ids: Tensor, mask: Tensor | None = None) -> keepset.Cache:
+    past = keepset.Cache(model, recipe)
+    feed(model, past, ids, torch.ones_like(ids) if mask is None else mask)
+    return past
+
+
+def again(past: keepset.Cache, model: Any, folder: Path) -> keepset.Cache:
+    past.save(folder / "context")
+    return keepset.Cache.load(folder / "context", model)
+
+
+@torch.no_grad()
+def answer(model: Any, past: keepset.Cache, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Any:
+    return model.generate(**past.ask(ids, mask), **{**GREEDY, "max_new_tokens": 8, **options})
+
+
+def contents(past: keepset.Cache) -> list[Tensor]:
+    """All tensors of the compressed layers, in a fixed order."""
+    return [column for layer in past.kept_layers.values() for _, column in sorted(layer.store.packed.items())]
+
+
+def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(
+        a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+# --- what goes on from a file
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_loaded_context_goes_on_as_the_one_in_memory(tmp_path: Path, data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(["llama", "llama_mqa", "llama_mha", "llama_odd_head", "gemma3", "gpt2"]))
+    recipe = data.draw(st.sampled_from([*RECIPES.values(), *AGAIN.values()]))
+    batch, length = data.draw(st.integers(1, 3)), data.draw(st.integers(14, 40))
+    if "statistics" in recipe or name == "gpt2":
+        recipe = LAYOUTS["head-ragged"].format(keep=0.5)
+    model = tiny(name)
+    ids, mask = left_padded(
+        prompt(batch, length, 1), data.draw(st.lists(st.integers(0, 6), min_size=batch, max_size=batch))
+    )
+    past = context(model, recipe, ids, mask)
+    for said in data.draw(st.lists(st.integers(1, 5), max_size=3)):  # what is said before it is saved
+        turn, turn_mask = left_padded(
+            prompt(batch, said, said), data.draw(st.lists(st.integers(0, said - 1), min_size=batch, max_size=batch))
+        )
+        mask = torch.cat([mask, turn_mask], 1)
+        feed(model, past, turn, mask)
+    loaded = again(past, model, tmp_path)
+
+    assert str(loaded.recipe) == str(past.recipe) == str(keepset.Recipe.parse(recipe))
+    assert loaded.get_seq_length() == past.get_seq_length() == mask.shape[1]
+    assert same(contents(past), contents(loaded))
+    if name != "gemma3":  # in memory a sliding window is a view of all that has passed
+        assert loaded.nbytes == past.fork().nbytes
+    for ours, theirs in zip(past.events[-1:], loaded.events, strict=True):
+        assert (ours.length, ours.entries, ours.kept) == (theirs.length, theirs.entries, theirs.kept)
+        assert same_keep_set(ours.keep_set, theirs.keep_set)
+    for said in (1, 7, 1, 1, 4):
+        turn = prompt(batch, said, 9)
+        mask = extended(mask, mask.shape[1] + said)
+        assert torch.equal(feed(model, past, turn, mask), feed(model, loaded, turn, mask))
+    assert same(contents(past), contents(loaded))
+    assert [event.length for event in past.events][-len(loaded.events) :] == [event.length for event in loaded.events]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_in_half_precision_too(tmp_path: Path, layout: str) -> None:
+    model = copy.deepcopy(tiny("llama")).bfloat16()
+    past = context(model, RECIPES[layout], prompt(2, 30))
+    loaded = again(past, model, tmp_path)
+    assert contents(loaded)[0].dtype == torch.bfloat16
+    assert torch.equal(answer(model, past, prompt(2, 5)).sequences, answer(model, loaded, prompt(2, 5)).sequences)
+
+
+def test_a_context_of_one_token(tmp_path: Path) -> None:
+    model = tiny("llama")
+    past = context(model, "knorm(keep=0.5)", prompt(1, 1))
+    loaded = again(past, model, tmp_path)
+    assert torch.equal(answer(model, past, prompt(1, 1)).sequences, answer(model, loaded, prompt(1, 1)).sequences)
+
+
+def test_not_a_number_stays_one(tmp_path: Path) -> None:
+    model = tiny("llama")
+    past = context(model, "knorm(keep=12)", prompt(1, 20))
+    past.kept_layers[1].store.packed["values"][3] = torch.nan
+    loaded = again(past, model, tmp_path)
+    assert loaded.kept_layers[1].store.packed["values"][3].isnan().all()
+
+
+def test_the_same_file_whether_it_grew_or_not(tmp_path: Path) -> None:
+    # What a store has allocated ahead of its entries is not written.
+    model = tiny("llama")
+    ids, mask = prompt(1, 30), torch.ones(1, 31, dtype=torch.long)
+    past = context(model, RECIPES["head-ragged"], ids)
+    feed(model, past, prompt(1, 1), mask)
+    past.save(tmp_path / "grown")
+    past.fork().save(tmp_path / "exact")
+    assert (tmp_path / "grown").read_bytes() == (tmp_path / "exact").read_bytes()
+    assert (tmp_path / "grown").stat().st_size < past.fork().nbytes + 20_000
+
+
+# --- asking
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2"])
+@pytest.mark.parametrize("padding", [[0, 0], [0, 9]], ids=["whole", "padded"])
+def test_asking_is_generating_from_context_and_question(name: str, padding: list[int]) -> None:
+    model = tiny(name)
+    if name == "lfm2" and any(padding):
+        pytest.skip("its convolutions see padding")
+    ids, mask = left_padded(prompt(2, 40), padding)
+    question, question_mask = left_padded(prompt(2, 7, 3), [0, 2])
+    past = context(model, RECIPES["head-ragged"], ids, mask)
+    usual = generate(
+        model, torch.cat([ids, question], 1), past.fork(), torch.cat([mask, question_mask], 1), max_new_tokens=8
+    )
+    asked = answer(model, past, question, question_mask)
+    assert torch.equal(asked.sequences, usual.sequences[:, 40:])
+    assert torch.equal(torch.stack(asked.logits), torch.stack(usual.logits))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_context_that_keeps_all_answers_as_the_model(tmp_path: Path, layout: str) -> None:
+    model = tiny("qwen3")
+    ids, question = prompt(1, 40), prompt(1, 6, 2)
+    expected = full(model, torch.cat([ids, question], 1), max_new_tokens=8).sequences[:, 40:]
+    loaded = again(context(model, LAYOUTS[layout].format(keep=1.0), ids), model, tmp_path)
+    assert torch.equal(answer(model, loaded, question).sequences, expected)
+
+
+def test_many_questions_at_once(tmp_path: Path) -> None:
+    model = tiny("llama")
+    loaded = again(context(model, RECIPES["head-ragged"], prompt(1, 40)), model, tmp_path)
+    ids, mask = left_padded(prompt(3, 7, 5), [0, 3, 6])
+    together = answer(model, loaded, ids, mask).sequences
+    for row, padding in enumerate([0, 3, 6]):
+        alone = answer(model, loaded, ids[row : row + 1, padding:]).sequences
+        assert torch.equal(together[row, padding:], alone[0])
+
+
+def test_beams_say_what_to_do_and_then_work(tmp_path: Path) -> None:
+    model = tiny("llama")
+    ids, question = prompt(1, 40), prompt(1, 6, 2)
+    loaded = again(context(model, LAYOUTS["head-ragged"].format(keep=1.0), ids), model, tmp_path)
+    with pytest.raises(
+        KeepsetError, match=r"holds 1 requests, and the input has 3: call cache.batch_repeat_interleave"
+    ):
+        answer(model, loaded, question, num_beams=3)
+    inputs = loaded.ask(question)
+    inputs["past_key_values"].batch_repeat_interleave(3)
+    expected = full(model, torch.cat([ids, question], 1), max_new_tokens=6, num_beams=3).sequences[:, 40:]
+    model.set_attn_implementation("keepset")
+    with torch.no_grad():
+        beams = model.generate(**inputs, **{**GREEDY, "max_new_tokens": 6, "num_beams": 3})
+    assert torch.equal(beams.sequences, expected)
+
+
+def test_rows_that_do_not_fit() -> None:
+    model = tiny("llama")
+    past = context(model, "knorm(keep=12)", prompt(2, 20))
+    for ids in (prompt(3, 4), prompt(1, 4), prompt(2, 0)):
+        with pytest.raises(KeepsetError, match="and the cache 2 requests: give at least one token for each of them"):
+            past.ask(ids)
+
+
+# --- forks
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2"])
+@pytest.mark.parametrize("recipe", [*RECIPES.values(), *AGAIN.values()])
+def test_questions_do_not_disturb_each_other(name: str, recipe: str) -> None:
+    if name != "llama" and recipe in (RECIPES["statistics"], RECIPES["moments"], AGAIN["moments"]):
+        pytest.skip("the model's own layers are what this is about")
+    model = tiny(name)
+    ids = prompt(1, 40)
+    past = context(model, recipe, ids)
+    before = [column.clone() for column in contents(past)]
+    questions = [prompt(1, n, n) for n in (6, 3, 9)]
+    fresh = [generate(model, torch.cat([ids, q], 1), context(model, recipe, ids), max_new_tokens=8) for q in questions]
+    forks = [past.fork() for _ in questions]
+    # Token by token in turns, so that what one writes the next one would read.
+    for fork, question in zip(forks, questions, strict=True):
+        feed(model, fork, question[:, :-1], torch.ones(1, 40 + question.shape[1] - 1, dtype=torch.long))
+    if "every" not in recipe:  # there a question in two parts may have an event between them
+        for fork, question, expected in zip(forks, questions, fresh, strict=True):
+            output = generate(model, torch.cat([ids, question], 1), fork, max_new_tokens=8)
+            assert torch.equal(output.sequences, expected.sequences)
+    for question, expected in zip(questions, fresh, strict=True):
+        assert torch.equal(answer(model, past, question).sequences, expected.sequences[:, 40:])
+    assert same(contents(past), before)
+    assert past.get_seq_length() == 40
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_forks_in_the_middle_of_a_prompt(name: str, recipe: str) -> None:
+    if name != "llama" and recipe in ("statistics", "moments"):
+        pytest.skip("the model's own layers are what this is about")
+    model = tiny(name)
+    ends = [prompt(2, 22, seed) for seed in (7, 8)]
+    begin = prompt(2, 18)
+    short, whole = torch.ones(2, 18, dtype=torch.long), torch.ones(2, 40, dtype=torch.long)
+
+    def begun() -> keepset.Cache:
+        past = keepset.Cache(model, RECIPES[recipe], prompt_length=40)
+        feed(model, past, begin, short)
+        return past
+
+    alone = [begun(), begun()]
+    past = begun()
+    for end, reference, fork in zip(ends, alone, [past.fork(), past], strict=True):
+        feed(model, reference, end, whole)
+        feed(model, fork, end, whole)
+        assert same_keep_set(reference.keep_set, fork.keep_set)
+        assert same(contents(reference), contents(fork))
+
+
+# --- what is refused
+
+
+def refusal(path: Path, model: Any) -> str:
+    with pytest.raises(KeepsetError) as caught:
+        keepset.Cache.load(path, model)
+    message = str(caught.value)
+    assert message.endswith(".") and "\n" not in message and message.count(". ") == 0
+    return message
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "context"
+    context(tiny("llama"), RECIPES["head-ragged"], prompt(1, 30)).save(path)
+    return path
+
+
+def rewritten(path: Path, **changes: Any) -> None:
+    with safetensors.safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in list(file.keys())}
+        metadata = json.loads(file.metadata()["keepset_context"])
+    safetensors.torch.save_file(tensors, path, {"keepset_context": json.dumps({**metadata, **changes})})
+
+
+def test_what_a_file_says_of_itself(path: Path) -> None:
+    header = saved.header(path)
+    assert (header.recipe, header.model, header.tokens) == (
+        RECIPES["head-ragged"],
+        tiny("llama").config.name_or_path,
+        30,
+    )
+    with safetensors.safe_open(path, framework="pt") as file:
+        metadata = json.loads(file.metadata()["keepset_context"])
+    assert (metadata["format"], metadata["keepset"]) == (1, keepset.__version__)
+    assert [entry.name for entry in path.parent.iterdir()] == ["context"]
+
+
+def test_no_such_file(tmp_path: Path) -> None:
+    for place in (tmp_path / "absent", tmp_path):
+        assert "There is no file" in refusal(place, tiny("llama"))
+
+
+@pytest.mark.parametrize("content", [b"", b"words", b"\xff" * 100], ids=["empty", "words", "noise"])
+def test_no_safetensors(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    assert "is damaged or no saved context: give a file that" in refusal(path, tiny("llama"))
+
+
+def test_safetensors_of_something_else(path: Path) -> None:
+    safetensors.torch.save_file({"weight": torch.zeros(3)}, path)
+    assert "is no saved context: give a file that" in refusal(path, tiny("llama"))
+
+
+def test_a_later_version(path: Path) -> None:
+    rewritten(path, format=2)
+    assert "has format 2 of saved contexts, and this keepset reads format 1" in refusal(path, tiny("llama"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"progress": {}}, {"progress": None}, {"layers": 9}, {"layers": "4"}, {"fingerprint": "x"}, {"recipe": "knorm"}],
+)
+def test_metadata_that_was_changed(path: Path, changes: dict[str, Any]) -> None:
+    rewritten(path, **changes)
+    assert "is damaged: build it again" in refusal(path, tiny("llama"))
+
+
+def test_cut_off(path: Path) -> None:
+    whole = path.read_bytes()
+    for size in (4, 100, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        assert "is damaged" in refusal(path, tiny("llama"))
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_damaged_byte_is_noticed(path: Path, data: st.DataObject) -> None:
+    whole = path.read_bytes()
+    place, bit = data.draw(st.integers(0, len(whole) - 1)), data.draw(st.integers(0, 7))
+    damaged = bytearray(whole)
+    damaged[place] ^= 1 << bit
+    path.write_bytes(damaged)
+    try:
+        refusal(path, tiny("llama"))
+    finally:
+        path.write_bytes(whole)
+
+
+def test_another_model(path: Path) -> None:
+    assert "whose architecture differs: LlamaForCausalLM there, Qwen2ForCausalLM here" in refusal(path, tiny("qwen2"))
+    half = copy.deepcopy(tiny("llama")).bfloat16()
+    assert "whose precision differs: float32 there, bfloat16 here: use that model" in refusal(path, half)
+    assert "whose rotation differs" in refusal(path, tiny("llama_yarn"))
+    assert "whose weights differs: use that model" in refusal(path, tiny("llama_mha"))
+    tuned = copy.deepcopy(tiny("llama"))
+    with torch.no_grad():
+        tuned.model.layers[3].mlp.down_proj.weight += 1e-3
+    assert "whose weights differs" in refusal(path, tuned)
+
+
+def test_a_model_that_was_loaded_again_is_the_same(path: Path, tmp_path: Path) -> None:
+    tiny("llama").save_pretrained(tmp_path / "model")
+    model = type(tiny("llama")).from_pretrained(tmp_path / "model")
+    assert keepset.Cache.load(path, model).get_seq_length() == 30
+
+
+def test_a_prompt_that_is_not_whole(tmp_path: Path) -> None:
+    model = tiny("llama")
+    empty, begun = keepset.Cache(model, "knorm(keep=12)"), keepset.Cache(model, "knorm(keep=12)", prompt_length=40)
+    feed(model, begun, prompt(1, 20), torch.ones(1, 20, dtype=torch.long))
+    for past in (empty, begun):
+        for refused in (lambda past=past: past.save(tmp_path / "context"), lambda past=past: past.ask(prompt(1, 3))):
+            with pytest.raises(
+                KeepsetError, match="does not hold a whole prompt yet: run the model on all of it first"
+            ):
+                refused()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_forward_that_broke_off_is_not_saved(tmp_path: Path) -> None:
+    model = copy.deepcopy(tiny("llama"))
+    past = context(model, "knorm(keep=12)", prompt(1, 20))
+
+    def stop(*_: Any) -> None:
+        raise RuntimeError
+
+    handle = model.model.layers[2].register_forward_pre_hook(stop)
+    with pytest.raises(RuntimeError):
+        feed(model, past, prompt(1, 4), torch.ones(1, 24, dtype=torch.long))
+    handle.remove()
+    with pytest.raises(KeepsetError, match="does not hold a whole prompt"):
+        past.save(tmp_path / "context")
+
+
+def test_layers_of_another_kind(tmp_path: Path) -> None:
+    past = context(tiny("lfm2"), "knorm(keep=12)", prompt(1, 20))
+    with pytest.raises(KeepsetError, match="has a LinearAttentionLayer among the layers of its cache"):
+        past.save(tmp_path / "context")
+    with pytest.warns(UserWarning, match="compresses nothing"):
+        past = context(tiny("mistral_window"), "knorm(keep=12)", prompt(1, 20))
+    with pytest.raises(KeepsetError, match="so keepset has nothing to save"):
+        past.save(tmp_path / "context")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_is_gone(tmp_path: Path) -> None:
+    model = copy.deepcopy(tiny("llama"))
+    past = context(model, "knorm(keep=12)", prompt(1, 20))
+    del model
+    gc.collect()
+    with pytest.raises(KeepsetError, match="The model of this cache is gone"):
+        past.save(tmp_path / "context")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
+def test_a_full_disk_leaves_the_old_file(path: Path, monkeypatch: pytest.MonkeyPatch, error: Any) -> None:
+    def half(tensors: Any, name: Path, metadata: Any) -> None:
+        name.write_bytes(b"half")
+        raise error
+
+    before, past = path.read_bytes(), context(tiny("llama"), "knorm(keep=12)", prompt(1, 20))
+    monkeypatch.setattr(safetensors.torch, "save_file", half)
+    with pytest.raises((KeyboardInterrupt, KeepsetError)) as caught:
+        past.save(path)
+    assert path.read_bytes() == before
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    if caught.type is KeepsetError:
+        assert "cannot be written (No space left on device): name another file" in str(caught.value)
+
+
+def test_no_place_for_a_file(tmp_path: Path) -> None:
+    past = context(tiny("llama"), "knorm(keep=12)", prompt(1, 20))
+    for place in (tmp_path, tmp_path / "absent" / "context", Path()):
+        with pytest.raises(KeepsetError, match="cannot be written"):
+            past.save(place)
+    assert list(tmp_path.iterdir()) == []
