@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -27,6 +28,12 @@ def total_entries(observations: Sequence[Observation], budget: Budget) -> Int[Te
         return (existing.double() * budget.keep + 1e-9).floor().long().clamp(min=1)
     heads = sum(observation.keys.shape[1] for observation in observations)
     return (budget.aim(observations[0]) * heads).minimum(existing)
+
+
+def padded(ranked: Sequence[Float[Tensor, "batch kv_heads _"]]) -> list[Float[Tensor, "batch kv_heads entries"]]:
+    """Rankings of several layers with as many places each: -inf where there is no entry."""
+    longest = max(order.shape[-1] for order in ranked)
+    return [F.pad(order, (0, longest - order.shape[-1]), value=float("-inf")) for order in ranked]
 
 
 def pooled_counts(

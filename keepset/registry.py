@@ -10,8 +10,11 @@ from typing import Any
 from keepset.allocate.adakv import AdaKV
 from keepset.allocate.ams import AMS
 from keepset.allocate.chunkkv import ChunkKV
+from keepset.allocate.composite import Composite
 from keepset.allocate.criticalkv import CriticalKV
 from keepset.allocate.dynamic import Dynamic
+from keepset.allocate.kvcompose import KVCompose
+from keepset.allocate.pool import Pool
 from keepset.allocate.pyramid import Pyramid
 from keepset.allocate.uniform import Uniform
 from keepset.allocate.zigzag import ZigZag
@@ -26,6 +29,7 @@ from keepset.methods.lagkv import LagKV
 from keepset.methods.qfilter import QFilter
 from keepset.methods.r_kv import RKV
 from keepset.methods.random import Random
+from keepset.methods.received import Received
 from keepset.methods.rpc import RPC
 from keepset.methods.snapkv import SnapKV
 from keepset.methods.streaming_llm import StreamingLLM
@@ -49,6 +53,8 @@ _methods: dict[str, type[Method]] = {
         QFilter,
         TriAttention,
         GVote,
+        Received,
+        KVCompose,
         Uniform,
         Pyramid,
         ChunkKV,
@@ -57,6 +63,8 @@ _methods: dict[str, type[Method]] = {
         CriticalKV,
         ZigZag,
         Dynamic,
+        Composite,
+        Pool,
     )
 }
 

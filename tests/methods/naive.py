@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from keepset import Method, Observation
-from keepset.observation import HiddenMoments, QueryMoments
+from keepset import METHODS, Method, Observation
+from keepset.method import Allocator
+from keepset.observation import HiddenMoments, QueryMoments, SecondPass, SecondPassColumns
 from keepset.statistics import LayerStatistics, Statistics
 
 ROPE_BASE = 100.0
@@ -181,9 +182,23 @@ def observe(
         hidden_moments=dict.fromkeys(skips, hidden),
         future_queries=Project(normal(HIDDEN, query_heads, shape.head_dim), Rope(lengths)),
         output_projection=projection.to(dtype),
+        second_passes=dict.fromkeys(second_passes(), of_a_second_pass(columns)),
         statistics={"": random_statistics(shape, parts.get("layers", [parts.get("layer", 0)]))},  # type: ignore[arg-type]
     )
     return Observation(**{**options, **parts})
+
+
+def second_passes() -> set[SecondPass]:
+    """Those that registered methods ask for by default."""
+    kinds = [kind for kind in METHODS.values() if not issubclass(kind, Allocator)]
+    return {needed for kind in kinds for needed in kind().needs.second_passes}
+
+
+def of_a_second_pass(columns: Tensor, tokens: int = 7) -> SecondPassColumns:
+    """What entries received of so many tokens, from some positive numbers."""
+    largest = columns / (1 + columns)
+    statistics = {"sum": largest * (1 + tokens) / 2, "max": largest, "square": largest.square() * (1 + tokens) / 2}
+    return SecondPassColumns(statistics, torch.full(columns.shape[:1], tokens))
 
 
 def alone(observation: Observation, request: int) -> Observation:
@@ -208,6 +223,12 @@ def alone(observation: Observation, request: int) -> Observation:
         hidden_moments=hidden_of(observation, [request]),
         future_queries=Project(projection(observation), Rope((newest,))),
         statistics=observation.statistics,
+        second_passes={
+            needed: SecondPassColumns(
+                {name: column[row, :, entries] for name, column in told.statistics.items()}, told.tokens[row]
+            )
+            for needed, told in observation.second_passes.items()
+        },
         output_projection=observation.output_projection,
         state={name: column[row, :, entries] for name, column in observation.state.items()},
         scaling=observation.scaling,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from keepset import METHODS, Budget, KeepSet, Method, Observation
 from keepset.method import Allocator
-from keepset.observation import QueryMoments
+from keepset.observation import QueryMoments, SecondPassColumns
 from tests.methods.naive import (
     DTYPES,
     Project,
@@ -100,6 +100,13 @@ class Case:
             return max(layers, layers * heads * length * round(keep * 100) // 100 // heads)
         return self.wanted(length) * layers
 
+    def wanted_in_one_pool(self, length: int) -> int:
+        """Entries that all heads of all layers keep together of `length` in each; one in each at least."""
+        keep, heads = self.budget.keep, len(self.layers) * self.shape.kv_heads
+        if isinstance(keep, float):
+            return max(heads, heads * length * round(keep * 100) // 100)
+        return self.wanted(length) * heads
+
     def wanted(self, length: int) -> int:
         """Entries that the average head keeps of `length`, in whole numbers."""
         keep = self.budget.keep
@@ -162,6 +169,9 @@ def test_keeps_exactly_what_was_asked_for(name: str, case: Case) -> None:
                 assert all(layer[0] <= length for layer in counts)
             else:
                 assert sum(layer[0] for layer in counts) == wanted * len(case.layers)
+        elif method.across_layers:
+            assert sum(map(sum, counts)) == case.wanted_in_one_pool(length)
+            assert all(1 <= head <= length for layer in counts for head in layer)
         else:
             assert [sum(layer) for layer in counts] == [wanted * case.shape.kv_heads] * len(case.layers)
 
@@ -271,7 +281,8 @@ def test_permuting_the_batch_permutes_the_answer(name: str, case: Case, data: st
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_numbers_that_overflowed_change_no_count(name: str, poison: float) -> None:
     observation = observe(Shape((20, 13), 2, 2, 4, 4))
-    for tensor in (observation.keys, observation.values, observation.columns("sum")):
+    told = [tensor for seen in observation.second_passes.values() for tensor in seen.statistics.values()]
+    for tensor in (observation.keys, observation.values, observation.columns("sum"), *told):
         tensor[0, 0, 3] = poison
         tensor[1, :, 5:] = poison
     method = make(name)
@@ -306,6 +317,12 @@ def permuted(observation: Observation, order: list[int]) -> Observation:
         hidden_moments=hidden_of(observation, order),
         future_queries=Project(projection(observation), Rope(tuple(observation.lengths[order].tolist()))),
         statistics=observation.statistics,
+        second_passes={
+            needed: SecondPassColumns(
+                {name: column[order] for name, column in told.statistics.items()}, told.tokens[order]
+            )
+            for needed, told in observation.second_passes.items()
+        },
         output_projection=observation.output_projection,
         layer=observation.layer,
         layers=observation.layers,
