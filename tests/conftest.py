@@ -1,7 +1,7 @@
 # First of all: only what is imported after this line is checked while it runs.
-from jaxtyping import install_import_hook
+from tests import typecheck
 
-install_import_hook("keepset", "tests.typecheck.check")
+typecheck.install()
 
 import pytest  # noqa: E402
 from transformers import PreTrainedModel, PreTrainedTokenizerBase  # noqa: E402

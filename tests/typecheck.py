@@ -3,15 +3,37 @@
 Others are left out: recipes pass them what users typed, and they must answer with their own sentence.
 """
 
+import re
 from collections.abc import Callable
 from typing import Any
 
+import jaxtyping
 from beartype import BeartypeConf, beartype
 
 _beartype = beartype(conf=BeartypeConf(is_pep484_tower=True))
+_jaxtyped = jaxtyping.jaxtyped
+
+
+def install() -> None:
+    """What is imported of keepset after this is checked while it runs."""
+    jaxtyping.jaxtyped = jaxtyped  # which the hook makes a decorator of everything
+    jaxtyping.install_import_hook("keepset", "tests.typecheck.check")
+
+
+def jaxtyped(*, typechecker: Callable[..., Any]) -> Callable[[Any], Any]:
+    """jaxtyping's own, which costs more than most functions do, only where there are shapes."""
+    decorate = _jaxtyped(typechecker=typechecker)
+    return lambda thing: decorate(thing) if isinstance(thing, type) or has_shapes(thing) else thing
+
+
+def has_shapes(function: Callable[..., Any]) -> bool:
+    """Whether a name in its annotations stands for a type of jaxtyping's."""
+    words = re.findall(r"\w+", str(function.__annotations__))
+    return any("jaxtyping" in str(function.__globals__.get(word)) for word in words)
 
 
 def check(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a function check its arguments and its result."""
     code = getattr(function, "__code__", None)
     generated = code is not None and code.co_filename == "<string>"
     if generated and "jaxtyping" not in str(getattr(function, "__annotations__", "")):

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 
 if os.environ.get("KEEPSET_TYPECHECK", "1") == "1":
-    from jaxtyping import install_import_hook
+    from tests import typecheck
 
-    install_import_hook("keepset", "tests.typecheck.check")
+    typecheck.install()
 
 import contextlib
 import gc
