@@ -62,14 +62,13 @@ class GVote(Method):
     def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
         """Votes plus the samples' mean attention, which without a vote is below 1."""
         queries = observation.by_query_group(self.queries(observation))
-        steps = self.step_budgets(observation)[..., None]
+        steps = self.step_budgets(observation)
         _, heads, group, samples, _ = queries.shape
         scores = torch.zeros(observation.valid.shape, device=observation.keys.device)
         at_once = max(1, _BLOCK // (heads * group * scores.shape[2]))
         for few in queries.split(at_once, 3):
             logits = query_logits(observation, few)
-            votes = top_mask(logits, steps.expand(logits.shape[:-1]))
-            scores += votes.sum((2, 3)) + logits.softmax(-1).sum((2, 3)) / (group * samples)
+            scores += _best(logits, steps).sum((2, 3)) + logits.softmax(-1).sum((2, 3)) / (group * samples)
         return scores
 
     def choose(
@@ -123,6 +122,21 @@ def query_logits(
     logits = (queries.float() * observation.scaling).flatten(2, 3) @ keys
     logits = logits.nan_to_num(nan=-_LARGEST, posinf=_LARGEST, neginf=-_LARGEST)
     return logits.masked_fill(~observation.valid[:, :, None], float("-inf")).unflatten(2, queries.shape[2:4])
+
+
+def _best(
+    logits: Float[Tensor, "batch kv_heads group n entries"], quotas: Int[Tensor, "batch kv_heads group"]
+) -> Bool[Tensor, "batch kv_heads group n entries"]:
+    """`top_mask` where all queries of a head have the same quota."""
+    wanted = quotas[..., None].expand(logits.shape[:-1])
+    if logits.device.type != "cpu":
+        return top_mask(logits, wanted)
+    # Sorting takes four times as long as finding the least that is chosen, which is enough where nothing equals it.
+    rows, entries = logits.flatten(0, 2), logits.shape[-1]
+    places = (entries + 1 - quotas.clamp(min=1)).flatten().tolist()
+    least = torch.stack([row.kthvalue(place).values for row, place in zip(rows, places, strict=True)])
+    best = logits >= least.view_as(wanted)[..., None]
+    return best if torch.equal(best.sum(-1), wanted) else top_mask(logits, wanted)
 
 
 _LARGEST = torch.finfo(torch.float32).max

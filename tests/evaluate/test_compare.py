@@ -185,15 +185,17 @@ def test_case_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- rows
 
 
-def test_grid_is_in_order_and_recipes_with_a_budget_appear_once() -> None:
-    recipes = keepset.Recipe.parse_list("tova, snapkv(window=8, keep=9), knorm")
+def test_grid_is_in_order_and_recipes_with_a_budget_or_without_need_of_one_appear_once() -> None:
+    recipes = keepset.Recipe.parse_list("tova, snapkv(window=8, keep=9), gvote(), knorm, gvote(keep=0.2)")
     cells = grid(recipes, [0.5, 12])
     assert list(map(str, cells)) == [
         "tova(keep=0.5)",
         "tova(keep=12)",
         "snapkv(window=8, keep=9)",
+        "gvote",
         "knorm(keep=0.5)",
         "knorm(keep=12)",
+        "gvote(keep=0.2)",
     ]
 
 

@@ -1,0 +1,151 @@
+"""GVote with real models: what stays is Algorithm 1 of their own hidden states, weights and rotations."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+import keepset
+from keepset.methods.noise import normal, stream
+from tests.hf.models import full, generate, left_padded, oracle_gap, prompt, same_keep_set, tiny
+
+LENGTH, PADDING, NEW = 40, [0, 7, 13], 6
+RECIPE = "gvote(p_nuc=0.6, samples=3, future=16)"
+
+of_models = pytest.mark.parametrize("architecture", ["llama", "llama_mqa", "llama_odd_head", "qwen3", "gpt2"])
+
+
+def inputs() -> tuple[Tensor, Tensor]:
+    return left_padded(prompt(3, LENGTH), PADDING)
+
+
+def kept(cache: keepset.Cache, layer: int, row: int) -> list[list[int]]:
+    heads = cache.keep_set.counts.shape[-1]
+    return [cache.keep_set.positions(layer, row, head).tolist() for head in range(heads)]
+
+
+def compressed(architecture: str, text: str, ids: Tensor, mask: Tensor | None = None) -> tuple[keepset.Cache, Any]:
+    cache = keepset.Cache(tiny(architecture), text)
+    return cache, generate(tiny(architecture), ids, cache, mask, max_new_tokens=NEW)
+
+
+@of_models
+def test_what_it_drops_is_as_if_masked(architecture: str) -> None:
+    ids, mask = inputs()
+    cache, output = compressed(architecture, RECIPE, ids, mask)
+    assert oracle_gap(tiny(architecture), cache, output, mask) < 5e-5
+    counts, lengths = cache.keep_set.counts, torch.tensor([LENGTH - pad for pad in PADDING])
+    assert (counts >= 1).all() and (counts <= lengths[:, None]).all() and (counts < lengths[:, None]).any()
+    assert cache.keep_set.layout == ("head-ragged" if counts.shape[-1] > 1 else "layer-ragged")
+
+
+@of_models
+def test_all_attention_changes_nothing(architecture: str) -> None:
+    ids, mask = inputs()
+    _, output = compressed(architecture, "gvote(p_nuc=1.0)", ids, mask)
+    assert torch.equal(output.sequences, full(tiny(architecture), ids, mask, max_new_tokens=NEW).sequences)
+
+
+@of_models
+def test_padded_rows_equal_rows_alone_in_any_order(architecture: str) -> None:
+    ids, mask = inputs()
+    together, output = compressed(architecture, RECIPE, ids, mask)
+    order = [2, 0, 1]
+    turned, _ = compressed(architecture, RECIPE, ids[order], mask[order])
+    for row, pad in enumerate(PADDING):
+        single, alone = compressed(architecture, RECIPE, ids[row : row + 1, pad:])
+        assert torch.equal(output.sequences[row, pad:], alone.sequences[0])
+        for layer in single.keep_set.layers:
+            assert kept(together, layer, row) == kept(single, layer, 0) == kept(turned, layer, order.index(row))
+
+
+def test_a_run_repeats_and_another_seed_is_another_run() -> None:
+    ids, mask = inputs()
+    first, again, other = (
+        compressed("llama", RECIPE.replace(")", f", seed={seed})"), ids, mask)[0].keep_set for seed in (0, 0, 1)
+    )
+    assert same_keep_set(first, again) and not same_keep_set(first, other)
+
+
+@torch.no_grad()
+def algorithm_1(architecture: str, ids: Tensor) -> dict[int, list[list[int]]]:
+    """From the model's own modules, with p_nuc=0.6, 3 samples, 16 future positions and 4 sinks."""
+    model = tiny(architecture)
+    model.set_attn_implementation("eager")
+    entering: dict[int, Tensor] = {}
+
+    def note(module: Any, args: Any, kwargs: Any) -> None:
+        entering[module.layer_idx] = kwargs["hidden_states"][0]
+
+    hooks = [layer.self_attn.register_forward_pre_hook(note, with_kwargs=True) for layer in model.model.layers]
+    cache = DynamicCache(config=model.config)
+    attentions = model(ids, output_attentions=True, past_key_values=cache).attentions
+    for hook in hooks:
+        hook.remove()
+    length = ids.shape[1]
+    cos, sin = model.model.rotary_emb(ids.float(), torch.arange(length, length + 16)[None])
+    rotate = importlib.import_module(type(model).__module__).apply_rotary_pos_emb
+    union = {}
+    for layer, hidden in entering.items():
+        module, keys = model.model.layers[layer].self_attn, cache.layers[layer].keys[0]
+        mean, spread = hidden[4:].mean(0), hidden[4:].std(0, correction=0)
+        sampled = mean + spread * normal(stream(0, layer, torch.arange(3)), len(mean))
+        queries = module.q_proj(sampled).view(3, -1, module.head_dim)
+        queries = (module.q_norm(queries) if hasattr(module, "q_norm") else queries).transpose(0, 1)
+        # The mean of the rotated is what rotating with the mean gives.
+        apart = [rotate(queries[None], queries[None], cos[:, i : i + 1], sin[:, i : i + 1])[0][0] for i in range(16)]
+        queries, group = torch.stack(apart).mean(0), len(queries) // len(keys)
+        union[layer] = [
+            sorted(
+                {
+                    entry
+                    for query_head in range(head * group, head * group + group)
+                    for query in queries[query_head]
+                    for entry in (keys[head] @ query)
+                    .topk(needed(attentions[layer][0, query_head, -1]))
+                    .indices.tolist()
+                }
+            )
+            for head in range(len(keys))
+        ]
+    return union
+
+
+def needed(attention: Tensor) -> int:
+    held = count = 0.0
+    for share in sorted(attention.tolist(), reverse=True):
+        if held >= 0.6:
+            break
+        held, count = held + share, count + 1
+    return int(count)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "llama_mha", "llama_mqa", "qwen3"])
+def test_is_algorithm_1_of_the_model(architecture: str) -> None:
+    ids = prompt(1, LENGTH)
+    cache, _ = compressed(architecture, RECIPE, ids)
+    assert {layer: kept(cache, layer, 0) for layer in cache.keep_set.layers} == algorithm_1(architecture, ids)
+
+
+def test_a_cap_and_what_always_stays() -> None:
+    ids, mask = inputs()
+    free, _ = compressed("llama", RECIPE, ids, mask)
+    capped, output = compressed("llama", RECIPE.replace(")", ", keep=9, sinks=2, recent=3)"), ids, mask)
+    assert oracle_gap(tiny("llama"), capped, output, mask) < 5e-5
+    for layer in capped.keep_set.layers:
+        for row, pad in enumerate(PADDING):
+            last = LENGTH - pad - 1
+            for before, after in zip(kept(free, layer, row), kept(capped, layer, row), strict=True):
+                always = {0, 1, last - 2, last - 1, last}
+                assert always <= set(after) <= always | set(before)
+                assert len(after) == min(9, len(always | set(before)))
+
+
+def test_while_decoding_it_is_refused() -> None:
+    with pytest.raises(keepset.KeepsetError, match="looks at moments over the whole prompt"):
+        keepset.Cache(tiny("llama"), "gvote(every=8)")
