@@ -27,17 +27,17 @@ class GVote(Method):
     `future` positions, each chooses its B_step best entries by logits, and the union stays: no budget is given.
 
     Where the paper is silent: B_step is each query head's own, and a KV head keeps the union over its query group,
-    too. The variance is the population's. Nothing stays by itself, neither first tokens nor the newest (a recipe's
-    `sinks` and `recent` do). A layer's samples are the same for all requests and heads, as its hidden states are. A
-    prompt of at most `skip` tokens stays whole, since it has no statistics, and so do heads whose newest query
-    overflowed. A `keep` is a cap: of a head's union at most so many, the best by votes (of samples and query heads),
-    then by the attention that the samples pay on average.
+    too. The variance is the population's. Nothing stays by itself, neither first tokens nor the newest; a recipe's
+    `sinks` and `recent` do, and a few recent ones help, since the mean rotation prefers no near ones. The noise of a
+    layer's samples is the same for all requests. A prompt of at most `skip` tokens stays whole, since it has no
+    statistics, and so do heads whose newest query overflowed. A `keep` is a cap: of a head's union at most so many, the
+    best by votes (of samples and query heads), then by the attention that the samples pay on average.
 
     Attributes:
         p_nuc: attention that the newest query's share of entries holds; with 1.0 all entries stay.
         samples: future queries of each query head; the paper finds 8 or more enough.
         future: how many coming positions the rotation is averaged over. The paper names no number: 512, as in expected
-            attention, whose Gaussian hidden states it builds on.
+            attention, whose Gaussian hidden states it builds on. Fewer come nearer to the very next queries.
         skip: first tokens, attention sinks, that are left out of the statistics; 4 for the same reason.
         seed: of the samples, which are hashes of it, the layer, the sample and the channel.
     """
