@@ -257,5 +257,5 @@ def _check_model(path: Path, theirs: Mapping[str, str], ours: Mapping[str, str])
         return
     # The first says it: what follows from it, such as the weights, differs too.
     name = other[0]
-    values = "" if name == "weights" else f": {theirs[name]} there, {ours[name]} here"
-    raise KeepsetError(f"{str(path)!r} is a context of another model, whose {name} differs{values}: use that model.")
+    differs = "weights differ" if name == "weights" else f"{name} differs: {theirs[name]} there, {ours[name]} here"
+    raise KeepsetError(f"{str(path)!r} is a context of another model, whose {differs}; load that model.")

@@ -106,6 +106,9 @@ def test_a_loaded_context_goes_on_as_the_one_in_memory(tmp_path: Path, data: st.
     for ours, theirs in zip(past.events[-1:], loaded.events, strict=True):
         assert (ours.length, ours.entries, ours.kept) == (theirs.length, theirs.entries, theirs.kept)
         assert same_keep_set(ours.keep_set, theirs.keep_set)
+    asked = prompt(batch, 3, 2)
+    for each in (past, loaded):
+        assert torch.equal(each.ask(asked)["attention_mask"], extended(mask, mask.shape[1] + 3))
     for said in (1, 7, 1, 1, 4):
         turn = prompt(batch, said, 9)
         mask = extended(mask, mask.shape[1] + said)
@@ -358,13 +361,13 @@ def test_any_damaged_byte_is_noticed(path: Path, data: st.DataObject) -> None:
 def test_another_model(path: Path) -> None:
     assert "whose architecture differs: LlamaForCausalLM there, Qwen2ForCausalLM here" in refusal(path, tiny("qwen2"))
     half = copy.deepcopy(tiny("llama")).bfloat16()
-    assert "whose precision differs: float32 there, bfloat16 here: use that model" in refusal(path, half)
+    assert "whose precision differs: float32 there, bfloat16 here; load that model" in refusal(path, half)
     assert "whose rotation differs" in refusal(path, tiny("llama_yarn"))
-    assert "whose weights differs: use that model" in refusal(path, tiny("llama_mha"))
+    assert "whose weights differ; load that model" in refusal(path, tiny("llama_mha"))
     tuned = copy.deepcopy(tiny("llama"))
     with torch.no_grad():
         tuned.model.layers[3].mlp.down_proj.weight += 1e-3
-    assert "whose weights differs" in refusal(path, tuned)
+    assert "whose weights differ" in refusal(path, tuned)
 
 
 def test_a_model_that_was_loaded_again_is_the_same(path: Path, tmp_path: Path) -> None:

@@ -1,0 +1,190 @@
+"""`keepset context`: one text, compressed once, and questions about it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import keepset
+from keepset import models
+from keepset.cli.console import printable
+from keepset.texts import chat_parts
+from tests.cli.conftest import Run
+from tests.cli.test_bad_input import check_refused, unloaded  # noqa: F401
+from tests.hf.models import generate
+
+RECIPE = "adakv(snapkv(window=8), keep=0.5)"
+
+
+@pytest.fixture
+def built(run: Run, tiny: Any, text: Path) -> Path:
+    """A saved context of the text."""
+    done = run("context", "build", "--text", "text", "--out", "saved", "--recipe", RECIPE)
+    assert (done.code, done.err) == (0, "")
+    return Path("saved")
+
+
+def parts(tokenizer: Any, text: str, question: str) -> list[torch.Tensor]:
+    """Context and question, each encoded by itself."""
+    said = chat_parts(tokenizer, text, question)
+    return [tokenizer(part, add_special_tokens=False, return_tensors="pt")["input_ids"] for part in said]
+
+
+def test_tells_what_was_kept(run: Run, tiny: Any, text: Path) -> None:
+    done = run("context", "build", "--text", "text", "--out", "saved", "--recipe", RECIPE)
+    assert (done.code, done.err) == (0, "")
+    found = re.fullmatch(
+        r"saved: (\d+) tokens under (.*) in [\d.]+ s; ([\d.]+) MB of keys and values before, ([\d.]+) MB after; "
+        r"the file has ([\d.]+) MB\n",
+        done.out,
+    )
+    assert found and found[2] == RECIPE
+    length = parts(tiny[1], text.read_text(encoding="utf-8"), "")[0].shape[1]
+    assert int(found[1]) == length
+    per_entry = 2 * 2 * 2 * 8 * 4  # layers, KV heads, keys and values, head size, bytes
+    assert (found[3], found[4]) == (f"{length * per_entry / 1e6:.1f}", f"{length // 2 * per_entry / 1e6:.1f}")
+    assert float(found[5]) == round(Path("saved").stat().st_size / 1e6, 1)
+    assert sorted(path.name for path in Path.cwd().iterdir()) == ["saved", "text"]
+
+
+@pytest.mark.parametrize("recipe", [RECIPE, "tova(keep=24, every=4)", "tova(keep=24, prefill=False, every=900)"])
+def test_answers_are_those_of_a_cache_that_was_never_saved(run: Run, tiny: Any, text: Path, recipe: str) -> None:
+    model, tokenizer = tiny
+    assert run("context", "build", "--text", "text", "--out", "saved", "--recipe", recipe).code == 0
+    before = Path("saved").read_bytes()
+    for question in ("What is this about?", "Who wrote it, and when?"):
+        done = run("context", "ask", "saved", question, "--max-new-tokens", "9")
+        assert (done.code, done.err) == (0, "")
+        context, rest = parts(tokenizer, text.read_text(encoding="utf-8"), question)
+        cache = keepset.Cache(model, recipe)
+        with torch.no_grad():
+            model(context, past_key_values=cache)
+        output = generate(model, torch.cat([context, rest], 1), cache, max_new_tokens=9, eos_token_id=2)
+        new = output.sequences[0, context.shape[1] + rest.shape[1] :]
+        answer, last = done.out.rstrip("\n").rsplit("\n", 1)
+        assert answer == printable(tokenizer.decode(new, skip_special_tokens=True))
+        canonical = str(keepset.Recipe.parse(recipe))
+        assert last.startswith(f"{canonical}: {context.shape[1]} tokens of context, {rest.shape[1]} of question; ")
+        assert f" {len(new)} tokens, " in last
+    assert Path("saved").read_bytes() == before
+
+
+def test_a_seed_repeats_a_sample(run: Run, built: Path) -> None:
+    words = ["context", "ask", str(built), "Why?", "--max-new-tokens", "8", "--temperature", "1"]
+    samples = [run(*words, "--seed", seed).out.rsplit("\n", 2)[0] for seed in ("1", "1", "2")]
+    assert samples[0] == samples[1] != samples[2]
+
+
+def test_the_file_says_which_model(run: Run, tiny_folder: Path, tmp_path: Path, text: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder, folder)
+    assert run("context", "build", "--text", "text", "--out", "saved", "--model", "model").code == 0
+    asked = ("context", "ask", "saved", "Why?", "--max-new-tokens", "4")
+    assert run(*asked).code == 0
+    folder.rename(tmp_path / "moved")
+    because = f"'saved' is of the model {str(folder)!r}, which is not there: say with --model where it is"
+    check_refused(run, *asked, because=because)
+    assert run(*asked, "--model", "moved").code == 0
+
+
+def test_a_file_is_replaced_only_by_force(run: Run, tiny: Any, text: Path) -> None:
+    Path("saved").write_text("precious", encoding="utf-8")
+    words = ("context", "build", "--text", "text", "--out", "saved", "--recipe", RECIPE)
+    check_refused(run, *words, because="'saved' exists: name another file with --out, or replace it with --force.")
+    assert Path("saved").read_text(encoding="utf-8") == "precious"
+    assert run(*words, "--force").code == 0
+    assert run("context", "ask", "saved", "Why?", "--max-new-tokens", "2").code == 0
+
+
+@pytest.mark.usefixtures("unloaded", "text")
+@pytest.mark.parametrize(
+    ("words", "because"),
+    [
+        (["--text", "absent"], "'absent' cannot be read (No such file or directory)"),
+        (["--text", "empty"], "'empty' is empty"),
+        (["--text", "text", "--recipe", "tovaa"], "There is no method 'tovaa'"),
+        (["--text", "text", "--recipe", "tova"], "says not how much to keep"),
+        (["--text", "text", "--out", "."], "--out '.' is no place for a file"),
+        (["--text", "text", "--out", "absent/saved"], "--out 'absent/saved' is no place for a file"),
+    ],
+)
+def test_bad_input_to_build(run: Run, words: list[str], because: str) -> None:
+    Path("empty").write_text(" \n", encoding="utf-8")
+    check_refused(run, "context", "build", "--out", "saved", *words, because=because)
+
+
+@pytest.mark.usefixtures("unloaded")
+@pytest.mark.parametrize(
+    ("words", "because"),
+    [
+        (["absent", "Why?"], "There is no file 'absent': give a file that"),
+        ([".", "Why?"], "There is no file '.'"),
+        (["words", "Why?"], "'words' is damaged or no saved context"),
+        (["foreign", "Why?"], "'foreign' is no saved context"),
+        (["words", ""], "The question is empty"),
+        (["words", " \n"], "The question is empty"),
+        (["words", "\udcff"], "The question is not UTF-8"),
+        (["words", "Why?", "--max-new-tokens", "0"], "--max-new-tokens 0 is not a number of tokens"),
+        (["words", "Why?", "--temperature", "-1"], "--temperature -1.0 is out of range"),
+        (["words", "Why?", "--seed", "-1"], "--seed -1 is out of range"),
+    ],
+)
+def test_bad_input_to_ask(run: Run, words: list[str], because: str) -> None:
+    Path("words").write_text("words", encoding="utf-8")
+    safetensors.torch.save_file({"weight": torch.zeros(3)}, "foreign")
+    check_refused(run, "context", "ask", *words, because=because)
+
+
+def test_a_damaged_file(run: Run, built: Path) -> None:
+    whole = built.read_bytes()
+    built.write_bytes(whole[:-1])
+    check_refused(run, "context", "ask", "saved", "Why?", because="'saved' is damaged or no saved context")
+    built.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    check_refused(run, "context", "ask", "saved", "Why?", because="'saved' is damaged: build it again")
+
+
+def test_another_model(run: Run, built: Path, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer = tiny
+    other = type(model)(model.config).eval()
+    monkeypatch.setattr(models, "load", lambda name=None: (other, tokenizer))
+    because = "'saved' is a context of another model, whose weights differ; load that model"
+    check_refused(run, "context", "ask", "saved", "Why?", because=because)
+
+
+def test_more_than_the_model_holds(run: Run, built: Path, text: Path) -> None:
+    words = ("context", "ask", "saved", "Why?", "--max-new-tokens", "5000")
+    check_refused(run, *words, because="do not fit the model's context of 2048")
+    text.write_text("word " * 3000, encoding="utf-8")
+    words = ("context", "build", "--text", "text", "--out", "other")
+    check_refused(run, *words, because="tokens of prompt do not fit the model's context of 2048: give a shorter text.")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
+def test_what_is_not_written_leaves_nothing(
+    run: Run, tiny: Any, text: Path, monkeypatch: pytest.MonkeyPatch, error: Any
+) -> None:
+    def half(tensors: Any, name: Path, metadata: Any) -> None:
+        name.write_bytes(b"half")
+        raise error
+
+    monkeypatch.setattr(safetensors.torch, "save_file", half)
+    done = run("context", "build", "--text", "text", "--out", "saved", "--recipe", RECIPE)
+    assert done.out == ""
+    if error is KeyboardInterrupt:
+        assert done.code == 130
+    else:
+        assert (done.code, done.err) == (
+            2,
+            "keepset: 'saved' cannot be written (No space left on device): name another file.\n",
+        )
+    assert [path.name for path in Path.cwd().iterdir()] == ["text"]
+
+
+def test_hooks_go_with_the_progress(run: Run, built: Path, tiny: Any) -> None:
+    assert all(not module._forward_hooks for module in tiny[0].modules())
