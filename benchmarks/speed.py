@@ -23,6 +23,8 @@ TARGETS: dict[str, float | None] = {
     "snapkv": 1.03,
     "expected_attention": 1.06,
     "h2o": 1.5,
+    "kvcompose(task='self')": 1.35,
+    "kvcompose": 2.5,
     "pyramid(snapkv)": None,
     "adakv(snapkv)": None,
 }

@@ -7,6 +7,7 @@ from kvpress import (
     AdaKVPress,
     ExpectedAttentionPress,
     KnormPress,
+    KVComposePress,
     ObservedAttentionPress,
     PyramidKVPress,
     SnapKVPress,
@@ -25,6 +26,7 @@ PRESSES: dict[str, Callable[[float], Any]] = {
     "snapkv": SnapKVPress,
     "expected_attention": ExpectedAttentionPress,
     "h2o": ObservedAttentionPress,
+    "kvcompose": lambda dropped: KVComposePress(compression_ratio=dropped),
     "pyramid(snapkv)": PyramidKVPress,
     "adakv(snapkv)": lambda dropped: AdaKVPress(SnapKVPress(dropped)),
 }

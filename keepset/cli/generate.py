@@ -12,6 +12,9 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="What to say to the model.")],
     recipe: Annotated[str, typer.Option(help="What to keep, such as 'snapkv(keep=0.25)'.")] = "snapkv(keep=0.25)",
     text: Annotated[Path | None, typer.Option(help="A UTF-8 text file that goes before the prompt.")] = None,
+    question: Annotated[
+        str | None, typer.Option(help="What will be asked: methods with a second pass keep what it looks at.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="A folder or a hub name; a small embedded model if none.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 200,
     temperature: Annotated[float, typer.Option(help="0 for greedy decoding.")] = 0.0,
@@ -27,6 +30,8 @@ def generate(
 
     parsed = Recipe.parse(recipe).require_budget()
     check_said("The prompt", prompt)
+    if question is not None:
+        check_said("The question", question)
     sampling = Sampling(max_new_tokens, temperature, seed)
     before = "" if text is None else read(text)
 
@@ -38,7 +43,8 @@ def generate(
     check_fit(loaded, length, sampling.tokens)
 
     run = Generation(loaded, tokenizer, ids, sampling)
-    cache = Cache(loaded, parsed)
+    task = None if question is None else tokenizer(question, add_special_tokens=False, return_tensors="pt").input_ids
+    cache = Cache(loaded, parsed, task_tokens=task)
     ours = run(cache, show=True)
     at_end = next((event for event in cache.events if event.length == length), None)
     kept = 1.0 if at_end is None else at_end.kept / at_end.entries

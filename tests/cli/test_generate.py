@@ -92,3 +92,24 @@ def test_compressions_while_decoding_are_counted(
     assert found and found[1] == canonical and int(found[4]) == later
     length = int(found[3])
     assert found[2] == f"{100 * (kept or length) / length:.1f}"
+
+
+def test_a_known_question_decides_what_stays(run: Run, tiny: Any, text: Path) -> None:
+    model, tokenizer = tiny
+    recipe, question = "kvcompose(keep=12)", "When does it end?"
+    words = ["generate", "Go on.", "--recipe", recipe, "--text", "text", "--max-new-tokens", "12"]
+    asked = run(*words, "--question", question)
+    assert (asked.code, asked.err) == (0, "")
+    ids = encode(tokenizer, text.read_text(encoding="utf-8"), "Go on.")
+    task = torch.tensor([tokenizer.encode(question, add_special_tokens=False)])
+    aware = keepset.Cache(model, recipe, task_tokens=task)
+    ours = generate(model, ids, aware, max_new_tokens=12, eos_token_id=2).sequences[0, ids.shape[1] :].tolist()
+    assert asked.out.startswith(printable(tokenizer.decode(ours, skip_special_tokens=True)))
+    agnostic = keepset.Cache(model, recipe)
+    generate(model, ids, agnostic, max_new_tokens=1)
+    assert not torch.equal(agnostic.keep_set.mask(ids.shape[1]), aware.keep_set.mask(ids.shape[1]))
+
+
+def test_a_question_that_nobody_looks_at_is_refused(run: Run, tiny: Any) -> None:
+    done = run("generate", "Go on.", "--recipe", "knorm(keep=8)", "--question", "When?")
+    assert done.code == 2 and "knorm is not aware of a task" in done.err

