@@ -60,6 +60,12 @@ def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def shallow_embedded(shallow: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """That one, loaded: shared, so leave it as it is."""
+    return models.load(str(shallow))
+
+
+@pytest.fixture(scope="session")
 def shallow_oracle(shallow: Path) -> Oracle:
     """The reference of that one."""
     from tests.vllm.engine import BLOCK
