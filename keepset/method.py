@@ -163,6 +163,11 @@ class Allocator(Method):
                 f"{self.name} looks at one layer alone, and {inner} at all of them together: put {self.name} inside, "
                 f"as in {inner}({self.name}(snapkv)), or leave one of them out."
             )
+        if not (isinstance(self.scorer, Allocator) or self.scorer.equal_layers):
+            raise KeepsetError(
+                f"{self.scorer.name} says itself how much every head keeps, which {self.name} cannot divide again: "
+                "use it alone."
+            )
 
     def inner(self) -> Iterator[Method]:
         """The method that it divides a budget for, the one inside that, and so on."""

@@ -300,6 +300,11 @@ class Observation:
         _, kv_heads, _, head_dim = self.keys.shape
         return self.statistics[file].layer(self.layer, self.layers, kv_heads, head_dim).to(self.keys.device)
 
+    def retrieval(self, file: str) -> Float[Tensor, "layers kv_heads"]:
+        """How much the KV heads of all compressed layers retrieve, as measured in that file."""
+        self.measured(file)  # or its own sentence
+        return self.statistics[file].gates().to(self.keys.device)
+
     def second_pass(self, needed: SecondPass) -> SecondPassColumns:
         """What this second pass told."""
         if needed not in self.second_passes:

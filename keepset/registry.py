@@ -20,6 +20,7 @@ from keepset.allocate.uniform import Uniform
 from keepset.allocate.zigzag import ZigZag
 from keepset.errors import KeepsetError
 from keepset.method import Allocator, Method
+from keepset.methods.duo_attention import DuoAttention
 from keepset.methods.expected_attention import ExpectedAttention
 from keepset.methods.gvote import GVote
 from keepset.methods.h2o import H2O
@@ -52,6 +53,7 @@ _methods: dict[str, type[Method]] = {
         ExpectedAttention,
         QFilter,
         TriAttention,
+        DuoAttention,
         GVote,
         Received,
         KVCompose,

@@ -17,9 +17,10 @@ from torch import Tensor
 from keepset.errors import KeepsetError
 from keepset.tensor_file import write
 
-FORMAT = 1
+FORMAT = 2
 """Of the file; raise it with every change to what is written."""
 _METADATA = "keepset_statistics"
+_RETRIEVAL = "retrieval"
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,11 +77,14 @@ class Statistics:
 
     Attributes:
         layers: by the layer's index in the model.
+        retrieval: of each KV head of these layers, from 0 to 1, how much it needs of the distant text; see
+            `duo_attention`. Nothing where it was not measured.
         provenance: of what model and texts, and by what version of keepset; plain JSON.
         name: for messages: what the recipe calls them.
     """
 
     layers: Mapping[int, LayerStatistics]
+    retrieval: Mapping[int, Float[Tensor, " kv_heads"]] = dataclasses.field(default_factory=dict, kw_only=True)
     provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     name: str = ""
 
@@ -98,6 +102,19 @@ class Statistics:
                 f"{_shape(*wanted)}. Make them for this model with keepset calibrate."
             )
         return ours
+
+    def gates(self) -> Float[Tensor, "layers kv_heads"]:
+        """How much each KV head retrieves.
+
+        Raises:
+            KeepsetError: that was not measured.
+        """
+        if not self.retrieval:
+            raise KeepsetError(
+                f"The statistics {self.name!r} do not say which heads retrieve: make them again with keepset "
+                "calibrate, without --gate-steps 0."
+            )
+        return torch.stack([self.retrieval[index] for index in self.layers])
 
 
 def _shape(layers: int, kv_heads: int, head_dim: int) -> str:
@@ -152,13 +169,14 @@ def _read(path: Path, modified: int, size: int) -> Statistics:
             layers = {index: _layer(file, index) for index in provenance["model"]["layers"]}
             if not layers:
                 raise ValueError
+            retrieval = _retrieval(file, layers)
     except (OSError, SafetensorError):
         raise KeepsetError(refusal) from None
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, KeepsetError):
             raise
         raise KeepsetError(f"{str(path)!r} is damaged: run keepset calibrate again.") from None
-    return Statistics(layers, provenance, str(path))
+    return Statistics(layers, provenance, str(path), retrieval=retrieval)
 
 
 def _layer(file: Any, index: int) -> LayerStatistics:
@@ -180,6 +198,23 @@ def _layer(file: Any, index: int) -> LayerStatistics:
     return LayerStatistics(**tensors)
 
 
+def _retrieval(file: Any, layers: Mapping[int, LayerStatistics]) -> dict[int, Tensor]:
+    """The gates of all layers, or none."""
+    places = {index: f"layers.{index}.{_RETRIEVAL}" for index in layers}
+    written = set(file.keys())
+    if written.isdisjoint(places.values()):
+        return {}
+    gates = {index: file.get_tensor(place) for index, place in places.items() if place in written}
+    if len(gates) < len(layers):
+        raise ValueError
+    for index, gate in gates.items():
+        if gate.shape != layers[index].direction.shape[:1] or gate.dtype != torch.float32:
+            raise ValueError
+        if not ((gate >= 0) & (gate <= 1)).all():
+            raise ValueError
+    return gates
+
+
 def save(statistics: Statistics, path: Path) -> None:
     """Writes them whole or not at all.
 
@@ -191,5 +226,5 @@ def save(statistics: Statistics, path: Path) -> None:
         f"layers.{index}.{name}": getattr(layer, name).clone(memory_format=torch.contiguous_format)
         for index, layer in statistics.layers.items()
         for name in FIELDS
-    }
+    } | {f"layers.{index}.{_RETRIEVAL}": gate.clone() for index, gate in statistics.retrieval.items()}
     write(path, tensors, _METADATA, {"format": FORMAT, **statistics.provenance})

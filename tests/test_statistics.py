@@ -41,17 +41,44 @@ def refusal(file: Any, model: str = "") -> str:
 def test_what_is_written_is_read_again(path: Path) -> None:
     written, read = random_statistics(SHAPE, [1, 4]), load(str(path))
     assert list(read.layers) == [1, 4]
-    assert read.provenance == {"format": 1, **PROVENANCE}
+    assert read.provenance == {"format": 2, **PROVENANCE}
+    assert read.retrieval == {}
     for index, layer in read.layers.items():
         for name in FIELDS:
             assert torch.equal(getattr(layer, name), getattr(written.layers[index], name))
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
+def test_gates_are_written_and_read_again(path: Path) -> None:
+    statistics = random_statistics(SHAPE, [1, 4])
+    save(Statistics(statistics.layers, PROVENANCE, retrieval=statistics.retrieval), path)
+    read = load(str(path))
+    for index, gates in statistics.retrieval.items():
+        assert torch.equal(read.retrieval[index], gates)
+    assert torch.equal(read.gates(), torch.stack([statistics.retrieval[index] for index in (1, 4)]))
+
+
+@pytest.mark.parametrize(
+    "gates",
+    [
+        {1: torch.zeros(2)},  # of one layer of two
+        {1: torch.zeros(2), 4: torch.zeros(3)},
+        {1: torch.zeros(2), 4: torch.tensor([0.5, 1.5])},
+        {1: torch.zeros(2), 4: torch.tensor([0.5, float("nan")])},
+        {1: torch.zeros(2), 4: torch.zeros(2, dtype=torch.float64)},
+    ],
+)
+def test_gates_that_are_none_are_refused(path: Path, gates: dict[int, torch.Tensor]) -> None:
+    tensors, metadata = contents(path)
+    tensors |= {f"layers.{index}.retrieval": gate for index, gate in gates.items()}
+    safetensors.torch.save_file(tensors, path, metadata)
+    assert "is damaged" in refusal(path)
+
+
 def test_provenance_is_json_in_the_metadata(path: Path) -> None:
     _, metadata = contents(path)
     assert {name: json.loads(text) for name, text in metadata.items()} == {
-        "keepset_statistics": {"format": 1, **PROVENANCE}
+        "keepset_statistics": {"format": 2, **PROVENANCE}
     }
 
 
@@ -103,7 +130,7 @@ def test_safetensors_of_something_else(path: Path) -> None:
 def test_another_version(path: Path) -> None:
     tensors, _ = contents(path)
     safetensors.torch.save_file(tensors, path, {"keepset_statistics": '{"format": 7}'})
-    assert "has format 7 of statistics, and this keepset reads format 1" in refusal(path)
+    assert "has format 7 of statistics, and this keepset reads format 2" in refusal(path)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +152,7 @@ def test_damaged_tensors(path: Path, name: str, tensor: torch.Tensor) -> None:
     assert "is damaged: run keepset calibrate again" in refusal(path)
 
 
-@pytest.mark.parametrize("provenance", ["", "{", "[]", "{}", '{"format": 1}', '{"format": 1, "model": {"layers": []}}'])
+@pytest.mark.parametrize("provenance", ["", "{", "[]", "{}", '{"format": 2}', '{"format": 2, "model": {"layers": []}}'])
 def test_damaged_provenance(path: Path, provenance: str) -> None:
     tensors, _ = contents(path)
     safetensors.torch.save_file(tensors, path, {"keepset_statistics": provenance})

@@ -13,7 +13,7 @@ from keepset.calibrate import measure
 from keepset.statistics import load
 from tests.cli.conftest import Run
 
-SMALL = ("--tokens", "300", "--length", "100", "--text", "text")
+SMALL = ("--tokens", "300", "--length", "100", "--gate-steps", "1", "--text", "text")
 
 
 def provenance(path: Path) -> Any:
@@ -35,6 +35,18 @@ def test_writes_a_file_that_recipes_can_name(run: Run, tiny_folder: Path) -> Non
         done = run("generate", "Hello", "--model", str(tiny_folder), "--recipe", recipe, "--max-new-tokens", "8")
         assert (done.code, done.err) == (0, "")
         assert "compressed" in done.out
+    assert written["gates"] == {"steps": 1, "tokens": 512, "sinks": 16, "recent": 64}
+    recipe = "duo_attention(stats='stats.safetensors', keep=20, sinks=2, recent=8)"
+    done = run("generate", "Hello", "--model", str(tiny_folder), "--recipe", recipe, "--max-new-tokens", "8")
+    assert (done.code, done.err) == (0, "")
+
+
+@pytest.mark.usefixtures("text", "tiny")
+def test_gates_can_be_left_out(run: Run) -> None:
+    assert run("calibrate", "--out", "a", "--gate-steps", "0", *SMALL[:4], *SMALL[6:]).code == 0
+    assert load("a").retrieval == {} and "gates" not in provenance(Path("a"))
+    done = run("generate", "Hello", "--recipe", "duo_attention(stats='a', keep=100)")
+    assert (done.code, done.out) == (2, "") and "'a' do not say which heads retrieve" in done.err
 
 
 @pytest.mark.usefixtures("text", "tiny")
@@ -95,6 +107,7 @@ def test_an_interrupt_leaves_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) 
         (("--out", "a", "--tokens", "15"), "--tokens 15 is out of range: use a whole number from 16"),
         (("--out", "a", "--length", "3"), "--length 3 is out of range"),
         (("--out", "a", "--seed", "-1"), "--seed -1 is out of range"),
+        (("--out", "a", "--gate-steps", "-1"), "--gate-steps -1 is out of range"),
         (("--out", "."), "--out '.' is no place for a file"),
         (("--out", "absent/a"), "--out 'absent/a' is no place for a file"),
         (("--out", "a", "--text", "absent"), "'absent' cannot be read"),

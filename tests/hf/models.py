@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import shutil
 import tempfile
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,10 @@ def statistics(name: str) -> Path:
     """A file of a tiny model's statistics."""
     path = Path(tempfile.mkdtemp()) / f"{name}.safetensors"
     atexit.register(shutil.rmtree, path.parent)
-    save(measure(tiny(name), Corpus([prompt(1, 30, seed)[0] for seed in (5, 6)], "0", 0)), path)
+    measured = measure(tiny(name), Corpus([prompt(1, 30, seed)[0] for seed in (5, 6)], "0", 0))
+    draw = torch.Generator().manual_seed(0)
+    gates = {index: torch.rand(len(layer.direction), generator=draw) for index, layer in measured.layers.items()}
+    save(replace(measured, retrieval=gates), path)
     return path
 
 
@@ -141,7 +145,7 @@ def recipe(method: str, keep: int | float) -> str:
     }.get(method, "")
     if issubclass(keepset.METHODS[method], Allocator):
         parameters = "snapkv(window=4), " + parameters
-    always = "sinks=2, recent=4, " if method == "ams" else ""
+    always = "sinks=2, recent=4, " if method in ("ams", "duo_attention") else ""
     return f"{method}({parameters}{always}keep={keep})"
 
 

@@ -128,7 +128,9 @@ def random_statistics(shape: Shape, layers: Sequence[int], gain: float = 1.3) ->
             gain=torch.where(frequency == 0, 1.0, gain),
         )
 
-    return Statistics({index: layer() for index in layers})
+    statistics = {index: layer() for index in layers}
+    gates = {index: torch.rand(shape.kv_heads, generator=draw) for index in layers}
+    return Statistics(statistics, retrieval=gates)
 
 
 def observe(

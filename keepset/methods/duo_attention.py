@@ -1,0 +1,84 @@
+"""DuoAttention: retrieval heads keep everything, streaming heads sinks and recent tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from keepset.budget import Budget
+from keepset.method import Method, parameter
+from keepset.observation import Needs, Observation
+
+
+@dataclass(frozen=True)
+class DuoAttention(Method):
+    """Retrieval heads keep all, streaming heads sinks and recent tokens (Xiao et al. 2024, arXiv:2410.10819).
+
+    Which heads retrieve is measured beforehand by `keepset calibrate`: gates between full and streaming attention,
+    trained as the authors do but in fewer steps and on shorter texts; `stats` names the file. `keep` says how many
+    heads retrieve: of all KV heads of all layers those of the highest gates, as many as fit while the others keep
+    their sinks and recent tokens. What is left makes the streaming heads' recent part longer, so that the total is
+    exact; where not even all streaming heads fit, none retrieves and their recent part shrinks.
+
+    16 sinks and 64 recent tokens, as the gates were measured; the authors have 128 and 256 for longer texts, and a
+    fixed share of retrieval heads instead of a budget. Every layer decides alone: gates and length say it all.
+    With `every=` fewer heads retrieve as the text grows, and a head that holds less than it could keeps what it has.
+    """
+
+    name: ClassVar[str] = "duo_attention"
+    layout: ClassVar[str] = "head-ragged"
+    paper: ClassVar[str] = "arXiv:2410.10819"
+    # The lengths say it all, but only together with the gates, which a paged runtime's scheduler does not have.
+    counts_from_data: ClassVar[bool] = True
+
+    stats: str = parameter("")
+
+    @property
+    def needs(self) -> Needs:
+        """The gates."""
+        return Needs(statistics=frozenset({self.stats}))
+
+    @property
+    def equal_layers(self) -> bool:
+        """A layer keeps more where more of its heads retrieve."""
+        return False
+
+    @property
+    def sinks(self) -> int:
+        """As the gates were measured."""
+        return 16
+
+    @property
+    def recent(self) -> int:
+        """As the gates were measured."""
+        return 64
+
+    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+        """The later, the better."""
+        return observation.positions.float()
+
+    def quotas(self, observation: Observation, budget: Budget) -> Int[Tensor, "batch kv_heads"]:
+        """Everything for retrieval heads, what streaming heads have for the others."""
+        gates = observation.retrieval(self.stats)
+        existing, lengths, heads = observation.valid.sum(-1), observation.lengths, gates.numel()
+        if budget.keep is None:
+            return existing
+        if isinstance(budget.keep, float):
+            lengths = existing.amax(-1)
+            # As in Budget: 0.29 * 100 is 28.999...96 in binary.
+            total = (lengths.double() * heads * budget.keep + 1e-9).floor().long().clamp(min=heads)
+        else:
+            total = budget.aim(observation).minimum(lengths) * heads
+        least = budget.always(observation).minimum(lengths).minimum(total // heads)
+        more, left = lengths - least, total - least * heads
+        whole = (left // more.clamp(min=1)).clamp(max=heads)
+        left = left - whole * more
+        streaming = (heads - whole).clamp(min=1)
+        # Of equal gates the earlier head.
+        ranks = gates.flatten().argsort(descending=True, stable=True).argsort().view_as(gates)[observation.depth]
+        whole, least, left, streaming, more = (part[:, None] for part in (whole, least, left, streaming, more))
+        counts = least + left // streaming + (ranks - whole < left % streaming).long()
+        return counts.where(ranks >= whole, least + more).minimum(existing)

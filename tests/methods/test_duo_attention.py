@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keepset import Budget, KeepSet, KeepsetError, Observation, Recipe
+from keepset.allocate.adakv import AdaKV
+from keepset.allocate.pyramid import Pyramid
+from keepset.methods.duo_attention import DuoAttention
+from keepset.statistics import Statistics
+from tests.methods.naive import Shape, kept, observe, random_statistics
+
+LAYERS = (1, 4, 6)
+
+
+def model(lengths: tuple[int, ...], gates: list[list[float]]) -> list[Observation]:
+    """Layers whose heads have these gates."""
+    layers = LAYERS[: len(gates)]
+    shape = Shape(lengths, len(gates[0]), 2, 3, 2)
+    measured = random_statistics(shape, layers)
+    retrieval = {layer: torch.tensor(row) for layer, row in zip(layers, gates, strict=True)}
+    statistics = {"": Statistics(measured.layers, retrieval=retrieval)}
+    return [observe(shape, layer=layer, layers=layers, statistics=statistics) for layer in layers]
+
+
+def naive(gates: list[float], length: int, total: int, always: int) -> list[int]:
+    """One head after another, the highest gate first: whole if the rest can still have what always stays."""
+    heads = len(gates)
+    least = min(always, length, total // heads)
+    counts = [least] * heads
+    best_first = sorted(range(heads), key=lambda head: (-gates[head], head))
+    left = total - least * heads
+    whole = 0
+    while whole < heads and length > least and left >= length - least:
+        counts[best_first[whole]] = length
+        left -= length - least
+        whole += 1
+    while left:  # one entry each, round after round
+        for head in best_first[whole:]:
+            if left:
+                counts[head] += 1
+                left -= 1
+    return counts
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=3),
+    layers=st.integers(1, 3),
+    heads=st.integers(1, 3),
+    keep=st.integers(1, 35) | st.integers(1, 100).map(lambda percent: percent / 100),
+    sinks=st.integers(0, 4),
+    recent=st.integers(0, 6),
+    data=st.data(),
+)
+def test_matches_heads_filled_one_after_another(
+    lengths: list[int], layers: int, heads: int, keep: int | float, sinks: int, recent: int, data: st.DataObject
+) -> None:
+    number = st.sampled_from([0.0, 0.25, 0.5, 1.0]) | st.floats(0, 1, width=32)
+    row = st.lists(number, min_size=heads, max_size=heads)
+    gates = data.draw(st.lists(row, min_size=layers, max_size=layers))
+    observations = model(tuple(lengths), gates)
+    if isinstance(keep, int):
+        keep = max(keep, sinks + recent)
+    keep_set = DuoAttention().select_all(observations, Budget(keep, sinks, recent))
+    everyone = layers * heads
+    for request, length in enumerate(lengths):
+        if isinstance(keep, int):
+            total = min(keep, length) * everyone
+        else:
+            total = max(everyone, everyone * length * round(keep * 100) // 100)
+        expected = naive([gate for layer in gates for gate in layer], length, total, min(length, sinks) + recent)
+        assert keep_set.counts[:, request].flatten().tolist() == expected
+        assert sum(expected) == total
+        check_what_stays(keep_set, observations, request, length, sinks)
+
+
+def check_what_stays(keep_set: KeepSet, observations: list[Observation], request: int, length: int, sinks: int) -> None:
+    for observation in observations:
+        for head in range(observation.keys.shape[1]):
+            positions = kept(keep_set, observation, request, head)
+            first = min(sinks, len(positions))
+            newest = len(positions) - first
+            assert positions == [*range(first), *range(length - newest, length)]
+
+
+def test_the_highest_gates_of_all_layers_keep_everything() -> None:
+    observations = model((100,), [[0.1, 0.9], [0.8, 0.2], [0.3, 0.4]])
+    counts = DuoAttention().select_all(observations, Budget(50, sinks=4, recent=16)).counts[:, 0]
+    # 6 x 50 = 300: two whole heads and four of 20 are 280, and the 20 left are five more for each of the four.
+    assert counts.tolist() == [[25, 100], [100, 25], [25, 25]]
+
+
+def test_as_the_text_grows_fewer_heads_retrieve() -> None:
+    retrieving = []
+    for length in (60, 100, 200, 400):
+        counts = DuoAttention().select_all(model((length,), [[0.5, 0.9], [0.8, 0.2]]), Budget(50, 2, 8)).counts
+        assert int(counts.sum()) == 200
+        retrieving.append(set((counts.flatten() == length).nonzero().flatten().tolist()))
+    assert [len(heads) for heads in retrieving] == [3, 1, 0, 0]
+    assert retrieving[1] == {1} and retrieving[0] == {0, 1, 2}
+
+
+def test_layers_apart_decide_as_all_together() -> None:
+    observations = model((40, 33), [[0.1, 0.9], [0.8, 0.2], [0.3, 0.4]])
+    budget = Budget(0.4, 2, 5)
+    together = DuoAttention().select_all(observations, budget)
+    for observation in observations:
+        alone = DuoAttention().select(observation, budget)
+        assert torch.equal(alone.counts[0], together.layer(observation.layer).counts)
+
+
+def test_statistics_without_gates_are_refused() -> None:
+    observation = model((10,), [[0.5]])[0]
+    observation.statistics = {"": Statistics(observation.statistics[""].layers, name="old.safetensors")}
+    with pytest.raises(KeepsetError, match=r"'old\.safetensors' do not say which heads retrieve"):
+        DuoAttention().select(observation, Budget(4))
+    with pytest.raises(KeepsetError, match=r"give Observation\(statistics="):
+        DuoAttention(stats="mine").select(observation, Budget(4))
+
+
+def test_nothing_divides_it_again() -> None:
+    for outer in (AdaKV, Pyramid):
+        with pytest.raises(KeepsetError, match="duo_attention says itself how much every head keeps"):
+            outer(DuoAttention())
+    text = "duo_attention(stats='x.safetensors', keep=0.5)"
+    assert str(Recipe.parse(text)) == text
+    assert (Recipe.parse(text).budget.sinks, Recipe.parse(text).budget.recent) == (16, 64)
