@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from keepset.budget import Budget
@@ -74,35 +71,3 @@ class Loud(Method):
         attention = observation.by_query_group(observation.window_attention(self.window)).amax((2, 3))
         observation.state["stayed"] = stayed + 1
         return attention * observation.values.float().norm(dim=-1) * (1 + stayed)
-
-
-@register
-@dataclass(frozen=True)
-class Pooled(Mass):
-    """Shares one number of entries among all layers, or among all their heads, by what the newest queries look at."""
-
-    name: ClassVar[str] = "pooled"
-    needs_budget: ClassVar[bool] = True
-    across_layers: ClassVar[bool] = True
-
-    heads: bool = parameter(True)
-
-    @property
-    def equal_heads(self) -> bool:
-        return not self.heads
-
-    def select_all(self, observations: Sequence[Observation], budget: Budget) -> KeepSet:
-        width = max(seen.keys.shape[2] for seen in observations)
-        ranked = [self.ranked(seen, budget, budget.quotas(seen)) for seen in observations]
-        ranked = [F.pad(one, (0, width - one.shape[2]), value=float("-inf")) for one in ranked]
-        every = torch.stack(ranked, 1) if self.heads else torch.stack([one.mean(1, keepdim=True) for one in ranked], 1)
-        existing = torch.stack([seen.valid.sum((1, 2)) for seen in observations]).sum(0)
-        total = (existing * budget.keep).long() if isinstance(budget.keep, float) else existing.clamp(max=budget.keep)
-        total = total if self.heads else total // observations[0].keys.shape[1]
-        best = every.flatten(1).sort(dim=-1, descending=True, stable=True).indices
-        chosen = torch.arange(best.shape[1]) < total[:, None]
-        mask = (
-            torch.zeros_like(chosen).scatter(1, best, chosen).view(every.shape).expand(-1, -1, ranked[0].shape[1], -1)
-        )
-        kept = [seen.keep(mask[:, place, :, : seen.keys.shape[2]]) for place, seen in enumerate(observations)]
-        return KeepSet([part.layer(part.layers[0]) for part in kept])

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from keepset import Recipe
+from keepset.allocate.pool import Pool
 from keepset.keep_set import LayerKeepSet
+from keepset.methods.snapkv import SnapKV
 from keepset.observation import Observation
 from keepset.vllm.gather import Gathering
-from tests.vllm.methods import Pooled
 
 LAYERS = (2, 5, 7)
 
@@ -51,7 +52,7 @@ class Layer:
         self.kept += [[kept.positions(row, head).tolist() for head in range(2)] for row in rows]
 
 
-RECIPE = Recipe.of(Pooled(window=3), keep=20, recent=0)
+RECIPE = Recipe.of(Pool(SnapKV(window=3)), keep=4, recent=0)
 
 
 @pytest.mark.parametrize("order", permutations(LAYERS))
@@ -70,7 +71,7 @@ def test_whichever_layer_is_last(order: tuple[int, ...]) -> None:
                 heads = [expected.positions(index, row, head).tolist() for head in range(2)]
                 assert layers[index].kept[2 * number + row] == heads
     for row in range(3):
-        assert sum(len(head) for layer in layers.values() for head in layer.kept[row]) == 20
+        assert sum(len(head) for layer in layers.values() for head in layer.kept[row]) == 4 * 2 * 3
 
 
 def test_a_step_that_ended_early_is_not_mixed_with_the_next() -> None:

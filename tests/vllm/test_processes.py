@@ -57,7 +57,7 @@ def test_a_scheduler_and_a_worker_in_other_processes(
     assert engine.stats["events"] > 0 and engine.stats["blocks_freed"] > 0
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [*RECIPES, "gvote"])
 def test_ranks_that_share_the_heads(recipe: str, essay: list[int], shallow: Path, shallow_oracle: Oracle) -> None:
     some = asks(essay)
     scenario = Scenario(recipe, some, engine=ENGINE | {"model": str(shallow), "tensor_parallel_size": 3})

@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 
 from keepset import KeepsetError, Recipe
+from keepset.allocate.pool import Pool
+from keepset.methods.snapkv import SnapKV
 from keepset.observation import Needs, SecondPass
 from keepset.vllm import refusals
 from keepset.vllm.refusals import CARRIER, check, check_layer
 from keepset.vllm.rotation import ARCHITECTURES, Rotation
 from keepset.vllm.settings import recipe_of
 from tests.vllm.engine import Ask, Scenario, raw
-from tests.vllm.methods import Mass, Pooled
+from tests.vllm.methods import Mass
 
 
 def config(**changes: Any) -> Any:
@@ -90,7 +92,7 @@ REFUSED = [
     (UNIFORM, {"model_config__use_mla": True}, "the model caches latents (MLA)"),
     (UNIFORM, {"model_config__is_mm_prefix_lm": True}, "the model attends to parts of its prompt in both directions"),
     ("gvote", SERVED | {"model_config__enforce_eager": False}, "compiled code does not show the hidden states"),
-    ("pooled(keep=96)", SERVED | {"parallel_config__tensor_parallel_size": 2}, "it compares all heads, of which"),
+    ("pool(snapkv, keep=96)", SERVED | {"parallel_config__tensor_parallel_size": 2}, "it compares all heads, of which"),
 ]
 
 
@@ -112,7 +114,7 @@ def test_a_configuration_that_is_refused(recipe: str, changes: dict[str, Any], s
         ("expected_attention(keep=512)", {"cache_config__cache_dtype": "bfloat16"}),
         ("pyramid(snapkv, keep=128)", {"cache_config__enable_prefix_caching": False}),
         ("mass", SERVED),
-        ("pooled(keep=4000, every=64)", SERVED),
+        ("pool(snapkv, keep=96, every=64)", SERVED),
         ("h2o(keep=0.5)", {"parallel_config__tensor_parallel_size": 2}),
         ("gvote", SERVED | {"parallel_config__tensor_parallel_size": 2}),
     ],
@@ -144,13 +146,13 @@ def test_methods_that_paged_attention_cannot_feed(needs: Needs, sentence: str) -
 
 
 def test_layers_whose_events_differ_are_not_chosen_together() -> None:
-    class Mine(Pooled):
+    class Mine(Pool):
         name = "mine"
         layout = "layer-ragged"
         counts_from_data = False
 
     with pytest.raises(KeepsetError, match="mine looks across layers whose quotas differ"):
-        check(config(), Recipe.of(Mine(), keep=96))
+        check(config(), Recipe.of(Mine(SnapKV()), keep=96))
 
 
 def test_another_version_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:

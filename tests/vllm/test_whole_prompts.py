@@ -13,14 +13,11 @@ from tests.vllm.compared import CHUNKED, asks, check_cache, check_oracle, fed, r
 from tests.vllm.engine import Ask, Scenario, raw
 from tests.vllm.oracle import Oracle
 
-ONCE = [
-    "gvote",
-    "pooled(heads=False, keep=0.3)",
-]
+ONCE = ["gvote", "kvcompose(task='self', keep=0.25)"]
 """Undisturbed."""
 AGAIN = {
     "h2o(keep=0.3)": {"enable_prefix_caching": True},
-    "pooled(keep=2000, every=24)": {},
+    "pool(snapkv(window=16), keep=80, every=24)": {},
 }
 """Preempted, and asked the same once more."""
 TOKENS = 64
