@@ -39,6 +39,10 @@ SHARING = {
 }
 
 
+URGENT = "snapkv(window=16, keep=96, prefill=False, every=150)"
+LONG = "snapkv(keep=256)"
+
+
 def turmoil(text: list[int]) -> list[Ask]:
     return [
         Ask(text[0:230], 90),
@@ -61,6 +65,10 @@ def sharing(text: list[int]) -> list[Ask]:
         Ask(text[0:400], 40, add=30),
         Ask(text[2000:2150], 40, add=10),
     ]
+
+
+def urgent(text: list[int]) -> list[Ask]:
+    return [Ask(text[500 * i : 500 * i + 150], 170, priority=2 - i) for i in range(3)]
 
 
 def run(text: Sequence[tuple[str, Scenario]]) -> dict[str, Any]:
@@ -91,6 +99,19 @@ def crowded(essay: list[int], shallow: Path) -> dict[str, Any]:
 def prefixes(essay: list[int], shallow: Path) -> dict[str, Any]:
     engine = {"model": str(shallow), "enable_prefix_caching": True, "max_num_batched_tokens": 128}
     return run([(recipe, Scenario(recipe, sharing(essay), engine=engine)) for recipe in SHARING])
+
+
+@pytest.fixture(scope="module")
+def others(essay: list[int], shallow: Path) -> dict[str, Any]:
+    small = {"max_num_batched_tokens": 512, "num_gpu_blocks_override": 27, "max_model_len": 512}
+    priority = {"model": str(shallow), "scheduling_policy": "priority"} | small
+    ids = torch.randint(1000, 40000, (4096,), generator=torch.Generator().manual_seed(0)).tolist()
+    return run(
+        [
+            (URGENT, Scenario(URGENT, urgent(essay), engine=priority)),
+            (LONG, Scenario(LONG, [Ask(ids, 3)], engine={"model": str(shallow), "max_model_len": 8192})),
+        ]
+    )
 
 
 def check(oracle: Oracle, recipe: str, some: list[Ask], engine: Result) -> None:
@@ -158,28 +179,14 @@ def test_prefixes_are_shared_with_compressed_requests(
     check(shallow_oracle, recipe, sharing(essay), engine)
 
 
-def test_the_least_urgent_gives_way(essay: list[int], shallow: Path, shallow_oracle: Oracle) -> None:
-    recipe = "snapkv(window=16, keep=96, prefill=False, every=150)"
-    some = [Ask(essay[500 * i : 500 * i + 150], 170, priority=2 - i) for i in range(3)]
-    engine = {
-        "model": str(shallow),
-        "max_num_batched_tokens": 512,
-        "num_gpu_blocks_override": 27,
-        "max_model_len": 512,
-        "scheduling_policy": "priority",
-    }
-    (answer,) = raw(Scenario(recipe, some, engine=engine))
-    result = Result(**answer)
-    assert result.preemptions[0] > 0 and result.preemptions[1:] == [0, 0]
-    check(shallow_oracle, recipe, some, result)
+def test_the_least_urgent_gives_way(others: dict[str, Any], essay: list[int], shallow_oracle: Oracle) -> None:
+    engine = result(others, URGENT)
+    assert engine.preemptions[0] > 0 and engine.preemptions[1:] == [0, 0]
+    check(shallow_oracle, URGENT, urgent(essay), engine)
 
 
-def test_the_pages_of_a_long_prompt_go_at_once(shallow: Path) -> None:
-    ids = torch.randint(1000, 40000, (4096,), generator=torch.Generator().manual_seed(0)).tolist()
-    scenario = Scenario("snapkv(keep=256)", [Ask(ids, 3)], engine={"model": str(shallow), "max_model_len": 8192})
-    (answer,) = raw(scenario)
-    assert isinstance(answer, dict), answer
-    engine = Result(**answer)
+def test_the_pages_of_a_long_prompt_go_at_once(others: dict[str, Any]) -> None:
+    engine = result(others, LONG)
     event = engine.events[0][0]["step"]
     held = [engine.free_before - step["free"] for step in engine.steps]
     assert held[event] == 4096 // BLOCK

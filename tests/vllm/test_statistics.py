@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 import keepset
-from keepset import KeepsetError, Recipe, models
+from keepset import KeepsetError, Recipe
 from keepset.calibrate.corpus import Corpus, default_texts
 from keepset.calibrate.measure import measure
 from keepset.statistics import save
 from keepset.vllm.refusals import check
+from tests.vllm.compared import Embedded, check_cache, fed
 from tests.vllm.engine import Ask, Result, Scenario, run
-from tests.vllm.test_equality import check_cache, fed
 from tests.vllm.test_refusals import config
 
 RECIPES = [
@@ -26,8 +26,8 @@ RECIPES = [
 
 
 @pytest.fixture(scope="module")
-def file(shallow: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model, tokenizer = models.load(str(shallow))
+def file(shallow_embedded: Embedded, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model, tokenizer = shallow_embedded
     path = tmp_path_factory.mktemp("statistics") / "stats.safetensors"
     save(measure(model, Corpus.draw(tokenizer, default_texts()[:3], tokens=1024, length=256, seed=0)), path)
     return path
@@ -45,9 +45,9 @@ def engines(shallow: Path, file: Path, essay: list[int]) -> dict[str, tuple[list
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_same_entries_as_under_transformers(
-    recipe: str, engines: dict[str, Any], shallow: Path, file: Path
+    recipe: str, engines: dict[str, Any], shallow_embedded: Embedded, file: Path
 ) -> None:
-    parsed, (model, _) = Recipe.parse(recipe.format(file=str(file))), models.load(str(shallow))
+    parsed, (model, _) = Recipe.parse(recipe.format(file=str(file))), shallow_embedded
     some, result = engines[recipe]
     for index, ask in enumerate(some):
         cache = keepset.Cache(model, parsed, prompt_length=len(ask.ids), history=True)
