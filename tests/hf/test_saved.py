@@ -27,6 +27,9 @@ RECIPES = {
     "regions": "ams(snapkv(window=4), window=5, kernel=3, sinks=2, recent=4, keep=12)",
     "statistics": "qfilter(keep=12)",
     "chance": "random(keep=12)",
+    "second pass": "received(keep=12)",
+    "all layers at once": "kvcompose(keep=0.5)",
+    "no budget": "gvote(samples=2, future=8)",
 }
 AGAIN = {
     "dense": "snapkv(window=5, kernel=3, keep=12, every=4)",
@@ -253,18 +256,21 @@ def test_forks_in_the_middle_of_a_prompt(name: str, recipe: str) -> None:
     model = tiny(name)
     ends = [prompt(2, 22, seed) for seed in (7, 8)]
     begin = prompt(2, 18)
-    short, whole = torch.ones(2, 18, dtype=torch.long), torch.ones(2, 40, dtype=torch.long)
+    mask = torch.ones(2, 40, dtype=torch.long)
 
     def begun() -> keepset.Cache:
         past = keepset.Cache(model, RECIPES[recipe], prompt_length=40)
-        feed(model, past, begin, short)
+        feed(model, past, begin, mask[:, :18])
         return past
 
     alone = [begun(), begun()]
     past = begun()
-    for end, reference, fork in zip(ends, alone, [past.fork(), past], strict=True):
-        feed(model, reference, end, whole)
-        feed(model, fork, end, whole)
+    forks = [past.fork(), past]
+    for first, last in ((18, 38), (38, 40)):  # in turns, so that what one records the other would look at
+        for end, reference, fork in zip(ends, alone, forks, strict=True):
+            for each in (reference, fork):
+                feed(model, each, end[:, first - 18 : last - 18], mask[:, :last])
+    for reference, fork in zip(alone, forks, strict=True):
         assert same_keep_set(reference.keep_set, fork.keep_set)
         assert same(contents(reference), contents(fork))
 
