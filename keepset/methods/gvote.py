@@ -109,7 +109,7 @@ class GVote(Method):
 
 def nucleus(attention: Float[Tensor, "*rows entries"], mass: float) -> Int[Tensor, "*rows"]:
     """How many entries, the best first, it takes to hold so much of each row's attention; all where it is NaN."""
-    held = attention.double().sort(dim=-1, descending=True).values.cumsum(-1)
+    held = attention.sort(dim=-1, descending=True).values.double().cumsum(-1)
     # To hold everything takes also those whose attention rounds to nothing.
     return 1 + (~(held[..., :-1] >= (mass if mass < 1 else math.inf))).sum(-1)
 
