@@ -37,7 +37,7 @@ AGAIN = {
     "head-ragged": "adakv(snapkv(window=4), keep=12, every=5)",
     "moments": "expected_attention(future=16, buffer=6, keep=12, every=4)",
     "later": "tova(keep=8, prefill=False, every=6)",
-    "protected": "snapkv(window=4, keep=44, every=3, protect_prompt=True)",
+    "protected": "snapkv(window=4, keep=20, every=3, protect_prompt=True)",
     "regions": "ams(snapkv(window=4), window=5, kernel=3, sinks=2, recent=4, keep=12, every=4)",
 }
 
@@ -118,6 +118,22 @@ def test_a_loaded_context_goes_on_as_the_one_in_memory(tmp_path: Path, data: st.
         assert torch.equal(feed(model, past, turn, mask), feed(model, loaded, turn, mask))
     assert same(contents(past), contents(loaded))
     assert [event.length for event in past.events][-len(loaded.events) :] == [event.length for event in loaded.events]
+
+
+@pytest.mark.parametrize("recipe", AGAIN.values(), ids=AGAIN)
+def test_compression_goes_on(tmp_path: Path, recipe: str) -> None:
+    model, mask = tiny("llama"), torch.ones(2, 20, dtype=torch.long)
+    past = context(model, recipe, prompt(2, 20))
+    mask = extended(mask, 27)
+    feed(model, past, prompt(2, 7, 1), mask)
+    loaded, events = again(past, model, tmp_path), len(past.events)
+    for turn in range(14):
+        mask = extended(mask, mask.shape[1] + 1)
+        logits = [feed(model, each, prompt(2, 1, turn), mask) for each in (past, loaded)]
+        assert torch.equal(*logits)
+    assert len(past.events) > events
+    assert [event.length for event in loaded.events[-2:]] == [event.length for event in past.events[-2:]]
+    assert same(contents(past), contents(loaded))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
