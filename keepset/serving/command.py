@@ -96,6 +96,8 @@ def _needed(recipe: Recipe, options: Sequence[str]) -> list[str]:
         words.append("--no-enable-prefix-caching")
     if not method.fixed_total:
         words += ["--kv-transfer-config", json.dumps(CARRIER)]
+    if method.needs.hidden_moments and not given(options, "--enforce-eager"):
+        words.append("--enforce-eager")
     return words
 
 

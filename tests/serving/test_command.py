@@ -39,6 +39,22 @@ def test_words() -> None:
     assert words[-6:] == ["--host", "127.0.0.1", "--port", "9", "-tp", "2"]
 
 
+@pytest.mark.parametrize(
+    ("recipe", "needed"),
+    [
+        ("snapkv(keep=64)", []),
+        ("pyramid(snapkv, keep=64)", ["--no-enable-prefix-caching"]),
+        ("pool(snapkv, keep=64)", ["--no-enable-prefix-caching", "--kv-transfer-config"]),
+        ("gvote", ["--no-enable-prefix-caching", "--kv-transfer-config", "--enforce-eager"]),
+    ],
+)
+def test_vllm_is_told_what_a_recipe_needs(recipe: str, needed: list[str]) -> None:
+    options = ["--no-enable-prefix-caching", "--kv-transfer-config", "--enforce-eager"]
+    words = command("a/model", Recipe.parse(recipe), [])
+    assert [word for word in words if word in options] == needed
+    assert command("a/model", Recipe.parse("gvote"), ["--enforce-eager"]).count("--enforce-eager") == 1
+
+
 def test_without_a_recipe_vllm_is_plain() -> None:
     words = command("a/model", None, [])
     assert words[5:] == ["a/model", "--host", "127.0.0.1"]

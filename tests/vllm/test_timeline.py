@@ -204,6 +204,14 @@ def test_a_protected_prompt_is_counted_for_each_request() -> None:
         assert ends == [left] * len(ends)
 
 
+@pytest.mark.parametrize("recipe", ["h2o(keep=0.25)", "expected_attention(keep=0.25)"])
+def test_a_prompt_that_is_looked_at_as_a_whole_comes_from_nobody_elses_pages(recipe: str) -> None:
+    whole = timeline_of(Recipe.parse(recipe), 0, 4)
+    other = timeline_of(Recipe.parse("knorm(keep=0.25)"), 0, 4)
+    assert whole.untouched(80) == other.untouched(80) == other.shareable(80) == 60
+    assert whole.shareable(80) == 0
+
+
 def test_nothing_is_foreseen_where_the_data_decide() -> None:
     timeline = timeline_of(Recipe.parse("mass(every=8)"), 0, 4)
     assert not timeline.fixed and timeline.ragged
