@@ -79,6 +79,13 @@ def test_queries_that_are_made_in_another_way_are_refused() -> None:
     module.found.check(queries + 0.1, hidden)  # once is enough
 
 
+@torch.no_grad()
+def test_a_text_that_overflows_is_no_reason() -> None:
+    module, hidden = Attending(normed=False), torch.ones(1, 4, HIDDEN)
+    hidden[0, 1] = torch.nan
+    module.found.check(module.found.queries(hidden), hidden)
+
+
 def test_the_model_is_not_kept_alive() -> None:
     module = Attending(normed=False)
     found = module.found
