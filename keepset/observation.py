@@ -29,8 +29,8 @@ class SecondPass:
         statistics: of the columns of that attention: `"sum"`, `"max"`, `"square"` (the sum of squares).
         chunk: how many tokens of the prompt run together; those of a chunk see the whole prompt and one another, and
             each chunk follows the prompt anew. 0: all of them.
-        repeat: every chunk comes after words that ask to repeat it, and attends to nothing but itself, these words
-            and the chunk's entries in the cache, each of which is looked at once (KVzip).
+        repeat: every chunk comes after words that ask to repeat it, and the statistics are of a softmax over nothing
+            but itself, these words, the first few entries and the chunk's, each of which is looked at once (KVzip).
     """
 
     statistics: frozenset[str]
@@ -45,10 +45,13 @@ class SecondPassColumns:
     Attributes:
         statistics: by their names, one number per query head and entry; zero where an entry received nothing.
         tokens: how many tokens have looked at the entries.
+        opening: how many of the first entries were not asked about, because they are the chat template's; none, where
+            nothing is said.
     """
 
     statistics: Mapping[str, Float[Tensor, "batch query_heads entries"]]
     tokens: Int[Tensor, " batch"]
+    opening: Int[Tensor, " batch"] | None = None
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from keepset.allocate.composite import Composite
 from keepset.allocate.criticalkv import CriticalKV
 from keepset.allocate.dynamic import Dynamic
 from keepset.allocate.kvcompose import KVCompose
+from keepset.allocate.kvzip import KVZip
 from keepset.allocate.pool import Pool
 from keepset.allocate.pyramid import Pyramid
 from keepset.allocate.uniform import Uniform
@@ -57,6 +58,7 @@ _methods: dict[str, type[Method]] = {
         GVote,
         Received,
         KVCompose,
+        KVZip,
         Uniform,
         Pyramid,
         ChunkKV,

@@ -22,7 +22,8 @@ from keepset.hf.attention import hand_over
 from keepset.hf.layer import KeepLayer
 from keepset.hf.mask import KeepsetLength, MaskRule
 from keepset.hf.prompt_inputs import PromptInputs
-from keepset.kernels.task import MERGE, task_attention
+from keepset.hf.repeat import Repeat
+from keepset.kernels.task import MERGE, Among, task_attention
 from keepset.observation import Needs, Observation, SecondPass, SecondPassColumns
 
 if TYPE_CHECKING:
@@ -40,11 +41,11 @@ class SecondPasses:
     """
 
     def __init__(self, model: transformers.PreTrainedModel, past: Any, needs: Needs, tasks: Sequence[Tensor]) -> None:
-        for needed in needs.second_passes:
-            if needed.repeat:
-                raise KeepsetError("Second passes that ask to repeat the text are not supported yet.")
         self._needs, self._model = needs, weakref.ref(model)
         self._tasks = [check_task(task, model) for task in tasks]
+        self._repeat = Repeat.of(model) if any(needed.repeat for needed in needs.second_passes) else None
+        if self._repeat and tasks:
+            raise KeepsetError("A prompt that is to be repeated is its own task: leave task_tokens out.")
         self._inputs = PromptInputs(model.get_decoder(), past)
         self._found: list[tuple[KeepLayer, Observation]] = []
         self.seconds: dict[SecondPass, float] = {}
@@ -93,7 +94,7 @@ class SecondPasses:
                 if way(needed) == kind:
                     for (_, told), columns in zip(found, seen, strict=True):
                         part = {name: columns.statistics[name] for name in needed.statistics}
-                        told.second_passes[needed] = SecondPassColumns(part, columns.tokens)
+                        told.second_passes[needed] = SecondPassColumns(part, columns.tokens, columns.opening)
         return found
 
     @torch.no_grad()
@@ -108,23 +109,36 @@ class SecondPasses:
         first, prompt = found[0][0], self._inputs.first(found[0][0].logical)
         valid, batch = first.valid_tokens(), len(prompt)
         per_request: list[list[dict[str, Tensor]]] = []
-        tokens = torch.zeros(batch, dtype=torch.long, device=prompt.device)
+        tokens, opening = torch.zeros(2, batch, dtype=torch.long, device=prompt.device)
         for request in range(batch):
             own = prompt[request] if valid is None else prompt[request][valid[request]]
-            parts = self._of_tasks(request, batch, own.device) or own.split(kind.chunk or len(own))
+            parts = self._passes(kind, own, self._of_tasks(request, batch, own.device))
             entries = {layer.index: _Entries(seen, request, len(own), names) for layer, seen in found}
             entries[first.owner.compressed_layers[-1]].last = True
-            for part in parts:
+            for part, among in parts:
+                for each in entries.values():
+                    each.among = among
                 rest = {i: layer for i, layer in enumerate(layers) if i not in entries}
                 copies = {i: _one_request(layer, request, len(own), valid) for i, layer in rest.items()}
                 self._call(part, len(own), [copies.get(i) or entries[i] for i in range(len(layers))])
-            tokens[request] = sum(map(len, parts))
+            tokens[request] = sum(len(part) for part, _ in parts)
+            opening[request] = parts[0][1].start if parts[0][1] else 0
             per_request.append([entries[layer.index].received for layer, _ in found])
         per_layer = zip(found, zip(*per_request, strict=True), strict=True)
         return [
-            SecondPassColumns({name: _stacked([r[name] for r in rows], seen.keys.shape[2]) for name in names}, tokens)
+            SecondPassColumns(
+                {name: _stacked([r[name] for r in rows], seen.keys.shape[2]) for name in names}, tokens, opening
+            )
             for (_, seen), rows in per_layer
         ]
+
+    def _passes(self, kind: SecondPass, own: Tensor, tasks: list[Tensor]) -> list[tuple[Tensor, Among | None]]:
+        """What runs after one request's prompt, and which entries it is about; None: all."""
+        if self._repeat is None or not kind.repeat:
+            return [(part, None) for part in tasks or own.split(kind.chunk or len(own))]
+        if own.ndim > 1:
+            raise KeepsetError("A prompt of embeddings cannot be asked for again in words: give token ids.")
+        return list(self._repeat.passes(own, kind.chunk))
 
     def _of_tasks(self, request: int, batch: int, device: torch.device) -> list[Tensor]:
         """The tasks' tokens for one request; where beams repeat requests, they repeat their tasks."""
@@ -161,6 +175,7 @@ class _Entries(CacheLayerMixin):
 
     Attributes:
         received: the named statistics of every entry's column, `[query_heads, entries]`.
+        among: the entries that are looked at now; None: all.
     """
 
     is_sliding = False
@@ -172,6 +187,7 @@ class _Entries(CacheLayerMixin):
         self._length, self._names = length, names
         self.incoming: tuple[Tensor, Tensor] | None = None
         self.received: dict[str, Tensor] = {}
+        self.among: Among | None = None
         self.last = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -207,7 +223,8 @@ class _Entries(CacheLayerMixin):
     ) -> Tensor:
         """Attends, and notes what each entry receives."""
         self.incoming = None
-        output, new = task_attention(query[0], self._entries, (key[0], value[0]), scaling, self._names)
+        own = key[0], value[0]
+        output, new = task_attention(query[0], self._entries, own, scaling, self._names, self.among)
         self.received = {
             name: MERGE[name](self.received[name], column) if self.received else column for name, column in new.items()
         }

@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
 from torch import Tensor
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import keepset
 from keepset.calibrate.corpus import Corpus
@@ -70,9 +73,21 @@ def tiny(name: str) -> Any:
     for parameter in model.parameters():
         noise = torch.randn_like(parameter)
         parameter.data = 0.15 * noise if parameter.ndim > 1 else parameter.data + 0.2 * noise
-    model.config.name_or_path = f"tiny-{name}"
-    offer(f"tiny-{name}", lambda: statistics(name))
+    model.config.name_or_path = str(tokenizer(f"tiny-{name}", "U:{{ messages[0]['content'] }}.A:"))
+    offer(model.config.name_or_path, lambda: statistics(name))
     return model
+
+
+@cache
+def tokenizer(name: str, template: str | None = None) -> Path:
+    """A folder with a tokenizer of letters, among the tokens of tiny models."""
+    letters = {"?": 0, **{letter: 3 + i for i, letter in enumerate("\n .,:abcdefghijklmnopqrstuvwxyzARU")}}
+    backend = Tokenizer(WordLevel(letters, unk_token="?"))
+    backend.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
+    path = Path(tempfile.mkdtemp()) / name
+    atexit.register(shutil.rmtree, path.parent)
+    PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template).save_pretrained(path)
+    return path
 
 
 @cache

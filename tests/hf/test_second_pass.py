@@ -277,7 +277,6 @@ def test_what_is_refused() -> None:
     refuse("no tensor of token ids", task_tokens=[ids, ids.float()])
     refuse("from 0 to 199", task_tokens=ids + 190)
     refuse("one row, or one for every request", task_tokens=ids[:2])
-    refuse("not supported yet", again(SecondPass(ALL, repeat=True)))
 
 
 def test_positions_that_a_model_has_not_learned_are_refused() -> None:

@@ -1,0 +1,111 @@
+"""`Repeat`: the words that ask a model to repeat its prompt, chunk by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from keepset.errors import KeepsetError
+from keepset.kernels.task import Among
+
+if TYPE_CHECKING:
+    import transformers
+
+_WHOLE = "\n\nRepeat the previous context exactly."
+_PART = "\n\nRepeat the part of the previous context exactly, starting with "
+_REMINDER = 8
+"""Tokens of the chunk before that a chunk is asked for by."""
+
+_SINKS = 4
+"""First tokens that every chunk's softmax sees where no chat template opens the prompt."""
+
+_TURN = "\n\nAnswer: "
+"""Between the words and their answer where the tokenizer has no chat template."""
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """What the authors of KVzip (2025, arXiv:2505.23416) have models told, in a model's tokens.
+
+    Attributes:
+        opening: with which the chat template begins a user's words; where a prompt starts with it, it is no part of
+            what is repeated.
+        whole: asks for the first chunk.
+        part: asks for another one; the last tokens of the one before follow.
+        turn: from the user's words to the model's.
+    """
+
+    opening: tuple[int, ...]
+    whole: tuple[int, ...]
+    part: tuple[int, ...]
+    turn: tuple[int, ...]
+
+    @classmethod
+    def of(cls, model: transformers.PreTrainedModel) -> Repeat:
+        """In the tokens of the tokenizer that lies beside the model.
+
+        Raises:
+            KeepsetError: there is none, or it is another model's.
+        """
+        name = model.config.name_or_path or ""
+        words = _words(name)
+        known = getattr(model.get_input_embeddings(), "num_embeddings", None)
+        if known is not None and max(words.whole + words.part + words.turn) >= known:
+            raise KeepsetError(
+                f"The tokenizer of {name!r} has tokens that the model does not know: give the model its own."
+            )
+        return words
+
+    def prefix(self, prompt: Int[Tensor, " tokens"]) -> int:
+        """How many tokens of a prompt are the chat template's opening; more must follow."""
+        length = len(self.opening)
+        return length if length < len(prompt) and tuple(prompt[:length].tolist()) == self.opening else 0
+
+    def passes(self, prompt: Int[Tensor, " tokens"], chunk: int) -> Iterator[tuple[Int[Tensor, " more"], Among]]:
+        """For every chunk the tokens to run after the prompt, and the entries that they are looked for in."""
+        prefix = self.prefix(prompt)
+        before: list[int] = []
+        start = prefix
+        for own in prompt[prefix:].split(chunk or len(prompt)):
+            words = [*self.part, *before] if start > prefix else self.whole
+            asked = torch.tensor([*words, *self.turn], dtype=own.dtype, device=own.device)
+            yield torch.cat([asked, own]), Among(prefix or min(_SINKS, start), start, start + len(own))
+            before, start = own[-_REMINDER:].tolist(), start + len(own)
+
+
+@cache
+def _words(name: str) -> Repeat:
+    tokenizer = _tokenizer(name)
+
+    def ids(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+    opening, turn = "", _TURN
+    if tokenizer.chat_template:
+        marked = "keepset"
+        said = tokenizer.apply_chat_template(
+            [{"role": "user", "content": marked}], tokenize=False, add_generation_prompt=True, enable_thinking=False
+        )
+        opening, found, after = said.rpartition(marked)
+        turn = after if found else _TURN
+    return Repeat(ids(opening), ids(_WHOLE), ids(_PART), ids(turn))
+
+
+def _tokenizer(name: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        if name:
+            return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError, ImportError, RuntimeError):
+        pass
+    raise KeepsetError(
+        f"To ask the model to repeat its prompt takes its tokenizer, and {name!r} has none: load the model from a "
+        "folder, or by a name on the Hugging Face Hub, that has one."
+    )
