@@ -309,13 +309,6 @@ class KeepLayer(CacheLayerMixin):
         whole = torch.ones(len(self._lengths), 1, dtype=torch.bool, device=self.device)
         return torch.cat([whole.expand(-1, seen) if isinstance(seen, int) else seen for seen in self._seen], 1)
 
-    def valid_tokens(self) -> Tensor | None:
-        """Which tokens so far are no padding, `[batch, tokens]`; None when all are."""
-        if not self._seen or self._lengths is None:
-            return None
-        whole = torch.ones(len(self._lengths), 1, dtype=torch.bool, device=self.device)
-        return torch.cat([whole.expand(-1, seen) if isinstance(seen, int) else seen for seen in self._seen], 1)
-
     def _begin(self, first: int) -> None:
         self.prompt = self.owner.prompt_length or first
         every = self.owner.schedule.every

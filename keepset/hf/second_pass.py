@@ -23,7 +23,7 @@ from keepset.hf.layer import KeepLayer
 from keepset.hf.mask import KeepsetLength, MaskRule
 from keepset.hf.prompt_inputs import PromptInputs
 from keepset.hf.repeat import Repeat
-from keepset.kernels.task import MERGE, Among, task_attention
+from keepset.kernels.task import MERGE, Among, Piece, task_attention
 from keepset.observation import Needs, Observation, SecondPass, SecondPassColumns
 
 if TYPE_CHECKING:
@@ -115,12 +115,15 @@ class SecondPasses:
             parts = self._passes(kind, own, self._of_tasks(request, batch, own.device))
             entries = {layer.index: _Entries(seen, request, len(own), names) for layer, seen in found}
             entries[first.owner.compressed_layers[-1]].last = True
-            for part, among in parts:
+            rest = {i: layer for i, layer in enumerate(layers) if i not in entries}
+            # Layers that are not keepset's would let one part see another.
+            for together in _calls(parts, 1 if rest else _TOGETHER):
                 for each in entries.values():
-                    each.among = among
-                rest = {i: layer for i, layer in enumerate(layers) if i not in entries}
+                    each.pieces = [Piece(len(part), among) for part, among in together]
                 copies = {i: _one_request(layer, request, len(own), valid) for i, layer in rest.items()}
-                self._call(part, len(own), [copies.get(i) or entries[i] for i in range(len(layers))])
+                self._call(
+                    [part for part, _ in together], len(own), [copies.get(i) or entries[i] for i in range(len(layers))]
+                )
             tokens[request] = sum(len(part) for part, _ in parts)
             opening[request] = parts[0][1].start if parts[0][1] else 0
             per_request.append([entries[layer.index].received for layer, _ in found])
@@ -149,13 +152,14 @@ class SecondPasses:
                 )
         return [task[request // (batch // len(task))].to(device) for task in self._tasks]
 
-    def _call(self, tokens: Shaped[Tensor, " tokens *hidden"], length: int, layers: list[Any]) -> None:
-        """Runs tokens after a request of this length."""
+    def _call(self, parts: list[Shaped[Tensor, " _ *hidden"]], length: int, layers: list[Any]) -> None:
+        """Runs parts, each of which follows a request of this length."""
         model = self._model()
         assert model is not None
         decoder = model.get_decoder()
-        _check_positions(model, length + len(tokens))
-        positions = torch.arange(length, length + len(tokens), device=tokens.device)[None]
+        _check_positions(model, length + max(map(len, parts)))
+        tokens = torch.cat(parts)
+        positions = torch.cat([torch.arange(length, length + len(part), device=part.device) for part in parts])[None]
         kind = "input_ids" if tokens.ndim == 1 else "inputs_embeds"
         with _unchanged_rotations(decoder), suppress(_Done):
             decoder(
@@ -164,6 +168,21 @@ class SecondPasses:
                 past_key_values=TransformersCache(layers=layers),
                 use_cache=True,
             )
+
+
+_TOGETHER = 1024
+"""Tokens of one call of the model: enough for products at full speed, few beside the prompt."""
+
+
+def _calls(parts: list[tuple[Tensor, Among | None]], most: int) -> list[list[tuple[Tensor, Among | None]]]:
+    """Parts that run together: at most so many tokens, or one part."""
+    calls: list[list[tuple[Tensor, Among | None]]] = []
+    for part in parts:
+        if calls and sum(len(tokens) for tokens, _ in [*calls[-1], part]) <= most:
+            calls[-1].append(part)
+        else:
+            calls.append([part])
+    return calls
 
 
 class _Done(Exception):  # noqa: N818
@@ -175,7 +194,7 @@ class _Entries(CacheLayerMixin):
 
     Attributes:
         received: the named statistics of every entry's column, `[query_heads, entries]`.
-        among: the entries that are looked at now; None: all.
+        pieces: what runs now.
     """
 
     is_sliding = False
@@ -187,7 +206,7 @@ class _Entries(CacheLayerMixin):
         self._length, self._names = length, names
         self.incoming: tuple[Tensor, Tensor] | None = None
         self.received: dict[str, Tensor] = {}
-        self.among: Among | None = None
+        self.pieces: list[Piece] = []
         self.last = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -224,7 +243,7 @@ class _Entries(CacheLayerMixin):
         """Attends, and notes what each entry receives."""
         self.incoming = None
         own = key[0], value[0]
-        output, new = task_attention(query[0], self._entries, own, scaling, self._names, self.among)
+        output, new = task_attention(query[0], self._entries, own, scaling, self._names, self.pieces)
         self.received = {
             name: MERGE[name](self.received[name], column) if self.received else column for name, column in new.items()
         }

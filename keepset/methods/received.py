@@ -41,7 +41,7 @@ class Received(Method):
     aggregate_group: str = parameter("mean", choices=("max", "mean"))
     mean_term: bool = parameter(False)
     values: str = parameter("none", choices=("none", "norm", "projected"))
-    chunk: int = parameter(512, minimum=0)
+    chunk: int = parameter(128, minimum=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()

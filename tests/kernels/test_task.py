@@ -96,3 +96,24 @@ def test_a_number_that_overflowed_stays_in_its_own_head() -> None:
     output, received = task_attention(queries, (keys, keys), (own, own), 1.0, NAMES)
     assert output[:2].isnan().all() and output[2:].isfinite().all()
     assert all(columns[:2].isnan().all() and columns[2:].isfinite().all() for columns in received.values())
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=4), seed=st.integers(0, 1000))
+def test_pieces_are_as_if_each_came_alone(sizes: list[int], seed: int) -> None:
+    n = sum(sizes)
+    queries, own = random(seed, 6, n, 4), (random(seed + 1, 2, n, 4), random(seed + 2, 2, n, 3))
+    entries = random(seed + 3, 2, 11, 4), random(seed + 4, 2, 11, 3)
+    amongs = [None if size % 2 else task.Among(2, 3, 3 + size) for size in sizes]
+    pieces = [task.Piece(size, among) for size, among in zip(sizes, amongs, strict=True)]
+    output, received = task_attention(queries, entries, own, 0.5, NAMES, pieces)
+    alone, start = [], 0
+    for piece in pieces:
+        part = slice(start, start + piece.tokens)
+        start += piece.tokens
+        mine = own[0][:, part], own[1][:, part]
+        alone.append(task_attention(queries[:, part], entries, mine, 0.5, NAMES, [piece]))
+    torch.testing.assert_close(output, torch.cat([each for each, _ in alone], 1), **EXACT)
+    for name, column in received.items():
+        parts = torch.stack([each[name] for _, each in alone])
+        torch.testing.assert_close(column, parts.amax(0) if name == "max" else parts.sum(0), **EXACT)

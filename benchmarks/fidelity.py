@@ -1,0 +1,143 @@
+"""What recipes are worth: fidelity to the full cache over several texts, and a fact found in each of them."""
+
+import argparse
+import random
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+import torch
+from harness import progress
+from harness.report import Section, machine, publish
+
+from keepset import Recipe, models, texts
+from keepset.evaluate.compare import Comparer, Row, grid, needs_of
+from keepset.evaluate.task import Task, make_task
+
+RECIPES = (
+    "streaming_llm, random, knorm, keydiff, lagkv, tova, snapkv, h2o, expected_attention, pyramid(snapkv), "
+    "chunkkv(snapkv), adakv(snapkv), adakv(expected_attention), criticalkv(snapkv), zigzag(snapkv), dynamic(snapkv), "
+    "duo_attention, kvzip, kvcompose, kvcompose(floor=0.2), kvcompose(structured=False), kvcompose(task='self'), "
+    "pool(received(statistic='rms'), sinks=4, recent=32), gvote"
+)
+KEEPS = (0.5, 0.25, 0.1)
+CITIES = ("Oslo", "Quito", "Hanoi", "Turin", "Dakar", "Perth", "Lyon", "Cusco", "Malmo", "Tartu", "Bergen", "Nagoya")
+DRAWS = 2000
+
+
+@dataclass
+class Figures:
+    """One recipe under one budget: a figure for every text."""
+
+    kl: list[float] = field(default_factory=list)
+    top1: list[float] = field(default_factory=list)
+    found: list[bool] = field(default_factory=list)
+    kept: list[float] = field(default_factory=list)
+    error: str | None = None
+
+
+def main() -> int:
+    """Measure, show, write; fail if a recipe failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--texts", type=int, default=5, help="essays, the longest first (default 5)")
+    parser.add_argument("--skip", type=int, default=0, help="leave out so many of the longest (default 0)")
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens of the prompt (default 2048)")
+    parser.add_argument("--continuation", type=int, default=256, help="tokens after it (default 256)")
+    parser.add_argument("--recipes", default=RECIPES, help="separated by commas")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads (default 1)")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    model, tokenizer = models.load()
+    recipes = Recipe.parse_list(args.recipes)
+    cells = grid(recipes, KEEPS)
+    names = sorted(texts.essays(), key=lambda name: -len(texts.essay(name)))[args.skip : args.skip + args.texts]
+    table: dict[str, Figures] = defaultdict(Figures)
+    full_found: list[bool] = []
+    done: list[str] = []
+    try:
+        with progress.bar() as bar:
+            bars = bar.add_task("", total=len(names) * (len(cells) + 1))
+            for number, name in enumerate(names):
+                bar.update(bars, description=name)
+                task = _task(tokenizer, name, number, args)
+                comparer = Comparer(model, tokenizer, task, "embedded", needs_of(recipes))
+                bar.advance(bars)
+                rows = []
+                for row in comparer.run(cells):
+                    rows.append(row)
+                    bar.advance(bars)
+                # A text counts with all its rows or not at all.
+                for row in rows:
+                    _add(table[row.recipe], row)
+                full_found.append(comparer.comparison.full["needle_found"])
+                done.append(name)
+    except KeyboardInterrupt:
+        print("interrupted: whole texts follow", file=sys.stderr)
+
+    title = f"{len(done)} texts of {args.tokens} tokens, {args.continuation} after them"
+    columns = ["recipe", "kept", "KL, nats", "95 %", "top-1", "facts found"]
+    section = Section(title, columns)
+    for recipe, figures in table.items():
+        if figures.error is not None:
+            section.notes.append(f"{recipe}: {figures.error}")
+            continue
+        low, high = interval(figures.kl)
+        section.rows.append(
+            [
+                recipe,
+                f"{fmean(figures.kept):.3f}",
+                f"{fmean(figures.kl):.4f}",
+                f"{low:.4f}..{high:.4f}",
+                f"{fmean(figures.top1):.1%}",
+                f"{sum(figures.found)} of {len(figures.found)}",
+            ]
+        )
+    section.notes.append(
+        f"The full cache finds {sum(full_found)} of {len(full_found)} facts; all were asked for after compression. "
+        f"Intervals: bootstrap over texts, {DRAWS} draws."
+    )
+    rows_json: list[dict[str, Any]] = [{"recipe": recipe, **vars(figures)} for recipe, figures in table.items()]
+    data = {"machine": machine(), "texts": done, "settings": vars(args), "rows": rows_json, "full_found": full_found}
+    publish("fidelity", [section], data)
+    return 1 if any(figures.error for figures in table.values()) else 0
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """95 % interval of the mean, by bootstrap."""
+    draw = random.Random(0)
+    means = sorted(fmean(draw.choices(values, k=len(values))) for _ in range(DRAWS))
+    return means[int(0.025 * DRAWS)], means[int(0.975 * DRAWS) - 1]
+
+
+def _task(tokenizer: Any, name: str, number: int, args: Any) -> Task:
+    """An essay with a fact of its own, deeper in each."""
+    city = CITIES[number % len(CITIES)]
+    answer = str(10000 + 7919 * (args.skip + number + 1) % 90000)
+    needle = texts.Needle(f"The secret number of {city} is {answer}.", f"What is the secret number of {city}?", answer)
+    depth = (number + 0.5) / max(args.texts, 1)
+    return make_task(
+        tokenizer,
+        texts.essay(name),
+        tokens=args.tokens,
+        continuation=args.continuation,
+        needle=needle,
+        depth=depth,
+    )
+
+
+def _add(figures: Figures, row: Row) -> None:
+    if row.error is not None:
+        figures.error = row.error
+        return
+    assert row.kl is not None and row.top1 is not None and row.keep is not None
+    figures.kl.append(row.kl)
+    figures.top1.append(row.top1)
+    figures.kept.append(row.keep)
+    figures.found.append(bool(row.needle_found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
