@@ -1,6 +1,7 @@
 """Load a causal language model and its tokenizer: by default a small one that needs no network."""
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -8,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -16,6 +18,8 @@ from keepset.errors import KeepsetError
 
 if TYPE_CHECKING:
     import transformers
+
+    from keepset.statistics import Statistics
 
 EMBEDDED = "SmolLM2-135M-Instruct"
 """The name of the embedded model."""
@@ -110,8 +114,17 @@ def _embedded_statistics() -> Path:
 
         print(f"keepset: measuring the embedded model's statistics, once, into {path}", file=sys.stderr)
         model, tokenizer = load()
-        save(measure(model, default_corpus(tokenizer)), path)
+        save(_with_embedded_gates(measure(model, default_corpus(tokenizer))), path)
     return path
+
+
+def _with_embedded_gates(measured: "Statistics") -> "Statistics":
+    """The embedded model's gates, which take minutes to train: as `keepset calibrate` made them."""
+    import torch
+
+    found = json.loads(Path(__file__).with_name("calibrate").joinpath("embedded_gates.json").read_text("utf-8"))
+    gates = {index: torch.tensor(found["retrieval"][index]) for index in measured.layers}
+    return replace(measured, retrieval=gates, provenance={**measured.provenance, "gates": found["provenance"]["gates"]})
 
 
 def _home() -> Path:

@@ -1,4 +1,5 @@
 import errno
+import json
 import os
 import shutil
 import subprocess
@@ -258,6 +259,7 @@ def test_statistics_of_the_embedded_model_are_made_once_and_said_aloud(
 ) -> None:
     pair, runs = models.load(str(tiny)), []
     monkeypatch.setattr(models, "load", lambda: runs.append(1) or pair)
+    monkeypatch.setattr(models, "_with_embedded_gates", lambda measured: measured)  # the tiny model has other heads
     monkeypatch.setattr(corpus, "TOKENS", 64)
     home.mkdir()
     capsys.readouterr()
@@ -267,6 +269,15 @@ def test_statistics_of_the_embedded_model_are_made_once_and_said_aloud(
     assert said.out == "" and said.err == f"keepset: measuring the embedded model's statistics, once, into {path}\n"
     assert models._embedded_statistics() == path
     assert capsys.readouterr().err == "" and len(runs) == 1
+
+
+def test_gates_of_the_embedded_model_are_of_its_heads(embedded: Embedded) -> None:
+    config = embedded[0].config
+    path = Path(models.__file__).with_name("calibrate") / "embedded_gates.json"
+    found = json.loads(path.read_text("utf-8"))
+    gates = torch.tensor(found["retrieval"])
+    assert gates.shape == (config.num_hidden_layers, config.num_key_value_heads)
+    assert bool(((gates >= 0) & (gates <= 1)).all()) and gates.std() > 0.1
 
 
 def test_recipes_that_name_no_file_get_those_of_the_embedded_model(embedded: Embedded, tiny: Path) -> None:
