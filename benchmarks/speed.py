@@ -27,6 +27,7 @@ TARGETS: dict[str, float | None] = {
     "kvcompose": 2.5,
     "pyramid(snapkv)": None,
     "adakv(snapkv)": None,
+    "kvzip": None,
 }
 # A method that holds more than this at the end of the prefill has not compressed: its time says nothing.
 MOST_HELD = 1.05 * KEEP

@@ -8,6 +8,7 @@ from kvpress import (
     ExpectedAttentionPress,
     KnormPress,
     KVComposePress,
+    KVzipPress,
     ObservedAttentionPress,
     PyramidKVPress,
     SnapKVPress,
@@ -29,6 +30,7 @@ PRESSES: dict[str, Callable[[float], Any]] = {
     "kvcompose": lambda dropped: KVComposePress(compression_ratio=dropped),
     "pyramid(snapkv)": PyramidKVPress,
     "adakv(snapkv)": lambda dropped: AdaKVPress(SnapKVPress(dropped)),
+    "kvzip": KVzipPress,
 }
 NEEDS_EAGER = {"h2o"}
 

@@ -119,7 +119,7 @@ class Side(ABC):
         with start.during_prefill:
             began, cpu_began = perf_counter(), process_time()
             start.model(prompt, past_key_values=start.cache, use_cache=True, logits_to_keep=1)
-            return perf_counter() - began, process_time() - cpu_began
+        return perf_counter() - began, process_time() - cpu_began  # some presses compress as they are left
 
     def _step(self, start: Start, position: int) -> None:
         # A cache that is shorter than the text can not know the position: say it.
