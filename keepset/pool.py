@@ -49,7 +49,7 @@ def pooled_counts(
     # Above all others, and still in their own order.
     ranks = values.argsort(dim=-1, stable=True).argsort(-1).to(values.dtype)
     largest = torch.finfo(values.dtype).max
-    raised = values.clamp(max=largest / 2).where(~certain, largest / 2 * (1 + ranks / values.shape[-1]))
+    raised = values.clamp(max=largest / 2).where(~certain, largest / 2 * (1 + (ranks + 1) / values.shape[-1]))
     # Place after place, the last first, because of equal ones the later is taken: ties are shared, not taken by one.
     flat = raised.flip(-1).transpose(1, 2).flatten(1)
     chosen = top_mask(flat, total.minimum(exists.sum((1, 2)))).unflatten(1, (values.shape[2], -1))
