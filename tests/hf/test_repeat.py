@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AutoTokenizer
 import keepset
 from keepset import Observation, models
 from keepset.hf.repeat import Repeat
+from keepset.kernels.task import Among, Piece, task_attention
 from tests.hf.models import generate, left_padded, prompt, tiny, tokenizer
 from tests.methods.naive import softmax
 
@@ -243,3 +244,13 @@ def test_what_is_refused(tmp_path: Path) -> None:
     model.config.name_or_path = str(models.embedded_folder())
     with pytest.raises(keepset.KeepsetError, match="give the model its own"):
         keepset.Cache(model, "kvzip(keep=9)")
+
+
+def test_entries_that_get_nothing_beside_what_is_left_out_are_no_nan() -> None:
+    """All attention goes to an entry that the statistics leave out: too little of the rest to be told from nothing."""
+    keys = torch.zeros(1, 6, 4)
+    keys[0, 1, 0] = 400.0
+    queries = torch.tensor([1.0, 0.0, 0.0, 0.0]).expand(2, 3, 4)
+    own = torch.zeros(1, 3, 4), torch.zeros(1, 3, 4)
+    output, told = task_attention(queries, (keys, keys), own, 1.0, ["max"], [Piece(3, Among(0, 3, 6))])
+    assert output[..., 0].eq(400.0).all() and told["max"].eq(0).all()
