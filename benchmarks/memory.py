@@ -46,6 +46,7 @@ def main() -> int:
     sections = [
         holding.held(held, args.tokens),
         holding.peak(held, args.tokens),
+        holding.whole(held, args.tokens),
         decoding.section(decoded, args.tokens),
     ]
     publish("memory", sections, data)

@@ -25,10 +25,14 @@ TARGETS: dict[str, float | None] = {
     "h2o": 1.5,
     "kvcompose(task='self')": 1.35,
     "kvcompose": 2.5,
+    "gvote": 1.10,
+    "adakv(expected_attention)": 1.08,
     "pyramid(snapkv)": None,
     "adakv(snapkv)": None,
     "kvzip": None,
 }
+GROWTH_TARGET = 1.2
+PEER_TARGETS = {"kvzip": 0.5}  # what the method adds to a prefill, over what kvpress' adds
 # A method that holds more than this at the end of the prefill has not compressed: its time says nothing.
 MOST_HELD = 1.05 * KEEP
 
@@ -92,7 +96,9 @@ def main() -> int:
         for (method, tokens, side), measured in table.items()
     ]
     data = {"machine": machine(), "versions": versions, "settings": settings, "rows": rows}
-    publish("speed", [_section(table, args.only, tokens) for tokens in args.tokens], data)
+    sections = [_section(table, args.only, tokens) for tokens in args.tokens]
+    sections += [_growth(table, args.only, args.tokens)] if len(args.tokens) > 1 else []
+    publish("speed", sections, data)
     return 1 if any(table[key].error for key in table if key[2] == "keepset") else 0
 
 
@@ -186,12 +192,40 @@ def _section(table: Table, methods: list[str], tokens: int) -> Section:
         "By the wall clock: median of the rounds (smallest..largest). CPU: by processor time. "
         "holds: KV bytes after the prefill, of the full cache's."
     )
+    for method in methods:
+        own, peer = (table[method, tokens, side] for side in SIDES)
+        section.notes += [f"{method}: {note}" for note in _over_peer(own, peer, PEER_TARGETS.get(method))]
     for side in SIDES:
         both = {method: table[method, tokens, side] for method in methods}
         section.notes += [f"{side}, {method}: {one.error}" for method, one in both.items() if one.error]
         if full := Summary.of([seconds for one in both.values() for seconds in one.full_seconds]):
             section.notes.append(f"Full cache in {side}'s environment: {shown(full, 2)} s.")
     return section
+
+
+def _growth(table: Table, methods: list[str], lengths: list[int]) -> Section:
+    """How the ratios change from the shortest prompt to the longest."""
+    short, long = min(lengths), max(lengths)
+    title = f"The same ratio at {long} tokens / at {short}, by processor time"
+    section = Section(title, ["method", "target", "keepset", "", "kvpress"])
+    for method in methods:
+        grown = []
+        for side in SIDES:
+            of, to = (table[method, tokens, side].cpu_ratio for tokens in (long, short))
+            grown.append(None if of is None or to is None else of.median / to.median)
+        own, peer = (None if g is None else Summary.of([g]) for g in grown)
+        row = [method, f"≤ {GROWTH_TARGET}", shown(own), verdict(own, GROWTH_TARGET), shown(peer)]
+        section.rows.append(row)
+    return section
+
+
+def _over_peer(own: Measured, peer: Measured, target: float | None) -> list[str]:
+    """What the method adds to a prefill over what the peer's adds, by processor time."""
+    if target is None or own.cpu_ratio is None or peer.cpu_ratio is None:
+        return []
+    share = (own.cpu_ratio.median - 1) / (peer.cpu_ratio.median - 1)
+    judged = verdict(Summary.of([share]), target)
+    return [f"added time / kvpress' added time: {share:.2f} (≤ {target}: {judged})"]
 
 
 def _middle(summary: Summary | None) -> str:

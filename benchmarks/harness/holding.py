@@ -10,6 +10,8 @@ METHODS = ("snapkv", "adakv(snapkv)")
 KEEPS = (0.5, 0.125)
 HELD_OVER_KEEP = 1.02  # AdaKV's bytes, of the share that was asked for
 PEAK_KEEP, PEAK_TARGET = 0.125, 0.25
+# Nothing is dropped before all layers have been seen: their peak is the full cache's and what they look at.
+WHOLE, WHOLE_KEEP, WHOLE_TARGET = ("kvcompose(task='self')", "kvcompose"), 0.5, 1.15
 
 Key = tuple[str, float, int, str]  # method, keep, tokens, side
 Table = dict[Key, Answer]
@@ -25,11 +27,14 @@ def measure(table: Table, workers: list[Worker], lengths: list[int]) -> Iterator
                 for keep in KEEPS:
                     table[method, keep, tokens, worker.name] = _asked(worker, method, keep, tokens)
                     yield tokens
+            for method in WHOLE:
+                table[method, WHOLE_KEEP, tokens, worker.name] = _asked(worker, method, WHOLE_KEEP, tokens)
+                yield tokens
 
 
 def planned(workers: list[Worker], lengths: list[int]) -> int:
     """The tokens of all requests."""
-    return len(workers) * sum(lengths) * (1 + len(METHODS) * len(KEEPS))
+    return len(workers) * sum(lengths) * (1 + len(METHODS) * len(KEEPS) + len(WHOLE))
 
 
 def rows(table: Table) -> list[dict[str, Any]]:
@@ -92,6 +97,29 @@ def peak(table: Table, lengths: list[int]) -> Section:
             )
     section.notes.append("KV: the most that the cache reached after any single operation of the prefill.")
     section.notes.append("alive: the most that all tensors made in the prefill took at once, activations too.")
+    return section
+
+
+def whole(table: Table, lengths: list[int]) -> Section:
+    """The table of peaks of methods that look at all layers, or at the prompt twice."""
+    columns = ["method", "tokens", "target", "keepset alive", "", "keepset KV", "kvpress alive", "kvpress KV"]
+    section = Section(f"Peak inside the prefill / the full cache's, keep {WHOLE_KEEP}, all layers at once", columns)
+    for tokens in lengths:
+        for method in WHOLE:
+            own, peer = (_shares(table, method, WHOLE_KEEP, tokens, side) for side in ("keepset", "kvpress"))
+            section.rows.append(
+                [
+                    method,
+                    str(tokens),
+                    _bound(WHOLE_TARGET),
+                    _shown(own, "alive_bytes_peak"),
+                    _verdict(own, "alive_bytes_peak", WHOLE_TARGET),
+                    _shown(own, "kv_bytes_peak"),
+                    _shown(peer, "alive_bytes_peak"),
+                    _shown(peer, "kv_bytes_peak"),
+                ]
+            )
+    section.notes.append("alive: all tensors made in the prefill, the model's weights not counted.")
     return section
 
 
