@@ -21,11 +21,12 @@ class ZigZag(LayerAllocator):
 
     A head's minimum budget is the smallest number of entries that receive the share `mass` of its attention; its mean
     over a layer's heads, LMBA, divided by that of all layers is the layer's uncertainty u. A layer gets
-    B_bound + (B - B_bound) x layers x u (equation 6), where B is the mean budget and B_bound = `floor` x B.
+    B_bound + (B - B_bound) x layers x u, where B is the mean budget and B_bound = `floor` x B.
 
-    The authors published no program. Chosen here: attention is that of the newest `window` queries, summed over them;
+    The authors published no program: the formula, `mass` and `floor` are those of a port to kvpress and were not
+    checked against the paper's text. Chosen here: attention is that of the newest `window` queries, summed over them;
     every query head has its own minimum; what always stays is outside the division; a layer that cannot take its
-    number leaves it to the others; `floor` 0.2 is that of a port to kvpress.
+    number leaves it to the others.
     """
 
     name: ClassVar[str] = "zigzag"
