@@ -72,6 +72,7 @@ class Needs:
         statistics: of the model, measured beforehand: the files that hold them; "" for those offered for it.
         second_passes: tokens to run on top of the prompt's whole cache before anything is dropped.
         output_projection: the weights that each query head's values go through after attention.
+        perplexity: of the prompt's newest tokens, by the model's own logits; each number says of how many.
     """
 
     window: int = 0
@@ -82,6 +83,7 @@ class Needs:
     statistics: frozenset[str] = field(default_factory=frozenset)
     second_passes: frozenset[SecondPass] = field(default_factory=frozenset)
     output_projection: bool = False
+    perplexity: frozenset[int] = field(default_factory=frozenset)
 
     def __or__(self, other: Needs) -> Needs:
         return Needs(
@@ -93,6 +95,7 @@ class Needs:
             self.statistics | other.statistics,
             self.second_passes | other.second_passes,
             self.output_projection or other.output_projection,
+            self.perplexity | other.perplexity,
         )
 
     @property
@@ -109,6 +112,7 @@ class Needs:
         words += ["statistics of the model"] if self.statistics else []
         words += ["a second pass"] if self.second_passes else []
         words += ["output projection"] if self.output_projection else []
+        words += ["perplexity of the newest tokens"] if self.perplexity else []
         return words
 
 
@@ -159,6 +163,7 @@ class Observation:
         statistics: of the model, measured beforehand, keyed by the file that holds them.
         second_passes: what each of them told.
         output_projection: of every query head, from its value to the layer's output.
+        perplexities: of each request's newest tokens, keyed by how many of them.
         scaling: what the model multiplies query-key products with.
         layer: this layer's index in the model.
         layers: indices of all layers that are compressed; for methods that depend on depth.
@@ -185,6 +190,7 @@ class Observation:
         statistics: Mapping[str, Statistics] | None = None,
         second_passes: Mapping[SecondPass, SecondPassColumns] | None = None,
         output_projection: Float[Tensor, "query_heads value_dim hidden"] | None = None,
+        perplexities: Mapping[int, Float[Tensor, " batch"]] | None = None,
         scaling: float | None = None,
         layer: int = 0,
         layers: Sequence[int] | None = None,
@@ -209,6 +215,7 @@ class Observation:
         self.statistics = statistics or {}
         self.second_passes = dict(second_passes or {})
         self.output_projection = output_projection
+        self.perplexities = dict(perplexities or {})
         self.scaling = keys.shape[-1] ** -0.5 if scaling is None else scaling
         self.layer = layer
         self.layers = tuple(layers) if layers is not None else (layer,)
@@ -316,6 +323,15 @@ class Observation:
             )
         return self.second_passes[needed]
 
+    def perplexity(self, window: int) -> Float[Tensor, " batch"]:
+        """Perplexity of the newest `window` tokens; infinite where nothing foretold any of them."""
+        if window not in self.perplexities:
+            raise KeepsetError(
+                "This method looks at the perplexity of the newest tokens: give "
+                f"Observation(perplexities={{{window}: ...}})."
+            )
+        return self.perplexities[window]
+
     def projected_norms(self, order: int) -> Float[Tensor, "batch query_heads entries"]:
         """Norm of what each query head's output projection makes of each entry's value, `|W_O v|`, in float32.
 
@@ -341,12 +357,17 @@ class Observation:
         """Query heads sorted under the KV head that they share."""
         return statistic.unflatten(1, (self.keys.shape[1], -1))
 
+    @property
+    def heads_alike(self) -> Bool[Tensor, " batch"]:
+        """Whether all heads of a request hold the same entries."""
+        alike = ((self.positions == self.positions[:, :1]) | ~self.valid) & (self.valid == self.valid[:, :1])
+        return alike.flatten(1).all(1)
+
     def mean_over_heads(
         self, statistic: Float[Tensor, "batch kv_heads entries"]
     ) -> Float[Tensor, "batch kv_heads entries"]:
         """A layer's mean for every KV head; each head's own where heads of a request hold different entries."""
-        alike = ((self.positions == self.positions[:, :1]) | ~self.valid) & (self.valid == self.valid[:, :1])
-        return statistic.mean(1, keepdim=True).where(alike.flatten(1).all(1)[:, None, None], statistic)
+        return statistic.mean(1, keepdim=True).where(self.heads_alike[:, None, None], statistic)
 
     def keep(self, mask: Bool[Tensor, "batch kv_heads entries"]) -> KeepSet:
         """The KeepSet of the entries where `mask` is true; holes are left out."""

@@ -172,6 +172,8 @@ class Cache(PromptCache):
         twin.events, twin._running = list(self.events), defaultdict(_Running)
         twin._tap = copy.deepcopy(self._tap)
         twin._second = None if self._second is None else self._second.fork(twin)
+        twin._perplexity = None if self._perplexity is None else self._perplexity.fork(twin)
+        twin._waiting = list(self._waiting)
         twin.kept_layers = {index: layer.fork(twin) for index, layer in self.kept_layers.items()}
         twin.layers = [twin.kept_layers.get(index) or copy.deepcopy(layer) for index, layer in enumerate(self.layers)]
         return twin
@@ -279,6 +281,8 @@ def check_schedule(recipe: Recipe) -> None:
     needs = recipe.method.needs
     if needs.columns or needs.second_passes:
         raise KeepsetError(f"{recipe} looks at the attention of the whole prompt, and only there: leave every= out.")
+    if needs.perplexity:
+        raise KeepsetError(f"{recipe} looks at the prompt's perplexity, and only there: leave every= out.")
     if needs.hidden_moments or (needs.query_moments and not needs.buffer):
         raise KeepsetError(
             f"{recipe} looks at moments over the whole prompt, and Needs(buffer=...) does not say over how many of "

@@ -16,12 +16,11 @@ def remove(handles: list[RemovableHandle]) -> None:
     handles.clear()
 
 
-def weakly(method: Callable[..., None]) -> Callable[..., None]:
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     """The method, without holding its object."""
     reference = weakref.WeakMethod(method)
 
-    def call(*args: Any) -> None:
-        if (alive := reference()) is not None:
-            alive(*args)
+    def call(*args: Any) -> Any:
+        return None if (alive := reference()) is None else alive(*args)
 
     return call

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+from jaxtyping import Bool
 from torch import Tensor, nn
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import DynamicCache, DynamicLayer
@@ -15,6 +16,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from keepset.errors import KeepsetError
 from keepset.hf import attention
 from keepset.hf.layer import KeepLayer
+from keepset.hf.perplexity import Perplexity
 from keepset.hf.second_pass import SecondPasses
 from keepset.hf.support import check_model
 from keepset.hf.tap import LayerInput, Rotation, Tap
@@ -72,6 +74,9 @@ class PromptCache(TransformersCache, ABC):
         self._tap = Tap(model) if needs.hidden_states else None
         again = needs.second_passes and self.kept_layers
         self._second = SecondPasses(model, self, needs, tasks) if again else None
+        foretold = needs.perplexity and self.kept_layers
+        self._perplexity = Perplexity(model, self, needs.perplexity) if foretold else None
+        self._waiting: list[tuple[KeepLayer, Observation]] = []
         self._attending = False
 
     @property
@@ -87,6 +92,10 @@ class PromptCache(TransformersCache, ABC):
             self._tap.open()
         if self._second is not None:
             self._second.open()
+        self._waiting.clear()
+        if self._perplexity is not None:
+            self._perplexity.close()
+            self._perplexity.open()
 
     def activate_past_recording(self) -> None:
         """What transformers calls before assisted generation, which drafts tokens with the prompt."""
@@ -103,14 +112,37 @@ class PromptCache(TransformersCache, ABC):
         super().activate_past_recording()
 
     def observed(self, layer: KeepLayer, observation: Observation) -> None:
-        """An event has been reached in a layer: hands its observation on, after second passes where there are any."""
-        if self._second is None:
-            self.received(layer, observation)
+        """An event has been reached in a layer: hands its observation on once it is complete.
+
+        That is after second passes, and after the model's own call where its perplexity is looked at.
+        """
+        complete = [(layer, observation)]
+        if self._second is not None:
+            with nullcontext() if self._tap is None else self._tap.paused():
+                complete = self._second.add(layer, observation, self.layers)
+        if self._perplexity is None:
+            for found, told in complete:
+                self.received(found, told)
             return
-        with nullcontext() if self._tap is None else self._tap.paused():
-            complete = self._second.add(layer, observation, self.layers)
-        for found, told in complete:
-            self.received(found, told)
+        if not self._perplexity.watching:
+            raise KeepsetError("This recipe looks at the model's logits: call the model, not only its decoder.")
+        if layer.compressed_at != layer.logical:
+            raise KeepsetError(
+                "A prompt's perplexity cannot be told together with drafted tokens: leave assisted generation out."
+            )
+        self._waiting += complete
+
+    def foretold(self, perplexity: Perplexity) -> None:
+        """The model's logits are there: hands on what waited for them."""
+        waiting, self._waiting = self._waiting, []
+        for layer, observation in waiting:
+            observation.perplexities.update({window: perplexity.of(window) for window in self.needs.perplexity})
+            self.received(layer, observation)
+
+    def valid_of(self, newest: int) -> Bool[Tensor, "batch newest"] | None:
+        """Which of the newest tokens are no padding; None when all are."""
+        valid = self.kept_layers[self.compressed_layers[0]].valid_tokens()
+        return None if valid is None else valid[:, -newest:]
 
     @abstractmethod
     def received(self, layer: KeepLayer, observation: Observation) -> None:
@@ -152,6 +184,8 @@ class PromptCache(TransformersCache, ABC):
             self._tap.close()
         if self._second is not None:
             self._second.close()
+        if self._perplexity is not None:
+            self._perplexity.close()
 
 
 def _nbytes(layer: Any) -> int:

@@ -69,6 +69,8 @@ def _of_recipe(recipe: Recipe) -> Iterator[str]:
         yield f"{method.name} has tokens look at the prompt a second time, for which vLLM has no step."
     if needs.output_projection:
         yield f"{method.name} looks at the output projection, which attention layers do not see."
+    if needs.perplexity:
+        yield f"{method.name} looks at the prompt's perplexity, which attention layers do not see."
     if method.across_layers and method.fixed_total and not method.equal_layers:
         yield (
             f"{method.name} looks across layers whose quotas differ, so that events are not the same for all; "

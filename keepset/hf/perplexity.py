@@ -1,0 +1,135 @@
+"""`Perplexity`: how well the model foretold a prompt's newest tokens, from the logits of its own forward."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from keepset.errors import KeepsetError
+from keepset.hf.hooks import remove, weakly
+
+
+class Perplexity:
+    """Hooks around the whole model that see its logits for the newest tokens of the calls that go with one cache.
+
+    Who calls the model may ask for the last token's logits only, as `generate` does. Then the model is asked for as
+    many as are needed, and the caller gets those that it has asked for. The model holds the hooks, but neither this
+    nor the cache, whose `foretold` is called after every call.
+
+    Attributes:
+        watching: whether a call of the model is under way.
+    """
+
+    def __init__(self, model: nn.Module, past: Any, windows: Collection[int]) -> None:
+        self._model, self._past, self._windows = weakref.ref(model), weakref.ref(past), windows
+        self._handles: list[RemovableHandle] = []
+        weakref.finalize(self, remove, self._handles)
+        self._forget()
+        self.open()
+
+    def open(self) -> None:
+        """Installs the hooks where they are not."""
+        model = self._model()
+        if not self._handles and model is not None:
+            self._handles.append(model.register_forward_pre_hook(weakly(self._enter), with_kwargs=True))
+            self._handles.append(model.register_forward_hook(weakly(self._leave), with_kwargs=True))
+
+    def close(self) -> None:
+        """Removes the hooks and forgets what they saw."""
+        remove(self._handles)
+        self._forget()
+
+    def fork(self, past: Any) -> Perplexity:
+        """The same for another cache."""
+        model = self._model()
+        assert model is not None
+        twin = Perplexity(model, past, self._windows)
+        twin._losses, twin._last = copy.copy(self._losses), copy.copy(self._last)
+        if not self._handles:
+            twin.close()
+        return twin
+
+    def of(self, window: int) -> Float[Tensor, " batch"]:
+        """Perplexity of each request's newest `window` tokens, the first of all left out: nothing foretells it."""
+        means = [row[-window:].mean() if len(row) else row.new_tensor(torch.inf) for row in self._losses]
+        return torch.stack(means).exp()
+
+    def _forget(self) -> None:
+        self.watching = False
+        self._ids: Tensor | None = None
+        self._asked: int | Tensor = 0
+        self._losses: list[Tensor] = []
+        self._last: list[Tensor] = []
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.watching = kwargs.get("past_key_values") is self._past()
+        if not self.watching:
+            return None
+        self._ids = kwargs.get("input_ids", args[0] if args else None)
+        if self._ids is None:
+            raise KeepsetError("Embeddings have no perplexity, which this recipe looks at: give token ids.")
+        self._asked = kwargs.get("logits_to_keep", 0)
+        if isinstance(self._asked, int) and self._asked == 0:
+            return None
+        least = max(self._windows) + 1
+        enough = isinstance(self._asked, int) and _ends_with_tokens(kwargs.get("attention_mask"), self._ids)
+        return args, {**kwargs, "logits_to_keep": max(self._asked, least) if enough else 0}
+
+    @torch.no_grad()
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        past = self._past()
+        if not self.watching or past is None:
+            return None
+        self.watching = False
+        logits = getattr(output, "logits", None)
+        if not isinstance(logits, Tensor):
+            raise KeepsetError(
+                f"keepset could not see the logits of {type(module).__name__}, which this recipe looks at: call a "
+                "model with a language head, with return_dict=True."
+            )
+        assert self._ids is not None
+        self._add(logits, self._ids, past.valid_of(self._ids.shape[1]))
+        asked = self._asked
+        if isinstance(asked, Tensor):
+            output.logits = logits[:, asked]
+        elif 0 < asked < logits.shape[1]:
+            output.logits = logits[:, -asked:].clone()
+        self._ids = None
+        past.foretold(self)
+        return output
+
+    def _add(
+        self,
+        logits: Float[Tensor, "batch newest vocabulary"],
+        ids: Tensor,
+        valid: Bool[Tensor, "batch tokens"] | None,
+    ) -> None:
+        newest, whole = logits.shape[1], logits.shape[1] == ids.shape[1]
+        batch = len(ids)
+        self._losses = self._losses or [logits.new_zeros(0, dtype=torch.float32) for _ in range(batch)]
+        last = self._last or [logits[0, :0]] * batch
+        self._last = []
+        for row in range(batch):
+            exists = slice(None) if valid is None else valid[row, -newest:]
+            own, tokens = logits[row][exists], ids[row, -newest:][exists]
+            # What foretells the first of these tokens came with the call before, unless something lies between.
+            known = torch.cat([last[row] if whole else own[:0], own])
+            told = known[:-1].float().log_softmax(-1)
+            losses = -told.gather(-1, tokens[len(tokens) - len(told) :, None].to(told.device))[:, 0]
+            self._losses[row] = torch.cat([self._losses[row], losses])[-max(self._windows) :]
+            self._last.append(known[-1:].clone())
+
+
+def _ends_with_tokens(mask: Tensor | None, ids: Tensor) -> bool:
+    """Whether padding, where there is some, is at the left only."""
+    if mask is None:
+        return True
+    new = mask[:, -ids.shape[1] :].bool()
+    return mask.ndim == 2 and not bool((new[:, :-1] & ~new[:, 1:]).any())

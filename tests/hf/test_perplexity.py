@@ -1,0 +1,174 @@
+"""The perplexity of a prompt's newest tokens: from the model's own logits, without a second forward."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import weakref
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+import keepset
+from keepset import KeepsetError
+from keepset.hf.recorder import Recorder
+from keepset.method import Method
+from keepset.observation import Needs, Observation, SecondPass
+from tests.hf.models import full, generate, left_padded, prompt, same_keep_set, tiny
+
+LENGTH, PADDING = 30, [0, 7, 24]
+WINDOWS = (1, 8)
+
+
+@dataclass(frozen=True)
+class Foretold(Method):
+    """Looks at perplexities and remembers what it was shown."""
+
+    name: ClassVar[str] = "foretold"
+    paper: ClassVar[str] = "none"
+    shown: ClassVar[dict[int, Observation]] = {}
+
+    windows: frozenset = field(default=frozenset(WINDOWS))
+    more: Needs = field(default=Needs())
+
+    @property
+    def needs(self) -> Needs:
+        return self.more | Needs(perplexity=self.windows)
+
+    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+        self.shown[observation.layer] = observation
+        return observation.positions.float()
+
+
+def cache_of(model: Any, *, more: Needs = Needs(), **options: Any) -> keepset.Cache:  # noqa: B008
+    Foretold.shown.clear()
+    return keepset.Cache(model, keepset.Recipe.of(Foretold(more=more), keep=4), **options)
+
+
+@torch.no_grad()
+def expected(model: Any, ids: Tensor, window: int) -> float:
+    """Equation 13 for one request without padding, from transformers' own logits of the whole prompt."""
+    plain = copy.deepcopy(model)
+    plain.set_attn_implementation("eager")
+    logits = plain(ids[None], use_cache=False).logits[0].double()
+    losses = [-float(logits[at - 1].log_softmax(-1)[ids[at]]) for at in range(max(1, len(ids) - window), len(ids))]
+    return math.exp(sum(losses) / len(losses)) if losses else math.inf
+
+
+def check(model: Any, ids: Tensor, mask: Tensor, tolerance: float = 1e-4) -> None:
+    assert list(Foretold.shown) == list(range(model.config.num_hidden_layers))
+    for observation in Foretold.shown.values():
+        for window in WINDOWS:
+            own = [expected(model, row[real.bool()], window) for row, real in zip(ids, mask, strict=True)]
+            torch.testing.assert_close(observation.perplexity(window), torch.tensor(own), rtol=tolerance, atol=0.0)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe"])
+@pytest.mark.parametrize("chunk", [None, 11, 8, 1], ids=["whole", "chunks", "chunks_of_a_window", "single"])
+def test_it_is_that_of_the_models_own_logits(name: str, chunk: int | None) -> None:
+    model, (ids, mask) = tiny(name), left_padded(prompt(3, LENGTH), PADDING)
+    cache = cache_of(model, prompt_length=LENGTH if chunk else None)
+    generate(model, ids, cache, mask, max_new_tokens=2, prefill_chunk_size=chunk)
+    check(model, ids, mask)
+
+
+def test_logits_that_the_model_scales_are_scaled() -> None:
+    model, ids = copy.deepcopy(tiny("llama")), prompt(1, LENGTH)
+    model.lm_head.register_forward_hook(lambda module, args, output: output * 0.25)
+    generate(model, ids, cache_of(model), max_new_tokens=1)
+    check(model, ids, torch.ones_like(ids))
+
+
+@pytest.mark.parametrize("asked", [0, 1, 3, 20, 100, torch.tensor([2, 29]), None], ids=str)
+@pytest.mark.parametrize("side", ["left", "right", "none"])
+def test_callers_get_the_logits_that_they_asked_for(asked: Any, side: str) -> None:
+    model, ids = tiny("llama"), prompt(2, LENGTH)
+    mask = torch.ones_like(ids)
+    if side != "none":
+        mask[1, :9] = 0
+        mask = mask if side == "left" else mask.flip(-1)
+    options = dict(attention_mask=mask, **({} if asked is None else dict(logits_to_keep=asked)))
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        plain = model(ids, **options, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits
+        own = model(
+            ids, past_key_values=cache_of(model), **options, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)
+        ).logits
+    assert own.shape == plain.shape
+    if side == "none":
+        torch.testing.assert_close(own, plain, rtol=1e-4, atol=1e-4)
+    check(model, ids, mask)
+
+
+@pytest.mark.parametrize("length", [1, 2, 8, 9])
+def test_short_prompts(length: int) -> None:
+    """Nothing foretells the first token."""
+    model, ids = tiny("llama"), prompt(2, length)
+    generate(model, ids, cache_of(model), max_new_tokens=1)
+    check(model, ids, torch.ones_like(ids))
+
+
+def test_with_a_second_pass_and_in_a_shared_prefill() -> None:
+    model, ids = tiny("llama"), prompt(1, LENGTH)
+    again = SecondPass(frozenset({"sum"}))
+    generate(model, ids, cache_of(model, more=Needs(second_passes=frozenset({again}))), max_new_tokens=1)
+    check(model, ids, torch.ones_like(ids))
+    assert all(seen.second_pass(again) for seen in Foretold.shown.values())
+    recorder = Recorder(model, Needs(perplexity=frozenset(WINDOWS)))
+    recorder.prefill(ids)
+    for seen in recorder.observations:
+        assert torch.equal(seen.perplexity(8), Foretold.shown[0].perplexity(8))
+
+
+def test_nothing_stays_on_the_model_and_a_cache_can_begin_again() -> None:
+    model, ids = tiny("llama"), prompt(1, LENGTH)
+    hooks = (len(model._forward_hooks), len(model._forward_pre_hooks))
+    cache = cache_of(model)
+    first = generate(model, ids, cache, max_new_tokens=3).sequences
+    assert (len(model._forward_hooks), len(model._forward_pre_hooks)) == hooks
+    cache.reset()
+    assert torch.equal(generate(model, ids, cache, max_new_tokens=3).sequences, first)
+    other = cache_of(model)
+    assert (len(model._forward_hooks), len(model._forward_pre_hooks)) == (hooks[0] + 1, hooks[1] + 1)
+    # Another cache's call is not its own.
+    assert torch.equal(full(model, ids, max_new_tokens=1).sequences, first[:, :-2])
+    alive = weakref.ref(other)
+    del other
+    gc.collect()
+    assert alive() is None
+    assert (len(model._forward_hooks), len(model._forward_pre_hooks)) == hooks
+
+
+def test_a_fork_in_the_middle_of_a_prompt_goes_its_own_way() -> None:
+    model, ids, other = tiny("llama"), prompt(1, LENGTH), prompt(1, LENGTH, seed=3)
+    cache = cache_of(model, prompt_length=LENGTH)
+    with torch.no_grad():
+        model(ids[:, :20], past_key_values=cache, logits_to_keep=1)
+        twin = cache.fork()
+        model(other[:, 20:], past_key_values=twin, logits_to_keep=1)
+        mixed = torch.cat([ids[:, :20], other[:, 20:]], 1)
+        check(model, mixed, torch.ones_like(ids))
+        model(ids[:, 20:], past_key_values=cache, logits_to_keep=1)
+    check(model, ids, torch.ones_like(ids))
+    assert twin.keep_set is not None and same_keep_set(twin.keep_set, cache.keep_set)  # the newest four of each
+
+
+def test_what_cannot_be_told_is_refused() -> None:
+    model, ids = tiny("llama"), prompt(1, LENGTH)
+    with pytest.raises(KeepsetError, match="call the model, not only its decoder"):
+        model.get_decoder()(ids, past_key_values=cache_of(model))
+    with pytest.raises(KeepsetError, match="Embeddings have no perplexity"):
+        model(inputs_embeds=model.get_input_embeddings()(ids), past_key_values=cache_of(model))
+    with pytest.raises(KeepsetError, match="with return_dict=True"):
+        model(ids, past_key_values=cache_of(model), return_dict=False)
+    with pytest.raises(KeepsetError, match="together with drafted tokens"):
+        model(ids, past_key_values=cache_of(model, prompt_length=LENGTH - 2))
+    with pytest.raises(KeepsetError, match="the prompt's perplexity, and only there: leave every= out"):
+        keepset.Cache(model, keepset.Recipe.of(Foretold(), keep=4, every=8))
+    with pytest.raises(KeepsetError, match=r"give Observation\(perplexities=\{8: ...\}\)"):
+        Observation(keys=torch.zeros(1, 1, 1, 1), values=torch.zeros(1, 1, 1, 1)).perplexity(8)
