@@ -137,7 +137,8 @@ class KeepsetLM(HFLM):
         logits, (rows, length) = [first.expand(len(tokens), -1, -1)], tokens.shape
         if length:
             fork = cache.fork()
-            fork.batch_repeat_interleave(rows)
+            # Not batch_repeat_interleave: layers with convolutions have none.
+            fork.reorder_cache(tokens.new_zeros(rows))
             chunks = tokens.split(self.recipe.schedule.every or length, 1)
             logits += [self.model(chunk, past_key_values=fork).logits for chunk in chunks]
         return torch.cat(logits, 1)

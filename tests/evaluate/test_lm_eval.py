@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import keepset
 from keepset import KeepsetError
@@ -153,6 +153,18 @@ def test_texts_that_are_empty_too_long_or_what_the_model_would_say(
     assert [greedy for _, greedy in mine] == [greedy for _, greedy in theirs]
     assert [score for score, _ in mine] == pytest.approx([score for score, _ in theirs], abs=1e-4)
     assert max_length or (mine[len(PAIRS)][1] and not mine[2][1])
+
+
+@pytest.mark.parametrize("architecture", ["gemma3", "gpt2", "lfm2"])
+def test_models_with_other_layers(folder: str, architecture: str) -> None:
+    options: dict[str, Any] = dict(tokenizer=AutoTokenizer.from_pretrained(folder), batch_size=3)
+    written = requests("generate_until", *((context, {"max_gen_toks": 8, "until": []}) for context in CONTEXTS))
+    asked = requests("loglikelihood", *PAIRS)
+    own, ours = HFLM(tiny(architecture), **options), KeepsetLM(tiny(architecture), "snapkv(keep=1.0)", **options)
+    theirs, mine = own.loglikelihood(asked), ours.loglikelihood(asked)
+    assert [greedy for _, greedy in mine] == [greedy for _, greedy in theirs]
+    assert [score for score, _ in mine] == pytest.approx([score for score, _ in theirs], abs=1e-4)
+    assert ours.generate_until(written) == own.generate_until(written)
 
 
 @torch.no_grad()
