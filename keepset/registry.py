@@ -21,6 +21,7 @@ from keepset.allocate.uniform import Uniform
 from keepset.allocate.zigzag import ZigZag
 from keepset.errors import KeepsetError
 from keepset.method import Allocator, Method
+from keepset.methods.compilerkv import CompilerKV
 from keepset.methods.duo_attention import DuoAttention
 from keepset.methods.expected_attention import ExpectedAttention
 from keepset.methods.gvote import GVote
@@ -59,6 +60,7 @@ _methods: dict[str, type[Method]] = {
         Received,
         KVCompose,
         KVZip,
+        CompilerKV,
         Uniform,
         Pyramid,
         ChunkKV,

@@ -30,6 +30,7 @@ from tests.methods.naive import (
 SMALL = {
     "snapkv": dict(window=3, kernel=3),
     "rpc": dict(window=3, kernel=3),
+    "compilerkv": dict(window=3),
     "r_kv": dict(window=3, kernel=3),
     "lagkv": dict(lag=3, skip=1),
     "chunkkv": dict(chunk=3),

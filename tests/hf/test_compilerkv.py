@@ -1,0 +1,108 @@
+"""CompilerKV with compiled tables under `generate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import keepset
+from keepset import KeepsetError
+from keepset.hf.recorder import Recorder
+from keepset.tables import save
+from tests.hf.models import full, generate, left_padded, oracle_gap, prompt, same_keep_set, tiny
+from tests.test_tables import random_tables
+
+LENGTH, PADDING, NEW = 40, [0, 7], 8
+pytestmark = pytest.mark.filterwarnings("ignore:compilerkv has no tables")
+by_model = pytest.mark.parametrize("name", ["llama", "llama_mha", "llama_mqa", "gemma3"])
+
+
+def shape_of(model: Any) -> tuple[int, int]:
+    return len(keepset.Cache(model, "knorm(keep=1.0)").kept_layers), model.config.num_attention_heads
+
+
+@pytest.fixture
+def tables(tmp_path: Path, request: pytest.FixtureRequest) -> str:
+    """A file of tables for the test's model, with thresholds far apart."""
+    layers, heads = shape_of(tiny(request.getfixturevalue("name")))
+    tables = random_tables(layers, heads)
+    tables.gate.copy_(torch.rand(tables.gate.shape, generator=torch.Generator().manual_seed(1)))
+    save(tables, tmp_path / "tables")
+    return str(tmp_path / "tables")
+
+
+def inputs(padding: list[int]) -> tuple[Tensor, Tensor]:
+    return left_padded(prompt(len(padding), LENGTH), padding)
+
+
+@by_model
+@pytest.mark.parametrize("padding", [[0, 0], PADDING], ids=["whole", "padded"])
+def test_elastic_layers_are_as_if_masked(name: str, tables: str, padding: list[int]) -> None:
+    model, (ids, mask) = tiny(name), inputs(padding)
+    cache = keepset.Cache(model, f"compilerkv(tables={tables!r}, window=5, elastic=True, keep=20)")
+    output = generate(model, ids, cache, mask, max_new_tokens=NEW)
+    assert oracle_gap(model, cache, output, mask) < 5e-5
+    assert cache.keep_set is not None
+    counts = cache.keep_set.counts
+    assert torch.equal(counts, counts[:, :, :1].expand_as(counts))
+    assert int(counts.min()) < 20 and int(counts.max()) <= 20
+
+
+@by_model
+def test_a_full_budget_keeps_all(name: str, tables: str) -> None:
+    model, (ids, mask) = tiny(name), inputs(PADDING)
+    cache = keepset.Cache(model, f"compilerkv(tables={tables!r}, window=5, keep=1.0)")
+    assert torch.equal(
+        generate(model, ids, cache, mask, max_new_tokens=NEW).sequences,
+        full(model, ids, mask, max_new_tokens=NEW).sequences,
+    )
+
+
+@by_model
+def test_rows_chunks_and_a_shared_prefill_choose_alike(name: str, tables: str) -> None:
+    model, (ids, mask) = tiny(name), inputs(PADDING)
+    recipe = keepset.Recipe.parse(f"compilerkv(tables={tables!r}, window=5, elastic=True, keep=20)")
+    cache = keepset.Cache(model, recipe)
+    generate(model, ids, cache, mask, max_new_tokens=1)
+    assert cache.keep_set is not None
+    chunked = keepset.Cache(model, recipe, prompt_length=LENGTH)
+    generate(model, ids, chunked, mask, max_new_tokens=1, prefill_chunk_size=13)
+    assert chunked.keep_set is not None and same_keep_set(cache.keep_set, chunked.keep_set)
+    for row, pad in enumerate(PADDING):
+        recorder = Recorder(model, recipe.method.needs)
+        recorder.prefill(ids[row : row + 1, pad:])
+        alone = keepset.Cache.from_prompt(model, recipe, recorder, recorder.observations).keep_set
+        assert alone is not None
+        for layer in alone.layers:
+            assert torch.equal(alone.positions(layer, 0, 0), cache.keep_set.positions(layer, row, 0))
+
+
+def test_a_saved_context_goes_on(tmp_path: Path) -> None:
+    model, ids = tiny("llama"), prompt(1, LENGTH)
+    cache = keepset.Cache(model, "compilerkv(window=5, elastic=True, keep=20)")
+    with torch.no_grad():
+        model(ids, past_key_values=cache, logits_to_keep=1)
+    cache.save(tmp_path / "context")
+    loaded = keepset.Cache.load(tmp_path / "context", model)
+    question = prompt(1, 4, seed=1)
+    answers = [
+        generate(model, past=past.fork(), ids=torch.cat([ids, question], 1), max_new_tokens=4)
+        for past in (cache, loaded)
+    ]
+    assert torch.equal(answers[0].sequences, answers[1].sequences)
+
+
+def test_what_does_not_go_is_said(tmp_path: Path) -> None:
+    model, ids = tiny("llama"), prompt(1, LENGTH)
+    with pytest.raises(KeepsetError, match="There is no file 'absent' with tables"):
+        keepset.Cache(model, "compilerkv(tables='absent', keep=70)")
+    with pytest.raises(KeepsetError, match="leave every= out"):
+        keepset.Cache(model, "compilerkv(elastic=True, keep=70, every=8)")
+    save(random_tables(9, 3), tmp_path / "other")
+    cache = keepset.Cache(model, f"compilerkv(tables={str(tmp_path / 'other')!r}, window=5, keep=20)")
+    with pytest.warns(UserWarning, match="with 9 layers of 3 query heads"):
+        generate(model, ids, cache, max_new_tokens=1)
