@@ -138,7 +138,7 @@ class KeepsetLM(HFLM):
         if length:
             fork = cache.fork()
             # Not batch_repeat_interleave: layers with convolutions have none.
-            fork.reorder_cache(tokens.new_zeros(rows))
+            fork.reorder_cache(torch.LongTensor([0] * rows))
             chunks = tokens.split(self.recipe.schedule.every or length, 1)
             logits += [self.model(chunk, past_key_values=fork).logits for chunk in chunks]
         return torch.cat(logits, 1)
