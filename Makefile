@@ -49,6 +49,7 @@ bench: setup setup-vllm
 	bash benchmarks/peer_setup.sh
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/compare.py
+	$(BIN)/python benchmarks/fidelity.py
 	$(BIN)/python benchmarks/events.py
 	$(BIN)/python benchmarks/decode.py --repeats 3
 	$(BIN)/python benchmarks/memory.py --repeats 3
