@@ -38,6 +38,8 @@ class CompilerKV(Method):
     The paper's ablations: `head_table=False` (all weights 1), `gate=False` (one threshold), and for raw attention
     `global_mean=False` (each head's own) with `relative_norm=False` (no values).
 
+    "All layers" are those that are compressed; sliding windows are not among them.
+
     Chosen here, where the paper is silent: `window` is 64, and always stays, as in the authors' program. Heads of
     attention and weights are query heads; the value of an entry is its KV head's. A threshold says the share of a
     layer's entries, what always stays left aside, that rank below a candidate: 0.8 admits the best fifth, 1 the best.

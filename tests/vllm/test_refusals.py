@@ -93,6 +93,8 @@ REFUSED = [
     (UNIFORM, {"model_config__is_mm_prefix_lm": True}, "the model attends to parts of its prompt in both directions"),
     ("gvote", SERVED | {"model_config__enforce_eager": False}, "compiled code does not show the hidden states"),
     ("pool(snapkv, keep=96)", SERVED | {"parallel_config__tensor_parallel_size": 2}, "it compares all heads, of which"),
+    ("compilerkv(keep=128)", {}, "compilerkv looks across layers and keeps equally many in each"),
+    ("compilerkv(elastic=True, keep=128)", SERVED, "compilerkv looks at the prompt's perplexity"),
 ]
 
 
@@ -131,6 +133,7 @@ def test_a_configuration_that_is_served(recipe: str, changes: dict[str, Any]) ->
             "mine has tokens look at the prompt a second",
         ),
         (Needs(output_projection=True), "mine looks at the output projection"),
+        (Needs(perplexity=frozenset({8})), "mine looks at the prompt's perplexity"),
     ],
 )
 def test_methods_that_paged_attention_cannot_feed(needs: Needs, sentence: str) -> None:
