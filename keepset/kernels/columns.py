@@ -12,6 +12,9 @@ from torch import Tensor
 _CHUNK = 64
 """Queries per step: large enough for matrix products, small enough to stay in a core's cache."""
 
+_BLOCK = 2**20
+"""Logits of one KV head at a time on a CPU; with more, a pass over them waits for memory."""
+
 
 def causal_attention(
     queries: Float[Tensor, "query_heads n head_dim"],
@@ -40,7 +43,9 @@ def log_sum_exp(
     scaling: float,
 ) -> Float[Tensor, "query_heads n"]:
     """Log-sum-exp of every query's causal logits; the queries are those of the last `n` entries."""
-    parts = [_logits(queries, keys, scaling, start).logsumexp(-1) for start in range(0, queries.shape[1], _CHUNK)]
+    parts = [
+        _logits(queries, keys, scaling, start, _CHUNK).logsumexp(-1) for start in range(0, queries.shape[1], _CHUNK)
+    ]
     return torch.cat(parts, 2).flatten(0, 1)
 
 
@@ -57,18 +62,23 @@ def column_statistics(
     monotone, so it is taken of the largest logit less its log-sum-exp.
     """
     kv_heads, entries, _ = keys.shape
-    group = queries.shape[0] // kv_heads
-    lse = lse.view(kv_heads, group, -1)
+    grouped = queries.unflatten(0, (kv_heads, -1))
+    lse = lse.view(grouped.shape[:3])
+    group, on_cpu = grouped.shape[1], keys.device.type == "cpu"
+    heads, rows = (1, min(max(_BLOCK // max(group * entries, 1), 1), _CHUNK)) if on_cpu else (kv_heads, _CHUNK)
     total = torch.zeros(kv_heads, group, entries, device=keys.device)
     largest = torch.full_like(total, float("-inf"))
-    for start in range(0, queries.shape[1], _CHUNK):
-        logits = _logits(queries, keys, scaling, start, lse)
-        seen = logits.shape[-1]
-        if "max" in names:
-            seen_max = largest[:, :, :seen]
-            torch.maximum(seen_max, logits.amax(2), out=seen_max)
-        if "sum" in names:
-            total[:, :, :seen] += logits.exp_().sum(2)
+    for head in range(0, kv_heads, heads):
+        part = slice(head, head + heads)
+        own = grouped[part].flatten(0, 1)
+        for start in range(0, queries.shape[1], rows):
+            logits = _logits(own, keys[part], scaling, start, rows, lse[part])
+            seen = logits.shape[-1]
+            if "max" in names:
+                seen_max = largest[part, :, :seen]
+                torch.maximum(seen_max, logits.amax(2), out=seen_max)
+            if "sum" in names:
+                total[part, :, :seen] += logits.exp_().sum(2)
     statistics = {"sum": total, "max": largest.exp()}
     return {name: statistics[name].flatten(0, 1) for name in names}
 
@@ -104,10 +114,10 @@ class Columns:
 _MERGE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum}
 
 
-def _logits(queries: Tensor, keys: Tensor, scaling: float, start: int, lse: Tensor | None = None) -> Tensor:
+def _logits(queries: Tensor, keys: Tensor, scaling: float, start: int, most: int, lse: Tensor | None = None) -> Tensor:
     """Causal logits of one chunk of queries, less their log-sum-exp, `[kv_heads, group, chunk, seen]`, float32."""
     kv_heads, entries, head_dim = keys.shape
-    chunk = queries[:, start : start + _CHUNK]
+    chunk = queries[:, start : start + most]
     rows = chunk.shape[1]
     first = entries - queries.shape[1] + start
     folded = chunk.reshape(kv_heads, -1, head_dim)
