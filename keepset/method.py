@@ -157,13 +157,13 @@ class Allocator(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.scorer.across_layers and not self.across_layers:
+        if isinstance(self.scorer, Allocator) and self.scorer.across_layers and not self.across_layers:
             inner = self.scorer.name
             raise KeepsetError(
                 f"{self.name} looks at one layer alone, and {inner} at all of them together: put {self.name} inside, "
                 f"as in {inner}({self.name}(snapkv)), or leave one of them out."
             )
-        if not (isinstance(self.scorer, Allocator) or self.scorer.equal_layers):
+        if not isinstance(self.scorer, Allocator) and (self.scorer.across_layers or not self.scorer.equal_layers):
             raise KeepsetError(
                 f"{self.scorer.name} says itself how much every head keeps, which {self.name} cannot divide again: "
                 "use it alone."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -32,4 +33,5 @@ def write(path: Path, tensors: Mapping[str, Tensor], name: str, metadata: Mappin
         cause = getattr(error, "strerror", None) or error
         raise KeepsetError(f"{str(path)!r} cannot be written ({cause}): name another file.") from error
     finally:
-        unfinished.unlink(missing_ok=True)
+        with suppress(OSError):  # there may be no such folder
+            unfinished.unlink(missing_ok=True)
