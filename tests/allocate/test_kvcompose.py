@@ -257,7 +257,7 @@ def test_recipes(text: str) -> None:
 
 def test_who_else_divides_is_refused() -> None:
     for inner in (AdaKV(SnapKV()), Pyramid(SnapKV()), Composite(SnapKV()), KVCompose(), Uniform(AdaKV(SnapKV()))):
-        with pytest.raises(KeepsetError, match="leave one of them out|use it alone"):
+        with pytest.raises(KeepsetError, match=r"leave one of them out|use it alone"):
             Pool(inner)
     with pytest.raises(KeepsetError, match="use it alone"):
         Composite(KVCompose())
