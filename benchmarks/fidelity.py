@@ -24,7 +24,8 @@ RECIPES = (
     "pool(received(statistic='rms'), sinks=4, recent=32), gvote"
 )
 KEEPS = (0.5, 0.25, 0.1)
-CITIES = ("Oslo", "Quito", "Hanoi", "Turin", "Dakar", "Perth", "Lyon", "Cusco", "Malmo", "Tartu", "Bergen", "Nagoya")
+# Names and numbers are short enough for the few tokens of an answer.
+CITIES = ("Oslo", "Paris", "Cairo", "Perth", "Lyon", "Tokyo", "Delhi", "Boston", "Dublin", "Vienna", "Sydney", "Madrid")
 DRAWS = 2000
 
 
@@ -115,7 +116,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 def _task(tokenizer: Any, name: str, number: int, args: Any) -> Task:
     """An essay with a fact of its own, deeper in each."""
     city = CITIES[number % len(CITIES)]
-    answer = str(10000 + 7919 * (args.skip + number + 1) % 90000)
+    answer = str(1000 + 7919 * (args.skip + number + 1) % 9000)
     needle = texts.Needle(f"The secret number of {city} is {answer}.", f"What is the secret number of {city}?", answer)
     depth = (number + 0.5) / max(args.texts, 1)
     return make_task(

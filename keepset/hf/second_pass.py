@@ -170,7 +170,7 @@ class SecondPasses:
             )
 
 
-_TOGETHER = 1024
+_TOGETHER = 512
 """Tokens of one call of the model: enough for products at full speed, few beside the prompt."""
 
 
