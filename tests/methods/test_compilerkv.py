@@ -273,7 +273,7 @@ def test_what_it_needs_and_says(tmp_path: Path) -> None:
     with pytest.raises(KeepsetError, match="There is no file 'absent' with tables"):
         _ = CompilerKV("absent").needs
     assert not CompilerKV("absent", head_table=False).needs.perplexity  # which reads none
-    with pytest.raises(KeepsetError, match="says how much every head keeps"):
+    with pytest.raises(KeepsetError, match="says itself how much every head keeps"):
         Pool(CompilerKV())
     with pytest.raises(KeepsetError, match="perplexities="):
         elastic.select_all([observe(Shape((9,), 1, 2, 4, 4))], Budget(5))
