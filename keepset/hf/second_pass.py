@@ -23,7 +23,8 @@ from keepset.hf.layer import KeepLayer
 from keepset.hf.mask import KeepsetLength, MaskRule
 from keepset.hf.prompt_inputs import PromptInputs
 from keepset.hf.repeat import Repeat
-from keepset.kernels.task import MERGE, Among, Piece, task_attention
+from keepset.kernels.columns import MERGE
+from keepset.kernels.task import Among, Piece, task_attention
 from keepset.observation import Needs, Observation, SecondPass, SecondPassColumns
 
 if TYPE_CHECKING:

@@ -107,11 +107,12 @@ class Columns:
         lse = log_sum_exp(queries, keys, scaling) if lse is None else lse
         new = column_statistics(queries, keys, lse, scaling, self._names)
         for name, before in self.statistics.items():
-            new[name] = _MERGE[name](new[name], F.pad(before, (0, keys.shape[1] - before.shape[1])))
+            new[name] = MERGE[name](new[name], F.pad(before, (0, keys.shape[1] - before.shape[1])))
         self.statistics = new
 
 
-_MERGE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum}
+MERGE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "square": torch.add}
+"""From a statistic of some queries and that of others to that of all; for none of them it is zero."""
 
 
 def _logits(queries: Tensor, keys: Tensor, scaling: float, start: int, most: int, lse: Tensor | None = None) -> Tensor:

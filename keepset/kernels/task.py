@@ -9,6 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from keepset.kernels.columns import MERGE
+
 _BLOCK = 2**20
 """Numbers of attention at a time: matrices large enough for products at a core's full speed, small beside the cache."""
 
@@ -106,13 +108,6 @@ def _mass(*parts: Float[Tensor, "rows _"]) -> Float[Tensor, "rows 1"]:
     paid = torch.stack([part.sum(1, keepdim=True) for part in parts]).sum(0)
     return paid.clamp(min=torch.finfo(paid.dtype).tiny)  # less is nothing, even of so little
 
-
-MERGE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "sum": torch.add,
-    "max": torch.maximum,
-    "square": torch.add,
-}
-"""From a statistic of some tokens and that of others to that of all; for none of them it is zero."""
 
 _STATISTIC: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda columns: columns.sum(-2),
