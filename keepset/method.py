@@ -169,6 +169,15 @@ class Allocator(Method):
                 "use it alone."
             )
 
+    def _check_chooses_alone(self) -> None:
+        """Refuses a method inside that chooses the entries of every head, as this one does."""
+        for inner in self.inner():
+            if inner.chooses:
+                raise KeepsetError(
+                    f"{self.name} chooses the entries of every head itself, and so does {inner.name}: put {self.name} "
+                    f"inside, as in adakv({self.name}(snapkv)), or leave one of them out."
+                )
+
     def inner(self) -> Iterator[Method]:
         """The method that it divides a budget for, the one inside that, and so on."""
         yield self.scorer

@@ -10,7 +10,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from keepset.budget import Budget
-from keepset.errors import KeepsetError
 from keepset.method import Allocator, parameter
 from keepset.observation import Observation
 from keepset.select import RECENT_RANK, top_mask
@@ -33,12 +32,7 @@ class ChunkKV(Allocator):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for inner in self.inner():
-            if inner.chooses:
-                raise KeepsetError(
-                    f"chunkkv chooses the entries of every head itself, and so does {inner.name}: put chunkkv inside, "
-                    "as in adakv(chunkkv(snapkv)), or leave one of them out."
-                )
+        self._check_chooses_alone()
 
     def choose(
         self,

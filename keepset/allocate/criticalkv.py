@@ -9,7 +9,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from keepset.budget import Budget
-from keepset.errors import KeepsetError
 from keepset.method import Allocator, parameter
 from keepset.observation import Needs, Observation
 from keepset.select import LARGEST_SCORE, RECENT_RANK, top_mask
@@ -35,12 +34,7 @@ class CriticalKV(Allocator):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for inner in self.inner():
-            if inner.chooses:
-                raise KeepsetError(
-                    f"criticalkv chooses the entries of every head itself, and so does {inner.name}: put criticalkv "
-                    "inside, as in adakv(criticalkv(snapkv)), or leave one of them out."
-                )
+        self._check_chooses_alone()
 
     @property
     def needs(self) -> Needs:

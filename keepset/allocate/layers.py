@@ -34,7 +34,7 @@ class LayerAllocator(Allocator):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for inner in (self.scorer, *self.inner()):
+        for inner in self.inner():
             if inner.across_layers or not inner.equal_layers:
                 raise KeepsetError(
                     f"{self.name} says how much every layer keeps, and so does {inner.name}: leave one of them out."
