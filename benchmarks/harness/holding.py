@@ -1,6 +1,6 @@
 """Bytes of a cache after a prefill and at its peak inside it. Nothing is timed: once is enough."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from harness.report import Section
@@ -78,48 +78,43 @@ def held(table: Table, lengths: list[int]) -> Section:
 
 def peak(table: Table, lengths: list[int]) -> Section:
     """The table of peaks inside the prefill."""
-    columns = ["method", "tokens", "target", "keepset KV", "", "keepset alive", "kvpress KV", "kvpress alive"]
-    section = Section(f"Peak inside the prefill / the full cache's, keep {PEAK_KEEP}", columns)
-    for tokens in lengths:
-        for method in METHODS:
-            own, peer = (_shares(table, method, PEAK_KEEP, tokens, side) for side in ("keepset", "kvpress"))
-            section.rows.append(
-                [
-                    method,
-                    str(tokens),
-                    _bound(PEAK_TARGET),
-                    _shown(own, "kv_bytes_peak"),
-                    _verdict(own, "kv_bytes_peak", PEAK_TARGET),
-                    _shown(own, "alive_bytes_peak"),
-                    _shown(peer, "kv_bytes_peak"),
-                    _shown(peer, "alive_bytes_peak"),
-                ]
-            )
-    section.notes.append("KV: the most that the cache reached after any single operation of the prefill.")
-    section.notes.append("alive: the most that all tensors made in the prefill took at once, activations too.")
-    return section
+    made = _peaks(table, lengths, METHODS, PEAK_KEEP, ("KV", "alive"), PEAK_TARGET)
+    made.notes.append("KV: the most that the cache reached after any single operation of the prefill.")
+    made.notes.append("alive: the most that all tensors made in the prefill took at once, activations too.")
+    return made
 
 
 def whole(table: Table, lengths: list[int]) -> Section:
     """The table of peaks of methods that look at all layers, or at the prompt twice."""
-    columns = ["method", "tokens", "target", "keepset alive", "", "keepset KV", "kvpress alive", "kvpress KV"]
-    section = Section(f"Peak inside the prefill / the full cache's, keep {WHOLE_KEEP}, all layers at once", columns)
+    made = _peaks(table, lengths, WHOLE, WHOLE_KEEP, ("alive", "KV"), WHOLE_TARGET)
+    made.title += ", all layers at once"
+    made.notes.append("alive: all tensors made in the prefill, the model's weights not counted.")
+    return made
+
+
+def _peaks(
+    table: Table, lengths: list[int], methods: Sequence[str], keep: float, measures: tuple[str, str], target: float
+) -> Section:
+    """Peaks by two measures, of which the first is judged."""
+    columns = ["method", "tokens", "target", f"keepset {measures[0]}", "", f"keepset {measures[1]}"]
+    columns += [f"kvpress {measure}" for measure in measures]
+    section = Section(f"Peak inside the prefill / the full cache's, keep {keep}", columns)
+    judged, other = ({"KV": "kv_bytes_peak", "alive": "alive_bytes_peak"}[measure] for measure in measures)
     for tokens in lengths:
-        for method in WHOLE:
-            own, peer = (_shares(table, method, WHOLE_KEEP, tokens, side) for side in ("keepset", "kvpress"))
+        for method in methods:
+            own, peer = (_shares(table, method, keep, tokens, side) for side in ("keepset", "kvpress"))
             section.rows.append(
                 [
                     method,
                     str(tokens),
-                    _bound(WHOLE_TARGET),
-                    _shown(own, "alive_bytes_peak"),
-                    _verdict(own, "alive_bytes_peak", WHOLE_TARGET),
-                    _shown(own, "kv_bytes_peak"),
-                    _shown(peer, "alive_bytes_peak"),
-                    _shown(peer, "kv_bytes_peak"),
+                    _bound(target),
+                    _shown(own, judged),
+                    _verdict(own, judged, target),
+                    _shown(own, other),
+                    _shown(peer, judged),
+                    _shown(peer, other),
                 ]
             )
-    section.notes.append("alive: all tensors made in the prefill, the model's weights not counted.")
     return section
 
 
