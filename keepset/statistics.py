@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.errors import KeepsetError
-from keepset.tensor_file import write
+from keepset.tensor_file import opened, write
 
 FORMAT = 2
 """Of the file; raise it with every change to what is written."""
@@ -152,30 +151,21 @@ def load(file: str, model: str = "") -> Statistics:
 # More than one recipe in a comparison may name another file.
 @lru_cache(maxsize=4)
 def _read(path: Path, modified: int, size: int) -> Statistics:
-    from safetensors import SafetensorError, safe_open
-
-    refusal = f"{str(path)!r} is no file of keepset calibrate: give one that it has written."
-    try:
-        with safe_open(path, framework="pt") as file:
-            written = (file.metadata() or {}).get(_METADATA)
-            if written is None:
-                raise KeepsetError(refusal)
-            provenance = json.loads(written)
-            if provenance["format"] != FORMAT:
-                raise KeepsetError(
-                    f"{str(path)!r} has format {provenance['format']} of statistics, and this keepset reads format "
-                    f"{FORMAT}: run keepset calibrate again."
-                )
-            layers = {index: _layer(file, index) for index in provenance["model"]["layers"]}
-            if not layers:
-                raise ValueError
-            retrieval = _retrieval(file, layers)
-    except (OSError, SafetensorError):
-        raise KeepsetError(refusal) from None
-    except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, KeepsetError):
-            raise
-        raise KeepsetError(f"{str(path)!r} is damaged: run keepset calibrate again.") from None
+    with opened(
+        path,
+        _METADATA,
+        FORMAT,
+        foreign=f"{str(path)!r} is no file of keepset calibrate: give one that it has written.",
+        other=lambda found: (
+            f"{str(path)!r} has format {found} of statistics, and this keepset reads format {FORMAT}: run keepset "
+            "calibrate again."
+        ),
+        damaged=f"{str(path)!r} is damaged: run keepset calibrate again.",
+    ) as (file, provenance):
+        layers = {index: _layer(file, index) for index in provenance["model"]["layers"]}
+        if not layers:
+            raise ValueError
+        retrieval = _retrieval(file, layers)
     return Statistics(layers, provenance, str(path), retrieval=retrieval)
 
 

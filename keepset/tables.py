@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.errors import KeepsetError
-from keepset.tensor_file import write
+from keepset.tensor_file import opened, write
 
 FORMAT = 1
 """Of the file; raise it with every change to what is written."""
@@ -130,30 +129,21 @@ _TYPES = {
 
 @lru_cache(maxsize=4)
 def _read(path: Path, modified: int, size: int) -> Tables:
-    from safetensors import SafetensorError, safe_open
-
-    refusal = f"{str(path)!r} is no file of CompilerKV's tables: name one that keepset has written."
-    try:
-        with safe_open(path, framework="pt") as file:
-            written = (file.metadata() or {}).get(_METADATA)
-            if written is None:
-                raise KeepsetError(refusal)
-            provenance = json.loads(written)
-            if provenance["format"] != FORMAT:
-                raise KeepsetError(
-                    f"{str(path)!r} has format {provenance['format']} of tables, and this keepset reads format "
-                    f"{FORMAT}: compile them again with this version."
-                )
-            if not set(_TYPES) <= set(file.keys()):
-                raise ValueError
-            tables = Tables(**{name: file.get_tensor(name) for name in _TYPES}, provenance=provenance, name=str(path))
-            _check(tables)
-    except (OSError, SafetensorError):
-        raise KeepsetError(refusal) from None
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        if isinstance(error, KeepsetError):
-            raise
-        raise KeepsetError(f"{str(path)!r} is damaged: compile its tables again.") from None
+    with opened(
+        path,
+        _METADATA,
+        FORMAT,
+        foreign=f"{str(path)!r} is no file of CompilerKV's tables: name one that keepset has written.",
+        other=lambda found: (
+            f"{str(path)!r} has format {found} of tables, and this keepset reads format {FORMAT}: compile them again "
+            "with this version."
+        ),
+        damaged=f"{str(path)!r} is damaged: compile its tables again.",
+    ) as (file, provenance):
+        if not set(_TYPES) <= set(file.keys()):
+            raise ValueError
+        tables = Tables(**{name: file.get_tensor(name) for name in _TYPES}, provenance=provenance, name=str(path))
+        _check(tables)
     return tables
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -35,3 +35,44 @@ def write(path: Path, tensors: Mapping[str, Tensor], name: str, metadata: Mappin
     finally:
         with suppress(OSError):  # there may be no such folder
             unfinished.unlink(missing_ok=True)
+
+
+@contextmanager
+def opened(
+    path: Path,
+    name: str,
+    version: int,
+    *,
+    foreign: str,
+    other: Callable[[Any], str],
+    damaged: str,
+    unreadable: str | None = None,
+) -> Iterator[tuple[Any, Any]]:
+    """A file for reading, and the metadata under this name.
+
+    Args:
+        version: the format that is read.
+        foreign, damaged: the sentences for what is no such file, and for one that does not hold what it should.
+        unreadable: that for one that is no file of tensors; `foreign`, if none is given.
+        other: that for a file of this other format.
+
+    Raises:
+        KeepsetError: one of these; also where what is done with the file raises as damaged contents do.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            written = (file.metadata() or {}).get(name)
+            if written is None:
+                raise KeepsetError(foreign)
+            metadata = json.loads(written)
+            if metadata["format"] != version:
+                raise KeepsetError(other(metadata["format"]))
+            yield file, metadata
+    except KeepsetError:
+        raise
+    except (OSError, SafetensorError):
+        raise KeepsetError(unreadable or foreign) from None
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
+        raise KeepsetError(damaged) from None

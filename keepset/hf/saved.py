@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from keepset.hf.layer import KeepLayer
 from keepset.hf.progress import Progress
 from keepset.hf.store import EntryStore
 from keepset.keep_set import KeepSet, LayerKeepSet
-from keepset.tensor_file import write
+from keepset.tensor_file import opened, write
 
 if TYPE_CHECKING:
     import transformers
@@ -223,32 +223,23 @@ def _digest(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
+def _opened(path: Path) -> AbstractContextManager[tuple[Any, dict[str, Any]]]:
     """A file and its metadata; whatever goes wrong with them is told in one sentence."""
-    from safetensors import SafetensorError, safe_open
-
     shown = str(path)
     if not path.is_file():
         raise KeepsetError(f"There is no file {shown!r}: {_ADVICE}.")
-    try:
-        with safe_open(path, framework="pt") as file:
-            written = (file.metadata() or {}).get(_METADATA)
-            if written is None:
-                raise KeepsetError(f"{shown!r} is no saved context: {_ADVICE}.")
-            metadata = json.loads(written)
-            if metadata["format"] != FORMAT:
-                raise KeepsetError(
-                    f"{shown!r} has format {metadata['format']} of saved contexts, and this keepset reads format "
-                    f"{FORMAT}: {_AGAIN}, or use the version of keepset that wrote it."
-                )
-            yield file, metadata
-    except KeepsetError:
-        raise
-    except (OSError, SafetensorError):
-        raise KeepsetError(f"{shown!r} is damaged or no saved context: {_ADVICE}.") from None
-    except (AttributeError, KeyError, TypeError, ValueError):
-        raise KeepsetError(f"{shown!r} is damaged: {_AGAIN}.") from None
+    return opened(
+        path,
+        _METADATA,
+        FORMAT,
+        foreign=f"{shown!r} is no saved context: {_ADVICE}.",
+        unreadable=f"{shown!r} is damaged or no saved context: {_ADVICE}.",
+        other=lambda found: (
+            f"{shown!r} has format {found} of saved contexts, and this keepset reads format {FORMAT}: {_AGAIN}, or use "
+            "the version of keepset that wrote it."
+        ),
+        damaged=f"{shown!r} is damaged: {_AGAIN}.",
+    )
 
 
 def _check_model(path: Path, theirs: Mapping[str, str], ours: Mapping[str, str]) -> None:

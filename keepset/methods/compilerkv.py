@@ -144,9 +144,10 @@ class CompilerKV(Method):
         row: Int[Tensor, " batch"],
     ) -> Float[Tensor, "batch kv_heads entries"]:
         """Equations 7 to 10."""
-        attention = received.gather(1, _places(observation, received.shape[1]).flatten(1))
-        attention = attention.view(observation.valid.shape)[:, :, None]
-        if not self.global_mean:
+        if self.global_mean:
+            shared = received.gather(1, _places(observation, received.shape[1]).flatten(1))
+            attention = shared.view(observation.valid.shape)[:, :, None]
+        else:
             attention = observation.by_query_group(observation.window_usage(self.window))
         if self.relative_norm:
             attention = attention * _relative_norms(observation)[:, :, None]
