@@ -1,0 +1,1 @@
+"""Benchmarks: what is asked of a model, and how its answers are judged."""
