@@ -1,7 +1,6 @@
 """What recipes are worth: fidelity to the full cache over several texts, and a fact found in each of them."""
 
 import argparse
-import random
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from harness import progress
 from harness.report import Section, machine, publish
 
 from keepset import Recipe, models, texts
+from keepset.evaluate import intervals
 from keepset.evaluate.compare import Comparer, Row, grid, needs_of
 from keepset.evaluate.task import Task, make_task
 
@@ -26,7 +26,6 @@ RECIPES = (
 KEEPS = (0.5, 0.25, 0.1)
 # Names and numbers are short enough for the few tokens of an answer.
 CITIES = ("Oslo", "Paris", "Cairo", "Perth", "Lyon", "Tokyo", "Delhi", "Boston", "Dublin", "Vienna", "Sydney", "Madrid")
-DRAWS = 2000
 
 
 @dataclass
@@ -85,32 +84,25 @@ def main() -> int:
         if figures.error is not None:
             section.notes.append(f"{recipe}: {figures.error}")
             continue
-        low, high = interval(figures.kl)
+        interval = intervals.of_mean(figures.kl)
         section.rows.append(
             [
                 recipe,
                 f"{fmean(figures.kept):.3f}",
                 f"{fmean(figures.kl):.4f}",
-                f"{low:.4f}..{high:.4f}",
+                "" if interval is None else f"{interval.low:.4f}..{interval.high:.4f}",
                 f"{fmean(figures.top1):.1%}",
                 f"{sum(figures.found)} of {len(figures.found)}",
             ]
         )
     section.notes.append(
         f"The full cache finds {sum(full_found)} of {len(full_found)} facts; all were asked for after compression. "
-        f"Intervals: bootstrap over texts, {DRAWS} draws."
+        f"Intervals: bootstrap over texts, {intervals.DRAWS} draws."
     )
     rows_json: list[dict[str, Any]] = [{"recipe": recipe, **vars(figures)} for recipe, figures in table.items()]
     data = {"machine": machine(), "texts": done, "settings": vars(args), "rows": rows_json, "full_found": full_found}
     publish("fidelity", [section], data)
     return 1 if any(figures.error for figures in table.values()) else 0
-
-
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """95 % interval of the mean, by bootstrap."""
-    draw = random.Random(0)
-    means = sorted(fmean(draw.choices(values, k=len(values))) for _ in range(DRAWS))
-    return means[int(0.025 * DRAWS)], means[int(0.975 * DRAWS) - 1]
 
 
 def _task(tokenizer: Any, name: str, number: int, args: Any) -> Task:
