@@ -3,7 +3,6 @@
 import argparse
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
