@@ -13,6 +13,7 @@ from keepset.cli.context import context
 from keepset.cli.demo import demo
 from keepset.cli.diagnose import diagnose
 from keepset.cli.generate import generate
+from keepset.cli.latency import latency
 from keepset.cli.methods import methods
 from keepset.cli.serve import serve
 from keepset.cli.trace import trace
@@ -30,6 +31,7 @@ for command in (demo, compare, generate, trace, methods, calibrate):
 # What is not keepset's own goes on to vLLM.
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
 app.add_typer(context)
+bench.command()(latency)
 app.add_typer(bench)
 app.add_typer(diagnose)
 

@@ -22,13 +22,17 @@ if TYPE_CHECKING:
 _ERRORS = 5
 
 bench = typer.Typer(
-    name="bench", help="Measure recipes under load.", no_args_is_help=True, rich_markup_mode=None, add_completion=False
+    name="bench",
+    help="Measure how fast recipes are.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    add_completion=False,
 )
 
 
 @bench.callback()
 def _bench() -> None:
-    """Measure recipes under load."""
+    """Measure how fast recipes are."""
 
 
 @bench.command()

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run
+
+LATENCY = ("bench", "latency", "--tokens", "32,64", "--output-tokens", "3", "--rounds", "2")
+
+
+@pytest.mark.usefixtures("tiny", "text")
+def test_table_json_and_report(run: Run) -> None:
+    files = ("--text", "text", "--json", "a.json", "--html", "a.html")
+    done = run(*LATENCY, "--recipes", "tova(keep=20), knorm(keep=20)", *files)
+    assert (done.code, done.err) == (0, "written: a.json\nwritten: a.html\n")
+    lines = [line.split() for line in done.out.splitlines()]
+    assert lines[1] == ["prompt", "recipe", "first", "token", "tokens/s", "latency", "KV", "cache", "peak", "memory"]
+    assert [line[0] for line in lines[2:]] == ["32"] * 3 + ["64"] * 3
+    result = json.loads(Path("a.json").read_text())
+    assert result["rounds"] == 2 and len(result["rows"]) == 6
+    assert all(len(row["rounds"]) == 2 and row["error"] is None for row in result["rows"])
+    assert "Time to the first token" in Path("a.html").read_text()
+
+
+@pytest.mark.usefixtures("tiny", "text")
+def test_one_token_has_no_rate(run: Run) -> None:
+    done = run("bench", "latency", "--tokens", "32", "--output-tokens", "1", "--rounds", "1", "--json", "a")
+    assert done.code == 0
+    assert [row["tokens_per_second"] for row in json.loads(Path("a").read_text())["rows"]] == [None] * 3
+
+
+@pytest.mark.usefixtures("tiny", "text")
+def test_a_recipe_that_cannot_run(run: Run) -> None:
+    done = run(*LATENCY, "--recipes", "qfilter(keep=20)", "--text", "text")
+    assert done.code == 1 and "qfilter" in done.out and "full cache" in done.out
+
+
+@pytest.mark.usefixtures("tiny", "text")
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--tokens", "a"), "--tokens 'a' is no list of lengths"),
+        (("--tokens", "5,5"), "--tokens '5,5' is no list of lengths"),
+        (("--tokens", "0"), "--tokens '0' is no list of lengths"),
+        (("--rounds", "0"), "--rounds 0 is too few"),
+        (("--output-tokens", "0"), "--output-tokens 0 is too few"),
+        (("--tokens", "1500", "--text", "text"), "fewer than 1500: give a longer --text"),
+        (("--tokens", "4000"), "do not fit the model's context of 2048"),
+        (("--recipes", "snapkv"), "keep"),
+        (("--json", "nowhere/a"), "'nowhere/a' cannot be written"),
+    ],
+)
+def test_bad_input_is_one_sentence(run: Run, words: tuple[str, ...], sentence: str) -> None:
+    done = run("bench", "latency", *words)
+    assert done.code == 2 and done.out == "" and sentence in done.err and done.err.count("\n") == 1
+
+
+@pytest.mark.usefixtures("tiny", "text")
+def test_interrupted_shows_what_is_done(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from keepset.evaluate import latency as module
+
+    measure = module.latency
+
+    def stopped(*args: object) -> object:
+        yield from list(measure(*args))[:7]  # type: ignore[arg-type]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "latency", stopped)
+    done = run(*LATENCY, "--recipes", "knorm(keep=20)", "--text", "text")
+    assert done.code == 130 and "interrupted" in done.err and "knorm(keep=20" in done.out
