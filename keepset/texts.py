@@ -99,6 +99,15 @@ def chat_parts(tokenizer: "transformers.PreTrainedTokenizerBase", text: str, que
     if not tokenizer.chat_template:
         begin = tokenizer.bos_token if adds_bos(tokenizer) else ""
         return f"{begin}{text}", f"\n\nQuestion: {question}\nAnswer:"
+    before, after = chat_frame(tokenizer)
+    return before + text, f"\n\n{question}{after}"
+
+
+def chat_frame(tokenizer: "transformers.PreTrainedTokenizerBase") -> tuple[str, str]:
+    """What a chat template puts before a user's message, and after it up to the beginning of the answer.
+
+    Raises KeepsetError for a chat template that cannot be cut.
+    """
     message = [{"role": "user", "content": _SENTINEL}]
     rendered = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
     before, *after = str(rendered).split(_SENTINEL)
@@ -107,7 +116,7 @@ def chat_parts(tokenizer: "transformers.PreTrainedTokenizerBase", text: str, que
             "The model's chat template does not show a user's message exactly once and unchanged, "
             "so it cannot be cut before the question: use a model with another template."
         )
-    return before + text, f"\n\n{question}{after[0]}"
+    return before, after[0]
 
 
 def adds_bos(tokenizer: "transformers.PreTrainedTokenizerBase") -> bool:

@@ -1,0 +1,102 @@
+"""An answer, token by token, on a cache that is there; it ends where a task says."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from keepset.hf.cache import Cache
+from keepset.tasks.task import Generation
+
+if TYPE_CHECKING:
+    import transformers
+
+Pick = Callable[[Float[Tensor, "1 vocabulary"]], Int[Tensor, "1 1"]]
+"""From logits to a token."""
+
+
+class Ending:
+    """When an answer is over, and what of it is the answer.
+
+    It ends at one of the model's or the tokenizer's own ends, at a text of `until`, or after so many tokens. Texts are
+    looked for in the newest tokens only: in as many as the longest has bytes, and a few more.
+    """
+
+    def __init__(
+        self,
+        model: transformers.PreTrainedModel,
+        tokenizer: transformers.PreTrainedTokenizerBase,
+        generation: Generation,
+    ) -> None:
+        ends = model.generation_config.eos_token_id
+        self._ends = {*([ends] if isinstance(ends, int) else ends or []), tokenizer.eos_token_id}
+        self._tokenizer, self._tokens = tokenizer, generation.tokens
+        self._until = [text for text in generation.until if text]
+        # A newest token of no bytes, or half a character before the text, must not hide it.
+        self._window = 4 + max((len(text.encode()) for text in self._until), default=0)
+
+    def reached(self, ids: list[int]) -> bool:
+        """Whether the newest token is the last one."""
+        if ids[-1] in self._ends or len(ids) >= self._tokens:
+            return True
+        return bool(self._until) and self._stops(self._text(ids[-self._window :]))
+
+    def answer(self, ids: list[int]) -> tuple[str, bool]:
+        """The answer's text, and whether it ended by itself."""
+        by_itself = ids[-1] in self._ends
+        text = self._text(ids[:-1] if by_itself else ids)
+        finished = by_itself or self._stops(text)
+        for end in self._until:
+            text = text.split(end)[0]
+        return text, finished
+
+    def _stops(self, text: str) -> bool:
+        return any(end in text for end in self._until)
+
+    def _text(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+
+@torch.no_grad()
+def generate(
+    model: transformers.PreTrainedModel,
+    cache: Cache,
+    first: Float[Tensor, "1 vocabulary"],
+    pick: Pick,
+    ending: Ending,
+    on_token: Callable[[], None] = lambda: None,
+) -> list[int]:
+    """The tokens of an answer, its end included.
+
+    Args:
+        first: the logits of its first token, which whatever was cached last has told.
+        on_token: is called whenever the cache has grown.
+    """
+    ids: list[int] = []
+    token = pick(first)
+    while True:
+        ids.append(int(token))
+        if ending.reached(ids):
+            return ids
+        token = pick(model(token, past_key_values=cache, use_cache=True).logits[:, -1])
+        on_token()
+
+
+def picker(temperature: float, device: torch.device, *draw: object) -> Pick:
+    """The most likely token; with a temperature one drawn from all tokens, the same for the same `draw`."""
+    if not temperature:
+        return lambda logits: logits.argmax(-1, keepdim=True)
+    seed = int.from_bytes(hashlib.sha256(repr(draw).encode()).digest()[:7], "big")
+    generator = torch.Generator(device).manual_seed(seed)
+    return lambda logits: torch.multinomial((logits.float() / temperature).softmax(-1), 1, generator=generator)
+
+
+def repetition(ids: list[int], n: int = 4) -> float:
+    """Share of the n-grams that were there before."""
+    grams = list(zip(*(ids[start:] for start in range(n)), strict=False))
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0

@@ -1,0 +1,47 @@
+"""What a cache holds, in the figures of a cell."""
+
+from __future__ import annotations
+
+from keepset.hf.cache import Cache
+
+
+class Holding:
+    """The most bytes that a cache has held whenever somebody asked, and what the full cache would have held then.
+
+    Args:
+        whole: the cache drops nothing and stands for the full one, which has no positions to store.
+
+    Attributes:
+        nbytes: allocated, positions and free places included.
+        nbytes_full: the full cache's at the same moment.
+    """
+
+    def __init__(self, cache: Cache, whole: bool) -> None:
+        self._cache, self._whole = cache, whole
+        self.nbytes = self.nbytes_full = 0
+        self.note()
+
+    def note(self) -> None:
+        """Looks now."""
+        nbytes = nbytes_full(self._cache) if self._whole else self._cache.nbytes
+        if nbytes > self.nbytes:
+            self.nbytes, self.nbytes_full = nbytes, nbytes if self._whole else nbytes_full(self._cache)
+
+
+def nbytes_full(cache: Cache) -> int:
+    """Bytes of keys and values of all tokens so far; layers that keepset leaves alone hold what they hold."""
+    total = cache.nbytes
+    for layer in cache.kept_layers.values():
+        assert layer.store is not None
+        span = next(layer.store.spans())
+        entry = (span.keys.shape[-1] + span.values.shape[-1]) * span.keys.element_size()
+        total += layer.store.kv_heads * layer.logical * entry - layer.nbytes
+    return total
+
+
+def kept(cache: Cache) -> float:
+    """Fraction of all tokens' entries that are there."""
+    layers = list(cache.kept_layers.values())
+    entries = [layer.store.entries for layer in layers if layer.store is not None]
+    tokens = [layer.store.kv_heads * layer.logical for layer in layers if layer.store is not None]
+    return sum(entries) / sum(tokens) if tokens else 1.0
