@@ -1,0 +1,90 @@
+"""Whether a solution's final answer is the right one, by math-verify.
+
+math-verify stops what takes too long by a signal, which only a process's main thread can have. So it runs in a process
+of its own, whoever asks: threads, Ray's workers, notebooks.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import subprocess
+import sys
+import threading
+from typing import IO, cast
+
+from keepset.errors import KeepsetError
+
+_SECONDS = 60.0
+"""Then its process is killed. Its own limit is 5 for every expression, but some operations let no signal through."""
+
+_PROGRAM = """
+import json, sys
+from math_verify import parse, verify
+print("ready", flush=True)
+for line in sys.stdin:
+    gold, answer = json.loads(line)
+    print(json.dumps(verify(parse(gold), parse(answer))), flush=True)
+"""
+
+_lock = threading.Lock()
+_process: subprocess.Popen[str] | None = None
+
+
+def agree(gold: str, solution: str) -> bool:
+    """Whether a solution's final answer equals that of the gold text.
+
+    The final answer is what the last box holds. Without a box it is what math-verify finds: what is called the answer,
+    else the last expression or number there is. What takes too long to compare is no answer.
+    """
+    with _lock:
+        process = _running()
+        try:
+            cast(IO[str], process.stdin).write(json.dumps([_final(gold), _final(solution)]) + "\n")
+            cast(IO[str], process.stdin).flush()
+            said = _line(process)
+        except BrokenPipeError:
+            said = ""
+        if not said:
+            process.kill()
+            process.wait()
+        return said == "true\n"
+
+
+def start() -> None:
+    """Starts the process, so that what is missing is known before hours of answers.
+
+    Raises:
+        KeepsetError: math-verify is not installed.
+    """
+    with _lock:
+        _running()
+
+
+def _running() -> subprocess.Popen[str]:
+    global _process  # noqa: PLW0603
+    if _process is None or _process.poll() is not None:
+        # -P: what lies in the working directory must not pass for a package.
+        _process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _PROGRAM],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            encoding="ascii",
+        )
+        if _line(_process) != "ready\n":
+            _process.kill()
+            raise KeepsetError('Answers are judged by math-verify, which does not start: pip install "keepset[eval]".')
+    return _process
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    """What it says next; nothing where it ended or takes too long."""
+    stdout = cast(IO[str], process.stdout)
+    ready, _, _ = select.select([stdout], [], [], _SECONDS)
+    return stdout.readline() if ready else ""
+
+
+def _final(text: str) -> str:
+    """From the last box on: math-verify joins the boxes of a text to one set."""
+    return text[max(text.rfind("\\boxed"), 0) :]

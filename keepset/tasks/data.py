@@ -1,0 +1,79 @@
+"""`Row`: one item of a data set, from a user's JSONL file or from the hub, with where it stands for messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from keepset.errors import KeepsetError
+
+
+@dataclass(frozen=True)
+class Row:
+    """One item.
+
+    Attributes:
+        where: the place that messages name: file and line.
+        fields: by name.
+    """
+
+    where: str
+    fields: Mapping[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        """A field.
+
+        Raises:
+            KeepsetError: it is not there.
+        """
+        return self.first(name)
+
+    def first(self, *names: str) -> Any:
+        """The first of these fields that is there.
+
+        Raises:
+            KeepsetError: none is.
+        """
+        for name in names:
+            if self.fields.get(name) is not None:
+                return self.fields[name]
+        wanted = " or ".join(map(repr, names))
+        there = ", ".join(map(repr, self.fields)) or "no field"
+        raise KeepsetError(f"{self.where} lacks the field {wanted}: it has {there}.")
+
+
+def rows(folder: Path, name: str) -> list[Row]:
+    """The lines of `<name>.jsonl` in a folder; empty ones are left out.
+
+    Raises:
+        KeepsetError: there is no such file, or it is damaged or empty.
+    """
+    path = folder / f"{name}.jsonl"
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise KeepsetError(f"{path.name} is not encoded in UTF-8: save it as such.") from None
+    except OSError:
+        raise KeepsetError(
+            f"There is no {path.name} that can be read in {str(folder)!r}: put the data of {name} there, one JSON "
+            "object per line."
+        ) from None
+    # Not splitlines: JSON may hold other separators, unescaped, within a text.
+    lines = ((number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip())
+    found = [Row(f"{path.name}, line {number},", _object(line, path.name, number)) for number, line in lines]
+    if not found:
+        raise KeepsetError(f"{path.name} is empty: put one JSON object on each line.")
+    return found
+
+
+def _object(line: str, file: str, number: int) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise KeepsetError(f"{file}, line {number}, is not a JSON object: write one on each line.")
+    return value
