@@ -43,7 +43,7 @@ class LayerKeepSet:
         # One search in one dimension: searching costs more than all else here.
         kept = mask.flatten().nonzero()[:, 0]
         indices = kept % mask.shape[-1]
-        return cls(layer, indices, positions.flatten()[kept].int(), mask.sum(-1), entry_bytes)
+        return cls(layer, indices, positions.flatten().index_select(0, kept).int(), mask.sum(-1), entry_bytes)
 
     def settled(self) -> LayerKeepSet:
         """The same for the records, once a runtime has executed it: four bytes an entry, indices into the text."""

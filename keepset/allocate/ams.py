@@ -123,13 +123,14 @@ class AMS(Allocator):
             eventful = (quotas < observation.valid.sum(-1))[..., None]
             before = observation.state.get("credit")
             observation.state["credit"] = credit.where(eventful, 0.0 if before is None else before)
-        segment, parts = self._divided(observation, budget, mass, quotas)
-        return segments.top_of_segments(ranked, segment, parts)
+        segment, length, parts = self._divided(observation, budget, mass, quotas)
+        return segments.top_of_segments(ranked, segment, length, parts)
 
     def segments(self, observation: Observation, budget: Budget) -> Segments:
         """Mass, segments and quotas at this event, for who wants to look at them; nothing is changed."""
         mass, _ = self._mass(observation)
-        return Segments(mass, *self._divided(observation, budget, mass, self.quotas(observation, budget)))
+        segment, _, parts = self._divided(observation, budget, mass, self.quotas(observation, budget))
+        return Segments(mass, segment, parts)
 
     def _mass(
         self, observation: Observation
@@ -160,8 +161,12 @@ class AMS(Allocator):
         budget: Budget,
         mass: Float[Tensor, "batch kv_heads entries"],
         quotas: Int[Tensor, "batch kv_heads"],
-    ) -> tuple[Int[Tensor, "batch kv_heads entries"], Int[Tensor, "batch kv_heads segments"]]:
-        """Segments and their quotas."""
+    ) -> tuple[
+        Int[Tensor, "batch kv_heads entries"],
+        Float[Tensor, "batch kv_heads segments"],
+        Int[Tensor, "batch kv_heads segments"],
+    ]:
+        """Segments, their lengths and their quotas."""
         valid = observation.valid
         if self.adaptive:
             segment, number = segments.cut_by_mass(mass, valid, self.segment_mass, self.min_segment, self.max_segment)
@@ -175,7 +180,8 @@ class AMS(Allocator):
         room = (quotas - sinks.sum(-1))[..., None]
         recent &= recent.sum(-1, keepdim=True) - recent.cumsum(-1) < room
         weight = segments.sums(mass, segment, number) if self.weighted else length
-        return segment, segments.divide(quotas, weight, length, minimum, segments.sums(sinks | recent, segment, number))
+        fixed = segments.sums(sinks | recent, segment, number)
+        return segment, length, segments.divide(quotas, weight, length, minimum, fixed)
 
 
 def _distribution(values: Float[Tensor, "batch kv_heads entries"]) -> Float[Tensor, "batch kv_heads entries"]:

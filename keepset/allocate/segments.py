@@ -8,6 +8,7 @@ from __future__ import annotations
 from math import ceil
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -90,28 +91,22 @@ def divide(
 def top_of_segments(
     ranked: Float[Tensor, "batch kv_heads entries"],
     segment: Int[Tensor, "batch kv_heads entries"],
+    length: Float[Tensor, "batch kv_heads segments"],
     quotas: Int[Tensor, "batch kv_heads segments"],
 ) -> Bool[Tensor, "batch kv_heads entries"]:
-    """The `quotas` best entries of every segment; of equal ones the later, and of holes (-inf) none.
+    """The `quotas` best of every segment's `length` entries; of equal ones the later, and of holes (-inf) none.
 
-    One sort of whole numbers, which are in the order of (head, segment, score); floating-point numbers of one sign
-    are in the order of their bits.
+    One sort of whole numbers, which are in the order of (segment, score); floating-point numbers of one sign are in
+    the order of their bits.
     """
-    heads, entries = ranked.shape[0] * ranked.shape[1], ranked.shape[2]
-    segments = quotas.shape[-1] + 1  # the last one is of the holes
     bits = (ranked.float() + 0.0).view(torch.int32)
     rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    mine = segment.where(~ranked.isneginf(), segments - 1).view(heads, entries)
-    mine = mine + torch.arange(heads, device=ranked.device)[:, None] * segments
-    key = (mine << 32) - rising.view(heads, entries)
-    order = torch.sort(key.flip(-1).flatten(), stable=True).indices
-    sizes = torch.zeros(heads * segments, dtype=torch.long, device=ranked.device)
-    sizes.scatter_add_(0, mine.flatten(), torch.ones_like(mine).flatten())
-    until = (sizes.cumsum(0) - sizes).view(heads, segments)
-    until[:, :-1] += quotas.view(heads, -1)
-    sorted_mine = mine.flip(-1).flatten().gather(0, order)
-    chosen = torch.arange(heads * entries, device=ranked.device) < until.flatten().gather(0, sorted_mine)
-    return torch.zeros_like(chosen).scatter(0, order, chosen).view(ranked.shape).flip(-1)
+    mine = segment.where(~ranked.isneginf(), quotas.shape[-1])  # holes behind all segments
+    worst_first = torch.sort((mine << 32) + rising, dim=-1, stable=True)
+    begins = F.pad(length.cumsum(-1).long() - quotas, (0, 1), value=ranked.shape[-1])
+    kept_from = begins.gather(-1, (worst_first.values + (1 << 31)) >> 32)
+    chosen = torch.arange(ranked.shape[-1], device=ranked.device) >= kept_from
+    return torch.zeros_like(chosen).scatter(-1, worst_first.indices, chosen)
 
 
 def _far_enough(

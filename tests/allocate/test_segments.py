@@ -188,11 +188,12 @@ def test_best_of_segments(heads: int, lengths: list[int], data: st.DataObject) -
     scores = st.sampled_from([float("-inf"), -3e38, -1.5, -0.0, 0.0, 1e-45, 0.5, 0.5, 3e38])
     ranked = torch.tensor([[[data.draw(scores) for _ in range(entries)] for _ in range(heads)]])
     segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).expand(1, heads, -1)
-    quotas = []
+    quotas, held = [], []
     for head in range(heads):
         have = sums(~ranked[:, head : head + 1].isneginf(), segment[:, :1], len(lengths))[0, 0].long().tolist()
+        held.append(have)
         quotas.append([data.draw(st.integers(0, number)) for number in have])
-    found = top_of_segments(ranked, segment, torch.tensor([quotas]))
+    found = top_of_segments(ranked, segment, torch.tensor([held]).double(), torch.tensor([quotas]))
     for head in range(heads):
         expected: set[int] = set()
         for index, quota in enumerate(quotas[head]):
@@ -205,5 +206,7 @@ def test_best_of_segments(heads: int, lengths: list[int], data: st.DataObject) -
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_ranks_in_other_types(dtype: torch.dtype) -> None:
     ranked = torch.tensor([[[0.5, -2.0, 0.25, 7.0]]], dtype=dtype)
-    found = top_of_segments(ranked, torch.tensor([[[0, 0, 1, 1]]]), torch.tensor([[[1, 1]]]))
+    found = top_of_segments(
+        ranked, torch.tensor([[[0, 0, 1, 1]]]), torch.tensor([[[2.0, 2.0]]]), torch.tensor([[[1, 1]]])
+    )
     assert found.tolist() == [[[True, False, False, True]]]
