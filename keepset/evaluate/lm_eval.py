@@ -13,16 +13,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from keepset.errors import KeepsetError
+from keepset.evaluate.continuations import likelihoods
 from keepset.hf.cache import Cache
 from keepset.recipe import Recipe
 
@@ -120,28 +119,8 @@ class KeepsetLM(HFLM):
         """The log-likelihood of every continuation of the context, and whether greedy decoding would say it."""
         cache = self._cache()
         prompt = torch.tensor([context], device=self.device)
-        first = self.model(prompt, past_key_values=cache, logits_to_keep=1).logits
-        tokens = [torch.tensor(continuation, device=self.device) for continuation in continuations]
-        for start in range(0, len(tokens), self.batch_size):
-            part = tokens[start : start + self.batch_size]
-            logits = self._follow(cache, first, pad_sequence([row[:-1] for row in part], batch_first=True))
-            for row, target in zip(logits, part, strict=True):
-                seen = row[: len(target)]
-                likely = seen.log_softmax(-1, self.softmax_dtype).gather(-1, target[:, None])
-                yield float(likely.sum()), bool((seen.argmax(-1) == target).all())
-
-    def _follow(
-        self, cache: Cache, first: Float[Tensor, "1 1 vocabulary"], tokens: Int[Tensor, "rows n"]
-    ) -> Float[Tensor, "rows n_and_one vocabulary"]:
-        """The logits after the context and after every token; shorter rows are padded at their end, unseen by them."""
-        logits, (rows, length) = [first.expand(len(tokens), -1, -1)], tokens.shape
-        if length:
-            fork = cache.fork()
-            # Not batch_repeat_interleave: layers with convolutions have none.
-            fork.reorder_cache(torch.LongTensor([0] * rows))
-            chunks = tokens.split(self.recipe.schedule.every or length, 1)
-            logits += [self.model(chunk, past_key_values=fork).logits for chunk in chunks]
-        return torch.cat(logits, 1)
+        first = self.model(prompt, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+        yield from likelihoods(self.model, cache, first, continuations, self.batch_size, self.softmax_dtype)
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
         return super()._model_generate(context, max_length, stop, past_key_values=self._cache(), **options)

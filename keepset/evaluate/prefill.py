@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,47 +37,44 @@ class Start:
     seconds: float
 
 
-def starts(
-    model: transformers.PreTrainedModel, ids: Int[Tensor, "1 tokens"], candidates: Sequence[Candidate]
-) -> Iterator[Start | KeepsetError]:
-    """The prompt as each candidate caches it, or why it cannot; one at a time, so that no two are held."""
-    refused = [_refused(model, candidate) for candidate in candidates]
-    recipes = [_recipe(candidate) for candidate, error in zip(candidates, refused, strict=True) if error is None]
-    shared = _Shared(model, ids, [recipe for recipe in recipes if recipe.schedule.every is None])
-    for candidate, error in zip(candidates, refused, strict=True):
-        if error is not None:
-            yield error
-            continue
-        recipe = _recipe(candidate)
-        try:
-            yield shared.start(recipe) if recipe.schedule.every is None else _own(model, ids, recipe)
-        except KeepsetError as found:
-            yield found
+class Prefill:
+    """The prefill of one prompt, run when the first candidate that shares it comes.
 
-
-class _Shared:
-    """The prefill that many recipes share, run when the first of them comes."""
+    Args:
+        candidates: all that will come.
+    """
 
     def __init__(
-        self, model: transformers.PreTrainedModel, ids: Int[Tensor, "1 tokens"], recipes: Sequence[Recipe]
+        self, model: transformers.PreTrainedModel, ids: Int[Tensor, "1 tokens"], candidates: Sequence[Candidate]
     ) -> None:
-        self._model, self._ids, self._recipes = model, ids, recipes
-        self._run: tuple[Recorder, Tensor] | None = None
+        self._model, self._ids = model, ids
+        self._sharing = [_recipe(candidate) for candidate in candidates if candidate.error is None]
+        self._shared: tuple[Recorder, Tensor] | None = None
 
-    def start(self, recipe: Recipe) -> Start:
-        """The cache that the recipe leaves of the prompt."""
+    def start(self, candidate: Candidate) -> Start:
+        """The prompt as this candidate caches it.
+
+        Raises:
+            KeepsetError: it cannot be had.
+        """
+        if candidate.error is not None:
+            raise KeepsetError(candidate.error)
+        recipe = _recipe(candidate)
+        if recipe.schedule.every is not None:
+            return self._own(recipe)
+        _check(self._model, recipe)
         recorder, logits = self._recorded(recipe)
         cache = Cache.from_prompt(self._model, recipe, recorder, recorder.observations)
         return Start(cache, logits, recorder.seconds_for(recipe.method.needs))
 
     def _recorded(self, recipe: Recipe) -> tuple[Recorder, Tensor]:
         """All share one, unless what one of them needs cannot be had of this prompt."""
-        if self._run is None and self._recipes:
+        if self._shared is None and self._sharing:
             try:
-                self._run = self._record(self._recipes)
+                self._shared = self._record([other for other in self._sharing if _shares(self._model, other)])
             except KeepsetError:
-                self._recipes = []
-        return self._run or self._record([recipe])
+                self._sharing = []
+        return self._shared or self._record([recipe])
 
     def _record(self, recipes: Sequence[Recipe]) -> tuple[Recorder, Tensor]:
         recorder = Recorder(self._model, needs_of(recipes))
@@ -86,28 +83,30 @@ class _Shared:
         finally:
             recorder.stop_watching()
 
+    @torch.no_grad()
+    def _own(self, recipe: Recipe) -> Start:
+        cache = Cache(self._model, recipe)
+        began = time.perf_counter()
+        try:
+            logits = self._model(self._ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+        except BaseException:
+            cache.stop_watching()
+            raise
+        return Start(cache, logits, time.perf_counter() - began - sum(event.seconds for event in cache.events))
 
-@torch.no_grad()
-def _own(model: transformers.PreTrainedModel, ids: Int[Tensor, "1 tokens"], recipe: Recipe) -> Start:
-    cache = Cache(model, recipe)
-    start = time.perf_counter()
+
+def _shares(model: transformers.PreTrainedModel, recipe: Recipe) -> bool:
+    """Whether a prefill with others can serve it, which it must not spoil for them."""
     try:
-        logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
-    except BaseException:
-        cache.stop_watching()
-        raise
-    return Start(cache, logits, time.perf_counter() - start - sum(event.seconds for event in cache.events))
+        _check(model, recipe)
+    except KeepsetError:
+        return False
+    return recipe.schedule.every is None
 
 
-def _refused(model: transformers.PreTrainedModel, candidate: Candidate) -> KeepsetError | None:
-    """Why this candidate cannot be had of this model, so that it does not spoil what others share."""
-    if candidate.error is not None:
-        return KeepsetError(candidate.error)
-    try:
-        Cache(model, _recipe(candidate)).stop_watching()
-    except KeepsetError as error:
-        return error
-    return None
+def _check(model: transformers.PreTrainedModel, recipe: Recipe) -> None:
+    """Refuses what cannot be had of this model, without a prompt."""
+    Cache(model, recipe).stop_watching()
 
 
 def _recipe(candidate: Candidate) -> Recipe:

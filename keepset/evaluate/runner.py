@@ -18,7 +18,7 @@ from keepset.evaluate.continuations import likelihoods
 from keepset.evaluate.generation import Ending, Pick, generate, picker, repetition
 from keepset.evaluate.holding import Holding, kept
 from keepset.evaluate.plan import Candidate
-from keepset.evaluate.prefill import Start, starts
+from keepset.evaluate.prefill import Prefill, Start
 from keepset.evaluate.prompts import Asked, Prompt, Prompts
 from keepset.hf.cache import Cache
 from keepset.tasks.task import Example, Reply, Task
@@ -77,33 +77,29 @@ class Runner:
             example = replace(example, facts={**example.facts, "cut": cut})
         outcomes: list[list[Outcome]] = [[] for _ in todo]
         for prompt in prompts:
-            ids = torch.tensor([prompt.ids], device=self._model.device)
-            for index, start in enumerate(starts(self._model, ids, tuple(todo))):
-                whole = todo[index].recipe is None
+            prefill = Prefill(self._model, torch.tensor([prompt.ids], device=self._model.device), todo)
+            for index, candidate in enumerate(tuple(todo)):
                 draw = seed, example.id, len(outcomes[index])
                 try:
-                    outcomes[index] += self._answers(task, prompt, start, whole, draw)
+                    outcomes[index] += self._answers(task, prompt, prefill, candidate, draw)
                 except KeepsetError as error:
-                    todo[index] = replace(todo[index], error=str(error))
-                del start  # before the next one is made: they are large
+                    todo[index] = replace(candidate, error=str(error))
                 if prompt is prompts[-1]:
                     yield _cell(task, example, todo[index], seed, outcomes[index])
 
     def _answers(
-        self, task: Task, prompt: Prompt, start: Start | KeepsetError, whole: bool, draw: tuple[int, str, int]
+        self, task: Task, prompt: Prompt, prefill: Prefill, candidate: Candidate, draw: tuple[int, str, int]
     ) -> list[Outcome]:
-        """What becomes of each question of the prompt."""
-        if isinstance(start, KeepsetError):
-            raise start
+        """What becomes of each question of the prompt; `draw` says what the first one's luck depends on."""
+        start = prefill.start(candidate)
         outcomes = []
         seed, example, first = draw
         try:
             for number, asked in enumerate(prompt.asked, first):
-                last = asked is prompt.asked[-1]
-                cache = start.cache if last else start.cache.fork()
+                cache = start.cache if asked is prompt.asked[-1] else start.cache.fork()
                 pick = picker(self._temperature, start.logits.device, seed, example, number)
                 try:
-                    outcomes.append(self._answer(task, asked, start, cache, whole, pick))
+                    outcomes.append(self._answer(task, asked, start, cache, candidate.recipe is None, pick))
                 finally:
                     cache.stop_watching()
         finally:

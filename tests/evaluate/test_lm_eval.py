@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 import keepset
 from keepset import KeepsetError
+from tests.evaluate.letters import letters
 from tests.hf.models import tiny
 
 pytest.importorskip("lm_eval", reason='pip install "keepset[eval]"')
@@ -29,7 +29,6 @@ from lm_eval.tasks import TaskManager
 from keepset.evaluate import lm_eval as subject
 from keepset.evaluate.lm_eval import KeepsetLM
 
-LETTERS = [chr(code) for code in (*range(32, 127), *range(0xC0, 0xC0 + 102))]
 CONTEXTS = ["What is kept of a long text?", "A", "Some entries; ", "Of two heads, which one looks at the first token?"]
 CHOICES = [[" it", " a longer answer", "?"], ["b", "c", "d"], ["x", "yes", "no, none of them"], ["both", "none", "AA"]]
 
@@ -37,14 +36,9 @@ CHOICES = [[" it", " a longer answer", "?"], ["b", "c", "d"], ["x", "yes", "no, 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tiny model whose tokens are letters, so that texts say all that there is."""
-    names = ["<pad>", "<bos>", "<eos>", *LETTERS]
-    backend = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="<pad>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    backend.decoder = decoders.Fuse()
-    special = dict(pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
     path = str(tmp_path_factory.mktemp("model"))
     tiny("llama").save_pretrained(path)
-    PreTrainedTokenizerFast(tokenizer_object=backend, **special).save_pretrained(path)
+    letters().save_pretrained(path)
     return path
 
 
