@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import importlib
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,14 +59,11 @@ def find(names: Sequence[str], settings: Settings) -> list[Task]:
 
 def _others(name: str, settings: Settings) -> list[Task]:
     own = [known for module in map(_module, _OWN) for known in module.NAMES]
-    try:
-        harness = _module("lm_eval")
-    except ModuleNotFoundError as error:
-        if error.name != "lm_eval":
-            raise
+    if importlib.util.find_spec("lm_eval") is None:
         raise KeepsetError(
             f'There is no task {name!r} without lm-evaluation-harness: pip install "keepset[eval]"{_nearest(name, own)}'
-        ) from None
+        )
+    harness = _module("lm_eval")
     if not harness.knows(name, settings):
         raise KeepsetError(f"There is no task {name!r}{_nearest(name, [*own, *harness.names(settings)])}")
     tasks: list[Task] = harness.make(name, settings)
@@ -74,7 +71,7 @@ def _others(name: str, settings: Settings) -> list[Task]:
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    close = difflib.get_close_matches(name, dict.fromkeys(known), n=3, cutoff=0.5)
     return (
         f"; did you mean {', '.join(map(repr, close))}?" if close else "; name one such as gsm8k, ruler or hellaswag."
     )
