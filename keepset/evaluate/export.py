@@ -78,7 +78,7 @@ def _scores(rows: Sequence[Row]) -> str:
 
 def _score(row: Row) -> str:
     if row.score is None:
-        return "failed" if row.failed else f"{row.tasks} of {row.tasks_of} tasks"
+        return "failed" if row.tasks_of == 1 else f"{row.tasks} of {row.tasks_of} tasks"
     marks = r"\dagger" if row.failed else ""
     if row.examples < row.examples_of:
         marks += rf"\,{row.examples}/{row.examples_of}"

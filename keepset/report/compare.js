@@ -9,10 +9,6 @@ const seconds = shown((x) => x.toFixed(x < 10 ? 3 : 1));
 const rate = shown((x) => x.toFixed(1));
 const divergence = shown((x) => (x === 0 ? "0" : Math.abs(x) < 1e-3 ? x.toExponential(1) : x.toFixed(4)));
 const signed = shown((x) => (x > 0 ? "+" : "") + x.toFixed(4));
-const bytes = shown((x) => {
-  const power = x < 1024 ? 0 : Math.min(4, Math.floor(Math.log2(x) / 10));
-  return `${(x / 1024 ** power).toFixed(power ? 2 : 0)} ${["B", "KiB", "MiB", "GiB", "TiB"][power]}`;
-});
 const ofFull = (row) => (row.kv_bytes_full ? row.kv_bytes / row.kv_bytes_full : null);
 
 // ---- header
@@ -51,20 +47,9 @@ function header() {
   }
 }
 
-// ---- methods: one colour and symbol each
-
-const SYMBOLS = [["circle", "●"], ["square", "■"], ["diamond", "◆"], ["triangle-up", "▲"], ["triangle-down", "▼"]];
-const COLOURS = 8;
 const methodOf = (row) => row.method ?? row.recipe;
 const methods = [...new Set(ran.map(methodOf))];
 const hiddenMethods = new Set();
-
-function mark(method) {
-  const i = methods.indexOf(method);
-  const node = el("span", { className: "mark", ariaHidden: "true" }, SYMBOLS[i % SYMBOLS.length][1]);
-  node.style.color = `var(--c${i % COLOURS})`;
-  return node;
-}
 
 // ---- plot
 
@@ -84,8 +69,6 @@ const METRICS = {
 };
 let metric = "kl";
 
-const wrapped = (text) => (text.match(/.{1,44}/gsu) ?? []).map(label).join("<br>");
-
 function traces() {
   const { name, format, unit, log } = METRICS[metric];
   const plotted = ran.filter((row) => finite(row[metric]) && finite(ofFull(row)));
@@ -94,8 +77,7 @@ function traces() {
   const floor = positive.length ? Math.min(...positive) / 4 : 1e-6;
   const result = methods.map((method, i) => {
     const points = plotted.filter((row) => methodOf(row) === method).sort((a, b) => ofFull(a) - ofFull(b));
-    const colour = css(`--c${i % COLOURS}`);
-    const symbol = SYMBOLS[i % SYMBOLS.length][0];
+    const colour = colourOf(i), symbol = symbolOf(i);
     return {
       type: "scatter", mode: "lines+markers", name: label(method), visible: !hiddenMethods.has(method),
       x: points.map(ofFull),
@@ -142,8 +124,7 @@ function drawDrift() {
     const place = seen.get(i) ?? 0;
     seen.set(i, place + 1);
     const values = row.kl_drift.map(number);
-    const colour = css(`--c${i % COLOURS}`);
-    const symbol = SYMBOLS[i % SYMBOLS.length][0];
+    const colour = colourOf(i), symbol = symbolOf(i);
     const end = (part) => Math.min((part + 1) * size, comparison.continuation_tokens);
     return {
       type: "scatter", mode: "lines+markers", name: label(row.recipe), visible: !hiddenMethods.has(methodOf(row)),
@@ -170,20 +151,8 @@ function plot() {
     id("fidelity").hidden = true;
     return;
   }
-  for (const [key, { name }] of Object.entries(METRICS)) {
-    const input = el("input", { type: "radio", name: "metric", value: key, checked: key === metric });
-    input.addEventListener("change", () => { metric = key; draw(); });
-    id("metric").append(el("label", {}, input, name));
-  }
-  for (const method of methods) {
-    const button = el("button", { type: "button", ariaPressed: "true", title: "Show or hide" }, mark(method), method);
-    button.addEventListener("click", () => {
-      if (!hiddenMethods.delete(method)) hiddenMethods.add(method);
-      button.ariaPressed = String(!hiddenMethods.has(method));
-      draw();
-    });
-    id("methods").append(button);
-  }
+  choice("metric", Object.entries(METRICS).map(([key, { name }]) => [key, name]), metric, (key) => { metric = key; draw(); });
+  toggles(methods, hiddenMethods, draw);
   id("drift").hidden = !drifting.length;
   onScheme(draw);
   draw();
@@ -215,15 +184,8 @@ const COLUMNS = [
   ...(has("answer") ? [["Answer", (row) => row.answer, answered, full.answer, "text answer"]] : []),
 ];
 
-const missing = (value) => value === null || value === undefined || Number.isNaN(value);
-
-function compare(a, b, direction) {
-  if (missing(a) || missing(b)) return missing(a) - missing(b);
-  return direction * (typeof a === "string" ? a.localeCompare(b, "en", { numeric: true }) : a - b);
-}
-
 function recipeCell(row, i) {
-  const parts = row.recipe.split(/(?<=[(,])/).flatMap((part) => [part, el("wbr")]);
+  const parts = recipeParts(row.recipe);
   const name = kept[i]
     ? el("button", { type: "button", className: "link", title: "Show what it kept" }, ...parts)
     : el("code", {}, ...parts);
@@ -234,12 +196,11 @@ function recipeCell(row, i) {
       id("text-section").scrollIntoView();
     });
   }
-  const marked = failed(row) ? el("span", { className: "mark lost", ariaHidden: "true" }, "✗") : mark(methodOf(row));
+  const marked = failed(row) ? el("span", { className: "mark lost", ariaHidden: "true" }, "✗") : mark(methods.indexOf(methodOf(row)));
   return el("th", { scope: "row", className: "recipe" }, el("div", {}, marked, name));
 }
 
 function table() {
-  const body = document.querySelector("#rows .results");
   const lines = rows.map((row, i) => {
     const tr = el("tr", {}, recipeCell(row, i));
     tr.dataset.row = i;
@@ -247,28 +208,11 @@ function table() {
     else for (const [, value, show, , classes = ""] of COLUMNS.slice(1)) tr.append(el("td", { className: classes }, show(value(row))));
     return { row, tr };
   });
-  body.append(...lines.map(({ tr }) => tr));
+  sortable(id("rows"), COLUMNS, lines, failed);
 
   const reference = el("tr", {}, el("th", { scope: "row", className: "recipe" }, "full cache"));
   for (const [, , show, value, classes = ""] of COLUMNS.slice(1)) reference.append(el("td", { className: classes }, show(value ?? null)));
   document.querySelector("#rows .reference").append(reference);
-
-  const head = el("tr");
-  for (const [name, value, , , classes = ""] of COLUMNS) {
-    const [title, unit] = name.split("\n");
-    const button = el("button", { type: "button" }, title, ...(unit ? [el("br"), el("small", {}, unit)] : []));
-    const th = el("th", { scope: "col", className: classes, ariaSort: "none" }, button);
-    button.addEventListener("click", () => {
-      const ascending = th.ariaSort !== "ascending";
-      for (const other of head.children) other.ariaSort = "none";
-      th.ariaSort = ascending ? "ascending" : "descending";
-      lines.sort((a, b) =>
-        failed(a.row) - failed(b.row) || compare(value(a.row), value(b.row), ascending ? 1 : -1));
-      body.append(...lines.map(({ tr }) => tr));
-    });
-    head.append(th);
-  }
-  document.querySelector("#rows thead").append(head);
 }
 
 // ---- text

@@ -33,11 +33,16 @@ const shown = (format) => (value) => {
   return x === null ? "–" : Number.isFinite(x) ? format(x).replace("-", "−") : String(x);
 };
 const integer = shown((x) => x.toLocaleString("en-US"));
+const bytes = shown((x) => {
+  const power = x < 1024 ? 0 : Math.min(4, Math.floor(Math.log2(x) / 10));
+  return `${(x / 1024 ** power).toFixed(power ? 2 : 0)} ${["B", "KiB", "MiB", "GiB", "TiB"][power]}`;
+});
 
 // ---- plots
 
 // Plotly reads labels as a small HTML of its own.
 const label = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
+const wrapped = (text) => (text.match(/.{1,44}/gsu) ?? []).map(label).join("<br>");
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const font = () => ({ family: getComputedStyle(document.body).fontFamily, size: 13, color: css("--ink") });
 const axis = (text, more) => ({
@@ -59,6 +64,75 @@ function chart(box, traces, more) {
 }
 
 const onScheme = (draw) => matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+
+// ---- methods: one colour and symbol each
+
+const SYMBOLS = [["circle", "●"], ["square", "■"], ["diamond", "◆"], ["triangle-up", "▲"], ["triangle-down", "▼"]];
+const COLOURS = 8;
+const colourOf = (i) => css(`--c${i % COLOURS}`);
+const symbolOf = (i) => SYMBOLS[i % SYMBOLS.length][0];
+
+function mark(i) {
+  const node = el("span", { className: "mark", ariaHidden: "true" }, SYMBOLS[i % SYMBOLS.length][1]);
+  node.style.color = `var(--c${i % COLOURS})`;
+  return node;
+}
+
+// A button for each method takes it out of the plots and back in.
+function toggles(methods, hidden, draw) {
+  id("methods").append(...methods.map((method, i) => {
+    const button = el("button", { type: "button", ariaPressed: "true", title: "Show or hide" }, mark(i), method);
+    button.addEventListener("click", () => {
+      if (!hidden.delete(method)) hidden.add(method);
+      button.ariaPressed = String(!hidden.has(method));
+      draw();
+    });
+    return button;
+  }));
+}
+
+// One of several, by radio buttons.
+function choice(name, options, chosen, choose) {
+  for (const [key, text] of options) {
+    const input = el("input", { type: "radio", name, value: key, checked: key === chosen });
+    input.addEventListener("change", () => choose(key));
+    id(name).append(el("label", {}, input, text));
+  }
+}
+
+// ---- tables that sort by a click on a column's name
+
+const missing = (value) => value === null || value === undefined || Number.isNaN(value);
+
+function compare(a, b, direction) {
+  if (missing(a) || missing(b)) return missing(a) - missing(b);
+  return direction * (typeof a === "string" ? a.localeCompare(b, "en", { numeric: true }) : a - b);
+}
+
+const recipeParts = (recipe) => recipe.split(/(?<=[(,])/).flatMap((part) => [part, el("wbr")]);
+
+// Columns are [name and unit, value to sort by, what a cell shows, the reference's value, classes]; lines are
+// { row, tr }, and those whose row failed stay last.
+function sortable(table, columns, lines, failed) {
+  const body = table.tBodies[table.tBodies.length - 1];
+  body.replaceChildren(...lines.map(({ tr }) => tr));
+  const head = el("tr");
+  for (const [name, value, , , classes = ""] of columns) {
+    const [title, unit] = name.split("\n");
+    const button = el("button", { type: "button" }, title, ...(unit ? [el("br"), el("small", {}, unit)] : []));
+    const th = el("th", { scope: "col", className: classes, ariaSort: "none" }, button);
+    button.addEventListener("click", () => {
+      const ascending = th.ariaSort !== "ascending";
+      for (const other of head.children) other.ariaSort = "none";
+      th.ariaSort = ascending ? "ascending" : "descending";
+      lines.sort((a, b) =>
+        failed(a.row) - failed(b.row) || compare(value(a.row), value(b.row), ascending ? 1 : -1));
+      body.append(...lines.map(({ tr }) => tr));
+    });
+    head.append(th);
+  }
+  table.tHead.replaceChildren(head);
+}
 
 // ---- what was kept
 
