@@ -26,8 +26,6 @@ class Documents(Draws):
     of one article first.
     """
 
-    tokens = 32
-
     def __init__(self, entries: Sequence[Entry]) -> None:
         if not entries:
             raise ValueError("no questions")

@@ -28,16 +28,17 @@ class Draws(ABC):
     """One task's examples.
 
     Attributes:
-        tokens: what an answer may take.
-        smallest: in words, sentences or documents, whatever makes a context longer.
         largest: None where there is no end.
         questions: so many there are; None where there is no end.
     """
 
-    tokens: int
-    smallest: int = 1
     largest: int | None = None
     questions: int | None = None
+
+    @property
+    def smallest(self) -> int:
+        """In words, sentences or documents, whatever makes a context longer."""
+        return 1
 
     @abstractmethod
     def draw(self, size: int, index: int, seed: int) -> Draw:
@@ -46,8 +47,6 @@ class Draws(ABC):
 
 class Variables(Draws):
     """Five variables of one value, assigned one to the other in a chain; a short one with its answer comes first."""
-
-    tokens = 30
 
     def draw(self, size: int, index: int, seed: int) -> Draw:
         """Sentences of noise around the chain."""
@@ -68,7 +67,7 @@ class CommonWords(Draws):
     The harness leaves out that example, which it counts, and the authors' program has.
     """
 
-    tokens, smallest = 120, 20
+    smallest = 20
 
     def __init__(self, length: int) -> None:
         self.length, self.largest = length, len(self._cwe().WORDS)
@@ -89,7 +88,6 @@ class CommonWords(Draws):
 class FrequentWords(Draws):
     """The three made-up words that are in a text most often, after the dots."""
 
-    tokens = 50
     smallest = 80
     """From here on the third is always more frequent than the fourth."""
 

@@ -31,9 +31,10 @@ class Needles(Draws):
     values: int = 1
     queries: int = 1
 
-    tokens = 128
-    smallest = 4
-    """No task hides more needles, and each has a place of its own."""
+    @property
+    def smallest(self) -> int:
+        """A place for every needle."""
+        return self.keys * self.values
 
     def draw(self, size: int, index: int, seed: int) -> Draw:
         """Needles at random places; those of essays come after one of 40 depths."""
