@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +24,7 @@ def likelihoods(
     continuations: Sequence[Sequence[int]],
     together: int,
     dtype: torch.dtype | None = None,
-) -> Iterator[tuple[float, bool]]:
+) -> list[tuple[float, bool]]:
     """Of every continuation its log-likelihood, and whether greedy decoding would say it.
 
     Args:
@@ -33,13 +33,15 @@ def likelihoods(
         dtype: of the softmax; that of the logits if none.
     """
     tokens = [torch.tensor(continuation, device=first.device) for continuation in continuations]
+    found: list[tuple[float, bool]] = []
     for start in range(0, len(tokens), together):
         part = tokens[start : start + together]
         logits = _follow(model, cache, first, pad_sequence([row[:-1] for row in part], batch_first=True))
         for row, target in zip(logits, part, strict=True):
             seen = row[: len(target)]
             likely = seen.log_softmax(-1, dtype).gather(-1, target[:, None])
-            yield float(likely.sum()), bool((seen.argmax(-1) == target).all())
+            found.append((float(likely.sum()), bool((seen.argmax(-1) == target).all())))
+    return found
 
 
 def _follow(

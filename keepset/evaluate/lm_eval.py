@@ -115,12 +115,12 @@ class KeepsetLM(HFLM):
                         self.cache_hook.add_partial("loglikelihood", asked, answer)
         return [answers[index] for index in range(len(requests))]
 
-    def _score(self, context: tuple[int, ...], continuations: Sequence[Sequence[int]]) -> Iterator[tuple[float, bool]]:
+    def _score(self, context: tuple[int, ...], continuations: Sequence[Sequence[int]]) -> list[tuple[float, bool]]:
         """The log-likelihood of every continuation of the context, and whether greedy decoding would say it."""
         cache = self._cache()
         prompt = torch.tensor([context], device=self.device)
         first = self.model(prompt, past_key_values=cache, logits_to_keep=1).logits[:, -1]
-        yield from likelihoods(self.model, cache, first, continuations, self.batch_size, self.softmax_dtype)
+        return likelihoods(self.model, cache, first, continuations, self.batch_size, self.softmax_dtype)
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
         return super()._model_generate(context, max_length, stop, past_key_values=self._cache(), **options)

@@ -114,7 +114,7 @@ class Runner:
         ids: list[int] = []
         logits = self._say(cache, asked.ids) if asked.ids else start.logits
         if asked.choices:
-            reply: Reply = list(likelihoods(self._model, cache, logits, asked.choices, TOGETHER))
+            reply: Reply = likelihoods(self._model, cache, logits, asked.choices, TOGETHER)
             finished = True
         else:
             ending = Ending(self._model, self._tokenizer, task.generation)
