@@ -48,7 +48,7 @@ def loading(name: str) -> Iterator[None]:
         raise KeepsetError(f"{name} needs a package that is missing ({_cause(error)}): install it.") from error
     except Exception as error:
         raise KeepsetError(
-            f"The data of {name} cannot be loaded ({_cause(error)}): check the connection to the hub, or give a folder "
+            f"{name} cannot be loaded ({_cause(error)}): check the connection to the hub, or give a folder "
             f"with {name}.jsonl as data."
         ) from error
     finally:

@@ -8,7 +8,6 @@ import logging
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +16,8 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.metrics import mean
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
-from lm_eval.tasks._index import Kind
-from lm_eval.tasks._yaml_loader import load_yaml
+from lm_eval.tasks._factory import TaskFactory
+from lm_eval.tasks._index import Entry, Kind
 
 from keepset.errors import KeepsetError
 from keepset.tasks.catalogue import Settings
@@ -59,10 +58,8 @@ def make(name: str, settings: Settings) -> list[Task]:
     Raises:
         KeepsetError: the data cannot be had, or the task is of a kind that cannot be evaluated.
     """
-    # A file may be the task by itself; reading the harness's thousands takes seconds.
+    # A file is a task by itself; reading the harness's thousands takes seconds.
     manager = TaskManager(include_defaults=False) if _is_file(name) else _manager(settings.data)
-    if settings.data is not None:
-        _take(manager, settings.data)
     with loading(name), _prepared():
         loaded = manager.load(name)["tasks"]
     return [HarnessTask(str(own), task) for own, task in loaded.items()]
@@ -177,22 +174,33 @@ def _split(prompt: str, asked: str, doc: Any) -> tuple[str, str]:
 
 @functools.cache
 def _manager(data: Path | None) -> TaskManager:
-    """One for every folder, since folders change what tasks are; it reads thousands of files."""
-    return TaskManager()
+    """One for every folder, since it reads thousands of files."""
+    manager = TaskManager()
+    if data is not None:
+        manager._factory = _Factory(data)
+    return manager
 
 
 def _is_file(name: str) -> bool:
     return name.endswith(".yaml") and Path(name).is_file()
 
 
-def _take(manager: TaskManager, data: Path) -> None:
-    """Lets the tasks whose data lie in the folder take them from there."""
-    for file in data.glob("*.jsonl"):
-        entry = manager.task_index.get(file.stem)
-        if entry is not None and entry.kind is Kind.TASK and entry.yaml_path is not None:
-            config = load_yaml(entry.yaml_path)
-            changed = replace(entry, yaml_path=None, cfg=config | _from_folder(data, file.stem, config))
-            manager.task_index[file.stem] = changed
+class _Factory(TaskFactory):
+    """Makes tasks whose data lie in a folder from there, wherever they are named: alone, in a group, by a tag."""
+
+    def __init__(self, data: Path) -> None:
+        super().__init__()
+        self._data = data
+
+    def _load_full_config(self, entry: Entry, overrides: dict[str, Any] | None = None) -> dict[str, Any]:
+        config: dict[str, Any] = super()._load_full_config(entry, overrides)
+        if not (self._data / f"{entry.name}.jsonl").is_file():
+            return config
+        if entry.kind is Kind.PY_TASK:
+            raise KeepsetError(
+                f"{entry.name} is a program that finds its data by itself: take {entry.name}.jsonl out of the folder."
+            )
+        return config | _from_folder(self._data, entry.name, config)
 
 
 def _from_folder(data: Path, name: str, config: dict[str, Any]) -> dict[str, Any]:

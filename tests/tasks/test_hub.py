@@ -69,17 +69,15 @@ def test_one_that_does_not_answer_is_not_waited_for(unreachable: None) -> None:
 def test_data_that_cannot_be_had_are_one_sentence(unreachable: None, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KeepsetError) as caught:
         hub.download("gsm8k", "no-such-owner/no-such-data", "main", "test")
-    assert str(caught.value).startswith(
-        "The data of gsm8k cannot be loaded (Couldn't reach 'no-such-owner/no-such-data'"
-    )
+    assert str(caught.value).startswith("gsm8k cannot be loaded (Couldn't reach 'no-such-owner/no-such-data'")
     assert str(caught.value).endswith("or give a folder with gsm8k.jsonl as data.") and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     "error, sentence",
     [
-        (ValueError("First. Second.\nThird."), "The data of a cannot be loaded (First): check"),
-        (RuntimeError(), "The data of a cannot be loaded (RuntimeError): check"),
+        (ValueError("First. Second.\nThird."), "a cannot be loaded (First): check"),
+        (RuntimeError(), "a cannot be loaded (RuntimeError): check"),
         (
             ModuleNotFoundError("No module named 'x'"),
             "a needs a package that is missing (No module named 'x'): install it.",

@@ -266,9 +266,9 @@ def test_examples_come_from_the_folder_s_file_of_their_split(folder: Path) -> No
         ([ITEMS[0], {"passage": ""}], r"choose.jsonl, line 2, lacks the field 'answer' or 'choices' or"),
         (
             [{"question": "?"}] * 4,
-            r"The data of choose cannot be loaded \('passage' is undefined\): check the connection",
+            r"choose cannot be loaded \('passage' is undefined\): check the connection",
         ),
-        ([ITEMS[0], {**ITEMS[1], "label": "one"}], "The data of choose cannot be loaded"),
+        ([ITEMS[0], {**ITEMS[1], "label": "one"}], "choose cannot be loaded"),
     ],
 )
 def test_bad_data_are_one_sentence(folder: Path, items: list[dict[str, Any]], sentence: str) -> None:
@@ -277,6 +277,14 @@ def test_bad_data_are_one_sentence(folder: Path, items: list[dict[str, Any]], se
         find(["choose"], Settings(data=folder))
     assert "\n" not in str(caught.value) and str(caught.value).endswith(".")
     assert single("write", Settings(data=folder)).name == "write"
+
+
+def test_a_task_that_is_a_program_takes_no_data_from_a_folder(folder: Path) -> None:
+    folder.parent.joinpath("harness", "own.py").write_text("class Own: ...", encoding="utf-8")
+    folder.parent.joinpath("harness", "own.yaml").write_text("task: own\nclass: !function own.Own\n", encoding="utf-8")
+    lines(folder / "own.jsonl", ITEMS)
+    with pytest.raises(KeepsetError, match=r"own is a program .*: take own\.jsonl out of the folder"):
+        find(["own"], Settings(data=folder))
 
 
 @pytest.mark.parametrize(
