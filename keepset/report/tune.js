@@ -1,0 +1,93 @@
+const { rows, dropped, tied } = data;
+const asked = data.facts > 0;
+
+const percent = shown((x) => `${(100 * x).toFixed(1)} %`);
+const nats = shown((x) => x.toFixed(4));
+const times = shown((x) => `× ${x.toFixed(2)}`);
+const interval = (figure, format) =>
+  format(figure.mean) + (number(figure.low) === null ? "" : ` (${format(figure.low)} to ${format(figure.high)})`);
+const share = (row) => row.kv_bytes / row.kv_bytes_full;
+const cost = (row) => row.prefill_seconds / row.prefill_seconds_full;
+
+// ---- header
+
+function header() {
+  title(data.model,
+    `Every recipe compresses ${integer(data.pieces)} pieces of the text, ${integer(data.tokens)} tokens each, with the same budget. ` +
+    `Its predictions over the next ${integer(data.continuation_tokens)} tokens are compared with those of the full cache` +
+    (asked ? `, and it is asked for ${integer(data.facts)} facts that were hidden in each piece.` : ".") +
+    " After every round the better half of the recipes goes on to more pieces.");
+  const facts = [
+    ["Budget", `keep=${data.keep}`],
+    ["Rounds", data.round === data.rounds ? String(data.rounds) : `${data.round} of ${data.rounds}`],
+    ["Full KV cache", data.full.kv_bytes === null ? null : `${(data.full.kv_bytes / 1e6).toFixed(1)} MB`],
+    ["Found by the full cache", asked ? interval(data.full.found, percent) : null],
+  ];
+  for (const [name, value] of facts) {
+    if (value !== null) id("facts").append(fact(name, value));
+  }
+  id("verdict").append(...data.verdict.map((sentence) => el("p", { className: "lead" }, sentence)));
+}
+
+// ---- plots: the best, what cannot be told from it, others of the last round, and those that were out before
+
+const GROUPS = [
+  { name: "used", colour: "--good", symbol: "star", size: 15, has: (row) => row.recipe === data.recipe },
+  { name: "tied with it", colour: "--c1", symbol: "diamond", size: 10, has: (row) => tied.includes(row.recipe) },
+  { name: "last round", colour: "--c0", symbol: "circle", size: 9, has: (row) => row.finalist },
+  { name: "out before", colour: "--c7", symbol: "circle-open", size: 8, has: () => true },
+];
+const groupOf = (row) => GROUPS.find((group) => group.has(row));
+
+function draw(name, x, figure, format, xaxis, yaxis) {
+  const traces = GROUPS.map((group) => {
+    const points = rows.filter((row) => groupOf(row) === group && known(figure(row).mean));
+    const above = (row) => (known(figure(row).high) ? figure(row).high - figure(row).mean : 0);
+    const below = (row) => (known(figure(row).low) ? figure(row).mean - figure(row).low : 0);
+    return {
+      type: "scatter", mode: "markers", name: group.name, x: points.map(x), y: points.map((row) => figure(row).mean),
+      hovertext: points.map((row) => `${label(row.recipe)}<br>${interval(figure(row), format)}, ${row.pieces} pieces`),
+      hoverinfo: "text",
+      marker: { color: css(group.colour), size: group.size, symbol: group.symbol },
+      error_y: {
+        type: "data", symmetric: false, array: points.map(above), arrayminus: points.map(below),
+        color: css(group.colour), thickness: 1, width: 0,
+      },
+    };
+  }).filter((trace) => trace.x.length);
+  chart(id(name), traces, {
+    showlegend: true, legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom" }, margin: { l: 8, r: 12, t: 28, b: 8 },
+    xaxis, yaxis,
+  });
+}
+
+function plots() {
+  const kl = axis("nats (log scale)", { type: "log", zeroline: false });
+  draw("bytes", share, (row) => row.kl, nats, axis("share of the full cache’s bytes", { tickformat: ".1%" }), kl);
+  draw("prefill", cost, (row) => row.kl, nats, axis("prefill, of the full cache’s", { tickprefix: "×" }), kl);
+  id("found-figure").hidden = !asked;
+  if (asked) {
+    draw("found", share, (row) => row.found, percent, axis("share of the full cache’s bytes", { tickformat: ".1%" }),
+      axis("", { tickformat: ".0%", range: [-0.03, 1.03] }));
+  }
+}
+
+// ---- figures
+
+function table() {
+  figures(["", "pieces", "kept", "MB", "KL, nats", "top-1", "prefill", ...(asked ? ["found"] : [])], rows.map((row) => [
+    (row.recipe === data.recipe ? "★ " : tied.includes(row.recipe) ? "◆ " : "") + row.recipe,
+    integer(row.pieces), percent(row.keep), (row.kv_bytes / 1e6).toFixed(1), interval(row.kl, nats), percent(row.top1),
+    times(cost(row)), ...(asked ? [interval(row.found, percent)] : []),
+  ]));
+  id("plots-note").textContent = "Lines are intervals of 95 % over pieces. Recipes that were out before the last round saw fewer.";
+  id("rows-note").textContent =
+    "★ the recipe to use, ◆ what cannot be told from it. KL is that of the full cache’s predictions from the recipe’s, a mean per " +
+    "token; lower is better. The prefill is the time of one with the recipe, of one with the full cache.";
+  id("errors").append(...dropped.map(({ recipe, reason }) => el("li", {}, `${recipe}: ${reason}`)));
+}
+
+header();
+table();
+plots();
+onScheme(plots);
