@@ -51,8 +51,12 @@ class LongBenchTask(Task):
     def examples(
         self, tokenizer: transformers.PreTrainedTokenizerBase, *, limit: int | None = None, seed: int = 0
     ) -> Sequence[Example]:
-        """From the folder's `qasper.jsonl`, as the authors' archive has it, else from the hub."""
-        found = _download(self.name, self._config) if self._folder is None else rows(self._folder, self._data_set)
+        """From the folder's `qasper.jsonl`, as the authors' archive has it; where there is none, from the hub."""
+        folder, file = self._folder, f"{self._data_set}.jsonl"
+        if folder is not None and (folder / file).is_file():
+            found = rows(folder, self._data_set)
+        else:
+            found = _download(self._config)
         return [self._example(index, row) for index, row in enumerate(found[:limit])]
 
     def judge(self, question: Question, reply: Reply) -> dict[str, float]:
@@ -91,11 +95,10 @@ def _config(data_set: str) -> dict[str, Any]:
     return config
 
 
-def _download(name: str, config: dict[str, Any]) -> list[Row]:
+def _download(config: dict[str, Any]) -> list[Row]:
     from keepset.tasks.hub import loading
 
+    name = config["dataset_name"]
     with loading(name):
-        found: Iterable[Any] = extra("datasets").load_dataset(
-            config["dataset_path"], config["dataset_name"], split=config["test_split"]
-        )
+        found: Iterable[Any] = extra("datasets").load_dataset(config["dataset_path"], name, split=config["test_split"])
     return [Row(f"{name}, row {number},", dict(fields)) for number, fields in enumerate(found, 1)]

@@ -131,14 +131,17 @@ def test_the_harness_data_set_on_the_hub(tokenizer: Any, monkeypatch: pytest.Mon
     assert [(name, split) for _, name, split in asked] == [("qasper", "test")]
 
 
-def test_no_hub(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("data", [None, "a folder without it"])
+def test_no_hub(data: str | None, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def load_dataset(*_: Any, **__: Any) -> None:
         raise ConnectionError("Couldn't reach it")
 
     monkeypatch.setattr(hub, "_answers", lambda: True)
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(KeepsetError, match=r"longbench_qasper cannot be loaded .*give a folder"):
-        task("longbench_qasper", None).examples(tokenizer)
+    shutil.copy(MINIATURE / "trec.jsonl", tmp_path)
+    made = task("longbench_qasper", None if data is None else tmp_path)
+    with pytest.raises(KeepsetError, match=r"qasper cannot be loaded .*give a folder with qasper\.jsonl"):
+        made.examples(tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -160,10 +163,3 @@ def test_damaged_records(name: str, change: dict[str, Any], message: str, tmp_pa
     (tmp_path / f"{name}.jsonl").write_text(json.dumps(record), encoding="utf-8")
     with pytest.raises(KeepsetError, match=message):
         task(f"longbench_{name}", tmp_path).examples(tokenizer)
-
-
-def test_a_file_that_is_missing(tmp_path: Path, tokenizer: Any) -> None:
-    shutil.copy(MINIATURE / "trec.jsonl", tmp_path)
-    assert task("longbench_trec", tmp_path).examples(tokenizer)
-    with pytest.raises(KeepsetError, match=r"no lcc\.jsonl"):
-        task("longbench_lcc", tmp_path).examples(tokenizer)
