@@ -15,6 +15,7 @@ from keepset.cli.diagnose import diagnose
 from keepset.cli.generate import generate
 from keepset.cli.latency import latency
 from keepset.cli.methods import methods
+from keepset.cli.results import results
 from keepset.cli.serve import serve
 from keepset.cli.trace import trace
 from keepset.errors import KeepsetError
@@ -26,7 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (demo, compare, generate, trace, methods, calibrate):
+for command in (demo, compare, generate, trace, methods, calibrate, results):
     app.command()(command)
 # What is not keepset's own goes on to vLLM.
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)

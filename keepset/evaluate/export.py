@@ -32,7 +32,7 @@ def to_csv(summary: Summary) -> str:
     writer = csv.writer(out, lineterminator="\n")
     names = [field.name for field in fields(Row)]
     writer.writerow(part for name in names for part in _columns(name))
-    for row in (*summary.averages, *summary.rows):
+    for row in (*summary.rows, *summary.averages):
         writer.writerow(cell for name in names for cell in _cells(name, getattr(row, name)))
     return out.getvalue()
 
@@ -55,7 +55,7 @@ def to_latex(summary: Summary) -> str:
     Scores are percentages with their intervals. A dagger says that the recipe failed on some of the examples, a
     fraction that it was run on some of them only.
     """
-    parts = [_scores([*summary.averages, *summary.rows]), *([_trades(summary.trades)] if summary.trades else [])]
+    parts = [_scores([*summary.rows, *summary.averages]), *([_trades(summary.trades)] if summary.trades else [])]
     return "\n\n".join(parts) + "\n"
 
 

@@ -97,7 +97,7 @@ def summarise(cells: Sequence[Cell], baseline: str | None = None) -> Summary:
     averages = [
         each for group, members in groups.items() for each in _averages(group, [rows[task] for task in members])
     ]
-    together = {**groups, **{task: [task] for task in tasks}}
+    together = {**{task: [task] for task in tasks}, **groups}
     return Summary(
         baseline,
         [each for task in rows.values() for each in task.values()],

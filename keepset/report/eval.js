@@ -10,7 +10,11 @@ const hidden = new Set();
 const here = (row) => row.task === id("task").value;
 
 const percent = shown((x) => `${(100 * x).toFixed(1)} %`);
-const points = shown((x) => `${x > 0 ? "+" : ""}${(100 * x).toFixed(1)} %`);
+// What rounds to zero has no sign.
+const points = shown((x) => {
+  const rounded = Math.round(1000 * x) / 10;
+  return `${rounded > 0 ? "+" : ""}${(rounded || 0).toFixed(1)} %`;
+});
 const seconds = shown((x) => x.toFixed(x < 10 ? 3 : 1));
 const counted = (n, of, what) => `${n === of ? integer(n) : `${integer(n)} of ${integer(of)}`}${what}`;
 const between = (figure, format) => (missing(figure.low) ? "" : `${format(figure.low)} to ${format(figure.high)}`);

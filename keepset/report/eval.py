@@ -14,5 +14,5 @@ def render(model: str, configuration: Mapping[str, Any], summary: Mapping[str, A
         configuration: what all cells have in common, by names that a person understands.
         summary: what `keepset results --json` prints.
     """
-    common = {name: "" if value is None else str(value) for name, value in configuration.items()}
+    common = {name: str(value) for name, value in configuration.items() if value is not None}
     return assemble("eval", "keepset results", {"model": model, "configuration": common, "summary": summary})

@@ -37,7 +37,7 @@ def test_csv_has_every_row() -> None:
     summary = summarise(SWEEP)
     lines = read(to_csv(summary))
     assert [(line["task"], line["recipe"]) for line in lines] == [
-        (row.task, row.recipe) for row in (*summary.averages, *summary.rows)
+        (row.task, row.recipe) for row in (*summary.rows, *summary.averages)
     ]
     row = next(each for each in summary.rows if each.recipe == "snapkv(keep=0.5)")
     line = next(each for each in lines if (each["task"], each["recipe"]) == (row.task, row.recipe))

@@ -205,7 +205,7 @@ def test_trades_of_a_group() -> None:
         *ruler("snapkv(keep=0.5)", [[1.0], [0.5], [1.0]]),
         *ruler("snapkv(keep=0.25)", [[1.0], [0.0], [0.4]]),
     ]
-    trade, *_ = summarise(made).trades
+    *_, trade = summarise(made).trades
     assert (trade.task, trade.examples) == ("ruler@4096", 3)
     assert trade.area is not None
     areas = [1.0, (0.5 * 0.5 + 0.25 * 0.25) / 0.75, (0.5 * 1.0 + 0.25 * 0.7) / 0.75]

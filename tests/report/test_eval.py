@@ -60,7 +60,7 @@ def test_text_is_only_in_the_data_block() -> None:
     block = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
     assert block
     data = json.loads(block[1])
-    assert data["model"] == f"model {EVIL}" and data["configuration"] == {"examples": "4", "why": EVIL, "data": ""}
+    assert data["model"] == f"model {EVIL}" and data["configuration"] == {"examples": "4", "why": EVIL}
     assert data["summary"]["rows"][-1]["recipe"] and "pwned" in block[1]
     assert "pwned" not in page.replace(block[1], "")
     policy = re.search(r"script-src ([^;]*);", page)

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from keepset.cli import console
+from keepset.evaluate.cell import FULL, Cell
+from keepset.evaluate.store import Store
+from keepset.evaluate.summary import summarise
+from tests.cli.conftest import Run
+from tests.evaluate.cells import cell, cells
+
+EVIL = "\x1b[31m[red]evil[/red]"
+SWEEP = [
+    *(each for task in ("ruler_vt@64", "ruler_cwe@64") for each in cells(FULL, [1.0, 1.0, 1.0, 0.0], task=task)),
+    *cells("snapkv(keep=0.5)", [1.0, 1.0, 0.0, 0.0], task="ruler_vt@64"),
+    *cells("snapkv(keep=0.5)", [1.0, 1.0, 1.0, 0.0], task="ruler_cwe@64"),
+    *cells("snapkv(keep=0.25)", [1.0, 0.0], task="ruler_vt@64"),
+    *cells("random(keep=0.5)", [0.0, None, 0.0, 0.0], task="ruler_vt@64"),
+    *cells("h2o(keep=0.5)", [None] * 4, task="ruler_vt@64"),
+]
+
+
+def write(made: Sequence[Cell], path: Path) -> None:
+    """What `keepset eval` would leave."""
+    groups: dict[tuple[str, int, str], list[Cell]] = {}
+    for each in made:
+        groups.setdefault((each.task, each.seed, each.example), []).append(each)
+    with Store.begin(path, f"model {EVIL}", {"--agnostic": True, "--limit": None}) as store:
+        for task, seed in dict.fromkeys((task, seed) for task, seed, _ in groups):
+            store.register(task, seed, [key[2] for key in groups if key[:2] == (task, seed)], "digest")
+        for key, members in groups.items():
+            store.claim(key, [each.recipe for each in members])
+            assert all(map(store.save, members))
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    path = tmp_path / "sweep.sqlite"
+    write(SWEEP, path)
+    return path
+
+
+def test_json(run: Run, sweep: Path) -> None:
+    done = run("results", str(sweep), "--json")
+    assert (done.code, done.err) == (0, "")
+    with Store.open(sweep) as store:
+        assert json.loads(done.out) == summarise(store.cells()).to_json()
+    data = json.loads(done.out)
+    assert [each["recipe"] for each in data["averages"]] == list(dict.fromkeys(each.recipe for each in SWEEP))
+
+
+def lines_of(text: str) -> list[list[str]]:
+    return [line.split() for line in text.splitlines()]
+
+
+def test_table(run: Run, sweep: Path) -> None:
+    done = run("results", str(sweep))
+    assert (done.code, done.err) == (0, "")
+    lines = lines_of(done.out)
+    start = lines.index(["ruler_vt@64"])
+    assert lines[start + 1] == ["full", "cache", "75.0", "(30.1..95.4)", "100.0%", "100.0%", "4"]
+    snapkv = lines[start + 2]
+    assert snapkv[:3] == ["snapkv(keep=0.5)", "50.0", "(15.0..85.0)"] and snapkv[-3:] == ["50.0%", "50.0%", "4"]
+    assert snapkv[3] == "-25.0"
+    assert lines[start + 3][-3:] == ["2", "of", "4"]
+    assert "failed on 1 of 4: random(keep=0.5) cannot do that." in done.out
+    assert "failed on 4 of 4: h2o(keep=0.5) cannot do that." in done.out
+    group = lines.index(["ruler@64"])
+    assert start < group
+    assert lines[group + 2][:2] == ["snapkv(keep=0.5)", "62.5"] and lines[group + 2][-1] == "8"
+    assert ["a", "score", "on", "1", "of", "2", "tasks"] in lines
+    assert "Differences are to full cache." in done.out
+    trades = next(i for i, line in enumerate(lines) if "area" in line)
+    # Of the two examples that have all budgets: means 1, 1, 0.5.
+    assert lines[trades + 2][0:2] == ["snapkv", "91.7"]
+    assert lines[trades + 2][3] == "25.0%" and lines[trades + 2][4:5] == ["55.0"]
+
+
+def test_baseline(run: Run, sweep: Path) -> None:
+    done = run("results", str(sweep), "--baseline", "snapkv", "--json")
+    rows = {(row["task"], row["recipe"]): row for row in json.loads(done.out)["rows"]}
+    assert rows["ruler_vt@64", "random(keep=0.5)"]["difference"]["value"] == -0.5
+    assert rows["ruler_vt@64", "snapkv(keep=0.25)"]["difference"] is None
+
+
+def test_files(run: Run, sweep: Path) -> None:
+    done = run("results", str(sweep), "--html", "a.html", "--csv", "a.csv", "--latex", "a.tex")
+    assert done.code == 0 and done.err == "written: a.html, a.csv, a.tex\n"
+    page = Path("a.html").read_text(encoding="utf-8")
+    assert "snapkv(keep=0.25)" in page and "--limit" not in page.partition("plotly")[0]
+    with Path("a.csv").open(encoding="utf-8") as file:
+        assert next(csv.DictReader(file))["recipe"] == FULL
+    assert r"\begin{tabular}" in Path("a.tex").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("width", [20, 44, 80])
+def test_narrow_terminals_lose_nothing(run: Run, sweep: Path, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    monkeypatch.setattr(console, "out", Console(width=width))
+    done = run("results", str(sweep))
+    assert done.code == 0 and "\N{HORIZONTAL ELLIPSIS}" not in done.out
+    assert max(map(len, done.out.splitlines())) <= width
+
+
+def test_text_steers_no_terminal(run: Run, tmp_path: Path) -> None:
+    failed = replace(cell(FULL, None), error=EVIL, recipe=EVIL, method=EVIL, task=EVIL)
+    write([cell(FULL, 1.0), failed], tmp_path / "evil.sqlite")
+    done = run("results", "evil.sqlite")
+    assert done.code == 0 and "\x1b" not in done.out
+    assert "[red]evil[/red]" in done.out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["absent.sqlite"], "There is no file 'absent.sqlite'"),
+        (["text"], "'text' is damaged, or no file of `keepset eval`"),
+        (["empty.sqlite"], "'empty.sqlite' has no figures yet"),
+        (["sweep.sqlite", "--baseline", "tova"], "'tova' is not in the sweep"),
+        (["sweep.sqlite", "--baseline", "tova("], "'tova(' is not a recipe"),
+        (["sweep.sqlite", "--csv", "absent/a.csv"], "'absent/a.csv' cannot be written"),
+        (["sweep.sqlite", "--csv", "./sweep.sqlite"], "name different files"),
+        (["sweep.sqlite", "--csv", "a", "--html", "a"], "name different files"),
+    ],
+)
+def test_bad_input(run: Run, sweep: Path, tmp_path: Path, words: list[str], says: str) -> None:
+    (tmp_path / "text").write_text("some text that is no database", encoding="utf-8")
+    write([], tmp_path / "empty.sqlite")
+    before = sweep.read_bytes()
+    done = run("results", *words)
+    assert done.code == 2 and done.out == ""
+    assert done.err.startswith("keepset: ") and says in done.err and done.err.count("\n") == 1
+    assert sweep.read_bytes() == before
