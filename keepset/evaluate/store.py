@@ -219,7 +219,6 @@ class Store:
         # A database without tables is what a process leaves that was killed at once.
         if self._database.execute("SELECT 1 FROM sqlite_master").fetchone() is not None and not self._is_sweep():
             raise _no_sweep(self.path)
-        self._write_ahead()
         with self._transaction() as database:
             if not self._is_sweep():  # another process may have been quicker
                 for statement in _TABLES.split(";"):
@@ -227,6 +226,7 @@ class Store:
                 database.execute("INSERT INTO sweep VALUES (?, ?)", [model, json.dumps(dict(configuration))])
                 database.execute(f"PRAGMA user_version = {FORMAT}")
                 database.execute(f"PRAGMA application_id = {_APPLICATION}")
+        self._write_ahead()
         self._read()
 
     def _write_ahead(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -76,6 +76,13 @@ class Grid:
                 found += [Group(task, seed, example, self.candidates[task.name]) for example in examples]
         return found
 
+    def of(self, cells: Sequence[Cell]) -> list[Cell]:
+        """Those cells that are asked for, in the order of tasks and candidates."""
+        asked = [(task.name, candidate.text) for task in self.tasks for candidate in self.candidates[task.name]]
+        place = {names: at for at, names in enumerate(asked)}
+        found = [cell for cell in cells if (cell.task, cell.recipe) in place and cell.seed in self.seeds]
+        return sorted(found, key=lambda cell: place[cell.task, cell.recipe])
+
 
 @dataclass(frozen=True)
 class Group:
@@ -104,6 +111,16 @@ class Lost:
     task: str
     recipe: str
     reason: str
+
+
+def unfinished(groups: Sequence[Group], done: Collection[tuple[Key, str]]) -> list[Group]:
+    """Those that lack a cell."""
+    return [group for group in groups if count([group], done) < count([group])]
+
+
+def count(groups: Sequence[Group], done: Collection[tuple[Key, str]] | None = None) -> int:
+    """How many cells they have, once all or only those in `done` are there."""
+    return sum(done is None or (group.key, recipe) in done for group in groups for recipe in group.recipes)
 
 
 def digest(task: Task, examples: Sequence[Example]) -> str:

@@ -1,0 +1,207 @@
+"""`keepset eval`: benchmark tasks under recipes and budgets, beside the full cache and the honest baselines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from keepset.errors import KeepsetError
+
+if TYPE_CHECKING:
+    from keepset.evaluate.plan import Candidate
+    from keepset.evaluate.store import Store
+    from keepset.evaluate.sweep import Grid
+    from keepset.tasks.task import Task
+
+RECIPES = "snapkv, adakv(expected_attention), kvzip"
+KEEPS = "0.5,0.25"
+DECODING = "snapkv, r_kv, ams(tova)"
+DECODING_KEEPS = "256,128"
+_EVERY = 64
+_CHAT = "chat template"
+
+
+def evaluate(
+    tasks: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="TASKS",
+            help="Separated by commas: needle, ruler or one of its tasks, longbench or one of its tasks, gsm8k, "
+            "math500, aime24, aime25, or any task of lm-evaluation-harness.",
+        ),
+    ],
+    recipes: Annotated[str | None, typer.Option(help="Recipes, separated by commas; a choice if none.")] = None,
+    keeps: Annotated[
+        str | None,
+        typer.Option(
+            help="Budgets for recipes that name none: fractions or entries per head, separated by commas; tasks that "
+            f"decode use the entries only. [default: {KEEPS}; for tasks that decode {DECODING_KEEPS}]"
+        ),
+    ] = None,
+    lengths: Annotated[str, typer.Option(help="Tokens, separated by commas, for tasks made to a length.")] = "4096",
+    limit: Annotated[int | None, typer.Option(help="Examples of each task; all of them if not given.")] = None,
+    seeds: Annotated[str, typer.Option(help="For generated data and for sampling, separated by commas.")] = "0",
+    agnostic: Annotated[
+        bool, typer.Option("--agnostic", help="Compress the context before its questions are known.")
+    ] = False,
+    no_chat: Annotated[
+        bool, typer.Option("--no-chat", help="Ask verbatim, though the tokenizer has a chat template.")
+    ] = False,
+    data: Annotated[Path | None, typer.Option(help="A folder with the tasks' data, used in place of the hub.")] = None,
+    temperature: Annotated[float, typer.Option(help="0 for greedy decoding.")] = 0.0,
+    every: Annotated[
+        int | None,
+        typer.Option(help=f"In tasks that decode, for recipes that do not say it: after how many tokens. [{_EVERY}]"),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="A folder or a hub name; a small embedded model if none.")] = None,
+    out: Annotated[Path, typer.Option(help="The sweep's file: begun, or gone on with.")] = Path("sweep.sqlite"),
+    no_baselines: Annotated[
+        bool, typer.Option("--no-baselines", help="Do not add random and streaming_llm under the same budgets.")
+    ] = False,
+    ray: Annotated[bool, typer.Option("--ray", help="Let the workers of a Ray cluster do it.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Measure recipes on benchmarks: every recipe and budget on every example, on one prefill of it.
+
+    Each figure is written to a file as soon as it is there. The same command goes on where it was stopped; recipes,
+    budgets, tasks, and seeds can be added to a file, and several processes may work on one at the same time.
+    """
+    from keepset.cli.compare import check_writable
+    from keepset.cli.sampling import Sampling
+
+    for name, value in (("limit", limit), ("every", every)):
+        if value is not None and value < 1:
+            raise KeepsetError(f"--{name} {value} is out of range: use an integer from 1.")
+    numbers = _whole(seeds, "seeds")
+    for seed in numbers:
+        Sampling(1, temperature, seed)
+    check_writable(out)
+    if ray:
+        from keepset.evaluate.ray_sweep import check_installed
+
+        check_installed()
+
+    from keepset.evaluate.store import Store
+    from keepset.evaluate.sweep import Grid
+    from keepset.tasks.catalogue import Settings, find
+
+    names = [name.strip() for word in tasks for name in word.split(",") if name.strip()]
+    found = find(names, Settings(data, tuple(_whole(lengths, "lengths"))))
+    if every is not None and not any(task.decodes for task in found):
+        raise KeepsetError("--every is for tasks that decode, such as gsm8k, and none of these does: leave it out.")
+    asked = {task.name: _candidates(task, recipes, keeps, every or _EVERY, not no_baselines) for task in found}
+    grid = Grid(found, numbers, asked, limit)
+    settings = {"--agnostic": agnostic, "--limit": limit, "--temperature": temperature}
+    if out.exists() and out.stat().st_size > 0:
+        with Store.open(out) as store:
+            store.check(settings)
+            same = store.model == _name(model) and store.configuration[_CHAT] is not no_chat
+            if same and grid.is_done(store):
+                raise typer.Exit(1 if _show(store, grid, as_json=as_json) else 0)
+    _run(grid, out, model, settings, no_chat=no_chat, ray=ray, as_json=as_json)
+
+
+def _run(
+    grid: Grid, out: Path, model: str | None, settings: dict[str, Any], *, no_chat: bool, ray: bool, as_json: bool
+) -> None:
+    """Makes what the file lacks, and shows all of it."""
+    from keepset.cli.console import err, load, progress
+    from keepset.evaluate import ray_sweep, sweep
+    from keepset.evaluate.runner import Runner
+    from keepset.evaluate.store import Store
+    from keepset.hf.fingerprint import fingerprint
+
+    loaded, tokenizer = load(model)
+    chat = not no_chat and tokenizer.chat_template is not None
+    asking = {"agnostic": settings["--agnostic"], "chat": chat, "temperature": settings["--temperature"]}
+    with Store.begin(out, _name(model), {**settings, _CHAT: chat, **fingerprint(loaded)}) as store:
+        with err.status("making examples"):
+            groups = grid.groups(store, tokenizer)
+        left = sweep.unfinished(groups, store.done())
+        total = sweep.count(groups)
+        try:
+            with progress() as bar:
+                advance = partial(bar.advance, bar.add_task("cells", total=total, completed=total - sweep.count(left)))
+                if ray:
+                    nbytes = 2 * sum(parameter.nbytes for parameter in loaded.parameters())
+                    lost = ray_sweep.run(store, left, ray_sweep.Loads(model, **asking), nbytes, advance)
+                else:
+                    lost = sweep.run(store, left, Runner(loaded, tokenizer, **asking), advance)
+        except KeyboardInterrupt:
+            there = sweep.count(groups, store.done())
+            _say(f"stopped after {there} of {total} cells, which are in {str(out)!r}: the same command goes on")
+            raise typer.Exit(130) from None
+        failed = _show(store, grid, as_json=as_json)
+    for each in lost:
+        _say(f"{each.task}: {each.recipe} was left out ({each.reason}); the same command tries again")
+    if failed or lost:
+        raise typer.Exit(1)
+
+
+def _candidates(task: Task, recipes: str | None, keeps: str | None, every: int, baselines: bool) -> Sequence[Candidate]:
+    """What a task is to show: the full cache, the recipes, and under the same budgets what every method has to beat."""
+    from keepset.cli.compare import _keeps
+    from keepset.evaluate.plan import candidates
+    from keepset.recipe import Recipe
+
+    asked = Recipe.parse_list((DECODING if task.decodes else RECIPES) if recipes is None else recipes)
+    budgets = _keeps((DECODING_KEEPS if task.decodes else KEEPS) if keeps is None else keeps)
+    open_ended = [recipe for recipe in asked if recipe.budget.keep is None and recipe.method.needs_budget]
+    named = [recipe.budget.keep for recipe in asked if recipe.budget.keep is not None]
+    if task.decodes:
+        budgets = [keep for keep in budgets if isinstance(keep, int)]
+        named = [keep for keep in named if isinstance(keep, int)]
+        if open_ended and not budgets:
+            raise KeepsetError(
+                f"{task.name} is about decoding, where a fraction of what is left would shrink at every event: give "
+                f"whole numbers too, such as --keeps {DECODING_KEEPS}."
+            )
+    interval = every if task.decodes else None
+    found = candidates(asked, budgets, interval)
+    if baselines:
+        honest = (
+            f"random(protect_prompt=True, every={every}), streaming_llm" if task.decodes else "random, streaming_llm"
+        )
+        under = [*named, *(budgets if open_ended or not named else [])]
+        found += candidates(Recipe.parse_list(honest), under, interval)
+    return list({candidate.text: candidate for candidate in found}.values())
+
+
+def _show(store: Store, grid: Grid, *, as_json: bool) -> bool:
+    """Prints what the file has of what was asked for; whether a recipe failed on anything."""
+    from keepset.evaluate.summary import summarise
+
+    summary = summarise(grid.of(store.cells()))
+    if as_json:
+        print(json.dumps(summary.to_json(), indent=2))
+    else:
+        from keepset.cli.results import print_summary
+
+        print_summary(summary)
+    _say(f"all figures are in {str(store.path)!r}: keepset results shows them again")
+    return any(row.failed for row in summary.rows)
+
+
+def _say(sentence: str) -> None:
+    from keepset.cli.console import err, printable
+
+    err.print(printable(sentence), markup=False, highlight=False, soft_wrap=True)
+
+
+def _name(model: str | None) -> str:
+    from keepset.models import EMBEDDED
+
+    return model or EMBEDDED
+
+
+def _whole(text: str, option: str) -> list[int]:
+    """Whole numbers from a list, each once."""
+    try:
+        return list(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        raise KeepsetError(f"--{option} {text!r} is no list of whole numbers: write them as 1,2,3.") from None

@@ -1,0 +1,320 @@
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keepset import models
+from keepset.cli import eval as command
+from keepset.evaluate import runner
+from keepset.evaluate.cell import FULL, Cell
+from keepset.evaluate.plan import Candidate
+from keepset.evaluate.runner import Runner
+from keepset.evaluate.store import Store
+from keepset.tasks import catalogue
+from keepset.tasks.task import Example, Task
+from tests.cli.conftest import Run
+from tests.cli.test_bad_input import check_refused
+from tests.evaluate.sweeping import Counting, cell
+
+NEEDLE = (
+    "eval",
+    "needle",
+    "--lengths",
+    "256,300",
+    "--limit",
+    "2",
+    "--recipes",
+    "snapkv(window=8)",
+    "--keeps",
+    "0.5,40",
+)
+WHERE = "all figures are in 'sweep.sqlite': keepset results shows them again\n"
+BASELINES = [f"{name}(keep={keep})" for name in ("random", "streaming_llm") for keep in (0.5, 40)]
+
+
+class Stub:
+    """A runner that makes cells out of their names; `interrupt_at` is the cell before which somebody presses Ctrl-C."""
+
+    made = 0
+    asking: dict[str, Any] = {}  # noqa: RUF012
+    interrupt_at: int | None = None
+    no_memory_for = ""
+
+    def __init__(self, model: Any, tokenizer: Any, **asking: Any) -> None:
+        Stub.asking = asking
+
+    def run(self, task: Task, example: Example, todo: Sequence[Candidate], seed: int) -> Iterator[Cell]:
+        for candidate in todo:
+            Stub.made += 1
+            if Stub.made == Stub.interrupt_at:
+                raise KeyboardInterrupt
+            if candidate.text == Stub.no_memory_for:
+                raise MemoryError
+            yield cell(task, example, candidate, seed)
+
+
+@pytest.fixture
+def stub(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Stub]]:
+    """Tasks `counting` and `reckoning`, which decodes, and the runner above."""
+    tasks = {"counting": Counting("counting"), "reckoning": Counting("reckoning", decodes=True)}
+    monkeypatch.setattr(catalogue, "find", lambda names, settings: [tasks[name] for name in names])
+    monkeypatch.setattr(runner, "Runner", Stub)
+    yield Stub
+    Stub.made, Stub.asking, Stub.interrupt_at, Stub.no_memory_for = 0, {}, None, ""
+
+
+def stored(path: str = "sweep.sqlite") -> list[Cell]:
+    with Store.open(Path(path)) as store:
+        return store.cells()
+
+
+def recipes(task: str, path: str = "sweep.sqlite") -> list[str]:
+    return list(dict.fromkeys(cell.recipe for cell in stored(path) if cell.task == task))
+
+
+def test_needles_under_a_real_model(run: Run, tiny: Any) -> None:
+    done = run(*NEEDLE, "--json")
+    assert (done.code, done.err) == (0, WHERE)
+    summary = json.loads(done.out)
+    asked = [FULL, "snapkv(window=8, keep=0.5)", "snapkv(window=8, keep=40)", *BASELINES]
+    assert [row["recipe"] for row in summary["rows"]] == asked * 2
+    assert [row["task"] for row in summary["rows"]] == ["needle@256"] * 7 + ["needle@300"] * 7
+    assert all(row["examples"] == 2 and row["failed"] == 0 for row in summary["rows"])
+    cells = stored()
+    assert len(cells) == 28 and all(each.error is None for each in cells)
+
+    # What is in the file is what the runner makes of the same examples by itself.
+    by_itself = Runner(*tiny, agnostic=False, chat=True)
+    (task,) = catalogue.find(["needle"], catalogue.Settings(lengths=(300,)))
+    again = [
+        made
+        for example in task.examples(tiny[1], limit=2, seed=0)
+        for made in by_itself.run(task, example, command._candidates(task, NEEDLE[7], NEEDLE[9], 64, True), 0)
+    ]
+    kept = {(each.example, each.recipe): each for each in cells if each.task == "needle@300"}
+    assert len(again) == len(kept) == 14
+    for each in again:
+        there = kept[each.example, each.recipe]
+        assert each.outcome is not None and there.outcome is not None
+        assert (each.outcome.scores, each.outcome.replies) == (there.outcome.scores, there.outcome.replies)
+        assert (each.outcome.kv_bytes, each.facts) == (there.outcome.kv_bytes, there.facts)
+
+
+def test_table(run: Run, stub: type[Stub]) -> None:
+    done = run("eval", "counting", "--recipes", "knorm", "--keeps", "0.5")
+    assert (done.code, done.err) == (0, WHERE)
+    for text in (FULL, "knorm(keep=0.5)", "random(keep=0.5)", "streaming_llm(keep=0.5)"):
+        assert sum(text in line for line in done.out.splitlines()) >= 1
+    assert Stub.asking == {"agnostic": False, "chat": True, "temperature": 0.0}
+
+
+def test_options_reach_the_runner_and_the_file(run: Run, stub: type[Stub]) -> None:
+    options = ("--agnostic", "--no-chat", "--temperature", "0.5", "--limit", "2", "--seeds", "3,5", "--out", "x.sqlite")
+    assert run("eval", "counting", *options).code == 0
+    assert Stub.asking == {"agnostic": True, "chat": False, "temperature": 0.5}
+    assert {(each.seed, each.example) for each in stored("x.sqlite")} == {(s, e) for s in (3, 5) for e in "01"}
+    with Store.open(Path("x.sqlite")) as store:
+        assert store.model == "SmolLM2-135M-Instruct"
+        expected = {"--agnostic": True, "--limit": 2, "--temperature": 0.5, "chat template": False}
+        assert {name: store.configuration[name] for name in expected} == expected
+        assert store.configuration["number of layers"] == "2" and len(store.configuration["weights"]) == 64
+
+
+def test_a_tokenizer_without_a_template_is_asked_verbatim(
+    run: Run, stub: type[Stub], tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiny[1], "chat_template", None)
+    assert run("eval", "counting").code == 0
+    assert Stub.asking["chat"] is False
+
+
+def test_recipes_and_baselines_where_none_are_named(run: Run, stub: type[Stub]) -> None:
+    assert run("eval", "counting,reckoning").code == 0
+    assert recipes("counting") == [
+        FULL,
+        *(f"{name}(keep={keep})" for name in ("snapkv",) for keep in (0.5, 0.25)),
+        *(f"adakv(expected_attention, keep={keep})" for keep in (0.5, 0.25)),
+        *(f"{name}(keep={keep})" for name in ("kvzip", "random", "streaming_llm") for keep in (0.5, 0.25)),
+    ]
+    assert recipes("reckoning") == [
+        FULL,
+        *(f"{name}(keep={keep}, every=64)" for name in ("snapkv", "r_kv") for keep in (256, 128)),
+        *(f"ams(tova, keep={keep}, every=64)" for keep in (256, 128)),
+        *(f"random(keep={keep}, protect_prompt=True, every=64)" for keep in (256, 128)),
+        *(f"streaming_llm(keep={keep}, every=64)" for keep in (256, 128)),
+    ]
+    assert all(each.error is None for each in stored())
+
+
+@pytest.mark.parametrize(
+    ("words", "counting", "reckoning"),
+    [
+        (
+            ["--recipes", "tova, knorm(keep=0.1)", "--keeps", "0.5,64", "--every", "16"],
+            [
+                *("tova(keep=0.5)", "tova(keep=64)", "knorm(keep=0.1)"),
+                *("random(keep=0.1)", "random(keep=0.5)", "random(keep=64)"),
+                *("streaming_llm(keep=0.1)", "streaming_llm(keep=0.5)", "streaming_llm(keep=64)"),
+            ],
+            [
+                *("tova(keep=64, every=16)", "knorm(keep=0.1, every=16)"),
+                *("random(keep=64, protect_prompt=True, every=16)", "streaming_llm(keep=64, every=16)"),
+            ],
+        ),
+        (
+            ["--recipes", "tova(keep=99, every=8)"],
+            ["tova(keep=99, every=8)", "random(keep=99)", "streaming_llm(keep=99)"],
+            [
+                "tova(keep=99, every=8)",
+                *("random(keep=99, protect_prompt=True, every=64)", "streaming_llm(keep=99, every=64)"),
+            ],
+        ),
+        (
+            ["--recipes", "tova, random", "--keeps", "64", "--no-baselines"],
+            ["tova(keep=64)", "random(keep=64)"],
+            ["tova(keep=64, every=64)", "random(keep=64, every=64)"],
+        ),
+        (
+            ["--recipes", "gvote", "--keeps", "64"],
+            ["gvote", "random(keep=64)", "streaming_llm(keep=64)"],
+            ["gvote(every=64)", "random(keep=64, protect_prompt=True, every=64)", "streaming_llm(keep=64, every=64)"],
+        ),
+    ],
+)
+def test_baselines_have_the_budgets_of_the_others(
+    run: Run, stub: type[Stub], words: list[str], counting: list[str], reckoning: list[str]
+) -> None:
+    run("eval", "counting", "reckoning", "--limit", "1", *words)
+    assert recipes("counting") == [FULL, *counting]
+    assert recipes("reckoning") == [FULL, *reckoning]
+
+
+def test_a_recipe_that_fails_is_a_result_and_said(run: Run, stub: type[Stub]) -> None:
+    words = ("eval", "counting", "--recipes", "snapkv, tova", "--keeps", "8", "--no-baselines", "--json")
+    done = run(*words)
+    assert (done.code, done.err) == (1, WHERE)
+    rows = {row["recipe"]: row for row in json.loads(done.out)["rows"]}
+    assert "below the 64 entries that always stay" in rows["snapkv(keep=8)"]["error"]
+    assert rows["tova(keep=8)"]["error"] is None
+    assert run(*words) == done and Stub.made == 12
+
+
+def test_ctrl_c_keeps_what_is_there_and_the_same_command_goes_on(run: Run, stub: type[Stub]) -> None:
+    words = ("eval", "counting", "--recipes", "knorm", "--keeps", "0.5", "--json")
+    Stub.interrupt_at = 7
+    done = run(*words)
+    assert (done.code, done.out) == (130, "")
+    assert done.err == "stopped after 6 of 16 cells, which are in 'sweep.sqlite': the same command goes on\n"
+    assert len(stored()) == 6
+    again = run(*words)
+    assert again.code == 0 and Stub.made == 7 + 10
+    whole = run(*words, "--out", "another.sqlite")
+    assert whole.out == again.out and stored() == stored("another.sqlite")
+
+
+def test_what_memory_was_not_enough_for_is_said(run: Run, stub: type[Stub]) -> None:
+    words = ("eval", "counting", "--limit", "1", "--recipes", "knorm", "--keeps", "0.5", "--json")
+    Stub.no_memory_for = "knorm(keep=0.5)"
+    done = run(*words)
+    assert done.code == 1
+    assert "counting: knorm(keep=0.5) was left out (memory was not enough); the same command tries again" in done.err
+    Stub.no_memory_for = ""
+    assert run(*words).code == 0
+    assert recipes("counting") == [FULL, "random(keep=0.5)", "streaming_llm(keep=0.5)", "knorm(keep=0.5)"]
+
+
+def test_what_is_done_is_shown_without_the_model(run: Run, stub: type[Stub], monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("eval", "counting", "--recipes", "knorm", "--keeps", "0.5,0.25", "--seeds", "0,1", "--json")
+    first = run(*words)
+    monkeypatch.setattr(models, "load", lambda name=None: pytest.fail("a model was loaded for nothing"))
+    assert run(*words) == first
+    part = run("eval", "counting", "--recipes", "knorm", "--keeps", "0.25", "--no-baselines", "--json")
+    assert [row["recipe"] for row in json.loads(part.out)["rows"]] == [FULL, "knorm(keep=0.25)"]
+    for more in (["--no-chat"], ["--model", "another"], ["--seeds", "2"], ["--recipes", "tova"]):
+        with pytest.raises(pytest.fail.Exception, match="a model was loaded for nothing"):
+            run(*words, *more)
+
+
+@pytest.fixture
+def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever loads a model fails: bad input is to be refused at once."""
+    monkeypatch.setattr(models, "load", lambda name=None: pytest.fail("a model was loaded before input was checked"))
+
+
+@pytest.mark.usefixtures("unloaded")
+@pytest.mark.parametrize(
+    ("words", "because"),
+    [
+        (["needle", "--limit", "0"], "--limit 0 is out of range: use an integer from 1."),
+        (["gsm8k", "--every", "0"], "--every 0 is out of range: use an integer from 1."),
+        (["needle", "--every", "8"], "--every is for tasks that decode, such as gsm8k, and none of these does"),
+        (["needle", "--seeds", "0,x"], "--seeds '0,x' is no list of whole numbers: write them as 1,2,3."),
+        (["needle", "--seeds", "-1"], "--seed -1 is out of range"),
+        (["needle", "--lengths", ""], "--lengths '' is no list of whole numbers"),
+        (["needle", "--lengths", "0"], "are no lengths in tokens"),
+        (["needle", "--temperature", "-1"], "--temperature -1.0 is out of range"),
+        (["needle", "--temperature", "nan"], "--temperature nan is out of range"),
+        (["needle", "--keeps", "half"], "keep='half' is not a number"),
+        (["needle", "--recipes", "snapvk"], "There is no method 'snapvk'; did you mean 'snapkv'?"),
+        (["needle", "--recipes", ""], "is no list of recipes"),
+        (["needle", "--data", "missing"], "There is no folder 'missing' to take data from"),
+        (["needle", "--out", "missing/sweep.sqlite"], "cannot be written: give a file in a folder that exists"),
+        (["needle", "--out", "."], "cannot be written: give a file in a folder that exists"),
+        (["needel"], "needel"),
+        ([","], "There is no task to evaluate"),
+        (["gsm8k", "--keeps", "0.5"], "gsm8k is about decoding, where a fraction of what is left would shrink"),
+    ],
+)
+def test_bad_input(run: Run, words: list[str], because: str) -> None:
+    check_refused(run, "eval", *words, because=because)
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_a_file_that_is_something_else_is_refused(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("Dear diary,\n" * 1000)
+    check_refused(run, "eval", "needle", "--out", "notes.txt", because="is damaged, or no file of `keepset eval`")
+
+
+def test_another_configuration_is_refused_before_the_model_is_loaded(
+    run: Run, stub: type[Stub], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run("eval", "counting", "--limit", "2").code == 0
+    loaded = models.load
+    monkeypatch.setattr(models, "load", lambda name=None: pytest.fail("a model was loaded before input was checked"))
+    check_refused(run, "eval", "counting", "--limit", "3", because="was begun otherwise (--limit: 2, not 3)")
+    check_refused(run, "eval", "counting", "--limit", "2", "--agnostic", because="(--agnostic: no, not yes)")
+    monkeypatch.setattr(models, "load", loaded)
+    check_refused(run, "eval", "counting", "--limit", "2", "--no-chat", because="(chat template: yes, not no)")
+
+
+def test_ray_that_is_not_there_is_said(run: Run, stub: type[Stub], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    check_refused(run, "eval", "counting", "--ray", because='Ray is not installed: run `pip install "keepset[ray]"`')
+
+
+def test_ctrl_c_in_a_process_of_its_own(tiny_folder: Path, tmp_path: Path) -> None:
+    words = ["eval", "needle", "--lengths", "256", "--model", str(tiny_folder), "--recipes", "knorm"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "keepset", *words],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    end = time.monotonic() + 120
+    while not (tmp_path / "sweep.sqlite-wal").exists() or not stored(str(tmp_path / "sweep.sqlite")):
+        assert time.monotonic() < end and process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate()
+    cells = stored(str(tmp_path / "sweep.sqlite"))
+    assert (process.returncode, out) == (130, "")
+    assert err == f"stopped after {len(cells)} of 350 cells, which are in 'sweep.sqlite': the same command goes on\n"
