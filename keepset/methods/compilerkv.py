@@ -104,7 +104,7 @@ class CompilerKV(Method):
             ranked = ranked_scores(self._utility(seen, received, tables, row), seen, budget)
             if self.elastic:
                 threshold = self._threshold(seen, received, tables, row)
-                quotas = quotas.minimum(_candidates(seen, budget, threshold))
+                quotas = quotas.minimum(candidates(seen, budget, threshold))
             parts.append(seen.keep(top_mask(ranked, quotas)).layer(seen.layer))
         return KeepSet(parts)
 
@@ -143,7 +143,19 @@ class CompilerKV(Method):
         tables: Tables,
         row: Int[Tensor, " batch"],
     ) -> Float[Tensor, "batch kv_heads entries"]:
-        """Equations 7 to 10."""
+        """Equations 9 and 10."""
+        weights = tables.weights.to(row.device)[row, observation.depth]
+        if not self.head_table:
+            weights = torch.ones_like(weights)
+        utility = self._signal(observation, received) * observation.by_query_group(weights)[..., None]
+        # A head whose numbers have overflowed says nothing; the others still do.
+        best = utility.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(2)
+        return best.amax(1, keepdim=True).where(observation.heads_alike[:, None, None], best)
+
+    def _signal(
+        self, observation: Observation, received: Float[Tensor, "batch positions"]
+    ) -> Float[Tensor, "batch kv_heads _ entries"]:
+        """Equations 7 and 8, of every query head, or one for all that share a KV head."""
         if self.global_mean:
             shared = received.gather(1, _places(observation, received.shape[1]).flatten(1))
             attention = shared.view(observation.valid.shape)[:, :, None]
@@ -151,13 +163,7 @@ class CompilerKV(Method):
             attention = observation.by_query_group(observation.window_usage(self.window))
         if self.relative_norm:
             attention = attention * _relative_norms(observation)[:, :, None]
-        weights = tables.weights.to(row.device)[row, observation.depth]
-        if not self.head_table:
-            weights = torch.ones_like(weights)
-        utility = attention * observation.by_query_group(weights)[..., None]
-        # A head whose numbers have overflowed says nothing; the others still do.
-        best = utility.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(2)
-        return best.amax(1, keepdim=True).where(observation.heads_alike[:, None, None], best)
+        return attention
 
     def _threshold(
         self,
@@ -166,13 +172,19 @@ class CompilerKV(Method):
         tables: Tables,
         row: Int[Tensor, " batch"],
     ) -> Float[Tensor, " batch"]:
-        """Equations 11 to 13, and what the table says of them."""
+        """What the table says of the risk."""
         if not self.gate:
             return torch.full_like(received[:, 0], THRESHOLD)
+        bins = tables.bins(*self._risk(observation, received))
+        return tables.gate.to(row.device)[row, observation.depth, *bins]
+
+    def _risk(
+        self, observation: Observation, received: Float[Tensor, "batch positions"]
+    ) -> tuple[Float[Tensor, " batch"], Float[Tensor, " batch"]]:
+        """Equations 11 to 13: the entropy of what is received, and the window's perplexity."""
         share = received / received.sum(-1, keepdim=True)
         entropy = -torch.xlogy(share, share).sum(-1)
-        bins = tables.bins(entropy, observation.perplexity(self.window).to(entropy.device))
-        return tables.gate.to(row.device)[row, observation.depth, *bins]
+        return entropy, observation.perplexity(self.window).to(entropy.device)
 
 
 def _places(observation: Observation, longest: int) -> Int[Tensor, "batch kv_heads entries"]:
@@ -188,13 +200,17 @@ def _relative_norms(observation: Observation) -> Float[Tensor, "batch kv_heads e
     return torch.where(mean == 0, 1.0, norms / mean)
 
 
-def _candidates(
+def candidates(
     observation: Observation, budget: Budget, threshold: Float[Tensor, " batch"]
 ) -> Int[Tensor, "batch kv_heads"]:
     """What always stays, and how many of the rest rank above the threshold; of these one in any case."""
     existing = observation.valid
     always = ((budget.is_sink(observation) | budget.is_recent(observation)) & existing).sum(-1)
-    rest = existing.sum(-1) - always
+    return always + admitted(existing.sum(-1) - always, threshold[:, None])
+
+
+def admitted(rest: Int[Tensor, "*#n"], threshold: Float[Tensor, "*#n"]) -> Int[Tensor, "*n"]:
+    """How many of so many entries a threshold admits; one in any case."""
     # Tables are float32: 0.8 of them is a little more.
-    above = ((1 - threshold.double())[:, None] * (rest - 1) + 1e-5).floor().long()
-    return always + (above + 1).minimum(rest).clamp(min=0)
+    above = ((1 - threshold.double()) * (rest - 1) + 1e-5).floor().long()
+    return (above + 1).minimum(rest).clamp(min=0)

@@ -1,0 +1,37 @@
+"""What the tables may say, and the behaviour policy that tries it out."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from keepset.methods.compilerkv import CompilerKV
+
+WEIGHTS = (1.0, 0.5, 2.0)
+"""Of a head; of equally good ones the first is taken. The paper has bounded multipliers and does not say which. Values
+differ in relative length by less than a factor of two, so beyond it one head decides anyway; only ratios matter."""
+THRESHOLDS = (0.8, 0.85, 0.9, 0.95, 1.0)
+"""Of a layer: the paper's range, in steps."""
+
+
+def deciding_heads(method: CompilerKV, query_heads: int, kv_heads: int) -> int:
+    """How many heads of a layer get a weight of their own.
+
+    Under the global mean the utility of an entry is the same for all query heads that share its KV head, so these share
+    a weight; else each has its own.
+    """
+    return kv_heads if method.global_mean else query_heads
+
+
+def draw(count: int, decisions: int, actions: int, seed: str) -> Int[Tensor, "count decisions"]:
+    """So many joint actions: every action of a decision equally likely, and equally often where `count` allows it.
+
+    Which row has which is independent from decision to decision. The probability of any single action is 1 / `actions`.
+    """
+    chance = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7], "big"))
+    places = torch.rand(count, decisions, generator=chance).argsort(0)
+    # Where count is no multiple of actions, which of them come once more is chance, too.
+    return (places + torch.randint(actions, (decisions,), generator=chance)) % actions

@@ -1,0 +1,87 @@
+"""Conservative Q-learning (equation 4) where one reward answers for many decisions at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+STEPS, RATE = 400, 0.02
+"""Of Adam, over all rows at once."""
+_EVERY = 10
+
+
+@dataclass(frozen=True, eq=False)
+class Logged:
+    """What was done and what came of it.
+
+    Attributes:
+        states: of every decision of a row, the state that it was taken in.
+        actions: which action was taken there.
+        rewards: one for all decisions of a row together.
+    """
+
+    states: Int[Tensor, "rows decisions"]
+    actions: Int[Tensor, "rows decisions"]
+    rewards: Float[Tensor, " rows"]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A point of the learning curve: both terms of equation 4, each without its factor."""
+
+    step: int
+    bellman: float
+    conservative: float
+
+
+def learn(
+    logged: Logged,
+    features: Int[Tensor, "states kinds"],
+    known: Float[Tensor, "states actions"],
+    *,
+    alpha: float,
+    decay: float,
+) -> tuple[Float[Tensor, "states actions"], list[Point]]:
+    """Q of every state and action, and how it was learned.
+
+    The value of a joint action is the sum of its decisions' values, so one reward teaches all of them: a contextual
+    bandit that is linear in (state, action). Under a sum the log-sum-exp over all joint actions is the sum of those
+    over each decision's actions, so this is equation 4 as it stands, with nothing left out. Q(s, a) is `known`, plus
+    one learned number for each of the state's features: states that share a feature learn from one another.
+
+    Args:
+        logged: rewards should have a mean near 0 and a spread near 1.
+        features: of every state, one row of the learned numbers for each kind of feature.
+        known: what of Q need not be learned, because it follows from the action alone.
+        alpha: how conservative, as in the paper; 0 is plain regression.
+        decay: a pull of all learned numbers towards 0, which the paper does not have: without it features that say
+            the same share its value by chance, and noise fills what few rows look at.
+    """
+    states, actions = known.shape
+    index = logged.states * actions + logged.actions
+    taken = torch.bincount(index.flatten(), minlength=states * actions).to(known) / len(index)
+    visited = taken.view(states, actions).sum(1)
+    learned = torch.zeros(int(features.max()) + 1, actions, requires_grad=True)
+    optimizer = torch.optim.Adam([learned], lr=RATE)
+    curve = []
+    for step in range(STEPS + 1):
+        q = known + learned[features].sum(1)
+        foretold = F.embedding_bag(index, q.view(-1, 1), mode="sum")[:, 0]
+        bellman = (foretold - logged.rewards).square().mean() / 2
+        conservative = (visited * q.logsumexp(1)).sum() - (taken * q.flatten()).sum()
+        if step % _EVERY == 0:
+            curve.append(Point(step, float(bellman.detach()), float(conservative.detach())))
+        loss = bellman + alpha * conservative + decay / 2 * learned.square().sum()
+        (learned.grad,) = torch.autograd.grad(loss, [learned])
+        if step < STEPS:
+            optimizer.step()
+    return q.detach(), curve
+
+
+def best(q: Float[Tensor, "states actions"]) -> Int[Tensor, " states"]:
+    """Equation 9: the action of highest value; of equal ones the first."""
+    return (q == q.amax(1, keepdim=True)).long().argmax(1)

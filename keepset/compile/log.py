@@ -1,0 +1,120 @@
+"""`Log`: what a compilation has found so far, in SQLite, so that it can be interrupted and gone on with."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from keepset.errors import KeepsetError
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS compilation (settings TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS contexts (name TEXT PRIMARY KEY, entropy REAL NOT NULL, perplexity REAL NOT NULL) STRICT;
+CREATE TABLE IF NOT EXISTS rewards (
+    context TEXT NOT NULL, kind TEXT NOT NULL, keep INTEGER NOT NULL, number INTEGER NOT NULL,
+    actions BLOB NOT NULL, propensity REAL NOT NULL,
+    said REAL NOT NULL, expected REAL NOT NULL, kept REAL NOT NULL,
+    PRIMARY KEY (context, kind, keep, number)) STRICT;
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One joint action and what came of it.
+
+    Attributes:
+        kind: `head` or `gate`: which table's actions they are.
+        actions: one byte for each decision.
+        propensity: the probability with which each single action was chosen.
+        said, expected, kept: see `Verdict`.
+    """
+
+    context: str
+    kind: str
+    keep: int
+    number: int
+    actions: bytes
+    propensity: float
+    said: float
+    expected: float
+    kept: float
+
+
+class Log:
+    """The log of one compilation; in memory unless a file is named.
+
+    Raises:
+        KeepsetError: the file is no such log, cannot be written, or belongs to a compilation with other settings.
+    """
+
+    def __init__(self, path: Path | None, settings: Mapping[str, Any]) -> None:
+        self._path = path
+        with self._readable():
+            self._base = sqlite3.connect(":memory:" if path is None else path)
+            names = {name for (name,) in self._base.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+            if names and "compilation" not in names:
+                raise sqlite3.DatabaseError("it holds other tables")
+            self._base.executescript(_TABLES)
+            found = self._base.execute("SELECT settings FROM compilation").fetchone()
+            written = json.dumps(settings, sort_keys=True)
+            if found is None:
+                with self._base:
+                    self._base.execute("INSERT INTO compilation VALUES (?)", (written,))
+        if found is not None and found[0] != written:
+            self.close()
+            raise KeepsetError(
+                f"{str(path)!r} is the log of another compilation ({_difference(found[0], settings)} differ): name "
+                "another file, or go on with the same model, texts and options."
+            )
+
+    def close(self) -> None:
+        """Releases the file."""
+        self._base.close()
+
+    @property
+    def risks(self) -> dict[str, tuple[float, float]]:
+        """Entropy and perplexity of every context that was looked at."""
+        with self._readable():
+            return {name: (entropy, found) for name, entropy, found in self._base.execute("SELECT * FROM contexts")}
+
+    def add_risk(self, name: str, risk: tuple[float, float]) -> None:
+        """Of one more context."""
+        with self._readable(), self._base:
+            self._base.execute("INSERT OR REPLACE INTO contexts VALUES (?, ?, ?)", (name, *risk))
+
+    @property
+    def rows(self) -> list[Row]:
+        """All rewards, in an order that does not depend on when they were found."""
+        with self._readable():
+            ordered = "SELECT * FROM rewards ORDER BY context, kind, keep, number"
+            return [Row(*values) for values in self._base.execute(ordered)]
+
+    def add(self, row: Row) -> None:
+        """One more reward."""
+        values = tuple(vars(row).values())
+        with self._readable(), self._base:
+            self._base.execute("INSERT OR REPLACE INTO rewards VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise KeepsetError(
+                f"{str(self._path)!r} cannot be used as a log ({error}): name another file, or one that a compilation "
+                "has begun."
+            ) from error
+
+
+def _difference(found: str, settings: Mapping[str, Any]) -> str:
+    try:
+        before = dict(json.loads(found))
+    except (ValueError, TypeError, RecursionError):
+        return "settings"
+    names = [name for name in settings if before.get(name) != json.loads(json.dumps(settings[name]))]
+    return ", ".join(names) or "settings"
