@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from keepset import KeepsetError, texts
-from keepset.tasks import ruler
+from keepset.tasks import ruler, ruler_needles
 from keepset.tasks.catalogue import Settings, find
 from keepset.tasks.task import Example, Question, Task
 
@@ -117,6 +118,15 @@ def test_hay(name: str, hay: str, tokenizer: Any) -> None:
         }
     else:
         assert len(lines) > 10 and all(map(needle.fullmatch, lines))
+
+
+@pytest.mark.parametrize("name", NEEDLES)
+def test_needles_need_no_harness_and_nothing_that_it_downloads(
+    name: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package in ("lm_eval", "nltk", "datasets"):
+        monkeypatch.setitem(sys.modules, package, None)
+    assert len(task(name, 700).examples(tokenizer, limit=1)) == 1
 
 
 def chase(text: str, value: str) -> set[str]:
@@ -295,6 +305,16 @@ def test_damaged_documents(name: str, text: str, tmp_path: Path, tokenizer: Any)
     (tmp_path / f"{name}.json").write_text(text, encoding="utf-8")
     with pytest.raises(KeepsetError, match=rf"{name}.json.* is not in the format of .*: put that file there\.$"):
         task(f"ruler_qa_{name}", 512, tmp_path).examples(tokenizer)
+
+
+@pytest.mark.parametrize(
+    "name, package", [("niah_single_1", "wonderwords"), ("ruler_vt", "lm_eval.tasks.ruler.vt_utils")]
+)
+def test_a_package_that_is_missing(name: str, package: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    ruler_needles._words.cache_clear()
+    with pytest.raises(KeepsetError, match=rf'{package.partition(".")[0]}, .*: run `pip install "keepset\[eval\]"`\.$'):
+        task(name, 1000).examples(tokenizer, limit=1)
 
 
 @pytest.mark.parametrize("name", ["squad", "hotpot"])
