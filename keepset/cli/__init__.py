@@ -18,6 +18,7 @@ from keepset.cli.methods import methods
 from keepset.cli.results import results
 from keepset.cli.serve import serve
 from keepset.cli.trace import trace
+from keepset.cli.tune import tune
 from keepset.errors import KeepsetError
 
 app = typer.Typer(
@@ -27,7 +28,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (demo, compare, generate, trace, methods, calibrate, results):
+for command in (demo, compare, generate, trace, methods, calibrate, tune, results):
     app.command()(command)
 # What is not keepset's own goes on to vLLM.
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
