@@ -73,6 +73,8 @@ class Needs:
         second_passes: tokens to run on top of the prompt's whole cache before anything is dropped.
         output_projection: the weights that each query head's values go through after attention.
         perplexity: of the prompt's newest tokens, by the model's own logits; each number says of how many.
+        echoes: what entries would receive if the prompt's own queries came once more, right after it; each number says
+            of how many tokens one is asked. Not for events after the prompt.
     """
 
     window: int = 0
@@ -84,6 +86,7 @@ class Needs:
     second_passes: frozenset[SecondPass] = field(default_factory=frozenset)
     output_projection: bool = False
     perplexity: frozenset[int] = field(default_factory=frozenset)
+    echoes: frozenset[int] = field(default_factory=frozenset)
 
     def __or__(self, other: Needs) -> Needs:
         return Needs(
@@ -96,12 +99,13 @@ class Needs:
             self.second_passes | other.second_passes,
             self.output_projection or other.output_projection,
             self.perplexity | other.perplexity,
+            self.echoes | other.echoes,
         )
 
     @property
     def hidden_states(self) -> bool:
         """Whether the runtime must see the layer's input, not only its queries, keys and values."""
-        return bool(self.query_moments or self.hidden_moments)
+        return bool(self.query_moments or self.hidden_moments or self.echoes)
 
     def names(self) -> list[str]:
         """For the catalogue: what is needed, in words."""
@@ -113,6 +117,7 @@ class Needs:
         words += ["a second pass"] if self.second_passes else []
         words += ["output projection"] if self.output_projection else []
         words += ["perplexity of the newest tokens"] if self.perplexity else []
+        words += ["the prompt's queries once more"] if self.echoes else []
         return words
 
 
@@ -164,6 +169,8 @@ class Observation:
         second_passes: what each of them told.
         output_projection: of every query head, from its value to the layer's output.
         perplexities: of each request's newest tokens, keyed by how many of them.
+        echoes: mean square of the attention that each entry would receive of the prompt's own queries right after it,
+            keyed by of how many tokens one was asked.
         scaling: what the model multiplies query-key products with.
         layer: this layer's index in the model.
         layers: indices of all layers that are compressed; for methods that depend on depth.
@@ -191,6 +198,7 @@ class Observation:
         second_passes: Mapping[SecondPass, SecondPassColumns] | None = None,
         output_projection: Float[Tensor, "query_heads value_dim hidden"] | None = None,
         perplexities: Mapping[int, Float[Tensor, " batch"]] | None = None,
+        echoes: Mapping[int, Float[Tensor, "batch query_heads entries"]] | None = None,
         scaling: float | None = None,
         layer: int = 0,
         layers: Sequence[int] | None = None,
@@ -216,6 +224,7 @@ class Observation:
         self.second_passes = dict(second_passes or {})
         self.output_projection = output_projection
         self.perplexities = dict(perplexities or {})
+        self.echoes = dict(echoes or {})
         self.scaling = keys.shape[-1] ** -0.5 if scaling is None else scaling
         self.layer = layer
         self.layers = tuple(layers) if layers is not None else (layer,)
@@ -331,6 +340,14 @@ class Observation:
                 f"Observation(perplexities={{{window}: ...}})."
             )
         return self.perplexities[window]
+
+    def echo(self, every: int) -> Float[Tensor, "batch query_heads entries"]:
+        """Mean square of what entries would receive of one of so many of the prompt's queries, right after it."""
+        if every not in self.echoes:
+            raise KeepsetError(
+                f"This method asks the prompt's queries once more: give Observation(echoes={{{every}: ...}})."
+            )
+        return self.echoes[every]
 
     def projected_norms(self, order: int) -> Float[Tensor, "batch query_heads entries"]:
         """Norm of what each query head's output projection makes of each entry's value, `|W_O v|`, in float32.

@@ -23,6 +23,7 @@ from keepset.errors import KeepsetError
 from keepset.method import Allocator, Method
 from keepset.methods.compilerkv import CompilerKV
 from keepset.methods.duo_attention import DuoAttention
+from keepset.methods.echo import Echo
 from keepset.methods.expected_attention import ExpectedAttention
 from keepset.methods.gvote import GVote
 from keepset.methods.h2o import H2O
@@ -53,6 +54,7 @@ _methods: dict[str, type[Method]] = {
         RKV,
         H2O,
         ExpectedAttention,
+        Echo,
         QFilter,
         TriAttention,
         DuoAttention,

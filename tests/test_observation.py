@@ -169,6 +169,7 @@ def test_needs_of_two_methods_serve_both() -> None:
         (lambda: bare().columns("sum"), "column_sum=..."),
         (lambda: bare().columns("max"), "column_max=..."),
         (lambda: bare().moments(4), "query_moments={4: ...}"),
+        (lambda: bare().echo(4), "echoes={4: ...}"),
         (lambda: bare(layer=3, layers=[0, 1]), "Layer 3 is not among the observed layers (0, 1)"),
     ],
 )

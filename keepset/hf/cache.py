@@ -279,7 +279,7 @@ def check_schedule(recipe: Recipe) -> None:
     if recipe.schedule.every is None:
         return
     needs = recipe.method.needs
-    if needs.columns or needs.second_passes:
+    if needs.columns or needs.second_passes or needs.echoes:
         raise KeepsetError(f"{recipe} looks at the attention of the whole prompt, and only there: leave every= out.")
     if needs.perplexity:
         raise KeepsetError(f"{recipe} looks at the prompt's perplexity, and only there: leave every= out.")

@@ -14,9 +14,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from keepset.hf.tap import LayerInput
+from keepset.hf.tap import LayerInput, Rotation
 from keepset.hf.window import QueryWindow
 from keepset.kernels.columns import Columns
+from keepset.kernels.echo import mean_square
 from keepset.kernels.moments import Moments
 from keepset.observation import HiddenMoments, Needs, QueryMoments
 
@@ -56,6 +57,8 @@ class Collector:
         self._columns: list[Columns] = []
         self._queries = {skip: Moments() for skip in needs.query_moments}
         self._hidden = {skip: Moments() for skip in needs.hidden_moments}
+        self._asked: dict[int, list[list[Tensor]]] = {every: [] for every in needs.echoes}
+        self._newest: Chunk | None = None
         self._input: LayerInput | None = None
 
     def add(self, chunk: Chunk) -> None:
@@ -72,6 +75,11 @@ class Collector:
             self._input = chunk.layer_input
             with self._timed("moments"):
                 self._add_moments(chunk, chunk.layer_input)
+        if self.needs.echoes:
+            assert chunk.layer_input is not None
+            self._newest = chunk
+            with self._timed("echoes"):
+                self._add_asked(chunk, chunk.layer_input)
 
     def fork(self) -> Collector:
         """An independent copy."""
@@ -80,6 +88,7 @@ class Collector:
         twin._columns = [copy.copy(row) for row in self._columns]
         twin._queries = {skip: copy.copy(moments) for skip, moments in self._queries.items()}
         twin._hidden = {skip: copy.copy(moments) for skip, moments in self._hidden.items()}
+        twin._asked = {every: list(parts) for every, parts in self._asked.items()}
         return twin
 
     def parts(self, lengths: Int[Tensor, " batch"]) -> dict[str, Any]:
@@ -116,6 +125,8 @@ class Collector:
                 skip: HiddenMoments(moments.mean[:, 0], moments.covariance[:, 0])
                 for skip, moments in self._hidden.items()
             }
+            with self._timed("echoes"):
+                parts["echoes"] = self._echoes(layer_input, self._newest, rotation(1)) if self._newest else {}
         return parts
 
     @contextmanager
@@ -139,6 +150,27 @@ class Collector:
             hidden = layer_input.hidden[:, None, : chunk.queries.shape[2]].float()
             for skip, moments in self._hidden.items():
                 moments.add(hidden, _counted(chunk, skip), full=False)
+
+    def _add_asked(self, chunk: Chunk, layer_input: LayerInput) -> None:
+        rows = layer_input.unrotate(chunk.queries)
+        for every, parts in self._asked.items():
+            # By position, so that neither chunks nor padding change who is asked; the first token always is.
+            chosen = _counted(chunk, 0) & (chunk.positions % every == 0)
+            parts.append([row[:, own] for row, own in zip(rows, chosen, strict=True)])
+
+    def _echoes(self, layer_input: LayerInput, newest: Chunk, rotation: Rotation | None) -> dict[int, Tensor]:
+        """What every entry would receive of the queries that are asked again, all right after the prompt."""
+        longest = max(keys.shape[1] for keys, _ in newest.rows)
+        echoes: dict[int, Tensor] = {}
+        for every, parts in self._asked.items():
+            columns = []
+            for request, (keys, _) in enumerate(newest.rows):
+                asked = torch.cat([part[request] for part in parts], 1)
+                one = slice(request, request + 1)
+                rows = layer_input.rotate(asked[None], rotation and (rotation[0][one], rotation[1][one]))[0]
+                columns.append(_widen(mean_square(rows, keys, newest.scaling), longest))
+            echoes[every] = torch.stack(columns)
+        return echoes
 
 
 def _counted(chunk: Chunk, skip: int) -> Bool[Tensor, "batch n"]:

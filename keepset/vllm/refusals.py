@@ -67,6 +67,8 @@ def _of_recipe(recipe: Recipe) -> Iterator[str]:
     check_schedule(recipe)  # or its own sentence
     if needs.second_passes:
         yield f"{method.name} has tokens look at the prompt a second time, for which vLLM has no step."
+    if needs.echoes:
+        yield f"{method.name} asks the prompt's queries once more, which was not tried under vLLM yet."
     if needs.output_projection:
         yield f"{method.name} looks at the output projection, which attention layers do not see."
     if needs.perplexity:

@@ -20,6 +20,7 @@ from tests.hf.models import generate, left_padded, prompt, tiny
 
 LENGTH, WINDOW, FUTURE = 36, 8, 5
 SKIPS = (0, 3, 10)
+ASKED = (1, 4, 50)
 PADDINGS = [[0, 0], [0, 7], [3, 30]]
 """The last leaves a request that is shorter than the window and than the longest skip."""
 
@@ -35,7 +36,8 @@ class Looking(Method):
     @property
     def needs(self) -> Needs:
         skips = frozenset(SKIPS)
-        return Needs(window=WINDOW, columns=frozenset({"sum", "max"}), query_moments=skips, hidden_moments=skips)
+        columns, asked = frozenset({"sum", "max"}), frozenset(ASKED)
+        return Needs(WINDOW, columns, query_moments=skips, hidden_moments=skips, echoes=asked)
 
     def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
         self.shown[observation.layer] = observation
@@ -156,6 +158,7 @@ def test_what_is_shown(architecture: str, padding: list[int], chunk: int | None)
             check_columns(seen, expected, row)
             check_moments(seen, expected, row)
             check_future(seen, expected, row)
+            check_echoes(seen, expected, row)
 
 
 def check_entries(seen: Observation, expected: Naive, row: int) -> None:
@@ -213,6 +216,23 @@ def check_moments(seen: Observation, expected: Naive, row: int) -> None:
 def check_future(seen: Observation, expected: Naive, row: int) -> None:
     hidden = torch.randn(2, 3, expected.hidden.shape[-1], generator=torch.Generator().manual_seed(0))
     assert_close(seen.future_queries(hidden, FUTURE)[row], expected.ahead(expected.projected(hidden[row])))
+
+
+def check_echoes(seen: Observation, expected: Naive, row: int) -> None:
+    """Each query at the position after the prompt, over all keys, one by one."""
+    heads, n, _ = expected.queries.shape
+    group = heads // len(expected.keys)
+    for every in ASKED:
+        squares = torch.zeros(heads, n)
+        asked = range(0, n, every)
+        for at in asked:
+            query = expected.rotated(expected.projected(expected.hidden[at : at + 1]), n)[:, 0]
+            for head in range(heads):
+                logits = expected.keys[head // group] @ query[head] * expected.module.scaling
+                squares[head] += logits.softmax(-1).square() / len(asked)
+        echo = seen.echo(every)[row]
+        assert echo.shape[-1] == seen.keys.shape[2] and echo[:, n:].abs().sum() == 0
+        torch.testing.assert_close(echo[:, :n], squares, rtol=1e-3, atol=2e-6)
 
 
 def test_a_model_without_rotation_shows_its_queries() -> None:

@@ -185,6 +185,7 @@ def observe(
         future_queries=Project(normal(HIDDEN, query_heads, shape.head_dim), Rope(lengths)),
         output_projection=projection.to(dtype),
         second_passes=dict.fromkeys(second_passes(), of_a_second_pass(columns)),
+        echoes=dict.fromkeys(echoes(), (columns / (1 + columns)).square()),
         statistics={"": random_statistics(shape, parts.get("layers", [parts.get("layer", 0)]))},  # type: ignore[arg-type]
     )
     return Observation(**{**options, **parts})
@@ -194,6 +195,12 @@ def second_passes() -> set[SecondPass]:
     """Those that registered methods ask for by default."""
     kinds = [kind for kind in METHODS.values() if not issubclass(kind, Allocator)]
     return {needed for kind in kinds for needed in kind().needs.second_passes}
+
+
+def echoes() -> set[int]:
+    """Of how many tokens one is asked once more by registered methods' defaults."""
+    kinds = [kind for kind in METHODS.values() if not issubclass(kind, Allocator)]
+    return {every for kind in kinds for every in kind().needs.echoes}
 
 
 def of_a_second_pass(columns: Tensor, tokens: int = 7) -> SecondPassColumns:
@@ -232,6 +239,7 @@ def alone(observation: Observation, request: int) -> Observation:
             for needed, told in observation.second_passes.items()
         },
         output_projection=observation.output_projection,
+        echoes={every: column[row, :, entries] for every, column in observation.echoes.items()},
         state={name: column[row, :, entries] for name, column in observation.state.items()},
         scaling=observation.scaling,
         layer=observation.layer,

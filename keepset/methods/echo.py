@@ -1,0 +1,56 @@
+"""Echo: what the prompt's own queries would look at if they came once more, right after it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxtyping import Float
+from torch import Tensor
+
+from keepset.method import Method, parameter
+from keepset.observation import Needs, Observation
+
+
+@dataclass(frozen=True)
+class Echo(Method):
+    """Keeps what the prompt's own queries would look at if they came once more, right after it.
+
+    Their rotation is undone and made again for the first position after the prompt; from there every one of them
+    sees every entry, the later ones included. An entry's score is the root of the mean square of what they pay to
+    it, averaged over the query heads that share its KV head. This is a second pass without the pass: attention's
+    products, and nothing else of the model.
+
+    It is keepset's own. `expected_attention` (arXiv:2510.00636) asks a Gaussian of these queries instead of
+    themselves, and KVzip (arXiv:2505.23416) the model to repeat its prompt. Why it works: heads that continue a
+    repetition find, by a token's own query, the entry that came after it. So whatever comes up again is there, even
+    if it has come up only once so far. The mean of squares is what dropping an entry does to attention's output, to
+    first order; a mean alone overrates what everyone looks at a little, a maximum what one looks at once.
+
+    Attributes:
+        every: of so many tokens one is asked.
+    """
+
+    name: ClassVar[str] = "echo"
+    paper: ClassVar[str] = "none"
+
+    every: int = parameter(1, minimum=1)
+
+    @property
+    def needs(self) -> Needs:
+        """The prompt's queries once more."""
+        return Needs(echoes=frozenset({self.every}))
+
+    @property
+    def sinks(self) -> int:
+        """Four, as in StreamingLLM."""
+        return 4
+
+    @property
+    def recent(self) -> int:
+        """What the next tokens look at for their neighbourhood, which no token asked from afar shows."""
+        return 32
+
+    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+        """Root mean square of what would be received."""
+        return observation.by_query_group(observation.echo(self.every).sqrt()).mean(2)
