@@ -55,15 +55,16 @@ def compression(curve: Curve, tolerance: float) -> tuple[float, Interval | None]
     """The largest share of entries that can go with a relative loss of accuracy of at most `tolerance`.
 
     KVCompose's Table 2, equations 6 to 8 and 10: the loss is (full cache's score - score) / full cache's score, its
-    mean over the tasks of a group. Between two measured budgets the loss is taken to be linear. (The paper does not
-    say so, but its figures are no measured ratios, and those below the first, 3.5 and 6.9 % for losses of 10 and 20 %,
-    are on a line.) Where the loss rises and falls again, the largest share counts, as in equation 7. Beyond the
-    smallest budget nothing is known: there the answer means "at least".
+    mean over the tasks of a group; a task on which the full cache scores nothing has none to lose, and is left out.
+    Between two measured budgets the loss is taken to be linear. (The paper does not say so, but its figures are no
+    measured ratios, and those below the first, 3.5 and 6.9 % for losses of 10 and 20 %, are on a line.) Where the loss
+    rises and falls again, the largest share counts, as in equation 7. Beyond the smallest budget nothing is known:
+    there the answer means "at least".
 
     The interval is a bootstrap over examples, all budgets of an example drawn together; None where no draw differs,
-    which does not mean that it is certain. None altogether where the full cache scores nothing on a task.
+    which does not mean that it is certain. None altogether where the full cache scores nothing at all.
     """
-    if any(not len(scores) or scores[:, 0].sum() <= 0 for scores in curve.scores):
+    if not all(map(len, curve.scores)) or not any(scores[:, 0].any() for scores in curve.scores):
         return None
     removed = 1 - curve.keeps
     value = float(_reach(removed, _losses([scores.mean(0, keepdims=True) for scores in curve.scores]), tolerance)[0])

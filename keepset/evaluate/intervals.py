@@ -83,7 +83,8 @@ def of_average(parts: Sequence[tuple[float, Interval]]) -> Interval:
 
 def resampled(values: Float[np.ndarray, "examples columns"], seed: int = 0) -> Float[np.ndarray, "draws columns"]:
     """Means of all columns in each bootstrap sample of the examples; a row is drawn with all its columns."""
-    return _weights(len(values), seed) @ values
+    # Not by BLAS, whose threads get in each other's way on a busy machine.
+    return np.einsum("de,ec->dc", _weights(len(values), seed), values)
 
 
 def spread(draws: Float[np.ndarray, " draws"], examples: int) -> Interval:
@@ -93,7 +94,7 @@ def spread(draws: Float[np.ndarray, " draws"], examples: int) -> Interval:
     return Interval(float(low), float(high))
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=16)
 def _weights(examples: int, seed: int) -> Float[np.ndarray, "draws examples"]:
     """How often each sample draws each example, as a share of its draws."""
     drawn = np.random.default_rng(seed).integers(examples, size=(DRAWS, examples))

@@ -95,10 +95,12 @@ def row(cells: Cells, baseline: Cells | None, examples: Collection[str]) -> Row:
         failed=len({cell.example for cell in failures}),
         error=failures[0].error if failures else None,
     )
-    outcomes = [asdict(cell.outcome) for cell in cells.values() if cell.outcome is not None]
+    outcomes = [cell.outcome for cell in cells.values() if cell.outcome is not None]
     if not outcomes:
         return made
-    costs: dict[str, Any] = {name: fmean(outcome[name] for outcome in outcomes) for name in (*_COSTS, *_SECONDS)}
+    costs: dict[str, Any] = {
+        name: fmean(getattr(outcome, name) for outcome in outcomes) for name in (*_COSTS, *_SECONDS)
+    }
     scores = by_example((example, cell.score) for (_, example), cell in cells.items())
     made = replace(made, **costs, share=_ratio(costs), score=Figure.of(fmean(scores), intervals.of_score(scores)))
     if baseline is None or not any(cell.outcome for cell in baseline.values()):

@@ -155,7 +155,7 @@ function overBudgets() {
   id("trades-note").textContent =
     "The area under accuracy over the share of entries kept, from the smallest budget to the full cache, as a mean score; areas compare " +
     "where they begin at the same share. What can go is the largest share of entries whose removal costs at most so much of the full cache’s " +
-    "score, linear between budgets; ≥ where no smaller budget was tried.";
+    "score, linear between budgets, ≥ where no smaller budget was tried; tasks on which the full cache scores nothing are left out.";
 }
 
 // ---- needles

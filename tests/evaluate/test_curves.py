@@ -91,9 +91,15 @@ def test_tasks_count_by_their_relative_loss() -> None:
     assert compression(both, 0.25) == (pytest.approx(0.5), None)
 
 
+def test_a_task_on_which_nothing_can_be_lost_is_left_out() -> None:
+    lost = [[1, 0.5], [1, 0]]
+    alone = compression(curve([1.0, 0.5], lost), 0.3)
+    assert alone is not None and alone[0] == pytest.approx(0.5 * 0.3 / 0.75)
+    assert compression(curve([1.0, 0.5], lost, [[0, 0]]), 0.3) == alone
+
+
 def test_no_compression_without_a_score_to_lose() -> None:
     assert compression(curve([1.0, 0.5], [[0, 0], [0, 1]]), 0.1) is None
-    assert compression(curve([1.0, 0.5], [[1, 1]], [[0, 0]]), 0.1) is None
     assert compression(Curve(np.array([1.0, 0.5]), (np.empty((0, 2)),)), 0.1) is None
 
 
