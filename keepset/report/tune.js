@@ -46,7 +46,7 @@ function draw(name, x, figure, format, xaxis, yaxis) {
     const below = (row) => (known(figure(row).low) ? figure(row).mean - figure(row).low : 0);
     return {
       type: "scatter", mode: "markers", name: group.name, x: points.map(x), y: points.map((row) => figure(row).mean),
-      hovertext: points.map((row) => `${label(row.recipe)}<br>${interval(figure(row), format)}, ${row.pieces} pieces`),
+      hovertext: points.map((row) => `${wrapped(row.recipe)}<br>${interval(figure(row), format)}, ${row.pieces} pieces`),
       hoverinfo: "text",
       marker: { color: css(group.colour), size: group.size, symbol: group.symbol },
       error_y: {
