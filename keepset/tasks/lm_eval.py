@@ -62,7 +62,7 @@ def make(name: str, settings: Settings) -> list[Task]:
     manager = TaskManager(include_defaults=False) if _is_file(name) else _manager(settings.data)
     with loading(name), _prepared():
         loaded = manager.load(name)["tasks"]
-    return [HarnessTask(str(own), task) for own, task in loaded.items()]
+    return [HarnessTask(str(own), task, (name, settings)) for own, task in loaded.items()]
 
 
 class HarnessTask(Task):
@@ -71,16 +71,20 @@ class HarnessTask(Task):
     The context ends with the passage that an item brings (`context`, `passage`, `article`, `document`, `story` or
     `paragraph`), where one is in the prompt; else with the examples before the question. The metric is the first of the
     task's that is a mean over items and higher when better, by the task's first filter. Scores are those of greedy
-    answers, whatever the task says of sampling.
+    answers, whatever the task says of sampling. Where it is sent to another process, that one makes it anew.
+
+    Args:
+        task: the harness's.
+        source: the name and settings that it is made from.
 
     Raises:
         KeepsetError: there is no such metric, or the task asks for what is not one prompt and one answer.
     """
 
-    def __init__(self, name: str, task: Any) -> None:
+    def __init__(self, name: str, task: Any, source: tuple[str, Settings]) -> None:
         _check_kind(name, task)
         self.name = name
-        self._task = task
+        self._task, self._source = task, source
         # Otherwise the task asks about every choice without a prompt, too.
         getattr(task, "_metric_fn_list", {}).pop("acc_mutual_info", None)
         higher = task.higher_is_better()
@@ -99,6 +103,10 @@ class HarnessTask(Task):
         options = normalize_gen_kwargs(task.config.generation_kwargs or {})
         self.generation = Generation(options["max_gen_toks"], tuple(text for text in options["until"] if text))
         self.decodes = task.OUTPUT_TYPE == "generate_until" and self.generation.tokens >= _LONG
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Its functions come from files, which another process would not find, and its data may be large.
+        return _made, (self.name, *self._source)
 
     def examples(
         self, tokenizer: transformers.PreTrainedTokenizerBase, *, limit: int | None = None, seed: int = 0
@@ -144,6 +152,15 @@ class HarnessTask(Task):
         context, text = _split(prompt.removesuffix(prefix), task.doc_to_text(doc), doc)
         choices = () if kinds == {"generate_until"} else tuple(instance.args[1] for instance in instances)
         return Example(str(index), context, (Question(text, target=doc, prefix=prefix, choices=choices),))
+
+
+def _made(own: str, name: str, settings: Settings) -> Task:
+    return next(task for task in _every(name, settings) if task.name == own)
+
+
+@functools.cache
+def _every(name: str, settings: Settings) -> list[Task]:
+    return make(name, settings)
 
 
 def _check_kind(name: str, task: Any) -> None:

@@ -68,8 +68,10 @@ class Reasoning(Task):
     def examples(
         self, tokenizer: transformers.PreTrainedTokenizerBase, *, limit: int | None = None, seed: int = 0
     ) -> Sequence[Example]:
-        """In the order of the data, whatever the seed."""
-        found = _download(self.name) if self._folder is None else rows(self._folder, self.name)
+        """From the folder's file, or where there is none from the hub; in the order of the data, whatever the seed."""
+        folder = self._folder
+        there = folder is not None and (folder / f"{self.name}.jsonl").is_file()
+        found = rows(folder, self.name) if folder is not None and there else _download(self.name)
         return [
             Example(id=str(index), context="", questions=(Question(_prompt(row), target=_gold(row)),))
             for index, row in enumerate(found[:limit])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
 import zlib
 from functools import partial
@@ -211,6 +212,16 @@ def test_a_limit_changes_no_prompt_and_chance_goes_on_as_before(tmp_path: Path) 
     for limit in (3, 0, 1, 100):
         assert task.examples(None, limit=limit, seed=limit) == every[:limit]  # type: ignore[arg-type]
     assert random.getstate() == state
+
+
+def test_a_task_that_was_sent_is_the_same(tmp_path: Path) -> None:
+    task = single(define(tmp_path, "choose", num_fewshot=2))
+    sent = pickle.dumps(task)
+    assert len(sent) < 1000
+    again = pickle.loads(sent)
+    assert again.name == task.name and again is not task
+    assert again.examples(None) == task.examples(None)  # type: ignore[arg-type]
+    assert pickle.loads(sent) is again
 
 
 @pytest.fixture

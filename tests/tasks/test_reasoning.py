@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,11 @@ from keepset.tasks.catalogue import Settings, find
 from keepset.tasks.task import Example, Question, Task
 
 pytest.importorskip("math_verify", reason='pip install "keepset[eval]"')
+pytest.importorskip("datasets", reason='pip install "keepset[eval]"')
+
+import datasets
+
+from keepset.tasks import hub
 
 ASK = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 
@@ -160,7 +166,10 @@ def test_missing_fields_are_one_sentence(tmp_path: Path, name: str, item: dict[s
         examples(tmp_path, name, item)
 
 
-def test_a_folder_without_the_file_is_one_sentence(tmp_path: Path) -> None:
+def test_without_file_and_hub_it_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "_answers", lambda: False)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    monkeypatch.setitem(reasoning._SOURCES, "gsm8k", replace(reasoning._SOURCES["gsm8k"], path="no-owner/no-data"))
     [made] = find(["gsm8k"], Settings(data=tmp_path))
-    with pytest.raises(KeepsetError, match=r"There is no gsm8k\.jsonl that can be read"):
+    with pytest.raises(KeepsetError, match=r"gsm8k cannot be loaded .*or give a folder with gsm8k\.jsonl as data"):
         made.examples(None)  # type: ignore[arg-type]
