@@ -12,6 +12,7 @@ from keepset.cli.compare import compare
 from keepset.cli.context import context
 from keepset.cli.demo import demo
 from keepset.cli.diagnose import diagnose
+from keepset.cli.eval import evaluate
 from keepset.cli.generate import generate
 from keepset.cli.latency import latency
 from keepset.cli.methods import methods
@@ -30,6 +31,7 @@ app = typer.Typer(
 )
 for command in (demo, compare, generate, trace, methods, calibrate, tune, results):
     app.command()(command)
+app.command("eval")(evaluate)
 # What is not keepset's own goes on to vLLM.
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
 app.add_typer(context)
