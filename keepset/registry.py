@@ -13,6 +13,7 @@ from keepset.allocate.chunkkv import ChunkKV
 from keepset.allocate.composite import Composite
 from keepset.allocate.criticalkv import CriticalKV
 from keepset.allocate.dynamic import Dynamic
+from keepset.allocate.glance import Glance
 from keepset.allocate.kvcompose import KVCompose
 from keepset.allocate.kvzip import KVZip
 from keepset.allocate.pool import Pool
@@ -62,6 +63,7 @@ _methods: dict[str, type[Method]] = {
         Received,
         KVCompose,
         KVZip,
+        Glance,
         CompilerKV,
         Uniform,
         Pyramid,

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from jaxtyping import Float
-from torch import Tensor
-
+from keepset.allocate.composed import Composed
 from keepset.allocate.composite import Composite
 from keepset.allocate.pool import Pool
-from keepset.budget import Budget
-from keepset.keep_set import KeepSet
-from keepset.method import Allocator, Method, parameter
+from keepset.method import Method, parameter
 from keepset.methods.received import Received
-from keepset.observation import Needs, Observation
 
 
 @dataclass(frozen=True)
-class KVCompose(Method):
+class KVCompose(Composed):
     """Keeps the best composite tokens of all layers (KVCompose 2025, arXiv:2509.05165, sections 3.2 and 3.3).
 
     It is `composite(received(mean_term=True))` under the paper's name, or `pool(received(mean_term=True), floor=0.0)`
@@ -43,8 +37,6 @@ class KVCompose(Method):
     name: ClassVar[str] = "kvcompose"
     layout: ClassVar[str] = "layer-ragged"
     paper: ClassVar[str] = "arXiv:2509.05165"
-    across_layers: ClassVar[bool] = True
-    counts_from_data: ClassVar[bool] = True
 
     task: str = parameter("context", choices=("context", "self"))
     aggregate_task: str = parameter("max", choices=("max", "mean"))
@@ -57,38 +49,9 @@ class KVCompose(Method):
     chunk: int = parameter(128, minimum=0)
 
     @property
-    def needs(self) -> Needs:
-        """What the scores are made of."""
-        return self._scorer.needs
-
-    @property
-    def equal_heads(self) -> bool:
-        """Where it is structured."""
-        return self.structured
-
-    @property
-    def equal_layers(self) -> bool:
-        """They differ."""
-        return False
-
-    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
-        """Equations 14 to 16."""
-        return self._scorer.score(observation)
-
-    def select(self, observation: Observation, budget: Budget) -> KeepSet:
-        """What stays of one layer that is alone."""
-        return self._allocator.select(observation, budget)
-
-    def select_all(self, observations: Sequence[Observation], budget: Budget) -> KeepSet:
-        """What stays of all layers."""
-        return self._allocator.select_all(observations, budget)
-
-    @property
-    def _scorer(self) -> Received:
-        return Received(self.task, self.aggregate_task, self.aggregate_group, self.mean_term, self.values, self.chunk)
-
-    @property
-    def _allocator(self) -> Allocator:
+    def composition(self) -> Method:
+        """Composite tokens, or a pool of all entries."""
+        scorer = Received(self.task, self.aggregate_task, self.aggregate_group, self.mean_term, self.values, self.chunk)
         if self.structured:
-            return Composite(self._scorer, aggregate_head=self.aggregate_head, floor=self.floor)
-        return Pool(self._scorer, floor=self.floor)
+            return Composite(scorer, aggregate_head=self.aggregate_head, floor=self.floor)
+        return Pool(scorer, floor=self.floor)

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from jaxtyping import Float
-from torch import Tensor
-
+from keepset.allocate.composed import Composed
 from keepset.allocate.pool import Pool
-from keepset.budget import Budget
-from keepset.keep_set import KeepSet
 from keepset.method import Method, parameter
 from keepset.methods.received import Received
-from keepset.observation import Needs, Observation
 
 
 @dataclass(frozen=True)
-class KVZip(Method):
+class KVZip(Composed):
     """Keeps what is looked at when the model is asked to repeat its prompt (Kim et al. 2025, arXiv:2505.23416).
 
     After the prompt, chunk by chunk, run words that ask to repeat it, the chat template's turn change, and the chunk.
@@ -41,50 +35,18 @@ class KVZip(Method):
     """
 
     name: ClassVar[str] = "kvzip"
-    layout: ClassVar[str] = "head-ragged"
     paper: ClassVar[str] = "arXiv:2505.23416"
-    across_layers: ClassVar[bool] = True
-    counts_from_data: ClassVar[bool] = True
 
     chunk: int = parameter(2048, minimum=0)
     uniform: bool = parameter(False)
-
-    @property
-    def needs(self) -> Needs:
-        """A second pass that asks to repeat the prompt."""
-        return self._scorer.needs
-
-    @property
-    def equal_heads(self) -> bool:
-        """Where they are uniform."""
-        return self.uniform
-
-    @property
-    def equal_layers(self) -> bool:
-        """Where heads are uniform."""
-        return self.uniform
 
     @property
     def sinks(self) -> int:
         """Four, as in kvpress: what a chat template's opening is where there is one."""
         return 4
 
-    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
-        """The most that an entry received."""
-        return self._scorer.score(observation)
-
-    def select(self, observation: Observation, budget: Budget) -> KeepSet:
-        """What stays of one layer that is alone."""
-        return self._chooser.select(observation, budget)
-
-    def select_all(self, observations: Sequence[Observation], budget: Budget) -> KeepSet:
-        """What stays of all layers."""
-        return self._chooser.select_all(observations, budget)
-
     @property
-    def _scorer(self) -> Received:
-        return Received("repeat", "max", "max", chunk=self.chunk)
-
-    @property
-    def _chooser(self) -> Method:
-        return self._scorer if self.uniform else Pool(self._scorer, floor=0.0)
+    def composition(self) -> Method:
+        """The most that an entry received, over all heads or in each."""
+        scorer = Received("repeat", "max", "max", chunk=self.chunk)
+        return scorer if self.uniform else Pool(scorer, floor=0.0)

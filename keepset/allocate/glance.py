@@ -1,0 +1,28 @@
+"""Glance: a quarter of the prompt's own queries look at it once more, and all heads share one budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from keepset.allocate.composed import Composed
+from keepset.allocate.pool import Pool
+from keepset.method import Method
+from keepset.methods.echo import Echo
+
+
+@dataclass(frozen=True)
+class Glance(Composed):
+    """Keeps what a quarter of the prompt's own queries would look at right after it: `pool(echo(every=4))`.
+
+    For a prompt that is answered directly. It takes one pass, and adds a tenth to its time; `echo` says why it works,
+    and docs/results.md what was measured. A fact that is asked for out of nowhere takes all of the queries: `reread`.
+    """
+
+    name: ClassVar[str] = "glance"
+    paper: ClassVar[str] = "none"
+
+    @property
+    def composition(self) -> Method:
+        """One pool of what every fourth query would look at."""
+        return Pool(Echo(every=4))
