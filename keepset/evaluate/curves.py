@@ -18,11 +18,12 @@ class Curve:
     Attributes:
         keeps: share of the context's entries that stayed, the mean over the examples; they fall, and 1.0, the full
             cache, comes first.
-        scores: of each task one row per example and one column per keep; examples that lack a column are not in it.
+        scores: of each task one row per example, of which tasks have different numbers, and one column per keep; examples
+            that lack a column are not in it.
     """
 
     keeps: Float[np.ndarray, " points"]
-    scores: tuple[Float[np.ndarray, "examples points"], ...]
+    scores: tuple[Float[np.ndarray, "_ points"], ...]
 
 
 def area(curve: Curve) -> tuple[float, Interval] | None:
