@@ -18,7 +18,7 @@ class Curve:
     Attributes:
         keeps: share of the context's entries that stayed, the mean over the examples; they fall, and 1.0, the full
             cache, comes first.
-        scores: of each task one row per example, of which tasks have different numbers, and one column per keep; examples
+        scores: of each task one row per example, whose numbers differ, and one column per keep; examples
             that lack a column are not in it.
     """
 
