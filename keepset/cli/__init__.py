@@ -9,6 +9,7 @@ import typer
 from keepset.cli.bench import bench
 from keepset.cli.calibrate import calibrate
 from keepset.cli.compare import compare
+from keepset.cli.compile import compile
 from keepset.cli.context import context
 from keepset.cli.demo import demo
 from keepset.cli.diagnose import diagnose
@@ -29,7 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (demo, compare, generate, trace, methods, calibrate, tune, results):
+for command in (demo, compare, generate, trace, methods, calibrate, compile, tune, results):
     app.command()(command)
 app.command("eval")(evaluate)
 # What is not keepset's own goes on to vLLM.
