@@ -34,8 +34,8 @@ _process: subprocess.Popen[str] | None = None
 def agree(gold: str, solution: str) -> bool:
     """Whether a solution's final answer equals that of the gold text.
 
-    The final answer is what the last box holds. Without a box it is what math-verify finds: what is called the answer,
-    else the last expression or number there is. What takes too long to compare is no answer.
+    The final answer is what the last box holds. Without a box it is what math-verify finds, after the last `####` if
+    there is one: what is called the answer, else the last expression or number. What takes too long is no answer.
     """
     with _lock:
         process = _running()
@@ -86,5 +86,6 @@ def _line(process: subprocess.Popen[str]) -> str:
 
 
 def _final(text: str) -> str:
-    """From the last box on: math-verify joins the boxes of a text to one set."""
-    return text[max(text.rfind("\\boxed"), 0) :]
+    """From the last box on, since math-verify joins the boxes of a text to one set; else from GSM8K's mark on."""
+    box = text.rfind("\\boxed")
+    return text[box:] if box >= 0 else text.rpartition("####")[2]

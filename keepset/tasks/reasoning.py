@@ -97,8 +97,6 @@ def _prompt(row: Row) -> str:
 
 def _gold(row: Row) -> str:
     answer = str(row.first("answer", "Answer", "solution"))
-    # GSM8K's ends a solution, and groups digits.
-    _, mark, last = answer.rpartition("####")
-    if mark:
-        answer = last.strip().replace(",", "")
+    # GSM8K's ends a solution.
+    answer = answer.rpartition("####")[2].strip()
     return answer if "\\boxed" in answer else f"\\boxed{{{answer}}}"

@@ -78,6 +78,7 @@ def test_answers_are_long_and_decoded(name: str, tokens: int) -> None:
 RIGHT = [
     ("18", "So she makes 9 * 2 = $\\boxed{18}$ dollars."),
     ("18", "She has 16 - 3 - 4 = 9 left.\n#### 18"),
+    ("18", "The answer is 9 for one, so 2 * 9 = 18 for both.\n####18"),
     ("18", "\\boxed{\\$18.00}"),
     ("18", "\\boxed{18\\text{ dollars}}"),
     ("18", "\\boxed{x = 18}"),
