@@ -168,7 +168,7 @@ def test_common_words_are_the_most_common_and_a_list_is_shown(length: int, token
         assert {word for word, _ in counted} == set(re.findall(r"\d+\. (\S+)", answers))
 
 
-@pytest.mark.parametrize("length", [310, 400, 1000, 3000])
+@pytest.mark.parametrize("length", [260, 400, 1000, 3000])
 def test_frequent_words_are_the_most_frequent_after_the_dots(length: int, tokenizer: Any) -> None:
     for example in task("ruler_fwe", length).examples(tokenizer, limit=3):
         words = example.context.split("coded words. ")[1].split()
@@ -180,10 +180,11 @@ def test_frequent_words_are_the_most_frequent_after_the_dots(length: int, tokeni
 
 def test_the_third_most_frequent_word_is_known_at_every_size() -> None:
     draws = FrequentWords(1000)
-    for size in range(draws.smallest, 300):
+    for size in range(draws.smallest - 1, 300):
         drawn = draws.draw(size, 0, 0)
         ranked = Counter(drawn.context.split("coded words. ")[1].split()).most_common()
-        assert [word for word, _ in ranked[1:4]] == list(drawn.answers) and ranked[3][1] > ranked[4][1]
+        assert (ranked[3][1] > ranked[4][1]) == (size >= draws.smallest)
+        assert size < draws.smallest or [word for word, _ in ranked[1:4]] == list(drawn.answers)
 
 
 def squad(folder: Path) -> None:
