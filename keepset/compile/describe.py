@@ -43,15 +43,23 @@ def describe(tables: Tables) -> list[str]:
 def coverage(tables: Tables) -> list[str]:
     """How many contexts each bin of risk has, and which have too few."""
     counts = tables.counts
-    thin = [f"{e}.{p}" for e, p in (counts < ENOUGH).nonzero().tolist()]
     lines = ["contexts in the bins of risk, a row for each bin of perplexity, from low to high entropy:"]
     lines += [f"  {p}: " + " ".join(f"{int(count):2d}" for count in counts[:, p]) for p in range(counts.shape[1])]
-    if thin:
+    thin = (counts < ENOUGH).T
+    if thin.any():
+        named = "; ".join(f"{p}: {_ranges(row)}" for p, row in enumerate(thin.tolist()) if any(row))
         lines.append(
-            f"{len(thin)} of {counts.numel()} bins have fewer than {ENOUGH} contexts and go by their layer and "
-            f"neighbours (entropy.perplexity): {' '.join(thin)}"
+            f"{int(thin.sum())} of {counts.numel()} bins have fewer than {ENOUGH} contexts and go by what others of "
+            f"their layer say (perplexity: entropy): {named}"
         )
     return lines
+
+
+def _ranges(flags: list[bool]) -> str:
+    """Places that are true: `0-3, 7`."""
+    starts = [i for i, flag in enumerate(flags) if flag and not (i and flags[i - 1])]
+    ends = [i for i, flag in enumerate(flags) if flag and not (i + 1 < len(flags) and flags[i + 1])]
+    return ", ".join(f"{a}-{b}" if a < b else str(a) for a, b in zip(starts, ends, strict=True))
 
 
 def _spread(values: torch.Tensor) -> str:

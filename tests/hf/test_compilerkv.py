@@ -106,3 +106,30 @@ def test_what_does_not_go_is_said(tmp_path: Path) -> None:
     cache = keepset.Cache(model, f"compilerkv(tables={str(tmp_path / 'other')!r}, window=5, keep=20)")
     with pytest.warns(UserWarning, match="with 9 layers of 3 query heads"):
         generate(model, ids, cache, max_new_tokens=1)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_mqa"])
+@pytest.mark.parametrize("keep", [6, 20, 39])
+def test_theorem_4_1_on_a_models_own_attention(name: str, keep: int) -> None:
+    """With its constants, over all rows of every layer: |E|_F <= sqrt(2 sum X^2), X a row's dropped mass.
+
+    That is at most sqrt(2 T) max X, and sqrt(2 T) times the mean of X where all rows lose the same: the tight case.
+    """
+    model, ids = tiny(name), prompt(1, LENGTH)
+    cache = keepset.Cache(model, f"compilerkv(window=5, keep={keep})")
+    generate(model, ids, cache, max_new_tokens=1)
+    assert cache.keep_set is not None
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        attentions = model(ids, output_attentions=True).attentions
+    for layer, attention in enumerate(attentions):
+        full = attention[0].double()
+        stay = torch.zeros(LENGTH, dtype=torch.bool)
+        stay[cache.keep_set.positions(layer, 0, 0).long()] = True
+        left = full * stay
+        compressed = left / left.sum(-1, keepdim=True).clamp(min=1e-300)
+        lost = 1 - left.sum(-1)
+        errors = (full - compressed).flatten(1).norm(dim=1)
+        bounds = (2 * lost.square().sum(-1)).sqrt()
+        assert bool((errors <= bounds + 1e-9).all()) and bool((errors > 0).all())
+        assert bool((bounds <= (2 * LENGTH) ** 0.5 * lost.amax(-1) + 1e-9).all())
