@@ -259,14 +259,19 @@ def _read(data: Path, files: dict[str, str], **_: Any) -> Any:
 
 @contextmanager
 def _prepared() -> Iterator[None]:
-    """Tasks that shuffle do it as under the harness's own command line; its advice to authors of tasks is not shown."""
+    """Tasks that shuffle do it as under the harness's own command line; advice to their authors is not shown."""
+    datasets = extra("datasets")
     chance, level = (random.getstate(), np.random.get_state()), _log.level
+    bars = not datasets.are_progress_bars_disabled()
     random.seed(0)
     np.random.seed(1234)
     _log.setLevel(logging.ERROR)
+    datasets.disable_progress_bars()
     try:
         yield
     finally:
         random.setstate(chance[0])
         np.random.set_state(chance[1])
         _log.setLevel(level)
+        if bars:
+            datasets.enable_progress_bars()
