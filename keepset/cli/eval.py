@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -137,8 +138,8 @@ def _run(
             _say(f"stopped after {there} of {total} cells, which are in {str(out)!r}: the same command goes on")
             raise typer.Exit(130) from None
         failed = _show(store, grid, as_json=as_json)
-    for each in lost:
-        _say(f"{each.task}: {each.recipe} was left out ({each.reason}); the same command tries again")
+    for each, times in Counter(lost).items():
+        _say(f"{each.task}: {each.recipe} was left out, {times} times ({each.reason}); the same command tries again")
     if failed or lost:
         raise typer.Exit(1)
 

@@ -221,11 +221,12 @@ def test_ctrl_c_keeps_what_is_there_and_the_same_command_goes_on(run: Run, stub:
 
 
 def test_what_memory_was_not_enough_for_is_said(run: Run, stub: type[Stub]) -> None:
-    words = ("eval", "counting", "--limit", "1", "--recipes", "knorm", "--keeps", "0.5", "--json")
+    words = ("eval", "counting", "--limit", "3", "--recipes", "knorm", "--keeps", "0.5", "--json")
     Stub.no_memory_for = "knorm(keep=0.5)"
     done = run(*words)
     assert done.code == 1
-    assert "counting: knorm(keep=0.5) was left out (memory was not enough); the same command tries again" in done.err
+    said = "counting: knorm(keep=0.5) was left out, 3 times (memory was not enough); the same command tries again\n"
+    assert done.err == WHERE + said
     Stub.no_memory_for = ""
     assert run(*words).code == 0
     assert recipes("counting") == [FULL, "random(keep=0.5)", "streaming_llm(keep=0.5)", "knorm(keep=0.5)"]
