@@ -27,7 +27,8 @@ class CompilerKV(Method):
 
     Attention of the `window` newest queries, summed over them and averaged over all heads of all layers, times the
     length of an entry's value relative to its head's mean, times the head's weight in the table; an entry counts by the
-    head where that is most. All heads of a layer keep one set. `tables` is a file; without one all weights are 1.
+    head where that is most. All heads of a layer keep one set. `tables` is a file that `keepset compile` makes; without
+    one all weights are 1.
 
     With `elastic=True` a layer keeps fewer than the budget where a threshold admits fewer: the table's for the entropy
     of that attention and the perplexity of the window. By default every layer keeps exactly the budget, and then
@@ -37,6 +38,9 @@ class CompilerKV(Method):
 
     The paper's ablations: `head_table=False` (all weights 1), `gate=False` (one threshold), and for raw attention
     `global_mean=False` (each head's own) with `relative_norm=False` (no values).
+
+    Under that mean all heads of a layer see the same attention and differ in the length of their values alone, so weights
+    change little; with `global_mean=False` they change much more.
 
     "All layers" are those that are compressed; sliding windows are not among them.
 
