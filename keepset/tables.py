@@ -184,6 +184,6 @@ def _say(sentence: str) -> None:
 def say_neutral() -> None:
     """Says, once, that nothing was compiled."""
     _say(
-        "compilerkv has no tables: all heads count the same and the threshold is fixed; make a file with `keepset compile "
-        "--out tables.safetensors` and name it as tables='tables.safetensors'."
+        "compilerkv has no tables: all heads count the same and the threshold is fixed; make a file with `keepset "
+        "compile --out tables.safetensors` and name it as tables='tables.safetensors'."
     )

@@ -39,8 +39,8 @@ class CompilerKV(Method):
     The paper's ablations: `head_table=False` (all weights 1), `gate=False` (one threshold), and for raw attention
     `global_mean=False` (each head's own) with `relative_norm=False` (no values).
 
-    Under that mean all heads of a layer see the same attention and differ in the length of their values alone, so weights
-    change little; with `global_mean=False` they change much more.
+    Under that mean all heads of a layer see the same attention and differ in the length of their values alone, so
+    weights change little; with `global_mean=False` they change much more.
 
     "All layers" are those that are compressed; sliding windows are not among them.
 
