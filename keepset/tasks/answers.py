@@ -21,10 +21,11 @@ _SECONDS = 60.0
 _PROGRAM = """
 import json, sys
 from math_verify import parse, verify
-print("ready", flush=True)
+out, sys.stdout = sys.stdout, sys.stderr
+print("ready", file=out, flush=True)
 for line in sys.stdin:
     gold, answer = json.loads(line)
-    print(json.dumps(verify(parse(gold), parse(answer))), flush=True)
+    print(json.dumps(verify(parse(gold), parse(answer))), file=out, flush=True)
 """
 
 _lock = threading.Lock()
@@ -74,6 +75,7 @@ def _running() -> subprocess.Popen[str]:
         )
         if _line(_process) != "ready\n":
             _process.kill()
+            _process.wait()
             raise KeepsetError('Answers are judged by math-verify, which does not start: pip install "keepset[eval]".')
     return _process
 

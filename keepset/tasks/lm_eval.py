@@ -69,9 +69,10 @@ class HarnessTask(Task):
     """A task of lm-evaluation-harness (Gao and others, 2021): context, question and choices are its prompt, verbatim.
 
     The context ends with the passage that an item brings (`context`, `passage`, `article`, `document`, `story` or
-    `paragraph`), where one is in the prompt; else with the examples before the question. The metric is the first of the
-    task's that is a mean over items and higher when better, by the task's first filter. Scores are those of greedy
-    answers, whatever the task says of sampling. Where it is sent to another process, that one makes it anew.
+    `paragraph`, and `input` beside a `question`), where one is in the prompt; else with the examples before the
+    question. The metric is the first of the task's that is a mean over items and higher when better, by its first
+    filter. Scores are those of greedy answers, whatever the task says of sampling. Where it is sent to another process,
+    that one makes it anew.
 
     Args:
         task: the harness's.
@@ -179,9 +180,10 @@ def _check_kind(name: str, task: Any) -> None:
 
 def _split(prompt: str, asked: str, doc: Any) -> tuple[str, str]:
     """Context and text, which begins with the white space between the two."""
-    end = start = max(prompt.rfind(asked), 0)
-    fields = (doc.get(field) for field in _DOCUMENTS)
-    for passage in (field.strip() for field in fields if isinstance(field, str)):
+    end = start = max(prompt.rfind(asked), 0) if asked else 0
+    # Elsewhere an input is the question.
+    fields = (*_DOCUMENTS, "input") if "question" in doc else _DOCUMENTS
+    for passage in (doc[field].strip() for field in fields if isinstance(doc.get(field), str)):
         at = prompt.find(passage, start)
         if passage and at >= 0 and prompt[at + len(passage) :].strip():
             end = max(end, at + len(passage))

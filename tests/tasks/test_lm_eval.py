@@ -196,6 +196,23 @@ def test_what_comes_before_the_question_is_context(tmp_path: Path) -> None:
     assert found["predict", 2][1:] == ("\n\n" + passage + " ", "")
 
 
+@pytest.mark.parametrize(
+    "doc, asked, context",
+    [
+        ({"input": "A text.", "question": "Why?"}, "A text.\nWhy?", "Shown\n\nA text."),
+        ({"input": "A text.", "target": "Why?"}, "A text.\nWhy?", "Shown"),
+        ({"story": "A text.", "context": "A text.\nWhy"}, "A text.\nWhy?", "Shown\n\nA text.\nWhy"),
+        ({"article": "Shown"}, "A text.\nWhy?", "Shown"),
+        ({"article": "A text.\nWhy?"}, "A text.\nWhy?", "Shown"),
+        ({"article": " "}, "Why?", "Shown\n\nA text."),
+        ({"passage": ["A text."]}, "", ""),
+    ],
+)
+def test_where_a_prompt_is_cut(doc: dict[str, Any], asked: str, context: str) -> None:
+    prompt = "Shown\n\nA text.\nWhy?"
+    assert subject._split(prompt, asked, doc) == (context, prompt[len(context) :])
+
+
 def test_how_answers_are_generated_is_the_task_s(tmp_path: Path) -> None:
     write, prefixed = single(define(tmp_path, "write")), single(define(tmp_path, "prefixed"))
     assert (write.generation.tokens, write.generation.until, write.decodes) == (7, (".", "Q:"), False)
