@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -18,6 +19,7 @@ from keepset.evaluate.halving import LEAST, Entry, Figures, Halving
 from keepset.evaluate.intervals import Interval, of_score
 from keepset.evaluate.pieces import ANSWER_TOKENS, Piece
 from keepset.hf.cache import Cache
+from keepset.hf.prompt_cache import PromptCache
 from keepset.hf.recorder import Recorder
 from keepset.methods.streaming_llm import StreamingLLM
 from keepset.recipe import Recipe
@@ -62,22 +64,26 @@ class Measurer:
             for recipe in recipes:
                 yield from self(number, [recipe])
             return
-        whole = Cache.from_prompt(self._model, Recipe.of(StreamingLLM(), keep=1.0), recorder, recorder.observations)
-        reference = self._continue(piece, whole.fork())
-        if number not in self.full_bytes:
-            self.full_bytes[number] = recorder.nbytes_full
-            self.full_found[number] = self._ask(piece, whole)
-        del whole
-        for recipe in recipes:
-            try:
-                yield self._measure(piece, recipe, recorder, reference)
-            except KeepsetError as error:
-                yield str(error)
+        with _freed(recorder):
+            with _freed(self._compressed(Recipe.of(StreamingLLM(), keep=1.0), recorder)) as whole:
+                reference = self._continue(piece, whole)
+                if number not in self.full_bytes:
+                    self.full_bytes[number] = recorder.nbytes_full
+                    self.full_found[number] = self._ask(piece, whole)
+            for recipe in recipes:
+                try:
+                    with _freed(self._compressed(recipe, recorder)) as cache:
+                        yield self._figures(piece, recipe, recorder, cache, reference)
+                except KeepsetError as error:
+                    yield str(error)
+            recorder.observations.clear()
 
-    def _measure(
-        self, piece: Piece, recipe: Recipe, recorder: Recorder, reference: Float[Tensor, "n vocabulary"]
+    def _compressed(self, recipe: Recipe, recorder: Recorder) -> Cache:
+        return Cache.from_prompt(self._model, recipe, recorder, recorder.observations)
+
+    def _figures(
+        self, piece: Piece, recipe: Recipe, recorder: Recorder, cache: Cache, reference: Float[Tensor, "n vocabulary"]
     ) -> Figures | str:
-        cache = Cache.from_prompt(self._model, recipe, recorder, recorder.observations)
         (event,) = cache.events
         kept = event.kept / event.entries
         length = piece.prompt.shape[1]
@@ -86,7 +92,7 @@ class Measurer:
             if kept > most:
                 return f"{recipe} chooses itself how much it keeps, and kept {kept:.0%}: that is more than {most:.0%}."
         nbytes = cache.nbytes
-        logits = self._continue(piece, cache.fork())
+        logits = self._continue(piece, cache)
         return Figures(
             kl=mean(kl(reference, logits)),
             top1=float((logits.argmax(-1) == reference.argmax(-1)).double().mean()),
@@ -100,8 +106,9 @@ class Measurer:
 
     @torch.no_grad()
     def _continue(self, piece: Piece, cache: Cache) -> Float[Tensor, "n vocabulary"]:
-        """Logits after each token of the continuation, teacher-forced."""
-        return self._model(piece.continuation, past_key_values=cache, use_cache=True).logits[0]
+        """Logits after each token of the continuation, teacher-forced, on a fork of this cache."""
+        with _freed(cache.fork()) as fork:
+            return self._model(piece.continuation, past_key_values=fork, use_cache=True).logits[0]
 
     @torch.no_grad()
     def _ask(self, piece: Piece, cache: Cache) -> list[bool]:
@@ -114,17 +121,32 @@ class Measurer:
         seen = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in questions])
         ends = self._model.generation_config.eos_token_id
         generate: Any = self._model.generate
-        answers = generate(
-            **cache.ask(ids, seen),
-            max_new_tokens=ANSWER_TOKENS,
-            do_sample=False,
-            temperature=None,
-            top_p=None,
-            top_k=None,
-            pad_token_id=ends[0] if isinstance(ends, list) else ends,
-        )
+        asked = cache.ask(ids, seen)
+        with _freed(asked["past_key_values"]):
+            answers = generate(
+                **asked,
+                max_new_tokens=ANSWER_TOKENS,
+                do_sample=False,
+                temperature=None,
+                top_p=None,
+                top_k=None,
+                pad_token_id=ends[0] if isinstance(ends, list) else ends,
+            )
         told = self._tokenizer.batch_decode(answers[:, longest:], skip_special_tokens=True)
         return [fact.answer in answer for fact, answer in zip(piece.facts, told, strict=True)]
+
+
+_AnyCache = TypeVar("_AnyCache", bound=PromptCache)
+
+
+@contextmanager
+def _freed(cache: _AnyCache) -> Iterator[_AnyCache]:
+    """The cache, which lets go of its tensors then: it and its layers know each other, so they would stay a while."""
+    try:
+        yield cache
+    finally:
+        cache.reset()
+        cache.stop_watching()
 
 
 class Tuner:

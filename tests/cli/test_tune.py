@@ -106,7 +106,7 @@ def test_several_texts_and_the_same_seed_twice(run: Run) -> None:
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(("after", "known"), [(0, 0), (2, 2), (21, 3), (36, 3)])
 def test_interrupt_shows_what_is_known(run: Run, monkeypatch: pytest.MonkeyPatch, after: int, known: int) -> None:
-    measure, done_so_far = Measurer._measure, []
+    measure, done_so_far = Measurer._figures, []
 
     def interrupted(*words: Any) -> Any:
         if len(done_so_far) == after:
@@ -114,7 +114,7 @@ def test_interrupt_shows_what_is_known(run: Run, monkeypatch: pytest.MonkeyPatch
         done_so_far.append(None)
         return measure(*words)
 
-    monkeypatch.setattr(Measurer, "_measure", interrupted)
+    monkeypatch.setattr(Measurer, "_figures", interrupted)
     done = run(*TUNE, "--json")
     assert done.code == 130 and "Traceback" not in done.err
     if not known:

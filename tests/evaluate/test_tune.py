@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Iterator, Sequence
 from statistics import fmean
@@ -113,6 +114,25 @@ def test_facts_are_asked_of_what_each_recipe_kept() -> None:
         assert list(told.found) == [fact.answer in answer for fact, answer in zip(one.facts, answers, strict=True)]
         lost += 3 - sum(told.found)
     assert lost > 0
+
+
+def test_nothing_of_a_piece_stays() -> None:
+    """Neither tensors nor hooks, without waiting for the collection of what is unreachable."""
+    gc.collect()
+    gc.disable()
+    try:
+        before = held()
+        assert len(list(measurer(piece(answers=["x"]))(0, RECIPES))) == len(RECIPES)
+        assert held() <= before + 20 * LENGTH
+    finally:
+        gc.enable()
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in tiny("llama").modules())
+
+
+def held() -> int:
+    """Numbers in all tensors that there are, reachable or not."""
+    found = [thing for thing in gc.get_objects() if type(thing) is Tensor]
+    return sum({tensor.untyped_storage().data_ptr(): tensor.numel() for tensor in found}.values())
 
 
 def test_what_chooses_its_own_number_must_stay_within_the_budget() -> None:
