@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -17,13 +18,15 @@ from keepset.tasks import lm_eval
 
 
 @pytest.fixture(autouse=True)
-def few_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def few_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Reading the harness's thousands of own tasks takes seconds."""
     tmp_path.joinpath("a.yaml").write_text("{task: hellaswag, dataset_path: x}")
     tmp_path.joinpath("b.yaml").write_text("{task: gsm8k, dataset_path: x}")
     monkeypatch.setattr(
         lm_eval, "TaskManager", partial(TaskManager, include_path=str(tmp_path), include_defaults=False)
     )
+    lm_eval._manager.cache_clear()
+    yield
     lm_eval._manager.cache_clear()
 
 

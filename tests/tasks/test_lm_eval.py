@@ -6,6 +6,7 @@ import json
 import pickle
 import random
 import zlib
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -242,7 +243,7 @@ def test_a_task_that_was_sent_is_the_same(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder for data, and a harness that knows the four tasks, a group and a tag."""
     harness, data = tmp_path / "harness", tmp_path / "data"
     harness.mkdir()
@@ -253,7 +254,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     harness.joinpath("all.yaml").write_text(json.dumps(group), encoding="utf-8")
     monkeypatch.setattr(subject, "TaskManager", partial(TaskManager, include_path=str(harness), include_defaults=False))
     subject._manager.cache_clear()
-    return data
+    yield data
+    subject._manager.cache_clear()
 
 
 def test_groups_and_tags_stand_for_their_tasks_and_each_comes_once(folder: Path) -> None:
