@@ -269,7 +269,6 @@ def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
         (["needle", "--data", "missing"], "There is no folder 'missing' to take data from"),
         (["needle", "--out", "missing/sweep.sqlite"], "cannot be written: give a file in a folder that exists"),
         (["needle", "--out", "."], "cannot be written: give a file in a folder that exists"),
-        (["needel"], "needel"),
         ([","], "There is no task to evaluate"),
         (["gsm8k", "--keeps", "0.5"], "gsm8k is about decoding, where a fraction of what is left would shrink"),
     ],
