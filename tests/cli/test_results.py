@@ -10,7 +10,9 @@ import pytest
 from rich.console import Console
 
 from keepset.cli import console
+from keepset.cli.results import _shown
 from keepset.evaluate.cell import FULL, Cell
+from keepset.evaluate.rows import Figure
 from keepset.evaluate.store import Store
 from keepset.evaluate.summary import summarise
 from tests.cli.conftest import Run
@@ -137,3 +139,9 @@ def test_bad_input(run: Run, sweep: Path, tmp_path: Path, words: list[str], says
     assert done.code == 2 and done.out == ""
     assert done.err.startswith("keepset: ") and says in done.err and done.err.count("\n") == 1
     assert sweep.read_bytes() == before
+
+
+def test_what_rounds_to_zero_has_no_sign() -> None:
+    assert _shown(Figure(-0.0001, -0.0004, 0.0004), sign="+") == "+0.0 (+0.0..+0.0)"
+    assert _shown(Figure(-0.001, None, None)) == "-0.1"
+    assert _shown(None) == ""
