@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
+from keepset.allocate.composed import Composed
 from keepset.allocate.uniform import Uniform
 from keepset.errors import KeepsetError
 from keepset.method import Allocator, Method
@@ -41,8 +42,10 @@ def with_budget(recipes: Iterable[Recipe], keep: int | float) -> tuple[list[Reci
 def compositions(best: Sequence[Recipe]) -> list[Recipe]:
     """Every allocator over the best `COMPOSED` of these recipes that can be divided, each another method, with budgets.
 
-    `uniform` is left out: it changes nothing about a scorer that keeps the same number everywhere.
+    `uniform` is left out: it changes nothing about a scorer that keeps the same number everywhere. So is what the
+    catalogue has under a name of its own.
     """
+    named = {Recipe(r.method.composition, r.budget) for r in catalogue() if isinstance(r.method, Composed)}
     composed: dict[type[Method], list[Recipe]] = {}
     for recipe in best:
         kind = type(recipe.method)
@@ -52,7 +55,7 @@ def compositions(best: Sequence[Recipe]) -> list[Recipe]:
             composed[kind] = found
         if len(composed) == COMPOSED:
             break
-    return [recipe for found in composed.values() for recipe in found]
+    return [recipe for found in composed.values() for recipe in found if recipe.without_budget() not in named]
 
 
 def composed_at_most() -> int:

@@ -56,3 +56,12 @@ def test_few_recipes_give_few_compositions() -> None:
     assert len(compositions([Recipe.parse("tova(keep=99)")])) == composed_at_most() / 3
     # One whose own sinks alone are more is left out.
     assert "ams(tova, keep=9)" not in map(str, compositions([Recipe.parse("tova(keep=9)")]))
+
+
+def test_what_has_a_name_of_its_own_is_not_composed_again() -> None:
+    """`kvcompose` is `composite(received(mean_term=True))`."""
+    found = list(map(str, compositions([Recipe.parse("received(mean_term=True, keep=0.3)")])))
+    assert "composite(received(mean_term=True), keep=0.3)" not in found
+    assert "pool(received(mean_term=True), keep=0.3)" in found and len(found) == composed_at_most() / 3 - 1
+    others = list(map(str, compositions([Recipe.parse("received(mean_term=True, keep=0.3, sinks=4)")])))
+    assert "composite(received(mean_term=True), keep=0.3, sinks=4)" in others
