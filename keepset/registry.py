@@ -18,6 +18,7 @@ from keepset.allocate.kvcompose import KVCompose
 from keepset.allocate.kvzip import KVZip
 from keepset.allocate.pool import Pool
 from keepset.allocate.pyramid import Pyramid
+from keepset.allocate.reread import Reread
 from keepset.allocate.uniform import Uniform
 from keepset.allocate.zigzag import ZigZag
 from keepset.errors import KeepsetError
@@ -64,6 +65,7 @@ _methods: dict[str, type[Method]] = {
         KVCompose,
         KVZip,
         Glance,
+        Reread,
         CompilerKV,
         Uniform,
         Pyramid,

@@ -25,7 +25,7 @@ context = typer.Typer(
 def build(
     text: Annotated[Path, typer.Option(help="A UTF-8 text file.")],
     out: Annotated[Path, typer.Option(help="The file to write, such as report.safetensors.")],
-    recipe: Annotated[str, typer.Option(help="What to keep, such as 'snapkv(keep=0.25)'.")] = "snapkv(keep=0.25)",
+    recipe: Annotated[str, typer.Option(help="What to keep, such as 'snapkv(keep=0.25)'.")] = "reread(keep=0.25)",
     model: Annotated[str | None, typer.Option(help="A folder or a hub name; a small embedded model if none.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
 ) -> None:

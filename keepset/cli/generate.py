@@ -10,7 +10,7 @@ import typer
 
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to say to the model.")],
-    recipe: Annotated[str, typer.Option(help="What to keep, such as 'snapkv(keep=0.25)'.")] = "snapkv(keep=0.25)",
+    recipe: Annotated[str, typer.Option(help="What to keep, such as 'snapkv(keep=0.25)'.")] = "glance(keep=0.25)",
     text: Annotated[Path | None, typer.Option(help="A UTF-8 text file that goes before the prompt.")] = None,
     question: Annotated[
         str | None, typer.Option(help="What will be asked: methods with a second pass keep what it looks at.")

@@ -48,8 +48,8 @@ class Echo(Method):
 
     @property
     def recent(self) -> int:
-        """What the next tokens look at for their neighbourhood, which no token asked from afar shows."""
-        return 32
+        """Eight: neighbours, which no token asked from afar shows."""
+        return 8
 
     def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
         """Root mean square of what would be received."""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from keepset import Budget, Recipe
 from keepset.allocate.composed import Composed
 from keepset.allocate.glance import Glance
+from keepset.allocate.reread import Reread
 from tests.allocate.test_kvcompose import budgets, pooled, sets_of
 from tests.methods.naive import Shape, observe
 from tests.methods.test_echo import naive_scores
@@ -26,24 +27,28 @@ examples = settings(max_examples=40, deadline=None, derandomize=True)
     heads=st.sampled_from([(1, 8), (3, 1), (2, 3)]),
     layers=st.integers(1, 4),
     seed=st.integers(0, 99),
+    recipe=st.sampled_from([(Glance(), 4), (Reread(), 1)]),
 )
-def test_one_pool_of_echoes(budget: Budget, lengths: list[int], heads: tuple[int, int], layers: int, seed: int) -> None:
+def test_one_pool_of_echoes(
+    budget: Budget, lengths: list[int], heads: tuple[int, int], layers: int, seed: int, recipe: tuple[Composed, int]
+) -> None:
+    method, every = recipe
     shape = Shape(tuple(lengths), *heads, 4, 5)
     draw = torch.Generator().manual_seed(seed)
     squares = torch.rand(layers, shape.batch, heads[0] * heads[1], shape.entries, generator=draw)
     observations = [
-        observe(shape, seed=seed + layer, layer=layer, layers=range(layers), echoes={4: squares[layer]})
+        observe(shape, seed=seed + layer, layer=layer, layers=range(layers), echoes={every: squares[layer]})
         for layer in range(layers)
     ]
     for request in range(shape.batch):
-        scores = [naive_scores(observation, request, 4) for observation in observations]
-        assert sets_of(Glance(), observations, budget, request) == pooled(scores, budget, 0.2)
+        scores = [naive_scores(observation, request, every) for observation in observations]
+        assert sets_of(method, observations, budget, request) == pooled(scores, budget, 0.2)
 
 
-@pytest.mark.parametrize("name, whole", [("glance", "pool(echo(every=4))")])
+@pytest.mark.parametrize("name, whole", [("glance", "pool(echo(every=4))"), ("reread", "pool(echo())")])
 def test_a_name_stands_for_what_it_is_made_of(name: str, whole: str) -> None:
     named: Any = Recipe.parse(f"{name}(keep=0.5)")
     made = Recipe.parse(f"{whole[:-1]}, keep=0.5)")
     assert isinstance(named.method, Composed) and named.method.composition == made.method
-    assert named.budget == made.budget == Budget(0.5, sinks=4, recent=32)
+    assert named.budget == made.budget == Budget(0.5, sinks=4, recent=8)
     assert named.method.needs == made.method.needs

@@ -36,4 +36,4 @@ def test_scores_are_the_groups_mean_root_of_mean_squares(shape: Shape, every: in
 def test_the_prompts_queries_are_needed_and_first_and_newest_stay() -> None:
     assert Echo(every=3).needs == Needs(echoes=frozenset({3})) and Echo().needs == Needs(echoes=frozenset({1}))
     assert Echo().needs.hidden_states
-    assert (Echo().sinks, Echo().recent) == (4, 32)
+    assert (Echo().sinks, Echo().recent) == (4, 8)
