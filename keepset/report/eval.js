@@ -46,7 +46,8 @@ let across = "share";
 
 function trace(name, drawn, colour, symbol, more) {
   return {
-    type: "scatter", mode: "lines+markers", name: label(name), x: drawn.map((row) => row[across]), y: drawn.map((row) => row.score.value),
+    type: "scatter", mode: "lines+markers", cliponaxis: false, name: label(name),
+    x: drawn.map((row) => row[across]), y: drawn.map((row) => row.score.value),
     hovertext: drawn.map((row) =>
       `${wrapped(row.recipe)}<br>${percent(row.score.value)} (${between(row.score, percent)})<br>` +
       `${percent(row.share)} of the bytes, ${percent(row.keep)} of the entries<br>` +
@@ -170,7 +171,7 @@ function maps() {
     const body = parts.map((part) => el("tr", {},
       el("th", { scope: "row" }, `${10 * part}–${10 * part + 10} %`),
       ...map.scores[part].map((score, i) => {
-        const td = el("td", { title: counted(map.examples[part][i], map.examples[part][i], " examples") }, known(score) ? (100 * score).toFixed(0) : "–");
+        const td = el("td", { title: `${integer(map.examples[part][i])} examples` }, known(score) ? (100 * score).toFixed(0) : "–");
         if (known(score)) td.style.setProperty("--share", score);
         return td;
       })));
