@@ -93,7 +93,13 @@ def picker(temperature: float, device: torch.device, *draw: object) -> Pick:
         return lambda logits: logits.argmax(-1, keepdim=True)
     seed = int.from_bytes(hashlib.sha256(repr(draw).encode()).digest()[:7], "big")
     generator = torch.Generator(device).manual_seed(seed)
-    return lambda logits: torch.multinomial((logits.float() / temperature).softmax(-1), 1, generator=generator)
+
+    def drawn(logits: Tensor) -> Tensor:
+        weights = (logits.float() / temperature).softmax(-1)
+        # As torch.multinomial draws one, but a number that overflowed is no error here, as it is none when greedy.
+        return (weights / torch.empty_like(weights).exponential_(generator=generator)).argmax(-1, keepdim=True)
+
+    return drawn
 
 
 def repetition(ids: list[int], n: int = 4) -> float:

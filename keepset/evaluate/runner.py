@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -47,7 +48,7 @@ class Runner:
         temperature: 0 for greedy decoding.
 
     Raises:
-        KeepsetError: the model has no chat template, or the temperature is below 0.
+        KeepsetError: the model has no chat template, or the temperature is out of range.
     """
 
     def __init__(
@@ -59,8 +60,11 @@ class Runner:
         chat: bool,
         temperature: float = 0.0,
     ) -> None:
-        if not temperature >= 0:
-            raise KeepsetError(f"A temperature of {temperature} is out of range: use 0 for greedy decoding, or more.")
+        # Divided by less, logits overflow.
+        if not (temperature == 0 or 0.01 <= temperature <= 100):
+            raise KeepsetError(
+                f"A temperature of {temperature} is out of range: use 0 for greedy decoding, or 0.01 to 100."
+            )
         longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         self._prompts = Prompts(tokenizer, agnostic=agnostic, chat=chat, longest=longest)
         self._model, self._tokenizer, self._temperature = model, tokenizer, temperature
@@ -123,7 +127,7 @@ class Runner:
         seconds = time.perf_counter() - began
         return Outcome(
             scores=task.judge(asked.question, reply),
-            replies=[reply if isinstance(reply, str) else [list(choice) for choice in reply]],
+            replies=[reply if isinstance(reply, str) else [_plain(*choice) for choice in reply]],
             keep=kept(cache) if decodes else keep,
             kv_bytes=held.nbytes,
             kv_bytes_full=held.nbytes_full,
@@ -144,6 +148,11 @@ class Runner:
 
 def _selecting(cache: Cache) -> float:
     return sum(event.seconds for event in cache.events)
+
+
+def _plain(likelihood: float, greedy: bool) -> list[float | bool | None]:
+    """As JSON has it, which knows no number that overflowed."""
+    return [likelihood if math.isfinite(likelihood) else None, greedy]
 
 
 def _nothing() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import json
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -140,6 +142,20 @@ def test_answers_are_those_of_generate(architecture: str) -> None:
             whole = CONTEXT + question.text + question.prefix
             assert said == answered(model, DynamicCache(config=model.config), whole, "")
     assert len(different) > 6
+
+
+@pytest.mark.parametrize("architecture", ["llama_mqa", "llama_mha", "llama_odd_head", "bfloat16"])
+def test_of_awkward_models_and_contexts_too(architecture: str) -> None:
+    half = architecture == "bfloat16"
+    model = copy.deepcopy(tiny("llama")).bfloat16() if half else tiny(architecture)
+    texts = ["snapkv(window=4, keep=0.3)", "adakv(knorm, keep=8)", "knorm(keep=8, every=3)"]
+    for context in ("A", "AAAAAAAA", CONTEXT):
+        example = replace(EXAMPLE, context=context, questions=EXAMPLE.questions[:1])
+        for agnostic in (True, False):
+            for cell in run(parsed(*texts)[1:], example=example, model=model, agnostic=agnostic):
+                cache = keepset.Cache(model, cell.recipe)
+                parts = (context, " Who?") if agnostic else (context + " Who?", "")
+                assert replies(cell) == [answered(model, cache, *parts)], (cell.recipe, context)
 
 
 def test_in_a_chat_they_are_those_of_the_template() -> None:
@@ -335,6 +351,15 @@ def test_a_prefill_that_cannot_be_shared_is_not(monkeypatch: pytest.MonkeyPatch)
     assert (timeless(full), timeless(snapkv)) == (timeless(expected[0]), timeless(expected[1]))
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_numbers_that_overflow_stop_no_sweep(temperature: float) -> None:
+    model = copy.deepcopy(tiny("llama"))
+    model.lm_head.weight.data[7] = float("nan")
+    for cell in run(parsed("snapkv(window=8, keep=0.5)"), model=model, temperature=temperature):
+        assert cell.error is None and replies(cell)[2] == [[None, False], [None, False]]
+        assert "NaN" not in json.dumps(cell.to_json())
+
+
 def test_an_example_that_cannot_be_asked_is_an_error_of_every_candidate() -> None:
     cells = run(candidates(RECIPES, [0.5]), example=replace(EXAMPLE, context=""))
     assert len(cells) == 4
@@ -367,7 +392,7 @@ def test_whatever_happens_no_hook_stays_on_the_model(text: str, call: int) -> No
     assert hooks(model) == before
 
 
-@pytest.mark.parametrize("temperature", [-1.0, float("nan")])
-def test_a_temperature_below_zero_is_refused(temperature: float) -> None:
+@pytest.mark.parametrize("temperature", [-1.0, 0.001, 101.0, float("nan")])
+def test_a_temperature_out_of_range_is_refused(temperature: float) -> None:
     with pytest.raises(KeepsetError, match="is out of range: use 0 for greedy decoding"):
         run(parsed(), temperature=temperature)
