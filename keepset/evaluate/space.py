@@ -9,6 +9,8 @@ from keepset.allocate.composed import Composed
 from keepset.allocate.uniform import Uniform
 from keepset.errors import KeepsetError
 from keepset.method import Allocator, Method
+from keepset.methods.random import Random
+from keepset.methods.streaming_llm import StreamingLLM
 from keepset.recipe import Recipe
 from keepset.registry import METHODS
 
@@ -40,19 +42,19 @@ def with_budget(recipes: Iterable[Recipe], keep: int | float) -> tuple[list[Reci
 
 
 def compositions(best: Sequence[Recipe]) -> list[Recipe]:
-    """Every allocator over the best `COMPOSED` of these recipes that can be divided, each another method, with budgets.
+    """Every allocator over the `COMPOSED` best scorers, alone or inside these recipes, each another method.
 
-    `uniform` is left out: it changes nothing about a scorer that keeps the same number everywhere. So is what the
-    catalogue has under a name of its own.
+    Left out are scorers that look at nothing, which no allocator can divide anything by; `uniform`, which changes
+    nothing about a scorer that keeps the same number everywhere; and what the catalogue has under a name of its own.
     """
     named = {Recipe(r.method.composition, r.budget) for r in catalogue() if isinstance(r.method, Composed)}
     composed: dict[type[Method], list[Recipe]] = {}
     for recipe in best:
-        kind = type(recipe.method)
-        if kind in composed or isinstance(recipe.method, Allocator) or not recipe.method.needs_budget:
+        scorer = _scorer(recipe.method)
+        if type(scorer) in composed or not scorer.needs_budget or isinstance(scorer, StreamingLLM | Random):
             continue
-        if found := _composed(recipe):
-            composed[kind] = found
+        if found := _composed(scorer, recipe):
+            composed[type(scorer)] = found
         if len(composed) == COMPOSED:
             break
     return [recipe for found in composed.values() for recipe in found if recipe.without_budget() not in named]
@@ -63,14 +65,23 @@ def composed_at_most() -> int:
     return COMPOSED * len(_allocators())
 
 
-def _composed(recipe: Recipe) -> list[Recipe]:
-    found, budget, method = [], recipe.budget, recipe.method
+def _scorer(method: Method) -> Method:
+    """The innermost method."""
+    if isinstance(method, Composed):
+        method = method.composition
+    while isinstance(method, Allocator):
+        method = method.scorer
+    return method
+
+
+def _composed(scorer: Method, recipe: Recipe) -> list[Recipe]:
+    found, budget = [], recipe.budget
     # What always stays is the composition's own choice, unless the recipe says otherwise than its method.
-    sinks = None if budget.sinks == method.sinks else budget.sinks
-    recent = None if budget.recent == method.recent else budget.recent
+    sinks = None if budget.sinks == recipe.method.sinks else budget.sinks
+    recent = None if budget.recent == recipe.method.recent else budget.recent
     for kind in _allocators():
         with suppress(KeepsetError):
-            found.append(Recipe.of(kind(method), keep=budget.keep, sinks=sinks, recent=recent))
+            found.append(Recipe.of(kind(scorer), keep=budget.keep, sinks=sinks, recent=recent))
     return found
 
 

@@ -32,27 +32,32 @@ def test_one_budget_for_all_but_those_that_take_none(keep: int | float) -> None:
     assert bool(unfit) == (keep == 40)
 
 
-def test_compositions_are_of_the_best_methods_that_can_be_divided() -> None:
+def test_compositions_are_of_the_best_scorers_alone_or_inside_a_recipe() -> None:
     text = (
-        "gvote, kvzip(keep=0.25), pool(snapkv, keep=0.25), h2o(keep=0.25), received(keep=0.25, sinks=4, recent=32), "
-        "received(statistic='rms', keep=0.25), tova(keep=0.25), snapkv(keep=0.25)"
+        "gvote, streaming_llm(keep=0.25), random(keep=0.25), duo_attention(keep=0.25), "
+        "pool(received(statistic='rms'), keep=0.25, sinks=4, recent=32), received(keep=0.25), "
+        "kvcompose(structured=False, keep=0.25), adakv(chunkkv(h2o), keep=0.25), tova(keep=0.25), snapkv(keep=0.25)"
     )
     found = compositions(Recipe.parse_list(text))
     assert len(set(found)) == len(found) == composed_at_most()
-    inner = [recipe.method.scorer for recipe in found if isinstance(recipe.method, Allocator)]
-    assert {(method.name, method.statistic if method.name == "received" else "") for method in inner} == {
-        ("h2o", ""),
-        ("received", "max"),
-        ("tova", ""),
-    }
+    inner = {recipe.method.scorer for recipe in found if isinstance(recipe.method, Allocator)}
+    assert inner == {Recipe.parse(each).method for each in ("received(statistic='rms')", "h2o", "tova")}
     texts = list(map(str, found))
-    assert "pool(received, keep=0.25, sinks=4, recent=32)" in texts and "ams(tova, keep=0.25)" in texts
+    assert (
+        "dynamic(received(statistic='rms'), keep=0.25, sinks=4, recent=32)" in texts and "ams(tova, keep=0.25)" in texts
+    )
     assert not any(recipe.method.name == "uniform" for recipe in found)
     assert [Recipe.parse(each) for each in texts] == found
 
 
+def test_scorers_inside_named_compositions_count() -> None:
+    named = Recipe.parse("kvcompose(keep=0.25)")
+    scorers = {recipe.method.scorer for recipe in compositions([named]) if isinstance(recipe.method, Allocator)}
+    assert scorers == {Recipe.parse("received(mean_term=True)").method}
+
+
 def test_few_recipes_give_few_compositions() -> None:
-    assert compositions([]) == compositions(Recipe.parse_list("kvcompose(keep=9), gvote")) == []
+    assert compositions([]) == compositions(Recipe.parse_list("random(keep=9), gvote")) == []
     assert len(compositions([Recipe.parse("tova(keep=99)")])) == composed_at_most() / 3
     # One whose own sinks alone are more is left out.
     assert "ams(tova, keep=9)" not in map(str, compositions([Recipe.parse("tova(keep=9)")]))
