@@ -11,8 +11,9 @@ from torch import Tensor
 from keepset.methods.compilerkv import CompilerKV
 
 WEIGHTS = (1.0, 0.5, 2.0)
-"""Of a head; of equally good ones the first is taken. The paper has bounded multipliers and does not say which. Values
-differ in relative length by less than a factor of two, so beyond it one head decides anyway; only ratios matter."""
+"""Of a head; of equally good ones the first is taken. The paper has bounded multipliers and does not say which. Only
+ratios matter, and relative lengths of values hardly ever differ by more than a factor of two between heads: beyond it
+one head decides anyway."""
 THRESHOLDS = (0.8, 0.85, 0.9, 0.95, 1.0)
 """Of a layer: the paper's range, in steps."""
 
