@@ -98,7 +98,10 @@ def print_summary(summary: Summary) -> None:
     for task, found in groupby(summary.trades, attrgetter("task")):
         trades.add_row(Text(printable(task), "bold"))
         for trade in found:
-            trades.add_row(Text(f"  {printable(trade.method)}"), *_over_budgets(trade, _tolerances(summary)))
+            name = Text(f"  {printable(trade.method)}")
+            if trade.failed:
+                name.append(f"\n  failures, counted as not answered: {trade.failed}", "red")
+            trades.add_row(name, *_over_budgets(trade, _tolerances(summary)))
     out.print()
     out.print(trades)
 

@@ -93,7 +93,8 @@ def _trades(trades: Sequence[Trade]) -> str:
             if trade.task != task:
                 continue
             reach = {each.tolerance: each for each in trade.reach}
-            cells = [rf"\texttt{{{escape(trade.method)}}}", f"{trade.smallest:.3g}", _percent(trade.area)]
+            mark = r"$^{\dagger}$" if trade.failed else ""
+            cells = [rf"\texttt{{{escape(trade.method)}}}{mark}", f"{trade.smallest:.3g}", _percent(trade.area)]
             for tolerance in TOLERANCES:
                 found = reach.get(tolerance)
                 sign = r"$\geq$ " if found and found.at_least else ""

@@ -37,6 +37,7 @@ class Trade:
         smallest: the smallest measured keep; areas compare where it is the same.
         budgets: how many, beside the full cache.
         examples: how many have all budgets.
+        failed: how often the method failed on an example under a budget, which counts as not answered.
     """
 
     task: str
@@ -44,6 +45,7 @@ class Trade:
     smallest: float
     budgets: int
     examples: int
+    failed: int
     area: Figure | None
     reach: list[Reach]
 
@@ -180,6 +182,7 @@ def _trade(
         smallest,
         len(recipes),
         sum(map(len, scores)),
+        sum(rows[recipe].failed for recipe in recipes for _, rows in tasks),
         None if surface is None else Figure.of(*surface),
         reaches,
     )

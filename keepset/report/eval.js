@@ -148,7 +148,9 @@ function overBudgets() {
   id("trades-section").hidden = !shownTrades.length;
   const lines = shownTrades.map((trade) => {
     const name = el("div", {}, marked(trade), el("code", {}, ...recipeParts(trade.method)));
-    const tr = el("tr", {}, el("th", { scope: "row", className: "recipe" }, name));
+    const th = el("th", { scope: "row", className: "recipe" }, name);
+    if (trade.failed) th.append(el("div", { className: "failed" }, `failures, counted as not answered: ${integer(trade.failed)}`));
+    const tr = el("tr", {}, th);
     for (const [, , show] of OVER_BUDGETS.slice(1)) tr.append(el("td", {}, show(trade)));
     return { row: trade, tr };
   });

@@ -85,6 +85,12 @@ def test_table(run: Run, sweep: Path) -> None:
     assert lines[trades + 2][3] == "25.0%" and lines[trades + 2][4:5] == ["55.0"]
 
 
+def test_areas_say_how_often_a_method_failed(run: Run, tmp_path: Path) -> None:
+    made = [*cells(FULL, [1.0] * 2), *cells("tova(keep=0.5)", [1.0, None]), *cells("tova(keep=0.25)", [1.0, 1.0])]
+    write(made, tmp_path / "some.sqlite")
+    assert "failures, counted as not answered: 1" in run("results", "some.sqlite").out
+
+
 def test_baseline(run: Run, sweep: Path) -> None:
     done = run("results", str(sweep), "--baseline", "snapkv", "--json")
     rows = {(row["task"], row["recipe"]): row for row in json.loads(done.out)["rows"]}

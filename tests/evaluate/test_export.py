@@ -86,6 +86,11 @@ def test_latex_has_methods_by_budgets() -> None:
     assert r"method & from keep & AUC & removed, loss $\leq$ 10\,\% & removed, loss $\leq$ 20\,\% \\" in text
 
 
+def test_latex_marks_areas_with_failures() -> None:
+    made = [*cells(FULL, [1.0] * 2), *cells("a_b(keep=0.5)", [1.0, None]), *cells("a_b(keep=0.25)", [1.0, 1.0])]
+    assert r"\texttt{a\_b}$^{\dagger}$ & 0.25 & 75.0 " in to_latex(summarise(made)).split(r"\end{tabular}")[1]
+
+
 def test_latex_of_nothing() -> None:
     assert to_latex(summarise([])).count(r"\begin{tabular}") == 1
 

@@ -178,7 +178,8 @@ def test_trades_by_hand() -> None:
     ]
     # One budget makes no curve; nor do one that failed and another.
     (trade,) = summarise(made).trades
-    assert (trade.task, trade.method, trade.smallest, trade.budgets, trade.examples) == ("qa", "snapkv", 0.25, 2, 4)
+    assert (trade.task, trade.method, trade.smallest, trade.budgets) == ("qa", "snapkv", 0.25, 2)
+    assert (trade.examples, trade.failed) == (4, 0)
     assert trade.area is not None and trade.area.value == pytest.approx((0.5 * 0.75 + 0.25 * 0.5625) / 0.75)
     assert [each.tolerance for each in trade.reach] == [0.1, 0.2]
     assert [each.removed.value for each in trade.reach] == pytest.approx([0.55, 0.6])
@@ -197,6 +198,18 @@ def test_trades_of_incomplete_sweeps_are_of_examples_that_have_all_budgets() -> 
     assert summarise(made[3:]).trades == []  # no full cache
     elsewhere = cell("snapkv(keep=0.25)", 1.0, "9")
     assert summarise([*made[:5], elsewhere]).trades == []  # no example that has all
+
+
+def test_trades_say_how_often_a_method_failed() -> None:
+    made = [
+        *cells(FULL, [1.0, 1.0]),
+        *cells("snapkv(keep=0.5)", [1.0, None]),
+        *cells("snapkv(keep=0.25)", [None, 0.0]),
+    ]
+    (trade,) = summarise(made).trades
+    assert trade.failed == 2
+    # Means 1, 0.5, 0.
+    assert trade.area is not None and trade.area.value == pytest.approx((0.5 * 0.75 + 0.25 * 0.25) / 0.75)
 
 
 def test_trades_of_a_group() -> None:

@@ -141,6 +141,16 @@ def test_what_can_go_beyond_the_smallest_budget(load: Any) -> None:
     assert column(page, "trades", "Can goat a loss of 10 %") == ["≥ 75.0 %"]
 
 
+def test_areas_say_how_often_a_method_failed(load: Any) -> None:
+    made = [*cells(FULL, [1.0]), *cells("snapkv(keep=0.5)", [1.0]), *cells("snapkv(keep=0.25)", [1.0])]
+    lost = [*cells(FULL, [1.0], task="lost"), *cells("snapkv(keep=0.5)", [1.0], task="lost")]
+    lost += [*cells("snapkv(keep=16)", [1.0, None], task="lost")]
+    page = load(page_of([*made, *lost]))
+    assert column(page, "trades", "Method") == ["●snapkv"]
+    page.select_option("#task", "lost")
+    assert column(page, "trades", "Method") == ["●snapkvfailures, counted as not answered: 1"]
+
+
 def test_needles(page: Any) -> None:
     maps = page.locator("#maps figure")
     assert maps.locator("figcaption").all_text_contents() == [FULL, "snapkv(keep=0.5)"]
