@@ -63,13 +63,12 @@ function draw(name, x, figure, format, xaxis, yaxis) {
 
 function plots() {
   const kl = axis("nats (log scale)", { type: "log", zeroline: false });
-  draw("bytes", share, (row) => row.kl, nats, axis("share of the full cache’s bytes", { tickformat: ".1%" }), kl);
-  draw("prefill", cost, (row) => row.kl, nats, axis("prefill, of the full cache’s", { tickprefix: "×" }), kl);
+  const bytesAxis = axis("share of the full cache’s bytes", { tickformat: ".0%", rangemode: "tozero" });
+  // Before anything is drawn, since it makes the others narrower.
   id("found-figure").hidden = !asked;
-  if (asked) {
-    draw("found", share, (row) => row.found, percent, axis("share of the full cache’s bytes", { tickformat: ".1%" }),
-      axis("", { tickformat: ".0%", range: [-0.03, 1.03] }));
-  }
+  draw("bytes", share, (row) => row.kl, nats, bytesAxis, kl);
+  draw("prefill", cost, (row) => row.kl, nats, axis("prefill, of the full cache’s", { tickprefix: "×" }), kl);
+  if (asked) draw("found", share, (row) => row.found, percent, bytesAxis, axis("", { tickformat: ".0%", range: [-0.03, 1.03] }));
 }
 
 // ---- figures

@@ -119,3 +119,6 @@ def test_nothing_overflows_the_page(load: Any, width: int) -> None:
     page = load(render(result(*ROWS)), viewport={"width": width, "height": 800})
     page.wait_for_selector("#found .point")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+    for name in ("bytes", "prefill", "found"):
+        drawn, room = (page.locator(f"#{name}{inner}").first.bounding_box() for inner in (" .main-svg", ""))
+        assert drawn["width"] <= room["width"] + 1
