@@ -341,13 +341,13 @@ class Observation:
             )
         return self.perplexities[window]
 
-    def echo(self, every: int) -> Float[Tensor, "batch query_heads entries"]:
+    def echo(self, stride: int) -> Float[Tensor, "batch query_heads entries"]:
         """Mean square of what entries would receive of one of so many of the prompt's queries, right after it."""
-        if every not in self.echoes:
+        if stride not in self.echoes:
             raise KeepsetError(
-                f"This method asks the prompt's queries once more: give Observation(echoes={{{every}: ...}})."
+                f"This method asks the prompt's queries once more: give Observation(echoes={{{stride}: ...}})."
             )
-        return self.echoes[every]
+        return self.echoes[stride]
 
     def projected_norms(self, order: int) -> Float[Tensor, "batch query_heads entries"]:
         """Norm of what each query head's output projection makes of each entry's value, `|W_O v|`, in float32.

@@ -13,7 +13,7 @@ from keepset.methods.echo import Echo
 
 @dataclass(frozen=True)
 class Glance(Composed):
-    """Keeps what a quarter of the prompt's own queries would look at right after it: `pool(echo(every=4))`.
+    """Keeps what a quarter of the prompt's own queries would look at right after it: `pool(echo(stride=4))`.
 
     For a prompt that is answered directly. It takes one pass, and adds a tenth to its time; `echo` says why it works,
     and docs/results.md what was measured. A fact that is asked for out of nowhere takes all of the queries: `reread`.
@@ -25,4 +25,4 @@ class Glance(Composed):
     @property
     def composition(self) -> Method:
         """One pool of what every fourth query would look at."""
-        return Pool(Echo(every=4))
+        return Pool(Echo(stride=4))

@@ -57,7 +57,7 @@ class Collector:
         self._columns: list[Columns] = []
         self._queries = {skip: Moments() for skip in needs.query_moments}
         self._hidden = {skip: Moments() for skip in needs.hidden_moments}
-        self._asked: dict[int, list[list[Tensor]]] = {every: [] for every in needs.echoes}
+        self._asked: dict[int, list[list[Tensor]]] = {stride: [] for stride in needs.echoes}
         self._newest: Chunk | None = None
         self._input: LayerInput | None = None
 
@@ -88,7 +88,7 @@ class Collector:
         twin._columns = [copy.copy(row) for row in self._columns]
         twin._queries = {skip: copy.copy(moments) for skip, moments in self._queries.items()}
         twin._hidden = {skip: copy.copy(moments) for skip, moments in self._hidden.items()}
-        twin._asked = {every: list(parts) for every, parts in self._asked.items()}
+        twin._asked = {stride: list(parts) for stride, parts in self._asked.items()}
         return twin
 
     def parts(self, lengths: Int[Tensor, " batch"]) -> dict[str, Any]:
@@ -153,23 +153,23 @@ class Collector:
 
     def _add_asked(self, chunk: Chunk, layer_input: LayerInput) -> None:
         rows = layer_input.unrotate(chunk.queries)
-        for every, parts in self._asked.items():
+        for stride, parts in self._asked.items():
             # By position, so that neither chunks nor padding change who is asked; the first token always is.
-            chosen = _counted(chunk, 0) & (chunk.positions % every == 0)
+            chosen = _counted(chunk, 0) & (chunk.positions % stride == 0)
             parts.append([row[:, own] for row, own in zip(rows, chosen, strict=True)])
 
     def _echoes(self, layer_input: LayerInput, newest: Chunk, rotation: Rotation | None) -> dict[int, Tensor]:
         """What every entry would receive of the queries that are asked again, all right after the prompt."""
         longest = max(keys.shape[1] for keys, _ in newest.rows)
         echoes: dict[int, Tensor] = {}
-        for every, parts in self._asked.items():
+        for stride, parts in self._asked.items():
             columns = []
             for request, (keys, _) in enumerate(newest.rows):
                 asked = torch.cat([part[request] for part in parts], 1)
                 one = slice(request, request + 1)
                 rows = layer_input.rotate(asked[None], rotation and (rotation[0][one], rotation[1][one]))[0]
                 columns.append(_widen(mean_square(rows, keys, newest.scaling), longest))
-            echoes[every] = torch.stack(columns)
+            echoes[stride] = torch.stack(columns)
         return echoes
 
 

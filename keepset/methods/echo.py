@@ -28,18 +28,18 @@ class Echo(Method):
     first order; a mean alone overrates what everyone looks at a little, a maximum what one looks at once.
 
     Attributes:
-        every: of so many tokens one is asked.
+        stride: of so many tokens one is asked.
     """
 
     name: ClassVar[str] = "echo"
     paper: ClassVar[str] = "none"
 
-    every: int = parameter(1, minimum=1)
+    stride: int = parameter(1, minimum=1)
 
     @property
     def needs(self) -> Needs:
         """The prompt's queries once more."""
-        return Needs(echoes=frozenset({self.every}))
+        return Needs(echoes=frozenset({self.stride}))
 
     @property
     def sinks(self) -> int:
@@ -53,4 +53,4 @@ class Echo(Method):
 
     def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
         """Root mean square of what would be received."""
-        return observation.by_query_group(observation.echo(self.every).sqrt()).mean(2)
+        return observation.by_query_group(observation.echo(self.stride).sqrt()).mean(2)

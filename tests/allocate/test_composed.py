@@ -32,20 +32,20 @@ examples = settings(max_examples=40, deadline=None, derandomize=True)
 def test_one_pool_of_echoes(
     budget: Budget, lengths: list[int], heads: tuple[int, int], layers: int, seed: int, recipe: tuple[Composed, int]
 ) -> None:
-    method, every = recipe
+    method, stride = recipe
     shape = Shape(tuple(lengths), *heads, 4, 5)
     draw = torch.Generator().manual_seed(seed)
     squares = torch.rand(layers, shape.batch, heads[0] * heads[1], shape.entries, generator=draw)
     observations = [
-        observe(shape, seed=seed + layer, layer=layer, layers=range(layers), echoes={every: squares[layer]})
+        observe(shape, seed=seed + layer, layer=layer, layers=range(layers), echoes={stride: squares[layer]})
         for layer in range(layers)
     ]
     for request in range(shape.batch):
-        scores = [naive_scores(observation, request, every) for observation in observations]
+        scores = [naive_scores(observation, request, stride) for observation in observations]
         assert sets_of(method, observations, budget, request) == pooled(scores, budget, 0.2)
 
 
-@pytest.mark.parametrize("name, whole", [("glance", "pool(echo(every=4))"), ("reread", "pool(echo())")])
+@pytest.mark.parametrize("name, whole", [("glance", "pool(echo(stride=4))"), ("reread", "pool(echo())")])
 def test_a_name_stands_for_what_it_is_made_of(name: str, whole: str) -> None:
     named: Any = Recipe.parse(f"{name}(keep=0.5)")
     made = Recipe.parse(f"{whole[:-1]}, keep=0.5)")
