@@ -5,9 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from keepset import texts
+from keepset.cli import console
 from keepset.evaluate import space
+from keepset.evaluate.halving import Figures
 from keepset.evaluate.tune import Measurer
 from keepset.recipe import Recipe
 from tests.cli.conftest import Run
@@ -127,6 +130,24 @@ def test_interrupt_shows_what_is_known(run: Run, monkeypatch: pytest.MonkeyPatch
     # Six pieces are the fewest that tell anything.
     assert (result["recipe"] is None) == (after < 18)
     assert ("too few to name a recipe" in result["verdict"][0]) == (after < 18)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_terminal_shows_how_far_it_is(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "err", Console(width=200, stderr=True, force_terminal=True))
+    stop: list[None] = []
+
+    def figures(*words: Any) -> Figures:
+        stop.append(None)
+        if len(stop) == 20:
+            raise KeyboardInterrupt
+        return Figures(0.1, 1.0, (), 0.3, 1, 2, 1.0, 1.0)
+
+    monkeypatch.setattr(Measurer, "_figures", figures)
+    done = run(*TUNE)
+    assert done.code == 130 and "round 3 of 4: 3 recipes" in done.err and "interrupted in round 3 of 4" in done.err
+    # 3 recipes on 16 pieces, whose prefills count ten each; 19 and 7 of them are done.
+    assert "89/208" in done.err
 
 
 # --- bad input
