@@ -86,8 +86,11 @@ def print_summary(summary: Summary) -> None:
         return made
 
     rows = table("score (95 %)", "difference (95 %)", "kept", "bytes", "examples")
-    for task, here in groupby((*summary.rows, *summary.averages), attrgetter("task")):
-        rows.add_row(Text(printable(task), "bold"))
+    for task, group in groupby((*summary.rows, *summary.averages), attrgetter("task")):
+        here = list(group)
+        cut = max(row.cut for row in here)
+        said = f", {cut} contexts cut to what the model takes" if cut else ""
+        rows.add_row(Text.assemble((printable(task), "bold"), said))
         for row in here:
             rows.add_row(_named(row), *_cells(row))
     out.print(rows)

@@ -40,6 +40,7 @@ class Row:
         task: the task's or the group's name.
         tasks: how many tasks the figures are of; `tasks_of` how many of the group the sweep has.
         examples: how many the recipe was run on; `examples_of` how many any recipe was.
+        cut: of how many the context was cut to what the model takes.
         failed: on how many of them it failed, at least once; `error` is the first reason.
         score: the metric's mean; None where it failed on all, or of a group lacks a task.
         difference: mean difference of the scores on the `pairs` examples that recipe and baseline share.
@@ -53,6 +54,7 @@ class Row:
     metric: str
     examples: int
     examples_of: int
+    cut: int = 0
     failed: int = 0
     error: str | None = None
     tasks: int = 1
@@ -92,6 +94,7 @@ def row(cells: Cells, baseline: Cells | None, examples: Collection[str]) -> Row:
         metric=first.metric,
         examples=len({example for _, example in cells}),
         examples_of=len(examples),
+        cut=len({cell.example for cell in cells.values() if "cut" in cell.facts}),
         failed=len({cell.example for cell in failures}),
         error=failures[0].error if failures else None,
     )
@@ -125,6 +128,7 @@ def average(group: str, rows: Sequence[Row], tasks: int) -> Row:
         metric=rows[0].metric if len({each.metric for each in rows}) == 1 else "mean",
         examples=sum(each.examples for each in rows),
         examples_of=sum(each.examples_of for each in rows),
+        cut=sum(each.cut for each in rows),
         failed=sum(each.failed for each in rows),
         error=error,
         tasks=len(scored),

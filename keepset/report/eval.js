@@ -118,8 +118,9 @@ function table() {
     return { row, tr };
   });
   sortable(id("rows"), COLUMNS, lines, without);
+  const cut = Math.max(...lines.map(({ row }) => row.cut), 0);
   id("rows-note").textContent =
-    `Differences are to ${baseline}${methods.includes(baseline) ? " with the same budget" : ""}, on the examples that both were run on. ` +
+    (cut ? `Of ${integer(cut)} examples the context was cut in its middle, to what the model takes. ` : "") + `Differences are to ${baseline}${methods.includes(baseline) ? " with the same budget" : ""}, on the examples that both were run on. ` +
     "Examples on which a recipe failed count as not answered; bytes and seconds are means over the others. A click on a column’s name sorts.";
 }
 

@@ -91,6 +91,11 @@ def test_areas_say_how_often_a_method_failed(run: Run, tmp_path: Path) -> None:
     assert "failures, counted as not answered: 1" in run("results", "some.sqlite").out
 
 
+def test_cut_contexts_are_said(run: Run, tmp_path: Path) -> None:
+    write([cell(FULL, 1.0), replace(cell(FULL, 1.0, "1"), facts={"cut": 7})], tmp_path / "cut.sqlite")
+    assert "qa, 1 contexts cut to what the model takes" in run("results", "cut.sqlite").out
+
+
 def test_baseline(run: Run, sweep: Path) -> None:
     done = run("results", str(sweep), "--baseline", "snapkv", "--json")
     rows = {(row["task"], row["recipe"]): row for row in json.loads(done.out)["rows"]}

@@ -86,6 +86,13 @@ def test_failures_are_shown_and_count_as_no_answer() -> None:
     assert none.score is None and none.difference is None and none.keep is None
 
 
+def test_cut_contexts_are_counted() -> None:
+    whole, *rest = ruler(FULL, [[1.0, 1.0], [1.0]])
+    made = [whole, *(replace(each, facts={"cut": 7}) for each in rest)]
+    summary = summarise(made)
+    assert [row.cut for row in (*summary.rows, *summary.averages)] == [1, 1, 2]
+
+
 def test_a_baseline_that_failed_is_nothing_to_compare_with() -> None:
     made = [*cells("h2o(keep=0.5)", [None, None]), *cells("tova(keep=0.5)", [1.0, 1.0])]
     assert summarise(made, "h2o(keep=0.5)").rows[1].difference is None

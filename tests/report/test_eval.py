@@ -151,6 +151,11 @@ def test_areas_say_how_often_a_method_failed(load: Any) -> None:
     assert column(page, "trades", "Method") == ["●snapkvfailures, counted as not answered: 1"]
 
 
+def test_cut_contexts_are_said(load: Any) -> None:
+    page = load(page_of([cell(FULL, 1.0), replace(cell(FULL, 1.0, "1"), facts={"cut": 7})]))
+    assert page.locator("#rows-note").text_content().startswith("Of 1 examples the context was cut in its middle")
+
+
 def test_needles(page: Any) -> None:
     maps = page.locator("#maps figure")
     assert maps.locator("figcaption").all_text_contents() == [FULL, "snapkv(keep=0.5)"]
