@@ -144,12 +144,12 @@ def test_answers_are_those_of_generate(architecture: str) -> None:
     assert len(different) > 6
 
 
-@pytest.mark.parametrize("architecture", ["llama_mqa", "llama_mha", "llama_odd_head", "bfloat16"])
+@pytest.mark.parametrize("architecture", ["llama_mqa", "llama_odd_head", "lfm2", "bfloat16"])
 def test_of_awkward_models_and_contexts_too(architecture: str) -> None:
     half = architecture == "bfloat16"
     model = copy.deepcopy(tiny("llama")).bfloat16() if half else tiny(architecture)
-    texts = ["snapkv(window=4, keep=0.3)", "adakv(knorm, keep=8)", "knorm(keep=8, every=3)"]
-    for context in ("A", "AAAAAAAA", CONTEXT):
+    texts = ["adakv(snapkv(window=4), keep=8)", "knorm(keep=8, every=3)"]
+    for context in ("A", "AAAAAAAA" if half else CONTEXT):
         example = replace(EXAMPLE, context=context, questions=EXAMPLE.questions[:1])
         for agnostic in (True, False):
             for cell in run(parsed(*texts)[1:], example=example, model=model, agnostic=agnostic):
@@ -187,12 +187,12 @@ def test_choices_are_scored_on_what_was_kept_of_the_context() -> None:
 
 def test_one_prefill_serves_all_candidates_and_questions() -> None:
     model, length = tiny("llama"), len(CONTEXT)
-    todo = candidates(Recipe.parse_list("snapkv(window=8), adakv(expected_attention), h2o, knorm"), [0.5, 0.25])
+    todo = candidates(Recipe.parse_list("snapkv(window=8), adakv(expected_attention), h2o"), [0.5, 0.25])
     with watched(model) as calls:
-        assert len(run(todo)) == 9
+        assert len(run(todo)) == 7
         assert [call for call in calls if call[1] >= length] == [(1, length)]
         calls.clear()
-        assert len(run(todo, agnostic=False)) == 9
+        assert len(run(todo, agnostic=False)) == 7
         prompts = [length + len(question.text + question.prefix) for question in EXAMPLE.questions]
         assert sorted(call[1] for call in calls if call[1] >= length) == sorted(prompts)
         calls.clear()
