@@ -120,7 +120,7 @@ class Halving:
     @property
     def pieces(self) -> int:
         """On how many pieces all that are still in the race have been measured."""
-        return min((len(entry.figures) for entry in self.alive), default=0)
+        return min((len(entry.figures) for entry in self.alive if entry.error is None), default=0)
 
     def run(self) -> None:
         """All rounds; stopped halfway, what is known stays."""
@@ -140,7 +140,7 @@ class Halving:
 
     def ranked(self) -> list[Entry]:
         """Those in the race that have figures, the best first."""
-        return ranked([entry for entry in self.alive if entry.figures], by_found=self._by_found())
+        return ranked([e for e in self.alive if e.figures and e.error is None], by_found=self._by_found())
 
     def tied(self) -> list[Entry]:
         """The best and those that cannot be told from it, the best first."""
