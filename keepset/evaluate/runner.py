@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from keepset.compile.seen import refuse_seen
 from keepset.errors import KeepsetError
 from keepset.evaluate.cell import Cell, Outcome
 from keepset.evaluate.continuations import likelihoods
@@ -71,7 +72,7 @@ class Runner:
 
     def run(self, task: Task, example: Example, candidates: Sequence[Candidate], seed: int) -> Iterator[Cell]:
         """A cell for every candidate, in their order; what cannot be had is a cell with an error."""
-        todo = list(candidates)
+        todo = [_unseen(candidate, example) for candidate in candidates]
         try:
             prompts = self._prompts.of(example, task.generation.tokens)
         except KeepsetError as error:
@@ -144,6 +145,17 @@ class Runner:
         """Feeds these tokens; gives what the last one foretells."""
         tokens = torch.tensor([ids], device=self._model.device)
         return self._model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+
+
+def _unseen(candidate: Candidate, example: Example) -> Candidate:
+    """The candidate; with an error if its tables were compiled from this very text."""
+    if candidate.recipe is None or candidate.error is not None:
+        return candidate
+    try:
+        refuse_seen(candidate.recipe, "".join([example.context, *(question.text for question in example.questions)]))
+    except KeepsetError as error:
+        return replace(candidate, error=str(error))
+    return candidate
 
 
 def _selecting(cache: Cache) -> float:

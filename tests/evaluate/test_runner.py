@@ -396,3 +396,14 @@ def test_whatever_happens_no_hook_stays_on_the_model(text: str, call: int) -> No
 def test_a_temperature_out_of_range_is_refused(temperature: float) -> None:
     with pytest.raises(KeepsetError, match="is out of range: use 0 for greedy decoding"):
         run(parsed(), temperature=temperature)
+
+
+def test_tables_are_not_judged_by_what_they_were_compiled_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(recipe: Recipe, text: str) -> None:
+        assert text == CONTEXT + " Who?" + "\nWhat is said?" + " A"
+        if recipe.method.name == "knorm":
+            raise KeepsetError("compiled from it")
+
+    monkeypatch.setattr("keepset.evaluate.runner.refuse_seen", refuse)
+    full, seen, other = run(candidates(Recipe.parse_list("knorm, tova"), [0.5]))
+    assert (full.error, seen.error, other.error) == (None, "compiled from it", None)
