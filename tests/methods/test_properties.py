@@ -290,6 +290,7 @@ def test_permuting_the_batch_permutes_the_answer(name: str, case: Case, data: st
 def test_numbers_that_overflowed_change_no_count(name: str, poison: float) -> None:
     observation = observe(Shape((20, 13), 2, 2, 4, 4))
     told = [tensor for seen in observation.second_passes.values() for tensor in seen.statistics.values()]
+    told += observation.echoes.values()
     for tensor in (observation.keys, observation.values, observation.columns("sum"), *told):
         tensor[0, 0, 3] = poison
         tensor[1, :, 5:] = poison
@@ -332,6 +333,7 @@ def permuted(observation: Observation, order: list[int]) -> Observation:
             for needed, told in observation.second_passes.items()
         },
         output_projection=observation.output_projection,
+        echoes={stride: column[order] for stride, column in observation.echoes.items()},
         layer=observation.layer,
         layers=observation.layers,
     )
