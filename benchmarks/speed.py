@@ -26,6 +26,8 @@ TARGETS: dict[str, float | None] = {
     "kvcompose(task='self')": 1.35,
     "kvcompose": 2.5,
     "gvote": 1.10,
+    "glance": 1.25,
+    "reread": 1.6,
     "adakv(expected_attention)": 1.08,
     "pyramid(snapkv)": None,
     "adakv(snapkv)": None,
