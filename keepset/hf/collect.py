@@ -125,8 +125,9 @@ class Collector:
                 skip: HiddenMoments(moments.mean[:, 0], moments.covariance[:, 0])
                 for skip, moments in self._hidden.items()
             }
-            with self._timed("echoes"):
-                parts["echoes"] = self._echoes(layer_input, self._newest, rotation(1)) if self._newest else {}
+            if self._newest is not None:
+                with self._timed("echoes"):
+                    parts["echoes"] = self._echoes(layer_input, self._newest, rotation(1))
         return parts
 
     @contextmanager

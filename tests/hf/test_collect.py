@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 import keepset
+from keepset.hf.recorder import Recorder
 from keepset.method import Method
 from keepset.observation import Needs, Observation
 from tests.hf.models import generate, left_padded, prompt, tiny
@@ -240,6 +241,16 @@ def test_a_model_without_rotation_shows_its_queries() -> None:
     for seen in observations.values():
         mean, _ = seen.moments(0).ahead(FUTURE)
         assert torch.equal(mean, seen.moments(0).mean)
+
+
+def test_echoes_are_of_a_prompt_and_their_time_is_its_methods() -> None:
+    model = tiny("llama")
+    with pytest.raises(keepset.KeepsetError, match="leave every= out"):
+        keepset.Cache(model, "echo(keep=20, every=8)")
+    recorder = Recorder(model, Needs(echoes=frozenset({2}), query_moments=frozenset({0})))
+    recorder.prefill(prompt(1, LENGTH))
+    moments, both = (recorder.seconds_for(needs) for needs in (Needs(query_moments=frozenset({0})), recorder.needs))
+    assert recorder.seconds < moments < both
 
 
 def test_only_what_is_needed_is_collected() -> None:
