@@ -20,7 +20,7 @@ from keepset.compile.corpus import Corpus
 from keepset.compile.judge import Judge, Verdict
 from keepset.compile.risk import empty
 from keepset.compile.seen import was_seen
-from keepset.evaluate import intervals
+from keepset.figures import intervals
 from keepset.methods.compilerkv import THRESHOLD, CompilerKV
 from keepset.tables import Tables, save
 

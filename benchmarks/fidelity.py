@@ -12,9 +12,9 @@ from harness import progress
 from harness.report import Section, machine, publish
 
 from keepset import Recipe, models, texts
-from keepset.evaluate import intervals
 from keepset.evaluate.compare import Comparer, Row, grid, needs_of
 from keepset.evaluate.task import Task, make_task
+from keepset.figures import intervals
 
 RECIPES = (
     "streaming_llm, random, knorm, keydiff, lagkv, tova, snapkv, h2o, expected_attention, pyramid(snapkv), "

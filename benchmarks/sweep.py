@@ -17,9 +17,9 @@ from transformers import DynamicCache
 
 from keepset import Recipe, models
 from keepset.evaluate.cell import Cell
-from keepset.evaluate.plan import candidates
-from keepset.evaluate.prompts import Prompts
-from keepset.evaluate.runner import Runner
+from keepset.sweep.plan import candidates
+from keepset.sweep.prompts import Prompts
+from keepset.sweep.runner import Runner
 from keepset.tasks.catalogue import Settings, find
 from keepset.tasks.task import Example, Generation
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -68,12 +67,13 @@ def compare(
     One prefill serves all recipes. With no text of your own an essay is used, with a fact hidden in it and a
     question that is asked after compression. With --decode nothing is asked: a long text is followed token by token.
     """
+    from keepset.cli.budgets import keeps as budgets_in
     from keepset.cli.console import check_said
     from keepset.recipe import Recipe
     from keepset.texts import NEEDLE, Needle, essay, read
 
     parsed = Recipe.parse_list((DECODING if decode else ALL) if recipes is None else recipes)
-    budgets = _keeps((DECODING_KEEPS if decode else KEEPS) if keeps is None else keeps)
+    budgets = budgets_in((DECODING_KEEPS if decode else KEEPS) if keeps is None else keeps)
     for name, value in (("tokens", tokens), ("continuation", continuation), ("every", every), ("generate", generate)):
         if value is not None and value < 1:
             raise KeepsetError(f"--{name} {value} is not a number of tokens: use an integer from 1.")
@@ -263,20 +263,3 @@ def print_table(comparison: Comparison) -> None:
             cells.append("yes" if row.needle_found else "no")
         table.add_row(Text(printable(row.recipe)), *cells)
     out.print(table)
-
-
-def _keeps(text: str) -> list[int | float]:
-    from keepset.budget import KEEP_HELP, Budget
-
-    keeps: list[int | float] = []
-    for part in text.split(","):
-        try:
-            value = ast.literal_eval(part.strip())
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            value = None
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise KeepsetError(f"keep={part.strip()!r} is not a number: {KEEP_HELP}.")
-        if isinstance(value, int) and value.bit_length() > 63:
-            raise KeepsetError(f"keep={part.strip()} is too large a number: {KEEP_HELP}.")
-        keeps.append(Budget(value).keep or value)
-    return keeps

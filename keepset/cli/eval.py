@@ -14,9 +14,9 @@ import typer
 from keepset.errors import KeepsetError
 
 if TYPE_CHECKING:
-    from keepset.evaluate.plan import Candidate
-    from keepset.evaluate.store import Store
-    from keepset.evaluate.sweep import Grid
+    from keepset.sweep.plan import Candidate
+    from keepset.sweep.store import Store
+    from keepset.sweep.sweep import Grid
     from keepset.tasks.task import Task
 
 RECIPES = "snapkv, adakv(expected_attention), kvzip"
@@ -83,12 +83,12 @@ def evaluate(
         Sampling(1, temperature, seed)
     check_writable(out)
     if ray:
-        from keepset.evaluate.ray_sweep import check_installed
+        from keepset.sweep.ray_sweep import check_installed
 
         check_installed()
 
-    from keepset.evaluate.store import Store
-    from keepset.evaluate.sweep import Grid
+    from keepset.sweep.store import Store
+    from keepset.sweep.sweep import Grid
     from keepset.tasks.catalogue import Settings, find
 
     names = [name.strip() for word in tasks for name in word.split(",") if name.strip()]
@@ -112,10 +112,10 @@ def _run(
 ) -> None:
     """Makes what the file lacks, and shows all of it."""
     from keepset.cli.console import err, load, progress
-    from keepset.evaluate import ray_sweep, sweep
-    from keepset.evaluate.runner import Runner
-    from keepset.evaluate.store import Store
     from keepset.hf.fingerprint import fingerprint
+    from keepset.sweep import ray_sweep, sweep
+    from keepset.sweep.runner import Runner
+    from keepset.sweep.store import Store
 
     loaded, tokenizer = load(model)
     chat = not no_chat and tokenizer.chat_template is not None
@@ -146,12 +146,12 @@ def _run(
 
 def _candidates(task: Task, recipes: str | None, keeps: str | None, every: int, baselines: bool) -> Sequence[Candidate]:
     """What a task is to show: the full cache, the recipes, and under the same budgets what every method has to beat."""
-    from keepset.cli.compare import _keeps
-    from keepset.evaluate.plan import candidates
+    from keepset.cli.budgets import keeps as budgets_in
     from keepset.recipe import Recipe
+    from keepset.sweep.plan import candidates
 
     asked = Recipe.parse_list((DECODING if task.decodes else RECIPES) if recipes is None else recipes)
-    budgets = _keeps((DECODING_KEEPS if task.decodes else KEEPS) if keeps is None else keeps)
+    budgets = budgets_in((DECODING_KEEPS if task.decodes else KEEPS) if keeps is None else keeps)
     open_ended = [recipe for recipe in asked if recipe.budget.keep is None and recipe.method.needs_budget]
     named = [recipe.budget.keep for recipe in asked if recipe.budget.keep is not None]
     if task.decodes:
@@ -175,7 +175,7 @@ def _candidates(task: Task, recipes: str | None, keeps: str | None, every: int, 
 
 def _show(store: Store, grid: Grid, *, as_json: bool) -> bool:
     """Prints what the file has of what was asked for; whether a recipe failed on anything."""
-    from keepset.evaluate.summary import summarise
+    from keepset.figures.summary import summarise
 
     summary = summarise(grid.of(store.cells()))
     if as_json:

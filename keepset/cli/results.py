@@ -15,8 +15,8 @@ from keepset.errors import KeepsetError
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from keepset.evaluate.rows import Figure, Row
-    from keepset.evaluate.summary import Summary, Trade
+    from keepset.figures.rows import Figure, Row
+    from keepset.figures.summary import Summary, Trade
 
 
 def results(
@@ -39,8 +39,8 @@ def results(
     """
     from keepset.cli.compare import check_writable
     from keepset.cli.console import err, printable
-    from keepset.evaluate.store import Store
-    from keepset.evaluate.summary import summarise
+    from keepset.figures.summary import summarise
+    from keepset.sweep.store import Store
 
     wanted = [path for path in (html, csv, latex) if path is not None]
     if len({path.resolve() for path in (file, *wanted)}) <= len(wanted):
@@ -57,7 +57,7 @@ def results(
     else:
         print_summary(summary)
     if wanted:
-        from keepset.evaluate.export import to_csv, to_latex
+        from keepset.figures.export import to_csv, to_latex
         from keepset.report.eval import render
         from keepset.report.page import write
 

@@ -13,7 +13,7 @@ from keepset.errors import KeepsetError
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from keepset.evaluate.tune import Tuner
+    from keepset.tune.tune import Tuner
 
 
 def tune(
@@ -51,9 +51,9 @@ def tune(
     if html is not None:
         check_writable(html)
 
-    from keepset.evaluate.pieces import cut
-    from keepset.evaluate.tune import Tuner
     from keepset.models import EMBEDDED
+    from keepset.tune.pieces import cut
+    from keepset.tune.tune import Tuner
 
     loaded, tokenizer = load(model)
     longest = getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
@@ -153,9 +153,9 @@ def _show_progress(bar: Progress, tuner: Tuner) -> None:
 
 
 def _keep(text: str) -> int | float:
-    from keepset.cli.compare import _keeps
+    from keepset.cli.budgets import keeps as budgets_in
 
-    keeps = _keeps(text)
+    keeps = budgets_in(text)
     if len(keeps) > 1:
         raise KeepsetError(f"keep={text!r} is more than one budget: all recipes are compared under one, give that.")
     return keeps[0]

@@ -13,16 +13,16 @@ import pytest
 
 from keepset import models
 from keepset.cli import eval as command
-from keepset.evaluate import runner
 from keepset.evaluate.cell import FULL, Cell
-from keepset.evaluate.plan import Candidate
-from keepset.evaluate.runner import Runner
-from keepset.evaluate.store import Store
+from keepset.sweep import runner
+from keepset.sweep.plan import Candidate
+from keepset.sweep.runner import Runner
+from keepset.sweep.store import Store
 from keepset.tasks import catalogue
 from keepset.tasks.task import Example, Task
 from tests.cli.conftest import Run
 from tests.cli.test_bad_input import check_refused
-from tests.evaluate.sweeping import Counting, cell
+from tests.sweep.sweeping import Counting, cell
 
 NEEDLE = (
     "eval",

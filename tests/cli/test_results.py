@@ -12,11 +12,11 @@ from rich.console import Console
 from keepset.cli import console
 from keepset.cli.results import _shown
 from keepset.evaluate.cell import FULL, Cell
-from keepset.evaluate.rows import Figure
-from keepset.evaluate.store import Store
-from keepset.evaluate.summary import summarise
+from keepset.figures.rows import Figure
+from keepset.figures.summary import summarise
+from keepset.sweep.store import Store
 from tests.cli.conftest import Run
-from tests.evaluate.cells import cell, cells
+from tests.figures.cells import cell, cells
 
 EVIL = "\x1b[31m[red]evil[/red]"
 SWEEP = [

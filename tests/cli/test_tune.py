@@ -9,10 +9,10 @@ from rich.console import Console
 
 from keepset import texts
 from keepset.cli import console
-from keepset.evaluate import space
-from keepset.evaluate.halving import Figures
-from keepset.evaluate.tune import Measurer
 from keepset.recipe import Recipe
+from keepset.tune import space
+from keepset.tune.halving import Figures
+from keepset.tune.tune import Measurer
 from tests.cli.conftest import Run
 from tests.cli.test_bad_input import check_refused, unloaded  # noqa: F401
 

@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 
 import keepset
 from keepset import KeepsetError
-from tests.evaluate.letters import letters
 from tests.hf.models import tiny
+from tests.sweep.letters import letters
 
 pytest.importorskip("lm_eval", reason='pip install "keepset[eval]"')
 

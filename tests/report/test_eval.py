@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from keepset.evaluate.cell import FULL, Cell
-from keepset.evaluate.summary import summarise
+from keepset.figures.summary import summarise
 from keepset.report.eval import render
-from tests.evaluate.cells import cell, cells
+from tests.figures.cells import cell, cells
 
 EVIL = "</script><img src=x onerror=window.pwned=1><b>&lt; %{x} $data"
 

@@ -1,0 +1,1 @@
+"""The recipe for a text, found by measuring."""
