@@ -12,7 +12,7 @@ from keepset import Budget
 from keepset.pool import padded, pooled_counts, total_entries
 from tests.methods.naive import Shape, observe
 
-examples = settings(max_examples=200, deadline=None, derandomize=True)
+examples = settings(max_examples=80, deadline=None, derandomize=True)
 
 
 def naive_counts(values: list[list[float]], total: int, least: list[int]) -> list[int]:

@@ -101,6 +101,7 @@ def latency(
     for prompt in prompts:
         here = [Timing(name, prompt.shape[1], output_tokens) for name in (FULL, *map(str, recipes))]
         timings += here
+        gc.collect()
         for number in range(rounds + 1):
             for timing, recipe in zip(here, (None, *recipes), strict=True):
                 if timing.error is None:
@@ -119,20 +120,23 @@ def _generation(
 ) -> Round:
     """Greedy, without an end; only the last token's logits are made, as `generate` does."""
     cache: Any = DynamicCache(config=model.config) if recipe is None else Cache(model, recipe)
-    gc.collect()
     peak = _watch(prompt.device)
     wait = torch.cuda.synchronize if prompt.is_cuda else lambda: None
     ids, first, start = prompt, 0.0, time.perf_counter()
-    with torch.inference_mode():
-        for number in range(count):
-            logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-            ids = logits[:, -1].argmax(-1, keepdim=True)
-            if number == 0:
-                wait()
-                first = time.perf_counter() - start
-    wait()
-    rest = time.perf_counter() - start - first
-    return Round(first, rest, cache.nbytes if isinstance(cache, Cache) else _nbytes(cache), peak())
+    try:
+        with torch.inference_mode():
+            for number in range(count):
+                logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+                ids = logits[:, -1].argmax(-1, keepdim=True)
+                if number == 0:
+                    wait()
+                    first = time.perf_counter() - start
+        wait()
+        rest = time.perf_counter() - start - first
+        return Round(first, rest, cache.nbytes if recipe else _nbytes(cache), peak())
+    finally:
+        if recipe is not None:
+            cache.stop_watching()
 
 
 def _nbytes(cache: DynamicCache) -> int:

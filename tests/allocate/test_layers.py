@@ -21,7 +21,7 @@ from keepset.methods.snapkv import SnapKV
 from tests.methods.naive import Given, Shape, kept, observe
 
 KINDS = [ZigZag, Dynamic]
-examples = settings(max_examples=150, deadline=None, derandomize=True)
+examples = settings(max_examples=60, deadline=None, derandomize=True)
 
 
 def level(shares: list[int], total: int, room: list[int]) -> list[Fraction]:

@@ -42,7 +42,7 @@ def schedule(length: int, keep: int, always: int, layers: int, beta: Fraction) -
     return [always + first + (last - first) * depth / (layers - 1) for depth in range(layers)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     length=st.integers(1, 60),
     keep=st.integers(1, 60),
@@ -125,7 +125,7 @@ def test_pyramid_and_adakv_compose(method: AdaKV | Pyramid, shape: Shape, budget
             assert kept(keep_set, observation, 0, head) == kept(alike, observation, 0, head)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     length=st.integers(6, 60),
     keep=st.integers(6, 60),
