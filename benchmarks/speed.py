@@ -32,6 +32,7 @@ TARGETS: dict[str, float | None] = {
     "pyramid(snapkv)": None,
     "adakv(snapkv)": None,
     "kvzip": None,
+    "compilerkv": 1.05,
 }
 GROWTH_TARGET = 1.2
 PEER_TARGETS = {"kvzip": 0.5}  # what the method adds to a prefill, over what kvpress' adds
