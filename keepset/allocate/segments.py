@@ -14,6 +14,9 @@ from torch import Tensor
 
 from keepset.select import round_to_total
 
+_BY_RADIX = 1 << 15
+"""So many whole numbers torch sorts by radix on a CPU, if they are a single row; fewer are sorted sooner in rows."""
+
 
 def cut_by_mass(
     mass: Float[Tensor, "batch kv_heads entries"],
@@ -102,11 +105,21 @@ def top_of_segments(
     bits = (ranked.float() + 0.0).view(torch.int32)
     rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     mine = segment.where(~ranked.isneginf(), quotas.shape[-1])  # holes behind all segments
-    worst_first = torch.sort((mine << 32) + rising, dim=-1, stable=True)
+    keys, worst_first = _sorted_rows((mine << 32) + rising, (quotas.shape[-1] + 1) << 32)
     begins = F.pad(length.cumsum(-1).long() - quotas, (0, 1), value=ranked.shape[-1])
-    kept_from = begins.gather(-1, (worst_first.values + (1 << 31)) >> 32)
-    chosen = torch.arange(ranked.shape[-1], device=ranked.device) >= kept_from
-    return torch.zeros_like(chosen).scatter(-1, worst_first.indices, chosen)
+    chosen = torch.arange(ranked.shape[-1], device=ranked.device) >= begins.gather(-1, (keys + (1 << 31)) >> 32)
+    return torch.zeros_like(chosen).scatter(-1, worst_first, chosen)
+
+
+def _sorted_rows(
+    keys: Int[Tensor, "batch kv_heads entries"], span: int
+) -> tuple[Int[Tensor, "batch kv_heads entries"], Int[Tensor, "batch kv_heads entries"]]:
+    """Every row's keys (within one span of numbers) in rising order, and their places; of equal ones the first."""
+    if keys.numel() < _BY_RADIX:
+        return torch.sort(keys, dim=-1, stable=True)
+    row = torch.arange(keys[..., 0].numel(), device=keys.device).view(*keys.shape[:2], 1)
+    rising, place = torch.sort((keys + row * span).flatten(), stable=True)
+    return rising.view_as(keys) - row * span, place.view_as(keys) - row * keys.shape[-1]
 
 
 def _far_enough(

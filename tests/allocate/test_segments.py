@@ -210,3 +210,20 @@ def test_ranks_in_other_types(dtype: torch.dtype) -> None:
         ranked, torch.tensor([[[0, 0, 1, 1]]]), torch.tensor([[[2.0, 2.0]]]), torch.tensor([[[1, 1]]])
     )
     assert found.tolist() == [[[True, False, False, True]]]
+
+
+def test_many_entries_are_chosen_as_head_by_head() -> None:
+    draw = torch.Generator().manual_seed(0)
+    heads, entries, number = 8, 5000, 30
+    assert heads * entries > 1 << 15 > entries  # sorted in another way together than alone
+    ranked = torch.randn(2, heads // 2, entries, generator=draw).mul(4).round()  # with ties
+    ranked[:, :, 100:140] = float("-inf")
+    segment = torch.randint(number, ranked.shape, generator=draw).sort(-1).values
+    length = sums(~ranked.isneginf(), segment, number)
+    quotas = (length * torch.rand(length.shape, generator=draw)).long()
+    found = top_of_segments(ranked, segment, length, quotas)
+    assert torch.equal(found.sum(-1), quotas.sum(-1))
+    for b in range(2):
+        for h in range(heads // 2):
+            one = (each[b : b + 1, h : h + 1] for each in (ranked, segment, length, quotas))
+            assert torch.equal(found[b : b + 1, h : h + 1], top_of_segments(*one))
