@@ -23,8 +23,6 @@ RECIPES = (
     "pool(received(statistic='rms'), sinks=4, recent=32), reread, glance, gvote"
 )
 KEEPS = (0.5, 0.25, 0.1)
-# Names and numbers are short enough for the few tokens of an answer.
-CITIES = ("Oslo", "Paris", "Cairo", "Perth", "Lyon", "Tokyo", "Delhi", "Boston", "Dublin", "Vienna", "Sydney", "Madrid")
 
 
 @dataclass
@@ -106,9 +104,10 @@ def main() -> int:
 
 def _task(tokenizer: Any, name: str, number: int, args: Any) -> Task:
     """An essay with a fact of its own, deeper in each."""
-    city = CITIES[number % len(CITIES)]
+    # Names and numbers are short enough for the few tokens of an answer.
+    city = texts.CITIES[number % len(texts.CITIES)]
     answer = str(1000 + 7919 * (args.skip + number + 1) % 9000)
-    needle = texts.Needle(f"The secret number of {city} is {answer}.", f"What is the secret number of {city}?", answer)
+    needle = texts.secret_number(city, answer)
     depth = (number + 0.5) / max(args.texts, 1)
     return make_task(
         tokenizer,

@@ -23,12 +23,20 @@ class Needle:
     question: str
     answer: str
 
+    @property
+    def opening(self) -> str:
+        """The sentence up to the answer."""
+        return self.sentence.partition(self.answer)[0].rstrip()
 
-NEEDLE = Needle(
-    sentence="The secret number of Oslo is 48217.",
-    question="What is the secret number of Oslo?",
-    answer="48217",
-)
+
+def secret_number(city: str, number: str) -> Needle:
+    """A fact that no text holds by itself."""
+    return Needle(f"The secret number of {city} is {number}.", f"What is the secret number of {city}?", number)
+
+
+CITIES = ("Oslo", "Paris", "Cairo", "Perth", "Lyon", "Tokyo", "Delhi", "Boston", "Dublin", "Vienna", "Sydney", "Madrid")
+"""For `secret_number`: short names, of a token or two."""
+NEEDLE = secret_number("Oslo", "48217")
 
 
 def essays() -> list[str]:

@@ -21,7 +21,6 @@ EXAMPLES = 50
 
 _DEPTHS = (0.05, 0.35, 0.65, 0.95, 0.25, 0.55, 0.85, 0.15, 0.45, 0.75)
 """The middles of ten equal parts, in an order in which the first few are spread as well."""
-_CITIES = "Oslo Paris Cairo Perth Lyon Tokyo Delhi Boston Dublin Vienna Sydney Madrid".split()  # noqa: SIM905
 _CHARACTERS = 100
 _TOKENS = 10
 
@@ -69,13 +68,12 @@ class NeedleTask(Task):
 
     def _example(self, size: int, index: int, seed: int) -> Example:
         draw = random.Random(f"needle {seed} {index}")
-        city, number, depth = draw.choice(_CITIES), str(draw.randint(1000, 9999)), _DEPTHS[index % len(_DEPTHS)]
-        said = f"The secret number of {city} is"
-        needle = texts.Needle(f"{said} {number}.", f"\n\nWhat is the secret number of {city}?", number)
+        city, number, depth = draw.choice(texts.CITIES), str(draw.randint(1000, 9999)), _DEPTHS[index % len(_DEPTHS)]
+        needle = texts.secret_number(city, number)
         return Example(
             id=str(index),
             context=texts.insert(_haystack(index, size), needle, depth),
-            questions=(Question(needle.question, target=number, prefix=f" {said}"),),
+            questions=(Question(f"\n\n{needle.question}", target=number, prefix=f" {needle.opening}"),),
             facts={"length": self.length, "depth": depth},
         )
 

@@ -12,7 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from keepset.errors import KeepsetError
-from keepset.texts import Needle, adds_bos, chat_parts, insert
+from keepset.texts import CITIES, Needle, adds_bos, chat_parts, insert, secret_number
 from keepset.tune.halving import ROUNDS
 
 if TYPE_CHECKING:
@@ -27,20 +27,6 @@ FACTS = 4
 """Hidden in each piece."""
 ANSWER_TOKENS = 8
 """Enough for a number: the words before it are given."""
-_CITIES = (
-    "Oslo",
-    "Paris",
-    "Cairo",
-    "Perth",
-    "Lyon",
-    "Tokyo",
-    "Delhi",
-    "Boston",
-    "Dublin",
-    "Vienna",
-    "Sydney",
-    "Madrid",
-)
 _ROOM = {False: 1, True: 512}
 """Tokens that a piece takes beyond its size: with facts, those, the chat template, question and answer."""
 
@@ -128,17 +114,15 @@ def _with_facts(
     tokenizer: transformers.PreTrainedTokenizerBase, body: list[int], after: list[int], chance: random.Random
 ) -> Piece:
     """A piece whose prompt begins a user's message, with facts at evenly spaced depths."""
-    text, facts, told = str(tokenizer.decode(body)), [], []
-    for number, city in enumerate(chance.sample(_CITIES, FACTS)):
-        answer = str(chance.randrange(1000, 10000))
-        said = f"The secret number of {city} is"
-        fact = Needle(f"{said} {answer}.", f"What is the secret number of {city}?", answer)
+    text, facts = str(tokenizer.decode(body)), []
+    for number, city in enumerate(chance.sample(CITIES, FACTS)):
+        fact = secret_number(city, str(chance.randrange(1000, 10000)))
         text = insert(text, fact, (number + 0.5) / FACTS)
         facts.append(fact)
-        told.append(said)
     parts = [chat_parts(tokenizer, text, fact.question) for fact in facts]
     questions = tuple(
-        f"{asked}{'' if asked[-1].isspace() else ' '}{said}" for (_, asked), said in zip(parts, told, strict=True)
+        f"{asked}{'' if asked[-1].isspace() else ' '}{fact.opening}"
+        for (_, asked), fact in zip(parts, facts, strict=True)
     )
     prompt = tokenizer(parts[0][0], add_special_tokens=False, verbose=False)["input_ids"]
     return Piece(torch.tensor([prompt]), torch.tensor([after]), tuple(facts), questions)
