@@ -97,12 +97,10 @@ def _lengths(text: str) -> list[int]:
 
 def _prompts(tokenizer: Any, file: Path | None, lengths: Sequence[int], device: Any) -> list[Any]:
     """The text's first tokens, and shorter prompts of the same text."""
-    from keepset.texts import essay, essays, read
+    from keepset.calibrate.corpus import default_texts
+    from keepset.texts import essay, read
 
-    if file is not None:
-        whole = read(file)
-    else:
-        whole = "\n\n".join([essay(), *(essay(name) for name in essays() if essay(name) != essay())])
+    whole = "\n\n".join([essay(), *default_texts()]) if file is None else read(file)
     ids = tokenizer(whole, return_tensors="pt", verbose=False)["input_ids"].to(device)
     if ids.shape[1] < lengths[-1]:
         raise KeepsetError(f"The text has {ids.shape[1]} tokens, fewer than {lengths[-1]}: give a longer --text.")

@@ -53,7 +53,9 @@ class Generation:
         stop = time.perf_counter()
         nbytes = getattr(cache, "nbytes", None)
         if nbytes is None:
-            nbytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+            from keepset.evaluate import plain
+
+            nbytes = plain.nbytes(cache)
         first = streamer.first or stop
         return Result(streamer.ids, first - start, stop - first, nbytes)
 

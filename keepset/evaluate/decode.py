@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from keepset.errors import KeepsetError
+from keepset.evaluate import plain
 from keepset.evaluate.compare import Comparison, Row, RowByRow, grid
 from keepset.evaluate.fidelity import kl, mean, nll
 from keepset.evaluate.greedy import greedy
@@ -102,9 +103,9 @@ class DecodeComparer(RowByRow):
         with torch.no_grad():
             model(prompt[:, :64])  # Cold caches, thread pools and allocators would be booked on the first prefill.
         full = DynamicCache(config=model.config)
-        self._full = self._feed(full, lambda: _nbytes(full), None)
+        self._full = self._feed(full, lambda: plain.nbytes(full), None)
         before, n = prompt.shape[1], text.shape[1]
-        per_token = _nbytes(full) / (before + n)
+        per_token = plain.nbytes(full) / (before + n)
         self._full = replace(self._full, nbytes=[round(per_token * (before + i)) for i in range(1, n + 1)])
         self.comparison = Comparison(
             model=name,
@@ -187,9 +188,3 @@ def _held(cache: Cache, length: int) -> Bool[Tensor, "layers kv_heads tokens"]:
     kept = keep_set.mask(length)[:, 0]
     kept[..., since:] = True
     return kept
-
-
-def _nbytes(cache: DynamicCache) -> int:
-    """Bytes of a plain cache's keys and values."""
-    held = (getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values"))
-    return sum(tensor.nbytes for tensor in held if isinstance(tensor, Tensor))

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from keepset.errors import KeepsetError
+from keepset.evaluate import plain
 from keepset.evaluate.cell import FULL
 from keepset.hf.cache import Cache
 from keepset.recipe import Recipe
@@ -133,15 +134,10 @@ def _generation(
                     first = time.perf_counter() - start
         wait()
         rest = time.perf_counter() - start - first
-        return Round(first, rest, cache.nbytes if recipe else _nbytes(cache), peak())
+        return Round(first, rest, cache.nbytes if recipe else plain.nbytes(cache), peak())
     finally:
         if recipe is not None:
             cache.stop_watching()
-
-
-def _nbytes(cache: DynamicCache) -> int:
-    held = (getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values"))
-    return sum(tensor.nbytes for tensor in held if isinstance(tensor, Tensor))
 
 
 def _watch(device: torch.device) -> Callable[[], int | None]:
