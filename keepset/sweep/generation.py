@@ -100,9 +100,3 @@ def picker(temperature: float, device: torch.device, *draw: object) -> Pick:
         return (weights / torch.empty_like(weights).exponential_(generator=generator)).argmax(-1, keepdim=True)
 
     return drawn
-
-
-def repetition(ids: list[int], n: int = 4) -> float:
-    """Share of the n-grams that were there before."""
-    grams = list(zip(*(ids[start:] for start in range(n)), strict=False))
-    return 1 - len(set(grams)) / len(grams) if grams else 0.0

@@ -14,11 +14,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from keepset.compile.seen import refuse_seen
+from keepset.diagnose.repetition import repetition_rate
 from keepset.errors import KeepsetError
 from keepset.evaluate.cell import Cell, Outcome
 from keepset.evaluate.continuations import likelihoods
 from keepset.hf.cache import Cache
-from keepset.sweep.generation import Ending, Pick, generate, picker, repetition
+from keepset.sweep.generation import Ending, Pick, generate, picker
 from keepset.sweep.holding import Holding, kept
 from keepset.sweep.plan import Candidate
 from keepset.sweep.prefill import Prefill, Start
@@ -134,7 +135,7 @@ class Runner:
             kv_bytes_full=held.nbytes_full,
             tokens=len(ids),
             finished=float(finished),
-            repetition=repetition(ids),
+            repetition=repetition_rate(torch.tensor(ids, dtype=torch.long)),
             prefill_seconds=start.seconds,
             select_seconds=_selecting(cache),
             decode_seconds=seconds - (_selecting(cache) - selected),

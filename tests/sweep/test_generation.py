@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import keepset
+from keepset.diagnose.repetition import repetition_rate
 from keepset.hf.cache import Cache
-from keepset.sweep.generation import Ending, generate, picker, repetition
+from keepset.sweep.generation import Ending, generate, picker
 from keepset.tasks.task import Generation
 from tests.hf.models import prompt, tiny
 from tests.sweep.asked import scripted
@@ -113,7 +114,7 @@ def test_a_temperature_says_how_often_what_is_drawn(dtype: torch.dtype) -> None:
 def test_repetition_is_the_share_of_four_grams_that_were_there_before(ids: list[int]) -> None:
     grams = [ids[start : start + 4] for start in range(len(ids) - 3)]
     again = sum(gram in grams[:index] for index, gram in enumerate(grams))
-    assert repetition(ids) == pytest.approx(again / len(grams) if grams else 0.0)
+    assert repetition_rate(torch.tensor(ids, dtype=torch.long)) == pytest.approx(again / len(grams) if grams else 0.0)
 
 
 def test_it_is_told_after_every_token_that_the_cache_takes() -> None:

@@ -16,9 +16,9 @@ from transformers import DynamicCache
 
 import keepset
 from keepset import KeepsetError, Recipe
+from keepset.diagnose.repetition import repetition_rate
 from keepset.evaluate.cell import FULL, Cell
 from keepset.hf.recorder import Recorder
-from keepset.sweep.generation import repetition
 from keepset.sweep.plan import Candidate, candidates
 from keepset.sweep.runner import Runner
 from keepset.tasks.task import Example, Question
@@ -307,7 +307,7 @@ def test_figures_are_means_over_the_questions() -> None:
         [cell] = run(parsed()[:1], example=example, task=Exact(12), agnostic=False)
     assert cell.outcome is not None
     assert (cell.outcome.tokens, cell.outcome.finished) == (12, 0.0)
-    assert cell.outcome.repetition == repetition(said) == 5 / 9
+    assert cell.outcome.repetition == repetition_rate(torch.tensor(said)) == 5 / 9
 
 
 def test_a_cut_is_among_the_facts() -> None:
