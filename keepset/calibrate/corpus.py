@@ -70,23 +70,34 @@ class Corpus:
         """
         begin = [tokenizer.bos_token_id] if adds_bos(tokenizer) else []
         size = length - len(begin)
-        pieces: list[list[int]] = []
-        for text in texts:
-            # One long text at a time is meant: the tokenizer's warning about its length is not.
-            ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-            pieces += [[*begin, *ids[first : first + size]] for first in range(0, len(ids), size)]
+        pieces = [[*begin, *piece] for piece in cut(tokenizer, texts, size)]
         pieces = [piece for piece in pieces if len(piece) >= min(SHORTEST, length)]
         if not pieces:
             raise KeepsetError(f"The texts have fewer than {SHORTEST} tokens: give longer ones.")
-        order = torch.randperm(len(pieces), generator=torch.Generator().manual_seed(seed)).tolist()
         passages, left = [], tokens
-        for index in order:
+        for index in order(len(pieces), seed):
             if left < min(SHORTEST, length):
                 break
             passages.append(torch.tensor(pieces[index][:left]))
             left -= len(passages[-1])
-        digest = hashlib.sha256("\0".join(texts).encode("utf-8", "surrogatepass")).hexdigest()
-        return cls(passages, digest, seed)
+        return cls(passages, digest(texts), seed)
+
+
+def cut(tokenizer: transformers.PreTrainedTokenizerBase, texts: Sequence[str], size: int) -> list[list[int]]:
+    """The texts' tokens, in pieces of this size; a text's last one may be shorter."""
+    # One long text at a time is meant: the tokenizer's warning about its length is not.
+    ids = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
+    return [text[first : first + size] for text in ids for first in range(0, len(text), size)]
+
+
+def order(count: int, seed: int) -> list[int]:
+    """So many indices, shuffled."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def digest(texts: Sequence[str]) -> str:
+    """By which texts are known again, all together."""
+    return hashlib.sha256("\0".join(texts).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def default_corpus(tokenizer: transformers.PreTrainedTokenizerBase) -> Corpus:

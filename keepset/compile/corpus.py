@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from keepset.calibrate.corpus import cut, digest, order
 from keepset.compile.seen import marks
 from keepset.errors import KeepsetError
 from keepset.texts import adds_bos, read
@@ -70,26 +71,21 @@ class Corpus:
         """
         begin = [tokenizer.bos_token_id] if adds_bos(tokenizer) else []
         size = tokens + continuation - len(begin)
-        pieces: list[list[int]] = []
-        for text in texts:
-            ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-            pieces += [ids[first : first + size] for first in range(0, len(ids) - size + 1, size)]
+        pieces = [piece for piece in cut(tokenizer, texts, size) if len(piece) == size]
         if not pieces:
             raise KeepsetError(
                 f"No text has {tokens + continuation} tokens, a context of {tokens} and the {continuation} that follow "
                 "it: give longer ones, or fewer --tokens."
             )
-        order = torch.randperm(len(pieces), generator=torch.Generator().manual_seed(seed)).tolist()
         contexts: dict[str, Context] = {}
-        for index in order:
+        for index in order(len(pieces), seed):
             if len(contexts) == count:
                 break
             ids = torch.tensor([*begin, *pieces[index]])
             name = hashlib.sha256(ids.numpy().tobytes()).hexdigest()
             # The same text twice is one context.
             contexts[name] = Context(ids, tokens, name, marks(str(tokenizer.decode(pieces[index]))))
-        digest = hashlib.sha256("\0".join(texts).encode("utf-8", "surrogatepass")).hexdigest()
-        return cls(list(contexts.values()), digest, seed)
+        return cls(list(contexts.values()), digest(texts), seed)
 
 
 def read_texts(paths: Sequence[Path]) -> list[str]:
