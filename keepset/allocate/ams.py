@@ -123,8 +123,8 @@ class AMS(Allocator):
             eventful = (quotas < observation.valid.sum(-1))[..., None]
             before = observation.state.get("credit")
             observation.state["credit"] = credit.where(eventful, 0.0 if before is None else before)
-        segment, length, parts = self._divided(observation, budget, mass, quotas)
-        return segments.top_of_segments(ranked, segment, length, parts)
+        segment, ends, parts = self._divided(observation, budget, mass, quotas)
+        return segments.top_of_segments(ranked, segment, ends, parts)
 
     def segments(self, observation: Observation, budget: Budget) -> Segments:
         """Mass, segments and quotas at this event, for who wants to look at them; nothing is changed."""
@@ -163,25 +163,27 @@ class AMS(Allocator):
         quotas: Int[Tensor, "batch kv_heads"],
     ) -> tuple[
         Int[Tensor, "batch kv_heads entries"],
-        Float[Tensor, "batch kv_heads segments"],
+        Int[Tensor, "batch kv_heads segments"],
         Int[Tensor, "batch kv_heads segments"],
     ]:
-        """Segments, their lengths and their quotas."""
+        """Segments, where they end, and their quotas."""
         valid = observation.valid
+        order = valid.cumsum(-1)
         if self.adaptive:
-            segment, number = segments.cut_by_mass(mass, valid, self.segment_mass, self.min_segment, self.max_segment)
+            ends = segments.cut_by_mass(mass, order, self.segment_mass, self.min_segment, self.max_segment)
         else:
-            segment, number = segments.cut_by_length(valid, self.FIXED_LENGTH)
-        length = segments.sums(valid, segment, number)
-        minimum = length.clamp(max=self.min_quota)
-        sinks = budget.is_sink(observation) & valid
-        sinks &= sinks.cumsum(-1) <= quotas[..., None]
-        recent = budget.is_recent(observation) & valid & ~sinks
-        room = (quotas - sinks.sum(-1))[..., None]
-        recent &= recent.sum(-1, keepdim=True) - recent.cumsum(-1) < room
-        weight = segments.sums(mass, segment, number) if self.weighted else length
-        fixed = segments.sums(sinks | recent, segment, number)
-        return segment, length, segments.divide(quotas, weight, length, minimum, fixed)
+            ends = segments.cut_by_length(order, self.FIXED_LENGTH)
+        segment = segments.members(ends, order)
+        begins, count = F.pad(ends[..., :-1], (1, 0)), ends[..., -1:]
+        length = (ends - begins).double()
+        sinks = (budget.is_sink(observation) & valid).sum(-1, keepdim=True).minimum(quotas[..., None])
+        recent = (budget.is_recent(observation) & valid).sum(-1, keepdim=True)
+        recent = recent.minimum(count.minimum(quotas[..., None]) - sinks)
+        # Entries are in the text's order: sinks come first, the suffix last.
+        fixed = (ends.minimum(sinks) - begins).clamp(min=0) + (ends - begins.maximum(count - recent)).clamp(min=0)
+        weight = segments.sums(mass, segment, ends.shape[-1]) if self.weighted else length
+        parts = segments.divide(quotas, weight, length, length.clamp(max=self.min_quota), fixed.double())
+        return segment, ends, parts
 
 
 def _distribution(values: Float[Tensor, "batch kv_heads entries"]) -> Float[Tensor, "batch kv_heads entries"]:

@@ -20,43 +20,38 @@ _BY_RADIX = 1 << 15
 
 def cut_by_mass(
     mass: Float[Tensor, "batch kv_heads entries"],
-    valid: Bool[Tensor, "batch kv_heads entries"],
+    order: Int[Tensor, "batch kv_heads entries"],
     share: float,
     shortest: int,
     longest: int,
-) -> tuple[Int[Tensor, "batch kv_heads entries"], int]:
-    """The segment of every entry, and a bound on their number.
+) -> Int[Tensor, "batch kv_heads segments"]:
+    """Where segments end: how many entries there are up to there; `order` is that number for every entry.
 
     A head is cut wherever another `share` of its mass is full, behind the entry that fills it. Then a segment that is
     shorter than `shortest` is joined with the next one (the last with the one before), and one that is longer than
     `longest` is divided into as few equal parts as it takes; as long as `longest` is twice `shortest` or more, all
-    segments of longer texts are within these lengths. AMS, section 3.3 and algorithm 1, lines 13 to 23.
+    segments of longer texts are within these lengths. AMS, section 3.3 and algorithm 1, lines 13 to 23. Segments that
+    a head has not end where its last one does.
     """
-    order = valid.cumsum(-1)
     count = order[..., -1:]
     filled = mass.double().cumsum(-1)
     thresholds = share * torch.arange(1, ceil(1 / share - 1e-9), device=mass.device, dtype=torch.double)
     entry = torch.searchsorted(filled, thresholds.expand(*filled.shape[:-1], -1).contiguous())
     cuts = order.gather(-1, entry.clamp(max=mass.shape[-1] - 1))
-    cuts = _far_enough(cuts, count, shortest)
-    # Of the entries in order: those cuts that do not exist lie behind them all.
-    begins = torch.cat([torch.zeros_like(count), cuts], -1)
-    lengths = torch.cat([cuts, count], -1) - begins
-    parts = (lengths + longest - 1) // longest
-    before = parts.cumsum(-1) - parts
-    place = (order - 1).clamp(min=0)
-    raw = torch.searchsorted(cuts, place, right=True)
-    offset, length, part = place - begins.gather(-1, raw), lengths.gather(-1, raw), parts.gather(-1, raw)
-    # Part j of n begins at floor(j * length / n), so an entry is in part ceil((offset + 1) * n / length) - 1.
-    inside = ((offset + 1) * part + length - 1) // length.clamp(min=1) - 1
-    return before.gather(-1, raw) + inside.clamp(min=0), thresholds.numel() + 1 + mass.shape[-1] // longest
+    return _divided(torch.cat([_far_enough(cuts, count, shortest), count], -1), longest, mass.shape[-1])
 
 
-def cut_by_length(
-    valid: Bool[Tensor, "batch kv_heads entries"], length: int
-) -> tuple[Int[Tensor, "batch kv_heads entries"], int]:
+def cut_by_length(order: Int[Tensor, "batch kv_heads entries"], length: int) -> Int[Tensor, "batch kv_heads segments"]:
     """The same for segments of a fixed length."""
-    return (valid.cumsum(-1) - 1).clamp(min=0) // length, -(-valid.shape[-1] // length)
+    ends = length * torch.arange(1, -(-order.shape[-1] // length) + 1, device=order.device)
+    return order[..., -1:].minimum(ends)
+
+
+def members(
+    ends: Int[Tensor, "batch kv_heads segments"], order: Int[Tensor, "batch kv_heads entries"]
+) -> Int[Tensor, "batch kv_heads entries"]:
+    """The segment of every entry; of a hole some segment."""
+    return torch.searchsorted(ends, order)
 
 
 def sums(
@@ -94,10 +89,10 @@ def divide(
 def top_of_segments(
     ranked: Float[Tensor, "batch kv_heads entries"],
     segment: Int[Tensor, "batch kv_heads entries"],
-    length: Float[Tensor, "batch kv_heads segments"],
+    ends: Int[Tensor, "batch kv_heads segments"],
     quotas: Int[Tensor, "batch kv_heads segments"],
 ) -> Bool[Tensor, "batch kv_heads entries"]:
-    """The `quotas` best of every segment's `length` entries; of equal ones the later, and of holes (-inf) none.
+    """The `quotas` best entries of every segment; of equal ones the later, and of holes (-inf) none.
 
     One sort of whole numbers, which are in the order of (segment, score); floating-point numbers of one sign are in
     the order of their bits.
@@ -106,7 +101,7 @@ def top_of_segments(
     rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     mine = segment.where(~ranked.isneginf(), quotas.shape[-1])  # holes behind all segments
     keys, worst_first = _sorted_rows((mine << 32) + rising, (quotas.shape[-1] + 1) << 32)
-    begins = F.pad(length.cumsum(-1).long() - quotas, (0, 1), value=ranked.shape[-1])
+    begins = F.pad(ends - quotas, (0, 1), value=ranked.shape[-1])
     chosen = torch.arange(ranked.shape[-1], device=ranked.device) >= begins.gather(-1, (keys + (1 << 31)) >> 32)
     return torch.zeros_like(chosen).scatter(-1, worst_first, chosen)
 
@@ -140,6 +135,20 @@ def _far_enough(
         step = step.gather(-1, step)
     real = passed[..., :-1].bool() & (cuts <= count - shortest)
     return cuts.where(real, count).sort(-1).values
+
+
+def _divided(
+    ends: Int[Tensor, "batch kv_heads pieces"], longest: int, entries: int
+) -> Int[Tensor, "batch kv_heads segments"]:
+    """Pieces in as few equal parts of at most `longest` entries as it takes."""
+    begins = F.pad(ends[..., :-1], (1, 0))
+    parts = (ends - begins + longest - 1) // longest
+    after = parts.cumsum(-1)
+    number = torch.arange(ends.shape[-1] + entries // longest, device=ends.device).expand(*ends.shape[:-1], -1)
+    piece = torch.searchsorted(after, number.contiguous(), right=True).clamp(max=ends.shape[-1] - 1)
+    begin, end, of = begins.gather(-1, piece), ends.gather(-1, piece), parts.gather(-1, piece)
+    part = number - after.gather(-1, piece) + of + 1
+    return (begin + part * (end - begin) // of.clamp(min=1)).minimum(end)
 
 
 def _affordable(

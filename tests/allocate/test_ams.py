@@ -266,10 +266,10 @@ def counted(observation: Observation, ranked: Tensor) -> Counter[str]:
     mass, _ = method._mass(observation)
     quotas = method.quotas(observation, budget)
     with Counted() as count:
-        segment, length, parts = method._divided(observation, budget, mass, quotas)
+        segment, ends, parts = method._divided(observation, budget, mass, quotas)
         from keepset.allocate.segments import top_of_segments
 
-        top_of_segments(ranked, segment, length, parts)
+        top_of_segments(ranked, segment, ends, parts)
     del count.calls["aten.clone.default"]  # whether a tensor is contiguous already depends on its sizes
     return count.calls
 

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from keepset.allocate.segments import cut_by_length, cut_by_mass, divide, sums, top_of_segments
+from keepset.allocate.segments import cut_by_length, cut_by_mass, divide, members, sums, top_of_segments
 
 examples = settings(max_examples=200, deadline=None, derandomize=True)
 
@@ -84,12 +84,14 @@ def test_cuts(heads: list[list[float]], share: float, shortest: int, more: int, 
         own = torch.tensor(head) + 1e-6
         place = slice(entries - len(head), entries) if in_front else slice(0, len(head))
         mass[0, index, place], valid[0, index, place] = own / own.sum(), True
-    segment, bound = cut_by_mass(mass, valid, share, shortest, longest)
+    order = valid.cumsum(-1)
+    ends = cut_by_mass(mass, order, share, shortest, longest)
+    segment = members(ends, order)
     for index in range(len(heads)):
         found = lengths_of(segment[0, index], valid[0, index])
         kept = mass[0, index][valid[0, index]].double().tolist()
         assert found == naive_cuts(kept, share, shortest, longest)
-        assert len(found) <= bound
+        assert ends[0, index].diff(prepend=torch.tensor([0])).tolist() == found + [0] * (ends.shape[-1] - len(found))
         if sum(found) >= shortest:
             assert all(shortest <= length <= longest for length in found)
 
@@ -98,9 +100,10 @@ def test_cuts(heads: list[list[float]], share: float, shortest: int, more: int, 
 @given(st.integers(1, 40), st.integers(1, 12))
 def test_cuts_of_a_fixed_length(entries: int, length: int) -> None:
     valid = torch.ones(1, 1, entries, dtype=torch.bool)
-    segment, bound = cut_by_length(valid, length)
-    found = lengths_of(segment[0, 0], valid[0, 0])
-    assert len(found) == bound
+    order = valid.cumsum(-1)
+    ends = cut_by_length(order, length)
+    found = lengths_of(members(ends, order)[0, 0], valid[0, 0])
+    assert ends[0, 0].diff(prepend=torch.tensor([0])).tolist() == found
     assert all(part == length for part in found[:-1]) and found[-1] <= length
 
 
@@ -193,7 +196,7 @@ def test_best_of_segments(heads: int, lengths: list[int], data: st.DataObject) -
         have = sums(~ranked[:, head : head + 1].isneginf(), segment[:, :1], len(lengths))[0, 0].long().tolist()
         held.append(have)
         quotas.append([data.draw(st.integers(0, number)) for number in have])
-    found = top_of_segments(ranked, segment, torch.tensor([held]).double(), torch.tensor([quotas]))
+    found = top_of_segments(ranked, segment, torch.tensor([held]).cumsum(-1), torch.tensor([quotas]))
     for head in range(heads):
         expected: set[int] = set()
         for index, quota in enumerate(quotas[head]):
@@ -206,9 +209,7 @@ def test_best_of_segments(heads: int, lengths: list[int], data: st.DataObject) -
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_ranks_in_other_types(dtype: torch.dtype) -> None:
     ranked = torch.tensor([[[0.5, -2.0, 0.25, 7.0]]], dtype=dtype)
-    found = top_of_segments(
-        ranked, torch.tensor([[[0, 0, 1, 1]]]), torch.tensor([[[2.0, 2.0]]]), torch.tensor([[[1, 1]]])
-    )
+    found = top_of_segments(ranked, torch.tensor([[[0, 0, 1, 1]]]), torch.tensor([[[2, 4]]]), torch.tensor([[[1, 1]]]))
     assert found.tolist() == [[[True, False, False, True]]]
 
 
@@ -219,11 +220,12 @@ def test_many_entries_are_chosen_as_head_by_head() -> None:
     ranked = torch.randn(2, heads // 2, entries, generator=draw).mul(4).round()  # with ties
     ranked[:, :, 100:140] = float("-inf")
     segment = torch.randint(number, ranked.shape, generator=draw).sort(-1).values
-    length = sums(~ranked.isneginf(), segment, number)
+    length = sums(~ranked.isneginf(), segment, number).long()
+    ends = length.cumsum(-1)
     quotas = (length * torch.rand(length.shape, generator=draw)).long()
-    found = top_of_segments(ranked, segment, length, quotas)
+    found = top_of_segments(ranked, segment, ends, quotas)
     assert torch.equal(found.sum(-1), quotas.sum(-1))
     for b in range(2):
         for h in range(heads // 2):
-            one = (each[b : b + 1, h : h + 1] for each in (ranked, segment, length, quotas))
+            one = (each[b : b + 1, h : h + 1] for each in (ranked, segment, ends, quotas))
             assert torch.equal(found[b : b + 1, h : h + 1], top_of_segments(*one))
