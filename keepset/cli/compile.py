@@ -48,6 +48,7 @@ def compile(
     that follow lose, and conservative Q-learning makes tables of it. The texts should be of many kinds, and not those
     that you evaluate on. A recipe names the file: compilerkv(tables='tables.safetensors', keep=512).
     """
+    from keepset.cli.compare import check_writable
     from keepset.cli.console import check_out, printable
     from keepset.cli.console import out as results
     from keepset.tables import load
@@ -59,6 +60,8 @@ def compile(
 
     if (out is None) == (show is None):
         raise KeepsetError("Say either --out, the file to write, or --show, a file to look at.")
+    if html is not None:
+        check_writable(html)
     if show is not None:
         tables = load(str(show))
         say(describe(tables))

@@ -87,6 +87,7 @@ def test_fewer_contexts_than_asked_for_are_said(run: Run) -> None:
         (("--show", "text"), "'text' is no file of CompilerKV's tables"),
         (("--out", "."), "--out '.' is no place for a file"),
         (("--out", "text"), "'text' exists"),
+        (("--out", "a", "--html", "absent/page.html"), "'absent/page.html' cannot be written"),
         (("--out", "a", "--contexts", "0"), "--contexts 0 is out of range"),
         (("--out", "a", "--continuation", "1"), "--continuation 1 is out of range: use a whole number from 2"),
         (("--out", "a", "--seed", "-1"), "--seed -1 is out of range"),
