@@ -3,6 +3,8 @@ PYTHON ?= python3
 # Installed first: the requirement of a dependency alone would pull a build for GPUs.
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
+# Two processes of one thread: with two threads each they would wait for one another most of the time.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
 
 .PHONY: setup setup-vllm demo test test-vllm check format bench clean
 
@@ -30,10 +32,10 @@ demo: setup
 	$(BIN)/keepset demo
 
 test: setup
-	$(BIN)/pytest --ignore tests/vllm -n 2 --dist loadfile
+	$(PYTEST) --ignore tests/vllm
 
 test-vllm: setup-vllm
-	$(BIN)/pytest tests/vllm -n 2 --dist loadfile
+	$(PYTEST) tests/vllm
 
 check: setup
 	$(BIN)/ruff check .

@@ -23,14 +23,17 @@ EVERY = [
     "loud(keep=80, every=16)",
     "snapkv(window=16, keep=96, every=24, protect_prompt=True)",
 ]
+WHOLE = {EVERY[0], EVERY[3], EVERY[4]}
+"""Those for the whole model; its first layers will do for the others, and take a third of the time."""
 AMS = ["ams(tova, keep=96, every=32)", "ams(expected_attention(buffer=64), keep=96, every=32)"]
 LONG = "snapkv(window=16, keep=96, every=64)"
 
 
 @pytest.fixture(scope="module")
-def decoding(essay: list[int]) -> dict[str, Any]:
-    some = asks(essay, SHORT_TOO, 75)
-    return dict(zip(EVERY, raw(*(Scenario(recipe, some, engine=CHUNKED) for recipe in EVERY)), strict=True))
+def decoding(essay: list[int], shallow: Path) -> dict[str, Any]:
+    some, few = asks(essay, SHORT_TOO, 75), CHUNKED | {"model": str(shallow)}
+    scenarios = [Scenario(recipe, some, engine=CHUNKED if recipe in WHOLE else few) for recipe in EVERY]
+    return dict(zip(EVERY, raw(*scenarios), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -48,27 +51,27 @@ def thoughts(essay: list[int]) -> list[Ask]:
 
 @pytest.mark.parametrize("recipe", EVERY)
 def test_while_decoding_it_is_the_reference(
-    recipe: str, decoding: dict[str, Any], essay: list[int], oracle: Oracle
+    recipe: str, decoding: dict[str, Any], essay: list[int], oracle: Oracle, shallow_oracle: Oracle
 ) -> None:
     engine = result(decoding, recipe)
     assert all(engine.events)
-    check_oracle(oracle, recipe, asks(essay, SHORT_TOO, 75), engine)
+    check_oracle(oracle if recipe in WHOLE else shallow_oracle, recipe, asks(essay, SHORT_TOO, 75), engine)
 
 
 @pytest.mark.parametrize("recipe", EVERY)
 def test_while_decoding_it_is_the_transformers_runtime(
-    recipe: str, decoding: dict[str, Any], essay: list[int], embedded: Embedded
+    recipe: str, decoding: dict[str, Any], essay: list[int], embedded: Embedded, shallow_embedded: Embedded
 ) -> None:
-    engine = result(decoding, recipe)
+    engine, (model, _) = result(decoding, recipe), embedded if recipe in WHOLE else shallow_embedded
     for index, ask in enumerate(asks(essay, SHORT_TOO, 75)[1:3], start=1):
         if recipe.startswith(("loud", "adakv")) and len(ask.ids) < 80:
             # Under vLLM events do not exist that drop nothing, of which loud remembers what it saw, nor those of
             # ragged heads that drop less than a block: docs/serving.md, Limits.
             continue
-        cache = keepset.Cache(embedded[0], recipe, history=True)
+        cache = keepset.Cache(model, recipe, history=True)
         tokens = engine.tokens[index]
         assert tokens is not None
-        assert fed(embedded[0], cache, cache.recipe, ask.ids, tokens) == tokens
+        assert fed(model, cache, cache.recipe, ask.ids, tokens) == tokens
         check_cache(cache, engine, index)
 
 
