@@ -24,12 +24,12 @@ def ranked_scores(
     From best to worst: sinks and a protected prompt (the first token first of all), the recent suffix, the scores,
     entries scored NaN, holes (-inf).
     """
-    ranked = scores.float().clamp(-LARGEST_SCORE, LARGEST_SCORE).masked_fill(scores.isnan(), -2 * LARGEST_SCORE)
-    ranked = ranked.masked_fill(budget.is_recent(observation), RECENT_RANK)
+    ranked = scores.float().clamp(-LARGEST_SCORE, LARGEST_SCORE).nan_to_num_(-2 * LARGEST_SCORE)
+    ranked.masked_fill_(budget.is_recent(observation), RECENT_RANK)
     first = budget.first(observation).clamp(min=1)[:, None, None]
     sink_rank = _LARGEST * (1 - observation.positions.float() / (4 * first.float()))
     ranked = sink_rank.where(budget.is_sink(observation), ranked)
-    return ranked.masked_fill(~observation.valid, float("-inf"))
+    return ranked.masked_fill_(~observation.valid, float("-inf"))
 
 
 def top_mask(ranked: Float[Tensor, "*rows entries"], quotas: Int[Tensor, "*rows"]) -> Bool[Tensor, "*rows entries"]:

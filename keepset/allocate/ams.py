@@ -143,7 +143,9 @@ class AMS(Allocator):
         if not self.credit:
             return mass, None
         before = observation.state.get("credit")
-        credit = mass if before is None else (self.decay * before + (1 - self.decay) * mass).where(before > 0, mass)
+        if before is None:
+            return mass, mass
+        credit = (self.decay * before + (1 - self.decay) * mass).where(before > 0, mass)
         return self.mix * mass + (1 - self.mix) * _distribution(credit), credit
 
     def _usage(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
@@ -168,9 +170,9 @@ class AMS(Allocator):
     ]:
         """Segments, where they end, and their quotas."""
         valid = observation.valid
-        order = valid.cumsum(-1)
+        order, filled = valid.cumsum(-1), mass.double().cumsum(-1)
         if self.adaptive:
-            ends = segments.cut_by_mass(mass, order, self.segment_mass, self.min_segment, self.max_segment)
+            ends = segments.cut_by_mass(filled, order, self.segment_mass, self.min_segment, self.max_segment)
         else:
             ends = segments.cut_by_length(order, self.FIXED_LENGTH)
         segment = segments.members(ends, order)
@@ -181,7 +183,7 @@ class AMS(Allocator):
         recent = recent.minimum(count.minimum(quotas[..., None]) - sinks)
         # Entries are in the text's order: sinks come first, the suffix last.
         fixed = (ends.minimum(sinks) - begins).clamp(min=0) + (ends - begins.maximum(count - recent)).clamp(min=0)
-        weight = segments.sums(mass, segment, ends.shape[-1]) if self.weighted else length
+        weight = segments.sums(filled, order, ends) if self.weighted else length
         parts = segments.divide(quotas, weight, length, length.clamp(max=self.min_quota), fixed.double())
         return segment, ends, parts
 

@@ -19,26 +19,26 @@ _BY_RADIX = 1 << 15
 
 
 def cut_by_mass(
-    mass: Float[Tensor, "batch kv_heads entries"],
+    filled: Float[Tensor, "batch kv_heads entries"],
     order: Int[Tensor, "batch kv_heads entries"],
     share: float,
     shortest: int,
     longest: int,
 ) -> Int[Tensor, "batch kv_heads segments"]:
-    """Where segments end: how many entries there are up to there; `order` is that number for every entry.
+    """Where segments end: how many entries there are up to there.
 
-    A head is cut wherever another `share` of its mass is full, behind the entry that fills it. Then a segment that is
-    shorter than `shortest` is joined with the next one (the last with the one before), and one that is longer than
-    `longest` is divided into as few equal parts as it takes; as long as `longest` is twice `shortest` or more, all
-    segments of longer texts are within these lengths. AMS, section 3.3 and algorithm 1, lines 13 to 23. Segments that
-    a head has not end where its last one does.
+    Of every entry, `order` is that number, and `filled` the mass up to there, in double. A head is cut wherever another
+    `share` of its mass is full, behind the entry that fills it. Then a segment that is shorter than `shortest` is
+    joined with the next one (the last with the one before), and one that is longer than `longest` is divided into as
+    few equal parts as it takes; as long as `longest` is twice `shortest` or more, all segments of longer texts are
+    within these lengths. AMS, section 3.3 and algorithm 1, lines 13 to 23. Segments that a head has not end where its
+    last one does.
     """
     count = order[..., -1:]
-    filled = mass.double().cumsum(-1)
-    thresholds = share * torch.arange(1, ceil(1 / share - 1e-9), device=mass.device, dtype=torch.double)
+    thresholds = share * torch.arange(1, ceil(1 / share - 1e-9), device=filled.device, dtype=torch.double)
     entry = torch.searchsorted(filled, thresholds.expand(*filled.shape[:-1], -1).contiguous())
-    cuts = order.gather(-1, entry.clamp(max=mass.shape[-1] - 1))
-    return _divided(torch.cat([_far_enough(cuts, count, shortest), count], -1), longest, mass.shape[-1])
+    cuts = order.gather(-1, entry.clamp(max=filled.shape[-1] - 1))
+    return _divided(torch.cat([_far_enough(cuts, count, shortest), count], -1), longest, filled.shape[-1])
 
 
 def cut_by_length(order: Int[Tensor, "batch kv_heads entries"], length: int) -> Int[Tensor, "batch kv_heads segments"]:
@@ -55,13 +55,13 @@ def members(
 
 
 def sums(
-    values: Float[Tensor, "batch kv_heads entries"] | Bool[Tensor, "batch kv_heads entries"],
-    segment: Int[Tensor, "batch kv_heads entries"],
-    segments: int,
+    filled: Float[Tensor, "batch kv_heads entries"],
+    order: Int[Tensor, "batch kv_heads entries"],
+    ends: Int[Tensor, "batch kv_heads segments"],
 ) -> Float[Tensor, "batch kv_heads segments"]:
-    """Of every segment."""
-    empty = torch.zeros(*segment.shape[:-1], segments, dtype=torch.double, device=segment.device)
-    return empty.scatter_add(-1, segment, values.double())
+    """The mass of every segment."""
+    last = torch.searchsorted(order, ends)
+    return filled.gather(-1, last).diff(dim=-1, prepend=torch.zeros_like(filled[..., :1]))
 
 
 def divide(
@@ -99,7 +99,7 @@ def top_of_segments(
     """
     bits = (ranked.float() + 0.0).view(torch.int32)
     rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    mine = segment.where(~ranked.isneginf(), quotas.shape[-1])  # holes behind all segments
+    mine = segment.where(ranked > float("-inf"), quotas.shape[-1])  # holes behind all segments
     keys, worst_first = _sorted_rows((mine << 32) + rising, (quotas.shape[-1] + 1) << 32)
     begins = F.pad(ends - quotas, (0, 1), value=ranked.shape[-1])
     chosen = torch.arange(ranked.shape[-1], device=ranked.device) >= begins.gather(-1, (keys + (1 << 31)) >> 32)

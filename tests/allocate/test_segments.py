@@ -85,13 +85,15 @@ def test_cuts(heads: list[list[float]], share: float, shortest: int, more: int, 
         place = slice(entries - len(head), entries) if in_front else slice(0, len(head))
         mass[0, index, place], valid[0, index, place] = own / own.sum(), True
     order = valid.cumsum(-1)
-    ends = cut_by_mass(mass, order, share, shortest, longest)
+    ends = cut_by_mass(mass.double().cumsum(-1), order, share, shortest, longest)
     segment = members(ends, order)
     for index in range(len(heads)):
         found = lengths_of(segment[0, index], valid[0, index])
         kept = mass[0, index][valid[0, index]].double().tolist()
         assert found == naive_cuts(kept, share, shortest, longest)
         assert ends[0, index].diff(prepend=torch.tensor([0])).tolist() == found + [0] * (ends.shape[-1] - len(found))
+        masses = [part.sum().item() for part in mass[0, index][valid[0, index]].double().split(found)]
+        assert sums(mass.double().cumsum(-1), order, ends)[0, index, : len(found)].tolist() == pytest.approx(masses)
         if sum(found) >= shortest:
             assert all(shortest <= length <= longest for length in found)
 
@@ -193,7 +195,8 @@ def test_best_of_segments(heads: int, lengths: list[int], data: st.DataObject) -
     segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).expand(1, heads, -1)
     quotas, held = [], []
     for head in range(heads):
-        have = sums(~ranked[:, head : head + 1].isneginf(), segment[:, :1], len(lengths))[0, 0].long().tolist()
+        parts = (~ranked[0, head].isneginf()).split(lengths)
+        have = [int(part.sum()) for part in parts]
         held.append(have)
         quotas.append([data.draw(st.integers(0, number)) for number in have])
     found = top_of_segments(ranked, segment, torch.tensor([held]).cumsum(-1), torch.tensor([quotas]))
@@ -220,7 +223,9 @@ def test_many_entries_are_chosen_as_head_by_head() -> None:
     ranked = torch.randn(2, heads // 2, entries, generator=draw).mul(4).round()  # with ties
     ranked[:, :, 100:140] = float("-inf")
     segment = torch.randint(number, ranked.shape, generator=draw).sort(-1).values
-    length = sums(~ranked.isneginf(), segment, number).long()
+    length = torch.zeros(*segment.shape[:2], number, dtype=torch.long).scatter_add(
+        -1, segment, (~ranked.isneginf()).long()
+    )
     ends = length.cumsum(-1)
     quotas = (length * torch.rand(length.shape, generator=draw)).long()
     found = top_of_segments(ranked, segment, ends, quotas)
