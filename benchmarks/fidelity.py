@@ -40,7 +40,7 @@ def main() -> int:
     """Measure, show, write; fail if a recipe failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--texts", type=int, default=5, help="essays, the longest first (default 5)")
-    parser.add_argument("--skip", type=int, default=0, help="leave out so many of the longest (default 0)")
+    parser.add_argument("--essays", default="", help="their names, separated by commas, instead of the longest")
     parser.add_argument("--tokens", type=int, default=2048, help="tokens of the prompt (default 2048)")
     parser.add_argument("--continuation", type=int, default=256, help="tokens after it (default 256)")
     parser.add_argument("--recipes", default=RECIPES, help="separated by commas")
@@ -50,7 +50,8 @@ def main() -> int:
     model, tokenizer = models.load()
     recipes = Recipe.parse_list(args.recipes)
     cells = grid(recipes, KEEPS)
-    names = sorted(texts.essays(), key=lambda name: -len(texts.essay(name)))[args.skip : args.skip + args.texts]
+    longest = sorted(texts.essays(), key=lambda name: -len(texts.essay(name)))[: args.texts]
+    names = [name.strip() for name in args.essays.split(",")] if args.essays else longest
     table: dict[str, Figures] = defaultdict(Figures)
     full_found: list[bool] = []
     done: list[str] = []
@@ -59,7 +60,7 @@ def main() -> int:
             bars = bar.add_task("", total=len(names) * (len(cells) + 1))
             for number, name in enumerate(names):
                 bar.update(bars, description=name)
-                task = _task(tokenizer, name, number, args)
+                task = _task(tokenizer, name, number, len(names), args)
                 comparer = Comparer(model, tokenizer, task, "embedded", needs_of(recipes))
                 bar.advance(bars)
                 rows = []
@@ -102,13 +103,13 @@ def main() -> int:
     return 1 if any(figures.error for figures in table.values()) else 0
 
 
-def _task(tokenizer: Any, name: str, number: int, args: Any) -> Task:
+def _task(tokenizer: Any, name: str, number: int, count: int, args: Any) -> Task:
     """An essay with a fact of its own, deeper in each."""
     # Names and numbers are short enough for the few tokens of an answer.
     city = texts.CITIES[number % len(texts.CITIES)]
-    answer = str(1000 + 7919 * (args.skip + number + 1) % 9000)
+    answer = str(1000 + 7919 * (number + 1) % 9000)
     needle = texts.secret_number(city, answer)
-    depth = (number + 0.5) / max(args.texts, 1)
+    depth = (number + 0.5) / count
     return make_task(
         tokenizer,
         texts.essay(name),
