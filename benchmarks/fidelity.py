@@ -20,7 +20,7 @@ RECIPES = (
     "streaming_llm, random, knorm, keydiff, lagkv, tova, snapkv, h2o, expected_attention, pyramid(snapkv), "
     "chunkkv(snapkv), adakv(snapkv), adakv(expected_attention), criticalkv(snapkv), zigzag(snapkv), dynamic(snapkv), "
     "duo_attention, kvzip, kvcompose, kvcompose(floor=0.2), kvcompose(structured=False), kvcompose(task='self'), "
-    "pool(received(statistic='rms'), sinks=4, recent=32), reread, glance, gvote"
+    "pool(received(statistic='rms'), sinks=4, recent=32), pool(echo), reread, glance, gvote"
 )
 KEEPS = (0.5, 0.25, 0.1)
 

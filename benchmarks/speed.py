@@ -27,7 +27,7 @@ TARGETS: dict[str, float | None] = {
     "kvcompose": 2.5,
     "gvote": 1.10,
     "glance": 1.25,
-    "reread": 1.6,
+    "reread": None,
     "adakv(expected_attention)": 1.08,
     "pyramid(snapkv)": None,
     "adakv(snapkv)": None,

@@ -13,6 +13,7 @@ from keepset import Budget, Recipe
 from keepset.allocate.composed import Composed
 from keepset.allocate.glance import Glance
 from keepset.allocate.reread import Reread
+from keepset.methods.echo import Echo
 from tests.allocate.test_kvcompose import budgets, pooled, sets_of
 from tests.methods.naive import Shape, observe
 from tests.methods.test_echo import naive_scores
@@ -27,25 +28,27 @@ examples = settings(max_examples=40, deadline=None, derandomize=True)
     heads=st.sampled_from([(1, 8), (3, 1), (2, 3)]),
     layers=st.integers(1, 4),
     seed=st.integers(0, 99),
-    recipe=st.sampled_from([(Glance(), 4), (Reread(), 1)]),
+    recipe=st.sampled_from([(Glance(), Echo(stride=4)), (Reread(), Echo(second_pass=True))]),
 )
 def test_one_pool_of_echoes(
-    budget: Budget, lengths: list[int], heads: tuple[int, int], layers: int, seed: int, recipe: tuple[Composed, int]
+    budget: Budget, lengths: list[int], heads: tuple[int, int], layers: int, seed: int, recipe: tuple[Composed, Echo]
 ) -> None:
-    method, stride = recipe
+    method, scorer = recipe
     shape = Shape(tuple(lengths), *heads, 4, 5)
     draw = torch.Generator().manual_seed(seed)
     squares = torch.rand(layers, shape.batch, heads[0] * heads[1], shape.entries, generator=draw)
     observations = [
-        observe(shape, seed=seed + layer, layer=layer, layers=range(layers), echoes={stride: squares[layer]})
+        observe(shape, seed=seed + layer, layer=layer, layers=range(layers), echoes={scorer.stride: squares[layer]})
         for layer in range(layers)
     ]
     for request in range(shape.batch):
-        scores = [naive_scores(observation, request, stride) for observation in observations]
+        scores = [naive_scores(scorer, observation, request) for observation in observations]
         assert sets_of(method, observations, budget, request) == pooled(scores, budget, 0.2)
 
 
-@pytest.mark.parametrize("name, whole", [("glance", "pool(echo(stride=4))"), ("reread", "pool(echo())")])
+@pytest.mark.parametrize(
+    "name, whole", [("glance", "pool(echo(stride=4))"), ("reread", "pool(echo(second_pass=True))")]
+)
 def test_a_name_stands_for_what_it_is_made_of(name: str, whole: str) -> None:
     named: Any = Recipe.parse(f"{name}(keep=0.5)")
     made = Recipe.parse(f"{whole[:-1]}, keep=0.5)")
