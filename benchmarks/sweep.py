@@ -58,15 +58,20 @@ def main() -> int:
         shown_bar = stack.enter_context(bar())
         progress = shown_bar.add_task("contexts", total=len(examples))
         warm_up(model)
-        for example in examples:
-            began, cpu_began = perf_counter(), process_time()
-            cells = list(runner.run(task, example, todo, seed=0))
-            row = {"example": example.id, "keepset": _since(began, cpu_began), **_cells(cells)}
-            row["least"] = least(model, tokenizer, example, task.generation, row["tokens"])
-            if peer is not None:
-                row["kvpress"] = _peer(peer, example, task.generation, args.recipes)
-            rows.append(row)
-            shown_bar.advance(progress)
+        try:
+            for example in examples:
+                began, cpu_began = perf_counter(), process_time()
+                cells = list(runner.run(task, example, todo, seed=0))
+                row = {"example": example.id, "keepset": _since(began, cpu_began), **_cells(cells)}
+                row["least"] = least(model, tokenizer, example, task.generation, row["tokens"])
+                if peer is not None:
+                    row["kvpress"] = _peer(peer, example, task.generation, args.recipes)
+                rows.append(row)
+                shown_bar.advance(progress)
+        except KeyboardInterrupt:
+            print("interrupted: whole contexts follow", file=sys.stderr)
+    if not rows:
+        return 1
     section = _section(f"{len(rows)} contexts of {task.name}, {len(todo) - 1} recipes and the full cache", rows)
     versions = {} if peer is None else peer.versions
     settings = {"recipes": args.recipes, "keeps": KEEPS, "threads": args.threads}
