@@ -36,6 +36,7 @@ def main() -> int:
     """Measure, show, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--contexts", type=int, default=20, help="examples of the task (default 20)")
+    parser.add_argument("--task", default=TASK, help=f"with answers to generate (default {TASK})")
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of an example (default 1024)")
     parser.add_argument("--recipes", type=names, default=names(RECIPES), help=f"with commas (default {RECIPES})")
     parser.add_argument("--threads", type=int, default=1, help="threads of each side (default 1)")
@@ -43,7 +44,7 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     model, tokenizer = models.load()
-    [task] = find([TASK], Settings(lengths=(args.tokens,)))
+    [task] = find([args.task], Settings(lengths=(args.tokens,)))
     examples = task.examples(tokenizer, limit=args.contexts)
     recipes = [Recipe.parse(text) for text in args.recipes]
     runner = Runner(model, tokenizer, agnostic=True, chat=True)
@@ -74,7 +75,7 @@ def main() -> int:
         return 1
     section = _section(f"{len(rows)} contexts of {task.name}, {len(todo) - 1} recipes and the full cache", rows)
     versions = {} if peer is None else peer.versions
-    settings = {"recipes": args.recipes, "keeps": KEEPS, "threads": args.threads}
+    settings = {"task": args.task, "recipes": args.recipes, "keeps": KEEPS, "threads": args.threads}
     publish("sweep", [section], {"machine": machine(), "kvpress": versions, **settings, "contexts": rows})
     return 0
 
@@ -135,6 +136,14 @@ def _section(title: str, rows: Sequence[dict[str, Any]]) -> Section:
                 for clock in ("seconds", "cpu_seconds")
             )
             section.rows.append([name, f"≤ {target:g}", shown(wall, 2), verdict(wall, target), shown(cpu, 2)])
+    times = {
+        part: sum(row[part]["seconds"] for row in rows) for part in ("keepset", "least", "kvpress") if part in rows[0]
+    }
+    tokens = sum(sum(row["tokens"]) for row in rows) / len(rows)
+    in_sum = ", ".join(
+        f"{times['keepset'] / seconds:.2f} of {part}" for part, seconds in times.items() if part != "keepset"
+    )
+    section.notes.append(f"In sum over all contexts {in_sum}; {tokens:.0f} tokens are generated for a context.")
     if "kvpress" in rows[0]:
         pairs = [pair for row in rows for pair in zip(row["replies"], row["kvpress"]["replies"], strict=True)]
         same = sum(own.strip() == other.strip() for own, other in pairs)
