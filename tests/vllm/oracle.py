@@ -75,8 +75,10 @@ class Oracle:
     """A model whose attention is a loop over heads."""
 
     def __init__(self, model: PreTrainedModel, block_size: int) -> None:
-        AttentionInterface.register(NAME, self._attend)
-        AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
+        # Each of several has a name of its own: the registry holds one function for a name.
+        self._name = f"{NAME}_{id(self)}"
+        AttentionInterface.register(self._name, self._attend)
+        AttentionMaskInterface.register(self._name, lambda *args, **kwargs: None)
         self.model, self.block_size = model, block_size
         self._layers: list[Layer] = []
         self._start = 0
@@ -131,8 +133,8 @@ class Oracle:
             layers, best, margin = self._prompts[text]
             self._layers = [layer.copy() for layer in layers]
             return best, margin
-        if self.model.config._attn_implementation != NAME:
-            self.model.set_attn_implementation(NAME)
+        if self.model.config._attn_implementation != self._name:
+            self.model.set_attn_implementation(self._name)
         if start == 0:
             self._layers = []
         self._start = start
