@@ -16,8 +16,8 @@ class Glance(Composed):
     """Keeps what a quarter of the prompt's own queries would look at right after it: `pool(echo(stride=4))`.
 
     For a prompt that is answered directly. It takes one pass, and adds a sixth to its time at 2048 tokens; `echo` says
-    why it works, and docs/results.md what was measured. A fact that is asked for out of nowhere takes all of the
-    queries: `reread`.
+    why it works, and docs/results.md what was measured. A fact that is asked for out of nowhere takes a
+    second pass: `reread`.
     """
 
     name: ClassVar[str] = "glance"

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from keepset.method import Method, parameter
-from keepset.observation import Needs, Observation, SecondPass
+from keepset.methods.received import Received
+from keepset.observation import Needs, Observation
 
-_SECOND_PASS = SecondPass(frozenset({"square"}), chunk=0)
+_AGAIN = Received(statistic="rms", chunk=0)
 _WEIGHT = 0.5
 
 
@@ -50,8 +50,8 @@ class Echo(Method):
     @property
     def needs(self) -> Needs:
         """The prompt's queries once more, and a second pass where it is wanted."""
-        passes = frozenset({_SECOND_PASS} if self.second_pass else ())
-        return Needs(echoes=frozenset({self.stride}), second_passes=passes)
+        echoes = Needs(echoes=frozenset({self.stride}))
+        return echoes | _AGAIN.needs if self.second_pass else echoes
 
     @property
     def sinks(self) -> int:
@@ -65,8 +65,5 @@ class Echo(Method):
 
     def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
         """Root mean square of what would be received, and of what is."""
-        received = observation.echo(self.stride).sqrt()
-        if self.second_pass:
-            told = observation.second_pass(_SECOND_PASS)
-            received = received + _WEIGHT * torch.sqrt(told.statistics["square"] / told.tokens[:, None, None])
-        return observation.by_query_group(received).mean(2)
+        scores = observation.by_query_group(observation.echo(self.stride).sqrt()).mean(2)
+        return scores + _WEIGHT * _AGAIN.score(observation) if self.second_pass else scores
