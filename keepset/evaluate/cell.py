@@ -25,7 +25,8 @@ class Outcome:
         repetition: share of the generated tokens' four-grams that were there before, in the same answer.
         prefill_seconds: of the shared prefill and of what was collected for this recipe.
         select_seconds: choosing and freeing.
-        decode_seconds: generating, or scoring the choices.
+        decode_seconds: hearing the question and generating, or scoring the choices; of answers that were decoded as a
+            batch, an even share.
     """
 
     scores: dict[str, float]

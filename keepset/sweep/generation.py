@@ -1,9 +1,11 @@
-"""An answer, token by token, on a cache that is there; it ends where a task says."""
+"""Answers, token by token, on a cache that is there; they end where a task says."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -62,28 +64,50 @@ class Ending:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
 
+@dataclass
+class Said:
+    """The tokens of one answer, its end included.
+
+    Attributes:
+        seconds: they took; of the time of answers that were decoded together, an even share.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+
+
 @torch.no_grad()
 def generate(
     model: transformers.PreTrainedModel,
     cache: Cache,
-    first: Float[Tensor, "1 vocabulary"],
-    pick: Pick,
+    first: Float[Tensor, "rows vocabulary"],
+    picks: Sequence[Pick],
     ending: Ending,
     on_token: Callable[[], None] = lambda: None,
-) -> list[int]:
-    """The tokens of an answer, its end included.
+) -> list[Said]:
+    """One answer for each request of the cache, which they leave when they are at their end.
 
     Args:
-        first: the logits of its first token, which whatever was cached last has told.
+        first: the logits of each answer's first token, which whatever was cached last has told.
+        picks: of each answer.
         on_token: is called whenever the cache has grown.
     """
-    ids: list[int] = []
-    token = pick(first)
+    answers = [Said() for _ in picks]
+    going, logits, began = list(range(len(picks))), first, time.perf_counter()
     while True:
-        ids.append(int(token))
-        if ending.reached(ids):
-            return ids
-        token = pick(model(token, past_key_values=cache, use_cache=True).logits[:, -1])
+        for row, answer in enumerate(going):
+            answers[answer].ids.append(int(picks[answer](logits[row : row + 1])))
+        stay = [row for row, answer in enumerate(going) if not ending.reached(answers[answer].ids)]
+        began, before = time.perf_counter(), began
+        for answer in going:
+            answers[answer].seconds += (began - before) / len(going)
+        if not stay:
+            return answers
+        if len(stay) < len(going):
+            cache.batch_select_indices(torch.tensor(stay))
+            going = [going[row] for row in stay]
+        tokens = torch.tensor([[answers[answer].ids[-1]] for answer in going], device=logits.device)
+        logits = model(tokens, past_key_values=cache, use_cache=True).logits[:, -1]
         on_token()
 
 

@@ -6,26 +6,31 @@ from keepset.hf.cache import Cache
 
 
 class Holding:
-    """The most bytes that a cache has held whenever somebody asked, and what the full cache would have held then.
+    """What a cache held when somebody looked.
 
     Args:
         whole: the cache drops nothing and stands for the full one, which has no positions to store.
 
     Attributes:
-        nbytes: allocated, positions and free places included.
+        nbytes: the most bytes at any look, allocated: positions and free places included.
         nbytes_full: the full cache's at the same moment.
+        keep: fraction of all tokens' entries that were there at the newest look.
+        select_seconds: that choosing and freeing had taken by then.
     """
 
     def __init__(self, cache: Cache, whole: bool) -> None:
-        self._cache, self._whole = cache, whole
+        self._whole = whole
         self.nbytes = self.nbytes_full = 0
-        self.note()
+        self.look(cache)
 
-    def note(self) -> None:
-        """Looks now."""
-        nbytes = nbytes_full(self._cache) if self._whole else self._cache.nbytes
+    def look(self, cache: Cache) -> None:
+        """Looks at it now."""
+        full = nbytes_full(cache)
+        nbytes = full if self._whole else cache.nbytes
         if nbytes > self.nbytes:
-            self.nbytes, self.nbytes_full = nbytes, nbytes if self._whole else nbytes_full(self._cache)
+            self.nbytes, self.nbytes_full = nbytes, full
+        self.keep = kept(cache)
+        self.select_seconds = sum(event.seconds for event in cache.events)
 
 
 def nbytes_full(cache: Cache) -> int:

@@ -30,11 +30,13 @@ class Start:
     Attributes:
         logits: what the prompt's last token foretells, before anything was dropped.
         seconds: that the prefill takes with this recipe alone, its selection not counted.
+        whole: it drops nothing and stands for the full cache.
     """
 
     cache: Cache
     logits: Float[Tensor, "1 vocabulary"]
     seconds: float
+    whole: bool
 
 
 class Prefill:
@@ -65,7 +67,7 @@ class Prefill:
         _check(self._model, recipe)
         recorder, logits = self._recorded(recipe)
         cache = Cache.from_prompt(self._model, recipe, recorder, recorder.observations)
-        return Start(cache, logits, recorder.seconds_for(recipe.method.needs))
+        return Start(cache, logits, recorder.seconds_for(recipe.method.needs), candidate.recipe is None)
 
     def _recorded(self, recipe: Recipe) -> tuple[Recorder, Tensor]:
         """All share one, unless what one of them needs cannot be had of this prompt."""
@@ -92,7 +94,7 @@ class Prefill:
         except BaseException:
             cache.stop_watching()
             raise
-        return Start(cache, logits, time.perf_counter() - began - sum(event.seconds for event in cache.events))
+        return Start(cache, logits, time.perf_counter() - began - sum(event.seconds for event in cache.events), False)
 
 
 def _shares(model: transformers.PreTrainedModel, recipe: Recipe) -> bool:

@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from keepset.compile.seen import refuse_seen
-from keepset.diagnose.repetition import repetition_rate
 from keepset.errors import KeepsetError
 from keepset.evaluate.cell import Cell, Outcome
-from keepset.evaluate.continuations import likelihoods
-from keepset.hf.cache import Cache
-from keepset.sweep.generation import Ending, Pick, generate, picker
-from keepset.sweep.holding import Holding, kept
+from keepset.hf.join import can_join
+from keepset.sweep.asking import Asker
+from keepset.sweep.holding import nbytes_full
+from keepset.sweep.memory import is_out_of_memory
 from keepset.sweep.plan import Candidate
 from keepset.sweep.prefill import Prefill, Start
-from keepset.sweep.prompts import Asked, Prompt, Prompts
-from keepset.tasks.task import Example, Reply, Task
+from keepset.sweep.prompts import Prompts
+from keepset.tasks.task import Example, Task
 
 if TYPE_CHECKING:
     import transformers
 
-TOGETHER = 8
-"""Choices that are scored at once, each on a copy of the cache."""
+TOGETHER = 4
+"""As many full caches may be held by candidates that are asked as a batch."""
+
+Ask = Callable[[Sequence[Start]], list[list[Outcome]]]
+"""From prompts that are cached, each candidate's way, to the outcomes of their questions."""
 
 
 class Runner:
@@ -69,83 +68,139 @@ class Runner:
             )
         longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         self._prompts = Prompts(tokenizer, agnostic=agnostic, chat=chat, longest=longest)
-        self._model, self._tokenizer, self._temperature = model, tokenizer, temperature
+        self._model, self._asker = model, Asker(model, tokenizer, temperature)
 
     def run(self, task: Task, example: Example, candidates: Sequence[Candidate], seed: int) -> Iterator[Cell]:
         """A cell for every candidate, in their order; what cannot be had is a cell with an error."""
-        todo = [_unseen(candidate, example) for candidate in candidates]
+        contenders = [_Contender(_unseen(candidate, example)) for candidate in candidates]
         try:
             prompts = self._prompts.of(example, task.generation.tokens)
         except KeepsetError as error:
-            yield from (_cell(task, example, replace(candidate, error=str(error)), seed, []) for candidate in todo)
+            for contender in contenders:
+                contender.fail(error)
+                yield contender.cell(task, example, seed)
             return
         if cut := max(prompt.cut for prompt in prompts):
             example = replace(example, facts={**example.facts, "cut": cut})
-        outcomes: list[list[Outcome]] = [[] for _ in todo]
+        asked = 0
         for prompt in prompts:
-            prefill = Prefill(self._model, torch.tensor([prompt.ids], device=self._model.device), todo)
-            for index, candidate in enumerate(tuple(todo)):
-                draw = seed, example.id, len(outcomes[index])
-                try:
-                    outcomes[index] += self._answers(task, prompt, prefill, candidate, draw)
-                except KeepsetError as error:
-                    todo[index] = replace(candidate, error=str(error))
+            ids = torch.tensor([prompt.ids], device=self._model.device)
+            prefill = Prefill(self._model, ids, [contender.candidate for contender in contenders])
+            ask = partial(self._asker.ask, task, prompt, (seed, example.id), asked)
+            batched = not task.decodes and not any(question.choices for question in prompt.asked)
+            for group in _groups(prefill, contenders, batched):
+                _ask(ask, prefill, group)
                 if prompt is prompts[-1]:
-                    yield _cell(task, example, todo[index], seed, outcomes[index])
+                    yield from (contender.cell(task, example, seed) for contender in group)
+            asked += len(prompt.asked)
 
-    def _answers(
-        self, task: Task, prompt: Prompt, prefill: Prefill, candidate: Candidate, draw: tuple[int, str, int]
-    ) -> list[Outcome]:
-        """What becomes of each question of the prompt; `draw` says what the first one's luck depends on."""
-        start = prefill.start(candidate)
-        outcomes = []
-        seed, example, first = draw
+
+class _Contender:
+    """A candidate on one example, and what has become of it so far."""
+
+    def __init__(self, candidate: Candidate) -> None:
+        self.candidate = candidate
+        self.outcomes: list[Outcome] = []
+        self.start: Start | None = None
+
+    def begin(self, prefill: Prefill) -> None:
+        """Caches the prompt its way, unless it has."""
+        if self.start is not None:
+            return
         try:
-            for number, asked in enumerate(prompt.asked, first):
-                cache = start.cache if asked is prompt.asked[-1] else start.cache.fork()
-                pick = picker(self._temperature, start.logits.device, seed, example, number)
-                try:
-                    outcomes.append(self._answer(task, asked, start, cache, candidate.recipe is None, pick))
-                finally:
-                    cache.stop_watching()
-        finally:
-            start.cache.stop_watching()
-        return outcomes
+            self.start = prefill.start(self.candidate)
+        except KeepsetError as error:
+            self.fail(error)
 
-    def _answer(self, task: Task, asked: Asked, start: Start, cache: Cache, whole: bool, pick: Pick) -> Outcome:
-        """One question, on a cache that is its own."""
-        decodes = task.decodes or cache.schedule.every is not None
-        held, keep, selected = Holding(cache, whole), kept(cache), _selecting(cache)
-        began = time.perf_counter()
-        ids: list[int] = []
-        logits = self._say(cache, asked.ids) if asked.ids else start.logits
-        if asked.choices:
-            reply: Reply = likelihoods(self._model, cache, logits, asked.choices, TOGETHER)
-            finished = True
-        else:
-            ending = Ending(self._model, self._tokenizer, task.generation)
-            ids = generate(self._model, cache, logits, pick, ending, held.note if decodes else _nothing)
-            reply, finished = ending.answer(ids)
-        seconds = time.perf_counter() - began
-        return Outcome(
-            scores=task.judge(asked.question, reply),
-            replies=[reply if isinstance(reply, str) else [_plain(*choice) for choice in reply]],
-            keep=kept(cache) if decodes else keep,
-            kv_bytes=held.nbytes,
-            kv_bytes_full=held.nbytes_full,
-            tokens=len(ids),
-            finished=float(finished),
-            repetition=repetition_rate(torch.tensor(ids, dtype=torch.long)),
-            prefill_seconds=start.seconds,
-            select_seconds=_selecting(cache),
-            decode_seconds=seconds - (_selecting(cache) - selected),
+    def hand_over(self) -> Start:
+        """What it has begun, which is somebody else's now: the cache goes as soon as it is used up."""
+        assert self.start is not None
+        start, self.start = self.start, None
+        return start
+
+    def fail(self, error: KeepsetError) -> None:
+        """It cannot be had: the first reason stays."""
+        self.candidate = replace(self.candidate, error=self.candidate.error or str(error))
+
+    def cell(self, task: Task, example: Example, seed: int) -> Cell:
+        """What is told of it."""
+        return Cell(
+            task=task.name,
+            seed=seed,
+            example=example.id,
+            recipe=self.candidate.text,
+            method=self.candidate.method,
+            requested=self.candidate.requested,
+            facts=example.facts,
+            metric=task.metric,
+            outcome=_mean(self.outcomes) if self.candidate.error is None else None,
+            error=self.candidate.error,
         )
 
-    @torch.no_grad()
-    def _say(self, cache: Cache, ids: Sequence[int]) -> Float[Tensor, "1 vocabulary"]:
-        """Feeds these tokens; gives what the last one foretells."""
-        tokens = torch.tensor([ids], device=self._model.device)
-        return self._model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+
+def _groups(prefill: Prefill, contenders: Sequence[_Contender], batched: bool) -> Iterator[list[_Contender]]:
+    """All of them, begun: neighbours together where they may be asked as a batch and do not hold too much."""
+    group: list[_Contender] = []
+    for contender in contenders:
+        if not batched or _compresses_again(contender.candidate):
+            if group:
+                yield group
+                group = []
+            contender.begin(prefill)
+            yield [contender]
+            continue
+        if group and not (_begins(contender, prefill) and _fits(contender, group)):
+            yield group
+            group = []
+        contender.begin(prefill)
+        group.append(contender)
+    if group:
+        yield group
+
+
+def _begins(contender: _Contender, prefill: Prefill) -> bool:
+    """Whether memory is enough for it beside those that have begun."""
+    try:
+        contender.begin(prefill)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+    return True
+
+
+def _fits(contender: _Contender, group: Sequence[_Contender]) -> bool:
+    """Whether one that has begun may be asked together with a group; one that cannot be had is no burden."""
+    if contender.start is None:
+        return True
+    cache = contender.start.cache
+    others = [other.start.cache.nbytes for other in group if other.start is not None]
+    return not others or (can_join(cache) and sum(others, cache.nbytes) <= TOGETHER * nbytes_full(cache))
+
+
+def _ask(ask: Ask, prefill: Prefill, group: Sequence[_Contender]) -> None:
+    """Asks all that have begun; one after another if one spoils it for the others, or memory is not enough."""
+    begun = [contender for contender in group if contender.start is not None]
+    if not begun:
+        return
+    try:
+        for contender, outcomes in zip(begun, ask([contender.hand_over() for contender in begun]), strict=True):
+            contender.outcomes += outcomes
+        return
+    except KeepsetError as error:
+        if len(begun) == 1:
+            return begun[0].fail(error)
+    except (MemoryError, RuntimeError) as error:
+        if len(begun) == 1 or not is_out_of_memory(error):
+            raise
+    for contender in begun:
+        contender.begin(prefill)
+        _ask(ask, prefill, [contender])
+
+
+def _compresses_again(candidate: Candidate) -> bool:
+    """Whether it does while decoding."""
+    return candidate.recipe is not None and candidate.recipe.schedule.every is not None
 
 
 def _unseen(candidate: Candidate, example: Example) -> Candidate:
@@ -157,34 +212,6 @@ def _unseen(candidate: Candidate, example: Example) -> Candidate:
     except KeepsetError as error:
         return replace(candidate, error=str(error))
     return candidate
-
-
-def _selecting(cache: Cache) -> float:
-    return sum(event.seconds for event in cache.events)
-
-
-def _plain(likelihood: float, greedy: bool) -> list[float | bool | None]:
-    """As JSON has it, which knows no number that overflowed."""
-    return [likelihood if math.isfinite(likelihood) else None, greedy]
-
-
-def _nothing() -> None:
-    pass
-
-
-def _cell(task: Task, example: Example, candidate: Candidate, seed: int, outcomes: Sequence[Outcome]) -> Cell:
-    return Cell(
-        task=task.name,
-        seed=seed,
-        example=example.id,
-        recipe=candidate.text,
-        method=candidate.method,
-        requested=candidate.requested,
-        facts=example.facts,
-        metric=task.metric,
-        outcome=_mean(outcomes) if candidate.error is None else None,
-        error=candidate.error,
-    )
 
 
 def _mean(outcomes: Sequence[Outcome]) -> Outcome:

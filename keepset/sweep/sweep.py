@@ -9,10 +9,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Protocol
 
-import torch
-
 from keepset.errors import KeepsetError
 from keepset.evaluate.cell import Cell
+from keepset.sweep.memory import is_out_of_memory
 from keepset.sweep.plan import Candidate
 from keepset.sweep.store import Key, Store
 from keepset.tasks.task import Example, Task
@@ -189,11 +188,7 @@ def work(runner: Runs, group: Group, recipes: Sequence[str]) -> Iterator[Cell | 
                 yield cell
             return
         except (MemoryError, RuntimeError) as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
         lost, *left = left
         yield Lost(group.task.name, lost.text, "memory was not enough")
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)

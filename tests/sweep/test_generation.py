@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from typing import Any
 
@@ -13,10 +14,11 @@ from hypothesis import strategies as st
 import keepset
 from keepset.diagnose.repetition import repetition_rate
 from keepset.hf.cache import Cache
+from keepset.hf.join import join
 from keepset.sweep.generation import Ending, generate, picker
 from keepset.tasks.task import Generation
 from tests.hf.models import prompt, tiny
-from tests.sweep.asked import scripted
+from tests.sweep.asked import scripted, watched
 from tests.sweep.letters import letters
 
 TOKENIZER = letters()
@@ -31,7 +33,8 @@ def say(text: str, generation: Generation) -> tuple[str, bool, int, int]:
         cache = keepset.Cache(model, "streaming_llm(keep=1.0)")
         first = model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1]
         ending = Ending(model, TOKENIZER, generation)
-        said = generate(model, cache, first, picker(0.0, torch.device("cpu")), ending)
+        [answer] = generate(model, cache, first, [picker(0.0, torch.device("cpu"))], ending)
+        said = answer.ids
     assert said == tokens[: len(said)]
     return *ending.answer(said), len(said), len(calls) - 1
 
@@ -68,6 +71,40 @@ def test_no_token_more_than_an_end_needs(text: str, spans: list[tuple[int, int]]
     answer, finished, tokens, calls = say(text, Generation(12, tuple(until)))
     assert (tokens, calls, finished) == (expected, expected - 1, bool(ends))
     assert text.startswith(answer) and not any(end in answer for end in until)
+
+
+def test_answers_of_a_batch_are_those_of_each_alone() -> None:
+    model, ids, device = tiny("llama"), prompt(1, 20), torch.device("cpu")
+    recipes = ["streaming_llm(keep=1.0)", "snapkv(window=4, keep=0.3)", "adakv(snapkv(window=4), keep=0.3)"] * 3
+    generation = Generation(30, ("a", "th", "z"))
+    ending = Ending(model, TOKENIZER, generation)
+
+    def started() -> tuple[list[Cache], torch.Tensor, list[Any]]:
+        caches = [Cache(model, recipe) for recipe in recipes]
+        with torch.no_grad():
+            logits = torch.cat([model(ids, past_key_values=cache).logits[:, -1] for cache in caches])
+        return caches, logits, [picker(1.5, device, row) for row in range(len(recipes))]
+
+    caches, logits, picks = started()
+    alone = [
+        generate(model, cache, logits[row : row + 1], [picks[row]], ending)[0].ids for row, cache in enumerate(caches)
+    ]
+    caches, logits, picks = started()
+    lengths, began = [], time.perf_counter()
+    with watched(model) as calls:
+        together = generate(model, join(caches), logits, picks, ending, lambda: lengths.append(len(calls)))
+    taken = time.perf_counter() - began
+    assert [said.ids for said in together] == alone
+    longest = max(map(len, alone))
+    assert len({len(said) for said in alone}) > 2
+    # A row is fed as long as its answer goes on, and no longer.
+    assert calls == [(sum(len(said) > step for said in alone), 1) for step in range(1, longest)]
+    assert lengths == list(range(1, longest))
+    shares = [said.seconds for said in together]
+    assert 0 < sum(shares) <= taken
+    # Of steps at the same time all have the same share.
+    assert len(set(shares)) == len({len(said) for said in alone})
+    assert sorted(range(9), key=lambda row: shares[row]) == sorted(range(9), key=lambda row: len(alone[row]))
 
 
 def test_the_tokenizers_own_end_counts_beside_the_models() -> None:
@@ -126,5 +163,5 @@ def test_it_is_told_after_every_token_that_the_cache_takes() -> None:
     ending = Ending(model, TOKENIZER, Generation(5))
     ending._ends = set()
     device = torch.device("cpu")
-    generate(model, cache, first, picker(0.0, device), ending, lambda: lengths.append(cache.get_seq_length()))
+    generate(model, cache, first, [picker(0.0, device)], ending, lambda: lengths.append(cache.get_seq_length()))
     assert lengths == [10, 11, 12, 13]

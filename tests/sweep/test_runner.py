@@ -20,7 +20,7 @@ from keepset.diagnose.repetition import repetition_rate
 from keepset.evaluate.cell import FULL, Cell
 from keepset.hf.recorder import Recorder
 from keepset.sweep.plan import Candidate, candidates
-from keepset.sweep.runner import Runner
+from keepset.sweep.runner import TOGETHER, Runner
 from keepset.tasks.task import Example, Question
 from tests.hf.models import tiny
 from tests.sweep.asked import Exact, hooks, scripted, timeless, watched
@@ -203,20 +203,96 @@ def test_one_prefill_serves_all_candidates_and_questions() -> None:
         assert [call for call in calls if call[1] >= length] == [(1, length)]
 
 
-def test_no_two_candidates_are_held_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+# --- as a batch
+
+ASKED = replace(EXAMPLE, questions=EXAMPLE.questions[:2])
+MANY = candidates([*RECIPES, *Recipe.parse_list("gvote, knorm(keep=16, every=4)")], [0.5, 0.25, 12])
+
+
+@pytest.mark.parametrize("options", [{"agnostic": True}, {"agnostic": False}, {"agnostic": True, "temperature": 1.5}])
+@pytest.mark.parametrize("architecture", ["llama", "llama_mqa", "gemma3"])
+def test_answers_of_a_batch_are_those_of_each_alone(architecture: str, options: dict[str, Any]) -> None:
+    model = tiny(architecture)
+    options = {"model": model, "example": ASKED, "task": Exact(20, ("a",)), **options}
+    with watched(model) as calls:
+        together = run(MANY, **options)
+    assert any(rows > 1 and tokens == 1 for rows, tokens in calls) == (architecture != "gemma3")
+    assert [timeless(cell) for cell in together] == [timeless(run([one], **options)[0]) for one in MANY]
+    assert len({reply for cell in together for reply in replies(cell)}) > 4
+
+
+def test_a_batch_is_for_answers_of_caches_that_compress_nothing_more() -> None:
+    model = tiny("llama")
+    for task, example in ((Exact(decodes=True), ASKED), (Exact(), EXAMPLE)):
+        with watched(model) as calls:
+            run(MANY, model=model, task=task, example=example)
+        assert all(rows == 1 for rows, tokens in calls if tokens > 3)
+
+
+@pytest.mark.parametrize("asked, most", [(ASKED, TOGETHER), (EXAMPLE, 0)])
+def test_no_more_is_held_at_once_than_so_many_full_caches(
+    monkeypatch: pytest.MonkeyPatch, asked: Example, most: int
+) -> None:
     made: list[weakref.ref[Any]] = []
+    held: list[int] = []
     original = keepset.Cache.from_prompt.__func__  # type: ignore[attr-defined]
 
     def from_prompt(cls: Any, *args: Any) -> Any:
         gc.collect()
-        assert not any(cache() is not None for cache in made)
+        there = [cache() for cache in made]
+        held.append(sum(cache.nbytes for cache in there if cache is not None))
         cache = original(cls, *args)
         made.append(weakref.ref(cache))
         return cache
 
     monkeypatch.setattr(keepset.Cache, "from_prompt", classmethod(from_prompt))
-    assert all(cell.error is None for cell in run(candidates(RECIPES, [0.5, 0.25])))
-    assert len(made) == 7
+    todo = candidates(Recipe.parse_list("snapkv(window=8), knorm, tova, random, h2o"), [1.0, 0.9, 0.8])
+    full, *_ = cells = run(todo, example=asked)
+    assert all(cell.error is None for cell in cells) and full.outcome is not None
+    assert len(made) == 16
+    # Positions are stored beside keys and values, which are 2 * 16 * 4 bytes here.
+    assert max(held) <= most * full.outcome.kv_bytes_full * (1 + 4 / 128)
+    assert max(held) >= (most - 1) * full.outcome.kv_bytes_full
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't allocate memory"), KeepsetError("Not these.")])
+def test_where_a_batch_cannot_be_had_they_are_asked_one_after_another(error: Exception) -> None:
+    model, todo = tiny("llama"), candidates(RECIPES, [0.5, 0.25])
+    expected = run(todo, model=model, example=ASKED)
+
+    def refuse(module: Any, args: Any, kwargs: Any) -> None:
+        if len(args[0]) > 1 and next(iter(kwargs["past_key_values"].kept_layers.values())).logical > len(CONTEXT) + 9:
+            raise error
+
+    handle = model.register_forward_pre_hook(refuse, with_kwargs=True)
+    try:
+        found = run(todo, model=model, example=ASKED)
+    finally:
+        handle.remove()
+    assert [timeless(cell) for cell in found] == [timeless(cell) for cell in expected]
+
+
+@pytest.mark.parametrize("starts", [1, 3, 4])
+def test_what_memory_is_not_enough_for_beside_others_waits_for_them(
+    monkeypatch: pytest.MonkeyPatch, starts: int
+) -> None:
+    todo = candidates(RECIPES, [0.5, 0.25])
+    expected = run(todo, example=ASKED)
+    original, calls = keepset.Cache.from_prompt.__func__, []  # type: ignore[attr-defined]
+
+    def from_prompt(cls: Any, *args: Any) -> Any:
+        calls.append(None)
+        if len(calls) == starts + 1:
+            raise MemoryError
+        return original(cls, *args)
+
+    monkeypatch.setattr(keepset.Cache, "from_prompt", classmethod(from_prompt))
+    assert [timeless(cell) for cell in run(todo, example=ASKED)] == [timeless(cell) for cell in expected]
+    assert len(calls) == len(todo) + 1
+    calls.clear()
+    starts = 0
+    with pytest.raises(MemoryError):
+        run(todo, example=ASKED)
 
 
 # --- the same in any order
