@@ -15,7 +15,8 @@ from transformers import DynamicCache
 
 from keepset import Recipe, models, texts
 from keepset.cli.compare import ALL
-from keepset.evaluate.compare import Comparer, grid, needs_of
+from keepset.evaluate.candidate import grid
+from keepset.evaluate.compare import Comparer, needs_of
 from keepset.evaluate.task import make_task
 
 KEEPS = (0.5, 0.25, 0.1)
@@ -32,7 +33,7 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     model, tokenizer = models.load()
     recipes = Recipe.parse_list(ALL)
-    cells = grid(recipes, KEEPS)
+    candidates = grid(recipes, KEEPS)
     task = make_task(tokenizer, texts.essay(), tokens=args.tokens, continuation=128)
     ratios, demos = [], []
     for _ in range(args.repeats):
@@ -40,14 +41,14 @@ def main() -> int:
         clock = Clock()
         began = perf_counter()
         comparer = Timed(clock, model, tokenizer, task, "embedded", needs_of(recipes))
-        list(comparer.run(cells))
+        list(comparer.run(candidates))
         ratios.append((perf_counter() - began - clock.seconds) / prefill)
         demos.append(_demo())
     rows = [
         ("comparison less its continuations / one prefill", ratios, TARGET),
         ("keepset demo, seconds", demos, DEMO_TARGET),
     ]
-    section = Section(f"{len(cells)} rows on {args.tokens} + 128 tokens", ["what", "target", "measured", ""])
+    section = Section(f"{len(candidates)} rows on {args.tokens} + 128 tokens", ["what", "target", "measured", ""])
     for name, figures, target in rows:
         summary = Summary.of(figures)
         section.rows.append([name, f"≤ {target:g}", shown(summary, 2), verdict(summary, target)])

@@ -12,7 +12,8 @@ from harness import progress
 from harness.report import Section, machine, publish
 
 from keepset import Recipe, models, texts
-from keepset.evaluate.compare import Comparer, Row, grid, needs_of
+from keepset.evaluate.candidate import grid
+from keepset.evaluate.compare import Comparer, Row, needs_of
 from keepset.evaluate.task import Task, make_task
 from keepset.figures import intervals
 
@@ -49,7 +50,7 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     model, tokenizer = models.load()
     recipes = Recipe.parse_list(args.recipes)
-    cells = grid(recipes, KEEPS)
+    candidates = grid(recipes, KEEPS)
     longest = sorted(texts.essays(), key=lambda name: -len(texts.essay(name)))[: args.texts]
     names = [name.strip() for name in args.essays.split(",")] if args.essays else longest
     table: dict[str, Figures] = defaultdict(Figures)
@@ -57,14 +58,14 @@ def main() -> int:
     done: list[str] = []
     try:
         with progress.bar() as bar:
-            bars = bar.add_task("", total=len(names) * (len(cells) + 1))
+            bars = bar.add_task("", total=len(names) * (len(candidates) + 1))
             for number, name in enumerate(names):
                 bar.update(bars, description=name)
                 task = _task(tokenizer, name, number, len(names), args)
                 comparer = Comparer(model, tokenizer, task, "embedded", needs_of(recipes))
                 bar.advance(bars)
                 rows = []
-                for row in comparer.run(cells):
+                for row in comparer.run(candidates):
                     rows.append(row)
                     bar.advance(bars)
                 # A text counts with all its rows or not at all.

@@ -16,8 +16,8 @@ from harness.worker import PEER_PYTHON, Worker, check_peer
 from transformers import DynamicCache
 
 from keepset import Recipe, models
+from keepset.evaluate.candidate import candidates
 from keepset.evaluate.cell import Cell
-from keepset.sweep.plan import candidates
 from keepset.sweep.prompts import Prompts
 from keepset.sweep.runner import Runner
 from keepset.tasks.catalogue import Settings, find

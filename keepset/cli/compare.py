@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress
     from torch import Tensor
 
-    from keepset.evaluate.compare import Comparer, Comparison, Row
+    from keepset.evaluate.candidate import Candidate
+    from keepset.evaluate.compare import Comparer, Comparison
     from keepset.evaluate.decode import DecodeComparer
     from keepset.evaluate.task import Task
     from keepset.recipe import Recipe
@@ -124,12 +125,11 @@ def _run(
     if html is not None:
         check_writable(html)
     from keepset.cli.console import err, load, progress
-    from keepset.evaluate.compare import grid
-    from keepset.evaluate.decode import scheduled
+    from keepset.evaluate.candidate import grid
     from keepset.evaluate.task import ANSWER_TOKENS, check_fits, make_task
     from keepset.models import EMBEDDED
 
-    cells = grid(recipes, keeps) if decoding is None else scheduled(recipes, keeps, decoding.every)
+    candidates = grid(recipes, keeps, None if decoding is None else decoding.every)
     loaded, tokenizer = load(model)
     longest = getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
     if decoding is not None and decoding.generate is not None:
@@ -141,11 +141,11 @@ def _run(
     try:
         with progress() as bar:
             if decoding is None:
-                comparer, ids = _prefilled(loaded, tokenizer, task, name, cells, bar), task.prompt
+                comparer, ids = _prefilled(loaded, tokenizer, task, name, candidates, bar), task.prompt
             else:
                 comparer, ids = _decoded(loaded, task, name, decoding.generate, bar)
-            rows = bar.add_task("recipes", total=len(cells))
-            for _ in comparer.run(cells):
+            rows = bar.add_task("recipes", total=len(candidates))
+            for _ in comparer.run(candidates):
                 bar.advance(rows)
     except KeyboardInterrupt:
         interrupted = True
@@ -154,22 +154,21 @@ def _run(
     comparison = comparer.comparison
     _show(comparison, [str(tokenizer.decode([token])) for token in ids[0].tolist()], as_json=as_json, html=html)
     if interrupted:
-        err.print(f"interrupted after {len(comparison.rows)} of {len(cells)} rows", highlight=False)
+        err.print(f"interrupted after {len(comparison.rows)} of {len(candidates)} rows", highlight=False)
         raise typer.Exit(130)
     if comparison.failed:
         raise typer.Exit(1)
 
 
 def _prefilled(
-    model: Any, tokenizer: Any, task: Task, name: str, cells: Sequence[Recipe | Row], bar: Progress
+    model: Any, tokenizer: Any, task: Task, name: str, candidates: Sequence[Candidate], bar: Progress
 ) -> Comparer:
     """The comparer of prompts, whose full cache is there."""
     from keepset.evaluate.compare import Comparer, needs_of
-    from keepset.recipe import Recipe
 
     layers = model.config.get_text_config().num_hidden_layers
     prefill = bar.add_task("prefill of the full cache", total=layers)
-    needs = needs_of([cell for cell in cells if isinstance(cell, Recipe)])
+    needs = needs_of([candidate.recipe for candidate in candidates if candidate.recipe is not None])
     comparer = Comparer(model, tokenizer, task, name, needs, on_layer=lambda: bar.advance(prefill))
     bar.update(prefill, completed=layers)
     return comparer

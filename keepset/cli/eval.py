@@ -14,7 +14,7 @@ import typer
 from keepset.errors import KeepsetError
 
 if TYPE_CHECKING:
-    from keepset.sweep.plan import Candidate
+    from keepset.evaluate.candidate import Candidate
     from keepset.sweep.store import Store
     from keepset.sweep.sweep import Grid
     from keepset.tasks.task import Task
@@ -147,8 +147,8 @@ def _run(
 def _candidates(task: Task, recipes: str | None, keeps: str | None, every: int, baselines: bool) -> Sequence[Candidate]:
     """What a task is to show: the full cache, the recipes, and under the same budgets what every method has to beat."""
     from keepset.cli.budgets import keeps as budgets_in
+    from keepset.evaluate.candidate import candidates
     from keepset.recipe import Recipe
-    from keepset.sweep.plan import candidates
 
     asked = Recipe.parse_list((DECODING if task.decodes else RECIPES) if recipes is None else recipes)
     budgets = budgets_in((DECODING_KEEPS if task.decodes else KEEPS) if keeps is None else keeps)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
 from operator import or_
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from keepset.errors import KeepsetError
+from keepset.evaluate.candidate import Candidate
 from keepset.evaluate.fidelity import kl, mean, nll
 from keepset.evaluate.greedy import greedy
 from keepset.evaluate.task import ANSWER_TOKENS, Task
@@ -116,17 +117,26 @@ class RowByRow(ABC):
 
     comparison: Comparison
 
-    def run(self, cells: Sequence[Recipe | Row]) -> Iterator[Row]:
-        """Measures recipes, one row each; rows that are there already (failed ones) take their place."""
-        for cell in cells:
-            row, kept = (cell, None) if isinstance(cell, Row) else self._row(cell)
+    def run(self, candidates: Sequence[Candidate]) -> Iterator[Row]:
+        """Measures candidates, one row each; what cannot be had is a row with the reason."""
+        for candidate in candidates:
+            row, kept = Row(candidate.text, candidate.method, error=candidate.error), None
+            if candidate.recipe is not None:
+                try:
+                    row, kept = self._row(row, candidate.recipe)
+                except KeepsetError as error:
+                    row = replace(row, error=str(error))
             self.comparison.rows.append(row)
             self.comparison.kept.append(kept)
             yield row
 
     @abstractmethod
-    def _row(self, recipe: Recipe) -> tuple[Row, Bool[Tensor, "layers kv_heads tokens"] | None]:
-        """One recipe's row and what it kept; None where it failed."""
+    def _row(self, row: Row, recipe: Recipe) -> tuple[Row, Bool[Tensor, "layers kv_heads tokens"]]:
+        """The row with a recipe's figures, and what it kept.
+
+        Raises:
+            KeepsetError: it cannot be had.
+        """
 
 
 class Comparer(RowByRow):
@@ -168,21 +178,17 @@ class Comparer(RowByRow):
             },
         )
 
-    def _row(self, recipe: Recipe) -> tuple[Row, Bool[Tensor, "layers kv_heads tokens"] | None]:
-        names: dict[str, Any] = {"recipe": str(recipe), "method": str(recipe.without_budget())}
+    def _row(self, row: Row, recipe: Recipe) -> tuple[Row, Bool[Tensor, "layers kv_heads tokens"]]:
         recorder = self._recorder
-        try:
-            cache = Cache.from_prompt(self._model, recipe, recorder, recorder.observations)
-        except KeepsetError as error:
-            return Row(**names, error=str(error)), None
+        cache = Cache.from_prompt(self._model, recipe, recorder, recorder.observations)
         (event,) = cache.events
         keep_set = event.keep_set
         assert keep_set is not None
         nbytes = cache.nbytes
         logits = self._continue(cache.fork())
         answer, speed = self._answer(cache)
-        row = Row(
-            **names,
+        row = replace(
+            row,
             keep=event.kept / event.entries,
             kv_bytes=nbytes,
             kv_bytes_full=recorder.nbytes_full,
@@ -216,24 +222,6 @@ class Comparer(RowByRow):
         if needle is None:
             return {}
         return {"answer": answer, "needle_found": needle.answer.lower() in answer.lower()}
-
-
-def grid(recipes: Sequence[Recipe], keeps: Sequence[int | float]) -> list[Recipe | Row]:
-    """Every recipe under every budget; those that have one, or need none, once, as they are.
-
-    A recipe that a budget does not suit becomes a row with the error.
-    """
-    cells: list[Recipe | Row] = []
-    for recipe in recipes:
-        if recipe.budget.keep is not None or not recipe.method.needs_budget:
-            cells.append(recipe)
-            continue
-        for keep in keeps:
-            try:
-                cells.append(recipe.with_keep(keep))
-            except KeepsetError as error:
-                cells.append(Row(recipe.text(keep), str(recipe), error=str(error)))
-    return cells
 
 
 def needs_of(recipes: Sequence[Recipe]) -> Needs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 from keepset.errors import KeepsetError
 from keepset.evaluate import plain
-from keepset.evaluate.compare import Comparison, Row, RowByRow, grid
+from keepset.evaluate.compare import Comparison, Row, RowByRow
 from keepset.evaluate.fidelity import kl, mean, nll
 from keepset.evaluate.greedy import greedy
 from keepset.evaluate.task import ANSWER_TOKENS
@@ -43,18 +43,6 @@ def pieces(tokens: int, every: int | None) -> list[slice]:
         for offset in (*range(SLACK, every, SLACK), every - 1, every)
     }
     return [slice(start, stop) for start, stop in pairwise(sorted({0, *ends}))]
-
-
-def scheduled(recipes: Sequence[Recipe], keeps: Sequence[int | float], every: int) -> list[Recipe | Row]:
-    """`grid` of recipes that compress after every so many tokens where they do not say when themselves."""
-    cells: list[Recipe | Row] = []
-    for recipe in recipes:
-        try:
-            schedule = replace(recipe.schedule, every=recipe.schedule.every or every)
-            cells += grid([replace(recipe, schedule=schedule)], keeps)
-        except KeepsetError as error:
-            cells.append(Row(str(recipe), str(recipe.without_budget()), error=str(error)))
-    return cells
 
 
 def generated(
@@ -123,21 +111,17 @@ class DecodeComparer(RowByRow):
             drift_tokens=DRIFT_TOKENS,
         )
 
-    def _row(self, recipe: Recipe) -> tuple[Row, Bool[Tensor, "layers kv_heads tokens"] | None]:
-        names: dict[str, Any] = {"recipe": str(recipe), "method": str(recipe.without_budget())}
-        try:
-            cache = Cache(self._model, recipe)
-            run = self._feed(cache, lambda: cache.nbytes, recipe.schedule.every)
-            counted = self._counted(cache)
-        except KeepsetError as error:
-            return Row(**names, error=str(error)), None
+    def _row(self, row: Row, recipe: Recipe) -> tuple[Row, Bool[Tensor, "layers kv_heads tokens"]]:
+        cache = Cache(self._model, recipe)
+        run = self._feed(cache, lambda: cache.nbytes, recipe.schedule.every)
+        counted = self._counted(cache)
         full = self._full
         drift = kl(full.logits, run.logits)
         nll_delta = nll(run.logits, self._text[0]) - nll(full.logits, self._text[0])
         same = run.logits.argmax(-1) == full.logits.argmax(-1)
         kept = _held(cache, self._prompt.shape[1] + self._text.shape[1])
-        row = Row(
-            **names,
+        row = replace(
+            row,
             keep=float(kept.double().mean()),
             kv_bytes=run.mean_bytes(counted),
             kv_bytes_peak=max(run.nbytes[counted]),

@@ -12,12 +12,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.errors import KeepsetError
+from keepset.evaluate.candidate import Candidate
 from keepset.evaluate.compare import needs_of
 from keepset.hf.cache import Cache
 from keepset.hf.recorder import Recorder
 from keepset.methods.streaming_llm import StreamingLLM
 from keepset.recipe import Recipe
-from keepset.sweep.plan import Candidate
 
 if TYPE_CHECKING:
     import transformers

@@ -12,12 +12,12 @@ import torch
 
 from keepset.compile.seen import refuse_seen
 from keepset.errors import KeepsetError
+from keepset.evaluate.candidate import Candidate
 from keepset.evaluate.cell import Cell, Outcome
 from keepset.hf.join import can_join
 from keepset.sweep.asking import Asker
 from keepset.sweep.holding import nbytes_full
 from keepset.sweep.memory import is_out_of_memory
-from keepset.sweep.plan import Candidate
 from keepset.sweep.prefill import Prefill, Start
 from keepset.sweep.prompts import Prompts
 from keepset.tasks.task import Example, Task

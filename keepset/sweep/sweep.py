@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from keepset.errors import KeepsetError
+from keepset.evaluate.candidate import Candidate
 from keepset.evaluate.cell import Cell
 from keepset.sweep.memory import is_out_of_memory
-from keepset.sweep.plan import Candidate
 from keepset.sweep.store import Key, Store
 from keepset.tasks.task import Example, Task
 

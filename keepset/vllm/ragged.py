@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Int
@@ -49,6 +49,7 @@ class RaggedTables:
         self._layers, self._kv_heads, self._block_size = layers, kv_heads, block_size
         self._filed: Layout | None = None
         self._tokens: Tensor
+        self._steady = False
         self.step: RaggedStep
 
     def advance(
@@ -77,6 +78,9 @@ class RaggedTables:
         rows = torch.arange(before.shape[0], device=before.device)
         old = block_table[rows, (before - 1).clamp(min=0) // self._block_size].long()
         pages = block_table[rows, (after - 1) // self._block_size].long()
+        if decoding and not eventful and self._goes_on(old, pages, before):
+            return self._next(after)
+        self._steady = False
         known = (before > 0) & (self._tokens[old] == before)
         if not all(is_known or not must for is_known, must in zip(known.tolist(), compressed, strict=True)):
             raise RuntimeError("keepset lost the page tables of a request that was compressed.")
@@ -88,8 +92,10 @@ class RaggedTables:
         if not (folded or eventful):
             return None
         entries = subpages.entries(layout, after)
-        most = -(-int(entries.max()) // self._block_size)
-        tables = subpages.tables(layout, entries, block_table, self._block_size, most)
+        # As far as until a request's newest block is full: before that there is no other block to look up.
+        coming = entries + (-after % self._block_size)[:, None, None]
+        most = -(-int(coming.max()) // self._block_size)
+        tables = subpages.tables(layout, coming, block_table, self._block_size, most)
         self.step = RaggedStep(
             folded=folded,
             pages=pages,
@@ -100,6 +106,20 @@ class RaggedTables:
             slots=self._slots(layout, tables, before, starts, decoding).unbind() if folded else None,
             starts=starts,
         )
+        self._steady = folded and decoding and not eventful
+        return self.step
+
+    def _goes_on(self, old: Int[Tensor, " rows"], pages: Int[Tensor, " rows"], before: Int[Tensor, " rows"]) -> bool:
+        """Whether the requests are those of the step before, and none has a block more: tables stay as they are."""
+        if not self._steady or len(pages) != len(self.step.pages):
+            return False
+        return bool(((old == pages) & (pages == self.step.pages) & (before == self.step.lengths)).all())
+
+    def _next(self, after: Int[Tensor, " rows"]) -> RaggedStep:
+        """The step with one token more, which is most of them: nothing but lengths and slots is made anew."""
+        self._tokens[self.step.pages] = after
+        slots = subpages.next_slots(self.step.tables, self.step.entries, self._block_size)
+        self.step = replace(self.step, lengths=after, entries=self.step.entries + 1, slots=slots.unbind())
         return self.step
 
     def held(

@@ -231,10 +231,10 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in the second row."""
     measure = Comparer._row
 
-    def row(self: Comparer, recipe: keepset.Recipe) -> Any:
+    def row(self: Comparer, *args: Any) -> Any:
         if self.comparison.rows:
             raise KeyboardInterrupt
-        return measure(self, recipe)
+        return measure(self, *args)
 
     monkeypatch.setattr(Comparer, "_row", row)
 

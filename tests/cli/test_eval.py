@@ -13,9 +13,9 @@ import pytest
 
 from keepset import models
 from keepset.cli import eval as command
+from keepset.evaluate.candidate import Candidate
 from keepset.evaluate.cell import FULL, Cell
 from keepset.sweep import runner
-from keepset.sweep.plan import Candidate
 from keepset.sweep.runner import Runner
 from keepset.sweep.store import Store
 from keepset.tasks import catalogue

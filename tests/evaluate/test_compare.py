@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import keepset
-from keepset.evaluate.compare import Comparer, Row, grid, needs_of
+from keepset.evaluate.candidate import grid
+from keepset.evaluate.compare import Comparer, Row, needs_of
 from keepset.evaluate.task import ANSWER_TOKENS, Task
 from keepset.observation import Needs
 from keepset.texts import Needle
@@ -50,7 +51,7 @@ def comparer(recipes: list[keepset.Recipe], architecture: str = "llama", answer:
 def measured() -> dict[str, tuple[Row, Tensor]]:
     """Every recipe's row and what it kept, all from one prefill."""
     one = comparer(EVERY)
-    rows = list(one.run(EVERY))
+    rows = list(one.run(grid(EVERY, [])))
     assert rows == one.comparison.rows
     return {row.recipe: (row, kept) for row, kept in zip(rows, one.comparison.kept, strict=True) if kept is not None}
 
@@ -123,7 +124,7 @@ def test_figures_of_the_full_cache() -> None:
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "qwen3"])
 def test_keeping_all_costs_nothing(architecture: str) -> None:
-    for row in comparer(ALL, architecture).run(ALL):
+    for row in comparer(ALL, architecture).run(grid(ALL, [])):
         assert row.keep == 1.0
         assert abs(row.kl) < 1e-6 and abs(row.nll_delta) < 1e-5 and row.top1 == 1
 
@@ -131,7 +132,7 @@ def test_keeping_all_costs_nothing(architecture: str) -> None:
 def test_seconds_are_those_of_what_a_recipe_needs() -> None:
     texts = ["knorm(keep=15)", "tova(keep=15)", "h2o(keep=15)", "expected_attention(future=16, keep=15)"]
     recipes = [keepset.Recipe.parse(text) for text in texts]
-    for row in comparer(recipes).run(recipes):
+    for row in comparer(recipes).run(grid(recipes, [])):
         assert row.prefill_seconds > row.prefill_seconds_full > 0
         assert 0 < row.select_seconds <= row.prefill_seconds - row.prefill_seconds_full + 1e-9
         collected = row.prefill_seconds - row.prefill_seconds_full - row.select_seconds
@@ -162,7 +163,7 @@ def test_answers_are_greedy_and_follow_the_question() -> None:
     assert one.comparison.full["answer"] == " ".join(map(str, expected))
     assert one.comparison.full["needle_found"] is True
     assert (one.comparison.question, one.comparison.expected_answer) == ("Which?", str(expected[-1]))
-    for row, text in zip(one.run(recipes), recipes, strict=True):
+    for row, text in zip(one.run(grid(recipes, [])), recipes, strict=True):
         answer = " ".join(map(str, greedy(keepset.Cache(tiny("llama"), text))))
         assert row.answer == answer != one.comparison.full["answer"]
         assert row.needle_found == (str(expected[-1]) in answer)
@@ -185,25 +186,10 @@ def test_case_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- rows
 
 
-def test_grid_is_in_order_and_recipes_with_a_budget_or_without_need_of_one_appear_once() -> None:
-    recipes = keepset.Recipe.parse_list("tova, snapkv(window=8, keep=9), gvote(), knorm, gvote(keep=0.2)")
-    cells = grid(recipes, [0.5, 12])
-    assert list(map(str, cells)) == [
-        "tova(keep=0.5)",
-        "tova(keep=12)",
-        "snapkv(window=8, keep=9)",
-        "gvote",
-        "knorm(keep=0.5)",
-        "knorm(keep=12)",
-        "gvote(keep=0.2)",
-    ]
-
-
-def test_grid_has_a_row_for_a_budget_that_does_not_suit() -> None:
-    cells = grid(keepset.Recipe.parse_list("tova, streaming_llm, snapkv(window=8)"), [3])
-    assert [type(cell) for cell in cells] == [keepset.Recipe, Row, Row]
-    one = comparer([cells[0]])
-    rows = list(one.run(cells))
+def test_a_budget_that_does_not_suit_is_a_row_with_the_reason() -> None:
+    recipes = keepset.Recipe.parse_list("tova, streaming_llm, snapkv(window=8)")
+    one = comparer(recipes[:1])
+    rows = list(one.run(grid(recipes, [3])))
     assert [row.recipe for row in rows] == ["tova(keep=3)", "streaming_llm(keep=3)", "snapkv(window=8, keep=3)"]
     methods = [str(keepset.Recipe.parse(text)) for text in ("tova", "streaming_llm", "snapkv(window=8)")]
     assert [row.method for row in rows] == methods
@@ -217,7 +203,7 @@ def test_grid_has_a_row_for_a_budget_that_does_not_suit() -> None:
 
 def test_a_recipe_that_cannot_run_does_not_stop_the_others() -> None:
     recipes = keepset.Recipe.parse_list("tova(keep=8, every=4), tova(keep=8)")
-    first, second = comparer(recipes).run(recipes)
+    first, second = comparer(recipes).run(grid(recipes, []))
     assert "leave every= out" in str(first.error) and first.keep is None
     assert second.error is None and second.kl is not None
 

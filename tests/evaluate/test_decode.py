@@ -14,8 +14,9 @@ from transformers import DynamicCache
 
 import keepset
 from keepset.evaluate import decode
+from keepset.evaluate.candidate import grid
 from keepset.evaluate.compare import Row
-from keepset.evaluate.decode import DecodeComparer, pieces, scheduled
+from keepset.evaluate.decode import DecodeComparer, pieces
 from keepset.evaluate.greedy import greedy
 from keepset.hf.store import SLACK
 from tests.hf.models import full, prompt, tiny
@@ -73,7 +74,7 @@ def comparer(architecture: str = "llama") -> DecodeComparer:
 
 
 def measured(text: str, architecture: str = "llama") -> Row:
-    (row,) = comparer(architecture).run([keepset.Recipe.parse(text)])
+    (row,) = comparer(architecture).run(grid([keepset.Recipe.parse(text)], []))
     return row
 
 
@@ -96,7 +97,7 @@ def test_figures_are_those_of_one_token_at_a_time(text: str, monkeypatch: pytest
     cache = keepset.Cache(tiny("llama"), text)
     ours = naive(cache)
     one = comparer()
-    (row,) = one.run([keepset.Recipe.parse(text)])
+    (row,) = one.run(grid([keepset.Recipe.parse(text)], []))
     assert row.error is None
 
     kl = [divergence(a, b) for a, b in zip(expected.steps, ours.steps, strict=True)]
@@ -139,8 +140,7 @@ def test_the_full_cache() -> None:
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "qwen3", "lfm2"])
 def test_what_holds_everything_differs_in_nothing(architecture: str, method: str) -> None:
     recipe = keepset.Recipe.parse(method).with_keep(BEFORE + AFTER)
-    (cell,) = scheduled([recipe], [], 16)
-    (row,) = comparer(architecture).run([cell])
+    (row,) = comparer(architecture).run(grid([recipe], [], 16))
     assert row.error is None and row.keep == 1.0 and row.top1 == 1.0
     assert abs(row.kl) < 1e-6 and abs(row.nll_delta) < 1e-5
     assert row.kl_drift == pytest.approx([0.0], abs=1e-6)
@@ -149,19 +149,19 @@ def test_what_holds_everything_differs_in_nothing(architecture: str, method: str
 def test_one_token_is_enough_and_none_after_an_event_is_an_error() -> None:
     ids = prompt(1, BEFORE + 1)
     one = DecodeComparer(tiny("llama"), ids[:, :BEFORE], ids[:, BEFORE:], "tiny")
-    early, late = one.run(keepset.Recipe.parse_list("tova(keep=9, every=4), tova(keep=9, every=1, prefill=False)"))
+    recipes = keepset.Recipe.parse_list("tova(keep=9, every=4), tova(keep=9, every=1, prefill=False)")
+    early, late = one.run(grid(recipes, []))
     assert early.kl > 0 and early.nll_delta == 0.0 and early.error is None
     assert late.kl is None and "compresses nothing before the last of 1 tokens" in str(late.error)
 
 
 def test_what_fails_is_a_row_and_the_others_go_on() -> None:
     recipes = keepset.Recipe.parse_list("h2o(keep=20), tova(keep=0.5), snapkv(window=5), knorm(keep=20, every=3)")
-    cells = scheduled(recipes, [3, 20], 8)
     one = comparer()
-    rows = list(one.run(cells))
+    rows = list(one.run(grid(recipes, [3, 20], 8)))
     assert [row.recipe for row in rows] == [
         "h2o(keep=20, every=8)",
-        "tova(keep=0.5)",
+        "tova(keep=0.5, every=8)",
         "snapkv(window=5, keep=3, every=8)",
         "snapkv(window=5, keep=20, every=8)",
         "knorm(keep=20, every=3)",

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from keepset.evaluate.candidate import Candidate, candidates
 from keepset.evaluate.cell import Cell, Outcome
 from keepset.recipe import Recipe
-from keepset.sweep.plan import Candidate, candidates
 from keepset.sweep.store import Store
 from keepset.sweep.sweep import Grid, run
 from keepset.tasks.task import Example, Generation, Question, Reply, Task

@@ -13,10 +13,10 @@ import pytest
 
 from keepset import models
 from keepset.errors import KeepsetError
+from keepset.evaluate.candidate import Candidate, candidates
 from keepset.evaluate.cell import Cell
 from keepset.recipe import Recipe
 from keepset.sweep import ray_sweep, sweep
-from keepset.sweep.plan import Candidate, candidates
 from keepset.sweep.ray_sweep import Loads
 from keepset.sweep.runner import Runner
 from keepset.sweep.store import Store

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from keepset import Recipe
+from keepset.evaluate.candidate import candidates
 from keepset.evaluate.cell import FULL
-from keepset.sweep.plan import candidates
 from keepset.sweep.runner import Runner
 from keepset.sweep.store import Store
 from keepset.sweep.sweep import Grid, run

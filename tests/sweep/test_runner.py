@@ -17,9 +17,9 @@ from transformers import DynamicCache
 import keepset
 from keepset import KeepsetError, Recipe
 from keepset.diagnose.repetition import repetition_rate
+from keepset.evaluate.candidate import Candidate, candidates
 from keepset.evaluate.cell import FULL, Cell
 from keepset.hf.recorder import Recorder
-from keepset.sweep.plan import Candidate, candidates
 from keepset.sweep.runner import TOGETHER, Runner
 from keepset.tasks.task import Example, Question
 from tests.hf.models import tiny

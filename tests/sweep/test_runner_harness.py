@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from keepset.evaluate.candidate import candidates
 from keepset.recipe import Recipe
-from keepset.sweep.plan import candidates
 from keepset.sweep.runner import Runner
 from keepset.tasks.catalogue import Settings, find
 from tests.hf.models import tiny

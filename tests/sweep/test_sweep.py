@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from keepset.errors import KeepsetError
+from keepset.evaluate.candidate import Candidate
 from keepset.evaluate.cell import FULL, Cell
 from keepset.sweep import sweep as sweep_module
-from keepset.sweep.plan import Candidate
 from keepset.sweep.store import Store
 from keepset.sweep.sweep import Grid, Lost, run
 from keepset.tasks.task import Example, Question, Task

@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import product
 
 from keepset import Recipe
+from keepset.evaluate.candidate import candidates, grid
 from keepset.evaluate.cell import FULL
-from keepset.sweep.plan import candidates
 
 RECIPES = Recipe.parse_list("snapkv, adakv(snapkv(window=8)), knorm(keep=0.3), gvote")
 
@@ -24,6 +24,7 @@ def test_the_full_cache_comes_first_then_every_recipe_under_every_budget() -> No
     ]
     assert all(one.error is None for one in found)
     assert found[0].recipe is None
+    assert grid(RECIPES, [0.5, 64]) == found[1:]
     assert all(one.recipe == Recipe.parse(one.text) for one in found[1:])
 
 

@@ -1,4 +1,4 @@
-"""`Candidate`: what a sweep compares, every recipe under every budget, beside the full cache."""
+"""`Candidate`: what is compared, every recipe under every budget, beside the full cache."""
 
 from __future__ import annotations
 
@@ -45,20 +45,25 @@ class Candidate:
 
 
 def candidates(recipes: Sequence[Recipe], keeps: Sequence[int | float], every: int | None = None) -> list[Candidate]:
-    """The full cache, then every recipe under every budget; what is there already does not come again.
+    """The full cache, then all of the `grid`."""
+    return [Candidate(None, FULL, FULL, 1.0), *grid(recipes, keeps, every)]
+
+
+def grid(recipes: Sequence[Recipe], keeps: Sequence[int | float], every: int | None = None) -> list[Candidate]:
+    """Every recipe under every budget; what is there already does not come again.
 
     A recipe that has a budget, or whose method needs none, comes once, as it is.
 
     Args:
         every: for recipes that do not say themselves after how many tokens to compress again while decoding.
     """
-    found = {FULL: Candidate(None, FULL, FULL, 1.0)}
-    for candidate in _grid(recipes, keeps, every):
+    found: dict[str, Candidate] = {}
+    for candidate in _each(recipes, keeps, every):
         found.setdefault(candidate.text, candidate)
     return list(found.values())
 
 
-def _grid(recipes: Sequence[Recipe], keeps: Sequence[int | float], every: int | None) -> Iterator[Candidate]:
+def _each(recipes: Sequence[Recipe], keeps: Sequence[int | float], every: int | None) -> Iterator[Candidate]:
     for recipe in recipes:
         interval = None if recipe.schedule.every is not None else every
         fixed = recipe.budget.keep is not None or not recipe.method.needs_budget or not keeps
