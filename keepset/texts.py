@@ -1,10 +1,12 @@
 """Texts to compress: essays that need no network, a user's own file, and a fact to hide in them."""
 
 import importlib.util
+import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from keepset.errors import KeepsetError
 
@@ -130,3 +132,16 @@ def chat_frame(tokenizer: "transformers.PreTrainedTokenizerBase") -> tuple[str, 
 def adds_bos(tokenizer: "transformers.PreTrainedTokenizerBase") -> bool:
     """Whether the tokenizer begins every text with a token of its own."""
     return tokenizer.bos_token is not None and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
+
+
+def json_lines(text: str) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """The number and the JSON object of every line that is not empty; None where it is no such object."""
+    # Not splitlines: JSON may hold other separators, unescaped, within a text.
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError):
+            found = None
+        yield number, found if isinstance(found, dict) else None

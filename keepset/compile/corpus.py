@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch import Tensor
 from keepset.calibrate.corpus import cut, digest, order
 from keepset.compile.seen import marks
 from keepset.errors import KeepsetError
-from keepset.texts import adds_bos, read
+from keepset.texts import adds_bos, json_lines, read
 
 if TYPE_CHECKING:
     import transformers
@@ -103,14 +102,8 @@ def read_texts(paths: Sequence[Path]) -> list[str]:
 
 def _lines(path: Path, whole: str) -> list[str]:
     texts = []
-    for number, line in enumerate(whole.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            found = json.loads(line)
-        except (ValueError, RecursionError):
-            found = None
-        text = found.get("text") if isinstance(found, dict) else None
+    for number, found in json_lines(whole):
+        text = None if found is None else found.get("text")
         if not isinstance(text, str):
             raise KeepsetError(
                 f'Line {number} of {str(path)!r} is no JSON object with a text in its field "text": write one such '

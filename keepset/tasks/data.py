@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from keepset.errors import KeepsetError
+from keepset.texts import json_lines
 
 
 @dataclass(frozen=True)
@@ -61,19 +61,11 @@ def rows(folder: Path, name: str) -> list[Row]:
             f"There is no {path.name} that can be read in {str(folder)!r}: put the data of {name} there, one JSON "
             "object per line."
         ) from None
-    # Not splitlines: JSON may hold other separators, unescaped, within a text.
-    lines = ((number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip())
-    found = [Row(f"{path.name}, line {number},", _object(line, path.name, number)) for number, line in lines]
+    found = []
+    for number, fields in json_lines(text):
+        if fields is None:
+            raise KeepsetError(f"{path.name}, line {number}, is not a JSON object: write one on each line.")
+        found.append(Row(f"{path.name}, line {number},", fields))
     if not found:
         raise KeepsetError(f"{path.name} is empty: put one JSON object on each line.")
     return found
-
-
-def _object(line: str, file: str, number: int) -> dict[str, Any]:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise KeepsetError(f"{file}, line {number}, is not a JSON object: write one on each line.")
-    return value
