@@ -17,6 +17,7 @@ from keepset.hf.collect import Chunk, Collector
 from keepset.hf.decoding import Decoding
 from keepset.hf.forward import Forward
 from keepset.hf.mask import KeepsetLength, MaskRule, token_positions
+from keepset.hf.padding import Padding
 from keepset.hf.progress import Progress
 from keepset.hf.projection import output_projection
 from keepset.hf.store import EntryStore
@@ -93,7 +94,7 @@ class KeepLayer(CacheLayerMixin):
         self.is_initialized = False
         self._lengths: Tensor | None = None
         self._prompts: Tensor | None = None
-        self._seen: list[Tensor | int] = []
+        self._padding = Padding()
         self._collector: Collector | None = None
         self._decoding: Decoding | None = None
         self._beyond: Forward | None = None
@@ -146,7 +147,7 @@ class KeepLayer(CacheLayerMixin):
         self.store.reorder(rows.tolist())
         self._lengths = self._lengths[rows]
         self._prompts = None if self._prompts is None else self._prompts[rows]
-        self._seen = [seen[rows] if isinstance(seen, Tensor) else seen for seen in self._seen]
+        self._padding.reorder(rows)
         if self._decoding is not None:
             self._decoding.window.reorder(rows)
 
@@ -173,7 +174,7 @@ class KeepLayer(CacheLayerMixin):
                 f"back, not {removed}: assisted generation needs keepset.Cache(..., prompt_length=...), because "
                 "it drafts tokens together with the prompt."
             )
-        per_row = self._take_back(removed)
+        per_row = self._padding.take_back(removed, len(self._lengths), self.device)
         self.store.crop(per_row.tolist())
         self._lengths = self._lengths - per_row
         self._prompts = None if self._prompts is None else self._prompts.minimum(self._lengths)
@@ -212,8 +213,7 @@ class KeepLayer(CacheLayerMixin):
         forward = Forward(module, query, key, value, positions, valid, scaling)
         self._lengths = positions[:, -1] + 1
         self.logical += n
-        if valid is not None or self._seen:
-            self._note_padding(valid, n)
+        self._padding.note(valid, n, before=self.logical - n)
 
         first, lse = self.store is None, None
         if self.prompt is None:
@@ -252,7 +252,7 @@ class KeepLayer(CacheLayerMixin):
         """Takes over the entries that another layer has observed, to be executed like its own."""
         self.lazy_initialization(observation.keys, observation.values)
         self.logical, self.prompt, self.compressed_at = watched.logical, watched.prompt, watched.compressed_at
-        self._lengths, self._seen = observation.lengths, list(watched._seen)
+        self._lengths, self._padding = observation.lengths, watched._padding.copy()
         self._prompts = observation.prompts
         self._held = {
             "keys": observation.keys,
@@ -263,7 +263,7 @@ class KeepLayer(CacheLayerMixin):
     def fork(self, owner: Owner) -> KeepLayer:
         """An independent copy for another cache."""
         twin = KeepLayer(owner, self.index)
-        twin.__dict__.update({**self.__dict__, "owner": owner, "_seen": list(self._seen)})
+        twin.__dict__.update({**self.__dict__, "owner": owner, "_padding": self._padding.copy()})
         twin.store = None if self.store is None else self.store.fork()
         twin._collector = None if self._collector is None else self._collector.fork()
         twin._decoding = None if self._decoding is None else self._decoding.fork()
@@ -296,7 +296,7 @@ class KeepLayer(CacheLayerMixin):
         self.dtype, self.device = store.dtype, progress.lengths.device
         self.logical, self.prompt, self.compressed_at = progress.logical, progress.prompt, progress.compressed_at
         self._lengths, self._prompts = progress.lengths, progress.prompts
-        self._seen = [] if progress.seen is None else [progress.seen]
+        self._padding = Padding([] if progress.seen is None else [progress.seen])
         if self.owner.schedule.every is not None and progress.next_event is not None:
             self._decoding = Decoding(self.owner.needs, self.owner.schedule.every, progress.prompt)
             self._decoding.next = progress.next_event
@@ -304,10 +304,9 @@ class KeepLayer(CacheLayerMixin):
 
     def valid_tokens(self) -> Tensor | None:
         """Which tokens so far are no padding, `[batch, tokens]`; None when all are."""
-        if not self._seen or self._lengths is None:
+        if not self._padding or self._lengths is None:
             return None
-        whole = torch.ones(len(self._lengths), 1, dtype=torch.bool, device=self.device)
-        return torch.cat([whole.expand(-1, seen) if isinstance(seen, int) else seen for seen in self._seen], 1)
+        return self._padding.valid(len(self._lengths), self.device)
 
     def _begin(self, first: int) -> None:
         self.prompt = self.owner.prompt_length or first
@@ -393,16 +392,16 @@ class KeepLayer(CacheLayerMixin):
         layer_input = self.owner.layer_input(forward.module, queries) if needs.hidden_states else None
         parts = self._decoding.parts(lengths, forward.scaling, layer_input)
         self.compressed_at = point
-        self._decoding.passed(point, padded=bool(self._seen))
+        self._decoding.passed(point, padded=bool(self._padding))
         self._record(beyond, point)
         self._observe(columns, exists, lengths, forward, parts)
 
     def _is_concerned(self, length: int) -> bool:
-        return self._decoding is not None and self._decoding.concerns(length, padded=bool(self._seen))
+        return self._decoding is not None and self._decoding.concerns(length, padded=bool(self._padding))
 
     def _record(self, forward: Forward, before: int) -> None:
         if self._decoding is not None and self._is_concerned(before + forward.length):
-            self._decoding.record(forward, before, padded=bool(self._seen))
+            self._decoding.record(forward, before, padded=bool(self._padding))
 
     def _entries(self, prompt: Forward) -> tuple[dict[str, Tensor], Tensor]:
         """The prompt's entries so far, padded at the end of shorter requests, and which exist."""
@@ -421,7 +420,7 @@ class KeepLayer(CacheLayerMixin):
         self._collector.add(
             Chunk(
                 queries=prompt.query,
-                rows=_rows(keys, exists, prompt.valid, padded=bool(self._seen)),
+                rows=_rows(keys, exists, prompt.valid, padded=bool(self._padding)),
                 positions=prompt.positions,
                 valid=prompt.valid,
                 scaling=prompt.scaling,
@@ -461,27 +460,6 @@ class KeepLayer(CacheLayerMixin):
             **parts,
         )
         self.owner.observed(self, observation)
-
-    def _note_padding(self, valid: Tensor | None, n: int) -> None:
-        if not self._seen and self.logical > n:
-            self._seen.append(self.logical - n)
-        self._seen.append(n if valid is None else valid)
-
-    def _take_back(self, removed: int) -> Tensor:
-        """How many real tokens the newest `removed` columns hold in each row."""
-        assert self._lengths is not None
-        per_row = torch.zeros_like(self._lengths)
-        if not self._seen:
-            return per_row + removed
-        while removed:
-            newest = self._seen.pop()
-            width = newest if isinstance(newest, int) else newest.shape[1]
-            taken = min(width, removed)
-            per_row += taken if isinstance(newest, int) else newest[:, width - taken :].sum(-1)
-            if taken < width:
-                self._seen.append(width - taken if isinstance(newest, int) else newest[:, : width - taken])
-            removed -= taken
-        return per_row
 
 
 def _rows(keys: Tensor, exists: Tensor, valid: Tensor | None, padded: bool) -> list[tuple[Tensor, Tensor | slice]]:

@@ -208,7 +208,7 @@ def storages(thing: Any, seen: set[int], skip: Sequence[str] = ()) -> Iterator[t
 
 def bytes_of_entries(cache: keepset.Cache) -> int:
     """Bytes of everything in the cache but its log of events and its count of tokens and padding."""
-    return sum(s.nbytes() for s in storages(cache, set(), skip=("events", "_lengths", "_prompts", "_seen")))
+    return sum(s.nbytes() for s in storages(cache, set(), skip=("events", "_lengths", "_prompts", "_padding")))
 
 
 @by_architecture
