@@ -24,7 +24,7 @@ from keepset.vllm.inputs import LayerInput
 from keepset.vllm.observe import Observer
 from keepset.vllm.pages import Pages
 from keepset.vllm.rotation import Rotation
-from keepset.vllm.single import Single, Singles
+from keepset.vllm.single import Singles
 from keepset.vllm.spec import KeepSpec
 from keepset.vllm.step import Planner, Step
 
@@ -126,6 +126,8 @@ class KeepImpl:
     num_kv_heads: int
     num_queries_per_kv: int
     scale: float
+    own_metadata: ClassVar[dict[str, Any]] = {}
+    """What the backend's metadata say, besides lengths and tables, where heads are requests."""
     _single: KeepImpl | None = None
     _pages: tuple[Tensor, Pages] | None = None
     _observer: Observer | None = None
@@ -142,10 +144,6 @@ class KeepImpl:
             self._pages = kv_cache, self.make_pages(layer, kv_cache)
         return self._pages[1]
 
-    def own_metadata(self, layer: Any, query: Tensor, single: Single) -> dict[str, Any]:
-        """What the backend's metadata of such a step say besides lengths and tables."""
-        return {}
-
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
@@ -159,24 +157,23 @@ class KeepImpl:
             return
         slots = step.ragged.slots[step.planner.place(layer.layer_name)]
         tokens = slots.shape[0] // self.num_kv_heads
-        self.pages(layer, kv_cache).write(key[:tokens].flatten(0, 1), value[:tokens].flatten(0, 1), slots)
+        if tokens < len(key):  # a step that is filled up to a size
+            key, value = key[:tokens], value[:tokens]
+        self.pages(layer, kv_cache).write(key.flatten(0, 1), value.flatten(0, 1), slots)
 
-    def _attend_singly(
-        self, step: Step, layer: Any, query: Tensor, kv_cache: Tensor, plain: Any, output: Tensor
+    def attend_singly(
+        self, layer: Any, query: Tensor, kv_cache: Tensor, plain: Any, singles: Singles, place: int, room: Tensor
     ) -> None:
-        """Attention where heads hold different numbers of entries, by the backend's own kernel."""
-        singles = step.singles()
+        """Attention where each KV head is a request with one KV head, by the backend's own way."""
         if self._single is None:
             self._single = copy.copy(self)
             self._single.num_kv_heads, self._single.num_heads = 1, self.num_queries_per_kv
-        queries, room = singles.spread(query), singles.room(output)
         blocks, heads, size, width = kv_cache.shape
         folded = kv_cache.view(blocks * heads, 1, size, width)
-        metadata = self._single_metadata(layer, query, plain, singles, step.planner.place(layer.layer_name))
-        super(KeepImpl, self._single).forward(layer, queries, queries, queries, folded, metadata, room)  # type: ignore[misc]
-        singles.put_back(room, output)
+        metadata = self._single_metadata(plain, singles, place)
+        super(KeepImpl, self._single).forward(layer, query, query, query, folded, metadata, room)  # type: ignore[misc]
 
-    def _single_metadata(self, layer: Any, query: Tensor, plain: Any, singles: Singles, place: int) -> Any:
+    def _single_metadata(self, plain: Any, singles: Singles, place: int) -> Any:
         """The backend's own metadata of one layer, from that of the step as it is.
 
         Of a step there is one, which the layers fill in one after another: to make it anew for each would take longer
@@ -191,9 +188,9 @@ class KeepImpl:
                 query_start_loc=single.starts,
                 max_seq_len=single.longest,
                 scheduler_metadata=None,
+                **self.own_metadata,
             )
-        own = self.own_metadata(layer, query, single)
-        vars(singles.metadata).update(own, seq_lens=single.lengths, block_table=single.tables)
+        vars(singles.metadata).update(seq_lens=single.lengths, block_table=single.tables)
         return singles.metadata
 
     def forward(
@@ -211,7 +208,10 @@ class KeepImpl:
         """vLLM's attention; then what the step's plan says."""
         step: Step | None = getattr(attn_metadata, "keepset", None)
         if step is not None and step.ragged is not None and step.ragged.folded:
-            self._attend_singly(step, layer, query, kv_cache, attn_metadata, output)
+            singles, place = step.singles(), step.planner.place(layer.layer_name)
+            room = singles.room(output)
+            self.attend_singly(layer, singles.spread(query), kv_cache, attn_metadata, singles, place, room)
+            singles.put_back(room, output)
         else:
             super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)  # type: ignore[misc]
         if step is not None:

@@ -14,7 +14,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from keepset.vllm.backend import KeepBackend, KeepBuilder, KeepImpl
 from keepset.vllm.pages import CPUPages
-from keepset.vllm.single import Single
+from keepset.vllm.single import Singles
 
 
 class CPUKeepImpl(KeepImpl, CPUAttentionBackendImpl):
@@ -24,8 +24,13 @@ class CPUKeepImpl(KeepImpl, CPUAttentionBackendImpl):
         """Packed by instruction set."""
         return CPUPages(kv_cache, layer.isa)
 
-    def own_metadata(self, layer: Any, query: Tensor, single: Single) -> dict[str, Any]:
-        """The kernel's own division of work."""
+    def attend_singly(
+        self, layer: Any, query: Tensor, kv_cache: Tensor, plain: Any, singles: Singles, place: int, room: Tensor
+    ) -> None:
+        """The kernel without what the impl does around it, which would take as long as all that is done here."""
+        single, pages = singles.of(place), self.pages(layer, kv_cache)
+        assert isinstance(pages, CPUPages)
+        keys, values = pages.folded()
         work = ops.cpu_attn_get_scheduler_metadata(
             num_reqs=single.lengths.shape[0],
             num_heads=self.num_queries_per_kv,
@@ -39,7 +44,22 @@ class CPUKeepImpl(KeepImpl, CPUAttentionBackendImpl):
             isa=layer.isa,
             enable_kv_split=True,
         )
-        return {"scheduler_metadata": work}
+        ops.cpu_attention_with_kv_cache(
+            query=query,
+            key_cache=keys,
+            value_cache=values,
+            output=room,
+            query_start_loc=single.starts,
+            seq_lens=single.lengths,
+            scale=self.scale,
+            causal=True,
+            alibi_slopes=None,
+            sliding_window=-1,
+            block_table=single.tables,
+            softcap=self.logits_soft_cap,
+            scheduler_metadata=work,
+            s_aux=None,
+        )
 
 
 class CPUKeepBuilder(KeepBuilder, CPUAttentionMetadataBuilder):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from vllm.v1.attention.backends.triton_attn import (
@@ -13,19 +13,17 @@ from vllm.v1.attention.backends.triton_attn import (
 
 from keepset.vllm.backend import KeepBackend, KeepBuilder, KeepImpl
 from keepset.vllm.pages import StridedPages
-from keepset.vllm.single import Single
 
 
 class TritonKeepImpl(KeepImpl, TritonAttentionImpl):
     """A layer."""
 
+    # No split along a request's entries, whose buffers are of the layer's real heads.
+    own_metadata: ClassVar = {"seq_threshold_3D": 0}
+
     def make_pages(self, layer: Any, kv_cache: Tensor) -> StridedPages:
         """In order, at whatever strides."""
         return StridedPages(kv_cache)
-
-    def own_metadata(self, layer: Any, query: Tensor, single: Single) -> dict[str, Any]:
-        """No split along a request's entries, whose buffers are of the layer's real heads."""
-        return {"seq_threshold_3D": 0}
 
 
 class TritonKeepBuilder(KeepBuilder, TritonAttentionMetadataBuilder):

@@ -181,9 +181,8 @@ def _pack(
     from vllm import _custom_ops as ops  # only CPU pages need vLLM
 
     # The kernel walks the slots by address, as 64-bit numbers, and takes the last axis of entries for dense.
-    ops.cpu_attn_reshape_and_cache(
-        keys.contiguous()[:, None], values.contiguous()[:, None], key_cache, value_cache, slots.long().contiguous(), isa
-    )
+    new = keys.contiguous().unsqueeze(1), values.contiguous().unsqueeze(1)
+    ops.cpu_attn_reshape_and_cache(*new, key_cache, value_cache, slots.long().contiguous(), isa)
 
 
 def _unpacked(
