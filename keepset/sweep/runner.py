@@ -142,20 +142,19 @@ def _groups(prefill: Prefill, contenders: Sequence[_Contender], batched: bool) -
     """All of them, begun: neighbours together where they may be asked as a batch and do not hold too much."""
     group: list[_Contender] = []
     for contender in contenders:
-        if not batched or _compresses_again(contender.candidate):
-            if group:
-                yield group
-                group = []
-            contender.begin(prefill)
-            yield [contender]
-            continue
-        if group and not (_begins(contender, prefill) and _fits(contender, group)):
+        alone = not batched or _compresses_again(contender.candidate)
+        if group and (alone or not _joins(group) or not (_begins(contender, prefill) and _fits(contender, group))):
             yield group
             group = []
         contender.begin(prefill)
         group.append(contender)
     if group:
         yield group
+
+
+def _joins(group: Sequence[_Contender]) -> bool:
+    """Whether what has begun can be asked together with others."""
+    return all(can_join(contender.start.cache) for contender in group if contender.start is not None)
 
 
 def _begins(contender: _Contender, prefill: Prefill) -> bool:
@@ -170,12 +169,12 @@ def _begins(contender: _Contender, prefill: Prefill) -> bool:
 
 
 def _fits(contender: _Contender, group: Sequence[_Contender]) -> bool:
-    """Whether one that has begun may be asked together with a group; one that cannot be had is no burden."""
+    """Whether a group that it joins does not hold too much; one that cannot be had is no burden."""
     if contender.start is None:
         return True
     cache = contender.start.cache
-    others = [other.start.cache.nbytes for other in group if other.start is not None]
-    return not others or (can_join(cache) and sum(others, cache.nbytes) <= TOGETHER * nbytes_full(cache))
+    others = (other.start.cache.nbytes for other in group if other.start is not None)
+    return sum(others, cache.nbytes) <= TOGETHER * nbytes_full(cache)
 
 
 def _ask(ask: Ask, prefill: Prefill, group: Sequence[_Contender]) -> None:

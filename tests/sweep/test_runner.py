@@ -229,9 +229,11 @@ def test_a_batch_is_for_answers_of_caches_that_compress_nothing_more() -> None:
         assert all(rows == 1 for rows, tokens in calls if tokens > 3)
 
 
-@pytest.mark.parametrize("asked, most", [(ASKED, TOGETHER), (EXAMPLE, 0)])
+@pytest.mark.parametrize(
+    "architecture, asked, most", [("llama", ASKED, TOGETHER), ("llama", EXAMPLE, 0), ("lfm2", ASKED, 0)]
+)
 def test_no_more_is_held_at_once_than_so_many_full_caches(
-    monkeypatch: pytest.MonkeyPatch, asked: Example, most: int
+    monkeypatch: pytest.MonkeyPatch, architecture: str, asked: Example, most: int
 ) -> None:
     made: list[weakref.ref[Any]] = []
     held: list[int] = []
@@ -247,7 +249,7 @@ def test_no_more_is_held_at_once_than_so_many_full_caches(
 
     monkeypatch.setattr(keepset.Cache, "from_prompt", classmethod(from_prompt))
     todo = candidates(Recipe.parse_list("snapkv(window=8), knorm, tova, random, h2o"), [1.0, 0.9, 0.8])
-    full, *_ = cells = run(todo, example=asked)
+    full, *_ = cells = run(todo, example=asked, model=tiny(architecture))
     assert all(cell.error is None for cell in cells) and full.outcome is not None
     assert len(made) == 16
     # Positions are stored beside keys and values, which are 2 * 16 * 4 bytes here.
