@@ -69,6 +69,8 @@ class Asker:
                 look = partial(after[0].look, used) if decodes else _nothing
                 try:
                     answers = self._answers(task, asked, starts, used, look, (*draw, number))
+                    if decodes:
+                        after[0].finish(used)
                 finally:
                     used.stop_watching()
                 for row, answer in enumerate(answers):

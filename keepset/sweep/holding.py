@@ -6,7 +6,7 @@ from keepset.hf.cache import Cache
 
 
 class Holding:
-    """What a cache held when somebody looked.
+    """What a cache held when somebody looked; `look` is cheap, for every token, and `finish` says the rest.
 
     Args:
         whole: the cache drops nothing and stands for the full one, which has no positions to store.
@@ -14,7 +14,7 @@ class Holding:
     Attributes:
         nbytes: the most bytes at any look, allocated: positions and free places included.
         nbytes_full: the full cache's at the same moment.
-        keep: fraction of all tokens' entries that were there at the newest look.
+        keep: fraction of all tokens' entries that were there at the beginning, or when it was finished.
         select_seconds: that choosing and freeing had taken by then.
     """
 
@@ -22,13 +22,16 @@ class Holding:
         self._whole = whole
         self.nbytes = self.nbytes_full = 0
         self.look(cache)
+        self.finish(cache)
 
     def look(self, cache: Cache) -> None:
-        """Looks at it now."""
-        full = nbytes_full(cache)
-        nbytes = full if self._whole else cache.nbytes
+        """Notes the bytes that it holds now."""
+        nbytes = nbytes_full(cache) if self._whole else cache.nbytes
         if nbytes > self.nbytes:
-            self.nbytes, self.nbytes_full = nbytes, full
+            self.nbytes, self.nbytes_full = nbytes, nbytes if self._whole else nbytes_full(cache)
+
+    def finish(self, cache: Cache) -> None:
+        """Notes what is left in the end, and what it took."""
         self.keep = kept(cache)
         self.select_seconds = sum(event.seconds for event in cache.events)
 

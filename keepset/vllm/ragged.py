@@ -118,8 +118,9 @@ class RaggedTables:
     def _next(self, after: Int[Tensor, " rows"]) -> RaggedStep:
         """The step with one token more, which is most of them: nothing but lengths and slots is made anew."""
         self._tokens[self.step.pages] = after
-        slots = subpages.next_slots(self.step.tables, self.step.entries, self._block_size)
-        self.step = replace(self.step, lengths=after, entries=self.step.entries + 1, slots=slots.unbind())
+        step = self.step
+        slots = self._slots(step.layout, step.tables, step.lengths, step.starts, decoding=True)
+        self.step = replace(step, lengths=after, entries=step.entries + 1, slots=slots.unbind())
         return self.step
 
     def held(

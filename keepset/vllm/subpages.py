@@ -92,22 +92,6 @@ def slots(
     The tables must reach as far.
     """
     entry = entries(Layout(*(part[rows] for part in layout)), positions)
-    return _slots(tables, entry, rows, block_size)
-
-
-def next_slots(
-    tables: Int[Tensor, "rows layers kv_heads pages"], held: Int[Tensor, "rows layers kv_heads"], block_size: int
-) -> Int[Tensor, "layers new_entries"]:
-    """The same where each request has one new token, from the entries that its heads held before."""
-    return _slots(tables, held, torch.arange(held.shape[0], device=held.device), block_size)
-
-
-def _slots(
-    tables: Int[Tensor, "rows layers kv_heads pages"],
-    entry: Int[Tensor, "tokens layers kv_heads"],
-    rows: Int[Tensor, " tokens"],
-    block_size: int,
-) -> Int[Tensor, "layers new_entries"]:
     _, layers, kv_heads, pages = tables.shape
     head = torch.arange(layers * kv_heads, device=rows.device).view(layers, kv_heads)
     place = (rows[:, None, None] * (layers * kv_heads) + head) * pages + entry // block_size

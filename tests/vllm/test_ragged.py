@@ -18,10 +18,8 @@ class Batch:
     """Requests that run in any order, step by step."""
 
     def __init__(self, requests: int, layers: int, kv_heads: int, block_size: int) -> None:
-        self.size, self.rows = (
-            block_size,
-            [Row(layers, kv_heads, block_size, WIDTH, r * WIDTH) for r in range(requests)],
-        )
+        self.size = block_size
+        self.rows = [Row(layers, kv_heads, block_size, WIDTH, r * WIDTH) for r in range(requests)]
         self.compressed = [False] * requests
         self.tables = RaggedTables(layers, kv_heads, block_size)
 
@@ -70,9 +68,8 @@ class Batch:
             left = []
             for r in order:
                 allocator = self.rows[r].layers[index]
-                kept = [
-                    head.held[-max(1, int(keep * len(head.held) / (h + 1))) :] for h, head in enumerate(allocator.heads)
-                ]
+                shares = [int(keep * len(head.held) / (h + 1)) for h, head in enumerate(allocator.heads)]
+                kept = [head.held[-max(1, n) :] for head, n in zip(allocator.heads, shares, strict=True)]
                 counts = torch.tensor([len(entries) for entries in kept])
                 needed = int(subpages.blocks_needed(counts, torch.tensor(allocator.length), self.size))
                 allocator.event(kept, allocator.blocks - needed)
