@@ -14,10 +14,10 @@ from harness.summary import Summary, shown, verdict
 from transformers import DynamicCache
 
 from keepset import Recipe, models, texts
+from keepset.bench.candidate import grid
+from keepset.bench.compare import Comparer, needs_of
+from keepset.bench.text_task import make_task
 from keepset.cli.compare import ALL
-from keepset.evaluate.candidate import grid
-from keepset.evaluate.compare import Comparer, needs_of
-from keepset.evaluate.task import make_task
 
 KEEPS = (0.5, 0.25, 0.1)
 TARGET, DEMO_TARGET = 4.0, 90.0

@@ -15,14 +15,14 @@ from harness import progress
 from harness.report import Section, machine, publish
 
 from keepset import Recipe, models, texts
-from keepset.compile.compiler import POOL, Settings, compile_tables
-from keepset.compile.corpus import Corpus
-from keepset.compile.judge import Judge, Verdict
-from keepset.compile.risk import empty
-from keepset.compile.seen import was_seen
-from keepset.figures import intervals
+from keepset.bench.analysis import intervals
+from keepset.core.tables import Tables, save
 from keepset.methods.compilerkv import THRESHOLD, CompilerKV
-from keepset.tables import Tables, save
+from keepset.offline.compile.compiler import POOL, Settings, compile_tables
+from keepset.offline.compile.corpus import Corpus
+from keepset.offline.compile.judge import Judge, Verdict
+from keepset.offline.compile.risk import empty
+from keepset.offline.compile.seen import was_seen
 
 RECIPES = "compilerkv, compilerkv(global_mean=False)"
 REWARDS = ("expected", "said")

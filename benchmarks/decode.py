@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils import logging
 
 import keepset
-from keepset.evaluate.decode import pieces
+from keepset.bench.decode import pieces
 
 RECIPES = (
     "snapkv(keep={keep}, every={every})",

@@ -12,10 +12,10 @@ from harness import progress
 from harness.report import Section, machine, publish
 
 from keepset import Recipe, models, texts
-from keepset.evaluate.candidate import grid
-from keepset.evaluate.compare import Comparer, Row, needs_of
-from keepset.evaluate.task import Task, make_task
-from keepset.figures import intervals
+from keepset.bench.analysis import intervals
+from keepset.bench.candidate import grid
+from keepset.bench.compare import Comparer, Row, needs_of
+from keepset.bench.text_task import Task, make_task
 
 RECIPES = (
     "streaming_llm, random, knorm, keydiff, lagkv, tova, snapkv, h2o, expected_attention, pyramid(snapkv), "

@@ -16,12 +16,12 @@ from harness.worker import PEER_PYTHON, Worker, check_peer
 from transformers import DynamicCache
 
 from keepset import Recipe, models
-from keepset.evaluate.candidate import candidates
-from keepset.evaluate.cell import Cell
-from keepset.sweep.prompts import Prompts
-from keepset.sweep.runner import Runner
-from keepset.tasks.catalogue import Settings, find
-from keepset.tasks.task import Example, Generation
+from keepset.bench.candidate import candidates
+from keepset.bench.cell import Cell
+from keepset.bench.sweep.prompts import Prompts
+from keepset.bench.sweep.runner import Runner
+from keepset.bench.tasks.catalogue import Settings, find
+from keepset.bench.tasks.task import Example, Generation
 
 RECIPES = "snapkv,knorm,tova,expected_attention,adakv(snapkv)"
 KEEPS = (0.5, 0.25, 0.1)

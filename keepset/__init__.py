@@ -10,29 +10,29 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from keepset import models
-    from keepset.budget import Budget
+    from keepset.core.budget import Budget
+    from keepset.core.keep_set import KeepSet
+    from keepset.core.method import Method
+    from keepset.core.observation import Observation
+    from keepset.core.schedule import Schedule
     from keepset.errors import KeepsetError
     from keepset.hf.cache import Cache
-    from keepset.keep_set import KeepSet
-    from keepset.method import Method
-    from keepset.observation import Observation
     from keepset.recipe import Recipe
     from keepset.registry import METHODS, register
-    from keepset.schedule import Schedule
 
 __version__ = "0.1.0"
 
 # Resolved on first use: importing torch takes a second, and asking for the version should not.
 _HOMES = {
-    "Budget": "keepset.budget",
+    "Budget": "keepset.core.budget",
     "Cache": "keepset.hf.cache",
-    "KeepSet": "keepset.keep_set",
+    "KeepSet": "keepset.core.keep_set",
     "KeepsetError": "keepset.errors",
     "METHODS": "keepset.registry",
-    "Method": "keepset.method",
-    "Observation": "keepset.observation",
+    "Method": "keepset.core.method",
+    "Observation": "keepset.core.observation",
     "Recipe": "keepset.recipe",
-    "Schedule": "keepset.schedule",
+    "Schedule": "keepset.core.schedule",
     "models": "keepset.models",
     "register": "keepset.registry",
 }

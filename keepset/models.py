@@ -19,7 +19,7 @@ from keepset.errors import KeepsetError
 if TYPE_CHECKING:
     import transformers
 
-    from keepset.statistics import Statistics
+    from keepset.core.statistics import Statistics
 
 EMBEDDED = "SmolLM2-135M-Instruct"
 """The name of the embedded model."""
@@ -46,7 +46,7 @@ def load(
     """
     if name is None:
         # Not imported above: it loads torch.
-        from keepset.statistics import offer
+        from keepset.core.statistics import offer
 
         folder = str(embedded_folder())
         offer(folder, _embedded_statistics)
@@ -105,12 +105,12 @@ def embedded_folder() -> Path:
 
 def _embedded_statistics() -> Path:
     """The file of the embedded model's statistics, for recipes that name none; made on first use."""
-    from keepset.statistics import FORMAT, save
+    from keepset.core.statistics import FORMAT, save
 
     path = _home() / f"{_FOLDER}-statistics-{FORMAT}.safetensors"
     if not path.is_file():
-        from keepset.calibrate.corpus import default_corpus
-        from keepset.calibrate.measure import measure
+        from keepset.offline.calibrate.corpus import default_corpus
+        from keepset.offline.calibrate.measure import measure
 
         print(f"keepset: measuring the embedded model's statistics, once, into {path}", file=sys.stderr)
         model, tokenizer = load()

@@ -10,13 +10,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from keepset.budget import KEEP_HELP, Budget
+from keepset.core.budget import KEEP_HELP, Budget
+from keepset.core.keep_set import KeepSet
+from keepset.core.method import Allocator, Method
+from keepset.core.observation import Observation
+from keepset.core.schedule import Schedule
 from keepset.errors import KeepsetError
-from keepset.keep_set import KeepSet
-from keepset.method import Allocator, Method
-from keepset.observation import Observation
 from keepset.registry import METHODS
-from keepset.schedule import Schedule
 
 _BUDGET = tuple(f.name for f in dataclasses.fields(Budget))
 _SCHEDULE = tuple(f.name for f in dataclasses.fields(Schedule))

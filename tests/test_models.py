@@ -23,9 +23,10 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from keepset import models, statistics
-from keepset.calibrate import corpus
+from keepset import models
+from keepset.core import statistics
 from keepset.errors import KeepsetError
+from keepset.offline.calibrate import corpus
 
 Embedded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 

@@ -11,9 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from keepset import METHODS, Budget, KeepsetError, Method, Observation, Recipe, Schedule, register, registry
-from keepset.allocate.adakv import AdaKV
-from keepset.allocate.pyramid import Pyramid
-from keepset.method import Allocator
+from keepset.allocators.adakv import AdaKV
+from keepset.allocators.pyramid import Pyramid
+from keepset.core.method import Allocator
 from keepset.methods.expected_attention import ExpectedAttention
 from keepset.methods.knorm import Knorm
 from keepset.methods.random import Random

@@ -6,15 +6,15 @@ import events
 import torch
 from torch import Tensor
 
-from keepset.allocate.ams import AMS
-from keepset.budget import Budget
+from keepset.allocators.ams import AMS
+from keepset.core.budget import Budget
+from keepset.core.method import Method
+from keepset.core.observation import Observation, QueryMoments
 from keepset.hf.store import EntryStore
 from keepset.kernels.moments import Moments
-from keepset.method import Method
 from keepset.methods.expected_attention import ExpectedAttention
 from keepset.methods.snapkv import SnapKV
 from keepset.methods.tova import TOVA
-from keepset.observation import Observation, QueryMoments
 
 
 class Given(Method):

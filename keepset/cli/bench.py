@@ -135,13 +135,13 @@ def _run(
     rows = table([server["summary"] for server in result["servers"]])
     print_table(result, rows)
     if json_file is not None or html is not None:
-        from keepset.report.page import write
+        from keepset.bench.report.page import write
 
         if json_file is not None:
             write(json_file, json.dumps(result, indent=1) + "\n")
             say(f"all figures: {json_file}")
         if html is not None:
-            from keepset.report.serving import render
+            from keepset.bench.report.serving import render
 
             write(html, render(result, rows))
             say(f"report: {html}")

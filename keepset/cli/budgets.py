@@ -13,7 +13,7 @@ def keeps(text: str) -> list[int | float]:
     Raises:
         KeepsetError: one of them is no budget.
     """
-    from keepset.budget import KEEP_HELP, Budget
+    from keepset.core.budget import KEEP_HELP, Budget
 
     found: list[int | float] = []
     for part in text.split(","):

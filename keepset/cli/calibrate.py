@@ -52,10 +52,10 @@ def calibrate(
     check_out(out, force)
     given = [read(path) for path in text or []]
 
-    from keepset.calibrate.corpus import SHORTEST, Corpus, default_texts
-    from keepset.calibrate.gates import with_gates
-    from keepset.calibrate.measure import measure
-    from keepset.statistics import save
+    from keepset.core.statistics import save
+    from keepset.offline.calibrate.corpus import SHORTEST, Corpus, default_texts
+    from keepset.offline.calibrate.gates import with_gates
+    from keepset.offline.calibrate.measure import measure
 
     texts = given or default_texts()
     loaded, tokenizer = load(model)

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from rich.progress import Progress
     from torch import Tensor
 
-    from keepset.evaluate.candidate import Candidate
-    from keepset.evaluate.compare import Comparer, Comparison
-    from keepset.evaluate.decode import DecodeComparer
-    from keepset.evaluate.task import Task
+    from keepset.bench.candidate import Candidate
+    from keepset.bench.compare import Comparer, Comparison
+    from keepset.bench.decode import DecodeComparer
+    from keepset.bench.text_task import Task
     from keepset.recipe import Recipe
 
 ALL = (
@@ -124,9 +124,9 @@ def _run(
 ) -> None:
     if html is not None:
         check_writable(html)
+    from keepset.bench.candidate import grid
+    from keepset.bench.text_task import ANSWER_TOKENS, check_fits, make_task
     from keepset.cli.console import err, load, progress
-    from keepset.evaluate.candidate import grid
-    from keepset.evaluate.task import ANSWER_TOKENS, check_fits, make_task
     from keepset.models import EMBEDDED
 
     candidates = grid(recipes, keeps, None if decoding is None else decoding.every)
@@ -164,7 +164,7 @@ def _prefilled(
     model: Any, tokenizer: Any, task: Task, name: str, candidates: Sequence[Candidate], bar: Progress
 ) -> Comparer:
     """The comparer of prompts, whose full cache is there."""
-    from keepset.evaluate.compare import Comparer, needs_of
+    from keepset.bench.compare import Comparer, needs_of
 
     layers = model.config.get_text_config().num_hidden_layers
     prefill = bar.add_task("prefill of the full cache", total=layers)
@@ -180,7 +180,7 @@ def _decoded(
     """The comparer of decoding, through whose full cache all has passed, and all that has."""
     import torch
 
-    from keepset.evaluate.decode import DecodeComparer, generated
+    from keepset.bench.decode import DecodeComparer, generated
 
     text = task.continuation
     if generate is not None:
@@ -201,8 +201,8 @@ def _show(comparison: Comparison, tokens: list[str], *, as_json: bool, html: Pat
     else:
         print_table(comparison)
     if html is not None:
-        from keepset.report.html import render
-        from keepset.report.page import write
+        from keepset.bench.report.html import render
+        from keepset.bench.report.page import write
 
         write(html, render(comparison.to_json(), tokens, comparison.kept))
         err.print(f"report: {printable(str(html))}", markup=False, highlight=False, soft_wrap=True)

@@ -11,7 +11,7 @@ import typer
 from keepset.errors import KeepsetError
 
 if TYPE_CHECKING:
-    from keepset.tables import Tables
+    from keepset.core.tables import Tables
 
 
 def compile(
@@ -51,12 +51,12 @@ def compile(
     from keepset.cli.compare import check_writable
     from keepset.cli.console import check_out, printable
     from keepset.cli.console import out as results
-    from keepset.tables import load
+    from keepset.core.tables import load
 
     def say(lines: list[str]) -> None:
         results.print(printable("\n".join(lines)), markup=False, highlight=False, soft_wrap=True)
 
-    from keepset.compile.describe import describe
+    from keepset.offline.compile.describe import describe
 
     if (out is None) == (show is None):
         raise KeepsetError("Say either --out, the file to write, or --show, a file to look at.")
@@ -70,13 +70,13 @@ def compile(
         check_out(out, force)
         tables = _compiled(model, corpus or [], keep, recipe, contexts, tokens, continuation, seed, log)
 
-        from keepset.tables import save
+        from keepset.core.tables import save
 
         save(tables, out)
         say([f"{out}:", *describe(tables)])
     if html is not None:
-        from keepset.report.page import write
-        from keepset.report.tables import render
+        from keepset.bench.report.page import write
+        from keepset.bench.report.tables import render
 
         write(html, render(tables))
 
@@ -92,11 +92,11 @@ def _compiled(
     seed: int,
     log: Path | None,
 ) -> Tables:
-    from keepset.calibrate.corpus import default_texts
     from keepset.cli.console import err, load, progress
-    from keepset.compile.compiler import POOL, Settings, compile_tables
-    from keepset.compile.corpus import Corpus, read_texts
     from keepset.methods.compilerkv import CompilerKV
+    from keepset.offline.calibrate.corpus import default_texts
+    from keepset.offline.compile.compiler import POOL, Settings, compile_tables
+    from keepset.offline.compile.corpus import Corpus, read_texts
     from keepset.recipe import Recipe
 
     for name, value, least in (

@@ -12,7 +12,7 @@ import typer
 from keepset.errors import KeepsetError
 
 if TYPE_CHECKING:
-    from keepset.diagnose.synthetic import Agreement
+    from keepset.bench.analysis.synthetic import Agreement
 
 FIGURES = ("overlap", "usage", "needed", "correlation")
 PAPER = {"overlap": 0.929, "usage": 0.594, "needed": 0.4, "correlation": 0.7759}
@@ -58,8 +58,8 @@ def gvote(
         raise KeepsetError(f"--tokens {tokens} is too few for {parsed}: use {method.skip + 3} or more.")
     source = essay() if text is None else read(text)
 
+    from keepset.bench.analysis.synthetic import next_query
     from keepset.cli.console import load, progress
-    from keepset.diagnose.synthetic import next_query
     from keepset.models import EMBEDDED
 
     loaded, tokenizer = load(model)

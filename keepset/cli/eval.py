@@ -14,10 +14,10 @@ import typer
 from keepset.errors import KeepsetError
 
 if TYPE_CHECKING:
-    from keepset.evaluate.candidate import Candidate
-    from keepset.sweep.store import Store
-    from keepset.sweep.sweep import Grid
-    from keepset.tasks.task import Task
+    from keepset.bench.candidate import Candidate
+    from keepset.bench.sweep.store import Store
+    from keepset.bench.sweep.sweep import Grid
+    from keepset.bench.tasks.task import Task
 
 RECIPES = "snapkv, adakv(expected_attention), kvzip"
 KEEPS = "0.5,0.25"
@@ -83,13 +83,13 @@ def evaluate(
         Sampling(1, temperature, seed)
     check_writable(out)
     if ray:
-        from keepset.sweep.ray_sweep import check_installed
+        from keepset.bench.sweep.ray_sweep import check_installed
 
         check_installed()
 
-    from keepset.sweep.store import Store
-    from keepset.sweep.sweep import Grid
-    from keepset.tasks.catalogue import Settings, find
+    from keepset.bench.sweep.store import Store
+    from keepset.bench.sweep.sweep import Grid
+    from keepset.bench.tasks.catalogue import Settings, find
 
     names = [name.strip() for word in tasks for name in word.split(",") if name.strip()]
     found = find(names, Settings(data, tuple(_whole(lengths, "lengths"))))
@@ -111,11 +111,11 @@ def _run(
     grid: Grid, out: Path, model: str | None, settings: dict[str, Any], *, no_chat: bool, ray: bool, as_json: bool
 ) -> None:
     """Makes what the file lacks, and shows all of it."""
+    from keepset.bench.sweep import ray_sweep, sweep
+    from keepset.bench.sweep.runner import Runner
+    from keepset.bench.sweep.store import Store
     from keepset.cli.console import err, load, progress
     from keepset.hf.fingerprint import fingerprint
-    from keepset.sweep import ray_sweep, sweep
-    from keepset.sweep.runner import Runner
-    from keepset.sweep.store import Store
 
     loaded, tokenizer = load(model)
     chat = not no_chat and tokenizer.chat_template is not None
@@ -146,8 +146,8 @@ def _run(
 
 def _candidates(task: Task, recipes: str | None, keeps: str | None, every: int, baselines: bool) -> Sequence[Candidate]:
     """What a task is to show: the full cache, the recipes, and under the same budgets what every method has to beat."""
+    from keepset.bench.candidate import candidates
     from keepset.cli.budgets import keeps as budgets_in
-    from keepset.evaluate.candidate import candidates
     from keepset.recipe import Recipe
 
     asked = Recipe.parse_list((DECODING if task.decodes else RECIPES) if recipes is None else recipes)
@@ -175,7 +175,7 @@ def _candidates(task: Task, recipes: str | None, keeps: str | None, every: int, 
 
 def _show(store: Store, grid: Grid, *, as_json: bool) -> bool:
     """Prints what the file has of what was asked for; whether a recipe failed on anything."""
-    from keepset.figures.summary import summarise
+    from keepset.bench.analysis.summary import summarise
 
     summary = summarise(grid.of(store.cells()))
     if as_json:

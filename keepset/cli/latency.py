@@ -12,7 +12,7 @@ import typer
 from keepset.errors import KeepsetError
 
 if TYPE_CHECKING:
-    from keepset.evaluate.latency import Timing
+    from keepset.bench.latency import Timing
 
 
 def latency(
@@ -45,9 +45,9 @@ def latency(
         if file is not None:
             check_writable(file)
 
+    from keepset.bench.latency import latency as measure
     from keepset.cli.console import err, load, printable, progress
     from keepset.cli.sampling import check_fit
-    from keepset.evaluate.latency import latency as measure
     from keepset.models import EMBEDDED
 
     loaded, tokenizer = load(model)
@@ -74,7 +74,7 @@ def latency(
     _print(result)
     for file, content in ((json_file, lambda: json.dumps(result, indent=1) + "\n"), (html, lambda: _page(result))):
         if file is not None:
-            from keepset.report.page import write
+            from keepset.bench.report.page import write
 
             write(file, content())
             err.print(f"written: {printable(str(file))}", markup=False, highlight=False, soft_wrap=True)
@@ -97,7 +97,7 @@ def _lengths(text: str) -> list[int]:
 
 def _prompts(tokenizer: Any, file: Path | None, lengths: Sequence[int], device: Any) -> list[Any]:
     """The text's first tokens, and shorter prompts of the same text."""
-    from keepset.calibrate.corpus import default_texts
+    from keepset.offline.calibrate.corpus import default_texts
     from keepset.texts import essay, read
 
     whole = "\n\n".join([essay(), *default_texts()]) if file is None else read(file)
@@ -139,6 +139,6 @@ def _print(result: dict[str, Any]) -> None:
 
 
 def _page(result: dict[str, Any]) -> str:
-    from keepset.report.latency import render
+    from keepset.bench.report.latency import render
 
     return render(result)

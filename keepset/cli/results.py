@@ -15,8 +15,8 @@ from keepset.errors import KeepsetError
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from keepset.figures.rows import Figure, Row
-    from keepset.figures.summary import Summary, Trade
+    from keepset.bench.analysis.rows import Figure, Row
+    from keepset.bench.analysis.summary import Summary, Trade
 
 
 def results(
@@ -37,10 +37,10 @@ def results(
 
     Differences are over the examples that both recipes were run on. Intervals are of 95 %, over examples.
     """
+    from keepset.bench.analysis.summary import summarise
+    from keepset.bench.sweep.store import Store
     from keepset.cli.compare import check_writable
     from keepset.cli.console import err, printable
-    from keepset.figures.summary import summarise
-    from keepset.sweep.store import Store
 
     wanted = [path for path in (html, csv, latex) if path is not None]
     if len({path.resolve() for path in (file, *wanted)}) <= len(wanted):
@@ -57,9 +57,9 @@ def results(
     else:
         print_summary(summary)
     if wanted:
-        from keepset.figures.export import to_csv, to_latex
-        from keepset.report.eval import render
-        from keepset.report.page import write
+        from keepset.bench.analysis.export import to_csv, to_latex
+        from keepset.bench.report.eval import render
+        from keepset.bench.report.page import write
 
         if csv is not None:
             write(csv, to_csv(summary))

@@ -53,7 +53,7 @@ class Generation:
         stop = time.perf_counter()
         nbytes = getattr(cache, "nbytes", None)
         if nbytes is None:
-            from keepset.evaluate import plain
+            from keepset.bench import full_cache as plain
 
             nbytes = plain.nbytes(cache)
         first = streamer.first or stop

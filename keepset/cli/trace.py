@@ -13,8 +13,8 @@ import typer
 from keepset.errors import KeepsetError
 
 if TYPE_CHECKING:
+    from keepset.bench.analysis.trace import Trace
     from keepset.cli.sampling import Sampling
-    from keepset.diagnose.trace import Trace
 
 RECIPE = "ams(tova, window=32, keep=256, every=128)"
 REASON = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -85,10 +85,10 @@ def _run(
 ) -> None:
     import torch
 
+    from keepset.bench.analysis.trace import Tracer
+    from keepset.bench.analysis.trace_figures import figures
     from keepset.cli.console import err, load, printable, progress
     from keepset.cli.sampling import check_fit
-    from keepset.diagnose.figures import figures
-    from keepset.diagnose.trace import Tracer
     from keepset.models import EMBEDDED
 
     loaded, tokenizer = load(model)
@@ -122,7 +122,7 @@ def _run(
         for run in runs:
             print_run(run)
     if html is not None:
-        from keepset.report.page import write
+        from keepset.bench.report.page import write
 
         write(html, _page(result, traces, tokenizer, shown))
         err.print(f"report: {printable(str(html))}", markup=False, highlight=False, soft_wrap=True)
@@ -213,7 +213,7 @@ def _text(tokenizer: Any, trace: Trace) -> str:
 
 
 def _page(result: dict[str, Any], traces: Sequence[Trace], tokenizer: Any, layers: Sequence[int]) -> str:
-    from keepset.report.trace import Drawn, render
+    from keepset.bench.report.trace import Drawn, render
 
     drawn = [
         Drawn(

@@ -13,7 +13,7 @@ from keepset.errors import KeepsetError
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from keepset.tune.tune import Tuner
+    from keepset.bench.tune.tune import Tuner
 
 
 def tune(
@@ -51,9 +51,9 @@ def tune(
     if html is not None:
         check_writable(html)
 
+    from keepset.bench.tune.pieces import cut
+    from keepset.bench.tune.tune import Tuner
     from keepset.models import EMBEDDED
-    from keepset.tune.pieces import cut
-    from keepset.tune.tune import Tuner
 
     loaded, tokenizer = load(model)
     longest = getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
@@ -74,8 +74,8 @@ def tune(
     else:
         print_result(result)
     if html is not None:
-        from keepset.report.page import write
-        from keepset.report.tune import render
+        from keepset.bench.report.page import write
+        from keepset.bench.report.tune import render
 
         write(html, render(result))
         err.print(f"report: {printable(str(html))}", markup=False, highlight=False, soft_wrap=True)

@@ -15,13 +15,13 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from keepset.budget import Budget
+from keepset.core.budget import Budget
+from keepset.core.keep_set import KeepSet, LayerKeepSet
+from keepset.core.observation import Observation
 from keepset.errors import KeepsetError
 from keepset.hf import saved
 from keepset.hf.layer import KeepLayer
 from keepset.hf.prompt_cache import PromptCache
-from keepset.keep_set import KeepSet, LayerKeepSet
-from keepset.observation import Observation
 from keepset.recipe import Recipe
 
 if TYPE_CHECKING:

@@ -8,11 +8,11 @@ from typing import Any
 from jaxtyping import Int
 from torch import Tensor
 
-from keepset.hf.collect import Chunk, Collector
+from keepset.core.observation import Needs
+from keepset.hf.accumulate import Chunk, Collector
+from keepset.hf.attention_hooks import LayerInput
 from keepset.hf.forward import Forward
-from keepset.hf.tap import LayerInput
 from keepset.hf.window import QueryWindow
-from keepset.observation import Needs
 
 
 class Decoding:

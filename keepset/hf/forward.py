@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from keepset.hf.attention_hooks import Rotation
 from keepset.hf.store import EntryStore
-from keepset.hf.tap import Rotation
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,9 +11,14 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from keepset.core.keep_set import LayerKeepSet
+from keepset.core.observation import Needs, Observation
+from keepset.core.schedule import Schedule
+from keepset.core.statistics import Statistics
 from keepset.errors import KeepsetError
+from keepset.hf.accumulate import Chunk, Collector
 from keepset.hf.attention import hand_over
-from keepset.hf.collect import Chunk, Collector
+from keepset.hf.attention_hooks import LayerInput, Rotation
 from keepset.hf.decoding import Decoding
 from keepset.hf.forward import Forward
 from keepset.hf.mask import KeepsetLength, MaskRule, token_positions
@@ -21,14 +26,9 @@ from keepset.hf.padding import Padding
 from keepset.hf.progress import Progress
 from keepset.hf.projection import output_projection
 from keepset.hf.store import EntryStore
-from keepset.hf.tap import LayerInput, Rotation
 from keepset.hf.window import QueryWindow
-from keepset.keep_set import LayerKeepSet
 from keepset.kernels.attention import attend
 from keepset.kernels.columns import causal_attention
-from keepset.observation import Needs, Observation
-from keepset.schedule import Schedule
-from keepset.statistics import Statistics
 
 
 @runtime_checkable

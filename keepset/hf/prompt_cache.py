@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from keepset.core.observation import Needs, Observation
+from keepset.core.schedule import Schedule
+from keepset.core.statistics import Statistics, load
 from keepset.errors import KeepsetError
 from keepset.hf import attention
+from keepset.hf.attention_hooks import LayerInput, Rotation, Tap
 from keepset.hf.layer import KeepLayer
 from keepset.hf.perplexity import Perplexity
 from keepset.hf.second_pass import SecondPasses
 from keepset.hf.support import check_model
-from keepset.hf.tap import LayerInput, Rotation, Tap
-from keepset.observation import Needs, Observation
-from keepset.schedule import Schedule
-from keepset.statistics import Statistics, load
 
 if TYPE_CHECKING:
     import transformers

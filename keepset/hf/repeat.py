@@ -12,7 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from keepset.errors import KeepsetError
-from keepset.kernels.task import Among
+from keepset.kernels.second_pass import Among
 
 if TYPE_CHECKING:
     import transformers

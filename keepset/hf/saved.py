@@ -20,13 +20,13 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
 import keepset
+from keepset.core.keep_set import KeepSet, LayerKeepSet
+from keepset.core.tensor_file import opened, write
 from keepset.errors import KeepsetError
 from keepset.hf.fingerprint import fingerprint
 from keepset.hf.layer import KeepLayer
 from keepset.hf.progress import Progress
 from keepset.hf.store import EntryStore
-from keepset.keep_set import KeepSet, LayerKeepSet
-from keepset.tensor_file import opened, write
 
 if TYPE_CHECKING:
     import transformers

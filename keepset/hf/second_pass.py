@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import CacheLayerMixin
 
+from keepset.core.observation import Needs, Observation, SecondPass, SecondPassColumns
 from keepset.errors import KeepsetError
 from keepset.hf.attention import hand_over
 from keepset.hf.layer import KeepLayer
@@ -24,8 +25,7 @@ from keepset.hf.mask import KeepsetLength, MaskRule
 from keepset.hf.prompt_inputs import PromptInputs
 from keepset.hf.repeat import Repeat
 from keepset.kernels.columns import MERGE
-from keepset.kernels.task import Among, Piece, task_attention
-from keepset.observation import Needs, Observation, SecondPass, SecondPassColumns
+from keepset.kernels.second_pass import Among, Piece, task_attention
 
 if TYPE_CHECKING:
     import transformers

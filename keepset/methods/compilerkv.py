@@ -10,12 +10,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keepset.budget import Budget
-from keepset.keep_set import KeepSet
-from keepset.method import Method, parameter
-from keepset.observation import Needs, Observation
-from keepset.select import ranked_scores, top_mask
-from keepset.tables import Tables, load, neutral, say_neutral
+from keepset.core.budget import Budget
+from keepset.core.keep_set import KeepSet
+from keepset.core.method import Method, parameter
+from keepset.core.observation import Needs, Observation
+from keepset.core.select import ranked_scores, top_mask
+from keepset.core.tables import Tables, load, neutral, say_neutral
 
 THRESHOLD = 0.9
 """Where no table says another: the middle of the paper's range, and what its authors' program falls back to."""

@@ -8,9 +8,9 @@ from typing import ClassVar
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keepset.budget import Budget
-from keepset.method import Method, parameter
-from keepset.observation import Needs, Observation
+from keepset.core.budget import Budget
+from keepset.core.method import Method, parameter
+from keepset.core.observation import Needs, Observation
 
 
 @dataclass(frozen=True)

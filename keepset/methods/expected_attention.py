@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from keepset.method import Method, parameter
-from keepset.observation import Needs, Observation, QueryMoments
+from keepset.core.method import Method, parameter
+from keepset.core.observation import Needs, Observation, QueryMoments
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from keepset.budget import Budget
+from keepset.core.budget import Budget
+from keepset.core.method import Method, parameter
+from keepset.core.observation import Needs, Observation
+from keepset.core.select import top_mask
 from keepset.errors import KeepsetError
-from keepset.method import Method, parameter
 from keepset.methods.noise import normal, stream
-from keepset.observation import Needs, Observation
-from keepset.select import top_mask
 
 
 @dataclass(frozen=True)

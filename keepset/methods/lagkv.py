@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from keepset.method import Method, parameter
-from keepset.observation import Observation
+from keepset.core.method import Method, parameter
+from keepset.core.observation import Observation
 
 
 @dataclass(frozen=True)

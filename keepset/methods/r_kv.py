@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from keepset.method import Method, parameter
-from keepset.observation import Needs, Observation
+from keepset.core.method import Method, parameter
+from keepset.core.observation import Needs, Observation
 
 _BLOCK = 2**20
 """Similarities at a time, of all heads together."""

@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from keepset.method import Method, parameter
+from keepset.core.method import Method, parameter
+from keepset.core.observation import Observation
 from keepset.methods.noise import draw, stream
-from keepset.observation import Observation
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from keepset.method import parameter
+from keepset.core.method import parameter
+from keepset.core.observation import Observation
 from keepset.methods.snapkv import SnapKV
-from keepset.observation import Observation
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from keepset.method import Method, parameter
-from keepset.observation import Needs, Observation
+from keepset.core.method import Method, parameter
+from keepset.core.observation import Needs, Observation
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from keepset.method import Method
-from keepset.observation import Observation
+from keepset.core.method import Method
+from keepset.core.observation import Observation
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from keepset.method import Method
-from keepset.observation import Needs, Observation
+from keepset.core.method import Method
+from keepset.core.observation import Needs, Observation
 
 
 @dataclass(frozen=True)

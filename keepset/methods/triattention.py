@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from keepset.method import Method, parameter
-from keepset.observation import Needs, Observation
-from keepset.statistics import LayerStatistics
+from keepset.core.method import Method, parameter
+from keepset.core.observation import Needs, Observation
+from keepset.core.statistics import LayerStatistics
 
 
 @dataclass(frozen=True)

@@ -17,16 +17,16 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, Comm
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from keepset.errors import KeepsetError
-from keepset.vllm.active import activate, active
-from keepset.vllm.compact import Compactor
-from keepset.vllm.grouping import group_of
-from keepset.vllm.inputs import LayerInput
-from keepset.vllm.observe import Observer
-from keepset.vllm.pages import Pages
-from keepset.vllm.rotation import Rotation
-from keepset.vllm.single import Singles
+from keepset.paged.compaction import Compactor
+from keepset.paged.grouping import group_of
+from keepset.paged.observer import Observer
+from keepset.paged.pages import Pages
+from keepset.paged.per_head import Singles
+from keepset.paged.planner import Planner, Step
+from keepset.paged.rotation import Rotation
+from keepset.vllm.engine_context import activate, active
+from keepset.vllm.hidden_states import LayerInput
 from keepset.vllm.spec import KeepSpec
-from keepset.vllm.step import Planner, Step
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

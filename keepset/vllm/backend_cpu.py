@@ -12,9 +12,9 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
+from keepset.paged.pages import CPUPages
+from keepset.paged.per_head import Singles
 from keepset.vllm.backend import KeepBackend, KeepBuilder, KeepImpl
-from keepset.vllm.pages import CPUPages
-from keepset.vllm.single import Singles
 
 
 class CPUKeepImpl(KeepImpl, CPUAttentionBackendImpl):

@@ -11,8 +11,8 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
+from keepset.paged.pages import StridedPages
 from keepset.vllm.backend import KeepBackend, KeepBuilder, KeepImpl
-from keepset.vllm.pages import StridedPages
 
 
 class FlashKeepImpl(KeepImpl, FlashAttentionImpl):

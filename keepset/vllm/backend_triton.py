@@ -11,8 +11,8 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionMetadataBuilder,
 )
 
+from keepset.paged.pages import StridedPages
 from keepset.vllm.backend import KeepBackend, KeepBuilder, KeepImpl
-from keepset.vllm.pages import StridedPages
 
 
 class TritonKeepImpl(KeepImpl, TritonAttentionImpl):

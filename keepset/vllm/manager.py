@@ -12,7 +12,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.request import Request
 
 from keepset.errors import KeepsetError
-from keepset.vllm.admission import Footprint, required_blocks
+from keepset.paged.admission import Footprint, required_blocks
 from keepset.vllm.stats import request_stats, scheduler_stats
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from typing import Self
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
 
+from keepset.paged.eviction_schedule import Timeline
 from keepset.recipe import Recipe
 from keepset.vllm.manager import KeepManager
-from keepset.vllm.timeline import Timeline
 
 
 @register_kv_cache_spec(manager_class=KeepManager)

@@ -9,8 +9,8 @@ import torch
 from safetensors import safe_open
 
 from keepset import models, texts
-from keepset.calibrate import measure
-from keepset.statistics import load
+from keepset.core.statistics import load
+from keepset.offline.calibrate import measure
 from tests.cli.conftest import Run
 
 SMALL = ("--tokens", "300", "--length", "100", "--gate-steps", "1", "--text", "text")

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 import keepset
+from keepset.bench.compare import Comparer
 from keepset.cli.compare import ALL
 from keepset.cli.compare import KEEPS as DEFAULT_KEEPS
-from keepset.evaluate.compare import Comparer
 from tests.cli.conftest import Run
 
 RECIPES = ["tova", "snapkv(window=8)", "adakv(h2o)"]

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from keepset import models, texts
-from keepset.compile import compiler, cql
-from keepset.compile.judge import Judge
-from keepset.tables import load, save
+from keepset.core.tables import load, save
+from keepset.offline.compile import compiler, cql
+from keepset.offline.compile.judge import Judge
 from tests.cli.conftest import Run
 from tests.test_tables import random_tables
 

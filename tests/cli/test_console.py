@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from keepset.bench.compare import Comparison, Row
 from keepset.cli import console
 from keepset.cli.compare import print_table
 from keepset.cli.streaming import Streamer
-from keepset.evaluate.compare import Comparison, Row
 from tests.cli.conftest import Run
 
 CONTROLS = "\x00\x07\x08\x0b\x1b\x7f\x9b\r\u200b\u202e\ufeff\ue000\udcff"

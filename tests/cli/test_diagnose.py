@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from keepset.bench.analysis.synthetic import next_query
 from keepset.cli.diagnose import PAPER
-from keepset.diagnose.synthetic import next_query
 from keepset.methods.gvote import GVote
 from tests.cli.conftest import Run
 from tests.cli.test_bad_input import check_refused

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 
 from keepset import models
+from keepset.bench.candidate import Candidate
+from keepset.bench.cell import FULL, Cell
+from keepset.bench.sweep import runner
+from keepset.bench.sweep.runner import Runner
+from keepset.bench.sweep.store import Store
+from keepset.bench.tasks import catalogue
+from keepset.bench.tasks.task import Example, Task
 from keepset.cli import eval as command
-from keepset.evaluate.candidate import Candidate
-from keepset.evaluate.cell import FULL, Cell
-from keepset.sweep import runner
-from keepset.sweep.runner import Runner
-from keepset.sweep.store import Store
-from keepset.tasks import catalogue
-from keepset.tasks.task import Example, Task
+from tests.bench.sweep.sweeping import Counting, cell
 from tests.cli.conftest import Run
 from tests.cli.test_bad_input import check_refused
-from tests.sweep.sweeping import Counting, cell
 
 NEEDLE = (
     "eval",

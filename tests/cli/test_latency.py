@@ -59,7 +59,7 @@ def test_bad_input_is_one_sentence(run: Run, words: tuple[str, ...], sentence: s
 
 @pytest.mark.usefixtures("tiny", "text")
 def test_interrupted_shows_what_is_done(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from keepset.evaluate import latency as module
+    from keepset.bench import latency as module
 
     measure = module.latency
 

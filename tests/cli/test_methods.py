@@ -11,7 +11,7 @@ from torch import Tensor
 import keepset
 from keepset import registry
 from keepset.cli import console
-from keepset.method import Allocator
+from keepset.core.method import Allocator
 from tests.cli.conftest import Run
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from keepset.bench.analysis.rows import Figure
+from keepset.bench.analysis.summary import summarise
+from keepset.bench.cell import FULL, Cell
+from keepset.bench.sweep.store import Store
 from keepset.cli import console
 from keepset.cli.results import _shown
-from keepset.evaluate.cell import FULL, Cell
-from keepset.figures.rows import Figure
-from keepset.figures.summary import summarise
-from keepset.sweep.store import Store
+from tests.bench.analysis.cells import cell, cells
 from tests.cli.conftest import Run
-from tests.figures.cells import cell, cells
 
 EVIL = "\x1b[31m[red]evil[/red]"
 SWEEP = [

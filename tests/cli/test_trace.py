@@ -9,8 +9,8 @@ import torch
 
 import keepset
 from keepset import models
+from keepset.bench.analysis.repetition import repetition_rate
 from keepset.cli.trace import REASON
-from keepset.diagnose.repetition import repetition_rate
 from tests.cli.conftest import Run
 from tests.cli.test_generate import encode
 from tests.hf.models import generate
@@ -96,7 +96,7 @@ def test_page(run: Run, tiny: Any) -> None:
     ids = encode(tiny[1], "", "Go on.")
     cache, sequence = alone(tiny, ids, RECIPE, 20)
     assert "".join(data["drawn"][0]["tokens"]) == "".join(tiny[1].decode([token]) for token in sequence.tolist())
-    from keepset.report.html import pack
+    from keepset.bench.report.html import pack
 
     for shown, event in zip(data["drawn"][0]["events"], cache.events, strict=True):
         assert event.keep_set is not None
@@ -105,7 +105,7 @@ def test_page(run: Run, tiny: Any) -> None:
 
 
 def test_interrupted(run: Run, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from keepset.diagnose.trace import Tracer
+    from keepset.bench.analysis.trace import Tracer
 
     put, calls = Tracer.put, []
 

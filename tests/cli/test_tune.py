@@ -8,11 +8,11 @@ import pytest
 from rich.console import Console
 
 from keepset import texts
+from keepset.bench.tune import space
+from keepset.bench.tune.halving import Figures
+from keepset.bench.tune.tune import Measurer
 from keepset.cli import console
 from keepset.recipe import Recipe
-from keepset.tune import space
-from keepset.tune.halving import Figures
-from keepset.tune.tune import Measurer
 from tests.cli.conftest import Run
 from tests.cli.test_bad_input import check_refused, unloaded  # noqa: F401
 

@@ -18,10 +18,10 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import keepset
-from keepset.calibrate.corpus import Corpus
-from keepset.calibrate.measure import measure
-from keepset.method import Allocator
-from keepset.statistics import offer, save
+from keepset.core.method import Allocator
+from keepset.core.statistics import offer, save
+from keepset.offline.calibrate.corpus import Corpus
+from keepset.offline.calibrate.measure import measure
 
 torch.set_num_threads(1)
 

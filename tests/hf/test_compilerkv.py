@@ -11,8 +11,8 @@ from torch import Tensor
 
 import keepset
 from keepset import KeepsetError
+from keepset.core.tables import save
 from keepset.hf.recorder import Recorder
-from keepset.tables import save
 from tests.hf.models import full, generate, left_padded, oracle_gap, prompt, same_keep_set, tiny
 from tests.test_tables import random_tables
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 import keepset
-from keepset.budget import Budget
-from keepset.method import Method
-from keepset.observation import Needs, Observation, QueryMoments
-from keepset.select import ranked_scores, top_mask
+from keepset.core.budget import Budget
+from keepset.core.method import Method
+from keepset.core.observation import Needs, Observation, QueryMoments
+from keepset.core.select import ranked_scores, top_mask
 from tests.hf.models import extended, full, generate, left_padded, prompt, same_keep_set, tiny
 from tests.hf.test_exactness import bytes_of_entries, reachable
 from tests.hf.test_refusals import refusal

@@ -15,10 +15,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 import keepset
-from keepset.budget import Budget
-from keepset.method import Method, parameter
-from keepset.observation import Observation
-from keepset.select import ranked_scores, top_mask
+from keepset.core.budget import Budget
+from keepset.core.method import Method, parameter
+from keepset.core.observation import Observation
+from keepset.core.select import ranked_scores, top_mask
 from tests.hf.models import (
     ARCHITECTURES,
     LAYOUTS,

@@ -16,9 +16,9 @@ from torch import Tensor
 
 import keepset
 from keepset import KeepsetError
+from keepset.core.method import Method
+from keepset.core.observation import Needs, Observation, SecondPass
 from keepset.hf.recorder import Recorder
-from keepset.method import Method
-from keepset.observation import Needs, Observation, SecondPass
 from tests.hf.models import full, generate, left_padded, prompt, same_keep_set, tiny
 
 LENGTH, PADDING = 30, [0, 7, 24]

@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AutoTokenizer
 import keepset
 from keepset import Observation, models
 from keepset.hf.repeat import Repeat
-from keepset.kernels.task import Among, Piece, task_attention
+from keepset.kernels.second_pass import Among, Piece, task_attention
 from tests.hf.models import generate, left_padded, prompt, tiny, tokenizer
 from tests.methods.naive import softmax
 

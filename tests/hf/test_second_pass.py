@@ -14,9 +14,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 import keepset
+from keepset.core.method import Method
+from keepset.core.observation import Needs, Observation, SecondPass
 from keepset.hf.recorder import Recorder
-from keepset.method import Method
-from keepset.observation import Needs, Observation, SecondPass
 from tests.hf.models import ARCHITECTURES, full, generate, left_padded, prompt, tiny
 
 LENGTH, PADDING = 36, [0, 7]

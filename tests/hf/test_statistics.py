@@ -12,11 +12,11 @@ from torch import Tensor
 
 import keepset
 from keepset import KeepsetError
-from keepset.calibrate.corpus import Corpus
-from keepset.calibrate.measure import measure
+from keepset.core.observation import Needs
+from keepset.core.statistics import load, save
 from keepset.hf.recorder import Recorder
-from keepset.observation import Needs
-from keepset.statistics import load, save
+from keepset.offline.calibrate.corpus import Corpus
+from keepset.offline.calibrate.measure import measure
 from tests.hf.models import full, generate, left_padded, prompt, same_keep_set, statistics, tiny
 
 

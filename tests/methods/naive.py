@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from keepset import METHODS, Method, Observation
-from keepset.method import Allocator
-from keepset.observation import HiddenMoments, QueryMoments, SecondPass, SecondPassColumns
-from keepset.statistics import LayerStatistics, Statistics
+from keepset.core.method import Allocator
+from keepset.core.observation import HiddenMoments, QueryMoments, SecondPass, SecondPassColumns
+from keepset.core.statistics import LayerStatistics, Statistics
 
 ROPE_BASE = 100.0
 HIDDEN = 7

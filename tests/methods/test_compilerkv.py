@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keepset import Budget, KeepsetError, Observation
-from keepset.allocate.pool import Pool
+from keepset.allocators.pool import Pool
+from keepset.core.tables import Tables, save
 from keepset.methods.compilerkv import CompilerKV
-from keepset.tables import Tables, save
 from tests.methods.naive import DTYPES, Shape, kept, length_of, observe, window_attention
 from tests.test_tables import random_tables
 

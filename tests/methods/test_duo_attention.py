@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keepset import Budget, KeepSet, KeepsetError, Observation, Recipe
-from keepset.allocate.adakv import AdaKV
-from keepset.allocate.pyramid import Pyramid
+from keepset.allocators.adakv import AdaKV
+from keepset.allocators.pyramid import Pyramid
+from keepset.core.statistics import Statistics
 from keepset.methods.duo_attention import DuoAttention
-from keepset.statistics import Statistics
 from tests.methods.naive import Shape, kept, observe, random_statistics
 
 LAYERS = (1, 4, 6)

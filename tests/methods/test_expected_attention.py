@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from keepset import Budget, KeepsetError, Observation
+from keepset.core.observation import Needs, QueryMoments
 from keepset.methods import expected_attention
 from keepset.methods.expected_attention import ExpectedAttention
-from keepset.observation import Needs, QueryMoments
 from tests.methods.naive import (
     DTYPES,
     EXACT,

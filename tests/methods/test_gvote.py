@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from keepset import Budget, KeepsetError, Observation, Recipe
+from keepset.core.observation import HiddenMoments
 from keepset.methods.gvote import GVote, nucleus
 from keepset.methods.noise import normal, stream
-from keepset.observation import HiddenMoments
 from tests.methods.naive import (
     HIDDEN,
     SHAPES,

@@ -12,8 +12,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from keepset import METHODS, Budget, KeepSet, Method, Observation
-from keepset.method import Allocator
-from keepset.observation import QueryMoments, SecondPassColumns
+from keepset.core.method import Allocator
+from keepset.core.observation import QueryMoments, SecondPassColumns
 from tests.methods.naive import (
     DTYPES,
     Project,

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from keepset import Budget, Observation
+from keepset.core.statistics import LayerStatistics, Statistics
 from keepset.methods.triattention import TriAttention
-from keepset.statistics import LayerStatistics, Statistics
 from tests.methods.naive import DTYPES, EXACT, SHAPES, Shape, check_scores, kept, length_of, observe
 
 

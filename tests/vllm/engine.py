@@ -64,7 +64,7 @@ class Scenario:
         if self.recipe is not None:
             engine["additional_config"] = {"keepset": self.recipe}
             import tests.vllm.methods  # noqa: F401
-            from keepset.vllm.refusals import CARRIER
+            from keepset.vllm.validation import CARRIER
 
             if not Recipe.parse(self.recipe).method.fixed_total:
                 engine["kv_transfer_config"] = CARRIER

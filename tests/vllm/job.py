@@ -74,8 +74,8 @@ class Watch:
 
     def watch_compactor(self, runner: Any) -> Any:
         """Notes what every compression keeps, and whether it was executed; returns what undoes it."""
-        from keepset.vllm.compact import Compactor
-        from keepset.vllm.step import Planner
+        from keepset.paged.compaction import Compactor
+        from keepset.paged.planner import Planner
 
         execute, settle = Compactor.execute, Planner.settle
         newest: list[dict[str, Any]] = []
@@ -132,7 +132,8 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    from keepset.vllm import grouping, stats
+    from keepset.paged import grouping
+    from keepset.vllm import stats
 
     default_groups, grouping.GROUPS = grouping.GROUPS, scenario["layer_groups"] or grouping.GROUPS
     llm = LLM(**scenario["engine"])

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from keepset.budget import Budget
-from keepset.keep_set import KeepSet
-from keepset.method import Method, parameter
-from keepset.observation import Needs, Observation
+from keepset.core.budget import Budget
+from keepset.core.keep_set import KeepSet
+from keepset.core.method import Method, parameter
+from keepset.core.observation import Needs, Observation
 from keepset.registry import register
 
 

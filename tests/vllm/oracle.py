@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.models.llama.modeling_llama import rotate_half
 
 from keepset import Observation, Recipe
-from keepset.observation import HiddenMoments, QueryMoments
+from keepset.core.observation import HiddenMoments, QueryMoments
 
 NAME = "one_head_at_a_time"
 _REMEMBERED = 6

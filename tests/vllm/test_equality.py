@@ -13,8 +13,8 @@ import torch
 
 import keepset
 from keepset import Recipe
+from keepset.core.observation import Needs
 from keepset.hf.recorder import Recorder
-from keepset.observation import Needs
 from tests.vllm.compared import CHUNKED, Embedded, asks, check_cache, check_oracle, fed, result
 from tests.vllm.engine import Ask, Result, Scenario, raw
 from tests.vllm.oracle import Oracle

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from keepset import KeepsetError
-from keepset.vllm.inputs import LayerInput
+from keepset.vllm.hidden_states import LayerInput
 
 HIDDEN, HEADS, SIZE = 10, 3, 4
 

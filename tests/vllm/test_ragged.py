@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keepset.vllm import subpages
-from keepset.vllm.ragged import RaggedStep, RaggedTables
-from tests.vllm.allocator import POISON, Row
+from keepset.paged import subpages
+from keepset.paged.page_tables import RaggedStep, RaggedTables
+from tests.paged.allocator import POISON, Row
 
 WIDTH = 16
 
@@ -117,7 +117,7 @@ def test_what_stays_as_it_is_is_not_made_anew(monkeypatch: pytest.MonkeyPatch) -
         made.append(batch.rows[0].length)
         return original(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("keepset.vllm.ragged.subpages.tables", tables)
+    monkeypatch.setattr("keepset.paged.page_tables.subpages.tables", tables)
     batch = Batch(2, 2, 3, 4)
     batch.step([0, 1], [9, 9])
     batch.step([0, 1], [1, 1], event=True)

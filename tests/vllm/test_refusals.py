@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from keepset import KeepsetError, Recipe
-from keepset.allocate.pool import Pool
+from keepset.allocators.pool import Pool
+from keepset.core.observation import Needs, SecondPass
 from keepset.methods.snapkv import SnapKV
-from keepset.observation import Needs, SecondPass
-from keepset.vllm import refusals
-from keepset.vllm.refusals import CARRIER, check, check_layer
-from keepset.vllm.rotation import ARCHITECTURES, Rotation
+from keepset.paged.rotation import ARCHITECTURES, Rotation
+from keepset.vllm import validation as refusals
 from keepset.vllm.settings import recipe_of
+from keepset.vllm.validation import CARRIER, check, check_layer
 from tests.vllm.engine import Ask, Scenario, raw
 from tests.vllm.methods import Mass
 

@@ -9,10 +9,10 @@ import pytest
 
 import keepset
 from keepset import KeepsetError, Recipe
-from keepset.calibrate.corpus import Corpus, default_texts
-from keepset.calibrate.measure import measure
-from keepset.statistics import save
-from keepset.vllm.refusals import check
+from keepset.core.statistics import save
+from keepset.offline.calibrate.corpus import Corpus, default_texts
+from keepset.offline.calibrate.measure import measure
+from keepset.vllm.validation import check
 from tests.vllm.compared import Embedded, check_cache, fed
 from tests.vllm.engine import Ask, Result, Scenario, run
 from tests.vllm.test_refusals import config

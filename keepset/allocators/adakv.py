@@ -1,0 +1,63 @@
+"""AdaKV: the heads of a layer share one budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from keepset.core.budget import Budget
+from keepset.core.method import Allocator, parameter
+from keepset.core.observation import Observation
+from keepset.core.select import round_to_total, top_mask
+
+
+@dataclass(frozen=True)
+class AdaKV(Allocator):
+    """Divides a layer's budget among its heads by where the best scores are (Feng et al. 2024, arXiv:2407.11550).
+
+    Algorithm 1: the best entries of all heads together give each head's adaptive number; a share `floor`
+    of every head's budget stays uniform (the safeguard, 0.2 in the authors' program). A layer keeps exactly
+    heads x budget, and each request is divided by itself. After an event a head may hold less than its share;
+    what it cannot take goes to the others.
+    """
+
+    name: ClassVar[str] = "adakv"
+    layout: ClassVar[str] = "head-ragged"
+    paper: ClassVar[str] = "arXiv:2407.11550"
+
+    floor: float = parameter(0.2, minimum=0.0, maximum=1.0)
+
+    def choose(
+        self,
+        observation: Observation,
+        budget: Budget,
+        ranked: Float[Tensor, "batch kv_heads entries"],
+        quotas: Int[Tensor, "batch kv_heads"],
+    ) -> Bool[Tensor, "batch kv_heads entries"]:
+        """The layer's total, divided among its heads."""
+        quotas = _filled(quotas, ranked.isneginf().logical_not().sum(-1))
+        total = quotas.sum(-1)
+        # Entry after entry, all heads of each: equal scores are then shared, not taken by the last head.
+        pool = ranked.transpose(1, 2)
+        adaptive = top_mask(pool.flatten(1), total).view_as(pool).sum(1)
+        shares = torch.lerp(adaptive.double(), quotas.double(), self.floor)
+        return self.scorer.choose(observation, budget, ranked, round_to_total(shares, total))
+
+
+def _filled(
+    quotas: Int[Tensor, "batch kv_heads"], existing: Int[Tensor, "batch kv_heads"]
+) -> Int[Tensor, "batch kv_heads"]:
+    """Quotas that sum to what all heads may keep together, though some hold less than their share.
+
+    The largest is everybody's share, cut to what a head holds. Without this, heads that were given little at one
+    event would shrink the layer at the next.
+    """
+    total = torch.minimum(quotas.amax(-1) * quotas.shape[-1], existing.sum(-1))
+    quotas = quotas.minimum(existing)
+    missing, room = total - quotas.sum(-1), existing - quotas
+    shares = room * (missing.double() / room.sum(-1).clamp(min=1))[:, None]
+    return quotas + round_to_total(shares, missing)

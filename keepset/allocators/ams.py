@@ -1,0 +1,192 @@
+"""AMS: quotas for regions, so that none of them is wiped out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from keepset.allocators import segments
+from keepset.core.budget import Budget
+from keepset.core.method import Allocator, parameter
+from keepset.core.observation import Needs, Observation
+from keepset.core.select import top_mask
+from keepset.errors import KeepsetError
+
+_EPSILON = 1e-12
+
+
+class Segments(NamedTuple):
+    """What AMS makes of one layer at an event.
+
+    Attributes:
+        mass: of every entry, 1 in sum over a head; 0 at holes.
+        segment: of every entry, counted from 0.
+        quotas: entries that every segment keeps; segments that do not exist keep none.
+    """
+
+    mass: Float[Tensor, "batch kv_heads entries"]
+    segment: Int[Tensor, "batch kv_heads entries"]
+    quotas: Int[Tensor, "batch kv_heads segments"]
+
+
+@dataclass(frozen=True)
+class AMS(Allocator):
+    """Cuts each head's text into segments of equal attention mass and gives each a quota (Yang and Shen 2026).
+
+    Adaptive Mass-Segmented compression, algorithm 1 with the values of table 15. What the last `window` queries
+    attend to is a head's mass, eq. 1: the mean over them and the query group, in which an entry gets for queries that
+    came before it the most that an entry of the window got, average-pooled over `kernel` entries. An entry's mass is
+    mixed with its credit, the moving average over the events that it has lived through; one that is new starts with
+    its mass. The text is cut where every further `segment_mass` is full; segments keep `min_quota` entries and of the
+    rest what is in proportion to their mass; inside a segment the best by the scorer stay. Sinks and recent
+    suffix stay and count towards their segments' quotas. Where the minima do not fit beside them, segments of least
+    mass go without; where the suffix itself does not fit, it shrinks.
+
+    Where the authors' program differs the text decides: masses are of each request and head alone; only missing
+    observations are padded, and with the best of the window's own entries (theirs gives the whole window the best of
+    all entries, which is the first token's: then hardly any mass is left for the rest); cuts include the entry that
+    fills a segment; what a segment cannot take is shared in proportion to mass. The text names no
+    pooling width and no length of the suffix; 5 and 32 are the program's.
+
+    Switches of table 7: `weighted=False` divides by length instead of mass, `credit=False` takes each event's mass
+    alone, `adaptive=False` cuts every 128 entries, `segmented=False` is one top-k per head.
+    """
+
+    name: ClassVar[str] = "ams"
+    paper: ClassVar[str] = "Adaptive Mass-Segmented KV Compression for Long-Form Reasoning (2026)"
+
+    window: int = parameter(128, minimum=1)
+    kernel: int = parameter(5, minimum=1, odd=True)
+    segment_mass: float = parameter(0.1, minimum=1e-4, maximum=1.0)
+    min_segment: int = parameter(16, minimum=1)
+    max_segment: int = parameter(256, minimum=2)
+    min_quota: int = parameter(1, minimum=0)
+    decay: float = parameter(0.9, minimum=0.0, maximum=1.0)
+    mix: float = parameter(0.9, minimum=0.0, maximum=1.0)
+    weighted: bool = parameter(True)
+    credit: bool = parameter(True)
+    adaptive: bool = parameter(True)
+    segmented: bool = parameter(True)
+
+    FIXED_LENGTH: ClassVar[int] = 128
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_segment < 2 * self.min_segment:
+            raise KeepsetError(
+                f"ams: max_segment={self.max_segment} is less than twice min_segment={self.min_segment}, "
+                "so that a segment could be too long to stay and too short to divide: raise it."
+            )
+        for inner in self.inner():
+            if inner.chooses:
+                raise KeepsetError(
+                    f"ams chooses inside each segment, so it cannot wrap {inner.name}, which chooses too: wrap a "
+                    f"scorer, as in ams(tova), and put ams inside, as in {inner.name}(ams(tova)), if you want both."
+                )
+
+    @property
+    def needs(self) -> Needs:
+        """The window's queries, and what the scorer needs."""
+        return self.scorer.needs | Needs(window=self.window if self._uses_mass else 0)
+
+    @property
+    def sinks(self) -> int:
+        """Four, as in table 15."""
+        return max(4, self.scorer.sinks)
+
+    @property
+    def recent(self) -> int:
+        """The suffix."""
+        return max(32, self.scorer.recent)
+
+    @property
+    def _uses_mass(self) -> bool:
+        return self.segmented and (self.weighted or self.adaptive)
+
+    def choose(
+        self,
+        observation: Observation,
+        budget: Budget,
+        ranked: Float[Tensor, "batch kv_heads entries"],
+        quotas: Int[Tensor, "batch kv_heads"],
+    ) -> Bool[Tensor, "batch kv_heads entries"]:
+        """The best entries of every segment."""
+        if not self.segmented:
+            return top_mask(ranked, quotas)
+        mass, credit = self._mass(observation)
+        if credit is not None:
+            # Where all may stay there was no event.
+            eventful = (quotas < observation.valid.sum(-1))[..., None]
+            before = observation.state.get("credit")
+            observation.state["credit"] = credit.where(eventful, 0.0 if before is None else before)
+        segment, ends, parts = self._divided(observation, budget, mass, quotas)
+        return segments.top_of_segments(ranked, segment, ends, parts)
+
+    def segments(self, observation: Observation, budget: Budget) -> Segments:
+        """Mass, segments and quotas at this event, for who wants to look at them; nothing is changed."""
+        mass, _ = self._mass(observation)
+        segment, _, parts = self._divided(observation, budget, mass, self.quotas(observation, budget))
+        return Segments(mass, segment, parts)
+
+    def _mass(
+        self, observation: Observation
+    ) -> tuple[Float[Tensor, "batch kv_heads entries"], Float[Tensor, "batch kv_heads entries"] | None]:
+        """The mass that counts, and the entries' new credit."""
+        valid = observation.valid
+        if not self._uses_mass:
+            return _distribution(valid.float()), None
+        mass = _distribution((self._usage(observation).clamp(min=0) + _EPSILON).masked_fill(~valid, 0.0))
+        if not self.credit:
+            return mass, None
+        before = observation.state.get("credit")
+        if before is None:
+            return mass, mass
+        credit = (self.decay * before + (1 - self.decay) * mass).where(before > 0, mass)
+        return self.mix * mass + (1 - self.mix) * _distribution(credit), credit
+
+    def _usage(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+        """Mean attention of the window's queries; for those that came before an entry, the window's best counts."""
+        received = observation.by_query_group(observation.window_usage(self.window)).mean(2) / self.window
+        received = received.nan_to_num(0.0, 0.0, 0.0).masked_fill(~observation.valid, 0.0)
+        unseen = (self.window - observation.lengths[:, None, None] + observation.positions).clamp(min=0)
+        best = received.where(unseen > 0, 0.0).amax(-1, keepdim=True)
+        padded = (received + best * unseen / self.window).masked_fill(~observation.valid, 0.0)
+        return F.avg_pool1d(padded, self.kernel, stride=1, padding=self.kernel // 2)
+
+    def _divided(
+        self,
+        observation: Observation,
+        budget: Budget,
+        mass: Float[Tensor, "batch kv_heads entries"],
+        quotas: Int[Tensor, "batch kv_heads"],
+    ) -> tuple[
+        Int[Tensor, "batch kv_heads entries"],
+        Int[Tensor, "batch kv_heads segments"],
+        Int[Tensor, "batch kv_heads segments"],
+    ]:
+        """Segments, where they end, and their quotas."""
+        valid = observation.valid
+        order, filled = valid.cumsum(-1), mass.double().cumsum(-1)
+        if self.adaptive:
+            ends = segments.cut_by_mass(filled, order, self.segment_mass, self.min_segment, self.max_segment)
+        else:
+            ends = segments.cut_by_length(order, self.FIXED_LENGTH)
+        segment = segments.members(ends, order)
+        begins, count = F.pad(ends[..., :-1], (1, 0)), ends[..., -1:]
+        length = (ends - begins).double()
+        sinks = (budget.is_sink(observation) & valid).sum(-1, keepdim=True).minimum(quotas[..., None])
+        recent = (budget.is_recent(observation) & valid).sum(-1, keepdim=True)
+        recent = recent.minimum(count.minimum(quotas[..., None]) - sinks)
+        # Entries are in the text's order: sinks come first, the suffix last.
+        fixed = (ends.minimum(sinks) - begins).clamp(min=0) + (ends - begins.maximum(count - recent)).clamp(min=0)
+        weight = segments.sums(filled, order, ends) if self.weighted else length
+        parts = segments.divide(quotas, weight, length, length.clamp(max=self.min_quota), fixed.double())
+        return segment, ends, parts
+
+
+def _distribution(values: Float[Tensor, "batch kv_heads entries"]) -> Float[Tensor, "batch kv_heads entries"]:
+    return values / values.sum(-1, keepdim=True).clamp(min=_EPSILON**2)

@@ -1,0 +1,54 @@
+"""ChunkKV: chunks of consecutive entries stay or go together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from keepset.core.budget import Budget
+from keepset.core.method import Allocator, parameter
+from keepset.core.observation import Observation
+from keepset.core.select import RECENT_RANK, top_mask
+
+
+@dataclass(frozen=True)
+class ChunkKV(Allocator):
+    """Keeps whole chunks, those with the best mean score first (Liu et al. 2025, arXiv:2502.00299).
+
+    What is there is cut into chunks of `chunk` consecutive entries. The chunk that would exceed the quota gives its
+    best entries, so that the number is exact. What always stays is taken first and counts in no chunk's mean. Each KV
+    head has its own chunks (the authors add heads up). The paper's reuse of chosen chunks in neighbouring layers, which
+    saves time and not memory, is left out.
+    """
+
+    name: ClassVar[str] = "chunkkv"
+    paper: ClassVar[str] = "arXiv:2502.00299"
+
+    chunk: int = parameter(20, minimum=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_chooses_alone()
+
+    def choose(
+        self,
+        observation: Observation,
+        budget: Budget,
+        ranked: Float[Tensor, "batch kv_heads entries"],
+        quotas: Int[Tensor, "batch kv_heads"],
+    ) -> Bool[Tensor, "batch kv_heads entries"]:
+        """Chunk after chunk, and the best of the last."""
+        entries = ranked.shape[-1]
+        padded = F.pad(ranked.double(), (0, -entries % self.chunk), value=float("-inf"))
+        chunks = padded.unflatten(-1, (-1, self.chunk))
+        counted = (chunks < RECENT_RANK) & ~chunks.isneginf()
+        mean = chunks.masked_fill(~counted, 0.0).sum(-1) / counted.sum(-1)
+        # In both orders the later of equal ones is the better, as everywhere. Chunks without entries play no part.
+        best = mean.argsort(dim=-1, stable=True).argsort(dim=-1)
+        within = chunks.argsort(dim=-1, stable=True).argsort(dim=-1)
+        order = (best[..., None] * self.chunk + within).double().where(counted, chunks)
+        return top_mask(order.flatten(-2)[..., :entries], quotas)

@@ -1,0 +1,66 @@
+"""Composite tokens: the heads' first choices make one token, their second choices another, and layers compete."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from keepset.allocators.layers import LayerAllocator
+from keepset.core.method import parameter
+from keepset.core.observation import Observation
+from keepset.core.pool import padded, pooled_counts
+
+
+@dataclass(frozen=True)
+class Composite(LayerAllocator):
+    """Divides one budget among layers by composite tokens (KVCompose 2025, arXiv:2509.05165, section 3.3).
+
+    Every head sorts its entries; those of one rank, over all heads of a layer, make a composite token, which is worth
+    their mean (equation 19). The best composite tokens of all layers say how many each layer keeps (20 to 22), and
+    every head keeps as many of its own best (23, 24). Scores should be comparable across layers, as attention is.
+
+    Chosen here: what always stays, and one entry in any case, is the same in every layer and outside the pool; of
+    equal tokens those of better rank come first, over all layers.
+
+    Attributes:
+        aggregate_head: what a composite token is worth; a sum would order as the mean does.
+        floor: share of the even budget that every layer has in any case. The paper's pool has none.
+    """
+
+    name: ClassVar[str] = "composite"
+    paper: ClassVar[str] = "arXiv:2509.05165"
+
+    aggregate_head: str = parameter("mean", choices=("max", "mean"))
+    floor: float = parameter(0.0, minimum=0.0, maximum=1.0)
+
+    def divided(
+        self,
+        observations: Sequence[Observation],
+        ranked: Sequence[Float[Tensor, "batch kv_heads _"]],
+        rest: Int[Tensor, " batch"],
+        room: Int[Tensor, "batch layers"],
+    ) -> Int[Tensor, "batch layers"]:
+        """By the best composite tokens of all layers; those that always stay are the first of each."""
+        values = torch.stack([self._composite(order) for order in padded(ranked)], 1)
+        # Heads that hold different numbers after an event have as many tokens as they hold on average.
+        held = torch.stack([-(-order.isneginf().logical_not().sum((1, 2)) // order.shape[1]) for order in ranked], -1)
+        rank = torch.arange(values.shape[-1], device=values.device) + (held - room)[..., None]
+        values = values.gather(-1, rank.clamp(max=values.shape[-1] - 1))
+        values = values.masked_fill(rank >= held[..., None], float("-inf"))
+        even = rest.double() / room.shape[-1]
+        least = (self.floor * even[:, None]).floor().long().minimum(room)
+        return pooled_counts(values, rest, least)
+
+    def _composite(self, ranked: Float[Tensor, "batch kv_heads entries"]) -> Float[Tensor, "batch entries"]:
+        """What each rank is worth, best first; -inf where no head has one. In double: many of the largest floats."""
+        best_first = ranked.double().sort(dim=-1, descending=True).values
+        if self.aggregate_head == "max":
+            return best_first.amax(1)
+        exists = ~best_first.isneginf()
+        mean = best_first.where(exists, 0.0).sum(1) / exists.sum(1).clamp(min=1)
+        return mean.masked_fill(~exists.any(1), float("-inf"))

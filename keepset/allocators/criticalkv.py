@@ -1,0 +1,59 @@
+"""CriticalKV: half of a head's entries by score, half by what they change in the layer's output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from keepset.core.budget import Budget
+from keepset.core.method import Allocator, parameter
+from keepset.core.observation import Needs, Observation
+from keepset.core.select import LARGEST_SCORE, RECENT_RANK, top_mask
+
+_EPSILON = 1e-4
+
+
+@dataclass(frozen=True)
+class CriticalKV(Allocator):
+    """Chooses in two stages, so that what is dropped perturbs the output little (Feng et al. 2025, arXiv:2502.03805).
+
+    Algorithm 1: a share `alpha` of a head's entries are the best by the scorer, the rest the best by score times the
+    L1 norm of the projected value `W_O v`. As in the authors' program the norm is the mean over the query heads that
+    share a KV head, 1e-4 is added to the score, what always stays counts towards the first stage, and around it AdaKV
+    divides a layer by the scores alone: `adakv(criticalkv(snapkv))`. The first stage is rounded down. Scores of other
+    kinds than attention may be negative: those of a head are raised until none is.
+    """
+
+    name: ClassVar[str] = "criticalkv"
+    paper: ClassVar[str] = "arXiv:2502.03805"
+
+    alpha: float = parameter(0.5, minimum=0.0, maximum=1.0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_chooses_alone()
+
+    @property
+    def needs(self) -> Needs:
+        """The output projection, and what the scorer needs."""
+        return replace(self.scorer.needs, output_projection=True)
+
+    def choose(
+        self,
+        observation: Observation,
+        budget: Budget,
+        ranked: Float[Tensor, "batch kv_heads entries"],
+        quotas: Int[Tensor, "batch kv_heads"],
+    ) -> Bool[Tensor, "batch kv_heads entries"]:
+        """The best by score, then the best by score and projected value."""
+        # As in Budget: 0.29 * 100 is 28.999...96 in binary.
+        first = top_mask(ranked, (quotas.double() * self.alpha + 1e-9).floor().long())
+        norms = observation.by_query_group(observation.projected_norms(1)).mean(2)
+        scored = (ranked.abs() <= LARGEST_SCORE) & ~norms.isnan()
+        lowest = ranked.where(scored, 0.0).amin(-1, keepdim=True).clamp(max=0.0)
+        weighed = ((ranked - lowest + _EPSILON) * norms).clamp(max=LARGEST_SCORE)
+        order = weighed.where(scored, ranked.clamp(max=-LARGEST_SCORE)).masked_fill(first, RECENT_RANK)
+        return top_mask(order.where(ranked < RECENT_RANK, ranked), quotas)

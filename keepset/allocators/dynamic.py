@@ -1,0 +1,68 @@
+"""DynamicKV: layers get what their best scores deserve among all layers so far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from keepset.allocators.layers import LayerAllocator, divide
+from keepset.core.method import parameter
+from keepset.core.observation import Observation
+from keepset.core.pool import pooled_counts
+from keepset.core.select import RECENT_RANK
+
+
+@dataclass(frozen=True)
+class Dynamic(LayerAllocator):
+    """Budgets of layers from a pool of their scores, updated every few layers (Zhou et al. 2024, arXiv:2412.14838).
+
+    Algorithm 1: a layer holds `r_max` times the mean budget at first. After every `interval` layers the best scores of
+    all layers and heads so far, as many as these layers have budget on average, are counted; the budget of all
+    layers is divided among those so far in proportion to the counts, and what an update cut does not come back. The
+    authors score with `dynamic(snapkv(window=8, kernel=7))`.
+
+    Chosen here: the last layers are updated too where their number is no multiple of `interval`, so that the total
+    is exact; what a layer cannot take goes to the others in proportion, where the authors' program gives all
+    that rounding leaves to the newest. The runtime holds the prompt until its last layer: an update saves no memory.
+    """
+
+    name: ClassVar[str] = "dynamic"
+    paper: ClassVar[str] = "arXiv:2412.14838"
+
+    r_max: float = parameter(10.0, minimum=1.0)
+    interval: int = parameter(4, minimum=1)
+
+    def divided(
+        self,
+        observations: Sequence[Observation],
+        ranked: Sequence[Float[Tensor, "batch kv_heads _"]],
+        rest: Int[Tensor, " batch"],
+        room: Int[Tensor, "batch layers"],
+    ) -> Int[Tensor, "batch layers"]:
+        """After the last update."""
+        layers, heads = len(ranked), ranked[0].shape[1]
+        mean = rest.double() / layers
+        held = (mean[:, None] * self.r_max).ceil().long().minimum(room)
+        values = _stacked(ranked)
+        shares = torch.zeros_like(mean)[:, None]
+        for so_far in sorted({*range(self.interval, layers, self.interval), layers}):
+            most = (mean * so_far * heads).floor().long()
+            least = most.new_zeros(most.shape[0], so_far * heads)
+            shares = pooled_counts(values[:, : so_far * heads], most, least).unflatten(1, (so_far, heads)).sum(-1)
+            held[:, :so_far] = divide(shares.double(), rest, held[:, :so_far])
+        # After an event layers hold different numbers, and some have no room for what others left them.
+        return held + divide(shares.double(), rest - held.sum(-1), room - held)
+
+
+def _stacked(ranked: Sequence[Float[Tensor, "batch kv_heads _"]]) -> Float[Tensor, "batch parts entries"]:
+    """Scores of every head of every layer, without what always stays, -inf where there is no entry."""
+    longest = max(order.shape[-1] for order in ranked)
+    none = float("-inf")
+    divisible = [order.masked_fill(order >= RECENT_RANK, none) for order in ranked]
+    return torch.cat([F.pad(order, (0, longest - order.shape[-1]), value=none) for order in divisible], 1)

@@ -1,0 +1,93 @@
+"""`LayerAllocator`: one budget for all layers together, of which what they hold says how much each gets."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from keepset.core.budget import Budget
+from keepset.core.keep_set import KeepSet
+from keepset.core.method import Allocator
+from keepset.core.observation import Observation
+from keepset.core.pool import total_entries
+from keepset.core.select import round_to_total
+from keepset.errors import KeepsetError
+
+
+@dataclass(frozen=True)
+class LayerAllocator(Allocator):
+    """Gives every layer its number of entries; inside a layer it is the scorer that chooses.
+
+    What always stays, and one entry in any case, is the same in every layer; only the rest is divided. The sum over
+    layers is exactly what the budget says of all of them, as far as that is a multiple of the number of heads.
+    """
+
+    layout: ClassVar[str] = "layer-ragged"
+    across_layers: ClassVar[bool] = True
+    counts_from_data: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for inner in self.inner():
+            if inner.across_layers or not inner.equal_layers:
+                raise KeepsetError(
+                    f"{self.name} says how much every layer keeps, and so does {inner.name}: leave one of them out."
+                )
+
+    @abstractmethod
+    def divided(
+        self,
+        observations: Sequence[Observation],
+        ranked: Sequence[Float[Tensor, "batch kv_heads _"]],
+        rest: Int[Tensor, " batch"],
+        room: Int[Tensor, "batch layers"],
+    ) -> Int[Tensor, "batch layers"]:
+        """The `rest` of every request, divided among its layers, none of which takes more than its `room`."""
+
+    def select(self, observation: Observation, budget: Budget) -> KeepSet:
+        """What stays of one layer that is alone."""
+        return self.select_all([observation], budget)
+
+    def select_all(self, observations: Sequence[Observation], budget: Budget) -> KeepSet:
+        """What stays of all layers."""
+        scorer, heads = self.scorer, observations[0].keys.shape[1]
+        ranked = [scorer.ranked(seen, budget, scorer.quotas(seen, budget)) for seen in observations]
+        existing = torch.stack([-(-seen.valid.sum((1, 2)) // heads) for seen in observations], -1)
+        total = (total_entries(observations, budget) // heads).clamp(min=len(observations)).minimum(existing.sum(-1))
+        always = torch.stack([budget.always(seen) for seen in observations], -1).clamp(min=1)
+        always = always.minimum(existing).minimum(total[:, None] // len(observations))
+        counts = always + self.divided(observations, ranked, total - always.sum(-1), existing - always)
+        parts = []
+        for seen, order, count in zip(observations, ranked, counts.unbind(-1), strict=True):
+            quotas = seen.valid.sum(-1).minimum(count[:, None])
+            parts.append(seen.keep(scorer.choose(seen, budget, order, quotas)).layer(seen.layer))
+        return KeepSet(parts)
+
+
+def divide(
+    shares: Float[Tensor, "batch parts"], total: Int[Tensor, " batch"], room: Int[Tensor, "batch parts"]
+) -> Int[Tensor, "batch parts"]:
+    """Whole numbers in proportion to `shares`, of which none exceeds its `room`.
+
+    They sum to `total`, or to all room where that is less. What does not fit a part goes to the others, in proportion
+    to their shares. Where nobody has a share, all have the same.
+    """
+    total = total.minimum(room.sum(-1))
+    # Never quite zero: what others cannot take has to go somewhere.
+    shares = shares.double() + 1e-9 * shares.double().amax(-1, keepdim=True).clamp(min=1e-100)
+    # Filling all parts at the pace of their shares, those with the least room for their share are full first.
+    full = room / shares
+    order = full.argsort(-1)
+    sorted_room, sorted_shares = room.gather(-1, order), shares.gather(-1, order)
+    left = total[:, None] - (sorted_room.cumsum(-1) - sorted_room)
+    level = left / sorted_shares.flip(-1).cumsum(-1).flip(-1)
+    fits = level <= full.gather(-1, order)
+    first = fits.int().argmax(-1, keepdim=True)
+    ideal = (shares * level.gather(-1, first)).minimum(room.double())
+    return round_to_total(ideal.where(fits.any(-1, keepdim=True), room.double()), total)

@@ -1,0 +1,71 @@
+"""One pool: the best entries of all heads of all layers stay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from keepset.core.budget import Budget
+from keepset.core.keep_set import KeepSet
+from keepset.core.method import Allocator, parameter
+from keepset.core.observation import Observation
+from keepset.core.pool import padded, pooled_counts, total_entries
+from keepset.errors import KeepsetError
+
+
+@dataclass(frozen=True)
+class Pool(Allocator):
+    """Divides one budget among all heads of all layers by where the best scores are.
+
+    This is the unstructured variant of KVCompose (2025, arXiv:2509.05165, appendix A.2) for any scorer: its sums over
+    heads are left out. Scores must be comparable across layers, as attention is. Exactly the budget of all heads
+    together is kept; a head keeps what always stays, and one entry in any case.
+
+    Attributes:
+        floor: share of the even budget that every head has in any case, as AdaKV's safeguard; the paper has none.
+    """
+
+    name: ClassVar[str] = "pool"
+    layout: ClassVar[str] = "head-ragged"
+    paper: ClassVar[str] = "arXiv:2509.05165"
+    across_layers: ClassVar[bool] = True
+    counts_from_data: ClassVar[bool] = True
+
+    floor: float = parameter(0.2, minimum=0.0, maximum=1.0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for inner in self.inner():
+            if inner.across_layers or not (inner.equal_layers and inner.equal_heads):
+                raise KeepsetError(
+                    f"{self.name} says how much every head keeps, and {inner.name} says so too: leave one of them out."
+                )
+
+    @property
+    def equal_layers(self) -> bool:
+        """They differ, as heads do."""
+        return False
+
+    def select(self, observation: Observation, budget: Budget) -> KeepSet:
+        """What stays of one layer that is alone."""
+        return self.select_all([observation], budget)
+
+    def select_all(self, observations: Sequence[Observation], budget: Budget) -> KeepSet:
+        """What stays of all layers."""
+        scorer = self.scorer
+        ranked = [scorer.ranked(seen, budget, scorer.quotas(seen, budget)) for seen in observations]
+        # In double, which has room above what always stays.
+        values = torch.cat(padded(ranked), 1).double()
+        existing = values.isneginf().logical_not().sum(-1)
+        parts = existing.shape[-1]
+        total = total_entries(observations, budget).clamp(min=parts).minimum(existing.sum(-1))
+        least = (self.floor * total.double() / parts).floor().long().clamp(min=1)[:, None].minimum(existing)
+        counts = pooled_counts(values, total, least).unflatten(1, (len(observations), -1))
+        kept = [
+            seen.keep(scorer.choose(seen, budget, order, quotas)).layer(seen.layer)
+            for seen, order, quotas in zip(observations, ranked, counts.unbind(1), strict=True)
+        ]
+        return KeepSet(kept)

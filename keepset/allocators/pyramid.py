@@ -1,0 +1,61 @@
+"""PyramidKV: much for the first layers, little for the last."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from keepset.core.budget import Budget
+from keepset.core.method import Allocator, parameter
+from keepset.core.observation import Observation
+from keepset.errors import KeepsetError
+
+
+@dataclass(frozen=True)
+class Pyramid(Allocator):
+    """Budgets that fall linearly with depth (Cai et al. 2024, arXiv:2406.02069, section 4.1).
+
+    What always stays is the same in every layer; the rest, r entries on average, falls from 2r - r/beta in
+    the first layer to r/beta in the last. Where the text is too short for the first layer's share, the
+    slope is the steepest that fits. Rounding keeps the sum over layers exactly layers x budget. After an
+    event that is what layers aim at; one that holds less keeps what it has.
+    """
+
+    name: ClassVar[str] = "pyramid"
+    layout: ClassVar[str] = "layer-ragged"
+    paper: ClassVar[str] = "arXiv:2406.02069"
+
+    beta: float = parameter(20.0, minimum=1.0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if any(isinstance(inner, Pyramid) for inner in self.inner()):
+            raise KeepsetError("pyramid: one pyramid inside another has no exact total: use it once.")
+
+    def quotas(self, observation: Observation, budget: Budget) -> Int[Tensor, "batch kv_heads"]:
+        """Entries of this layer, for every request and KV head."""
+        average = self.scorer.quotas(observation, budget)
+        existing = observation.valid.sum(-1)
+        layers = len(observation.layers)
+        if layers == 1:
+            return average
+        most = existing
+        if isinstance(budget.keep, int):
+            # Layers hold different numbers after an event: what they aim at must not depend on it.
+            most = torch.maximum(existing, observation.lengths[:, None])
+            average = average.where(average < existing, most.minimum(budget.aim(observation)[:, None]))
+        always = average.minimum(budget.always(observation)[:, None])
+        rest = (average - always).double()
+        room = (most - always).double()
+        first = (2 * rest - rest / self.beta).minimum(room)
+        step = 2 * (first - rest) / (layers - 1)
+
+        def before(depth: int) -> Int[Tensor, "batch kv_heads"]:
+            """Entries of the first `depth` layers; rounding sums instead of layers keeps the total."""
+            return (depth * first - step * (depth * (depth - 1) / 2) + 1e-6).floor().long()
+
+        return (always + before(observation.depth + 1) - before(observation.depth)).minimum(existing)

@@ -1,0 +1,30 @@
+"""Reread: the prompt looks at itself once more, and all heads share one budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from keepset.allocators.pool import Pool
+from keepset.allocators.preset import Composed
+from keepset.core.method import Method
+from keepset.methods.prompt_queries import Echo
+
+
+@dataclass(frozen=True)
+class Reread(Composed):
+    """Keeps what the prompt looks at when it comes once more, right after itself: `pool(echo(second_pass=True))`.
+
+    For a context that is asked about later: every token is looked for, so facts are found that nobody has come back
+    to yet. Heads that look far get many entries, heads that look at the first and newest tokens few. It takes two
+    passes, as `kvzip` and `kvcompose` do; `pool(echo)` takes one and is as near to texts that go on, but finds fewer
+    facts in little room. `echo` says why it works, and docs/results.md what was measured.
+    """
+
+    name: ClassVar[str] = "reread"
+    paper: ClassVar[str] = "none"
+
+    @property
+    def composition(self) -> Method:
+        """One pool of what all queries look at."""
+        return Pool(Echo(second_pass=True))

@@ -1,0 +1,62 @@
+"""ZigZagKV: more for layers whose attention is spread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from keepset.allocators.layers import LayerAllocator, divide
+from keepset.core.method import parameter
+from keepset.core.observation import Needs, Observation
+
+
+@dataclass(frozen=True)
+class ZigZag(LayerAllocator):
+    """Divides one budget by how many entries each layer's attention needs (Zhong et al. 2024, arXiv:2412.09036).
+
+    A head's minimum budget is the smallest number of entries that receive the share `mass` of its attention; its mean
+    over a layer's heads, LMBA, divided by that of all layers is the layer's uncertainty u. A layer gets
+    B_bound + (B - B_bound) x layers x u, where B is the mean budget and B_bound = `floor` x B.
+
+    The authors published no program: the formula, `mass` and `floor` are those of a port to kvpress and were not
+    checked against the paper's text. Chosen here: attention is that of the newest `window` queries, summed over them;
+    every query head has its own minimum; what always stays is outside the division; a layer that cannot take its
+    number leaves it to the others.
+    """
+
+    name: ClassVar[str] = "zigzag"
+    paper: ClassVar[str] = "arXiv:2412.09036"
+
+    window: int = parameter(64, minimum=1)
+    mass: float = parameter(0.9, minimum=0.0, maximum=1.0)
+    floor: float = parameter(0.2, minimum=0.0, maximum=1.0)
+
+    @property
+    def needs(self) -> Needs:
+        """The window's queries, and what the scorer needs."""
+        return self.scorer.needs | Needs(window=self.window)
+
+    def divided(
+        self,
+        observations: Sequence[Observation],
+        ranked: Sequence[Float[Tensor, "batch kv_heads _"]],
+        rest: Int[Tensor, " batch"],
+        room: Int[Tensor, "batch layers"],
+    ) -> Int[Tensor, "batch layers"]:
+        """By uncertainty, above what every layer gets."""
+        minima = torch.stack([self._minimum(seen) for seen in observations], -1)
+        uncertainty = minima / minima.sum(-1, keepdim=True)
+        return divide(torch.lerp(uncertainty, torch.full_like(uncertainty, 1 / len(ranked)), self.floor), rest, room)
+
+    def _minimum(self, observation: Observation) -> Float[Tensor, " batch"]:
+        """A layer's minimum budget to maintain attention."""
+        usage = observation.window_usage(self.window).double().nan_to_num(0.0)
+        reached = usage.sort(dim=-1, descending=True).values.cumsum(-1)
+        # Sums of the same numbers in two orders differ by roundings.
+        enough = self.mass * reached[..., -1:] * (1 - 1e-12)
+        return ((reached < enough).sum(-1) + 1).double().mean(-1)

@@ -1,0 +1,126 @@
+"""A summary as CSV and as LaTeX."""
+
+from __future__ import annotations
+
+import csv
+import io
+import unicodedata
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from typing import Any
+
+from keepset.bench.analysis.rows import Figure, Row
+from keepset.bench.analysis.summary import TOLERANCES, Summary, Trade
+from keepset.bench.cell import FULL
+
+_FIGURES = ("score", "difference")
+# Spreadsheets take a text that begins so for a formula.
+_FORMULAS = ("=", "+", "-", "@", "\t", "\r", "\n")
+_LATEX = {
+    **{character: f"\\{character}" for character in "{}$&#%_"},
+    "\\": r"\textbackslash{}",
+    "^": r"\textasciicircum{}",
+    "~": r"\textasciitilde{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+}
+
+
+def to_csv(summary: Summary) -> str:
+    """Rows and averages, one line each; a text that a spreadsheet would take for a formula begins with `'`."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    names = [field.name for field in fields(Row)]
+    writer.writerow(part for name in names for part in _columns(name))
+    for row in (*summary.rows, *summary.averages):
+        writer.writerow(cell for name in names for cell in _cells(name, getattr(row, name)))
+    return out.getvalue()
+
+
+def _columns(name: str) -> list[str]:
+    return [name, f"{name}_low", f"{name}_high"] if name in _FIGURES else [name]
+
+
+def _cells(name: str, value: Any) -> list[Any]:
+    if name in _FIGURES:
+        return ["", "", ""] if value is None else [value.value, value.low, value.high]
+    # Some take the wide forms, too.
+    risky = isinstance(value, str) and unicodedata.normalize("NFKC", value[:1]).startswith(_FORMULAS)
+    return [f"'{value}" if risky else value]
+
+
+def to_latex(summary: Summary) -> str:
+    """Tables for the `booktabs` package: scores by method and budget, then areas under the curves.
+
+    Scores are percentages with their intervals. A dagger says that the recipe failed on some of the examples, a
+    fraction that it was run on some of them only.
+    """
+    parts = [_scores([*summary.rows, *summary.averages]), *([_trades(summary.trades)] if summary.trades else [])]
+    return "\n\n".join(parts) + "\n"
+
+
+def _scores(rows: Sequence[Row]) -> str:
+    own = {row.requested for row in rows if row.recipe != FULL}
+    budgets = sorted(own, key=lambda keep: (keep is None, isinstance(keep, int), -(keep or 0)))
+    lines = []
+    for task in dict.fromkeys(row.task for row in rows):
+        here = [row for row in rows if row.task == task]
+        full = "".join(f", {FULL} {_score(row)}" for row in here if row.recipe == FULL)
+        examples = max(row.examples_of for row in here)
+        said = rf"\textit{{{escape(task)}}}, {examples} example{'' if examples == 1 else 's'}{full}"
+        lines += [r"\midrule", rf"\multicolumn{{{len(budgets) + 1}}}{{l}}{{{said}}} \\"]
+        for method in dict.fromkeys(row.method for row in here if row.recipe != FULL):
+            found = {row.requested: _score(row) for row in here if row.method == method}
+            lines.append(_line([rf"\texttt{{{escape(method)}}}", *(found.get(keep, "--") for keep in budgets)]))
+    head = ["method", *("own budget" if keep is None else f"keep {keep}" for keep in budgets)]
+    return _tabular(head, lines)
+
+
+def _score(row: Row) -> str:
+    if row.score is None:
+        return "failed" if row.tasks_of == 1 else f"{row.tasks} of {row.tasks_of} tasks"
+    marks = r"\dagger" if row.failed else ""
+    if row.examples < row.examples_of:
+        marks += rf"\,{row.examples}/{row.examples_of}"
+    return _percent(row.score) + (f"$^{{{marks}}}$" if marks else "")
+
+
+def _trades(trades: Sequence[Trade]) -> str:
+    lines = []
+    for task in dict.fromkeys(trade.task for trade in trades):
+        lines += [r"\midrule", rf"\multicolumn{{{len(TOLERANCES) + 3}}}{{l}}{{\textit{{{escape(task)}}}}} \\"]
+        for trade in trades:
+            if trade.task != task:
+                continue
+            reach = {each.tolerance: each for each in trade.reach}
+            mark = r"$^{\dagger}$" if trade.failed else ""
+            cells = [rf"\texttt{{{escape(trade.method)}}}{mark}", f"{trade.smallest:.3g}", _percent(trade.area)]
+            for tolerance in TOLERANCES:
+                found = reach.get(tolerance)
+                sign = r"$\geq$ " if found and found.at_least else ""
+                cells.append(sign + _percent(None if found is None else found.removed))
+            lines.append(_line(cells))
+    losses = (rf"removed, loss $\leq$ {tolerance:.0%}".replace("%", r"\,\%") for tolerance in TOLERANCES)
+    return _tabular(["method", "from keep", "AUC", *losses], lines)
+
+
+def _tabular(head: Sequence[str], lines: Iterable[str]) -> str:
+    begin = [rf"\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}", r"\toprule", _line(head)]
+    return "\n".join([*begin, *lines, r"\bottomrule", r"\end{tabular}"])
+
+
+def _line(cells: Iterable[str]) -> str:
+    return " & ".join(cells) + r" \\"
+
+
+def _percent(figure: Figure | None) -> str:
+    if figure is None:
+        return "--"
+    if figure.low is None or figure.high is None:
+        return f"{100 * figure.value:.1f}"
+    return rf"{100 * figure.value:.1f} {{\scriptsize [{100 * figure.low:.1f}, {100 * figure.high:.1f}]}}"
+
+
+def escape(text: str) -> str:
+    """A text that LaTeX sets as it is, without control characters, on one line."""
+    return "".join(_LATEX.get(character, character) for character in text if character.isprintable())

@@ -1,0 +1,79 @@
+"""Needle maps: how often a recipe finds what lies at which depth of a text of which length."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any
+
+from keepset.bench.analysis.rows import by_example
+from keepset.bench.cell import Cell
+
+PARTS = 10
+"""Of the depth, from the text's beginning to its end."""
+
+
+@dataclass(frozen=True)
+class NeedleMap:
+    """One recipe's scores by depth and length.
+
+    Attributes:
+        task: the tasks' name without the length.
+        scores: a row for each tenth of the depth, a column for each length; None where there are no examples.
+        examples: how many each score is of.
+    """
+
+    task: str
+    recipe: str
+    lengths: list[float]
+    scores: list[list[float | None]]
+    examples: list[list[int]]
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it."""
+        return asdict(self)
+
+
+def needle_maps(cells: Iterable[Cell]) -> list[NeedleMap]:
+    """Maps of all recipes on the tasks whose examples say a depth, from 0 to 1, and a length.
+
+    An example counts once in its square, with the mean of its seeds; a recipe's error is no answer. Where a recipe
+    failed throughout, it has no map.
+    """
+    found: dict[tuple[str, str], list[Cell]] = {}
+    lengths: dict[str, set[float]] = {}
+    for cell in cells:
+        if _place(cell) is not None:
+            task = cell.task.partition("@")[0]
+            found.setdefault((task, cell.recipe), []).append(cell)
+            lengths.setdefault(task, set()).add(float(cell.facts["length"]))
+    return [
+        _map(task, recipe, sorted(lengths[task]), each)
+        for (task, recipe), each in found.items()
+        if any(cell.outcome for cell in each)
+    ]
+
+
+def _map(task: str, recipe: str, lengths: list[float], cells: list[Cell]) -> NeedleMap:
+    squares: dict[tuple[int, float], list[tuple[str, float]]] = {}
+    for cell in cells:
+        place = _place(cell)
+        assert place is not None
+        squares.setdefault(place, []).append((cell.example, cell.score))
+    values = [[by_example(squares.get((part, length), [])) for length in lengths] for part in range(PARTS)]
+    return NeedleMap(
+        task,
+        recipe,
+        lengths,
+        [[fmean(each) if each else None for each in line] for line in values],
+        [[len(each) for each in line] for line in values],
+    )
+
+
+def _place(cell: Cell) -> tuple[int, float] | None:
+    depth, length = cell.facts.get("depth"), cell.facts.get("length")
+    if isinstance(depth, str) or isinstance(length, str) or depth is None or length is None or not 0 <= depth <= 1:
+        return None
+    return min(math.floor(depth * PARTS), PARTS - 1), float(length)

@@ -1,0 +1,169 @@
+"""`Row`: what a recipe's cells on one task come to, or its rows on the tasks of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import fmean
+from typing import Any
+
+from keepset.bench.analysis import intervals
+from keepset.bench.analysis.intervals import Interval
+from keepset.bench.cell import Cell
+
+Cells = Mapping[tuple[int, str], Cell]
+"""A recipe's cells on one task, by seed and example."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number and its interval of 95 %, whose ends are None where nothing can be said."""
+
+    value: float
+    low: float | None
+    high: float | None
+
+    @classmethod
+    def of(cls, value: float, interval: Interval | None) -> Figure:
+        """The two together."""
+        return cls(value, None, None) if interval is None else cls(value, *interval)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One recipe on one task, or averaged over the tasks of a group.
+
+    An example counts once, with the mean of its seeds; one on which the recipe failed counts as not answered, in the
+    score and in the difference, and `failed` says so. Bytes, seconds and the like are means over the others.
+
+    Attributes:
+        task: the task's or the group's name.
+        tasks: how many tasks the figures are of; `tasks_of` how many of the group the sweep has.
+        examples: how many the recipe was run on; `examples_of` how many any recipe was.
+        cut: of how many the context was cut to what the model takes.
+        failed: on how many of them it failed, at least once; `error` is the first reason.
+        score: the metric's mean; None where it failed on all, or of a group lacks a task.
+        difference: mean difference of the scores on the `pairs` examples that recipe and baseline share.
+        share: bytes of keys and values, divided by the full cache's.
+    """
+
+    task: str
+    recipe: str
+    method: str
+    requested: int | float | None
+    metric: str
+    examples: int
+    examples_of: int
+    cut: int = 0
+    failed: int = 0
+    error: str | None = None
+    tasks: int = 1
+    tasks_of: int = 1
+    score: Figure | None = None
+    difference: Figure | None = None
+    pairs: int = 0
+    keep: float | None = None
+    kv_bytes: float | None = None
+    kv_bytes_full: float | None = None
+    share: float | None = None
+    tokens: float | None = None
+    finished: float | None = None
+    repetition: float | None = None
+    prefill_seconds: float | None = None
+    select_seconds: float | None = None
+    decode_seconds: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it."""
+        return asdict(self)
+
+
+_COSTS = ("keep", "kv_bytes", "kv_bytes_full", "tokens", "finished", "repetition")
+_SECONDS = ("prefill_seconds", "select_seconds", "decode_seconds")
+
+
+def row(cells: Cells, baseline: Cells | None, examples: Collection[str]) -> Row:
+    """What a recipe's cells come to, beside those of what it is compared with."""
+    first = next(iter(cells.values()))
+    failures = [cell for cell in cells.values() if cell.outcome is None]
+    made = Row(
+        task=first.task,
+        recipe=first.recipe,
+        method=first.method,
+        requested=first.requested,
+        metric=first.metric,
+        examples=len({example for _, example in cells}),
+        examples_of=len(examples),
+        cut=len({cell.example for cell in cells.values() if "cut" in cell.facts}),
+        failed=len({cell.example for cell in failures}),
+        error=failures[0].error if failures else None,
+    )
+    outcomes = [cell.outcome for cell in cells.values() if cell.outcome is not None]
+    if not outcomes:
+        return made
+    costs: dict[str, Any] = {
+        name: fmean(getattr(outcome, name) for outcome in outcomes) for name in (*_COSTS, *_SECONDS)
+    }
+    scores = by_example((example, cell.score) for (_, example), cell in cells.items())
+    made = replace(made, **costs, share=_ratio(costs), score=Figure.of(fmean(scores), intervals.of_score(scores)))
+    if baseline is None or not any(cell.outcome for cell in baseline.values()):
+        return made
+    both = [unit for unit in cells if unit in baseline]
+    differences = by_example((unit[1], cells[unit].score - baseline[unit].score) for unit in both)
+    if not differences:
+        return made
+    figure = Figure.of(fmean(differences), intervals.of_difference(differences))
+    return replace(made, difference=figure, pairs=len(differences))
+
+
+def average(group: str, rows: Sequence[Row], tasks: int) -> Row:
+    """A recipe's rows on a group's tasks, each of which counts the same; without a score where it lacks one."""
+    scored = [each for each in rows if each.score is not None]
+    error = next((each.error for each in rows if each.error is not None), None)
+    made = Row(
+        task=group,
+        recipe=rows[0].recipe,
+        method=rows[0].method,
+        requested=rows[0].requested,
+        metric=rows[0].metric if len({each.metric for each in rows}) == 1 else "mean",
+        examples=sum(each.examples for each in rows),
+        examples_of=sum(each.examples_of for each in rows),
+        cut=sum(each.cut for each in rows),
+        failed=sum(each.failed for each in rows),
+        error=error,
+        tasks=len(scored),
+        tasks_of=tasks,
+    )
+    if len(scored) < tasks:
+        return made
+    costs: dict[str, Any] = {name: fmean(getattr(each, name) for each in scored) for name in (*_COSTS, *_SECONDS)}
+    compared = all(each.difference is not None for each in scored)
+    return replace(
+        made,
+        **costs,
+        share=_ratio(costs),
+        score=_mean(scored, lambda each: each.score),
+        difference=_mean(scored, lambda each: each.difference) if compared else None,
+        pairs=sum(each.pairs for each in scored) if compared else 0,
+    )
+
+
+def by_example(values: Iterable[tuple[str, float]]) -> list[float]:
+    """The mean of each example's values, in the order of the examples' first ones."""
+    found: dict[str, list[float]] = {}
+    for example, value in values:
+        found.setdefault(example, []).append(value)
+    return [fmean(each) for each in found.values()]
+
+
+def _mean(rows: Sequence[Row], figure: Callable[[Row], Figure | None]) -> Figure:
+    parts = []
+    for each in rows:
+        found = figure(each)
+        assert found is not None and found.low is not None and found.high is not None
+        parts.append((found.value, Interval(found.low, found.high)))
+    return Figure.of(fmean(value for value, _ in parts), intervals.of_average(parts))
+
+
+def _ratio(costs: Mapping[str, float]) -> float | None:
+    return costs["kv_bytes"] / costs["kv_bytes_full"] if costs["kv_bytes_full"] else None

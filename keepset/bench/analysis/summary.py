@@ -1,0 +1,195 @@
+"""What a sweep's cells come to: a row per task and recipe, averages over groups of tasks, curves, needle maps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from keepset.bench.analysis.curves import Curve, area, compression
+from keepset.bench.analysis.groups import group_of
+from keepset.bench.analysis.needles import NeedleMap, needle_maps
+from keepset.bench.analysis.rows import Cells, Figure, Row, average, by_example, row
+from keepset.bench.cell import FULL, Cell
+from keepset.errors import KeepsetError
+
+TOLERANCES = (0.1, 0.2)
+"""Relative losses of accuracy for which it is said how much can go: those of KVCompose's Table 2."""
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How much can go within a tolerance; `at_least` where no budget that was measured goes further."""
+
+    tolerance: float
+    removed: Figure
+    at_least: bool
+
+
+@dataclass(frozen=True)
+class Trade:
+    """A method's curve over its budgets, on one task or a group's: what it keeps against what it answers.
+
+    Attributes:
+        smallest: the smallest measured keep; areas compare where it is the same.
+        budgets: how many, beside the full cache.
+        examples: how many have all budgets.
+        failed: how often the method failed on an example under a budget, which counts as not answered.
+    """
+
+    task: str
+    method: str
+    smallest: float
+    budgets: int
+    examples: int
+    failed: int
+    area: Figure | None
+    reach: list[Reach]
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """All figures of a sweep; `baseline` is what differences are to."""
+
+    baseline: str
+    rows: list[Row]
+    averages: list[Row]
+    trades: list[Trade]
+    needles: list[NeedleMap]
+
+    def to_json(self) -> dict[str, Any]:
+        """As `keepset results --json` prints it."""
+        return {
+            "baseline": self.baseline,
+            "rows": [each.to_json() for each in self.rows],
+            "averages": [each.to_json() for each in self.averages],
+            "trades": [each.to_json() for each in self.trades],
+            "needles": [each.to_json() for each in self.needles],
+        }
+
+
+def summarise(cells: Sequence[Cell], baseline: str | None = None) -> Summary:
+    """The figures of all cells, which may be of a sweep that is not finished.
+
+    Args:
+        baseline: a recipe with its budget, or a method, which stands for its recipe with the same budget; the full
+            cache if None.
+
+    Raises:
+        KeepsetError: no cell is the baseline's.
+    """
+    baseline = FULL if baseline is None else _known(baseline, cells)
+    tasks: dict[str, dict[str, dict[tuple[int, str], Cell]]] = {}
+    for cell in cells:
+        tasks.setdefault(cell.task, {}).setdefault(cell.recipe, {})[cell.seed, cell.example] = cell
+    groups: dict[str, list[str]] = {}
+    for task in tasks:
+        if (group := group_of(task)) is not None:
+            groups.setdefault(group, []).append(task)
+    groups = {group: members for group, members in groups.items() if len(members) > 1}
+
+    rows = {task: {each.recipe: each for each in _rows(recipes, baseline)} for task, recipes in tasks.items()}
+    averages = [
+        each for group, members in groups.items() for each in _averages(group, [rows[task] for task in members])
+    ]
+    together = {**{task: [task] for task in tasks}, **groups}
+    return Summary(
+        baseline,
+        [each for task in rows.values() for each in task.values()],
+        averages,
+        [
+            trade
+            for name, members in together.items()
+            for trade in _trades(name, [(tasks[task], rows[task]) for task in members])
+        ],
+        needle_maps(cells),
+    )
+
+
+def _known(baseline: str, cells: Sequence[Cell]) -> str:
+    """The baseline as cells write it."""
+    from keepset.recipe import Recipe
+
+    names = dict.fromkeys(name for cell in cells for name in (cell.method, cell.recipe))
+    text = baseline if baseline in names else str(Recipe.parse(baseline))
+    if text not in names:
+        there = "; ".join(names) or "nothing yet"
+        raise KeepsetError(f"{text!r} is not in the sweep, so nothing can be compared with it; there is: {there}.")
+    return text
+
+
+def _rows(recipes: Mapping[str, Cells], baseline: str) -> list[Row]:
+    examples = {example for cells in recipes.values() for _, example in cells}
+    return [row(cells, _against(recipes, name, baseline), examples) for name, cells in recipes.items()]
+
+
+def _against(recipes: Mapping[str, Cells], recipe: str, baseline: str) -> Cells | None:
+    """The cells that a recipe's are compared with: not its own."""
+    if baseline in recipes:
+        return recipes[baseline] if recipe != baseline else None
+    requested = next(iter(recipes[recipe].values())).requested
+    for name, cells in recipes.items():
+        first = next(iter(cells.values()))
+        if first.method == baseline and first.requested == requested and name != recipe:
+            return cells
+    return None
+
+
+def _averages(group: str, tasks: Sequence[Mapping[str, Row]]) -> list[Row]:
+    recipes = dict.fromkeys(recipe for rows in tasks for recipe in rows)
+    return [average(group, [rows[recipe] for rows in tasks if recipe in rows], len(tasks)) for recipe in recipes]
+
+
+def _trades(name: str, tasks: Sequence[tuple[Mapping[str, Cells], Mapping[str, Row]]]) -> list[Trade]:
+    """The curves of all methods that have two budgets or more; one budget makes no curve."""
+    if any(FULL not in rows or rows[FULL].score is None for _, rows in tasks):
+        return []
+    budgets: dict[str, list[str]] = {}
+    for recipe, first in tasks[0][1].items():
+        everywhere = all(recipe in rows and rows[recipe].score is not None for _, rows in tasks)
+        if everywhere and recipe != FULL and first.requested is not None:
+            budgets.setdefault(first.method, []).append(recipe)
+    made = (_trade(name, method, recipes, tasks) for method, recipes in budgets.items() if len(recipes) > 1)
+    return [trade for trade in made if trade is not None]
+
+
+def _trade(
+    name: str, method: str, recipes: Sequence[str], tasks: Sequence[tuple[Mapping[str, Cells], Mapping[str, Row]]]
+) -> Trade | None:
+    keeps = {recipe: fmean(rows[recipe].keep or 0.0 for _, rows in tasks) for recipe in recipes}
+    points = [FULL, *sorted(recipes, key=lambda recipe: -keeps[recipe])]
+    scores = [_scores([cells[recipe] for recipe in points]) for cells, _ in tasks]
+    if not all(map(len, scores)):
+        return None
+    curve = Curve(np.array([1.0, *(keeps[recipe] for recipe in points[1:])]), tuple(scores))
+    smallest = float(curve.keeps[-1])
+    surface = area(curve)
+    reaches = []
+    for tolerance in TOLERANCES:
+        if (found := compression(curve, tolerance)) is not None:
+            at_least = found[0] >= 1 - smallest - 1e-9
+            reaches.append(Reach(tolerance, Figure.of(*found), at_least))
+    return Trade(
+        name,
+        method,
+        smallest,
+        len(recipes),
+        sum(map(len, scores)),
+        sum(rows[recipe].failed for recipe in recipes for _, rows in tasks),
+        None if surface is None else Figure.of(*surface),
+        reaches,
+    )
+
+
+def _scores(points: Sequence[Cells]) -> np.ndarray:
+    """The scores of the examples that have all points, one row each."""
+    units = [unit for unit in points[0] if all(unit in cells for cells in points)]
+    columns = [by_example((unit[1], cells[unit].score) for unit in units) for cells in points]
+    return np.array(columns, np.float64).T.reshape(-1, len(points))

@@ -1,0 +1,90 @@
+"""Synthetic queries: how near those that GVote samples come to the next query."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from keepset.core.observation import Needs
+from keepset.core.select import top_mask
+from keepset.errors import KeepsetError
+from keepset.hf.recorder import Recorder
+from keepset.methods.gvote import GVote, nucleus, query_logits
+
+if TYPE_CHECKING:
+    import transformers
+
+
+@dataclass(frozen=True, eq=False)
+class Agreement:
+    """How the attention of synthetic queries agrees with that of the true one, for every query head.
+
+    Attributes:
+        overlap: the true query's attention on the nucleus of a synthetic one; mean over the samples.
+        usage: share of the entries in that nucleus; mean over the samples.
+        needed: share of the entries in the true query's own nucleus.
+        correlation: Pearson's, between the true query's attention and the samples' mean; NaN where one of them is the
+            same for all entries.
+    """
+
+    overlap: Float[Tensor, "*heads"]
+    usage: Float[Tensor, "*heads"]
+    needed: Float[Tensor, "*heads"]
+    correlation: Float[Tensor, "*heads"]
+
+
+def agreement(
+    synthetic: Float[Tensor, "*heads samples entries"], true: Float[Tensor, "*heads entries"], p_nuc: float
+) -> Agreement:
+    """Compares attention over the same entries (Section 3.3 of the paper)."""
+    entries = true.shape[-1]
+    needed = nucleus(synthetic, p_nuc)
+    chosen = top_mask(synthetic, needed)
+    pair = torch.stack([synthetic.double().mean(-2), true.double()])
+    centred = pair - pair.mean(-1, keepdim=True)
+    covariance, spread = centred.prod(0).sum(-1), centred.square().sum(-1).prod(0).sqrt()
+    return Agreement(
+        overlap=(true[..., None, :] * chosen).sum(-1).mean(-1),
+        usage=needed.double().mean(-1) / entries,
+        needed=nucleus(true, p_nuc).double() / entries,
+        correlation=covariance / spread,
+    )
+
+
+@torch.no_grad()
+def next_query(
+    model: transformers.PreTrainedModel,
+    method: GVote,
+    ids: Int[Tensor, "1 tokens"],
+    on_layer: Callable[[], None] = lambda: None,
+) -> dict[int, Agreement]:
+    """What each layer's samples, made of all tokens but the last, have in common with the last token's queries.
+
+    Attention is that over the tokens before the last, as in the paper's equation 1. `on_layer` is called twice a layer:
+    there are two prefills.
+
+    Raises:
+        KeepsetError: there are too few tokens for statistics.
+    """
+    if ids.shape[1] < method.skip + 3:
+        raise KeepsetError(
+            f"{ids.shape[1]} tokens are too few: statistics leave out the first {method.skip} and the last, "
+            f"so give {method.skip + 3} or more."
+        )
+    whole = Recorder(model, Needs(window=1), on_layer)
+    whole.prefill(ids)
+    newest = {observation.layer: observation.newest_queries(1)[0] for observation in whole.observations}
+    del whole
+    masked = Recorder(model, method.needs, on_layer)
+    masked.prefill(ids[:, :-1])
+    found = {}
+    for observation in masked.observations:
+        both = torch.cat([method.queries(observation), newest[observation.layer]], 2)
+        attention = query_logits(observation, observation.by_query_group(both)).softmax(-1)[0].flatten(0, 1)
+        found[observation.layer] = agreement(attention[:, :-1], attention[:, -1], method.p_nuc)
+    return found

@@ -1,0 +1,146 @@
+"""`Tracer`: one generation under a recipe, of which every event is written down."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from keepset.bench.analysis.segments import HeadSegments, head_segments
+from keepset.bench.analysis.snapshot import Snapshot
+from keepset.core.budget import Budget
+from keepset.core.keep_set import KeepSet
+from keepset.core.observation import Observation
+from keepset.hf.cache import Cache
+from keepset.recipe import Recipe
+
+if TYPE_CHECKING:
+    import transformers
+
+
+@dataclass(frozen=True, eq=False)
+class Moment:
+    """One event of a trace.
+
+    Attributes:
+        snapshot: what stayed.
+        entries: entries that there were, over all layers and KV heads.
+        segments: of every layer, head by head; empty where the method tells none.
+    """
+
+    snapshot: Snapshot
+    entries: int
+    segments: dict[int, list[HeadSegments]]
+
+    @property
+    def length(self) -> int:
+        """Tokens of the text by then."""
+        return int(self.snapshot.lengths[0])
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """What one generation left behind.
+
+    Attributes:
+        recipe: canonical text.
+        ids: the prompt's tokens and those that followed.
+        prompt: how many of them are the prompt.
+        moments: the events.
+        tokens_per_second: after the first token, observing not counted; None for a text that was only followed.
+    """
+
+    recipe: str
+    ids: Int[Tensor, " tokens"]
+    prompt: int
+    moments: Sequence[Moment]
+    tokens_per_second: float | None
+
+
+class Tracer:
+    """Runs one text of one request under a recipe; `trace` may be asked for at any time, also after Ctrl-C.
+
+    Args:
+        model: a decoder-only transformers model.
+        recipe: what to keep.
+        on_token: is called with the number of tokens whenever some have come.
+    """
+
+    def __init__(
+        self,
+        model: transformers.PreTrainedModel,
+        recipe: Recipe,
+        on_token: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        self._model, self._recipe, self.on_token = model, recipe, on_token
+        self._segments: defaultdict[int, dict[int, list[HeadSegments]]] = defaultdict(dict)
+        self._cache = Cache(model, recipe, history=True, observer=self._observe)
+        self._ids: list[int] = []
+        self._prompt = 0
+        self._observing = 0.0
+        self._clock: list[float] = []
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Indices of the layers that are compressed."""
+        return self._cache.compressed_layers
+
+    @torch.no_grad()
+    def generate(self, ids: Int[Tensor, "1 prompt"], **options: Any) -> None:
+        """Lets the model write on; the options are those of `model.generate`."""
+        self._begin(ids[0], ids.shape[1])
+        generate: Any = self._model.generate
+        generate(ids, attention_mask=torch.ones_like(ids), past_key_values=self._cache, streamer=self, **options)
+
+    @torch.no_grad()
+    def follow(self, ids: Int[Tensor, " tokens"], prompt: int) -> None:
+        """Feeds a text that is there already, as if the model had written what comes after the prompt.
+
+        Tokens between two events see the same entries whether they come one by one or together, so they come together.
+        """
+        self._begin(ids, prompt)
+        step = self._recipe.schedule.every or len(ids)
+        for part in (ids[:prompt], *torch.split(ids[prompt:], step)):
+            if len(part):
+                self._model(part[None], past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+            self.on_token(len(part))
+
+    def put(self, value: Tensor) -> None:
+        """Takes what `model.generate` streams: the prompt, then one token after another."""
+        self._clock.append(time.perf_counter() - self._observing)
+        if len(self._clock) > 1:
+            self._ids += value.flatten().tolist()
+            self.on_token(1)
+
+    def end(self) -> None:
+        """The last token has been streamed."""
+
+    @property
+    def trace(self) -> Trace:
+        """What there is so far."""
+        moments = [
+            Moment(Snapshot.of(event.keep_set, event.length), event.entries, self._segments[event.length])
+            for event in self._cache.events
+            if event.keep_set is not None
+        ]
+        speed = (len(self._clock) - 2) / (self._clock[-1] - self._clock[1]) if len(self._clock) > 2 else None
+        return Trace(str(self._recipe), torch.tensor(self._ids), self._prompt, moments, speed)
+
+    def _begin(self, ids: Tensor, prompt: int) -> None:
+        self._cache.reset()
+        self._ids, self._prompt = ids.tolist(), prompt
+        self._segments.clear()
+        self._clock.clear()
+
+    def _observe(self, observation: Observation, budget: Budget, keep_set: KeepSet) -> None:
+        start = time.perf_counter()
+        told = head_segments(self._recipe.method, observation, budget)
+        if told is not None:
+            self._segments[int(observation.lengths[0])][observation.layer] = told
+        self._observing += time.perf_counter() - start

@@ -1,0 +1,71 @@
+"""`Candidate`: what is compared, every recipe under every budget, beside the full cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from keepset.bench.cell import FULL
+from keepset.errors import KeepsetError
+from keepset.hf.cache import check_schedule
+from keepset.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One recipe with its budget, or the full cache.
+
+    Attributes:
+        recipe: None for the full cache, and where `error` says why there is none.
+        text: the recipe's canonical text; `FULL` for the full cache.
+        method: the recipe without its budget; `FULL` for the full cache.
+        requested: the budget that was asked for; None where the method decides, 1.0 for the full cache.
+        error: why recipe and budget do not go together.
+    """
+
+    recipe: Recipe | None
+    text: str
+    method: str
+    requested: int | float | None
+    error: str | None = None
+
+    @classmethod
+    def of(cls, recipe: Recipe, keep: int | float | None, every: int | None) -> Candidate:
+        """The recipe with this budget and interval, where they are said; one that they do not suit has an error."""
+        requested = recipe.budget.keep if keep is None else keep
+        method = recipe.without_budget()
+        try:
+            if every is not None:
+                method = replace(method, schedule=replace(recipe.schedule, every=every))
+            made = method if requested is None else method.with_keep(requested)
+            check_schedule(made.require_budget())
+        except KeepsetError as error:
+            return cls(None, method.text(requested), str(method), requested, str(error))
+        return cls(made, str(made), str(method), requested)
+
+
+def candidates(recipes: Sequence[Recipe], keeps: Sequence[int | float], every: int | None = None) -> list[Candidate]:
+    """The full cache, then all of the `grid`."""
+    return [Candidate(None, FULL, FULL, 1.0), *grid(recipes, keeps, every)]
+
+
+def grid(recipes: Sequence[Recipe], keeps: Sequence[int | float], every: int | None = None) -> list[Candidate]:
+    """Every recipe under every budget; what is there already does not come again.
+
+    A recipe that has a budget, or whose method needs none, comes once, as it is.
+
+    Args:
+        every: for recipes that do not say themselves after how many tokens to compress again while decoding.
+    """
+    found: dict[str, Candidate] = {}
+    for candidate in _each(recipes, keeps, every):
+        found.setdefault(candidate.text, candidate)
+    return list(found.values())
+
+
+def _each(recipes: Sequence[Recipe], keeps: Sequence[int | float], every: int | None) -> Iterator[Candidate]:
+    for recipe in recipes:
+        interval = None if recipe.schedule.every is not None else every
+        fixed = recipe.budget.keep is not None or not recipe.method.needs_budget or not keeps
+        for keep in [None] if fixed else keeps:
+            yield Candidate.of(recipe, keep, interval)

@@ -1,0 +1,161 @@
+"""How long a generation takes and how much memory: recipes beside the full cache, in turns.
+
+CompilerKV (arXiv 2602.08686), Table A1: time to the first token, tokens per second, latency, peak memory by length.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import DynamicCache
+
+from keepset.bench import full_cache as plain
+from keepset.bench.cell import FULL
+from keepset.errors import KeepsetError
+from keepset.hf.cache import Cache
+from keepset.recipe import Recipe
+
+if TYPE_CHECKING:
+    import transformers
+
+
+@dataclass(frozen=True)
+class Round:
+    """One generation.
+
+    Attributes:
+        first_seconds: from the prompt to the first new token, compression included.
+        rest_seconds: of all further tokens.
+        kv_bytes: of keys and values at the end.
+        peak_bytes: the most memory that was in use: the device's allocations, or on a CPU the process's resident
+            memory; None where the system does not say.
+    """
+
+    first_seconds: float
+    rest_seconds: float
+    kv_bytes: int
+    peak_bytes: int | None
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole generation."""
+        return self.first_seconds + self.rest_seconds
+
+
+@dataclass
+class Timing:
+    """One recipe at one length, round by round.
+
+    Attributes:
+        recipe: canonical text, or `FULL`.
+        prompt_tokens, output_tokens: of every round; an end of text does not end it.
+        error: why there are no rounds.
+    """
+
+    recipe: str
+    prompt_tokens: int
+    output_tokens: int
+    rounds: list[Round] = field(default_factory=list)
+    error: str | None = None
+
+    def figures(self) -> dict[str, float | None]:
+        """Medians over the rounds, as the table shows them."""
+        if not self.rounds:
+            return {}
+        peaks = [each.peak_bytes for each in self.rounds if each.peak_bytes is not None]
+        rest = self.output_tokens - 1
+        return {
+            "first_seconds": median(each.first_seconds for each in self.rounds),
+            "tokens_per_second": median(rest / each.rest_seconds for each in self.rounds) if rest else None,
+            "seconds": median(each.seconds for each in self.rounds),
+            "kv_bytes": median(each.kv_bytes for each in self.rounds),
+            "peak_bytes": median(peaks) if peaks else None,
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """Every round, and the medians."""
+        return {**asdict(self), **self.figures()}
+
+
+def latency(
+    model: transformers.PreTrainedModel,
+    prompts: Sequence[Int[Tensor, "1 _"]],
+    recipes: Sequence[Recipe],
+    output_tokens: int,
+    rounds: int,
+) -> Iterator[list[Timing]]:
+    """All timings so far, after each generation: prompt by prompt, the full cache and every recipe in turns.
+
+    A recipe that cannot run has its error and is left out from there on.
+    """
+    timings: list[Timing] = []
+    for prompt in prompts:
+        here = [Timing(name, prompt.shape[1], output_tokens) for name in (FULL, *map(str, recipes))]
+        timings += here
+        gc.collect()
+        for number in range(rounds + 1):
+            for timing, recipe in zip(here, (None, *recipes), strict=True):
+                if timing.error is None:
+                    try:
+                        # A first, short one: thread pools, allocators and compiled kernels are nobody's cost.
+                        made = _generation(model, prompt, recipe, output_tokens if number else min(2, output_tokens))
+                    except KeepsetError as error:
+                        timing.error = str(error)
+                    else:
+                        timing.rounds += [made] if number else []
+                yield timings
+
+
+def _generation(
+    model: transformers.PreTrainedModel, prompt: Int[Tensor, "1 tokens"], recipe: Recipe | None, count: int
+) -> Round:
+    """Greedy, without an end; only the last token's logits are made, as `generate` does."""
+    cache: Any = DynamicCache(config=model.config) if recipe is None else Cache(model, recipe)
+    peak = _watch(prompt.device)
+    wait = torch.cuda.synchronize if prompt.is_cuda else lambda: None
+    ids, first, start = prompt, 0.0, time.perf_counter()
+    try:
+        with torch.inference_mode():
+            for number in range(count):
+                logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+                ids = logits[:, -1].argmax(-1, keepdim=True)
+                if number == 0:
+                    wait()
+                    first = time.perf_counter() - start
+        wait()
+        rest = time.perf_counter() - start - first
+        return Round(first, rest, cache.nbytes if recipe else plain.nbytes(cache), peak())
+    finally:
+        if recipe is not None:
+            cache.stop_watching()
+
+
+def _watch(device: torch.device) -> Callable[[], int | None]:
+    """From now on notes the most memory in use; the answer tells it."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return lambda: torch.cuda.max_memory_allocated(device)
+    try:
+        # What the allocator holds back for later would hide the peak: it goes back to the system first.
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # proc(5): resets the peak
+    except (OSError, AttributeError):
+        return lambda: None
+    return _resident_peak
+
+
+def _resident_peak() -> int | None:
+    """Linux's peak of resident memory, in bytes."""
+    status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    line = next((line for line in status.splitlines() if line.startswith("VmHWM:")), None)
+    return None if line is None else int(line.split()[1]) * 1024

@@ -1,0 +1,152 @@
+"""`Prompts`: from an example to token ids: what is prefilled and compressed, and what follows on forks of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from keepset.bench.tasks.task import Example, Question
+from keepset.errors import KeepsetError
+from keepset.texts import chat_frame
+
+if TYPE_CHECKING:
+    import transformers
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question of a prompt.
+
+    Attributes:
+        ids: follow the compressed prompt; none where the question is in the prompt.
+        choices: the tokens of every choice, if there are choices.
+    """
+
+    question: Question
+    ids: tuple[int, ...]
+    choices: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is prefilled once, and asked.
+
+    Attributes:
+        cut: tokens that were left out, because the model's context does not hold them.
+    """
+
+    ids: tuple[int, ...]
+    asked: tuple[Asked, ...]
+    cut: int = 0
+
+
+class Prompts:
+    """Makes the prompts of examples.
+
+    Context, question and the answer's prefix are one text, tokenized as lm-evaluation-harness does: with the
+    tokenizer's own special tokens, unless the text begins with one; white space before a choice belongs to the choice;
+    and where there is no text at all, the first token is that of a text's beginning. In a chat, context and question
+    are a user's message in the model's template, and the prefix begins the assistant's answer.
+
+    A prompt that the model's context does not hold, together with the answer, loses the middle of its own context, as
+    in LongBench (Bai and others 2023, arXiv:2308.14508).
+
+    Args:
+        agnostic: only the context is prompt; each question follows it, tokenized by itself.
+        chat: use the model's chat template.
+        longest: tokens that the model's context holds; None where it says nothing.
+
+    Raises:
+        KeepsetError: the model has no chat template, or one that cannot be cut.
+    """
+
+    def __init__(
+        self,
+        tokenizer: transformers.PreTrainedTokenizerBase,
+        *,
+        agnostic: bool,
+        chat: bool,
+        longest: int | None,
+    ) -> None:
+        if chat and not tokenizer.chat_template:
+            raise KeepsetError("The model has no chat template: evaluate it without one.")
+        self._tokenizer, self._agnostic, self._longest = tokenizer, agnostic, longest
+        self._special = not chat
+        self._before, self._after = chat_frame(tokenizer) if chat else ("", "")
+
+    def of(self, example: Example, answer: int) -> list[Prompt]:
+        """The example's prompts: one for all questions if agnostic, else one for each.
+
+        Args:
+            answer: tokens that are generated at most.
+
+        Raises:
+            KeepsetError: there is no context to compress, or no room for a question.
+        """
+        if not self._agnostic:
+            return [self._aware(example, question, answer) for question in example.questions]
+        if not example.context.strip():
+            raise KeepsetError(
+                f"Example {example.id} has no context that could be compressed before its question is known: evaluate "
+                "it with the question as part of the prompt."
+            )
+        asked = tuple(self._following(question) for question in example.questions)
+        whole = Prompt(self._encode(self._before + example.context, self._special), asked)
+        return [self._fitted(whole, example, (), answer)]
+
+    def _aware(self, example: Example, question: Question, answer: int) -> Prompt:
+        end = self._end(question)
+        text, choices = self._before + example.context + end, question.choices
+        ids = self._encode(text.rstrip() if choices else text, self._special)
+        asked = Asked(question, (), self._choices(text, ids, question, self._special))
+        return self._fitted(Prompt(ids or self._begin(), (asked,)), example, self._encode(end, special=False), answer)
+
+    def _following(self, question: Question) -> Asked:
+        text = self._end(question)
+        ids = self._encode(text.rstrip() if question.choices else text, special=False)
+        return Asked(question, ids, self._choices(text, ids, question, special=False))
+
+    def _end(self, question: Question) -> str:
+        return question.text + self._after + question.prefix
+
+    def _choices(self, text: str, ids: Sequence[int], question: Question, special: bool) -> tuple[tuple[int, ...], ...]:
+        """What every choice adds to the tokens of the text without the white space at its end."""
+        found = tuple(self._encode(text + choice, special and bool(ids))[len(ids) :] for choice in question.choices)
+        for choice, tokens in zip(question.choices, found, strict=True):
+            if not tokens:
+                raise KeepsetError(f"The choice {choice!r} has no tokens, so it has no likelihood: leave it out.")
+        return found
+
+    def _fitted(self, prompt: Prompt, example: Example, end: Sequence[int], answer: int) -> Prompt:
+        """The prompt without the middle of its context, if it is too long.
+
+        Args:
+            end: what of the prompt is not context, but follows it.
+        """
+        after = max(len(asked.ids) + max(map(len, asked.choices), default=answer) for asked in prompt.asked)
+        excess = 0 if self._longest is None else len(prompt.ids) + after - self._longest
+        if excess <= 0:
+            return prompt
+        before = len(self._encode(self._before, special=False))
+        context = len(prompt.ids) - before - len(end)
+        if excess >= context:
+            raise KeepsetError(
+                f"Example {example.id} does not fit the model's context of {self._longest} tokens, even without its "
+                "own context: generate fewer tokens, or leave it out."
+            )
+        first = before + (context - excess + 1) // 2
+        return replace(prompt, ids=prompt.ids[:first] + prompt.ids[first + excess :], cut=excess)
+
+    def _begin(self) -> tuple[int, ...]:
+        tokenizer = self._tokenizer
+        token = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+        if not isinstance(token, int):
+            raise KeepsetError("An empty prompt needs a token that begins a text, and the model's tokenizer has none.")
+        return (token,)
+
+    def _encode(self, text: str, special: bool) -> tuple[int, ...]:
+        begin = self._tokenizer.bos_token
+        special = special and not (isinstance(begin, str) and text.startswith(begin))
+        # verbose=False: what is too long is cut before the model sees it, so there is nothing to warn of.
+        return tuple(self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])

@@ -1,0 +1,145 @@
+"""A sweep on Ray: its workers make the cells, group by group, and this process writes them.
+
+Where groups run, how many at once, and what is tried again after a worker died is Ray's business.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from keepset import models
+from keepset.bench.cell import Cell
+from keepset.bench.sweep.runner import Runner
+from keepset.bench.sweep.store import Store
+from keepset.bench.sweep.sweep import POLL, Group, Lost, Runs, claimed, work
+from keepset.errors import KeepsetError
+
+if TYPE_CHECKING:
+    import ray
+
+Maker = Callable[[], Runs]
+"""Loads the model where a worker needs it; equal ones are called once per worker."""
+
+
+@dataclass(frozen=True)
+class Loads:
+    """Makes a `Runner`."""
+
+    model: str | None
+    agnostic: bool
+    chat: bool
+    temperature: float
+
+    def __call__(self) -> Runner:
+        """Loads the model of that name."""
+        model, tokenizer = models.load(self.model)
+        return Runner(model, tokenizer, agnostic=self.agnostic, chat=self.chat, temperature=self.temperature)
+
+
+def check_installed() -> None:
+    """Refuses where there is no Ray.
+
+    Raises:
+        KeepsetError: it is not installed.
+    """
+    try:
+        import ray  # noqa: F401
+    except ImportError:
+        raise KeepsetError(
+            'Ray is not installed: run `pip install "keepset[ray]"`, or leave --ray out to use this machine alone.'
+        ) from None
+
+
+def run(store: Store, groups: Sequence[Group], make: Maker, nbytes: int, on_cells: Callable[[int], None]) -> list[Lost]:
+    """What `sweep.run` does, by the workers of a Ray cluster: the one that is set up, or one on this machine.
+
+    Args:
+        nbytes: memory that a worker is given for its model and caches.
+    """
+
+    lost: list[Lost] = []
+    flying: dict[ray.ObjectRefGenerator[Any], Group] = {}
+    claims = claimed(store, groups, on_cells)
+    claim: tuple[Group, list[str]] | tuple[()] | None = None
+    with _cluster() as cpus:
+        start = _on_workers(nbytes)
+        while flying or claim != ():
+            # No more than will soon run: other processes may want to share.
+            while len(flying) < 2 * cpus and (claim := next(claims, ())):
+                flying[start(make, *claim)] = claim[0]
+            if not flying and claim is None:
+                time.sleep(POLL)
+            for stream in _ready(flying):
+                made = _next(stream, flying[stream].task.name)
+                if isinstance(made, Lost):
+                    lost.append(made)
+                elif made is not None and store.save(made):
+                    on_cells(1)
+                else:
+                    store.release(flying.pop(stream).key)
+    return lost
+
+
+@contextmanager
+def _cluster() -> Iterator[int]:
+    """The cluster that this process is in or finds, or else a new one on this machine; how many CPUs it has."""
+    import ray
+
+    mine = not ray.is_initialized()
+    if mine:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        yield max(int(ray.cluster_resources().get("CPU", 1)), 1)
+    finally:
+        if mine:
+            ray.shutdown()
+
+
+def _on_workers(nbytes: int) -> Callable[[Maker, Group, list[str]], ray.ObjectRefGenerator[Any]]:
+    """Starts `_cells` where a CPU and so much memory are free."""
+    import ray
+
+    # What no machine has would be waited for forever.
+    most = max((node["Resources"].get("memory", 0) for node in ray.nodes()), default=0)
+    return ray.remote(num_cpus=1, memory=min(nbytes, int(most)), num_returns="streaming")(_cells).remote
+
+
+def _cells(make: Maker, group: Group, recipes: Sequence[str]) -> Iterator[Cell | Lost]:
+    yield from work(_made(make), group, recipes)
+
+
+@cache
+def _made(make: Maker) -> Runs:
+    return make()
+
+
+def _ready(streams: Collection[ray.ObjectRefGenerator[Any]]) -> list[ray.ObjectRefGenerator[Any]]:
+    """One that has a cell or has ended, if there is one soon."""
+    import ray
+
+    return ray.wait(list(streams), num_returns=1, timeout=POLL)[0] if streams else []
+
+
+def _next(stream: ray.ObjectRefGenerator[Any], task: str) -> Cell | Lost | None:
+    """What a worker has made; None at the group's end."""
+    import ray
+    from ray.exceptions import RayError, RayTaskError
+
+    try:
+        return ray.get(next(stream))
+    except StopIteration:
+        return None
+    except RayTaskError as error:
+        if isinstance(error.cause, KeepsetError):
+            raise error.cause from None
+        raise
+    except RayError as error:
+        return Lost(task, "the rest of an example", f"its worker is gone ({type(error).__name__})")

@@ -1,0 +1,194 @@
+"""A sweep: every recipe on every example, group after group, each cell written as soon as it is there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from keepset.bench.candidate import Candidate
+from keepset.bench.cell import Cell
+from keepset.bench.sweep.memory import is_out_of_memory
+from keepset.bench.sweep.store import Key, Store
+from keepset.bench.tasks.task import Example, Task
+from keepset.errors import KeepsetError
+
+if TYPE_CHECKING:
+    import transformers
+
+POLL = 1.0
+"""Seconds between looks at what another process has claimed."""
+
+
+class Runs(Protocol):
+    """What makes cells: `keepset.bench.sweep.runner.Runner`."""
+
+    def run(self, task: Task, example: Example, candidates: Sequence[Candidate], seed: int) -> Iterator[Cell]:
+        """One cell per candidate, in their order."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is asked for.
+
+    Attributes:
+        candidates: of every task, by its name.
+        limit: examples of each task at most.
+    """
+
+    tasks: Sequence[Task]
+    seeds: Sequence[int]
+    candidates: Mapping[str, Sequence[Candidate]]
+    limit: int | None
+
+    def is_done(self, store: Store) -> bool:
+        """Whether a file has all of it, as far as it knows which examples there are."""
+        done = store.done()
+        return all(
+            (examples := store.examples(task.name, seed)) is not None
+            and all(
+                ((task.name, seed, example), candidate.text) in done
+                for example in examples
+                for candidate in self.candidates[task.name]
+            )
+            for task in self.tasks
+            for seed in self.seeds
+        )
+
+    def groups(self, store: Store, tokenizer: transformers.PreTrainedTokenizerBase) -> list[Group]:
+        """All of it, example by example; which examples there are is noted in the file.
+
+        Raises:
+            KeepsetError: a task's data are bad, or not those that the file has cells of.
+        """
+        found = []
+        for task in self.tasks:
+            for seed in self.seeds:
+                examples = task.examples(tokenizer, limit=self.limit, seed=seed)
+                ids = [example.id for example in examples]
+                if len(set(ids)) < len(ids):
+                    raise KeepsetError(f"{task.name} has several examples of one id: give each an id of its own.")
+                store.register(task.name, seed, ids, digest(task, examples))
+                found += [Group(task, seed, example, self.candidates[task.name]) for example in examples]
+        return found
+
+    def of(self, cells: Sequence[Cell]) -> list[Cell]:
+        """Those cells that are asked for, in the order of tasks and candidates."""
+        asked = [(task.name, candidate.text) for task in self.tasks for candidate in self.candidates[task.name]]
+        place = {names: at for at, names in enumerate(asked)}
+        found = [cell for cell in cells if (cell.task, cell.recipe) in place and cell.seed in self.seeds]
+        return sorted(found, key=lambda cell: place[cell.task, cell.recipe])
+
+
+@dataclass(frozen=True)
+class Group:
+    """All cells of one example under one seed: they share its prefill."""
+
+    task: Task
+    seed: int
+    example: Example
+    candidates: Sequence[Candidate]
+
+    @property
+    def key(self) -> Key:
+        """What the file knows it by."""
+        return self.task.name, self.seed, self.example.id
+
+    @property
+    def recipes(self) -> list[str]:
+        """The candidates' texts."""
+        return [candidate.text for candidate in self.candidates]
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Stands for cells that could not be made this time. They are not written, so that the next run tries again."""
+
+    task: str
+    recipe: str
+    reason: str
+
+
+def unfinished(groups: Sequence[Group], done: Collection[tuple[Key, str]]) -> list[Group]:
+    """Those that lack a cell."""
+    return [group for group in groups if count([group], done) < count([group])]
+
+
+def count(groups: Sequence[Group], done: Collection[tuple[Key, str]] | None = None) -> int:
+    """How many cells they have, once all or only those in `done` are there."""
+    return sum(done is None or (group.key, recipe) in done for group in groups for recipe in group.recipes)
+
+
+def digest(task: Task, examples: Sequence[Example]) -> str:
+    """Of all that a task asks; what its targets hold that JSON cannot say counts by its type."""
+    asked = [asdict(task.generation), task.metric, [asdict(example) for example in examples]]
+    text = json.dumps(asked, sort_keys=True, default=lambda value: type(value).__qualname__)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def run(store: Store, groups: Sequence[Group], runner: Runs, on_cells: Callable[[int], None]) -> list[Lost]:
+    """Makes all cells that are missing, together with whoever else is at it; those that could not be had come back.
+
+    Args:
+        on_cells: told how many more cells of the groups are there.
+    """
+    lost = []
+    for claim in claimed(store, groups, on_cells):
+        if claim is None:
+            time.sleep(POLL)
+            continue
+        group, missing = claim
+        for made in work(runner, group, missing):
+            if isinstance(made, Lost):
+                lost.append(made)
+            elif store.save(made):
+                on_cells(1)
+            else:
+                break
+        store.release(group.key)
+    return lost
+
+
+def claimed(
+    store: Store, groups: Sequence[Group], on_cells: Callable[[int], None]
+) -> Iterator[tuple[Group, list[str]] | None]:
+    """Groups that are now this process's, each with the recipes that it lacks.
+
+    None where all that is left is another process's for now.
+    """
+    waiting = groups
+    while waiting:
+        held = []
+        for group in waiting:
+            missing = store.claim(group.key, group.recipes)
+            if missing is None:
+                held.append(group)
+                continue
+            on_cells(len(group.candidates) - len(missing))
+            if missing:
+                yield group, missing
+        waiting = held
+        if waiting:
+            yield None
+
+
+def work(runner: Runs, group: Group, recipes: Sequence[str]) -> Iterator[Cell | Lost]:
+    """The group's cells of these recipes, as they are made.
+
+    Where memory is not enough the recipe that is next is left out, and the others share a prefill of their own.
+    """
+    left = [candidate for candidate in group.candidates if candidate.text in recipes]
+    while left:
+        try:
+            for cell in runner.run(group.task, group.example, left, group.seed):
+                left = [candidate for candidate in left if candidate.text != cell.recipe]
+                yield cell
+            return
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+        lost, *left = left
+        yield Lost(group.task.name, lost.text, "memory was not enough")

@@ -1,0 +1,279 @@
+"""Every task of lm-evaluation-harness: its prompts verbatim, its filters and its metrics."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from lm_eval.api.instance import Instance
+from lm_eval.api.metrics import mean
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.tasks import TaskManager
+from lm_eval.tasks._factory import TaskFactory
+from lm_eval.tasks._index import Entry, Kind
+
+from keepset.bench.tasks.catalogue import Settings
+from keepset.bench.tasks.data import rows
+from keepset.bench.tasks.extra import extra
+from keepset.bench.tasks.hub import loading
+from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task
+from keepset.errors import KeepsetError
+
+if TYPE_CHECKING:
+    import transformers
+
+_log = logging.getLogger("lm_eval")
+_SEED = 1234
+"""The harness's own for few-shot examples, whatever the sweep's: prompts are always the harness's."""
+_DOCUMENTS = ("context", "passage", "article", "document", "story", "paragraph")
+"""Fields of an item that hold a text about which something is asked."""
+_LONG = 1024
+"""Answers of so many tokens are counted among long ones."""
+
+
+def names(settings: Settings) -> list[str]:
+    """Those of tasks, groups and tags."""
+    return list(_manager(settings.data).all_tasks)
+
+
+def knows(name: str, settings: Settings) -> bool:
+    """Whether the harness has such a task, group or tag, or the name is that of a YAML file."""
+    return _is_file(name) or name in _manager(settings.data).task_index
+
+
+def make(name: str, settings: Settings) -> list[Task]:
+    """The harness's task, or all of a group or tag.
+
+    With `settings.data`, a task whose `<name>.jsonl` lies there takes its items from it. The examples before a question
+    then come from `<name>.<split>.jsonl`, with the name of the split that the task takes them from, or where there is
+    no such file from the other items.
+
+    Raises:
+        KeepsetError: the data cannot be had, or the task is of a kind that cannot be evaluated.
+    """
+    # A file is a task by itself; reading the harness's thousands takes seconds.
+    manager = TaskManager(include_defaults=False) if _is_file(name) else _manager(settings.data)
+    with loading(name), _prepared():
+        loaded = manager.load(name)["tasks"]
+    return [HarnessTask(str(own), task, (name, settings)) for own, task in loaded.items()]
+
+
+class HarnessTask(Task):
+    """A task of lm-evaluation-harness (Gao and others, 2021): context, question and choices are its prompt, verbatim.
+
+    The context ends with the passage that an item brings (`context`, `passage`, `article`, `document`, `story` or
+    `paragraph`, and `input` beside a `question`), where one is in the prompt; else with the examples before the
+    question. The metric is the first of the task's that is a mean over items and higher when better, by its first
+    filter. Scores are those of greedy answers, whatever the task says of sampling. Where it is sent to another process,
+    that one makes it anew.
+
+    Args:
+        task: the harness's.
+        source: the name and settings that it is made from.
+
+    Raises:
+        KeepsetError: there is no such metric, or the task asks for what is not one prompt and one answer.
+    """
+
+    def __init__(self, name: str, task: Any, source: tuple[str, Settings]) -> None:
+        _check_kind(name, task)
+        self.name = name
+        self._task, self._source = task, source
+        # Otherwise the task asks about every choice without a prompt, too.
+        getattr(task, "_metric_fn_list", {}).pop("acc_mutual_info", None)
+        higher = task.higher_is_better()
+        self._metrics = [
+            metric
+            for metric, aggregation in task.aggregation().items()
+            if aggregation is mean and higher.get(metric, True) and metric not in ("acc_mutual_info", "bypass")
+        ]
+        if not self._metrics:
+            every = ", ".join(task.aggregation()) or "nothing"
+            raise KeepsetError(
+                f"{name} is measured by {every}: none is a mean over items that is higher when better, so it cannot be "
+                "compared item by item; leave it out."
+            )
+        self.metric = f"{self._metrics[0]},{task._filters[0].name}"
+        options = normalize_gen_kwargs(task.config.generation_kwargs or {})
+        self.generation = Generation(options["max_gen_toks"], tuple(text for text in options["until"] if text))
+        self.decodes = task.OUTPUT_TYPE == "generate_until" and self.generation.tokens >= _LONG
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Its functions come from files, which another process would not find, and its data may be large.
+        return _made, (self.name, *self._source)
+
+    def examples(
+        self, tokenizer: transformers.PreTrainedTokenizerBase, *, limit: int | None = None, seed: int = 0
+    ) -> Sequence[Example]:
+        """In the order of the data, whatever the seed."""
+        self._task.set_fewshot_seed(_SEED)
+        with loading(self.name), _prepared():
+            return [self._example(*item) for item in itertools.islice(self._task.doc_iterator(), limit)]
+
+    def judge(self, question: Question, reply: Reply) -> dict[str, float]:
+        """All metrics that are means over items, by every filter of the task: `exact_match,strict-match`.
+
+        Raises:
+            KeepsetError: a score is missing or not between 0 and 1.
+        """
+        replies = [reply] if isinstance(reply, str) else reply
+        instances = [Instance("", question.target, (), index, resps=[one]) for index, one in enumerate(replies)]
+        found: dict[str, float] = {}
+        for ensemble in self._task._filters:
+            ensemble.apply(instances)
+            answered = [instance.filtered_resps[ensemble.name] for instance in instances]
+            scores = self._task.process_results(question.target, answered)
+            found |= {f"{key},{ensemble.name}": float(scores[key]) for key in self._metrics if key in scores}
+        if self.metric not in found or not all(0 <= score <= 1 for score in found.values()):
+            said = ", ".join(f"{key} of {score:g}" for key, score in found.items()) or "nothing"
+            raise KeepsetError(f"{self.name} scores an answer with {said}: {self.metric} must be from 0 to 1.")
+        return found
+
+    def _example(self, index: int, doc: Any) -> Example:
+        task = self._task
+        prefix = task.doc_to_prefix(doc) or ""
+        prompt = task.fewshot_context(doc, num_fewshot=task.config.num_fewshot or 0, gen_prefix=prefix)
+        made = task.construct_requests(
+            doc=doc, ctx=prompt, metadata=(self.name, index, 1), apply_chat_template=False, chat_template=None
+        )
+        instances = made if isinstance(made, list) else [made]
+        kinds = {instance.request_type for instance in instances}
+        if len(kinds) > 1 or any(instance.args[0] != prompt for instance in instances):
+            raise KeepsetError(
+                f"{self.name} asks for the answers to several prompts at once, as where choices stand inside the "
+                "prompt: leave it out."
+            )
+        context, text = _split(prompt.removesuffix(prefix), task.doc_to_text(doc), doc)
+        choices = () if kinds == {"generate_until"} else tuple(instance.args[1] for instance in instances)
+        return Example(str(index), context, (Question(text, target=doc, prefix=prefix, choices=choices),))
+
+
+def _made(own: str, name: str, settings: Settings) -> Task:
+    return next(task for task in _every(name, settings) if task.name == own)
+
+
+@functools.cache
+def _every(name: str, settings: Settings) -> list[Task]:
+    return make(name, settings)
+
+
+def _check_kind(name: str, task: Any) -> None:
+    reason = None
+    if task.OUTPUT_TYPE == "loglikelihood_rolling":
+        reason = "scores a text from its first token on, so there is no prompt to compress"
+    elif getattr(task, "MULTIMODAL", False):
+        reason = "asks about images or sounds, and only text can be evaluated"
+    elif getattr(task, "UNSAFE_CODE", False):
+        reason = "runs code that the model writes, which is not safe here"
+    elif task.config.repeats > 1:
+        reason = f"asks for {task.config.repeats} answers to every question, and one is evaluated"
+    if reason is not None:
+        raise KeepsetError(f"{name} {reason}: leave it out.")
+
+
+def _split(prompt: str, asked: str, doc: Any) -> tuple[str, str]:
+    """Context and text, which begins with the white space between the two."""
+    end = start = max(prompt.rfind(asked), 0) if asked else 0
+    # Elsewhere an input is the question.
+    fields = (*_DOCUMENTS, "input") if "question" in doc else _DOCUMENTS
+    for passage in (doc[field].strip() for field in fields if isinstance(doc.get(field), str)):
+        at = prompt.find(passage, start)
+        if passage and at >= 0 and prompt[at + len(passage) :].strip():
+            end = max(end, at + len(passage))
+    context = prompt[:end].rstrip()
+    return context, prompt[len(context) :]
+
+
+@functools.cache
+def _manager(data: Path | None) -> TaskManager:
+    """One for every folder, since it reads thousands of files."""
+    manager = TaskManager()
+    if data is not None:
+        manager._factory = _Factory(data)
+    return manager
+
+
+def _is_file(name: str) -> bool:
+    return name.endswith(".yaml") and Path(name).is_file()
+
+
+class _Factory(TaskFactory):
+    """Makes tasks whose data lie in a folder from there, wherever they are named: alone, in a group, by a tag."""
+
+    def __init__(self, data: Path) -> None:
+        super().__init__()
+        self._data = data
+
+    def _load_full_config(self, entry: Entry, overrides: dict[str, Any] | None = None) -> dict[str, Any]:
+        config: dict[str, Any] = super()._load_full_config(entry, overrides)
+        if not (self._data / f"{entry.name}.jsonl").is_file():
+            return config
+        if entry.kind is Kind.PY_TASK:
+            raise KeepsetError(
+                f"{entry.name} is a program that finds its data by itself: take {entry.name}.jsonl out of the folder."
+            )
+        return config | _from_folder(self._data, entry.name, config)
+
+
+def _from_folder(data: Path, name: str, config: dict[str, Any]) -> dict[str, Any]:
+    """What is different about a task whose data lie in a folder."""
+    files = {"test": name}
+    shots: str | None = config.get("fewshot_split") or config.get("training_split") or config.get("validation_split")
+    if "samples" in (config.get("fewshot_config") or {}):
+        shots = None
+    elif (data / f"{name}.{shots}.jsonl").is_file():
+        files["shots"] = f"{name}.{shots}"
+        shots = "shots"
+    else:
+        # Where both are one split, the harness leaves an item out of its own examples.
+        shots = "test"
+    return {
+        # Not its loader of JSON files, which makes dates of texts that look like dates.
+        "custom_dataset": functools.partial(_read, data, files),
+        "dataset_path": None,
+        "dataset_name": None,
+        "dataset_kwargs": None,
+        "training_split": None,
+        "validation_split": None,
+        "test_split": "test",
+        "fewshot_split": shots,
+    }
+
+
+def _read(data: Path, files: dict[str, str], **_: Any) -> Any:
+    """A data set for every split; every line must have the first one's fields."""
+    splits = {}
+    for split, name in files.items():
+        found = rows(data, name)
+        for row in found:
+            if missing := found[0].fields.keys() - row.fields.keys():
+                row.first(*sorted(missing))
+        splits[split] = extra("datasets").Dataset.from_list([dict(row.fields) for row in found])
+    return splits
+
+
+@contextmanager
+def _prepared() -> Iterator[None]:
+    """Tasks that shuffle do it as under the harness's own command line; advice to their authors is not shown."""
+    datasets = extra("datasets")
+    chance, level = (random.getstate(), np.random.get_state()), _log.level
+    bars = not datasets.are_progress_bars_disabled()
+    random.seed(0)
+    np.random.seed(1234)
+    _log.setLevel(logging.ERROR)
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        random.setstate(chance[0])
+        np.random.set_state(chance[1])
+        _log.setLevel(level)
+        if bars:
+            datasets.enable_progress_bars()

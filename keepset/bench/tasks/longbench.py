@@ -1,0 +1,104 @@
+"""LongBench (Bai et al. 2023, arXiv:2308.14508): its English tasks and those on code."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from keepset.bench.tasks.catalogue import Settings
+from keepset.bench.tasks.data import Row, rows
+from keepset.bench.tasks.extra import extra
+from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task
+from keepset.errors import KeepsetError
+
+if TYPE_CHECKING:
+    import transformers
+
+_GROUP = "longbench"
+_DATA_SETS = (
+    *("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "gov_report", "qmsum"),
+    *("multi_news", "trec", "triviaqa", "samsum", "passage_count", "passage_retrieval_en", "lcc", "repobench-p"),
+)
+NAMES = (*(f"{_GROUP}_{data_set}" for data_set in _DATA_SETS), _GROUP)
+
+_FIRST_LINE = ("trec", "triviaqa", "samsum")
+_CONTEXT = "{{context}}"
+
+
+def make(name: str, settings: Settings) -> list[Task]:
+    """The task; `longbench` is all sixteen."""
+    names = NAMES[:-1] if name == _GROUP else [name]
+    return [LongBenchTask(one, settings) for one in names]
+
+
+class LongBenchTask(Task):
+    """One of LongBench's tasks, with the prompt and the metric of lm-evaluation-harness.
+
+    Where prompts are a few examples, the answer is its first line that is not empty, as in the authors' program; the
+    harness ends it at the first line break, even if nothing came before.
+    """
+
+    def __init__(self, name: str, settings: Settings) -> None:
+        self.name = name
+        self._data_set = name.removeprefix(f"{_GROUP}_")
+        self._folder = settings.data
+        self._config = _config(self._data_set)
+        self.metric = self._config["metric_list"][-1]["metric"]
+        self.generation = Generation(self._config["generation_kwargs"]["max_gen_toks"])
+
+    def examples(
+        self, tokenizer: transformers.PreTrainedTokenizerBase, *, limit: int | None = None, seed: int = 0
+    ) -> Sequence[Example]:
+        """From the folder's `qasper.jsonl`, as the authors' archive has it; where there is none, from the hub."""
+        folder, file = self._folder, f"{self._data_set}.jsonl"
+        if folder is not None and (folder / file).is_file():
+            found = rows(folder, self._data_set)
+        else:
+            found = _download(self._config)
+        return [self._example(index, row) for index, row in enumerate(found[:limit])]
+
+    def judge(self, question: Question, reply: Reply) -> dict[str, float]:
+        """The best score of all right answers."""
+        said = str(reply)
+        if self._data_set in _FIRST_LINE:
+            said = said.lstrip("\n").split("\n")[0]
+        module, _, function = self._config["process_results"].rpartition(".")
+        scores = getattr(extra(f"lm_eval.tasks.longbench.{module}"), function)(question.target, [said])
+        return {self.metric: float(scores[self.metric])}
+
+    def _example(self, index: int, row: Row) -> Example:
+        render = extra("lm_eval.utils").apply_template
+        fields = {"question": row.first("question", "input")}
+        before, _, after = self._config["doc_to_text"].partition(_CONTEXT)
+        target = {"answers": row["answers"], "all_classes": row.fields.get("all_classes")}
+        question = Question(render(after, fields), target=target)
+        try:
+            right = isinstance(row["answers"], list) and all(self.judge(question, said) for said in row["answers"])
+        except (TypeError, AttributeError, IndexError):
+            right = False
+        if not right or not row["answers"]:
+            raise KeepsetError(f"{row.where} has answers that {self.name} cannot judge by: take the official file.")
+        return Example(str(row.fields.get("_id", index)), render(before, fields) + row["context"], (question,))
+
+
+def _config(data_set: str) -> dict[str, Any]:
+    """The harness's definition; what names a function of its is the name."""
+    yaml, harness = extra("yaml"), importlib.util.find_spec("lm_eval")
+    if harness is None or harness.origin is None:
+        raise KeepsetError('LongBench needs lm-evaluation-harness: run `pip install "keepset[eval]"`.')
+    loader: Any = type("Loader", (yaml.SafeLoader,), {})
+    loader.add_constructor("!function", lambda _, node: node.value)
+    path = Path(harness.origin).parent / "tasks" / _GROUP / f"{data_set}.yaml"
+    config: dict[str, Any] = yaml.load(path.read_text(encoding="utf-8"), loader)
+    return config
+
+
+def _download(config: dict[str, Any]) -> list[Row]:
+    from keepset.bench.tasks.hub import loading
+
+    name = config["dataset_name"]
+    with loading(name):
+        found: Iterable[Any] = extra("datasets").load_dataset(config["dataset_path"], name, split=config["test_split"])
+    return [Row(f"{name}, row {number},", dict(fields)) for number, fields in enumerate(found, 1)]

@@ -1,0 +1,87 @@
+"""A needle in a haystack: one fact somewhere in essays, at every depth."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from keepset import texts
+from keepset.bench.tasks.catalogue import Settings
+from keepset.bench.tasks.fit import fit, measure, room
+from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task
+from keepset.errors import KeepsetError
+
+if TYPE_CHECKING:
+    import transformers
+
+NAMES = ("needle",)
+EXAMPLES = 50
+"""So many there are where no limit is given: five at every depth."""
+
+_DEPTHS = (0.05, 0.35, 0.65, 0.95, 0.25, 0.55, 0.85, 0.15, 0.45, 0.75)
+"""The middles of ten equal parts, in an order in which the first few are spread as well."""
+_CHARACTERS = 100
+_TOKENS = 10
+
+
+def make(name: str, settings: Settings) -> list[Task]:
+    """One task for every length."""
+    return [NeedleTask(length) for length in settings.lengths]
+
+
+class NeedleTask(Task):
+    """Which number belongs to a city, said once in essays of `length` tokens, the answer's included (Kamradt, 2023).
+
+    Essays and depths take turns, an example's city and number are drawn by the seed.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.name = f"needle@{length}"
+        self.metric = "found"
+        self.generation = Generation(_TOKENS)
+
+    def examples(
+        self, tokenizer: transformers.PreTrainedTokenizerBase, *, limit: int | None = None, seed: int = 0
+    ) -> Sequence[Example]:
+        """Refuses a length that is too short."""
+        space = room(tokenizer, self.length, _TOKENS)
+        made, guess = [], None
+        for index in range(EXAMPLES if limit is None else limit):
+            fitted = fit(
+                lambda size, index=index: self._example(size, index, seed),
+                lambda example: measure(tokenizer, example),
+                space,
+                smallest=_CHARACTERS,
+                guess=guess,
+            )
+            if fitted is None:
+                raise KeepsetError(f"{self.length} tokens leave no room for a needle and a text: ask for more.")
+            guess, example = fitted
+            made.append(example)
+        return made
+
+    def judge(self, question: Question, reply: Reply) -> dict[str, float]:
+        """Whether the number is in the reply."""
+        return {"found": float(question.target in str(reply))}
+
+    def _example(self, size: int, index: int, seed: int) -> Example:
+        draw = random.Random(f"needle {seed} {index}")
+        city, number, depth = draw.choice(texts.CITIES), str(draw.randint(1000, 9999)), _DEPTHS[index % len(_DEPTHS)]
+        needle = texts.secret_number(city, number)
+        return Example(
+            id=str(index),
+            context=texts.insert(_haystack(index, size), needle, depth),
+            questions=(Question(f"\n\n{needle.question}", target=number, prefix=f" {needle.opening}"),),
+            facts={"length": self.length, "depth": depth},
+        )
+
+
+def _haystack(index: int, size: int) -> str:
+    """About `size` characters of whole words: essays one after another, beginning with another one each time."""
+    names, text = texts.essays(), ""
+    while len(text) < size:
+        text += texts.essay(names[index % len(names)]) + "\n\n"
+        index += 1
+    return text[:size].rsplit(maxsplit=1)[0]

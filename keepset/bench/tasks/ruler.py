@@ -1,0 +1,102 @@
+"""RULER (Hsieh et al. 2024, arXiv:2404.06654): thirteen synthetic tasks at any length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from keepset.bench.tasks.catalogue import Settings
+from keepset.bench.tasks.fit import fit, measure, room
+from keepset.bench.tasks.ruler_documents import read
+from keepset.bench.tasks.ruler_draws import CommonWords, Draws, FrequentWords, Variables
+from keepset.bench.tasks.ruler_needles import Needles
+from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task
+from keepset.errors import KeepsetError
+
+if TYPE_CHECKING:
+    import transformers
+
+EXAMPLES = 500
+"""So many there are where no limit is given: as in the paper."""
+
+_TASKS: dict[str, tuple[int, Callable[[int, Settings], Draws]]] = {
+    "niah_single_1": (128, lambda length, settings: Needles("noise")),
+    "niah_single_2": (128, lambda length, settings: Needles("essays")),
+    "niah_single_3": (128, lambda length, settings: Needles("essays", value="uuids")),
+    "niah_multikey_1": (128, lambda length, settings: Needles("essays", keys=4)),
+    "niah_multikey_2": (128, lambda length, settings: Needles("needles")),
+    "niah_multikey_3": (128, lambda length, settings: Needles("needles", key="uuids", value="uuids")),
+    "niah_multivalue": (128, lambda length, settings: Needles("essays", values=4)),
+    "niah_multiquery": (128, lambda length, settings: Needles("essays", keys=4, queries=4)),
+    "ruler_vt": (30, lambda length, settings: Variables()),
+    "ruler_cwe": (120, lambda length, settings: CommonWords(length)),
+    "ruler_fwe": (50, lambda length, settings: FrequentWords(length)),
+    "ruler_qa_squad": (32, lambda length, settings: read("squad", settings.data)),
+    "ruler_qa_hotpot": (32, lambda length, settings: read("hotpot", settings.data)),
+}
+NAMES = (*_TASKS, "ruler")
+
+
+def make(name: str, settings: Settings) -> list[Task]:
+    """One task for every length; `ruler` is all thirteen."""
+    names = list(_TASKS) if name == "ruler" else [name]
+    return [RulerTask(one, length, settings) for one in names for length in settings.lengths]
+
+
+class RulerTask(Task):
+    """One of RULER's tasks at one length: tokens of the whole prompt, a chat template's and the answer's included.
+
+    Prompts and answers are those of lm-evaluation-harness, made longer until they fill the length. The same index and
+    seed have the same needles at every length.
+    """
+
+    def __init__(self, name: str, length: int, settings: Settings) -> None:
+        self.name = f"{name}@{length}"
+        self.metric = "match"
+        tokens, self._draws = _TASKS[name]
+        self.generation = Generation(tokens)
+        self._any = name.startswith("ruler_qa")
+        self._length, self._settings = length, settings
+
+    def examples(
+        self, tokenizer: transformers.PreTrainedTokenizerBase, *, limit: int | None = None, seed: int = 0
+    ) -> Sequence[Example]:
+        """Refuses a length that is too short; questions whose own documents do not fit are left out."""
+        draws = self._draws(self._length, self._settings)
+        space = room(tokenizer, self._length, self.generation.tokens)
+        made: list[Example] = []
+        index, guess, wanted = 0, None, EXAMPLES if limit is None else limit
+        while len(made) < wanted and index != draws.questions:
+            fitted = fit(
+                lambda size, index=index: self._example(draws, size, index, seed),
+                lambda example: measure(tokenizer, example),
+                space,
+                smallest=draws.smallest,
+                largest=draws.largest,
+                guess=guess,
+            )
+            if fitted is not None:
+                guess, example = fitted
+                made.append(example)
+            elif draws.questions is None or (index == draws.questions - 1 and not made):
+                least = measure(tokenizer, self._example(draws, draws.smallest, index, seed)) + self._length - space
+                raise KeepsetError(
+                    f"{self.name} is too short: such an example takes {least} tokens with this tokenizer, its answer "
+                    "and a chat template included; ask for a longer one."
+                )
+            index += 1
+        return made
+
+    def judge(self, question: Question, reply: Reply) -> dict[str, float]:
+        """The share of the answers that are in the reply, in any case; of several answers to a question one is enough.
+
+        That is the paper's metric. lm-evaluation-harness asks for all answers to a question.
+        """
+        said = str(reply).lower()
+        found = [float(answer.lower() in said) for answer in question.target]
+        return {"match": max(found) if self._any else sum(found) / len(found)}
+
+    def _example(self, draws: Draws, size: int, index: int, seed: int) -> Example:
+        drawn = draws.draw(size, index, seed)
+        question = Question(drawn.question, target=drawn.answers, prefix=drawn.prefix)
+        return Example(str(index), drawn.context, (question,), {"length": self._length})

@@ -1,0 +1,109 @@
+"""RULER's questions about documents, of SQuAD and HotpotQA."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from keepset import texts
+from keepset.bench.tasks.extra import extra
+from keepset.bench.tasks.ruler_draws import Draw, Draws, cut, seeded
+from keepset.errors import KeepsetError
+
+_ASKED = "\n\nAnswer the question based on the given documents."
+Entry = tuple[str, list[str], list[str], list[str]]
+"""A question, its answers, the documents that it needs, and others that are preferred to the rest."""
+
+
+class Documents(Draws):
+    """A question, and the documents that answer it among others.
+
+    Questions come in an order that the seed draws; the authors' program takes them in the file's order, that is, all
+    of one article first.
+    """
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        if not entries:
+            raise ValueError("no questions")
+        self._documents = sorted({document for entry in entries for group in entry[2:] for document in group})
+        number = {document: index for index, document in enumerate(self._documents)}
+        self._questions = [
+            {
+                "query": query,
+                "outputs": answers,
+                "context": [number[document] for document in needed],
+                "more_context": [number[document] for document in related],
+            }
+            for query, answers, needed, related in entries
+        ]
+        self.largest, self.questions = len(self._documents), len(self._questions)
+
+    def draw(self, size: int, index: int, seed: int) -> Draw:
+        """The question among so many documents, or those that it needs if they are more."""
+        chosen = random.Random(seed).sample(range(len(self._questions)), len(self._questions))[index]
+        with seeded(index, seed):
+            # A list of its own: where all documents fit, the harness shuffles what it is given.
+            text, answers = extra("lm_eval.tasks.ruler.qa_utils").generate_input_output(
+                chosen, size, self._questions, list(self._documents)
+            )
+        return cut(f"{text} Answer:", _ASKED, answers)
+
+
+def read(name: str, folder: Path | None) -> Documents:
+    """The documents and questions of `squad` or `hotpot`: a user's file, else what the harness downloads.
+
+    Raises:
+        KeepsetError: there is neither, or the file is not in the official format.
+    """
+    parse = _PARSERS[name]
+    path = None if folder is None else folder / f"{name}.json"
+    if path is None or not path.is_file():
+        return Documents(parse(_download(name)))
+    try:
+        return Documents(parse(json.loads(texts.read(path))))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise KeepsetError(
+            f"{str(path)!r} is not in the format of {_OFFICIAL[name]} ({type(error).__name__}: {error}): "
+            "put that file there."
+        ) from error
+
+
+def _squad(data: Any) -> list[Entry]:
+    entries = []
+    for article in data["data"]:
+        documents = [paragraph["context"] for paragraph in article["paragraphs"]]
+        for paragraph in article["paragraphs"]:
+            needed = paragraph["context"]
+            related = [document for document in documents if document != needed]
+            for asked in paragraph["qas"]:
+                if not asked.get("is_impossible"):
+                    entries.append((asked["question"], [a["text"] for a in asked["answers"]], [needed], related))
+    return entries
+
+
+def _hotpot(data: Any) -> list[Entry]:
+    return [
+        (asked["question"], [asked["answer"]], [f"{title}\n{''.join(said)}" for title, said in asked["context"]], [])
+        for asked in data
+    ]
+
+
+def _download(name: str) -> Any:
+    qa, requests = extra("lm_eval.tasks.ruler.qa_utils"), extra("requests")
+    reader = qa.read_squad if name == "squad" else qa.read_hotpotqa
+    url = inspect.signature(reader).parameters["url"].default
+    try:
+        return qa.download_json(url)
+    except (requests.RequestException, ValueError) as error:
+        raise KeepsetError(
+            f"The questions of {name} cannot be downloaded ({type(error).__name__}): put {_OFFICIAL[name]} into a "
+            f"folder as {name}.json, and give that folder as data."
+        ) from error
+
+
+_PARSERS: dict[str, Callable[[Any], list[Entry]]] = {"squad": _squad, "hotpot": _hotpot}
+_OFFICIAL = {"squad": "SQuAD's dev-v2.0.json", "hotpot": "HotpotQA's hotpot_dev_distractor_v1.json"}

@@ -1,0 +1,128 @@
+"""What an example of RULER says, at any size; and the three of its tasks whose words lm-evaluation-harness makes."""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+
+from keepset.bench.tasks.extra import extra
+
+QUESTION = "\nQuestion:"
+
+
+@dataclass(frozen=True)
+class Draw:
+    """An example: the text up to the question, the question, how its answer begins, and what it contains."""
+
+    context: str
+    question: str
+    prefix: str
+    answers: tuple[str, ...]
+
+
+class Draws(ABC):
+    """One task's examples.
+
+    Attributes:
+        largest: None where there is no end.
+        questions: so many there are; None where there is no end.
+    """
+
+    largest: int | None = None
+    questions: int | None = None
+
+    @property
+    def smallest(self) -> int:
+        """In words, sentences or documents, whatever makes a context longer."""
+        return 1
+
+    @abstractmethod
+    def draw(self, size: int, index: int, seed: int) -> Draw:
+        """The example of that index and seed, so large."""
+
+
+class Variables(Draws):
+    """Five variables of one value, assigned one to the other in a chain; a short one with its answer comes first."""
+
+    def draw(self, size: int, index: int, seed: int) -> Draw:
+        """Sentences of noise around the chain."""
+        vt = extra("lm_eval.tasks.ruler.vt_utils")
+        with seeded(index, seed):
+            shot, shown = vt.generate_input_output(_SHOT, 1, 4, is_icl=True)
+            text, answers = vt.generate_input_output(size, 1, 4)
+        return cut(f"{shot} {' '.join(shown)}\n\n\n\n{text}", QUESTION, answers)
+
+
+_SHOT = 10
+"""Sentences of noise in the example that is shown: the harness's fits 500 tokens."""
+
+
+class CommonWords(Draws):
+    """The ten words that are in a list most often; a short list with its answer comes first.
+
+    The harness leaves out that example, which it counts, and the authors' program has.
+    """
+
+    smallest = 20
+
+    def __init__(self, length: int) -> None:
+        self.length, self.largest = length, len(self._cwe().WORDS)
+
+    def draw(self, size: int, index: int, seed: int) -> Draw:
+        """A list of so many different words."""
+        cwe = self._cwe()
+        with seeded(index, seed):
+            cwe.RNG.seed(random.getrandbits(32))
+            shot, text, answers = cwe.generate_input_output(size, self.length)
+        answer = cwe.CONFIG["answer_prefix"]
+        return cut(f"{shot.replace(answer, answer + ' ')}\n{text}", QUESTION, answers)
+
+    def _cwe(self) -> ModuleType:
+        return extra("lm_eval.tasks.ruler.cwe_utils")
+
+
+class FrequentWords(Draws):
+    """The three made-up words that are in a text most often, after the dots."""
+
+    smallest = 53
+    """From here on the third is more frequent than the fourth."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def draw(self, size: int, index: int, seed: int) -> Draw:
+        """A text of so many words, by Zeta's distribution."""
+        fwe = extra("lm_eval.tasks.ruler.fwe_utils")
+        with seeded(index, seed):
+            # What is too long it would shorten by itself, for ever: so nothing is.
+            text, answers, _ = fwe.generate_input_output(0, _no_tokens, size, vocab_size=max(self.length // 50, 5))
+        return cut(text, QUESTION, answers)
+
+
+def _no_tokens(text: str) -> SimpleNamespace:
+    return SimpleNamespace(input_ids=())
+
+
+def cut(text: str, question: str, answers: Sequence[str]) -> Draw:
+    """The parts of a text in which the question begins so."""
+    context, found, rest = text.rpartition(question)
+    asked, answer, prefix = rest.rpartition(" Answer:")
+    return Draw(context, found + asked, (answer + prefix).rstrip(), tuple(answers))
+
+
+@contextmanager
+def seeded(index: int, seed: int) -> Iterator[None]:
+    """The harness draws from generators that everybody shares: they are lent to one example."""
+    numpy = extra("numpy.random")
+    before, numpy_before = random.getstate(), numpy.get_state()
+    random.seed(f"{index} {seed}")
+    numpy.seed(random.getrandbits(32))
+    try:
+        yield
+    finally:
+        random.setstate(before)
+        numpy.set_state(numpy_before)

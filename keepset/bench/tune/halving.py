@@ -1,0 +1,240 @@
+"""Successive halving: many recipes on little text, ever fewer of them on ever more of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import fmean
+
+from keepset.bench.analysis.intervals import Interval, of_difference, of_mean, of_score
+from keepset.recipe import Recipe
+
+ROUNDS = (2, 4, 8, 16)
+"""Pieces of text that those still in the race have been measured on after each round."""
+FINALISTS = 4
+"""So many are not halved any more."""
+LEAST = 6
+"""Pieces without which nothing is told apart: five differences have one sign by chance in 6 of 100 cases."""
+PREFILL = 10
+"""How many measurements of a recipe the prefill of a piece, second passes included, takes about as long as."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One recipe on one piece.
+
+    Attributes:
+        kl: mean KL(full || compressed) over the piece's continuation, in nats.
+        top1: share of its tokens after which both caches prefer the same next token.
+        found: which of the piece's facts were found; empty where none are hidden.
+        keep: fraction of the entries that stayed.
+        kv_bytes, kv_bytes_full: allocated after compression, and before.
+        prefill_seconds, prefill_seconds_full: of a prefill with this recipe, and with the full cache.
+    """
+
+    kl: float
+    top1: float
+    found: tuple[bool, ...]
+    keep: float
+    kv_bytes: int
+    kv_bytes_full: int
+    prefill_seconds: float
+    prefill_seconds_full: float
+
+
+@dataclass(eq=False)
+class Entry:
+    """A recipe in the race: its figures so far, piece by piece, or why it is out of it."""
+
+    recipe: Recipe
+    figures: list[Figures] = field(default_factory=list)
+    error: str | None = None
+
+    def mean(self, name: str) -> float:
+        """Of one of the figures."""
+        return fmean(getattr(figures, name) for figures in self.figures)
+
+    @property
+    def kl(self) -> tuple[float, Interval | None]:
+        """Mean and interval over pieces."""
+        values = [figures.kl for figures in self.figures]
+        return fmean(values), of_mean(values)
+
+    @property
+    def found(self) -> tuple[float, Interval | None] | None:
+        """Share of the facts and its interval over pieces; None where none were hidden."""
+        values = [fmean(figures.found) for figures in self.figures if figures.found]
+        return (fmean(values), of_score(values)) if values else None
+
+    def first(self, pieces: int) -> Entry:
+        """The same as if it had been measured on so many pieces."""
+        return Entry(self.recipe, self.figures[:pieces], self.error)
+
+
+Measure = Callable[[int, Sequence[Recipe]], Iterator[Figures | str]]
+"""Of the piece with this number: each recipe's figures in turn, or the sentence that says why there are none."""
+Grow = Callable[[Sequence[Recipe]], Sequence[Recipe]]
+"""From the recipes of the first round, the best first, to more that join them."""
+
+
+class Halving:
+    """The race (Jamieson & Talwalkar 2016, arXiv:1502.07943).
+
+    In every round the better half of the recipes goes on and the text doubles, so that all rounds cost about the same.
+    Figures stay: whoever is still there has been measured on all pieces so far, and recipes are compared on the same
+    ones. After the first pieces `grow` may add recipes, which are measured on these pieces before anyone is out.
+
+    Attributes:
+        entries: all that have ever been in the race, in the order in which they came.
+        alive: those that still are.
+        round: the one under way, from 1.
+        done, planned: units of work, of which a recipe on a piece is one.
+    """
+
+    def __init__(
+        self,
+        measure: Measure,
+        recipes: Sequence[Recipe],
+        pieces: int,
+        *,
+        grow: Grow = lambda best: (),
+        grown: int = 0,
+        by_found: Callable[[], bool] = lambda: False,
+        on_step: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._measure, self._grow, self._by_found, self._on_step = measure, grow, by_found, on_step
+        self._rounds = [count for count in ROUNDS if count < pieces] + [pieces]
+        self.entries = [Entry(recipe) for recipe in recipes]
+        self.alive = list(self.entries)
+        self.round, self.done = 1, 0
+        first, entries = self._rounds[0], len(self.alive)
+        self.planned = _cost(first, entries) + _cost(first, grown) + self._later(1, entries + grown)
+
+    @property
+    def rounds(self) -> int:
+        """How many there are."""
+        return len(self._rounds)
+
+    @property
+    def pieces(self) -> int:
+        """On how many pieces all that are still in the race have been measured."""
+        return min((len(entry.figures) for entry in self.alive if entry.error is None), default=0)
+
+    def run(self) -> None:
+        """All rounds; stopped halfway, what is known stays."""
+        first = self._rounds[0]
+        self._run(self.alive, 0, first)
+        known = {entry.recipe for entry in self.entries}
+        more = [Entry(recipe) for recipe in self._grow([e.recipe for e in self.ranked()]) if recipe not in known]
+        self.planned = self.done + _cost(first, len(more)) + self._later(1, len(self.alive) + len(more))
+        self.entries += more
+        self._run(more, 0, first)
+        self.alive += [entry for entry in more if entry.error is None]
+        for before, after in pairwise(self._rounds):
+            self.planned = self.done + self._later(self.round, len(self.alive))
+            self.round += 1
+            self.alive = self.ranked()[: _half(len(self.alive))]
+            self._run(self.alive, before, after)
+
+    def ranked(self) -> list[Entry]:
+        """Those in the race that have figures, the best first."""
+        return ranked([e for e in self.alive if e.figures and e.error is None], by_found=self._by_found())
+
+    def tied(self) -> list[Entry]:
+        """The best and those that cannot be told from it, the best first."""
+        return tied(self.ranked(), by_found=self._by_found())
+
+    def _run(self, entries: list[Entry], before: int, after: int) -> None:
+        for piece in range(before, after):
+            running = [entry for entry in entries if entry.error is None]
+            if not running:
+                break
+            self.done += PREFILL
+            for entry, told in zip(running, self._measure(piece, [e.recipe for e in running]), strict=True):
+                if isinstance(told, str):
+                    entry.error = told
+                else:
+                    entry.figures.append(told)
+                self.done += 1
+                self._on_step()
+        self.alive = [entry for entry in self.alive if entry.error is None]
+
+    def _later(self, done: int, entries: int) -> int:
+        """Units of the rounds after so many, for so many recipes that there are at their end."""
+        cost = 0
+        for before, after in pairwise(self._rounds[done - 1 :]):
+            entries = _half(entries)
+            cost += _cost(after - before, entries)
+        return cost
+
+
+def ranked(entries: Sequence[Entry], *, by_found: bool) -> list[Entry]:
+    """The best first, on the pieces that all of them have been measured on.
+
+    By KL; where facts count, first come all that cannot be told from the one that finds most, by KL, then the others,
+    by what they find.
+    """
+    pieces = min((len(entry.figures) for entry in entries), default=0)
+    if not pieces:
+        return list(entries)
+    seen = {entry: entry.first(pieces) for entry in entries}
+    order = sorted(entries, key=lambda entry: _or_last(seen[entry].mean("kl")))
+    if not by_found:
+        return order
+    most = max(order, key=lambda entry: _found(seen[entry]))
+    near = [entry for entry in order if not _finds_more(seen[most], seen[entry])]
+    rest = [entry for entry in order if entry not in near]
+    return near + sorted(rest, key=lambda entry: -_found(seen[entry]))
+
+
+def tied(order: Sequence[Entry], *, by_found: bool) -> list[Entry]:
+    """The first of these, and the others that neither facts nor KL tell from it."""
+    if not order:
+        return []
+    pieces = min(len(entry.figures) for entry in order)
+    best = order[0].first(pieces)
+    return [
+        entry
+        for entry in order
+        if entry is order[0]
+        or not (_is_nearer(best, entry.first(pieces)) or (by_found and _finds_more(best, entry.first(pieces))))
+    ]
+
+
+def _is_nearer(best: Entry, other: Entry) -> bool:
+    """Whether the difference in KL on the same pieces is above zero with its whole interval."""
+    if len(best.figures) < LEAST:
+        return False
+    differences = [theirs.kl - ours.kl for ours, theirs in zip(best.figures, other.figures, strict=True)]
+    if not all(map(math.isfinite, differences)):
+        return not math.isfinite(other.mean("kl"))
+    interval = of_mean(differences)
+    return interval is not None and interval.low > 0
+
+
+def _finds_more(best: Entry, other: Entry) -> bool:
+    """The same of the facts that are found; of few pieces, facts are compared one by one."""
+    pairs = list(zip(best.figures, other.figures, strict=True))
+    differences = [fmean(a.found) - fmean(b.found) for a, b in pairs if a.found]
+    if len(differences) < LEAST:
+        differences = [float(x) - float(y) for a, b in pairs for x, y in zip(a.found, b.found, strict=True)]
+    interval = of_difference(differences)
+    return interval is not None and interval.low > 0
+
+
+def _found(entry: Entry) -> float:
+    return entry.found[0] if entry.found is not None else 0.0
+
+
+def _or_last(value: float) -> float:
+    return value if math.isfinite(value) else math.inf
+
+
+def _half(entries: int) -> int:
+    return max(math.ceil(entries / 2), min(entries, FINALISTS))
+
+
+def _cost(pieces: int, entries: int) -> int:
+    return pieces * (entries + PREFILL) if entries else 0

@@ -1,0 +1,128 @@
+"""Texts cut into pieces of equal length: a prompt, perhaps with facts hidden in it, and the text that follows it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from keepset.bench.tune.halving import ROUNDS
+from keepset.errors import KeepsetError
+from keepset.texts import CITIES, Needle, adds_bos, chat_parts, insert, secret_number
+
+if TYPE_CHECKING:
+    import transformers
+
+SIZES = (2048, 1024, 512, 256)
+"""Tokens of a piece: the most of which there are enough pieces."""
+PIECES = ROUNDS[-1]
+SHARE = 16
+"""The last of so many parts of a piece is its continuation. Those of different pieces never overlap; prompts may."""
+FACTS = 4
+"""Hidden in each piece."""
+ANSWER_TOKENS = 8
+"""Enough for a number: the words before it are given."""
+_ROOM = {False: 1, True: 512}
+"""Tokens that a piece takes beyond its size: with facts, those, the chat template, question and answer."""
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """What recipes are measured on.
+
+    Attributes:
+        prompt: token ids that are prefilled and compressed.
+        continuation: token ids of the text that follows.
+        facts: hidden in the prompt.
+        questions: about each of them, as it follows the prompt, up to where the answer differs.
+    """
+
+    prompt: Int[Tensor, "1 tokens"]
+    continuation: Int[Tensor, "1 n"]
+    facts: tuple[Needle, ...] = ()
+    questions: tuple[str, ...] = ()
+
+
+def cut(
+    tokenizer: transformers.PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    *,
+    retrieval: bool,
+    longest: int | None,
+    seed: int,
+) -> list[Piece]:
+    """`PIECES` pieces, in an order that the seed decides.
+
+    They are as long as the texts, all together, and the model's context allow, and overlap no more than they must.
+
+    Raises:
+        KeepsetError: the texts are too short, or the context is.
+    """
+    # verbose=False: a long text is cut before the model sees it, so its length is nothing to warn of.
+    ids = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
+    if longest is not None and longest < SIZES[-1] + _ROOM[retrieval]:
+        raise KeepsetError(
+            f"The model's context of {longest} tokens is too short for pieces of {SIZES[-1]} tokens and what follows "
+            "them: use a model with a longer one."
+        )
+    for size in SIZES:
+        if longest is not None and size + _ROOM[retrieval] > longest:
+            continue
+        places = _places([len(text) for text in ids], size)
+        if len(places) >= PIECES:
+            break
+    else:
+        total, least = sum(map(len, ids)), SIZES[-1] + (PIECES - 1) * SIZES[-1] // SHARE
+        raise KeepsetError(
+            f"The text has {total} tokens, too few for {PIECES} pieces of {SIZES[-1]}: give one of {least} tokens or "
+            "more, or several."
+        )
+    chance = random.Random(seed)
+    begin = [tokenizer.bos_token_id] if adds_bos(tokenizer) else []
+    pieces = []
+    for text, start in chance.sample(places, PIECES):
+        body, after = _split(ids[text][start : start + size])
+        if retrieval:
+            pieces.append(_with_facts(tokenizer, body, after, chance))
+        else:
+            pieces.append(Piece(torch.tensor([begin + body]), torch.tensor([after])))
+    return pieces
+
+
+def _places(lengths: Sequence[int], size: int) -> list[tuple[int, int]]:
+    """Where pieces may begin, text and token, so that they overlap as little as enough of them allow."""
+    places: list[tuple[int, int]] = []
+    for parts in (1, 2, 4, 8, SHARE):
+        step = size // parts
+        places = [(text, at) for text, length in enumerate(lengths) for at in range(0, length - size + 1, step)]
+        if len(places) >= PIECES:
+            break
+    return places
+
+
+def _split(ids: list[int]) -> tuple[list[int], list[int]]:
+    after = len(ids) // SHARE
+    return ids[:-after], ids[-after:]
+
+
+def _with_facts(
+    tokenizer: transformers.PreTrainedTokenizerBase, body: list[int], after: list[int], chance: random.Random
+) -> Piece:
+    """A piece whose prompt begins a user's message, with facts at evenly spaced depths."""
+    text, facts = str(tokenizer.decode(body)), []
+    for number, city in enumerate(chance.sample(CITIES, FACTS)):
+        fact = secret_number(city, str(chance.randrange(1000, 10000)))
+        text = insert(text, fact, (number + 0.5) / FACTS)
+        facts.append(fact)
+    parts = [chat_parts(tokenizer, text, fact.question) for fact in facts]
+    questions = tuple(
+        f"{asked}{'' if asked[-1].isspace() else ' '}{fact.opening}"
+        for (_, asked), fact in zip(parts, facts, strict=True)
+    )
+    prompt = tokenizer(parts[0][0], add_special_tokens=False, verbose=False)["input_ids"]
+    return Piece(torch.tensor([prompt]), torch.tensor([after]), tuple(facts), questions)

@@ -1,0 +1,1 @@
+"""The types that everything hangs on: what a method sees, and what it answers."""

@@ -1,0 +1,106 @@
+"""`Budget`: how many entries may stay, and which ones always do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from keepset.core.observation import Observation
+from keepset.errors import KeepsetError
+
+
+@dataclass(frozen=True, eq=False)
+class Budget:
+    """Entries per KV head, exact: a method asked for n keeps n, or all when there are fewer.
+
+    Attributes:
+        keep: a float in (0, 1] is a fraction of the entries, an int is entries per KV head, None leaves the
+            number to the method.
+        sinks: first tokens that always stay; they count towards `keep`.
+        recent: newest tokens that always stay. Where a fraction of a short text leaves no room for both,
+            the suffix shrinks first.
+        protect_prompt: the request's prompt always stays, like sinks. It counts towards `keep`, too; where both it and
+            the recent suffix are more than that, they are what stays.
+    """
+
+    keep: int | float | None = None
+    sinks: int = 0
+    recent: int = 0
+    protect_prompt: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("sinks", "recent"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < LIMIT:
+                raise KeepsetError(f"{name}={value!r} is not a number of tokens: use an integer from 0.")
+        if not isinstance(self.protect_prompt, bool):
+            raise KeepsetError(f"protect_prompt={self.protect_prompt!r} is neither True nor False.")
+        if self.keep is None:
+            return
+        if isinstance(self.keep, bool) or not isinstance(self.keep, int | float):
+            raise KeepsetError(f"keep={self.keep!r} is not a number: {KEEP_HELP}.")
+        if isinstance(self.keep, float) and not 0 < self.keep <= 1:
+            raise KeepsetError(f"keep={self.keep!r} is out of range: {KEEP_HELP}.")
+        if isinstance(self.keep, int):
+            if not 1 <= self.keep < LIMIT:
+                raise KeepsetError(f"keep={self.keep} is out of range: {KEEP_HELP}.")
+            if self.keep < self.sinks + self.recent:
+                raise KeepsetError(
+                    f"keep={self.keep} is below the {self.sinks + self.recent} entries that always stay "
+                    f"(sinks={self.sinks}, recent={self.recent}): raise keep, or lower those."
+                )
+
+    def __eq__(self, other: object) -> bool:
+        # 1 == 1.0, but one entry is not everything.
+        return isinstance(other, Budget) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[object, ...]:
+        return type(self.keep), self.keep, self.sinks, self.recent, self.protect_prompt
+
+    def quotas(self, observation: Observation) -> Int[Tensor, "batch kv_heads"]:
+        """Entries that stay, for every request and KV head."""
+        existing = observation.valid.sum(-1)
+        if self.keep is None:
+            return existing
+        if isinstance(self.keep, int):
+            wanted = self.aim(observation)[:, None]
+        else:
+            # 0.29 * 100 is 28.999...96 in binary; no text is long enough for 1e-9 to matter.
+            wanted = (existing.double() * self.keep + 1e-9).floor().long()
+        return torch.minimum(wanted.clamp(min=1), existing)
+
+    def first(self, observation: Observation) -> Int[Tensor, " batch"]:
+        """How many of the first tokens always stay."""
+        sinks = observation.lengths.clamp(max=self.sinks)
+        return sinks.maximum(observation.prompts) if self.protect_prompt else sinks
+
+    def always(self, observation: Observation) -> Int[Tensor, " batch"]:
+        """How many tokens always stay, where the text is long enough for them."""
+        return self.first(observation) + observation.lengths.clamp(max=self.recent)
+
+    def aim(self, observation: Observation) -> Int[Tensor, " batch"]:
+        """Entries per KV head under a whole `keep`, where there are as many: `keep`, or what always stays."""
+        assert isinstance(self.keep, int)
+        keep = torch.full_like(observation.lengths, self.keep)
+        return keep.maximum(self.always(observation)) if self.protect_prompt else keep
+
+    def is_sink(self, observation: Observation) -> Bool[Tensor, "batch kv_heads entries"]:
+        """The first tokens that always stay."""
+        return observation.positions < self.first(observation)[:, None, None]
+
+    def is_recent(self, observation: Observation) -> Bool[Tensor, "batch kv_heads entries"]:
+        """The newest tokens that always stay."""
+        return observation.positions >= observation.lengths[:, None, None] - self.recent
+
+
+LIMIT = 2**63
+"""What a tensor of whole numbers can hold."""
+
+KEEP_HELP = "use a fraction in (0, 1] such as 0.25, or a whole number of entries from 1 such as 512"

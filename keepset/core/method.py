@@ -1,0 +1,253 @@
+"""`Method`: the base of everything that looks at an Observation and answers with a KeepSet."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, get_type_hints
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from keepset.core.budget import Budget
+from keepset.core.keep_set import KeepSet
+from keepset.core.observation import Needs, Observation
+from keepset.core.select import ranked_scores, top_mask
+from keepset.errors import KeepsetError
+
+
+def parameter(
+    default: Any,
+    *,
+    minimum: int | float | None = None,
+    maximum: int | float | None = None,
+    odd: bool = False,
+    choices: Sequence[str] = (),
+) -> Any:
+    """A hyper-parameter of a method with its paper's default, and its range (both ends included) or its choices."""
+    allowed = {"minimum": minimum, "maximum": maximum, "odd": odd, "choices": tuple(choices)}
+    return dataclasses.field(default=default, metadata=allowed)
+
+
+@dataclass(frozen=True)
+class Method(ABC):
+    """A frozen set of hyper-parameters and the decision that follows from them.
+
+    The decision has four steps, and a method overrides those that its paper is about: `score` the entries,
+    set `quotas` over layers and heads, order the entries (`ranked`), and `choose`. A scorer defines only the
+    first. A method that looks across layers sets `across_layers` and overrides `select_all`.
+    """
+
+    name: ClassVar[str]
+    family: ClassVar[str] = "scorer"
+    layout: ClassVar[str] = "dense"
+    paper: ClassVar[str]
+    across_layers: ClassVar[bool] = False
+    needs_budget: ClassVar[bool] = True
+    counts_from_data: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            self._check(field)
+
+    @property
+    def needs(self) -> Needs:
+        """What the runtime has to collect for this method."""
+        return Needs()
+
+    @property
+    def equal_heads(self) -> bool:
+        """Whether all KV heads of a layer keep the same number of entries."""
+        return self.layout != "head-ragged"
+
+    @property
+    def equal_layers(self) -> bool:
+        """Whether all layers keep the same number of entries."""
+        return self.layout != "layer-ragged"
+
+    @property
+    def fixed_total(self) -> bool:
+        """Whether lengths and budget alone say how many entries a layer keeps.
+
+        A paged runtime then frees pages without asking what was kept. Where it is so, `quotas` must not look
+        at keys, values or queries, and the kept entries of a layer must be their sum.
+        """
+        return not self.counts_from_data
+
+    @property
+    def chooses(self) -> bool:
+        """Whether it has its own way from a ranking to what stays."""
+        return type(self).choose not in (Method.choose, Allocator.choose)
+
+    @property
+    def sinks(self) -> int:
+        """First tokens that the method always keeps, unless its recipe says otherwise."""
+        return 0
+
+    @property
+    def recent(self) -> int:
+        """Newest tokens that the method always keeps, unless its recipe says otherwise."""
+        return 0
+
+    @abstractmethod
+    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+        """How much each entry is worth keeping; higher is better."""
+
+    def quotas(self, observation: Observation, budget: Budget) -> Int[Tensor, "batch kv_heads"]:
+        """How many entries the average head of this layer keeps, for every request and KV head."""
+        return budget.quotas(observation)
+
+    def ranked(
+        self, observation: Observation, budget: Budget, quotas: Int[Tensor, "batch kv_heads"]
+    ) -> Float[Tensor, "batch kv_heads entries"]:
+        """Scores with what always stays above the rest, and holes below everything."""
+        return ranked_scores(self.score(observation), observation, budget)
+
+    def choose(
+        self,
+        observation: Observation,
+        budget: Budget,
+        ranked: Float[Tensor, "batch kv_heads entries"],
+        quotas: Int[Tensor, "batch kv_heads"],
+    ) -> Bool[Tensor, "batch kv_heads entries"]:
+        """From ranking and quotas to what stays: the best entries of every head."""
+        return top_mask(ranked, quotas)
+
+    def select(self, observation: Observation, budget: Budget) -> KeepSet:
+        """What stays of one layer."""
+        quotas = self.quotas(observation, budget)
+        ranked = self.ranked(observation, budget, quotas)
+        return observation.keep(self.choose(observation, budget, ranked, quotas))
+
+    def select_all(self, observations: Sequence[Observation], budget: Budget) -> KeepSet:
+        """What stays of all layers."""
+        kept = [self.select(observation, budget) for observation in observations]
+        return KeepSet([part.layer(part.layers[0]) for part in kept])
+
+    def _check(self, field: dataclasses.Field[Any]) -> None:
+        value = getattr(self, field.name)
+        kind = get_type_hints(type(self))[field.name]
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            object.__setattr__(self, field.name, value := float(value))
+        if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
+            raise KeepsetError(f"{self.name}: {field.name}={value!r} is not {_ARTICLES.get(kind, 'a method')}.")
+        if kind is float and not math.isfinite(value):
+            raise KeepsetError(f"{self.name}: {field.name}={value!r} is not a finite number.")
+        low, high = field.metadata.get("minimum"), field.metadata.get("maximum")
+        if (low is not None and value < low) or (high is not None and value > high):
+            raise KeepsetError(f"{self.name}: {field.name}={value!r} is out of range: use {_range(low, high)}.")
+        if field.metadata.get("odd") and value % 2 == 0:
+            raise KeepsetError(f"{self.name}: {field.name}={value} has no middle: use an odd number.")
+        choices = field.metadata.get("choices")
+        if choices and value not in choices:
+            known = ", ".join(map(repr, choices))
+            raise KeepsetError(f"{self.name}: {field.name}={value!r} is none of its choices: use one of {known}.")
+
+
+@dataclass(frozen=True)
+class Allocator(Method):
+    """A method that divides a budget for another one, its `scorer`."""
+
+    family: ClassVar[str] = "allocator"
+
+    scorer: Method
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.scorer, Allocator) and self.scorer.across_layers and not self.across_layers:
+            inner = self.scorer.name
+            raise KeepsetError(
+                f"{self.name} looks at one layer alone, and {inner} at all of them together: put {self.name} inside, "
+                f"as in {inner}({self.name}(snapkv)), or leave one of them out."
+            )
+        if not isinstance(self.scorer, Allocator) and (self.scorer.across_layers or not self.scorer.equal_layers):
+            raise KeepsetError(
+                f"{self.scorer.name} says itself how much every head keeps, which {self.name} cannot divide again: "
+                "use it alone."
+            )
+
+    def _check_chooses_alone(self) -> None:
+        """Refuses a method inside that chooses the entries of every head, as this one does."""
+        for inner in self.inner():
+            if inner.chooses:
+                raise KeepsetError(
+                    f"{self.name} chooses the entries of every head itself, and so does {inner.name}: put {self.name} "
+                    f"inside, as in adakv({self.name}(snapkv)), or leave one of them out."
+                )
+
+    def inner(self) -> Iterator[Method]:
+        """The method that it divides a budget for, the one inside that, and so on."""
+        yield self.scorer
+        if isinstance(self.scorer, Allocator):
+            yield from self.scorer.inner()
+
+    @property
+    def needs(self) -> Needs:
+        """What the scorer needs."""
+        return self.scorer.needs
+
+    @property
+    def equal_heads(self) -> bool:
+        """Where neither the allocator nor its scorer lets them differ."""
+        return super().equal_heads and self.scorer.equal_heads
+
+    @property
+    def equal_layers(self) -> bool:
+        """Where neither the allocator nor its scorer lets them differ."""
+        return super().equal_layers and self.scorer.equal_layers
+
+    @property
+    def fixed_total(self) -> bool:
+        """Where it is so for both."""
+        return super().fixed_total and self.scorer.fixed_total
+
+    @property
+    def sinks(self) -> int:
+        """As the scorer's."""
+        return self.scorer.sinks
+
+    @property
+    def recent(self) -> int:
+        """As the scorer's."""
+        return self.scorer.recent
+
+    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+        """The scorer's scores."""
+        return self.scorer.score(observation)
+
+    def quotas(self, observation: Observation, budget: Budget) -> Int[Tensor, "batch kv_heads"]:
+        """The scorer's quotas."""
+        return self.scorer.quotas(observation, budget)
+
+    def ranked(
+        self, observation: Observation, budget: Budget, quotas: Int[Tensor, "batch kv_heads"]
+    ) -> Float[Tensor, "batch kv_heads entries"]:
+        """The scorer's ranking."""
+        return self.scorer.ranked(observation, budget, quotas)
+
+    def choose(
+        self,
+        observation: Observation,
+        budget: Budget,
+        ranked: Float[Tensor, "batch kv_heads entries"],
+        quotas: Int[Tensor, "batch kv_heads"],
+    ) -> Bool[Tensor, "batch kv_heads entries"]:
+        """The scorer's choice."""
+        return self.scorer.choose(observation, budget, ranked, quotas)
+
+
+_ARTICLES: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "True or False",
+    str: "a text in quotes",
+}
+
+
+def _range(low: int | float | None, high: int | float | None) -> str:
+    if low is not None and high is not None:
+        return f"{low} to {high}"
+    return f"{low} or more" if low is not None else f"{high} or less"

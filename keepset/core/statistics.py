@@ -1,0 +1,220 @@
+"""`Statistics`: what was measured of a model's queries beforehand, and the file that holds it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from keepset.core.tensor_file import opened, write
+from keepset.errors import KeepsetError
+
+FORMAT = 2
+"""Of the file; raise it with every change to what is written."""
+_METADATA = "keepset_statistics"
+_RETRIEVAL = "retrieval"
+
+
+@dataclass(frozen=True, eq=False)
+class LayerStatistics:
+    """One layer: its queries, averaged over many texts, and how it rotates queries and keys.
+
+    At position p the layer makes of a row x the row
+    `gain[d] * (x[d] * cos(p * frequency[d]) + x[partner[d]] * sin(p * frequency[d]))`: each number and its partner
+    are the coordinates of a plane. A number that is not rotated is its own partner and has frequency 0.
+
+    Attributes:
+        direction: of each KV head, the one along which its query heads' queries lie after rotation; see `qfilter`.
+        mean, covariance: of each query head's queries before rotation.
+        norm: mean length of the queries in each number's plane, before rotation.
+        partner, frequency, gain: the rotation.
+    """
+
+    direction: Float[Tensor, "kv_heads head_dim"]
+    mean: Float[Tensor, "query_heads head_dim"]
+    covariance: Float[Tensor, "query_heads head_dim head_dim"]
+    norm: Float[Tensor, "query_heads head_dim"]
+    partner: Int[Tensor, " head_dim"]
+    frequency: Float[Tensor, " head_dim"]
+    gain: Float[Tensor, " head_dim"]
+
+    def to(self, device: torch.device) -> LayerStatistics:
+        """The same on another device."""
+        return LayerStatistics(**{name: getattr(self, name).to(device) for name in FIELDS})
+
+    def rotate(
+        self, rows: Float[Tensor, "batch heads n head_dim"], positions: Int[Tensor, "batch places"]
+    ) -> Float[Tensor, "batch heads n head_dim"]:
+        """Rows at the mean rotation of these positions: rotation is linear in cosines and sines."""
+        angles = positions[..., None] * self.frequency.double()
+        cos, sin = (self.gain * part.mean(1).float() for part in (angles.cos(), angles.sin()))
+        return rows * cos[:, None, None] + rows[..., self.partner] * sin[:, None, None]
+
+    def in_plane(self, rows: Float[Tensor, "*rows head_dim"]) -> Float[Tensor, "*rows head_dim"]:
+        """For every number the length of its row's part in its plane; a rotation changes it by its gain only."""
+        return rows.where(~self.paired, torch.hypot(rows, rows[..., self.partner])).abs()
+
+    @property
+    def paired(self) -> Tensor:
+        """Which numbers have a partner."""
+        return self.partner != torch.arange(self.partner.shape[0], device=self.partner.device)
+
+
+FIELDS = tuple(field.name for field in dataclasses.fields(LayerStatistics))
+
+
+@dataclass(frozen=True, eq=False)
+class Statistics:
+    """What was measured of the layers that can be compressed.
+
+    Attributes:
+        layers: by the layer's index in the model.
+        retrieval: of each KV head of these layers, from 0 to 1, how much it needs of the distant text; see
+            `duo_attention`. Nothing where it was not measured.
+        provenance: of what model and texts, and by what version of keepset; plain JSON.
+        name: for messages: what the recipe calls them.
+    """
+
+    layers: Mapping[int, LayerStatistics]
+    retrieval: Mapping[int, Float[Tensor, " kv_heads"]] = dataclasses.field(default_factory=dict, kw_only=True)
+    provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    name: str = ""
+
+    def layer(self, index: int, layers: tuple[int, ...], kv_heads: int, head_dim: int) -> LayerStatistics:
+        """Those of one layer of a model of this shape.
+
+        Raises:
+            KeepsetError: they were measured on a model of another shape.
+        """
+        ours = next(iter(self.layers.values())) if index not in self.layers else self.layers[index]
+        found, wanted = (len(self.layers), *ours.direction.shape), (len(layers), kv_heads, head_dim)
+        if tuple(self.layers) != layers or found != wanted:
+            raise KeepsetError(
+                f"The statistics {self.name!r} are of another model: theirs has {_shape(*found)}, this one "
+                f"{_shape(*wanted)}. Make them for this model with keepset calibrate."
+            )
+        return ours
+
+    def gates(self) -> Float[Tensor, "layers kv_heads"]:
+        """How much each KV head retrieves.
+
+        Raises:
+            KeepsetError: that was not measured.
+        """
+        if not self.retrieval:
+            raise KeepsetError(
+                f"The statistics {self.name!r} do not say which heads retrieve: make them again with keepset "
+                "calibrate, without --gate-steps 0."
+            )
+        return torch.stack([self.retrieval[index] for index in self.layers])
+
+
+def _shape(layers: int, kv_heads: int, head_dim: int) -> str:
+    return f"{layers} layers with {kv_heads} KV heads of size {head_dim}"
+
+
+_offers: dict[str, Callable[[], Path]] = {}
+
+
+def offer(model: str, make: Callable[[], Path]) -> None:
+    """Says how to get the statistics of the model of this name where a recipe names no file."""
+    _offers[model] = make
+
+
+def load(file: str, model: str = "") -> Statistics:
+    """The statistics in a file, or if none is named those that somebody offers for the model of this name.
+
+    Raises:
+        KeepsetError: there are none, or the file holds none that this version can read.
+    """
+    if not file and model not in _offers:
+        raise KeepsetError(
+            "This recipe looks at statistics of the model, and names no file that holds them: run "
+            f"`keepset calibrate --model {model or 'MODEL'} --out stats.safetensors`, then write "
+            "stats='stats.safetensors' in the recipe."
+        )
+    path = Path(file) if file else _offers[model]()
+    try:
+        state = path.stat()
+    except OSError:
+        raise KeepsetError(f"There is no file {file!r} with statistics: make one with keepset calibrate.") from None
+    return _read(path, state.st_mtime_ns, state.st_size)
+
+
+# More than one recipe in a comparison may name another file.
+@lru_cache(maxsize=4)
+def _read(path: Path, modified: int, size: int) -> Statistics:
+    with opened(
+        path,
+        _METADATA,
+        FORMAT,
+        foreign=f"{str(path)!r} is no file of keepset calibrate: give one that it has written.",
+        other=lambda found: (
+            f"{str(path)!r} has format {found} of statistics, and this keepset reads format {FORMAT}: run keepset "
+            "calibrate again."
+        ),
+        damaged=f"{str(path)!r} is damaged: run keepset calibrate again.",
+    ) as (file, provenance):
+        layers = {index: _layer(file, index) for index in provenance["model"]["layers"]}
+        if not layers:
+            raise ValueError
+        retrieval = _retrieval(file, layers)
+    return Statistics(layers, provenance, str(path), retrieval=retrieval)
+
+
+def _layer(file: Any, index: int) -> LayerStatistics:
+    places = {name: f"layers.{index}.{name}" for name in FIELDS}
+    if not set(places.values()) <= set(file.keys()):
+        raise ValueError
+    tensors = {name: file.get_tensor(place) for name, place in places.items()}
+    (kv_heads, dim), heads = tensors["direction"].shape, tensors["mean"].shape[0]
+    shapes = {"direction": (kv_heads, dim), "mean": (heads, dim), "covariance": (heads, dim, dim), "norm": (heads, dim)}
+    partner = tensors["partner"]
+    if (
+        any(tensor.shape != shapes.get(name, (dim,)) for name, tensor in tensors.items())
+        or any(t.dtype != (torch.int64 if t is partner else torch.float32) for t in tensors.values())
+        or not all(tensor.isfinite().all() for tensor in tensors.values())
+        or heads % kv_heads
+        or not torch.equal(partner[partner.clamp(0, dim - 1)], torch.arange(dim))
+    ):
+        raise ValueError
+    return LayerStatistics(**tensors)
+
+
+def _retrieval(file: Any, layers: Mapping[int, LayerStatistics]) -> dict[int, Tensor]:
+    """The gates of all layers, or none."""
+    places = {index: f"layers.{index}.{_RETRIEVAL}" for index in layers}
+    written = set(file.keys())
+    if written.isdisjoint(places.values()):
+        return {}
+    gates = {index: file.get_tensor(place) for index, place in places.items() if place in written}
+    if len(gates) < len(layers):
+        raise ValueError
+    for index, gate in gates.items():
+        if gate.shape != layers[index].direction.shape[:1] or gate.dtype != torch.float32:
+            raise ValueError
+        if not ((gate >= 0) & (gate <= 1)).all():
+            raise ValueError
+    return gates
+
+
+def save(statistics: Statistics, path: Path) -> None:
+    """Writes them whole or not at all.
+
+    Raises:
+        KeepsetError: the place cannot be written to.
+    """
+    # Cloned: layers may share tensors, and a file may not.
+    tensors = {
+        f"layers.{index}.{name}": getattr(layer, name).clone(memory_format=torch.contiguous_format)
+        for index, layer in statistics.layers.items()
+        for name in FIELDS
+    } | {f"layers.{index}.{_RETRIEVAL}": gate.clone() for index, gate in statistics.retrieval.items()}
+    write(path, tensors, _METADATA, {"format": FORMAT, **statistics.provenance})

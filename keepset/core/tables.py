@@ -1,0 +1,189 @@
+"""`Tables`: what was compiled offline for CompilerKV, head weights and thresholds, and the file that holds them."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from keepset.core.tensor_file import opened, write
+from keepset.errors import KeepsetError
+
+FORMAT = 1
+"""Of the file; raise it with every change to what is written."""
+ENTROPY_BINS, PERPLEXITY_BINS = 20, 4
+_METADATA = "keepset_tables"
+
+
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """The decision tables of one model, for one budget or several.
+
+    Attributes:
+        weights: of every query head, what its utility is multiplied with.
+        gate: the threshold of every layer and bin of risk, from 0 to 1.
+        entropy_edges, perplexity_edges: where the bins meet; an edge belongs to the bin above it. Entropy is in nats.
+        budgets: entries per KV head that they were compiled for, rising.
+        counts: how many texts of the corpus fell into each bin.
+        provenance: model, corpus, seed and version of keepset; plain JSON.
+        name: for messages: what the recipe calls them.
+    """
+
+    weights: Float[Tensor, "budgets layers query_heads"]
+    gate: Float[Tensor, "budgets layers 20 4"]
+    entropy_edges: Float[Tensor, " _"]
+    perplexity_edges: Float[Tensor, " _"]
+    budgets: Int[Tensor, " budgets"]
+    counts: Int[Tensor, "20 4"]
+    provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    name: str = ""
+
+    def fitted(self, layers: int, query_heads: int) -> Tables:
+        """The same for a model with so many layers and heads: each takes over what stands at its relative depth.
+
+        Warns where that is another number of them.
+        """
+        found = self.weights.shape[1:]
+        if found == (layers, query_heads):
+            return self
+        _say(
+            f"The tables {self.name!r} are of a model with {found[0]} layers of {found[1]} query heads, and this one "
+            f"has {layers} of {query_heads}: each layer and head takes what stands at its relative place."
+        )
+        rows, heads = _relative(layers, found[0]), _relative(query_heads, found[1])
+        return dataclasses.replace(self, weights=self.weights[:, rows][:, :, heads], gate=self.gate[:, rows])
+
+    def nearest(self, budget: Int[Tensor, " batch"]) -> Int[Tensor, " batch"]:
+        """Which of the budgets is nearest to each of these; of equally near ones the smaller."""
+        return (budget[:, None].double() - self.budgets.to(budget.device)).abs().argmin(-1)
+
+    def bins(
+        self, entropy: Float[Tensor, " batch"], perplexity: Float[Tensor, " batch"]
+    ) -> tuple[Int[Tensor, " batch"], Int[Tensor, " batch"]]:
+        """The bins of both risks; what is no number counts as the highest."""
+        pairs = (entropy, self.entropy_edges), (perplexity, self.perplexity_edges)
+        of_entropy, of_perplexity = (
+            (edges.to(risk.device) <= risk.nan_to_num(torch.inf)[:, None]).sum(-1) for risk, edges in pairs
+        )
+        return of_entropy, of_perplexity
+
+
+def neutral(layers: int, query_heads: int, threshold: float) -> Tables:
+    """Tables that prefer no head and no text: all weights 1, one threshold."""
+    return Tables(
+        weights=torch.ones(1, layers, query_heads),
+        gate=torch.full((1, layers, ENTROPY_BINS, PERPLEXITY_BINS), threshold),
+        entropy_edges=torch.arange(1.0, ENTROPY_BINS),
+        perplexity_edges=torch.arange(1.0, PERPLEXITY_BINS),
+        budgets=torch.ones(1, dtype=torch.long),
+        counts=torch.zeros(ENTROPY_BINS, PERPLEXITY_BINS, dtype=torch.long),
+    )
+
+
+def load(file: str) -> Tables:
+    """The tables in a file.
+
+    Raises:
+        KeepsetError: it holds none that this version can read.
+    """
+    try:
+        state = Path(file).stat()
+    except (OSError, ValueError):
+        raise KeepsetError(f"There is no file {file!r} with tables: name one, or leave tables= out.") from None
+    return _read(Path(file), state.st_mtime_ns, state.st_size)
+
+
+def save(tables: Tables, path: Path) -> None:
+    """Writes them whole or not at all.
+
+    Args:
+        tables: their provenance should name model, corpus, seed and version.
+
+    Raises:
+        KeepsetError: the place cannot be written to.
+    """
+    layers, heads = tables.weights.shape[1:]
+    shape = {"format": FORMAT, "layers": layers, "query_heads": heads}
+    write(
+        path, {name: getattr(tables, name).contiguous() for name in _TYPES}, _METADATA, {**tables.provenance, **shape}
+    )
+
+
+_TYPES = {
+    "weights": torch.float32,
+    "gate": torch.float32,
+    "entropy_edges": torch.float32,
+    "perplexity_edges": torch.float32,
+    "budgets": torch.int64,
+    "counts": torch.int64,
+}
+
+
+@lru_cache(maxsize=4)
+def _read(path: Path, modified: int, size: int) -> Tables:
+    with opened(
+        path,
+        _METADATA,
+        FORMAT,
+        foreign=f"{str(path)!r} is no file of CompilerKV's tables: name one that keepset has written.",
+        other=lambda found: (
+            f"{str(path)!r} has format {found} of tables, and this keepset reads format {FORMAT}: compile them again "
+            "with this version."
+        ),
+        damaged=f"{str(path)!r} is damaged: compile its tables again.",
+    ) as (file, provenance):
+        if not set(_TYPES) <= set(file.keys()):
+            raise ValueError
+        tables = Tables(**{name: file.get_tensor(name) for name in _TYPES}, provenance=provenance, name=str(path))
+        _check(tables)
+    return tables
+
+
+def _check(tables: Tables) -> None:
+    budgets, layers, heads = len(tables.budgets), tables.provenance["layers"], tables.provenance["query_heads"]
+    shapes = {
+        "weights": (budgets, layers, heads),
+        "gate": (budgets, layers, ENTROPY_BINS, PERPLEXITY_BINS),
+        "entropy_edges": (ENTROPY_BINS - 1,),
+        "perplexity_edges": (PERPLEXITY_BINS - 1,),
+        "budgets": (budgets,),
+        "counts": (ENTROPY_BINS, PERPLEXITY_BINS),
+    }
+    tensors = {name: getattr(tables, name) for name in _TYPES}
+    rising = [tensors[name].diff() for name in ("entropy_edges", "perplexity_edges", "budgets")]
+    if (
+        any(tensor.shape != shapes[name] or tensor.dtype != _TYPES[name] for name, tensor in tensors.items())
+        or not all(tensor.numel() and tensor.isfinite().all() for tensor in tensors.values())
+        or not all((steps > 0).all() for steps in rising)
+        or not ((tables.gate >= 0) & (tables.gate <= 1)).all()
+        or tables.budgets[0] < 1
+        or (tables.counts < 0).any()
+    ):
+        raise ValueError
+
+
+def _relative(wanted: int, found: int) -> Int[Tensor, " wanted"]:
+    """For each of so many the one at the same relative place among those found."""
+    places = torch.arange(wanted, dtype=torch.float64) * (found - 1) / max(wanted - 1, 1)
+    return (places + 0.5).floor().long()
+
+
+@lru_cache(maxsize=32)
+def _say(sentence: str) -> None:
+    warnings.warn(sentence, stacklevel=2)
+
+
+def say_neutral() -> None:
+    """Says, once, that nothing was compiled."""
+    _say(
+        "compilerkv has no tables: all heads count the same and the threshold is fixed; make a file with `keepset "
+        "compile --out tables.safetensors` and name it as tables='tables.safetensors'."
+    )

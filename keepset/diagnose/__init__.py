@@ -1,1 +1,0 @@
-"""What was kept, and what that says: functions of KeepSets and token ids, and a generation that is watched."""

@@ -1,0 +1,69 @@
+"""Echo: what the prompt's own queries would look at if they came once more, right after it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxtyping import Float
+from torch import Tensor
+
+from keepset.core.method import Method, parameter
+from keepset.core.observation import Needs, Observation
+from keepset.methods.second_pass import Received
+
+_AGAIN = Received(statistic="rms", chunk=0)
+_WEIGHT = 0.5
+
+
+@dataclass(frozen=True)
+class Echo(Method):
+    """Keeps what the prompt's own queries would look at if they came once more, right after it.
+
+    Their rotation is undone and made again for the first position after the prompt; from there every one of them
+    sees every entry, the later ones included. An entry's score is the root of the mean square of what they pay to
+    it, averaged over the query heads that share its KV head. This is a second pass without the pass: attention's
+    products, and nothing else of the model.
+
+    It is keepset's own. `expected_attention` (arXiv:2510.00636) asks a Gaussian of these queries instead of
+    themselves, and KVzip (arXiv:2505.23416) the model to repeat its prompt. Why it works: heads that continue a
+    repetition find, by a token's own query, the entry that came after it. So whatever comes up again is there, even
+    if it has come up only once so far. The mean of squares is what dropping an entry does to attention's output, to
+    first order; a mean alone overrates what everyone looks at a little, a maximum what one looks at once.
+
+    With `second_pass=True` the prompt really comes once more, on top of its own cache (or the questions come that the
+    cache was given), as in `received(statistic='rms')`, and half of what is paid then is added. Now queries know what
+    they repeat, which finds facts that nobody comes back to; those of the first pass still tell what is looked at
+    otherwise. Either alone is worse in one of both: docs/results.md.
+
+    Attributes:
+        stride: of so many tokens one is asked.
+        second_pass: whether the prompt runs once more, too.
+    """
+
+    name: ClassVar[str] = "echo"
+    paper: ClassVar[str] = "none"
+
+    stride: int = parameter(1, minimum=1)
+    second_pass: bool = parameter(False)
+
+    @property
+    def needs(self) -> Needs:
+        """The prompt's queries once more, and a second pass where it is wanted."""
+        echoes = Needs(echoes=frozenset({self.stride}))
+        return echoes | _AGAIN.needs if self.second_pass else echoes
+
+    @property
+    def sinks(self) -> int:
+        """Four, as in StreamingLLM."""
+        return 4
+
+    @property
+    def recent(self) -> int:
+        """Eight: neighbours, which no token asked from afar shows."""
+        return 8
+
+    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+        """Root mean square of what would be received, and of what is."""
+        scores = observation.by_query_group(observation.echo(self.stride).sqrt()).mean(2)
+        return scores + _WEIGHT * _AGAIN.score(observation) if self.second_pass else scores

@@ -1,0 +1,95 @@
+"""Received attention: what entries receive of a task's tokens, or of the prompt's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from keepset.core.method import Method, parameter
+from keepset.core.observation import Needs, Observation, SecondPass
+from keepset.errors import KeepsetError
+
+
+@dataclass(frozen=True)
+class Received(Method):
+    """Keeps what receives most attention (KVCompose 2025, arXiv:2509.05165, section 3.2: equations 14 to 16).
+
+    Each entry's column of attention becomes one number per query head (`statistic`), those of a query group one per
+    KV head (`aggregate_group`). There is no sum beside the mean: it orders alike, over all layers too.
+
+    Attributes:
+        task: whose attention. `"context"`: the prompt, run once more on top of its own whole cache, or the questions
+            that the cache was given (`task_tokens`). `"repeat"`: the prompt, after words that ask to repeat it; a
+            chat template's opening always stays (see `kvzip`). `"self"`: the prompt's own causal attention, in one
+            pass; what comes late is seen by few, and by itself most of all.
+        statistic: over the task's tokens; `"rms"` is the root of the mean square, and needs a second pass.
+        chunk: how many of the prompt's tokens run together; every chunk follows the prompt anew. 0: all of them.
+        mean_term: whether the mean over all heads is added to each head's own.
+        values: what attention is multiplied with (A.1.3): nothing, the value's norm, or the norm of what the query
+            head's output projection makes of it.
+    """
+
+    name: ClassVar[str] = "received"
+    paper: ClassVar[str] = "arXiv:2509.05165"
+
+    task: str = parameter("context", choices=("context", "repeat", "self"))
+    statistic: str = parameter("max", choices=("max", "mean", "rms"))
+    aggregate_group: str = parameter("mean", choices=("max", "mean"))
+    mean_term: bool = parameter(False)
+    values: str = parameter("none", choices=("none", "norm", "projected"))
+    chunk: int = parameter(128, minimum=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.task == "self" and self.statistic == "rms":
+            raise KeepsetError(f"{self.name}: statistic='rms' needs a second pass: use task='context', or 'mean'.")
+
+    @property
+    def needs(self) -> Needs:
+        """Columns of the prompt's own attention, or of a second pass; the output projection to weigh values with."""
+        columns = frozenset({_COLUMN[self.statistic]})
+        projected = self.values == "projected"
+        if self.task == "self":
+            return Needs(columns=columns, output_projection=projected)
+        return Needs(second_passes=frozenset({self._second_pass}), output_projection=projected)
+
+    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+        """Equations 14 to 16."""
+        received = self._received(observation)
+        if self.values == "projected":
+            received = received * observation.projected_norms(2)
+        grouped = observation.by_query_group(received)
+        scores = grouped.amax(2) if self.aggregate_group == "max" else grouped.mean(2)
+        if self.values == "norm":
+            scores = scores * observation.values.float().norm(dim=-1)
+        if self.mean_term:
+            scores = scores + observation.mean_over_heads(scores)
+        opening = observation.second_pass(self._second_pass).opening if self.task == "repeat" else None
+        if opening is None:
+            return scores
+        return scores.masked_fill(observation.positions < opening[:, None, None], float("inf"))
+
+    @property
+    def _second_pass(self) -> SecondPass:
+        return SecondPass(frozenset({_COLUMN[self.statistic]}), self.chunk, repeat=self.task == "repeat")
+
+    def _received(self, observation: Observation) -> Float[Tensor, "batch query_heads entries"]:
+        """Equation 14."""
+        column = _COLUMN[self.statistic]
+        if self.task == "self":
+            columns, tokens = observation.columns(column), observation.lengths
+        else:
+            told = observation.second_pass(self._second_pass)
+            columns, tokens = told.statistics[column], told.tokens
+        if self.statistic == "max":
+            return columns
+        mean = columns / tokens[:, None, None]
+        return torch.sqrt(mean) if self.statistic == "rms" else mean
+
+
+_COLUMN = {"max": "max", "mean": "sum", "rms": "square"}
+"""What is streamed for each statistic."""

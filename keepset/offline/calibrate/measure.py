@@ -1,0 +1,155 @@
+"""Runs a model over passages and measures the queries of its layers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+import keepset
+from keepset.core.observation import Needs, Observation
+from keepset.core.statistics import LayerStatistics, Statistics
+from keepset.errors import KeepsetError
+from keepset.hf.layer import KeepLayer
+from keepset.hf.prompt_cache import PromptCache
+from keepset.offline.calibrate.corpus import Corpus
+from keepset.offline.calibrate.rotation import PROBE, describe
+
+if TYPE_CHECKING:
+    import transformers
+
+SKIP = 4
+"""First tokens of a passage that are left out: attention sinks, whose queries are like no others."""
+
+
+class _Layer:
+    """Sums over the queries of one layer, in float64, so that their order and number do not matter."""
+
+    def __init__(self, rotation: tuple[Tensor, Tensor, Tensor], kv_heads: int) -> None:
+        self._kv_heads = kv_heads
+        self.partner, self.frequency, self.gain = rotation
+        self.count = 0
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, observation: Observation) -> None:
+        """One passage."""
+        assert observation.queries is not None
+        moments = observation.moments(SKIP)
+        mean, covariance = moments.mean[0].cpu().double(), moments.covariance[0].cpu().double()
+        queries = observation.queries[0, :, SKIP:].cpu().double()
+        count = queries.shape[1]
+        paired = self.partner != torch.arange(len(self.partner))
+        planes = torch.hypot(queries, queries[..., self.partner] * paired)
+        new = {
+            "queries": mean * count,
+            "products": (covariance + mean[:, :, None] * mean[:, None]) * count,
+            "norms": planes.sum(1) / self.gain,
+            "rotated": queries.sum(1),
+            "scatter": queries.transpose(-1, -2) @ queries,
+        }
+        self._sums = {name: self._sums.get(name, 0) + part for name, part in new.items()}
+        self.count += count
+
+    def statistics(self) -> LayerStatistics:
+        """Of all passages."""
+        sums = self._sums
+        if not all(part.isfinite().all() for part in sums.values()):
+            raise KeepsetError("Some of the model's queries are not finite numbers: nothing can be measured of them.")
+        mean = sums["queries"] / self.count
+        covariance = sums["products"] / self.count - mean[:, :, None] * mean[:, None]
+        # The first right singular vector of the queries is the first eigenvector of their products.
+        direction = torch.linalg.eigh(sums["scatter"]).eigenvectors[..., -1]
+        direction = direction.where((direction * sums["rotated"]).sum(-1, keepdim=True) >= 0, -direction)
+        return LayerStatistics(
+            direction=direction.unflatten(0, (self._kv_heads, -1)).mean(1).float(),
+            mean=mean.float(),
+            covariance=covariance.float(),
+            norm=(sums["norms"] / self.count).float(),
+            partner=self.partner,
+            frequency=self.frequency,
+            gain=self.gain,
+        )
+
+
+class _Listener(PromptCache):
+    """A cache that hands every layer's observation on."""
+
+    def __init__(self, model: transformers.PreTrainedModel, needs: Needs, heard: Callable[[Observation], None]) -> None:
+        super().__init__(model, needs)
+        self._heard = heard
+
+    def received(self, layer: KeepLayer, observation: Observation) -> None:
+        """Hands it on."""
+        self._heard(observation)
+
+
+@torch.no_grad()
+def measure(
+    model: transformers.PreTrainedModel,
+    corpus: Corpus,
+    on_passage: Callable[[], None] = lambda: None,
+) -> Statistics:
+    """The statistics of a model over a corpus, one passage at a time.
+
+    Raises:
+        KeepsetError: keepset cannot compress this model, or cannot tell how it rotates queries.
+    """
+    layers: dict[int, _Layer] = {}
+
+    def probed(observation: Observation) -> None:
+        _, kv_heads, _, head_dim = observation.keys.shape
+        unit = torch.eye(head_dim, device=observation.keys.device)
+        layers[observation.layer] = _Layer(describe(observation.moments(0).rotate, unit), kv_heads)
+
+    def run(ids: Tensor, needs: Needs, heard: Callable[[Observation], None]) -> None:
+        listener = _Listener(model, needs, heard)
+        model(ids.to(model.device)[None], past_key_values=listener, use_cache=True, logits_to_keep=1)
+        listener.stop_watching()
+
+    run(corpus.passages[0][:PROBE], Needs(query_moments=frozenset({0})), probed)
+    if not layers:
+        raise KeepsetError(f"{type(model).__name__} has no layer that keepset compresses: there is nothing to measure.")
+    for passage in corpus.passages:
+        needs = Needs(window=len(passage), query_moments=frozenset({SKIP}))
+        run(passage, needs, lambda observation: layers[observation.layer].add(observation))
+        on_passage()
+    measured = {index: layer.statistics() for index, layer in sorted(layers.items())}
+    return Statistics(measured, _provenance(model, corpus, measured))
+
+
+def _provenance(
+    model: transformers.PreTrainedModel, corpus: Corpus, layers: dict[int, LayerStatistics]
+) -> dict[str, Any]:
+    config = model.config.get_text_config(decoder=True)
+    # Not where it lies, nor what wrote it: the same model has the same hash.
+    described = {
+        name: value
+        for name, value in config.to_dict().items()
+        if name not in ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+    }
+    first = next(iter(layers.values()))
+    kv_heads, head_dim = first.direction.shape
+    return {
+        "keepset": keepset.__version__,
+        "model": {
+            "name": (model.config.name_or_path or "").replace("\\", "/").rstrip("/").rpartition("/")[2],
+            "architecture": type(model).__name__,
+            "config_sha256": hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest(),
+            "layers": list(layers),
+            "query_heads": first.mean.shape[0],
+            "kv_heads": kv_heads,
+            "head_dim": head_dim,
+            "rope": described.get("rope_parameters"),
+        },
+        "corpus": {
+            "sha256": corpus.sha256,
+            "passages": len(corpus.passages),
+            "tokens": corpus.tokens,
+            "left_out": SKIP * len(corpus.passages),
+        },
+        "seed": corpus.seed,
+    }

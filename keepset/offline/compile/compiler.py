@@ -1,0 +1,281 @@
+"""CompilerKV's offline compilation, from contexts to tables (Yang et al. 2026, sections 3.2 to 4.4 and B.1)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+import keepset
+from keepset.core.tables import ENTROPY_BINS, PERPLEXITY_BINS, Tables
+from keepset.errors import KeepsetError
+from keepset.hf.fingerprint import fingerprint
+from keepset.hf.recorder import Recorder
+from keepset.methods.compilerkv import CompilerKV, admitted
+from keepset.offline.compile.actions import THRESHOLDS, WEIGHTS, deciding_heads, draw
+from keepset.offline.compile.corpus import Context, Corpus
+from keepset.offline.compile.cql import Logged, Point, best, learn
+from keepset.offline.compile.judge import Judge
+from keepset.offline.compile.log import Log, Row
+from keepset.offline.compile.risk import cells, empty, evenly, with_edges
+from keepset.recipe import Recipe
+
+if TYPE_CHECKING:
+    import transformers
+
+ALPHA = 0.1
+"""How conservative; the paper names no number. Rewards have a spread of 1."""
+BETA = 0.3
+"""What keeping all entries of a prompt costs, in nats per token that follows; the paper names no number."""
+HEAD_ROWS, GATE_ROWS = 12, 8
+"""Rewards of a context under one budget, for each table."""
+POOL = 2
+"""Contexts that are looked at for each that is used, so that rare risks can be found."""
+Stage = Callable[[str, int], Callable[[], None]]
+"""`(what, how many) -> one is done`: how progress is told."""
+Reward = Literal["expected", "said"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides the tables, beside model and texts.
+
+    Attributes:
+        method: whose tables they are, with its window and ablations.
+        budgets: rising.
+        contexts: how many are used.
+        tokens: of a context.
+        continuation: tokens after it, which the reward looks at.
+        seed: of the contexts' order and of all actions.
+        reward: which of a verdict's numbers is learned from.
+    """
+
+    method: CompilerKV
+    budgets: tuple[int, ...]
+    contexts: int
+    tokens: int
+    continuation: int
+    seed: int
+    reward: Reward = "expected"
+
+    def __post_init__(self) -> None:
+        if self.method.tables:
+            raise KeepsetError(f"{Recipe.of(self.method)} has tables already: leave tables= out.")
+        for keep in self.budgets:
+            if not self.method.window < keep < self.tokens:
+                raise KeepsetError(
+                    f"A budget of {keep} leaves nothing to decide: of contexts of {self.tokens} tokens the newest "
+                    f"{self.method.window} always stay, so use whole numbers between these two."
+                )
+        if not self.budgets or list(self.budgets) != sorted(set(self.budgets)):
+            raise KeepsetError("Budgets must be rising and different from one another, such as 128,256,512.")
+
+    def to_json(self) -> dict[str, Any]:
+        """As provenance and log have them."""
+        return {**asdict(self), "method": str(Recipe.of(self.method)), "budgets": list(self.budgets)}
+
+
+def compile_tables(
+    model: transformers.PreTrainedModel,
+    corpus: Corpus,
+    settings: Settings,
+    log: Path | None = None,
+    stage: Stage = lambda what, count: lambda: None,
+) -> Tables:
+    """Looks at contexts, tries joint actions on some of them, and learns both tables from what came of it.
+
+    Actions are logged with their rewards (equations 2 and 3) as they are found; with a file as `log` a compilation that
+    was interrupted goes on where it was, and ends with the same tables.
+
+    Choices, where the paper is silent or its text cannot be followed at this size:
+
+    - One reward for all heads or layers. The paper changes one head and holds the others: 270 heads would need 270
+      times the rewards. Here all heads (or layers) act at random at once, the context's mean is taken off, and Q is a
+      sum over them (see `learn`), so every reward teaches every one of them its marginal contribution, averaged over
+      what the others do instead of at one point.
+    - The reward is by default the expectation of equation 3 over the full cache's own predictions; see `Verdict`.
+    - The head table is learned at exact budgets, where no threshold acts; the gate with `elastic=True`, all weights 1.
+    - The penalty (equation 14) is signed as it is written: what a layer admits beyond its budget costs, what it saves
+      pays. Each layer pays for its own, an L-th of beta / T an entry; being known it is added to Q, not learned.
+    - States share what they have in common: Q of a head is one part for all budgets and one for its own; Q of a gate
+      is one for the layer, one for layer and budget, one for each of both bins. Bins without a context thus have the
+      layer's threshold, and no other.
+    """
+    described = {**settings.to_json(), "corpus": corpus.sha256, "pool": len(corpus.contexts)}
+    # What is learned from is chosen afterwards.
+    logged = {name: value for name, value in described.items() if name != "reward"}
+    book = Log(log, {**logged, "model": fingerprint(model), "keepset": keepset.__version__})
+    try:
+        layers, heads, kv_heads = _shape(model, corpus, settings)
+        found = _look(model, corpus, settings, book, stage)
+        tables = with_edges(empty(layers, heads, settings.budgets), found)
+        at = cells(tables, found)
+        used = evenly(at.tolist(), settings.contexts)
+        contexts = [corpus.contexts[index] for index in used]
+        deciding = deciding_heads(settings.method, heads, kv_heads)
+        _try_out(model, contexts, settings, book, tables, deciding, stage)
+        wanted = {context.name for context in contexts}
+        rows = [row for row in book.rows if row.context in wanted]
+    finally:
+        book.close()
+    where = {context.name: int(at[index]) for context, index in zip(contexts, used, strict=True)}
+    weights, head_curve = _head_table(rows, settings, layers, deciding)
+    gate, gate_curve = _gate_table(rows, settings, layers, where)
+    counts = torch.bincount(at[used], minlength=ENTROPY_BINS * PERPLEXITY_BINS).view(ENTROPY_BINS, PERPLEXITY_BINS)
+    return dataclasses.replace(
+        tables,
+        weights=weights.repeat_interleave(heads // deciding, 2),
+        gate=gate,
+        counts=counts,
+        provenance={
+            "keepset": keepset.__version__,
+            "model": {
+                "name": (model.config.name_or_path or "").replace("\\", "/").rstrip("/").rpartition("/")[2],
+                **fingerprint(model),
+            },
+            **described,
+            "contexts": len(contexts),
+            "rows": {kind: sum(row.kind == kind for row in rows) for kind in ("head", "gate")},
+            "actions": {"weights": list(WEIGHTS), "thresholds": list(THRESHOLDS)},
+            "alpha": ALPHA,
+            "beta": BETA,
+            "curves": {"head": list(map(asdict, head_curve)), "gate": list(map(asdict, gate_curve))},
+            "marks": [list(context.marks) for context in contexts],
+        },
+    )
+
+
+def _shape(model: transformers.PreTrainedModel, corpus: Corpus, settings: Settings) -> tuple[int, int, int]:
+    """Compressed layers, query heads and KV heads."""
+    recorder = Recorder(model, settings.method.needs)
+    recorder.prefill(corpus.contexts[0].ids[None, :1].to(model.device))
+    if not recorder.observations:
+        raise KeepsetError(f"{type(model).__name__} has no layer that keepset compresses: there is nothing to compile.")
+    seen = recorder.observations[0]
+    assert seen.queries is not None
+    return len(recorder.observations), seen.queries.shape[1], seen.keys.shape[1]
+
+
+def _look(
+    model: transformers.PreTrainedModel, corpus: Corpus, settings: Settings, log: Log, stage: Stage
+) -> Float[Tensor, "contexts 2"]:
+    """The risk of every context."""
+    known = log.risks
+    done = stage("looking at contexts", len(corpus.contexts))
+    for context in corpus.contexts:
+        if context.name not in known:
+            known[context.name] = Judge(model, settings.method, context).risk
+            log.add_risk(context.name, known[context.name])
+        done()
+    return torch.tensor([known[context.name] for context in corpus.contexts], dtype=torch.float64).float()
+
+
+def _try_out(
+    model: transformers.PreTrainedModel,
+    contexts: Sequence[Context],
+    settings: Settings,
+    log: Log,
+    tables: Tables,
+    deciding: int,
+    stage: Stage,
+) -> None:
+    """Logs what comes of every context's actions, except for what has been logged."""
+    layers, heads = tables.weights.shape[1:]
+    weights, thresholds = torch.tensor(WEIGHTS), torch.tensor(THRESHOLDS)
+    known = {(row.context, row.kind, row.keep, row.number) for row in log.rows}
+    each = len(settings.budgets) * (HEAD_ROWS + GATE_ROWS)
+    done = stage("trying actions", len(contexts) * each)
+    for context in contexts:
+        judge = None
+        for keep in settings.budgets:
+            for kind, count, decisions, values in (
+                ("head", HEAD_ROWS, layers * deciding, weights),
+                ("gate", GATE_ROWS, layers, thresholds),
+            ):
+                seed = f"{settings.seed} {context.name} {kind} {keep}"
+                drawn = draw(count, decisions, len(values), seed)
+                for number, actions in enumerate(drawn):
+                    if (context.name, kind, keep, number) not in known:
+                        judge = judge or Judge(model, settings.method, context)
+                        acting = empty(layers, heads, [keep])
+                        if kind == "head":
+                            chosen = values[actions].view(1, layers, deciding)
+                            acting = dataclasses.replace(acting, weights=chosen.repeat_interleave(heads // deciding, 2))
+                        else:
+                            chosen = values[actions].view(1, layers, 1, 1)
+                            acting = dataclasses.replace(acting, gate=chosen.expand_as(acting.gate))
+                        verdict = judge.verdict(acting, keep, elastic=kind == "gate")
+                        played = bytes(actions.tolist())
+                        log.add(Row(context.name, kind, keep, number, played, 1 / len(values), **asdict(verdict)))
+                    done()
+
+
+def _head_table(
+    rows: Sequence[Row], settings: Settings, layers: int, deciding: int
+) -> tuple[Float[Tensor, "budgets layers deciding"], list[Point]]:
+    """Equation 9. A state is (l, h, B)."""
+    actions, rewards, budgets, _ = _arrays(rows, "head", settings)
+    decisions = layers * deciding
+    every = torch.arange(len(settings.budgets))[:, None] * decisions + torch.arange(decisions)
+    states = every[budgets]
+    of_all, of_budget = torch.arange(decisions).repeat(len(settings.budgets)), every.flatten() + decisions
+    q, curve = learn(
+        Logged(states, actions, rewards),
+        torch.stack([of_all, of_budget], 1),
+        torch.zeros(every.numel(), len(WEIGHTS)),
+        alpha=ALPHA,
+        decay=decisions / len(rewards),
+    )
+    return torch.tensor(WEIGHTS)[best(q)].view(len(settings.budgets), layers, deciding), curve
+
+
+def _gate_table(
+    rows: Sequence[Row], settings: Settings, layers: int, where: dict[str, int]
+) -> tuple[Float[Tensor, "budgets layers 20 4"], list[Point]]:
+    """The threshold of highest value. A state is (l, b_ent, b_ppl, B)."""
+    actions, rewards, budgets, spread = _arrays(rows, "gate", settings)
+    cell = torch.tensor([where[row.context] for row in rows if row.kind == "gate"])
+    shape = len(settings.budgets), layers, ENTROPY_BINS * PERPLEXITY_BINS
+    grid = torch.arange(shape[0] * shape[1] * shape[2]).view(shape)
+    states = grid[budgets, :, cell]
+    budget, layer, bins = (part.flatten() for part in torch.meshgrid(*map(torch.arange, shape), indexing="ij"))
+    kinds = [layer, budget * layers + layer, bins // PERPLEXITY_BINS, bins % PERPLEXITY_BINS]
+    sizes = torch.tensor([0, layers, shape[0] * layers, ENTROPY_BINS]).cumsum(0).tolist()
+    features = torch.stack([kind + size for kind, size in zip(kinds, sizes, strict=True)], 1)
+    thresholds = torch.tensor(THRESHOLDS)
+    window = settings.method.window
+    over = (
+        window + admitted(torch.tensor(settings.tokens - window), thresholds) - torch.tensor(settings.budgets)[:, None]
+    )
+    costs = BETA / settings.tokens / layers * over / spread[:, None]
+    penalty = -costs[budget]
+    logged = Logged(states, actions, rewards + penalty[states, actions].sum(1))
+    q, curve = learn(logged, features, penalty, alpha=ALPHA, decay=layers / len(rewards))
+    return thresholds[best(q)].view(shape[0], layers, ENTROPY_BINS, PERPLEXITY_BINS), curve
+
+
+def _arrays(
+    rows: Sequence[Row], kind: str, settings: Settings
+) -> tuple[Int[Tensor, "rows decisions"], Float[Tensor, " rows"], Int[Tensor, " rows"], Float[Tensor, " budgets"]]:
+    """Actions, rewards, and which budget each row has; and the spread that rewards under each were divided by.
+
+    Rewards have the mean of their context and budget taken off: what a context is worth is no action's doing.
+    """
+    chosen = [row for row in rows if row.kind == kind]
+    actions = torch.tensor([list(row.actions) for row in chosen])
+    budgets = torch.tensor([settings.budgets.index(row.keep) for row in chosen])
+    rewards = torch.tensor([getattr(row, settings.reward) for row in chosen], dtype=torch.float64)
+    groups: dict[tuple[str, int], list[int]] = {}
+    for index, row in enumerate(chosen):
+        groups.setdefault((row.context, row.keep), []).append(index)
+    for group in groups.values():
+        rewards[group] -= rewards[group].mean()
+    spread = torch.stack([rewards[budgets == b].square().mean().sqrt() for b in range(len(settings.budgets))])
+    spread = spread.where(spread > 0, 1.0)
+    return actions, (rewards / spread[budgets]).float(), budgets, spread.float()

@@ -1,0 +1,113 @@
+"""`Context`: a piece of a text that tables are compiled from, and the files that such texts come from."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from keepset.errors import KeepsetError
+from keepset.offline.calibrate.corpus import cut, digest, order
+from keepset.offline.compile.seen import marks
+from keepset.texts import adds_bos, json_lines, read
+
+if TYPE_CHECKING:
+    import transformers
+
+
+@dataclass(frozen=True, eq=False)
+class Context:
+    """A prompt and what follows it in its text.
+
+    Attributes:
+        ids: tokens of both.
+        tokens: how many of them are the prompt.
+        name: a hash of them.
+        marks: what an evaluation knows it by, see `keepset.offline.compile.seen`.
+    """
+
+    ids: Int[Tensor, " _"]
+    tokens: int
+    name: str
+    marks: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """Contexts in an order that a seed decides.
+
+    Attributes:
+        contexts: those that may be looked at, at most as many as were asked for.
+        sha256: of all texts.
+        seed: of the order.
+    """
+
+    contexts: list[Context]
+    sha256: str
+    seed: int
+
+    @classmethod
+    def draw(
+        cls,
+        tokenizer: transformers.PreTrainedTokenizerBase,
+        texts: Sequence[str],
+        *,
+        tokens: int,
+        continuation: int,
+        count: int,
+        seed: int,
+    ) -> Corpus:
+        """At most `count` pieces of texts that do not overlap, `tokens` and `continuation` long.
+
+        Raises:
+            KeepsetError: no text is long enough for one.
+        """
+        begin = [tokenizer.bos_token_id] if adds_bos(tokenizer) else []
+        size = tokens + continuation - len(begin)
+        pieces = [piece for piece in cut(tokenizer, texts, size) if len(piece) == size]
+        if not pieces:
+            raise KeepsetError(
+                f"No text has {tokens + continuation} tokens, a context of {tokens} and the {continuation} that follow "
+                "it: give longer ones, or fewer --tokens."
+            )
+        contexts: dict[str, Context] = {}
+        for index in order(len(pieces), seed):
+            if len(contexts) == count:
+                break
+            ids = torch.tensor([*begin, *pieces[index]])
+            name = hashlib.sha256(ids.numpy().tobytes()).hexdigest()
+            # The same text twice is one context.
+            contexts[name] = Context(ids, tokens, name, marks(str(tokenizer.decode(pieces[index]))))
+        return cls(list(contexts.values()), digest(texts), seed)
+
+
+def read_texts(paths: Sequence[Path]) -> list[str]:
+    """The texts of these files: a .jsonl file has one in the field "text" of every line, any other is one.
+
+    Raises:
+        KeepsetError: one cannot be read, is not UTF-8, is empty, or has a line that is not such an object.
+    """
+    texts = []
+    for path in paths:
+        whole = read(path)
+        texts += _lines(path, whole) if path.suffix == ".jsonl" else [whole]
+    return texts
+
+
+def _lines(path: Path, whole: str) -> list[str]:
+    texts = []
+    for number, found in json_lines(whole):
+        text = None if found is None else found.get("text")
+        if not isinstance(text, str):
+            raise KeepsetError(
+                f'Line {number} of {str(path)!r} is no JSON object with a text in its field "text": write one such '
+                'as {"text": "..."} in every line.'
+            )
+        texts.append(text)
+    return texts

@@ -1,0 +1,73 @@
+"""Tables in words."""
+
+from __future__ import annotations
+
+import torch
+
+from keepset.core.tables import Tables
+
+ENOUGH = 2
+"""Contexts of a bin from which on it is not called thin."""
+_SHOWN = 5
+
+
+def describe(tables: Tables) -> list[str]:
+    """What a person wants to know of them, line by line."""
+    known, budgets = tables.provenance, tables.budgets.tolist()
+    layers, heads = tables.weights.shape[1:]
+    model = known.get("model")
+    name = model.get("name") if isinstance(model, dict) else model
+    lines = [f"tables of {name or 'a model'}: {layers} layers of {heads} query heads, budgets {_list(budgets)}"]
+    told = {
+        "recipe": known.get("method"),
+        "contexts": known.get("contexts"),
+        "tokens": known.get("tokens"),
+        "continuation": known.get("continuation"),
+        "reward": known.get("reward"),
+        "seed": known.get("seed"),
+        "corpus": str(known.get("corpus", ""))[:12] or None,
+        "keepset": known.get("keepset"),
+    }
+    lines.append(", ".join(f"{what} {value}" for what, value in told.items() if value is not None))
+    lines += coverage(tables)
+    for row, budget in enumerate(budgets):
+        lines += ["", f"keep={budget}"]
+        lines.append("  head weights: " + _spread(tables.weights[row]))
+        order = tables.weights[row].flatten().argsort(descending=True, stable=True)[:_SHOWN].tolist()
+        top = ", ".join(f"{i // heads}.{i % heads} ({tables.weights[row].flatten()[i]:g})" for i in order)
+        lines.append(f"  first of the most trusted, layer.head: {top}")
+        lines.append("  thresholds: " + _spread(tables.gate[row]))
+    return lines
+
+
+def coverage(tables: Tables) -> list[str]:
+    """How many contexts each bin of risk has, and which have too few."""
+    counts = tables.counts
+    lines = ["contexts in the bins of risk, a row for each bin of perplexity, from low to high entropy:"]
+    lines += [f"  {p}: " + " ".join(f"{int(count):2d}" for count in counts[:, p]) for p in range(counts.shape[1])]
+    thin = (counts < ENOUGH).T
+    if thin.any():
+        named = "; ".join(f"{p}: {_ranges(row)}" for p, row in enumerate(thin.tolist()) if any(row))
+        lines.append(
+            f"{int(thin.sum())} of {counts.numel()} bins have fewer than {ENOUGH} contexts and go by what others of "
+            f"their layer say (perplexity: entropy): {named}"
+        )
+    return lines
+
+
+def _ranges(flags: list[bool]) -> str:
+    """Places that are true: `0-3, 7`."""
+    starts = [i for i, flag in enumerate(flags) if flag and not (i and flags[i - 1])]
+    ends = [i for i, flag in enumerate(flags) if flag and not (i + 1 < len(flags) and flags[i + 1])]
+    return ", ".join(f"{a}-{b}" if a < b else str(a) for a, b in zip(starts, ends, strict=True))
+
+
+def _spread(values: torch.Tensor) -> str:
+    found, counts = values.unique(return_counts=True)
+    if len(found) > 12:
+        return f"{values.min():.3g} to {values.max():.3g}, mean {values.mean():.3g}"
+    return ", ".join(f"{value:g} in {int(count)}" for value, count in zip(found.tolist(), counts.tolist(), strict=True))
+
+
+def _list(values: list[int]) -> str:
+    return ", ".join(map(str, values))

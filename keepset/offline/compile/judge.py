@@ -1,0 +1,125 @@
+"""`Judge`: what any tables make of one context, whose prompt runs once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from keepset.core.budget import Budget
+from keepset.core.observation import Observation
+from keepset.core.tables import Tables
+from keepset.errors import KeepsetError
+from keepset.hf.cache import Cache
+from keepset.hf.recorder import Recorder
+from keepset.methods.compilerkv import CompilerKV
+from keepset.methods.streaming_llm import StreamingLLM
+from keepset.offline.compile.corpus import Context
+from keepset.recipe import Recipe
+
+if TYPE_CHECKING:
+    import transformers
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a compression is worth, before its penalty; 0 is as good as the full cache.
+
+    Attributes:
+        said: equation 2 with equation 3: the full cache's mean negative log-likelihood of the tokens that follow, less
+            the compressed one's.
+        expected: the same in expectation over what the full cache would say instead of what the text says: the
+            negated mean KL(full || compressed). It has the same meaning and far less chance in it.
+        kept: entries per KV head, in the mean over layers.
+    """
+
+    said: float
+    expected: float
+    kept: float
+
+
+class Judge:
+    """One context.
+
+    Attributes:
+        risk: entropy and perplexity of its prompt (equations 12 and 13).
+    """
+
+    def __init__(self, model: transformers.PreTrainedModel, method: CompilerKV, context: Context) -> None:
+        self._model, self._context = model, context
+        self._method = dataclasses.replace(method, elastic=True, gate=True)
+        self._recorder = Recorder(model, self._method.needs)
+        ids = context.ids.to(model.device)[None]
+        self._recorder.prefill(ids[:, : context.tokens])
+        self._following = ids[:, context.tokens :]
+        seen = self._recorder.observations
+        self._received = self._method._received(seen)
+        entropy, perplexity = self._method._risk(seen[0], self._received)
+        # As Tables.bins has it: what is no number is the highest risk.
+        self.risk = float(entropy.nan_to_num(torch.inf)), float(perplexity.nan_to_num(torch.inf))
+
+    def verdict(self, tables: Tables, keep: int, *, elastic: bool) -> Verdict:
+        """Of these tables under this budget.
+
+        Raises:
+            KeepsetError: the model's logits are not finite numbers.
+        """
+        known = {field.name: getattr(self._method, field.name) for field in dataclasses.fields(CompilerKV)}
+        method = _Given(**{**known, "elastic": elastic}, given=tables, received=self._received, signals=self._signals)
+        cache = self._cache(Recipe(method, Budget(keep, recent=method.window)))
+        assert cache.keep_set is not None
+        kept = float(cache.keep_set.counts.double().mean())
+        told, full = self._continue(cache), self._full
+        after = self._following[0, 1:, None]
+        said = float((told - full).gather(1, after).mean())
+        expected = -float(F.kl_div(told, full, log_target=True, reduction="none").sum(-1).mean())
+        if not torch.tensor([said, expected]).isfinite().all():
+            raise KeepsetError("Some of the model's logits are not finite numbers: no tables can be compiled.")
+        return Verdict(said, expected, kept)
+
+    @cached_property
+    def _signals(self) -> dict[int, Tensor]:
+        return {seen.layer: self._method._signal(seen, self._received) for seen in self._recorder.observations}
+
+    @cached_property
+    def _full(self) -> Float[Tensor, "n vocabulary"]:
+        return self._continue(self._cache(Recipe.of(StreamingLLM(), keep=1.0)))
+
+    def _cache(self, recipe: Recipe) -> Cache:
+        return Cache.from_prompt(self._model, recipe, self._recorder, self._recorder.observations)
+
+    @torch.no_grad()
+    def _continue(self, cache: Cache) -> Float[Tensor, "n vocabulary"]:
+        """Log-probabilities of all tokens that follow but the first, which the prompt's own logits predict alike."""
+        logits = self._model(self._following[:, :-1], past_key_values=cache, use_cache=True).logits
+        return logits[0].float().log_softmax(-1)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Given(CompilerKV):
+    """The method under tables that are in no file, with what does not depend on them made before."""
+
+    given: Tables
+    received: Tensor
+    signals: Mapping[int, Tensor]
+
+    def __post_init__(self) -> None:
+        """Nothing to check: a recipe was the source of all parameters."""
+
+    def _tables(self, observation: Observation) -> Tables:
+        return self.given
+
+    def _received(self, observations: object) -> Float[Tensor, "batch positions"]:  # type: ignore[override]
+        return self.received
+
+    def _signal(
+        self, observation: Observation, received: Float[Tensor, "batch positions"]
+    ) -> Float[Tensor, "batch kv_heads _ entries"]:
+        return self.signals[observation.layer]

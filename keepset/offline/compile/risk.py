@@ -1,0 +1,61 @@
+"""Bins of risk: where they meet, and contexts drawn from them as evenly as there are."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from keepset.core.tables import ENTROPY_BINS, PERPLEXITY_BINS, Tables, neutral
+
+_TAIL = 0.05
+"""Share of the contexts looked at that the outermost bins hold, on each side."""
+
+
+def with_edges(tables: Tables, risks: Float[Tensor, "contexts 2"]) -> Tables:
+    """The tables with bins for these risks: of equal width in nats, for perplexity of the logarithm.
+
+    The paper gives the number of bins and not where they meet.
+    """
+    entropy = _edges(risks[:, 0], ENTROPY_BINS)
+    perplexity = _edges(risks[:, 1].log(), PERPLEXITY_BINS).exp()
+    return dataclasses.replace(tables, entropy_edges=entropy.float(), perplexity_edges=perplexity.float())
+
+
+def cells(tables: Tables, risks: Float[Tensor, "contexts 2"]) -> Int[Tensor, " contexts"]:
+    """Every context's bin: PERPLEXITY_BINS times that of its entropy, and that of its perplexity."""
+    of_entropy, of_perplexity = tables.bins(risks[:, 0], risks[:, 1])
+    return of_entropy * PERPLEXITY_BINS + of_perplexity
+
+
+def evenly(found: Sequence[int], count: int) -> list[int]:
+    """Indices of so many of the contexts that lie in these bins: one of every bin, then a second of each, and so on."""
+    rounds: dict[int, int] = {}
+    turns = []
+    for index, cell in enumerate(found):
+        rounds[cell] = rounds.get(cell, 0) + 1
+        turns.append((rounds[cell], index))
+    return sorted(index for _, index in sorted(turns)[:count])
+
+
+def empty(layers: int, query_heads: int, budgets: Sequence[int]) -> Tables:
+    """Tables that decide nothing yet, for these budgets."""
+    one = neutral(layers, query_heads, 1.0)
+    rows = len(budgets)
+    return dataclasses.replace(
+        one,
+        weights=one.weights.repeat(rows, 1, 1),
+        gate=one.gate.repeat(rows, 1, 1, 1),
+        budgets=torch.tensor(budgets),
+    )
+
+
+def _edges(risk: Float[Tensor, " contexts"], bins: int) -> Float[Tensor, " _"]:
+    known = risk[risk.isfinite()].double()
+    low, high = known.quantile(torch.tensor([_TAIL, 1 - _TAIL], dtype=torch.float64)).tolist() if len(known) else (0, 0)
+    if high - low < 1e-3:  # all alike
+        low, high = low - 0.5, high + 0.5
+    return torch.linspace(low, high, bins - 1, dtype=torch.float64)

@@ -1,0 +1,1 @@
+"""Compression in paged caches, whatever the engine: nothing here imports one."""

@@ -1,0 +1,212 @@
+"""`Compactor`: executes a KeepSet in pages. Reads a layer's entries, asks the recipe, packs what stays."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from keepset.core.keep_set import LayerKeepSet
+from keepset.core.observation import Observation
+from keepset.paged.observer import Observer
+from keepset.paged.pages import Pages
+from keepset.paged.planner import Event, Planner
+from keepset.vllm.stats import worker_stats
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Reached:
+    """An event that a layer has reached, and what the layer alone knows of it.
+
+    Attributes:
+        event: it.
+        pages: the layer's cache.
+        before: sub-pages that hold each head's entries.
+        counts: entries that each head kept at its event before.
+        entries: entries that each head has.
+        parts: of the Observation, all but the entries.
+    """
+
+    event: Event
+    pages: Pages
+    before: Int[Tensor, "rows kv_heads pages"]
+    counts: Int[Tensor, "rows kv_heads"]
+    entries: Int[Tensor, "rows kv_heads"]
+    parts: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Found:
+    """The entries of a layer at an event: all of them in keys, values and positions, in the observation up to it."""
+
+    keys: Float[Tensor, "rows kv_heads places head_dim"]
+    values: Float[Tensor, "rows kv_heads places head_dim"]
+    positions: Int[Tensor, "rows kv_heads places"]
+    observation: Observation
+
+
+class Compactor:
+    """The compressions of one layer.
+
+    What an entry is, apart from key and value, lies in columns of its own that are indexed by the same slots: its
+    original position, and whatever the method remembers of it. So all of it moves, and is forgotten, together.
+
+    Args:
+        planner: of the layer's group.
+        name: the layer's.
+        observer: collects what the recipe looks at.
+        counted: whether this process's compressions are counted; of several ranks, one's are.
+    """
+
+    def __init__(self, planner: Planner, name: str, observer: Observer, counted: bool) -> None:
+        self._planner, self._place, self.layer = planner, planner.place(name), planner.layers[name]
+        self._observer, self._counted = observer, counted
+        self.recipe, self.layers = planner.timeline.recipe, planner.all_layers
+        self._positions: Tensor | None = None
+        self._state: dict[str, Tensor] = {}
+
+    def compress(self, event: Event, pages: Pages) -> None:
+        """Executes one event."""
+        start = time.perf_counter()
+        reached = self.reach(event, pages)
+        found = self.look(reached)
+        self.execute(reached, found, self._select(found.observation, event), start)
+
+    def reach(self, event: Event, pages: Pages) -> Reached:
+        """What this layer alone knows of an event; entries stay in their pages for now."""
+        before, counts, entries = self._planner.held(event, self._place)
+        width = self._width(event, before)
+        parts = self._observer.parts(event, width, unbroken=event.level and not event.compressed)
+        return Reached(event, pages, before, counts, entries, parts)
+
+    def look(self, reached: Reached) -> Found:
+        """What the method may look at: everything up to the event's point."""
+        event, size = reached.event, self._planner.block_size
+        keys, values = reached.pages.read(reached.before)
+        width = self._width(event, reached.before)
+        place = torch.arange(keys.shape[2], device=keys.device)
+        moved = place < reached.counts[..., None]
+        # Entries that came after the event before are whole: each lies as far behind its position as were dropped.
+        positions = place + (event.at + event.newer)[:, None, None] - reached.entries[..., None]
+        slots = None
+        if self._positions is not None and event.compressed:
+            slots = (reached.before * size)[..., None] + torch.arange(size, device=keys.device)
+            slots = slots.flatten(2)
+            positions = torch.where(moved, self._positions[slots].long(), positions)
+        state = {
+            name: column[slots].where(moved, 0)[..., :width]
+            for name, column in self._state.items()
+            if slots is not None
+        }
+        observation = Observation(
+            keys=keys[:, :, :width],
+            values=values[:, :, :width],
+            positions=positions[..., :width] if event.compressed else None,
+            valid=None if event.level else (place < (reached.entries - event.newer)[..., None])[..., :width],
+            lengths=event.at,
+            prompts=event.prompts,
+            layer=self.layer,
+            layers=self.layers,
+            state=state,
+            **reached.parts,
+        )
+        return Found(keys, values, positions, observation)
+
+    def execute(self, reached: Reached, found: Found, kept: LayerKeepSet, start: float) -> None:
+        """Packs what stays, and what came after the event; `start` is when the compression began."""
+        event, entries, size = reached.event, reached.entries, self._planner.block_size
+        places = found.keys.shape[2]
+        index, rank = _survivors(kept, entries, event.newer, places)
+        heads = index // places
+        left = kept.counts + event.newer
+        after = self._planner.settle(event, self._place, left)
+        if after is None:
+            return
+        target = after.reshape(-1).index_select(0, heads * after.shape[-1] + rank // size) * size + rank % size
+        reached.pages.write(_rows(found.keys, index), _rows(found.values, index), target)
+        self._remember(reached.pages.slots, target, heads, index, found)
+        if self._counted:
+            stays, total = int(left.sum()), int(entries.sum())
+            seconds = time.perf_counter() - start
+            worker_stats().compressed(
+                len(event.rows) if self.layer == self.layers[0] else 0, stays, total - stays, seconds
+            )
+            logger.debug("layer %d kept %d of %d entries in %.1f ms", self.layer, stays, total, 1e3 * seconds)
+
+    def _width(self, event: Event, before: Int[Tensor, "rows kv_heads pages"]) -> int:
+        """Places of entries that the method sees."""
+        return event.width - event.newer if event.level else before.shape[-1] * self._planner.block_size
+
+    def _select(self, observation: Observation, event: Event) -> LayerKeepSet:
+        """The recipe's choice, which must be of the size that the scheduler counts with."""
+        method, budget = self.recipe.method, self.recipe.budget
+        state = dict(observation.state)
+        kept = method.select(observation, budget).layer(self.layer)
+        if as_counted(kept, event, method.equal_heads):
+            return kept
+        # A request that starts again after a preemption has more to choose from than one that was compressed all
+        # along, so a number that depends on it comes out differently. How many stay must not.
+        observation.state.clear()
+        observation.state.update(state)
+        assert event.keep is not None
+        share = torch.full_like(kept.counts, event.keep)
+        return observation.keep(
+            method.choose(observation, budget, method.ranked(observation, budget, share), share)
+        ).layer(self.layer)
+
+    def _remember(
+        self,
+        slots: int,
+        target: Int[Tensor, " kept"],
+        heads: Int[Tensor, " kept"],
+        index: Int[Tensor, " kept"],
+        found: Found,
+    ) -> None:
+        """Writes what belongs to the entries that stay beside them."""
+        if self._positions is None:
+            self._positions = torch.zeros(slots, dtype=torch.int32, device=target.device)
+        self._positions[target] = found.positions.reshape(-1)[index].int()
+        for name, column in found.observation.state.items():
+            if name not in self._state:
+                self._state[name] = column.new_zeros(slots)
+            within = index - heads * found.keys.shape[2]
+            known = within < column.shape[-1]
+            rows = column.reshape(-1, column.shape[-1])
+            self._state[name][target] = torch.where(known, rows[heads, within.clamp(max=column.shape[-1] - 1)], 0)
+
+
+def as_counted(kept: LayerKeepSet, event: Event, equal_heads: bool) -> bool:
+    """Whether a layer keeps as many entries as the scheduler counts with."""
+    if event.keep is None:
+        return True
+    share = torch.full_like(kept.counts, event.keep)
+    return torch.equal(kept.counts, share) if equal_heads else bool((kept.counts.sum(-1) <= share.sum(-1)).all())
+
+
+def _survivors(
+    kept: LayerKeepSet, entries: Int[Tensor, "rows kv_heads"], newer: int, width: int
+) -> tuple[Int[Tensor, " kept"], Int[Tensor, " kept"]]:
+    """Flat index of every entry that stays, `head * width + place`, and its rank in its head afterwards."""
+    heads = kept.rows
+    rank = torch.arange(heads.shape[0], device=heads.device) - kept.cu_seqlens[heads]
+    index = heads * width + kept.indices
+    if not newer:
+        return index, rank
+    counts, ends = kept.counts.flatten(), entries.flatten() - newer
+    every = torch.arange(counts.shape[0], device=heads.device).repeat_interleave(newer)
+    nth = torch.arange(newer, device=heads.device).repeat(counts.shape[0])
+    return (
+        torch.cat([index, every * width + ends[every] + nth]),
+        torch.cat([rank, counts[every] + nth]),
+    )
+
+
+def _rows(column: Float[Tensor, "rows kv_heads places dim"], index: Int[Tensor, " kept"]) -> Float[Tensor, "kept dim"]:
+    return column.reshape(-1, column.shape[-1]).index_select(0, index)

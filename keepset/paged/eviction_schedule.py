@@ -1,0 +1,141 @@
+"""`Timeline`: when a request of a recipe is compressed, and how many of its entries are gone by then.
+
+All of it follows from the prompt's length, the tokens so far and the recipe. So the scheduler's process and every
+rank know it alone, and nothing is sent between them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from keepset.core.observation import Observation
+from keepset.paged.prompt import looks_at_all
+from keepset.recipe import Recipe
+
+_CACHED = 1 << 16
+
+
+class Timeline:
+    """The compression events of one layer under one recipe.
+
+    Attributes:
+        recipe: what is executed.
+        block_size: tokens per page.
+        fixed: False where counts come from the data: then nothing is known about what is dropped.
+    """
+
+    def __init__(self, recipe: Recipe, layer: int, layers: tuple[int, ...], kv_heads: int, block_size: int) -> None:
+        self.recipe, self.block_size = recipe, block_size
+        self.fixed = recipe.method.fixed_total
+        self.ragged = not (self.fixed and recipe.method.equal_heads)
+        self._layer, self._layers, self._kv_heads = layer, layers, kv_heads
+        self._kept: dict[tuple[int, int], int] = {}
+
+    def event(self, prompt: int, length: int) -> int:
+        """The newest event at or before `length` tokens; 0 when there was none."""
+        schedule = self.recipe.schedule
+        if length < prompt:
+            return 0
+        if schedule.every is None:
+            return prompt
+        passed = (length - prompt) // schedule.every
+        return prompt + passed * schedule.every if passed or schedule.prefill else 0
+
+    def next_event(self, prompt: int, length: int) -> int | None:
+        """The first event after `length` tokens."""
+        schedule = self.recipe.schedule
+        if length < prompt and schedule.prefill:
+            return prompt
+        if schedule.every is None:
+            return None
+        return prompt + (max(length - prompt, 0) // schedule.every + 1) * schedule.every
+
+    def dropped(self, prompt: int, length: int) -> int:
+        """Entries that the average KV head has lost once `length` tokens were processed.
+
+        Heads of different lengths round up to whole pages, each by itself; one spare block absorbs that, so they
+        are not compressed before a whole block can go.
+        """
+        at = self.event(prompt, length)
+        if not at or not self.fixed:
+            return 0
+        dropped = at - self._kept_at(prompt, at)
+        return 0 if self.ragged and dropped < self.block_size else dropped
+
+    def compressed(self, prompt: int, length: int) -> int:
+        """The newest event at or before `length` tokens that dropped something; 0 when there was none.
+
+        Where a layer's share grows with the text, some events drop nothing; those are not executed.
+        """
+        at = self.event(prompt, length) if self.dropped(prompt, length) else 0
+        while at and self.dropped(prompt, at) == self.dropped(prompt, at - 1):
+            at = self.event(prompt, at - 1)
+        return at
+
+    def freed(self, prompt: int, length: int) -> int:
+        """Leading blocks of the request that hold nothing any more."""
+        blocks = self.dropped(prompt, length) // self.block_size
+        return max(blocks - 1, 0) if self.ragged else blocks
+
+    def held(self, prompt: int, length: int) -> int:
+        """Blocks that a request of `length` tokens needs."""
+        return -(-length // self.block_size) - self.freed(prompt, length)
+
+    def untouched(self, prompt: int) -> int | None:
+        """First tokens whose pages no compression writes to, so that other requests may share them.
+
+        None where nothing is ever compressed.
+        """
+        if not self.fixed:
+            return 0
+        every = self.recipe.schedule.every
+        first = self.event(prompt, prompt) or prompt + (every or 0)
+        if self.dropped(prompt, first):
+            return self.freed(prompt, first) * self.block_size
+        return None if every is None else 0
+
+    def shareable(self, prompt: int) -> int | None:
+        """First tokens of a prompt that may be taken from another request's pages; None for all of them.
+
+        Of such tokens no queries are seen, so those that the first compression looks at are not shared.
+        """
+        untouched, needs = self.untouched(prompt), self.recipe.method.needs
+        if untouched is None:
+            return None
+        if looks_at_all(needs):
+            return 0
+        return max(min(untouched, prompt - needs.window), 0)
+
+    def _kept_at(self, prompt: int, event: int) -> int:
+        """Entries per head that the event leaves, from those that the event before it left."""
+        if len(self._kept) > _CACHED:
+            self._kept.clear()
+        first = self.event(prompt, prompt) or prompt + (self.recipe.schedule.every or 0)
+        pending = [event]
+        while pending[-1] > first and (prompt, pending[-1]) not in self._kept:
+            assert self.recipe.schedule.every is not None
+            pending.append(pending[-1] - self.recipe.schedule.every)
+        for at in reversed(pending):
+            if (prompt, at) not in self._kept:
+                before = at - (self.recipe.schedule.every or 0)
+                entries = at if at == first else self._kept[prompt, before] + at - before
+                self._kept[prompt, at] = self._quota(entries, prompt, at)
+        return self._kept[prompt, event]
+
+    def _quota(self, entries: int, prompt: int, length: int) -> int:
+        """Entries that the average head may keep of so many; what they hold plays no part."""
+        budget = self.recipe.budget
+        if budget.keep is None:
+            return entries
+        shape = (1, self._kv_heads, entries)
+        skeleton = Observation(
+            keys=torch.empty(*shape, 0),
+            values=torch.empty(*shape, 0),
+            lengths=torch.tensor([length]),
+            prompts=torch.tensor([prompt]),
+            scaling=1.0,
+            layer=self._layer,
+            layers=self._layers,
+        )
+        quotas = self.recipe.method.quotas(skeleton, budget).clamp(max=entries)
+        return -(-int(quotas.sum()) // self._kv_heads)

@@ -1,0 +1,185 @@
+"""Heads that keep different numbers of entries: what is remembered of each request, and the tables of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from keepset.paged import subpages
+from keepset.paged.subpages import Layout
+
+
+@dataclass
+class RaggedStep:
+    """The page tables of one step.
+
+    Attributes:
+        folded: whether attention needs them; while nothing was compressed, vLLM's own layout is the same.
+        pages: ids of the pages that hold each request's newest token, where its state is filed.
+        lengths: tokens of each request after this step.
+        layout: what the tables follow from.
+        entries: of each head after this step.
+        tables: sub-pages of each head.
+        slots: where new entries go, layer by layer.
+        starts: first of each request's queries, and the end of the last one's.
+    """
+
+    folded: bool
+    pages: Int[Tensor, " rows"]
+    lengths: Int[Tensor, " rows"]
+    layout: Layout
+    entries: Int[Tensor, "rows layers kv_heads"]
+    tables: Int[Tensor, "rows layers kv_heads pages"]
+    slots: Sequence[Int[Tensor, " tokens_heads"]] | None
+    starts: Int[Tensor, " rows_plus_1"]
+
+
+class RaggedTables:
+    """The state of all requests, filed under the page that holds a request's newest token.
+
+    No other request writes to that page, and the state is written anew in every step before it is read. So it needs
+    no request's name, and reordering, aborts, preemption and the reuse of pages cannot confuse it.
+    """
+
+    def __init__(self, layers: int, kv_heads: int, block_size: int) -> None:
+        self._layers, self._kv_heads, self._block_size = layers, kv_heads, block_size
+        self._filed: Layout | None = None
+        self._tokens: Tensor
+        self._steady = False
+        self.step: RaggedStep
+
+    def advance(
+        self,
+        block_table: Int[Tensor, "rows width"],
+        before: Int[Tensor, " rows"],
+        after: Int[Tensor, " rows"],
+        starts: Int[Tensor, " rows_plus_1"],
+        compressed: list[bool],
+        eventful: bool,
+        decoding: bool,
+        blocks: int,
+    ) -> RaggedStep | None:
+        """Moves every request's state along, and makes the tables that the step needs.
+
+        Args:
+            block_table: blocks of each request by logical position.
+            before, after: tokens of each request before and after the step.
+            starts: first of each request's queries, and the end of the last one's.
+            compressed: requests that must have a state.
+            eventful: whether any request is compressed in this step.
+            decoding: whether each request has one new token.
+            blocks: how many there are in all.
+        """
+        filed = self._file(blocks, block_table.device)
+        rows = torch.arange(before.shape[0], device=before.device)
+        old = block_table[rows, (before - 1).clamp(min=0) // self._block_size].long()
+        pages = block_table[rows, (after - 1) // self._block_size].long()
+        if decoding and not eventful and self._goes_on(old, pages, before):
+            return self._next(after)
+        self._steady = False
+        known = (before > 0) & (self._tokens[old] == before)
+        if not all(is_known or not must for is_known, must in zip(known.tolist(), compressed, strict=True)):
+            raise RuntimeError("keepset lost the page tables of a request that was compressed.")
+        layout = Layout(*(part[old].where(_like(known, part), 0) for part in filed))
+        for part, now in zip(filed, layout, strict=True):
+            part[pages] = now
+        self._tokens[pages] = after
+        folded = any(compressed)
+        if not (folded or eventful):
+            return None
+        entries = subpages.entries(layout, after)
+        # As far as until a request's newest block is full: before that there is no other block to look up.
+        coming = entries + (-after % self._block_size)[:, None, None]
+        most = -(-int(coming.max()) // self._block_size)
+        tables = subpages.tables(layout, coming, block_table, self._block_size, most)
+        self.step = RaggedStep(
+            folded=folded,
+            pages=pages,
+            lengths=after,
+            layout=layout,
+            entries=entries,
+            tables=tables,
+            slots=self._slots(layout, tables, before, starts, decoding).unbind() if folded else None,
+            starts=starts,
+        )
+        self._steady = folded and decoding and not eventful
+        return self.step
+
+    def _goes_on(self, old: Int[Tensor, " rows"], pages: Int[Tensor, " rows"], before: Int[Tensor, " rows"]) -> bool:
+        """Whether the requests are those of the step before, and none has a block more: tables stay as they are."""
+        if not self._steady or len(pages) != len(self.step.pages):
+            return False
+        return bool(((old == pages) & (pages == self.step.pages) & (before == self.step.lengths)).all())
+
+    def _next(self, after: Int[Tensor, " rows"]) -> RaggedStep:
+        """The step with one token more, which is most of them: nothing but lengths and slots is made anew."""
+        self._tokens[self.step.pages] = after
+        step = self.step
+        slots = self._slots(step.layout, step.tables, step.lengths, step.starts, decoding=True)
+        self.step = replace(step, lengths=after, entries=step.entries + 1, slots=slots.unbind())
+        return self.step
+
+    def held(
+        self, rows: Int[Tensor, " rows"], place: int
+    ) -> tuple[Int[Tensor, "rows kv_heads pages"], Int[Tensor, "rows kv_heads"], Int[Tensor, "rows kv_heads"]]:
+        """Sub-pages, entries kept at the event before, and entries of each head of these requests in one layer."""
+        entries = self.step.entries[rows, place]
+        pages = -(-int(entries.max()) // self._block_size)
+        return self.step.tables[rows, place, :, :pages].long(), self.step.layout.counts[rows, place], entries
+
+    def settle(
+        self,
+        rows: Int[Tensor, " rows"],
+        place: int,
+        left: Int[Tensor, "rows kv_heads"],
+        block_table: Int[Tensor, "all_rows width"],
+        first: Int[Tensor, " rows"] | None,
+    ) -> Int[Tensor, "rows kv_heads pages"] | None:
+        """Deals a layer's pages out anew; None where what is left does not fit, and the layer stays as it is.
+
+        Args:
+            rows: the requests that are compressed.
+            place: the layer.
+            left: entries that each head has from now on.
+            block_table: blocks of each request by logical position.
+            first: the block that the scheduler will not free, where it knows; else the last that does.
+        """
+        lengths = self.step.lengths[rows]
+        blocks = -(-lengths // self._block_size)
+        last = blocks - subpages.blocks_needed(left, lengths, self._block_size)
+        first = last if first is None else first
+        if bool(((first > last) | (first < self.step.layout.first[rows, place])).any()):
+            return None
+        layout = Layout(left[:, None], lengths[:, None], first[:, None])
+        assert self._filed is not None
+        for part, now in zip(self._filed, layout, strict=True):
+            part[self.step.pages[rows], place] = now[:, 0]
+        most = -(-int(left.max()) // self._block_size)
+        return subpages.tables(layout, left[:, None], block_table[rows], self._block_size, most)[:, 0].long()
+
+    def first_blocks(self, page: int) -> Int[Tensor, " layers"]:
+        """The first block that each layer of a request still uses."""
+        assert self._filed is not None
+        return self._filed.first[page]
+
+    def _slots(self, layout: Layout, tables: Tensor, before: Tensor, starts: Tensor, decoding: bool) -> Tensor:
+        row = torch.arange(before.shape[0], device=before.device)
+        if not decoding:
+            row = torch.repeat_interleave(row, starts[1:] - starts[:-1])
+            before = before[row] + torch.arange(row.shape[0], device=row.device) - starts[row]
+        return subpages.slots(layout, tables, before, row, self._block_size)
+
+    def _file(self, blocks: int, device: torch.device) -> Layout:
+        if self._filed is None:
+            empty = torch.zeros(blocks, self._layers, dtype=torch.int64, device=device)
+            self._filed = Layout(empty[..., None].repeat(1, 1, self._kv_heads), empty, empty.clone())
+            self._tokens = torch.zeros(blocks, dtype=torch.int64, device=device)
+        return self._filed
+
+
+def _like(known: Tensor, part: Tensor) -> Tensor:
+    return known.view(-1, *(1,) * (part.ndim - 1))

@@ -1,0 +1,103 @@
+"""`Windows`: the newest queries of the requests whose next compression will look at them.
+
+Nothing that reaches the attention layers names a request. What does is the page that holds its newest token: no
+other request may write to it. So a record is filed under that page's id and moved along in every step; a request
+that ended, was aborted or was preempted leaves one behind, which is thrown out once there are more records than
+requests can run in two steps.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from keepset.paged.prompt import Prompts
+
+
+@dataclass(frozen=True)
+class Capture:
+    """Queries to record: places of `Windows` for some of a step's queries."""
+
+    queries: Int[Tensor, " n"]
+    slots: Int[Tensor, " n"]
+    places: Int[Tensor, " n"]
+
+
+@dataclass
+class Record:
+    """One request's recorded queries.
+
+    Attributes:
+        slot: its place in the rings.
+        start: position of the first token that was recorded without a gap.
+        length: tokens that the request has had.
+        prompt: what its whole prompt tells, where the recipe looks at that.
+    """
+
+    slot: int
+    start: int
+    length: int
+    prompt: Prompts | None = None
+
+
+class Windows:
+    """Rings of `window` queries per layer and request; position p lies at p mod window."""
+
+    def __init__(self, layers: int, window: int, requests: int) -> None:
+        self.window = window
+        self._requests = requests
+        self._rings: list[Tensor | None] = [None] * layers
+        self._records: OrderedDict[int, Record] = OrderedDict()
+        self._free: list[int] = []
+        self._slots = 0
+
+    def follow(self, page_before: int, page: int, start: int, before: int, length: int) -> Record:
+        """The record of a request that went from `before` to `length` tokens, a fresh one where there is none.
+
+        Args:
+            page_before, page: ids of the pages that hold its newest token before and after this step.
+            start: position of the first token that is recorded now.
+            before, length: tokens before and after.
+        """
+        record = self._records.pop(page_before, None) if before else None
+        if record is None or record.length != before:
+            record = Record(self._free.pop() if self._free else self._new_slot(), start, before)
+        record.length = length
+        if (stale := self._records.pop(page, None)) is not None:
+            self._free.append(stale.slot)
+        self._records[page] = record
+        # In the middle of a step: those of the step before, gone or not yet moved along, and those of this one.
+        while len(self._records) > 2 * self._requests:
+            self._free.append(self._records.popitem(last=False)[1].slot)
+        return record
+
+    def forget(self, page: int) -> None:
+        """Drops the record of a request that is not recorded any more."""
+        if (record := self._records.pop(page, None)) is not None:
+            self._free.append(record.slot)
+
+    def add(self, layer: int, queries: Float[Tensor, "n heads dim"], capture: Capture) -> None:
+        """Writes some of a step's queries to places of the rings."""
+        ring = self._rings[layer]
+        if ring is None or ring.shape[0] < self._slots:
+            grown = queries.new_zeros(max(2 * self._slots, 4), self.window, *queries.shape[1:])
+            if ring is not None:
+                grown[: ring.shape[0]] = ring
+            self._rings[layer] = ring = grown
+        ring[capture.slots, capture.places] = queries[capture.queries]
+
+    def read(
+        self, layer: int, slots: Int[Tensor, " rows"], positions: Int[Tensor, "rows n"]
+    ) -> Float[Tensor, "rows heads n dim"]:
+        """Queries at these positions; those before a text's beginning are zero, whatever the ring holds."""
+        ring = self._rings[layer]
+        assert ring is not None
+        queries = ring[slots[:, None], positions % self.window]
+        return queries.masked_fill((positions < 0)[..., None, None], 0).transpose(1, 2)
+
+    def _new_slot(self) -> int:
+        self._slots += 1
+        return self._slots - 1

@@ -1,0 +1,142 @@
+"""Page tables of requests whose heads keep different numbers of entries, in closed form.
+
+vLLM gives a request blocks; a block is one sub-page of each KV head (`keepset.paged.pages`). After a compression
+the heads no longer advance together, so the request's sub-pages are numbered through, block after block, and dealt
+out anew:
+
+- at the event, head after head takes the pages that its kept entries fill;
+- afterwards a head takes the next page whenever it runs full. All heads get one entry per token, so each takes
+  exactly one page per `block_size` tokens, and always in the same order: that in which they first run full.
+
+Hence the number of any page follows from the counts at the newest event. Nothing is stored per page, nothing moves
+between events, and a request without an event (a state of zeros) has vLLM's own layout: page `i` of head `h` is
+number `i * kv_heads + h`. So compressed and plain requests share one call.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+
+class Layout(NamedTuple):
+    """What requests' pages follow from: their newest compression event, layer by layer. All zero: none yet.
+
+    Attributes:
+        counts: entries that each head kept.
+        length: the request's tokens at the event.
+        first: the first logical block that the layer still used; what lies before is not looked at.
+    """
+
+    counts: Int[Tensor, "rows layers kv_heads"]
+    length: Int[Tensor, "rows layers"]
+    first: Int[Tensor, "rows layers"]
+
+
+def entries(layout: Layout, lengths: Int[Tensor, " rows"]) -> Int[Tensor, "rows layers kv_heads"]:
+    """Entries of every head when its request has `lengths` tokens.
+
+    What was kept, and one more for each token since the event.
+    """
+    return layout.counts + (lengths[:, None] - layout.length)[..., None]
+
+
+def tables(
+    layout: Layout,
+    entries: Int[Tensor, "rows layers kv_heads"],
+    block_table: Int[Tensor, "rows width"],
+    block_size: int,
+    pages: int,
+) -> Int[Tensor, "rows layers kv_heads {pages}"]:
+    """The sub-pages of every head, in the order of its entries and in the block table's dtype.
+
+    `pages` is how many places to make: as many as the head with most entries needs (any bound above will do).
+    Places that a head does not need are 0, and nothing is looked up for them.
+    """
+    page = torch.arange(pages, device=block_table.device)
+    needed = page < _ceil_div(entries, block_size)[..., None]
+    number = _deal(layout.counts, block_size).number(page)
+    # Before the look-up: what a place beyond the need points at may lie outside the block table.
+    block = (layout.first[..., None, None] + number // entries.shape[-1]).where(needed, 0)
+    return _subpages(block_table, block, number).where(needed, 0)
+
+
+def blocks_needed(
+    counts: Int[Tensor, "*rows kv_heads"], length: Int[Tensor, "*rows"], block_size: int
+) -> Int[Tensor, "*rows"]:
+    """How many of the request's last blocks hold heads of these counts, at `length` tokens and ever after.
+
+    It is enough to look at the moment when the request's newest block is full, `tail` tokens from now: until then
+    no block is added and pages are only taken, and from then on each `block_size` tokens bring one block, a
+    sub-page for every head, and take one page for every head.
+    """
+    kv_heads = counts.shape[-1]
+    tail = -length % block_size
+    return _ceil_div(_ceil_div(counts + tail[..., None], block_size).sum(-1), kv_heads)
+
+
+def slots(
+    layout: Layout,
+    tables: Int[Tensor, "rows layers kv_heads pages"],
+    positions: Int[Tensor, " tokens"],
+    rows: Int[Tensor, " tokens"],
+    block_size: int,
+) -> Int[Tensor, "layers new_entries"]:
+    """Where the new tokens' entries go in each layer, in the order of `key.reshape(-1, 1, head_dim)`.
+
+    That is token by token, and of each token head by head. Token `t` is number `positions[t]` of the request in
+    row `rows[t]` and came after the newest event, so the head already holds `positions - length + counts` entries.
+    The tables must reach as far.
+    """
+    entry = entries(Layout(*(part[rows] for part in layout)), positions)
+    _, layers, kv_heads, pages = tables.shape
+    head = torch.arange(layers * kv_heads, device=rows.device).view(layers, kv_heads)
+    place = (rows[:, None, None] * (layers * kv_heads) + head) * pages + entry // block_size
+    found = tables.flatten().index_select(0, place.flatten()).long().view_as(entry) * block_size + entry % block_size
+    return found.transpose(0, 1).flatten(1)
+
+
+class _Deal(NamedTuple):
+    """How a request's sub-pages are dealt out to its heads, counted from block `first` on.
+
+    A head's pages lie on two lines: `packed + i` for the `kept` pages of the event, `later + i * kv_heads` for
+    those since.
+    """
+
+    kept: Int[Tensor, "rows layers kv_heads"]
+    packed: Int[Tensor, "rows layers kv_heads"]
+    later: Int[Tensor, "rows layers kv_heads"]
+
+    def number(self, page: Int[Tensor, "*shape"]) -> Int[Tensor, "rows layers kv_heads pages"]:
+        """Which of the request's sub-pages is page `page` of each head; `page` broadcasts."""
+        kept, packed, later = (part[..., None] for part in self)
+        return (packed + page).where(page < kept, later + page * self.kept.shape[-1])
+
+
+def _deal(counts: Int[Tensor, "rows layers kv_heads"], block_size: int) -> _Deal:
+    kv_heads = counts.shape[-1]
+    kept = _ceil_div(counts, block_size)
+    end = kept.cumsum(-1)
+    # Heads with fewer free places run full earlier; of equal ones the lower head takes its page first.
+    heads = torch.arange(kv_heads, device=counts.device)
+    rank = (-counts % block_size * kv_heads + heads).argsort(-1).argsort(-1)
+    # Page `kept` is the first since the event: all that was packed and then `rank` other heads' pages precede it.
+    return _Deal(kept, end - kept, end[..., -1:] + rank - kept * kv_heads)
+
+
+def _subpages(
+    block_table: Int[Tensor, "rows width"],
+    block: Int[Tensor, "rows layers kv_heads pages"],
+    number: Int[Tensor, "rows layers kv_heads pages"],
+) -> Int[Tensor, "rows layers kv_heads pages"]:
+    """Sub-pages of the pool, from each row's logical blocks and the numbers of its own sub-pages."""
+    kv_heads = number.shape[2]
+    head = (number % kv_heads).to(block_table.dtype)
+    return block_table.gather(1, block.flatten(1)).view(block.shape) * kv_heads + head
+
+
+def _ceil_div(numerator: Int[Tensor, "*shape"], denominator: int) -> Int[Tensor, "*shape"]:
+    return (numerator + denominator - 1) // denominator

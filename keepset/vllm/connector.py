@@ -1,0 +1,140 @@
+"""`Carrier`: tells the scheduler how many blocks were emptied, where only the data say so.
+
+Most recipes need no message: what they drop follows from lengths. Where it does not, the number must get from the
+processes that compute to the one that schedules. vLLM's way for that is a KV connector; this one moves no keys and
+values, only those numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+
+from keepset.errors import KeepsetError
+from keepset.paged.freed_blocks import Mark, outbox
+from keepset.vllm.manager import KeepManager
+from keepset.vllm.settings import recipe_of
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+@dataclass
+class Expected(KVConnectorMetadata):
+    """To the workers: whose event it is, by the id of the page that holds the request's newest token."""
+
+    marks: dict[int, Mark] = field(default_factory=dict)
+
+
+@dataclass
+class Emptied(KVConnectorWorkerMetadata):
+    """To the scheduler: leading blocks that a request's layers do not use any more."""
+
+    blocks: dict[Mark, int] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> Emptied:
+        """What all ranks can spare."""
+        assert isinstance(other, Emptied)
+        both = self.blocks.keys() & other.blocks.keys()
+        return Emptied({mark: min(self.blocks[mark], other.blocks[mark]) for mark in both})
+
+
+class Carrier(KVConnectorBase_V1, SupportsHMA):
+    """The connector."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        if recipe_of(vllm_config) is None:
+            raise KeepsetError('keepset\'s carrier needs a recipe: give additional_config {"keepset": "..."}.')
+        self._requests: dict[str, Request] = {}
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: nothing is delivered."""
+        return False
+
+    # --- in processes that compute
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Nothing is loaded."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing is loaded."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing is saved."""
+
+    def wait_for_save(self) -> None:
+        """Nothing is saved."""
+
+    def build_connector_worker_meta(self) -> Emptied | None:
+        """What this step's events emptied; every rank reports every event."""
+        metadata = self._connector_metadata
+        blocks = outbox.take(metadata.marks if isinstance(metadata, Expected) else {})
+        return Emptied(blocks) if blocks else None
+
+    # --- in the process that schedules
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        """No tokens come from elsewhere."""
+        return 0, False
+
+    def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
+        """Nothing comes from elsewhere."""
+
+    def on_new_request(self, request: Request) -> None:
+        """Remembers a request."""
+        self._requests[request.request_id] = request
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Expected:
+        """Which of the scheduled requests reach an event."""
+        expected = Expected()
+        for name, tokens in scheduler_output.num_scheduled_tokens.items():
+            request = self._requests[name]
+            before, after = request.num_computed_tokens, request.num_computed_tokens + tokens
+            for group, manager in enumerate(self._managers):
+                if isinstance(manager, KeepManager) and (
+                    before < manager.timeline.event(request.num_prompt_tokens, after) <= after
+                ):
+                    page = manager.req_to_blocks[name][(after - 1) // manager.block_size].block_id
+                    expected.marks[page] = (name, request.num_preemptions, group)
+        return expected
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Frees what was emptied, unless the request ended or was preempted since: then its blocks are gone."""
+        emptied = connector_output.kv_connector_worker_meta
+        if not isinstance(emptied, Emptied):
+            return
+        for (name, preemptions, group), blocks in emptied.blocks.items():
+            request = self._requests.get(name)
+            if request is not None and request.num_preemptions == preemptions and not request.is_finished():
+                self._managers[group].release(name, blocks)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Forgets a request; its blocks may go at once."""
+        self._requests.pop(request.request_id, None)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The same, for several groups of layers."""
+        return self.request_finished(request, [])
+
+    @property
+    def _managers(self) -> Any:
+        assert self._kv_cache_manager is not None
+        return self._kv_cache_manager.coordinator.single_type_managers

@@ -1,0 +1,132 @@
+"""What keepset cannot serve, said in one sentence when the engine starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from keepset.core.statistics import load
+from keepset.errors import KeepsetError
+from keepset.hf.cache import check_schedule
+from keepset.paged.grouping import one_table
+from keepset.vllm.settings import CARRIER
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from keepset.recipe import Recipe
+
+SUPPORTED = ("0.32",)
+"""vLLM versions that keepset is tested with."""
+
+_WHOLE = ("auto", "float16", "bfloat16", "float32")
+
+
+def check(config: VllmConfig, recipe: Recipe) -> None:
+    """Raises a KeepsetError where this recipe cannot be served with this configuration."""
+    reasons = (_of_version(), _of_recipe(recipe), _of_config(config, recipe), _of_ranks(config, recipe))
+    for sentence in chain(*reasons, _of_model(config)):
+        raise KeepsetError(f"keepset cannot serve {recipe}: {sentence}")
+
+
+def check_layer(name: str, layer: Any, tapped: bool = False) -> None:
+    """Raises a KeepsetError where a layer of the model cannot be compressed.
+
+    Args:
+        name, layer: the layer.
+        tapped: whether its input had to be found.
+    """
+    impl = layer.impl
+    reasons = {
+        "shares its keys and values with another layer": layer.kv_sharing_target_layer_name is not None,
+        "has a sliding window": layer.sliding_window is not None,
+        "adds to its logits what depends on distance (ALiBi)": getattr(impl, "alibi_slopes", None) is not None,
+        "caps its logits": bool(getattr(impl, "logits_soft_cap", 0)),
+        "has attention sinks inside its softmax": getattr(impl, "sinks", None) is not None,
+        "is in a module without qkv_proj, so that what enters it is not found": tapped and impl.source is None,
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise KeepsetError(f"keepset cannot serve this model: its layer {name} {reason}.")
+
+
+def _of_version() -> Iterator[str]:
+    import vllm
+
+    if not vllm.__version__.startswith(tuple(f"{version}." for version in SUPPORTED)):
+        yield (
+            f"vLLM {vllm.__version__} is not among the versions that it is tested with; "
+            f"install vllm=={', '.join(SUPPORTED)}.*"
+        )
+
+
+def _of_recipe(recipe: Recipe) -> Iterator[str]:
+    method, needs = recipe.method, recipe.method.needs
+    check_schedule(recipe)  # or its own sentence
+    if needs.second_passes:
+        yield f"{method.name} has tokens look at the prompt a second time, for which vLLM has no step."
+    if needs.echoes:
+        yield f"{method.name} asks the prompt's queries once more, which was not tried under vLLM yet."
+    if needs.output_projection:
+        yield f"{method.name} looks at the output projection, which attention layers do not see."
+    if needs.perplexity:
+        yield f"{method.name} looks at the prompt's perplexity, which attention layers do not see."
+    if method.across_layers and method.fixed_total and not method.equal_layers:
+        yield (
+            f"{method.name} looks across layers whose quotas differ, so that events are not the same for all; "
+            "its class must say that counts come from the data (counts_from_data)."
+        )
+    if method.across_layers and method.fixed_total and method.equal_layers:
+        yield f"{method.name} looks across layers and keeps equally many in each, which was not tried under vLLM yet."
+    for file in needs.statistics:
+        load(file)  # or its own sentence: the engine's processes know none but those in files
+
+
+def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
+    parallel, cache = config.parallel_config, config.cache_config
+    if config.use_v2_model_runner:
+        yield "vLLM's model runner V2 is not supported yet; set VLLM_USE_V2_MODEL_RUNNER=0 in the environment."
+    if config.speculative_config is not None:
+        yield "speculative decoding takes tokens back that were compressed; leave it out."
+    connector = config.kv_transfer_config
+    if connector is not None and connector.kv_connector_module_path != CARRIER["kv_connector_module_path"]:
+        yield "KV connectors move whole caches; leave kv_transfer_config out."
+    elif connector is None and not recipe.method.fixed_total:
+        yield f"how much it keeps depends on the data; give kv_transfer_config {json.dumps(CARRIER)}."
+    if parallel.pipeline_parallel_size > 1:
+        yield "with pipeline parallelism a process does not see all layers; use tensor parallelism."
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        yield "context parallelism divides a request's entries; use tensor parallelism."
+    if getattr(parallel, "use_ubatching", False) or getattr(parallel, "enable_dbo", False):
+        yield "micro-batch overlap runs two batches at once; leave enable_dbo out."
+    if recipe.method.needs.hidden_moments and not config.model_config.enforce_eager:
+        yield "compiled code does not show the hidden states that it looks at; give --enforce-eager."
+    if cache.cache_dtype not in _WHOLE:
+        yield f"a quantized KV cache ({cache.cache_dtype}) cannot be compressed; use kv_cache_dtype auto."
+    if cache.enable_prefix_caching and not one_table(recipe):
+        yield "its layers keep different numbers of entries; turn prefix caching off (--no-enable-prefix-caching)."
+    if config.scheduler_config.disable_hybrid_kv_cache_manager:
+        yield "it needs vLLM's hybrid KV-cache manager; leave disable_hybrid_kv_cache_manager out."
+
+
+def _of_ranks(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
+    if config.parallel_config.tensor_parallel_size == 1:
+        return
+    if recipe.method.needs.statistics:
+        yield "its statistics are of all heads, of which with tensor parallelism a process holds a part; use one GPU."
+    if recipe.method.across_layers:
+        yield "it compares all heads, of which with tensor parallelism a process holds a part; use one GPU."
+
+
+def _of_model(config: VllmConfig) -> Iterator[str]:
+    model = config.model_config
+    if model.runner_type != "generate":
+        yield "only models that generate text have a cache to compress."
+    if model.is_encoder_decoder:
+        yield "encoder-decoder models are not supported."
+    if model.use_mla:
+        yield "the model caches latents (MLA) instead of keys and values."
+    if model.is_mm_prefix_lm:
+        yield "the model attends to parts of its prompt in both directions."

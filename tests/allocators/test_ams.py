@@ -1,0 +1,306 @@
+from __future__ import annotations
+
+import math
+from collections import Counter
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from keepset import Budget, KeepsetError, Observation, Recipe
+from keepset.allocators.ams import AMS
+from keepset.core.observation import QueryMoments
+from keepset.methods.tova import TOVA
+from tests.allocators.test_segments import lengths_of, naive_cuts, naive_shares
+from tests.methods.naive import EXACT, SHAPES, Given, Shape, kept, length_of, observe, window_attention
+
+SMALL: dict[str, Any] = dict(window=4, kernel=3, segment_mass=0.15, min_segment=2, max_segment=6)
+
+
+def naive_mass(observation: Observation, method: AMS, request: int, head: int) -> list[float]:
+    """Equation 1 over a request's own entries."""
+    assert observation.queries is not None
+    group = observation.queries.shape[1] // observation.keys.shape[1]
+    entries, newest = length_of(observation, request), int(observation.lengths[request])
+    usage = [0.0] * entries
+    for query_head in range(head * group, (head + 1) * group):
+        for row in window_attention(observation, request, query_head, method.window):
+            for place, weight in enumerate(row):
+                usage[place] += weight / (group * method.window)
+    usage = [0.0 if math.isnan(value) else value for value in usage]
+    # Of the window's queries so many came before the entry.
+    positions = observation.positions[request, head].tolist()
+    missed = [max(method.window - (newest - positions[place]), 0) for place in range(entries)]
+    best = max((value for value, number in zip(usage, missed, strict=True) if number), default=0.0)
+    full = [value + best * number / method.window for value, number in zip(usage, missed, strict=True)]
+    half = method.kernel // 2
+    padded = [sum(full[max(place - half, 0) : place + half + 1]) / method.kernel for place in range(entries)]
+    total = sum(max(value, 0.0) + 1e-12 for value in padded)
+    return [(max(value, 0.0) + 1e-12) / total for value in padded]
+
+
+def naive_choice(
+    mass: list[float], scores: list[float], positions: list[int], newest: int, keep: int, budget: Budget, method: AMS
+) -> tuple[list[int], list[int], list[float]]:
+    """Algorithm 1 from line 13 on: places that stay, the segments' lengths and the shares that they may claim."""
+    entries = len(mass)
+    lengths = naive_cuts(mass, method.segment_mass, method.min_segment, method.max_segment)
+    segment = [index for index, length in enumerate(lengths) for _ in range(length)]
+    sinks = [place for place in range(entries) if positions[place] < budget.sinks][:keep]
+    least = [min(method.min_quota, length) for length in lengths]
+    room = min(keep - len(sinks), budget.recent)
+    fixed = sinks + [place for place in range(entries) if positions[place] >= newest - room and place not in sinks]
+    must = [sum(segment[place] == index for place in fixed) for index in range(len(lengths))]
+    weight = [sum(m for m, s in zip(mass, segment, strict=True) if s == index) for index in range(len(lengths))]
+    rest = keep - len(fixed)
+    for index in sorted(range(len(lengths)), key=lambda index: -weight[index]):
+        price = max(least[index] - must[index], 0)
+        if price > rest:
+            least[index], rest = 0, -1 if price else rest
+        else:
+            rest -= price
+    lower = [max(low, fix) for low, fix in zip(least, must, strict=True)]
+    shares = naive_shares(keep, weight, lengths, [float(low) for low in least], lower)
+    quotas = [math.floor(share + 1e-9) for share in shares]
+    for index in sorted(range(len(lengths)), key=lambda index: quotas[index] - shares[index]):
+        if sum(quotas) < keep:
+            quotas[index] += 1
+
+    def rank(place: int) -> tuple[float, ...]:
+        if place in sinks:
+            return (3, -positions[place], place)
+        if positions[place] >= newest - budget.recent:
+            return (2, 0, place)
+        return (1, scores[place], place)
+
+    chosen: list[int] = []
+    for index, quota in enumerate(quotas):
+        mine = [place for place in range(entries) if segment[place] == index]
+        chosen += sorted(mine, key=rank, reverse=True)[:quota]
+    return sorted(chosen), lengths, shares
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_mass(shape: Shape) -> None:
+    observation, method = observe(shape), AMS(TOVA(), credit=False, **SMALL)
+    mass = method.segments(observation, Budget(4)).mass
+    for request in range(shape.batch):
+        for head in range(shape.kv_heads):
+            entries = length_of(observation, request)
+            expected = torch.tensor(naive_mass(observation, method, request, head))
+            torch.testing.assert_close(mass[request, head, :entries], expected, **EXACT)
+            assert not mass[request, head, entries:].any()
+
+
+def test_credit_lives_with_its_entries() -> None:
+    shape = Shape((14, 9), 2, 3, 4, 4)
+    method = AMS(TOVA(), decay=0.7, mix=0.6, **SMALL)
+    budget = Budget(6, sinks=1, recent=2)
+    observation = observe(shape)
+    first = [[naive_mass(observation, method, request, head) for head in range(2)] for request in range(2)]
+    recipe = Recipe(method, budget)
+    keep = recipe.select(observation)
+    credit = observation.state["credit"]
+    for request in range(2):
+        for head in range(2):
+            found = credit[request, head, : shape.lengths[request]]
+            torch.testing.assert_close(found, torch.tensor(first[request][head]), **EXACT)
+    # The next event: what stayed has its credit, three new entries have none.
+    order = torch.zeros(2, 2, 9, dtype=torch.long)
+    old = torch.zeros(2, 2, 9)
+    for request in range(2):
+        for head in range(2):
+            stayed = kept(keep, observation, request, head)
+            order[request, head] = torch.tensor([*stayed, *range(shape.lengths[request], shape.lengths[request] + 3)])
+            old[request, head, :6] = credit[request, head, stayed]
+    later = observe(Shape((9, 9), 2, 3, 4, 4), seed=5, positions=order, valid=torch.ones(2, 2, 9, dtype=torch.bool))
+    later.state["credit"] = old.clone()
+    looked = method.segments(later, budget).mass
+    assert torch.equal(later.state["credit"], old)
+    recipe.select(later)
+    for request in range(2):
+        for head in range(2):
+            now = naive_mass(later, method, request, head)
+            before = old[request, head].tolist()
+            new = [0.7 * b + 0.3 * m if b else m for b, m in zip(before, now, strict=True)]
+            torch.testing.assert_close(later.state["credit"][request, head], torch.tensor(new), **EXACT)
+            mixed = [0.6 * m + 0.4 * c / sum(new) for m, c in zip(now, new, strict=True)]
+            torch.testing.assert_close(looked[request, head], torch.tensor(mixed), **EXACT)
+
+
+def test_where_all_may_stay_there_was_no_event() -> None:
+    observation = observe(Shape((12, 5), 2, 2, 4, 4))
+    Recipe(AMS(TOVA(), **SMALL), Budget(5, sinks=1, recent=1)).select(observation)
+    assert observation.state["credit"][0].all() and not observation.state["credit"][1].any()
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=3),
+    keep=st.integers(1, 50),
+    sinks=st.integers(0, 4),
+    recent=st.integers(0, 8),
+    least=st.integers(0, 3),
+    seed=st.integers(0, 1000),
+    spoilt=st.sampled_from(["", "nan", "zero", "ties"]),
+)
+def test_a_whole_event(
+    lengths: list[int], keep: int, sinks: int, recent: int, least: int, seed: int, spoilt: str
+) -> None:
+    shape = Shape(tuple(lengths), 2, 2, 4, 4)
+    observation = observe(shape, seed=seed)
+    scores = torch.randn(observation.valid.shape, generator=torch.Generator().manual_seed(seed))
+    if spoilt == "ties":
+        scores = scores.round()
+    if spoilt == "zero":
+        observation.keys.zero_()
+    if spoilt == "nan":
+        observation.keys[:, 0, 0] = math.nan
+    observation.state["scores"] = scores
+    method = AMS(Given(), credit=False, min_quota=least, **SMALL)
+    keep = max(keep, sinks + recent)
+    budget = Budget(keep, sinks, recent)
+    found = Recipe(method, budget).select(observation)
+    parts = method.segments(observation, budget)
+    for request, entries in enumerate(lengths):
+        for head in range(2):
+            stayed = kept(found, observation, request, head)
+            assert len(stayed) == min(keep, entries)
+            assert set(range(min(sinks, entries))) <= set(stayed)
+            mass = parts.mass[request, head, :entries].double().tolist()
+            of_head = scores[request, head, :entries].tolist()
+            expected, sizes, shares = naive_choice(
+                mass, of_head, list(range(entries)), entries, min(keep, entries), budget, method
+            )
+            segment = parts.segment[request, head]
+            assert lengths_of(segment, observation.valid[request, head]) == sizes
+            counts = [sum(int(segment[place]) == index for place in stayed) for index in range(len(sizes))]
+            if sum(min(least, size) for size in sizes) + sinks + recent <= min(keep, entries):
+                assert all(count >= min(least, size) for count, size in zip(counts, sizes, strict=True))
+            assert all(abs(count - share) < 1 + 1e-6 for count, share in zip(counts, shares, strict=True))
+            remainders = sorted((share - math.floor(share + 1e-9)) for share in shares)
+            if all(later - sooner > 1e-6 for sooner, later in pairwise(remainders)):
+                assert stayed == expected
+
+
+def test_switches() -> None:
+    """Each of table 7's variants is what it says."""
+    observation, budget = observe(Shape((300,), 2, 2, 8, 8)), Budget(40, sinks=4, recent=8)
+    scorer = TOVA()
+    whole = AMS(scorer, window=8)
+    one = Recipe(AMS(scorer, segmented=False), budget).select(observation)
+    plain = Recipe(scorer, budget).select(observation)
+    assert [kept(one, observation, 0, head) for head in range(2)] == [
+        kept(plain, observation, 0, head) for head in range(2)
+    ]
+    fixed = AMS(scorer, window=8, adaptive=False).segments(observation, budget)
+    assert fixed.segment[0, 0].tolist() == [place // 128 for place in range(300)]
+    by_length = AMS(scorer, window=8, weighted=False).segments(observation, budget)
+    assert torch.equal(by_length.segment, whole.segments(observation, budget).segment)
+    sizes = [int((by_length.segment[0, 0] == index).sum()) for index in range(by_length.quotas.shape[-1])]
+    spread = [(q - 1) / size for q, size in zip(by_length.quotas[0, 0].tolist(), sizes, strict=True) if size]
+    middle = spread[1:-1]  # those without sinks and suffix
+    assert max(middle) - min(middle) < 2 / min(size for size in sizes if size)
+    Recipe(AMS(scorer, window=8, credit=False), budget).select(observation)
+    assert "credit" not in observation.state
+    assert AMS(scorer, weighted=False, adaptive=False).needs.window == 1
+
+
+def test_a_region_of_low_scores_is_not_wiped_out() -> None:
+    """What a global top-k drops whole keeps its share of what it receives."""
+    observation = observe(Shape((200,), 1, 2, 8, 8))
+    observation.state["scores"] = torch.arange(200.0)[None, None]
+    budget = Budget(40, sinks=0, recent=0)
+    plain = kept(Recipe(Given(), budget).select(observation), observation, 0, 0)
+    ams = kept(Recipe(AMS(Given(), window=8), budget).select(observation), observation, 0, 0)
+    assert min(plain) == 160
+    regions = [sum(start <= place < start + 40 for place in ams) for start in range(0, 200, 40)]
+    assert all(regions) and len(ams) == 40
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("ams(tova, kernel=4, keep=64)", "has no middle"),
+        ("ams(tova, max_segment=20, keep=64)", "less than twice min_segment=16"),
+        ("ams(adakv(tova), keep=64)", r"cannot wrap adakv, which chooses too: .* adakv\(ams\(tova\)\)"),
+        ("ams(pyramid(chunkkv(tova)), keep=64)", "cannot wrap chunkkv"),
+    ],
+)
+def test_refusals(text: str, sentence: str) -> None:
+    with pytest.raises(KeepsetError, match=sentence):
+        Recipe.parse(text)
+
+
+def test_it_nests() -> None:
+    observation = observe(Shape((120,), 3, 2, 8, 8))
+    small = "window=8, segment_mass=0.2, min_segment=8, max_segment=64"
+    adaptive = Recipe.parse(f"adakv(ams(tova, {small}), keep=60)")
+    assert adaptive.select(observation).entries == 3 * 60
+    pyramid = Recipe.parse(f"ams(pyramid(snapkv(window=8)), {small}, keep=60)")
+    found = pyramid.select(observation)
+    assert [len(kept(found, observation, 0, head)) for head in range(3)] == [60] * 3
+
+
+class Counted(TorchDispatchMode):
+    """Counts operations, and what would make a device wait."""
+
+    WAITS = ("_local_scalar_dense", "nonzero", "_to_copy.cpu", "is_nonzero", "masked_select", "unique")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[str(func)] += 1
+        return func(*args, **kwargs or {})
+
+
+def counted(observation: Observation, ranked: Tensor) -> Counter[str]:
+    method, budget = AMS(TOVA(), window=8), Budget(100, sinks=4, recent=16)
+    mass, _ = method._mass(observation)
+    quotas = method.quotas(observation, budget)
+    with Counted() as count:
+        segment, ends, parts = method._divided(observation, budget, mass, quotas)
+        from keepset.allocators.segments import top_of_segments
+
+        top_of_segments(ranked, segment, ends, parts)
+    del count.calls["aten.clone.default"]  # whether a tensor is contiguous already depends on its sizes
+    return count.calls
+
+
+def test_an_event_does_not_wait_for_a_device_nor_loop_over_heads() -> None:
+    """The same operations for one head as for many, one segment as for many, and none that looks at a value."""
+    calls = []
+    for heads, batch in ((1, 1), (8, 1), (2, 5)):
+        observation = observe(Shape((300,) * batch, heads, 2, 8, 8))
+        calls.append(counted(observation, torch.randn(observation.valid.shape)))
+    assert calls[0] == calls[1] == calls[2]
+    for name in calls[0]:
+        assert not any(wait in name for wait in Counted.WAITS), name
+
+
+@pytest.mark.parametrize("scorer", ["tova", "expected_attention", "snapkv", "keydiff", "knorm", "r_kv", "rpc"])
+def test_nothing_is_asked_of_a_device(scorer: str) -> None:
+    """Tensors without contents run through a whole choice: whatever needed a value would fail."""
+    made = observe(Shape((200, 200), 2, 2, 8, 8), window=16)
+    moments = made.query_moments[4]
+    bare = QueryMoments(moments.mean.to("meta"), moments.covariance.to("meta"), lambda rows, future: rows)
+    assert made.queries is not None
+    observation = Observation(
+        keys=made.keys.to("meta"),
+        values=made.values.to("meta"),
+        queries=made.queries.to("meta"),
+        query_moments={4: bare},
+    )
+    recipe = Recipe.parse(f"ams({scorer}, window=8, keep=80)")
+    method, budget = recipe.method, recipe.budget
+    quotas = method.quotas(observation, budget)
+    chosen = method.choose(observation, budget, method.ranked(observation, budget, quotas), quotas)
+    assert chosen.is_meta and chosen.shape == observation.valid.shape
+    assert observation.state["credit"].is_meta

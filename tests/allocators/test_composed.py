@@ -1,0 +1,57 @@
+"""Recipes under names of their own against their formulas in loops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keepset import Budget, Recipe
+from keepset.allocators.glance import Glance
+from keepset.allocators.preset import Composed
+from keepset.allocators.reread import Reread
+from keepset.methods.prompt_queries import Echo
+from tests.allocators.test_kvcompose import budgets, pooled, sets_of
+from tests.methods.naive import Shape, observe
+from tests.methods.test_echo import naive_scores
+
+examples = settings(max_examples=40, deadline=None, derandomize=True)
+
+
+@examples
+@given(
+    budget=budgets(),
+    lengths=st.lists(st.integers(10, 18), min_size=1, max_size=2),
+    heads=st.sampled_from([(1, 8), (3, 1), (2, 3)]),
+    layers=st.integers(1, 4),
+    seed=st.integers(0, 99),
+    recipe=st.sampled_from([(Glance(), Echo(stride=4)), (Reread(), Echo(second_pass=True))]),
+)
+def test_one_pool_of_echoes(
+    budget: Budget, lengths: list[int], heads: tuple[int, int], layers: int, seed: int, recipe: tuple[Composed, Echo]
+) -> None:
+    method, scorer = recipe
+    shape = Shape(tuple(lengths), *heads, 4, 5)
+    draw = torch.Generator().manual_seed(seed)
+    squares = torch.rand(layers, shape.batch, heads[0] * heads[1], shape.entries, generator=draw)
+    observations = [
+        observe(shape, seed=seed + layer, layer=layer, layers=range(layers), echoes={scorer.stride: squares[layer]})
+        for layer in range(layers)
+    ]
+    for request in range(shape.batch):
+        scores = [naive_scores(scorer, observation, request) for observation in observations]
+        assert sets_of(method, observations, budget, request) == pooled(scores, budget, 0.2)
+
+
+@pytest.mark.parametrize(
+    "name, whole", [("glance", "pool(echo(stride=4))"), ("reread", "pool(echo(second_pass=True))")]
+)
+def test_a_name_stands_for_what_it_is_made_of(name: str, whole: str) -> None:
+    named: Any = Recipe.parse(f"{name}(keep=0.5)")
+    made = Recipe.parse(f"{whole[:-1]}, keep=0.5)")
+    assert isinstance(named.method, Composed) and named.method.composition == made.method
+    assert named.budget == made.budget == Budget(0.5, sinks=4, recent=8)
+    assert named.method.needs == made.method.needs

@@ -1,0 +1,264 @@
+"""KVCompose, and the allocators that it is made of, against equations 17 to 24 in loops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keepset import Budget, KeepsetError, Observation, Recipe
+from keepset.allocators.adakv import AdaKV
+from keepset.allocators.composite import Composite
+from keepset.allocators.kvcompose import KVCompose
+from keepset.allocators.pool import Pool
+from keepset.allocators.pyramid import Pyramid
+from keepset.allocators.uniform import Uniform
+from keepset.core.method import Method
+from keepset.methods.second_pass import Received
+from keepset.methods.snapkv import SnapKV
+from tests.methods.naive import Given, Shape, kept, observe
+from tests.methods.test_received import naive_scores, received_of
+
+examples = settings(max_examples=60, deadline=None, derandomize=True)
+Sets = list[list[list[int]]]
+"""Positions `[layer][head]` that stay of one request."""
+
+
+def sets_of(method: Method, observations: Sequence[Observation], budget: Budget, request: int) -> Sets:
+    keep_set = method.select_all(observations, budget)
+    return [
+        [kept(keep_set, observation, request, head) for head in range(observation.keys.shape[1])]
+        for observation in observations
+    ]
+
+
+def best_first(scores: list[float], budget: Budget) -> list[int]:
+    """Entries in the order in which they stay; of equal ones the later first."""
+    entries = range(len(scores))
+    sinks = [entry for entry in entries if entry < budget.sinks]
+    recent = [entry for entry in reversed(entries) if entry >= len(scores) - budget.recent and entry not in sinks]
+    rest = [entry for entry in entries if entry not in sinks + recent]
+    return sinks + recent + sorted(rest, key=lambda entry: (scores[entry], entry), reverse=True)
+
+
+def share(budget: Budget, layers: int, length: int) -> int:
+    """Composite tokens that stay of all layers together (equation 21), one of each at least."""
+    keep = budget.keep
+    total = layers * length * round(keep * 100) // 100 if isinstance(keep, float) else layers * min(keep, length)
+    return max(total, layers)
+
+
+def composite(scores: list[list[list[float]]], budget: Budget, aggregate: str, floor: float) -> Sets:
+    """Equations 17 to 24 over `scores[layer][head][entry]`."""
+    layers, heads, length = len(scores), len(scores[0]), len(scores[0][0])
+    total = share(budget, layers, length)
+    always = min(max(budget.sinks + budget.recent, 1), length, total // layers)
+    order = [[best_first(head, budget) for head in layer] for layer in scores]
+    rest = total - always * layers
+    least = min(int(floor * rest / layers), length - always)
+    tokens = []
+    for layer in range(layers):
+        for rank in range(always + least, length):
+            worth = [scores[layer][head][order[layer][head][rank]] for head in range(heads)]
+            tokens.append((max(worth) if aggregate == "max" else sum(worth) / heads, layer))
+    counts = [always + least] * layers
+    for _, layer in sorted(tokens, reverse=True)[: rest - least * layers]:
+        counts[layer] += 1
+    return [[sorted(head[: counts[layer]]) for head in order[layer]] for layer in range(layers)]
+
+
+def pooled(scores: list[list[list[float]]], budget: Budget, floor: float) -> Sets:
+    """The best of all heads of all layers, some of each in any case."""
+    parts = [(layer, head) for layer in range(len(scores)) for head in range(len(scores[0]))]
+    length = len(scores[0][0])
+    keep = budget.keep
+    total = (
+        len(parts) * length * round(keep * 100) // 100 if isinstance(keep, float) else len(parts) * min(keep, length)
+    )
+    total = max(total, len(parts))
+    least = min(max(1, budget.sinks + budget.recent, int(floor * total / len(parts))), length)
+    order = {part: best_first(scores[part[0]][part[1]], budget) for part in parts}
+    entries = [(scores[p[0]][p[1]][entry], p) for p in parts for entry in order[p][least:]]
+    counts = dict.fromkeys(parts, least)
+    for _, part in sorted(entries, reverse=True)[: total - least * len(parts)]:
+        counts[part] += 1
+    return [
+        [sorted(order[layer, head][: counts[layer, head]]) for head in range(len(scores[0]))]
+        for layer in range(len(scores))
+    ]
+
+
+@st.composite
+def budgets(draw: st.DrawFn) -> Budget:
+    sinks, recent = draw(st.integers(0, 2)), draw(st.integers(0, 3))
+    number = st.integers(max(1, sinks + recent), 20)
+    return Budget(draw(number | st.integers(60, 100).map(lambda percent: percent / 100)), sinks, recent)
+
+
+@examples
+@given(
+    budget=budgets(),
+    lengths=st.lists(st.integers(10, 18), min_size=1, max_size=2),
+    heads=st.sampled_from([(1, 8), (3, 1), (2, 3)]),
+    layers=st.integers(1, 4),
+    options=st.fixed_dictionaries(
+        dict(
+            task=st.sampled_from(["context", "self"]),
+            aggregate_task=st.sampled_from(["max", "mean"]),
+            aggregate_group=st.sampled_from(["max", "mean"]),
+            aggregate_head=st.sampled_from(["max", "mean"]),
+            mean_term=st.booleans(),
+            values=st.sampled_from(["none", "norm", "projected"]),
+            structured=st.booleans(),
+            floor=st.sampled_from([0.0, 0.3, 1.0]),
+        )
+    ),
+    seed=st.integers(0, 99),
+)
+def test_equations_14_to_24(
+    budget: Budget, lengths: list[int], heads: tuple[int, int], layers: int, options: dict[str, Any], seed: int
+) -> None:
+    method = KVCompose(**options)
+    scorer = Received(
+        options["task"], options["aggregate_task"], options["aggregate_group"], options["mean_term"], options["values"]
+    )
+    shape = Shape(tuple(lengths), *heads, 4, 5)
+    observations = [received_of(scorer, shape, seed=seed + i, layer=i, layers=range(layers)) for i in range(layers)]
+    for request in range(len(lengths)):
+        scores = [naive_scores(scorer, observation, request) for observation in observations]
+        if options["structured"]:
+            expected = composite(scores, budget, options["aggregate_head"], options["floor"])
+        else:
+            expected = pooled(scores, budget, options["floor"])
+        assert sets_of(method, observations, budget, request) == expected
+
+
+def given_scores(*layers: list[list[float]]) -> list[Observation]:
+    """One observation per layer with `scores[head][entry]`."""
+    return [
+        observe(
+            Shape((len(layer[0]),), len(layer), 2, 3, 3),
+            layer=index,
+            layers=range(len(layers)),
+            state={"scores": torch.tensor([layer])},
+        )
+        for index, layer in enumerate(layers)
+    ]
+
+
+def test_the_papers_example_in_words() -> None:
+    """Heads may keep different tokens, but as many; the layer with better composite tokens keeps more."""
+    observations = given_scores(
+        [[9.0, 1.0, 8.0, 1.0], [1.0, 9.0, 1.0, 8.0]],
+        [[3.0, 2.0, 2.0, 1.0], [1.0, 2.0, 2.0, 3.0]],
+    )
+    assert sets_of(Composite(Given()), observations, Budget(1), 0) == [[[0], [1]], [[0], [3]]]
+    assert sets_of(Composite(Given()), observations, Budget(2), 0) == [[[0, 2], [1, 3]], [[0, 2], [2, 3]]]
+    assert sets_of(Composite(Given()), observations, Budget(0.75), 0)[0] == [[0, 2, 3], [1, 2, 3]]
+
+
+def test_a_pool_without_a_floor_starves_what_scores_low() -> None:
+    rich, poor = [[5.0 + i for i in range(10)]], [[0.1 * i for i in range(10)]]
+    for method, least in ((Composite(Given()), 1), (Composite(Given(), floor=0.5), 3), (Pool(Given(), floor=0.5), 2)):
+        counts = method.select_all(given_scores(rich, poor), Budget(5)).counts[:, 0, 0].tolist()
+        assert counts == [10 - least, least]
+    assert Pool(Given(), floor=0.0).select_all(given_scores(rich, poor), Budget(5)).counts[:, 0, 0].tolist() == [9, 1]
+
+
+def test_of_equal_scores_all_layers_get_as_many() -> None:
+    alike = [[1.0] * 12, [1.0] * 12]
+    for method in (Composite(Given()), Pool(Given()), Composite(Given(), floor=0.5)):
+        counts = method.select_all(given_scores(alike, alike, alike), Budget(4)).counts
+        assert counts.unique().tolist() == [4]
+
+
+@examples
+@given(data=st.data(), seed=st.integers(0, 99), keep=st.integers(1, 40), floor=st.sampled_from([0.0, 0.2, 1.0]))
+def test_heads_that_hold_different_numbers_share_what_there_is(
+    data: st.DataObject, seed: int, keep: int, floor: float
+) -> None:
+    """As at an event after others."""
+    held = data.draw(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=4))
+    length = 20
+    observations = []
+    for layer, counts in enumerate(held):
+        most = max(counts)
+        positions = torch.zeros(1, 2, most, dtype=torch.long)
+        valid = torch.zeros(1, 2, most, dtype=torch.bool)
+        for head, count in enumerate(counts):
+            positions[0, head, :count] = torch.arange(length - count, length)
+            valid[0, head, :count] = True
+        scores = torch.randn(1, 2, most, generator=torch.Generator().manual_seed(seed + layer))
+        plain = observe(Shape((most,), 2, 2, 3, 3), layer=layer, layers=range(len(held)), seed=seed)
+        observations.append(
+            Observation(
+                keys=plain.keys,
+                values=plain.values,
+                positions=positions,
+                valid=valid,
+                lengths=torch.tensor([length]),
+                layer=layer,
+                layers=range(len(held)),
+                state={"scores": scores},
+            )
+        )
+    budget = Budget(keep, recent=min(keep, 3))
+    pool = Pool(Given(), floor=floor).select_all(observations, budget).counts
+    assert int(pool.sum()) == min(2 * keep * len(held), sum(map(sum, held)))
+    tokens = Composite(Given(), floor=floor).select_all(observations, budget).counts[:, 0]
+    wanted = min(keep * len(held), sum(-(-sum(counts) // 2) for counts in held))
+    for (mine, other), counts in zip(tokens.tolist(), held, strict=True):
+        assert mine == other or min(mine, other) == min(counts)
+    assert sum(max(layer) for layer in tokens.tolist()) <= wanted
+    for layer, counts in enumerate(held):
+        for head, count in enumerate(counts):
+            assert 1 <= int(pool[layer, 0, head]) <= count and 1 <= int(tokens[layer, head]) <= count
+
+
+def test_kvcompose_is_a_composition_under_its_own_name() -> None:
+    scorer = Received(mean_term=True)
+    observations = [
+        received_of(scorer, Shape((30, 21), 2, 3, 4, 4), seed=i, layer=i, layers=range(3)) for i in range(3)
+    ]
+    for method, same in (
+        (KVCompose(), Composite(scorer)),
+        (KVCompose(structured=False, floor=0.1), Pool(scorer, floor=0.1)),
+    ):
+        for budget in (Budget(7), Budget(0.3, sinks=2, recent=3)):
+            for request in range(2):
+                ours = sets_of(method, observations, budget, request)
+                assert ours == sets_of(same, observations, budget, request)
+
+
+def test_a_layer_alone_keeps_what_it_was_asked_for() -> None:
+    for method in (KVCompose(), KVCompose(structured=False), Pool(Received())):
+        observation = received_of(Received(mean_term=True), Shape((30, 21), 2, 3, 4, 4))
+        counts = method.select(observation, Budget(7)).counts
+        assert counts.sum(-1).tolist() == [[14, 14]]
+
+
+def test_layouts_follow_the_parameters() -> None:
+    assert KVCompose().equal_heads and not KVCompose().equal_layers
+    unstructured = KVCompose(structured=False)
+    assert not unstructured.equal_heads and not unstructured.equal_layers
+    assert not Pool(SnapKV()).equal_layers and not Pool(SnapKV()).equal_heads
+
+
+@pytest.mark.parametrize(
+    "text", ["kvcompose(keep=0.25)", "pool(received(statistic='rms'), keep=0.25, sinks=4, recent=32)"]
+)
+def test_recipes(text: str) -> None:
+    assert str(Recipe.parse(text)) == text
+
+
+def test_who_else_divides_is_refused() -> None:
+    for inner in (AdaKV(SnapKV()), Pyramid(SnapKV()), Composite(SnapKV()), KVCompose(), Uniform(AdaKV(SnapKV()))):
+        with pytest.raises(KeepsetError, match=r"leave one of them out|use it alone"):
+            Pool(inner)
+    with pytest.raises(KeepsetError, match="use it alone"):
+        Composite(KVCompose())
+    assert Pool(Uniform(SnapKV())).floor == 0.2

@@ -1,0 +1,163 @@
+"""The tracer against caches that are fed by hand, and its figures against sets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import keepset
+from keepset import Budget, Observation, Recipe
+from keepset.bench.analysis.repetition import repetition_rate
+from keepset.bench.analysis.trace import Tracer
+from keepset.bench.analysis.trace_figures import figures
+from keepset.methods.tova import TOVA
+from tests.hf.models import generate, prompt, same_keep_set, tiny
+
+OPTIONS: dict[str, Any] = dict(do_sample=False, eos_token_id=None, pad_token_id=0)
+RECIPES = ["tova(keep=9, every=4)", "adakv(snapkv(window=4), keep=12, every=5)", "pyramid(tova, keep=10, every=4)"]
+LENGTH, NEW = 19, 14
+
+
+@dataclass(frozen=True)
+class Halves(TOVA):
+    """TOVA that calls the two halves of the cache segments."""
+
+    name: ClassVar[str] = "halves"
+
+    def segments(self, observation: Observation, budget: Budget) -> SimpleNamespace:
+        entries = observation.valid.shape[2]
+        segment = (torch.arange(entries) >= entries // 2).long().expand(observation.valid.shape)
+        mass = torch.full(observation.valid.shape, 1 / entries)
+        return SimpleNamespace(mass=mass, segment=segment, quotas=torch.tensor([[[4, 5]]]).expand(1, 2, 2))
+
+
+@pytest.mark.parametrize("text", [*RECIPES, "knorm(keep=0.5)", "tova(keep=9, prefill=False, every=6)"])
+def test_events_are_those_of_a_cache(text: str) -> None:
+    model, ids, recipe = tiny("llama"), prompt(1, LENGTH), Recipe.parse(text)
+    tokens: list[int] = []
+    tracer = Tracer(model, recipe, on_token=tokens.append)
+    tracer.generate(ids, max_new_tokens=NEW, **OPTIONS)
+    cache = keepset.Cache(model, recipe, history=True)
+    expected = generate(model, ids, cache, max_new_tokens=NEW).sequences[0]
+    trace = tracer.trace
+    assert torch.equal(trace.ids, expected) and trace.prompt == LENGTH
+    assert trace.recipe == str(recipe) and sum(tokens) == NEW
+    assert trace.tokens_per_second is not None and trace.tokens_per_second > 0
+    assert [moment.length for moment in trace.moments] == [event.length for event in cache.events]
+    for moment, event in zip(trace.moments, cache.events, strict=True):
+        assert event.keep_set is not None and same_keep_set(moment.snapshot.keep_set, event.keep_set)
+        assert moment.entries == event.entries and moment.segments == {}
+
+
+@pytest.mark.parametrize("text", RECIPES)
+def test_following_is_feeding_one_by_one(text: str) -> None:
+    model, ids = tiny("llama"), prompt(1, LENGTH + NEW)
+    tracer = Tracer(model, Recipe.parse(text))
+    tracer.follow(ids[0], LENGTH)
+    cache = keepset.Cache(model, text, history=True)
+    with torch.no_grad():
+        for part in (ids[:, :LENGTH], *ids[:, LENGTH:].split(1, 1)):
+            model(part, past_key_values=cache, use_cache=True)
+    trace = tracer.trace
+    assert torch.equal(trace.ids, ids[0]) and trace.tokens_per_second is None
+    assert [moment.length for moment in trace.moments] == [event.length for event in cache.events]
+    assert len(trace.moments) > 2
+    for moment, event in zip(trace.moments, cache.events, strict=True):
+        assert event.keep_set is not None and same_keep_set(moment.snapshot.keep_set, event.keep_set)
+
+
+def test_segments_of_every_layer() -> None:
+    model, ids = tiny("llama"), prompt(1, LENGTH)
+    tracer = Tracer(model, Recipe.of(Halves(), keep=9, every=4))
+    tracer.generate(ids, max_new_tokens=8, **OPTIONS)
+    trace = tracer.trace
+    assert [moment.length for moment in trace.moments] == [19, 23]
+    for moment, entries in zip(trace.moments, (19, 13), strict=True):
+        assert list(moment.segments) == [0, 1, 2, 3]
+        for head in (head for heads in moment.segments.values() for head in heads):
+            assert head.ends.tolist() == [entries // 2, entries]
+            assert head.quotas.tolist() == [4, 5] and head.mass.shape == (entries,)
+    assert figures(trace)["segments"] == pytest.approx({"count": 2, "length": (19 + 13) / 4})
+
+
+def test_figures_are_means_over_sets() -> None:
+    model = tiny("llama")
+    tracer = Tracer(model, Recipe.parse("adakv(snapkv(window=4), keep=8, every=5)"))
+    tracer.follow(prompt(1, 40)[0], 24)
+    trace = tracer.trace
+    told = figures(trace, region=3)
+    lengths = [24, 29, 34, 39]
+    assert [row["length"] for row in told["events"]] == lengths
+    layers, heads = 4, 2
+    kept = [
+        [[set(moment.snapshot.keep_set.positions(i, 0, h).tolist()) for h in range(heads)] for i in range(layers)]
+        for moment in trace.moments
+    ]
+
+    def mean(values: list[float]) -> float:
+        return sum(values) / len(values)
+
+    def wipeout(s: set[int], length: int) -> float:
+        return mean([float(not s & set(range(a, a + 3))) for a in range(0, length, 3)])
+
+    def middle(s: set[int], length: int) -> float:
+        return mean([float(t in s) for t in range(length // 3, length - length // 3)])
+
+    measured = {
+        "wipeout": [[[wipeout(s, n) for s in layer] for layer in e] for e, n in zip(kept, lengths, strict=True)],
+        "middle": [[[middle(s, n) for s in layer] for layer in e] for e, n in zip(kept, lengths, strict=True)],
+        "iou": [
+            [
+                [len(a & b) / len(a | {t for t in b if t < n}) for a, b in zip(one, two, strict=True)]
+                for one, two in zip(*pair, strict=True)
+            ]
+            for pair, n in zip(pairwise(kept), lengths, strict=False)
+        ],
+    }
+    for name, events in measured.items():
+        by_layer = [mean([value for event in events for value in event[layer]]) for layer in range(layers)]
+        assert told["by_layer"][name] == pytest.approx(by_layer)
+        assert told["mean"][name] == pytest.approx(mean(by_layer))
+        early, late = by_layer[:1], by_layer[-1:]
+        expected = {"early": mean(early), "middle": mean(by_layer[1:-1]), "late": mean(late)}
+        assert told["by_depth"][name] == pytest.approx(expected)
+        rows = [row[name] for row in told["events"]]
+        assert rows[0] is None if name == "iou" else rows[0] is not None
+        assert rows[-len(events) :] == pytest.approx([mean([x for layer in e for x in layer]) for e in events])
+    assert [row["kept"] for row in told["events"]] == [layers * heads * 8] * 4
+    assert [row["entries"] for row in told["events"]] == [layers * heads * n for n in (24, 13, 13, 13)]
+    assert told["repetition"] == repetition_rate(trace.ids[24:])
+    assert told["segments"] is None and told["layers"] == [0, 1, 2, 3] and told["kv_heads"] == 2
+
+
+def test_no_event_has_no_figures() -> None:
+    model = tiny("llama")
+    tracer = Tracer(model, Recipe.parse("tova(keep=9, prefill=False, every=9)"))
+    tracer.follow(prompt(1, 7)[0], 5)
+    told = figures(tracer.trace)
+    assert told["events"] == [] and told["mean"] == {} and told["layers"] == []
+
+
+def test_segments_of_ams_are_those_that_it_kept_by() -> None:
+    # With credit the mass depends on the state from before the event, which ams itself overwrites.
+    recipe = Recipe.parse("ams(tova, window=6, min_segment=2, max_segment=8, mix=0.2, keep=14, recent=2, every=6)")
+    tracer = Tracer(tiny("llama"), recipe)
+    tracer.follow(prompt(1, 60)[0], 30)
+    trace = tracer.trace
+    assert [moment.length for moment in trace.moments] == [30, 36, 42, 48, 54, 60]
+    held = {(layer, head): list(range(30)) for layer in range(4) for head in range(2)}
+    for moment in trace.moments:
+        for (layer, head), positions in held.items():
+            told = moment.segments[layer][head]
+            stays = set(moment.snapshot.keep_set.positions(layer, 0, head).tolist())
+            starts = [0, *told.ends.tolist()[:-1]]
+            parts = [positions[start:end] for start, end in zip(starts, told.ends.tolist(), strict=True)]
+            assert told.ends[-1] == len(positions) == len(told.mass)
+            assert [len(stays & set(part)) for part in parts] == told.quotas.tolist()
+            assert float(told.mass.sum()) == pytest.approx(1, abs=1e-5)
+            held[layer, head] = sorted(stays) + list(range(moment.length, moment.length + 6))

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from keepset.bench.report.latency import render
+
+EVIL = "</script><img src=x onerror=window.pwned=1><b>&lt; %{x} $data"
+
+
+def row(recipe: str, tokens: int, peak: int | None = 10**9, error: str | None = None) -> dict[str, Any]:
+    measured = {"first_seconds": 1.0, "rest_seconds": 2.0, "kv_bytes": 4 * 10**6, "peak_bytes": peak}
+    slower = {**measured, "first_seconds": 3.0}
+    head = {"recipe": recipe, "prompt_tokens": tokens, "output_tokens": 5, "error": error}
+    if error is not None:
+        return {**head, "rounds": []}
+    medians = {
+        "first_seconds": 2.0,
+        "tokens_per_second": 2.0,
+        "seconds": 4.0,
+        "kv_bytes": 4 * 10**6,
+        "peak_bytes": peak,
+    }
+    return {**head, "rounds": [measured, slower], **medians}
+
+
+def result(*rows: dict[str, Any]) -> dict[str, Any]:
+    head = {"model": EVIL, "device": "cpu", "dtype": "float32", "rounds": 2, "output_tokens": 5}
+    return {**head, "rows": list(rows)}
+
+
+def test_text_is_only_in_the_data_block() -> None:
+    page = render(result(row(EVIL, 10)))
+    block = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert block and "pwned" in block[1] and "pwned" not in page.replace(block[1], "")
+
+
+def test_plots_and_table(load: Any) -> None:
+    page = load(render(result(row("full cache", 10, None), row("full cache", 20, None), row(EVIL, 10, None, EVIL))))
+    page.wait_for_selector("#seconds .point")
+    (trace,) = page.evaluate("document.getElementById('first_seconds').data")
+    assert (trace["x"], trace["y"]) == ([10, 20], [2, 2])
+    assert (trace["error_y"]["array"], trace["error_y"]["arrayminus"]) == ([1, 1], [1, 1])
+    assert page.evaluate("document.getElementById('kv_bytes').data[0].y") == [4, 4]
+    assert page.locator("#peak_bytes").text_content() == "Nothing was measured."
+    assert page.locator("#rows tbody tr").first.locator("td").all_text_contents() == [
+        "2.00 s",
+        "2.0",
+        "4.00 s",
+        "4.0 MB",
+        "\N{EN DASH}",
+    ]
+    assert page.locator("#errors li").all_text_contents() == [f"{EVIL}, 10: {EVIL}"]
+    assert page.locator("h1").text_content() == EVIL
+
+
+def test_nothing_overflows_the_page(load: Any) -> None:
+    page = load(render(result(row("a", 10), row(EVIL, 10))), viewport={"width": 400, "height": 800})
+    page.wait_for_selector("#seconds .point")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400

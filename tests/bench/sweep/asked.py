@@ -1,0 +1,77 @@
+"""Stand-ins for the tests of what asks: a task, a model that says what it is told, and its hooks counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from keepset.bench.cell import Cell
+from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task
+
+
+class Exact(Task):
+    """An answer is right if it is the target; of choices the likeliest must be."""
+
+    name, metric = "exact", "right"
+
+    def __init__(self, tokens: int = 8, until: tuple[str, ...] = (), decodes: bool = False) -> None:
+        self.generation, self.decodes = Generation(tokens, until), decodes
+
+    def examples(self, tokenizer: Any, *, limit: int | None = None, seed: int = 0) -> Sequence[Example]:
+        return []
+
+    def judge(self, question: Question, reply: Reply) -> dict[str, float]:
+        said = reply if isinstance(reply, str) else max(range(len(reply)), key=lambda index: reply[index][0])
+        return {"right": float(said == question.target), "length": len(reply) / 100}
+
+
+@contextmanager
+def scripted(model: Any, text: Sequence[int], prompt: int) -> Iterator[list[int]]:
+    """The model says these tokens after a prompt of so many tokens; gives the lengths of all its calls."""
+    calls: list[int] = []
+
+    def script(module: Any, args: Any, kwargs: Any, output: Any) -> Any:
+        cache = kwargs["past_key_values"]
+        calls.append(int((args[0] if args else kwargs["input_ids"]).shape[1]))
+        at = next(iter(cache.kept_layers.values())).logical - prompt
+        logits = torch.full_like(output.logits, -10.0)
+        logits[:, -1, text[at] if at < len(text) else 3] = 10.0
+        return replace(output, logits=logits)
+
+    handle = model.register_forward_hook(script, with_kwargs=True)
+    try:
+        yield calls
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def watched(model: Any) -> Iterator[list[tuple[int, int]]]:
+    """Rows and tokens of every call of the model."""
+    calls: list[tuple[int, int]] = []
+
+    def note(module: Any, args: Any, kwargs: Any) -> None:
+        calls.append(tuple((args[0] if args else kwargs["input_ids"]).shape))
+
+    handle = model.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield calls
+    finally:
+        handle.remove()
+
+
+def hooks(model: Any) -> int:
+    """How many hooks there are on the model."""
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
+def timeless(cell: Cell) -> Cell:
+    """The cell without its seconds, which differ."""
+    if cell.outcome is None:
+        return cell
+    seconds = dict(prefill_seconds=0.0, select_seconds=0.0, decode_seconds=0.0)
+    return replace(cell, outcome=replace(cell.outcome, **seconds))

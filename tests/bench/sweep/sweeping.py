@@ -1,0 +1,103 @@
+"""A task and a runner that need no model. `python -m tests.bench.sweep.sweeping` sweeps in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from keepset.bench.candidate import Candidate, candidates
+from keepset.bench.cell import Cell, Outcome
+from keepset.bench.sweep.store import Store
+from keepset.bench.sweep.sweep import Grid, run
+from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task
+from keepset.recipe import Recipe
+
+CONFIGURATION = {"weights": "0a1b", "--limit": 3, "--agnostic": False}
+
+
+class Counting(Task):
+    """What number is in the context?"""
+
+    metric = "found"
+    generation = Generation(4)
+
+    def __init__(self, name: str = "counting@8", most: int = 4, decodes: bool = False) -> None:
+        self.name, self.most, self.decodes = name, most, decodes
+
+    def examples(self, tokenizer: Any, *, limit: int | None = None, seed: int = 0) -> Sequence[Example]:
+        count = self.most if limit is None else min(limit, self.most)
+        return [
+            Example(str(i), f"It is {i + 10 * seed}.", (Question(" What?", i),), {"depth": float(i)})
+            for i in range(count)
+        ]
+
+    def judge(self, question: Question, reply: Reply) -> dict[str, float]:
+        return {"found": float(str(question.target) in reply)}
+
+
+@dataclass
+class Scripted:
+    """Makes cells out of their names, and notes each of them in a file.
+
+    Attributes:
+        stop_at: the cell, counted from 1, before which it waits for somebody to kill it.
+        together: so many processes must have begun before the first of them goes on.
+    """
+
+    notes: Path
+    stop_at: int | None = None
+    together: int = 1
+    made: int = 0
+
+    def run(self, task: Task, example: Example, todo: Sequence[Candidate], seed: int) -> Iterator[Cell]:
+        self.notes.with_name(f"{self.notes.name}.{os.getpid()}").touch()
+        end = time.monotonic() + 60
+        while len(list(self.notes.parent.glob(f"{self.notes.name}.*"))) < self.together:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        for candidate in todo:
+            self.made += 1
+            if self.made == self.stop_at:
+                print("waiting", flush=True)
+                time.sleep(600)
+            with self.notes.open("a") as notes:
+                notes.write(f"{os.getpid()} {task.name} {seed} {example.id} {candidate.text}\n")
+            yield cell(task, example, candidate, seed)
+
+
+def cell(task: Task, example: Example, candidate: Candidate, seed: int) -> Cell:
+    """The same for the same names."""
+    score = (len(candidate.text) + int(example.id) + seed) % 3 / 2
+    outcome = Outcome({task.metric: score}, [f"It is {example.id}"], 0.5, 100, 200, tokens=4.0)
+    names = (candidate.text, candidate.method, candidate.requested, example.facts, task.metric)
+    return Cell(task.name, seed, example.id, *names, None if candidate.error else outcome, candidate.error)
+
+
+def grid(
+    names: Sequence[str] = ("counting@8", "counting@16"),
+    seeds: Sequence[int] = (0, 1),
+    recipes: str = "knorm, tova",
+    limit: int | None = 3,
+    keeps: Sequence[int | float] = (0.5,),
+) -> Grid:
+    """What most of these tests ask for: 12 groups of 3 cells."""
+    asked = candidates(Recipe.parse_list(recipes), keeps)
+    return Grid([Counting(name) for name in names], seeds, {name: asked for name in names}, limit)
+
+
+def sweep(path: Path, asked: Grid, runner: Any) -> list[int]:
+    """All of it; how many cells were there with each word of progress."""
+    told: list[int] = []
+    with Store.begin(path, "model", CONFIGURATION) as store:
+        assert run(store, asked.groups(store, None), runner, told.append) == []  # type: ignore[arg-type]
+    return told
+
+
+if __name__ == "__main__":
+    path, notes, stop_at, together = sys.argv[1:]
+    sweep(Path(path), grid(), Scripted(Path(notes), int(stop_at) or None, int(together)))

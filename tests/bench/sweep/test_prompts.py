@@ -1,0 +1,132 @@
+"""Token ids of what is asked, said a second time in words: the tokens of the tests are letters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keepset import KeepsetError
+from keepset.bench.sweep.prompts import Prompt, Prompts
+from keepset.bench.tasks.task import Example, Question
+from tests.bench.sweep.letters import CHAT, letters
+
+PLAIN, TALKS = letters(), letters(CHAT)
+BEGINS = letters()
+BEGINS.add_bos_token = True
+
+
+def example(context: str, *questions: Question) -> Example:
+    return Example("one", context, questions)
+
+
+def text(ids: Any) -> str:
+    return PLAIN.decode(ids).replace("<bos>", "^")
+
+
+def prompts(of: Example, tokenizer: Any = PLAIN, answer: int = 5, **options: Any) -> list[Prompt]:
+    options = {"agnostic": False, "chat": False, "longest": None, **options}
+    return Prompts(tokenizer, **options).of(of, answer)
+
+
+WHAT = Question(" What?", "x", prefix=" It ")
+WHERE = Question("\nWhere? ", 0, choices=(" here", "there", "\n"))
+
+
+def test_a_question_that_is_known_belongs_to_the_prompt() -> None:
+    one, other = prompts(example("Long text.", WHAT, Question("", "y")))
+    assert (text(one.ids), text(other.ids)) == ("Long text. What? It ", "Long text.")
+    assert [asked.ids for asked in one.asked + other.asked] == [(), ()]
+
+
+def test_a_question_that_is_not_known_follows() -> None:
+    [found] = prompts(example("Long text.", WHAT, WHERE), agnostic=True)
+    assert text(found.ids) == "Long text."
+    assert [text(asked.ids) for asked in found.asked] == [" What? It ", "\nWhere?"]
+    assert [asked.question for asked in found.asked] == [WHAT, WHERE]
+
+
+def test_white_space_before_a_choice_belongs_to_the_choice() -> None:
+    for agnostic in (False, True):
+        [found] = prompts(example("Long text.", WHERE), agnostic=agnostic)
+        [asked] = found.asked
+        assert text(found.ids + asked.ids) == "Long text.\nWhere?"
+        assert list(map(text, asked.choices)) == ["  here", " there", " \n"]
+
+
+def test_a_chat_has_the_answers_beginning_after_its_template() -> None:
+    [aware] = prompts(example("Long text.", WHAT), TALKS, chat=True)
+    assert text(aware.ids) == "^U:Long text. What?.\nA: It "
+    [agnostic] = prompts(example("Long text.", WHAT, WHERE), TALKS, chat=True, agnostic=True)
+    assert text(agnostic.ids) == "^U:Long text."
+    assert [text(asked.ids) for asked in agnostic.asked] == [" What?.\nA: It ", "\nWhere? .\nA:"]
+    assert list(map(text, agnostic.asked[1].choices)) == [" here", "there", "\n"]
+
+
+def test_special_tokens_are_the_tokenizers_own_and_come_once() -> None:
+    assert BEGINS("a")["input_ids"] == [1, *PLAIN("a")["input_ids"]]
+    assert text(prompts(example("ab", WHAT), BEGINS)[0].ids) == "^ab What? It "
+    assert text(prompts(example("<bos>ab", WHAT), BEGINS)[0].ids) == "^ab What? It "
+    [agnostic] = prompts(example("ab", WHAT, WHERE), BEGINS, agnostic=True)
+    assert text(agnostic.ids) == "^ab" and text(agnostic.asked[0].ids) == " What? It "
+    assert list(map(text, agnostic.asked[1].choices)) == ["  here", " there", " \n"]
+    [scored] = prompts(example("ab", WHERE), BEGINS)
+    assert text(scored.ids) == "^ab\nWhere?" and text(scored.asked[0].choices[0]) == "  here"
+
+
+def test_where_there_is_no_text_a_text_begins() -> None:
+    empty = example("", Question(" ", 0, choices=("a", "bc")))
+    for tokenizer in (PLAIN, BEGINS):
+        [found] = prompts(empty, tokenizer)
+        assert text(found.ids) == "^"
+        assert list(map(text, found.asked[0].choices)) == [" a", " bc"]
+
+
+@given(st.integers(0, 60), st.integers(0, 6), st.integers(1, 6), st.integers(12, 60), st.booleans(), st.booleans())
+def test_what_is_too_long_loses_the_middle_of_its_context(
+    length: int, asked: int, answer: int, longest: int, chat: bool, agnostic: bool
+) -> None:
+    context = "".join(chr(ord("!") + index) for index in range(length))
+    before, after = ("^U:", ".\nA:") if chat else ("", "")
+    end = "?" * asked + after
+    room = longest - answer - len(before) - len(end)
+    of = example(context, Question("?" * asked, "x"))
+    options = dict(answer=answer, longest=longest, chat=chat, agnostic=agnostic)
+    if (agnostic or not (before + end)) and not context:
+        return
+    if length > room and room < 1:
+        with pytest.raises(KeepsetError, match=f"Example one does not fit the model's context of {longest} tokens"):
+            prompts(of, TALKS, **options)
+        return
+    [found] = prompts(of, TALKS, **options)
+    said = text(found.ids + found.asked[0].ids)
+    left = length if length <= room else room
+    head, tail = (left + 1) // 2, left // 2
+    kept = context if left == length else context[:head] + context[length - tail :]
+    assert said == before + kept + end
+    assert found.cut == length - left
+    assert len(said) + answer <= longest
+
+
+def test_the_longest_question_says_what_a_context_may_be_and_so_do_choices() -> None:
+    of = example("x" * 50, Question("?", "a"), Question("??????", "b"), Question("", 0, choices=("c", "dddddddd")))
+    [found] = prompts(of, longest=40, answer=4, agnostic=True)
+    assert len(found.ids) == 40 - 6 - 4
+    cuts = [one.cut for one in prompts(of, longest=40, answer=4)]
+    assert cuts == [50 + 1 + 4 - 40, 50 + 6 + 4 - 40, 50 + 8 - 40]
+
+
+@pytest.mark.parametrize(
+    "of, options, sentence",
+    [
+        (example(" ", WHAT), dict(agnostic=True), "Example one has no context that could be compressed before"),
+        (example("a", Question("", 0, choices=("b", ""))), {}, "The choice '' has no tokens"),
+        (example("a", WHAT), dict(chat=True), "The model has no chat template"),
+    ],
+)
+def test_what_cannot_be_asked_is_one_sentence(of: Example, options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(KeepsetError, match=sentence) as caught:
+        prompts(of, **options)
+    assert str(caught.value).count("\n") == 0 and str(caught.value).endswith(".")

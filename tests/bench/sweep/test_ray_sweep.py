@@ -1,0 +1,154 @@
+"""A sweep on two workers of a Ray that runs on this machine: the same cells, and what becomes of workers that die."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keepset import models
+from keepset.bench.candidate import Candidate, candidates
+from keepset.bench.cell import Cell
+from keepset.bench.sweep import ray_sweep, sweep
+from keepset.bench.sweep.ray_sweep import Loads
+from keepset.bench.sweep.runner import Runner
+from keepset.bench.sweep.store import Store
+from keepset.bench.sweep.sweep import Grid, Lost
+from keepset.bench.tasks.catalogue import Settings, find
+from keepset.bench.tasks.task import Example, Task
+from keepset.errors import KeepsetError
+from keepset.recipe import Recipe
+from tests.bench.sweep.sweeping import CONFIGURATION, Scripted, cell, grid
+from tests.cli.conftest import tiny_model
+
+ray = pytest.importorskip("ray", reason='Ray is not installed: pip install "keepset[ray]"')
+MEGABYTE = 10**6
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    options = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(address="local", num_cpus=2, object_store_memory=100 * MEGABYTE, **options)
+    yield
+    ray.shutdown()
+
+
+@dataclass(frozen=True)
+class Makes:
+    """Makes a stub that notes its cells, in the first `together` processes at the same time."""
+
+    notes: Path
+    together: int = 1
+    ends_at: str | None = None
+    error: bool = False
+
+    def __call__(self) -> Any:
+        return Ends(self.notes, together=self.together, ends_at=self.ends_at, error=self.error)
+
+
+@dataclass
+class Ends(Scripted):
+    """At the second cell of an example: as often as there are words in a file, its process dies; or it is an error."""
+
+    ends_at: str | None = None
+    error: bool = False
+
+    def run(self, task: Task, example: Example, todo: Sequence[Candidate], seed: int) -> Iterator[Cell]:
+        for number, made in enumerate(super().run(task, example, todo, seed)):
+            if example.id == self.ends_at and number == 1:
+                if self.error:
+                    raise KeepsetError("It cannot be had.")
+                lives = self.notes.with_name("lives")
+                if left := lives.read_text().split():
+                    lives.write_text(" ".join(left[1:]))
+                    os._exit(1)
+            yield made
+
+
+def run(path: Path, make: Any, asked: Grid, tokenizer: Any = None) -> tuple[list[Lost], list[int]]:
+    told: list[int] = []
+    with Store.begin(path, "model", CONFIGURATION) as store:
+        groups = asked.groups(store, tokenizer)
+        return ray_sweep.run(store, groups, make, MEGABYTE, told.append), told
+
+
+def cells(path: Path) -> list[Cell]:
+    with Store.open(path) as store:
+        assert store._database.execute("SELECT count(*) FROM claims").fetchone() == (0,)
+        return store.cells()
+
+
+def expected(asked: Grid) -> list[str]:
+    return sorted(
+        str(cell(task, example, candidate, seed))
+        for task in asked.tasks
+        for seed in asked.seeds
+        for example in task.examples(None, limit=asked.limit, seed=seed)  # type: ignore[arg-type]
+        for candidate in asked.candidates[task.name]
+    )
+
+
+def test_two_workers_make_every_cell_once(tmp_path: Path) -> None:
+    path, make = tmp_path / "sweep.sqlite", Makes(tmp_path / "notes", together=2)
+    lost, told = run(path, make, grid())
+    assert lost == [] and sum(told) == 36
+    assert sorted(map(str, cells(path))) == expected(grid())
+    notes = [line.split(" ", 1) for line in make.notes.read_text().splitlines()]
+    assert len(notes) == len({what for _, what in notes}) == 36 and len({who for who, _ in notes}) == 2
+    _, told = run(path, make, grid(recipes="knorm, tova, random"))
+    assert sum(told) == 48 and len(make.notes.read_text().splitlines()) == 48
+
+
+def test_what_a_dead_worker_left_is_made_again(tmp_path: Path) -> None:
+    (tmp_path / "lives").write_text("one")
+    asked = grid(["counting@8"], [0])
+    lost, told = run(tmp_path / "sweep.sqlite", Makes(tmp_path / "notes", ends_at="1"), asked)
+    assert lost == [] and sum(told) == 9
+    assert sorted(map(str, cells(tmp_path / "sweep.sqlite"))) == expected(asked)
+    assert (tmp_path / "lives").read_text() == ""
+
+
+def test_what_workers_die_of_again_and_again_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def get(reference: Any) -> Any:
+        raise reference
+
+    monkeypatch.setattr(ray, "get", get)
+    stream = iter([ray.exceptions.WorkerCrashedError()])
+    left_out = Lost("needle@256", "the rest of an example", "its worker is gone (WorkerCrashedError)")
+    assert ray_sweep._next(stream, "needle@256") == left_out  # type: ignore[arg-type]
+    assert ray_sweep._next(stream, "needle@256") is None  # type: ignore[arg-type]
+
+
+def test_an_error_that_is_ours_ends_the_sweep_in_its_sentence(tmp_path: Path) -> None:
+    with pytest.raises(KeepsetError) as error:
+        run(tmp_path / "sweep.sqlite", Makes(tmp_path / "notes", ends_at="0", error=True), grid(["counting@8"], [0]))
+    assert str(error.value) == "It cannot be had."
+    assert len(cells(tmp_path / "sweep.sqlite")) >= 1
+
+
+def test_a_real_model_gives_the_same_cells_as_without_ray(embedded: Any, tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path / "tiny")
+    embedded[1].save_pretrained(tmp_path / "tiny")
+    tasks = find(["needle"], Settings(lengths=(256,)))
+    asked = Grid(tasks, [0], {"needle@256": candidates(Recipe.parse_list("knorm, snapkv(window=8)"), [0.5])}, 3)
+    asking = {"agnostic": True, "chat": True, "temperature": 0.0}
+    model, tokenizer = models.load(str(tmp_path / "tiny"))
+    lost, told = run(tmp_path / "ray.sqlite", Loads(str(tmp_path / "tiny"), **asking), asked, tokenizer)
+    assert lost == [] and sum(told) == 9
+    with Store.begin(tmp_path / "local.sqlite", "model", CONFIGURATION) as store:
+        groups = asked.groups(store, tokenizer)
+        assert sweep.run(store, groups, Runner(model, tokenizer, **asking), lambda _: None) == []
+    there, here = (
+        {(c.example, c.recipe): c for c in cells(tmp_path / name)} for name in ("ray.sqlite", "local.sqlite")
+    )
+    assert list(there) == list(here) and len(here) == 9
+    for key, made in here.items():
+        assert made.outcome is not None and there[key].outcome is not None
+        for name in ("scores", "replies", "keep", "kv_bytes", "tokens"):
+            assert getattr(there[key].outcome, name) == getattr(made.outcome, name)

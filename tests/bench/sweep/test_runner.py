@@ -1,0 +1,487 @@
+"""Cells of one example, held against the harness's own model, `generate`, and caches fed by hand."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import keepset
+from keepset import KeepsetError, Recipe
+from keepset.bench.analysis.repetition import repetition_rate
+from keepset.bench.candidate import Candidate, candidates
+from keepset.bench.cell import FULL, Cell
+from keepset.bench.sweep.runner import TOGETHER, Runner
+from keepset.bench.tasks.task import Example, Question
+from keepset.hf.recorder import Recorder
+from tests.bench.sweep.asked import Exact, hooks, scripted, timeless, watched
+from tests.bench.sweep.letters import CHAT, letters
+from tests.hf.models import tiny
+
+TOKENIZER = letters(CHAT)
+CONTEXT = "Some text about cats and dogs, of which nobody knows anything at all; it goes on for a while."
+EXAMPLE = Example(
+    "one",
+    CONTEXT,
+    (Question(" Who?", "x"), Question("\nWhat is said?", "y", prefix=" It"), Question(" A", 0, choices=(" b", "cd"))),
+    {"depth": 0.5},
+)
+RECIPES = Recipe.parse_list("snapkv(window=8), adakv(expected_attention), kvcompose")
+
+
+def run(
+    todo: Sequence[Candidate],
+    *,
+    task: Exact | None = None,
+    example: Example = EXAMPLE,
+    model: Any = None,
+    seed: int = 0,
+    **options: Any,
+) -> list[Cell]:
+    options = {"agnostic": True, "chat": False, **options}
+    return list(Runner(model or tiny("llama"), TOKENIZER, **options).run(task or Exact(), example, todo, seed))
+
+
+def replies(cell: Cell) -> list[Any]:
+    assert cell.outcome is not None, cell.error
+    return cell.outcome.replies
+
+
+def parsed(*texts: str) -> list[Candidate]:
+    return candidates([Recipe.parse(text) for text in texts], [])
+
+
+def answered(model: Any, cache: Any, prompt: str, question: str, tokens: int = 8) -> str:
+    """The long way: a cache of one's own, and transformers' `generate`."""
+    ids, after = (
+        TOKENIZER(text, add_special_tokens=False, return_tensors="pt").input_ids for text in (prompt, question)
+    )
+    options: dict[str, Any] = dict(max_new_tokens=tokens, do_sample=False, pad_token_id=0)
+    with torch.no_grad():
+        if not question:
+            said = model.generate(ids, past_key_values=cache, **options)[0, ids.shape[1] :]
+        else:
+            model(ids, past_key_values=cache)
+            said = model.generate(**cache.ask(after), **options)[0, after.shape[1] :]
+    return TOKENIZER.decode(said, skip_special_tokens=True)
+
+
+# --- against lm-evaluation-harness
+
+
+PAIRS = [
+    ("What is kept of a long text?", (" it", " a longer answer", "?")),
+    ("Some entries; ", ("x", "yes", "no, none of them")),
+    ("", ("A", "abc")),
+]
+
+
+def test_with_everything_kept_cells_say_what_the_harness_says_of_its_own_model() -> None:
+    pytest.importorskip("lm_eval", reason='pip install "keepset[eval]"')
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    model, until = tiny("llama"), ("a", " ")
+    harness = HFLM(model, tokenizer=TOKENIZER, batch_size=1)
+    todo = parsed("snapkv(keep=1.0)", "adakv(expected_attention, keep=1.0)")
+    found = set()
+    for text, choices in PAIRS:
+        for prefix in ("", " So"):
+            said = text + prefix
+            requests = [Instance("loglikelihood", {}, (said, choice), 0) for choice in choices]
+            scores = harness.loglikelihood(requests, disable_tqdm=True)
+            best = max(range(len(scores)), key=lambda index: scores[index][0])
+            question = Question(text[4:], best, prefix=prefix, choices=choices)
+            for cell in run(todo, example=Example("one", text[:4], (question,)), agnostic=False):
+                [reply] = replies(cell)
+                assert [greedy for _, greedy in reply] == [greedy for _, greedy in scores]
+                assert [score for score, _ in reply] == pytest.approx([score for score, _ in scores], abs=1e-4)
+                assert cell.score == 1.0
+            if not said:
+                continue
+            options = {"until": list(until), "max_gen_toks": 12, "do_sample": False}
+            [answer] = harness.generate_until([Instance("generate_until", {}, (said, options), 0)], disable_tqdm=True)
+            question = Question(text[4:], answer, prefix=prefix)
+            for cell in run(todo, example=Example("one", text[:4], (question,)), task=Exact(12, until), agnostic=False):
+                assert replies(cell) == [answer] and cell.score == 1.0
+            found.add(answer)
+    assert len(found) > 2
+
+
+# --- against generate
+
+
+TEXTS = ["snapkv(window=8, keep=0.3)", "adakv(expected_attention, keep=12)", "kvcompose(keep=0.3)", "gvote"]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_answers_are_those_of_generate(architecture: str) -> None:
+    model = tiny(architecture)
+    every = ["snapkv(window=8, keep=20, every=4)", "knorm(keep=16, prefill=False, every=3)"]
+    different = set()
+    for agnostic in (True, False):
+        full, *cells = run(parsed(*TEXTS, *every), agnostic=agnostic, model=model)
+        assert [cell.recipe for cell in cells] == [*TEXTS, *every]
+        for cell in cells:
+            for question, said in zip(EXAMPLE.questions[:2], replies(cell), strict=False):
+                parts = CONTEXT, question.text + question.prefix
+                cache = keepset.Cache(model, cell.recipe)
+                expected = answered(model, cache, *(parts if agnostic else ("".join(parts), "")))
+                assert said == expected, (cell.recipe, agnostic)
+                different.add(said)
+        model.set_attn_implementation("sdpa")
+        for question, said in zip(EXAMPLE.questions[:2], replies(full), strict=False):
+            whole = CONTEXT + question.text + question.prefix
+            assert said == answered(model, DynamicCache(config=model.config), whole, "")
+    assert len(different) > 6
+
+
+@pytest.mark.parametrize("architecture", ["llama_mqa", "llama_odd_head", "lfm2", "bfloat16"])
+def test_of_awkward_models_and_contexts_too(architecture: str) -> None:
+    half = architecture == "bfloat16"
+    model = copy.deepcopy(tiny("llama")).bfloat16() if half else tiny(architecture)
+    texts = ["adakv(snapkv(window=4), keep=8)", "knorm(keep=8, every=3)"]
+    for context in ("A", "AAAAAAAA" if half else CONTEXT):
+        example = replace(EXAMPLE, context=context, questions=EXAMPLE.questions[:1])
+        for agnostic in (True, False):
+            for cell in run(parsed(*texts)[1:], example=example, model=model, agnostic=agnostic):
+                cache = keepset.Cache(model, cell.recipe)
+                parts = (context, " Who?") if agnostic else (context + " Who?", "")
+                assert replies(cell) == [answered(model, cache, *parts)], (cell.recipe, context)
+
+
+def test_in_a_chat_they_are_those_of_the_template() -> None:
+    model, question = tiny("llama"), EXAMPLE.questions[1]
+    [_, cell] = run(parsed("snapkv(window=8, keep=0.3)"), chat=True)
+    cache = keepset.Cache(model, "snapkv(window=8, keep=0.3)")
+    assert replies(cell)[1] == answered(model, cache, f"<bos>U:{CONTEXT}", f"{question.text}.\nA:{question.prefix}")
+
+
+def test_choices_are_scored_on_what_was_kept_of_the_context() -> None:
+    model, question = tiny("llama"), EXAMPLE.questions[2]
+    for text in ("snapkv(window=8, keep=0.3)", "knorm(keep=16, every=2)"):
+        [_, cell] = run(parsed(text))
+        for choice, (score, greedy) in zip(question.choices, replies(cell)[2], strict=True):
+            cache, total, best = keepset.Cache(model, text), 0.0, True
+            ids = TOKENIZER(CONTEXT, return_tensors="pt").input_ids
+            said = TOKENIZER(question.text, return_tensors="pt").input_ids
+            with torch.no_grad():
+                model(ids, past_key_values=cache)
+                for token in TOKENIZER(choice).input_ids:
+                    logits = model(said, past_key_values=cache).logits[0, -1].double()
+                    total, best = total + float(logits.log_softmax(0)[token]), best and int(logits.argmax()) == token
+                    said = torch.tensor([[token]])
+            assert (score, greedy) == (pytest.approx(total, abs=1e-4), best)
+
+
+# --- one prefill
+
+
+def test_one_prefill_serves_all_candidates_and_questions() -> None:
+    model, length = tiny("llama"), len(CONTEXT)
+    todo = candidates(Recipe.parse_list("snapkv(window=8), adakv(expected_attention), h2o"), [0.5, 0.25])
+    with watched(model) as calls:
+        assert len(run(todo)) == 7
+        assert [call for call in calls if call[1] >= length] == [(1, length)]
+        calls.clear()
+        assert len(run(todo, agnostic=False)) == 7
+        prompts = [length + len(question.text + question.prefix) for question in EXAMPLE.questions]
+        assert sorted(call[1] for call in calls if call[1] >= length) == sorted(prompts)
+        calls.clear()
+        run([*todo, *parsed("knorm(keep=16, every=4)", "tova(keep=16, every=4)")[1:]])
+        assert [call for call in calls if call[1] >= length] == [(1, length)] * 3
+        calls.clear()
+        run(parsed("knorm(keep=16, every=4)")[1:])
+        assert [call for call in calls if call[1] >= length] == [(1, length)]
+
+
+# --- as a batch
+
+ASKED = replace(EXAMPLE, questions=EXAMPLE.questions[:2])
+MANY = candidates([*RECIPES, *Recipe.parse_list("gvote, knorm(keep=16, every=4)")], [0.5, 0.25, 12])
+
+
+@pytest.mark.parametrize("options", [{"agnostic": True}, {"agnostic": False}, {"agnostic": True, "temperature": 1.5}])
+@pytest.mark.parametrize("architecture", ["llama", "llama_mqa", "gemma3"])
+def test_answers_of_a_batch_are_those_of_each_alone(architecture: str, options: dict[str, Any]) -> None:
+    model = tiny(architecture)
+    options = {"model": model, "example": ASKED, "task": Exact(20, ("a",)), **options}
+    with watched(model) as calls:
+        together = run(MANY, **options)
+    assert any(rows > 1 and tokens == 1 for rows, tokens in calls) == (architecture != "gemma3")
+    assert [timeless(cell) for cell in together] == [timeless(run([one], **options)[0]) for one in MANY]
+    assert len({reply for cell in together for reply in replies(cell)}) > 4
+
+
+def test_a_batch_is_for_answers_of_caches_that_compress_nothing_more() -> None:
+    model = tiny("llama")
+    for task, example in ((Exact(decodes=True), ASKED), (Exact(), EXAMPLE)):
+        with watched(model) as calls:
+            run(MANY, model=model, task=task, example=example)
+        assert all(rows == 1 for rows, tokens in calls if tokens > 3)
+
+
+@pytest.mark.parametrize(
+    "architecture, asked, most", [("llama", ASKED, TOGETHER), ("llama", EXAMPLE, 0), ("lfm2", ASKED, 0)]
+)
+def test_no_more_is_held_at_once_than_so_many_full_caches(
+    monkeypatch: pytest.MonkeyPatch, architecture: str, asked: Example, most: int
+) -> None:
+    made: list[weakref.ref[Any]] = []
+    held: list[int] = []
+    original = keepset.Cache.from_prompt.__func__  # type: ignore[attr-defined]
+
+    def from_prompt(cls: Any, *args: Any) -> Any:
+        gc.collect()
+        there = [cache() for cache in made]
+        held.append(sum(cache.nbytes for cache in there if cache is not None))
+        cache = original(cls, *args)
+        made.append(weakref.ref(cache))
+        return cache
+
+    monkeypatch.setattr(keepset.Cache, "from_prompt", classmethod(from_prompt))
+    todo = candidates(Recipe.parse_list("snapkv(window=8), knorm, tova, random, h2o"), [1.0, 0.9, 0.8])
+    full, *_ = cells = run(todo, example=asked, model=tiny(architecture))
+    assert all(cell.error is None for cell in cells) and full.outcome is not None
+    assert len(made) == 16
+    # Positions are stored beside keys and values, which are 2 * 16 * 4 bytes here.
+    assert max(held) <= most * full.outcome.kv_bytes_full * (1 + 4 / 128)
+    assert max(held) >= (most - 1) * full.outcome.kv_bytes_full
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't allocate memory"), KeepsetError("Not these.")])
+def test_where_a_batch_cannot_be_had_they_are_asked_one_after_another(error: Exception) -> None:
+    model, todo = tiny("llama"), candidates(RECIPES, [0.5, 0.25])
+    expected = run(todo, model=model, example=ASKED)
+
+    def refuse(module: Any, args: Any, kwargs: Any) -> None:
+        if len(args[0]) > 1 and next(iter(kwargs["past_key_values"].kept_layers.values())).logical > len(CONTEXT) + 9:
+            raise error
+
+    handle = model.register_forward_pre_hook(refuse, with_kwargs=True)
+    try:
+        found = run(todo, model=model, example=ASKED)
+    finally:
+        handle.remove()
+    assert [timeless(cell) for cell in found] == [timeless(cell) for cell in expected]
+
+
+@pytest.mark.parametrize("starts", [1, 3, 4])
+def test_what_memory_is_not_enough_for_beside_others_waits_for_them(
+    monkeypatch: pytest.MonkeyPatch, starts: int
+) -> None:
+    todo = candidates(RECIPES, [0.5, 0.25])
+    expected = run(todo, example=ASKED)
+    original, calls = keepset.Cache.from_prompt.__func__, []  # type: ignore[attr-defined]
+
+    def from_prompt(cls: Any, *args: Any) -> Any:
+        calls.append(None)
+        if len(calls) == starts + 1:
+            raise MemoryError
+        return original(cls, *args)
+
+    monkeypatch.setattr(keepset.Cache, "from_prompt", classmethod(from_prompt))
+    assert [timeless(cell) for cell in run(todo, example=ASKED)] == [timeless(cell) for cell in expected]
+    assert len(calls) == len(todo) + 1
+    calls.clear()
+    starts = 0
+    with pytest.raises(MemoryError):
+        run(todo, example=ASKED)
+
+
+# --- the same in any order
+
+
+@pytest.mark.parametrize("agnostic", [True, False])
+def test_cells_do_not_depend_on_other_candidates_or_their_order(agnostic: bool) -> None:
+    todo = [*candidates(RECIPES, [0.5, 12]), *parsed("knorm(keep=24, every=4)")[1:]]
+    options: dict[str, Any] = dict(agnostic=agnostic, temperature=1.0, seed=3)
+    found = {cell.recipe: timeless(cell) for cell in run(todo, **options)}
+    again = {cell.recipe: timeless(cell) for cell in run(todo[::-1], **options)}
+    assert list(again) == list(found)[::-1]
+    for name, cell in found.items():
+        assert again[name] == cell, name
+    [alone] = run([todo[3]], **options)
+    assert replies(alone)[:2] == replies(found[todo[3].text])[:2]
+    assert Cell.from_json(found[FULL].to_json()) == found[FULL]
+
+
+def test_a_draw_is_by_the_seed_and_all_candidates_have_the_same_luck() -> None:
+    todo = parsed("snapkv(keep=1.0)", "snapkv(window=8, keep=0.2)")
+    first, second = (run(todo, temperature=2.0, seed=seed) for seed in (0, 1))
+    assert replies(first[0])[:2] == replies(first[1])[:2] != replies(first[2])[:2]
+    assert replies(first[0])[:2] != replies(second[0])[:2]
+    assert replies(first[0])[:2] == replies(run(todo[:1], temperature=2.0)[0])[:2]
+    assert replies(run(todo[:1])[0])[:2] != replies(first[0])[:2]
+
+
+# --- figures
+
+
+def full_bytes(model: Any, tokens: int) -> int:
+    """Of transformers' own cache after so many tokens."""
+    cache = DynamicCache(config=model.config)
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        model(torch.full((1, tokens), 5), past_key_values=cache)
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "llama_mqa", "llama_odd_head"])
+def test_bytes_are_those_right_after_the_compression(architecture: str) -> None:
+    model, text = tiny(architecture), "adakv(snapkv(window=4), keep=0.3)"
+    full, cell = run(parsed(text), model=model)
+    assert full.outcome and cell.outcome
+    cache = keepset.Cache(model, text)
+    with torch.no_grad():
+        model(TOKENIZER(CONTEXT, return_tensors="pt").input_ids, past_key_values=cache)
+    assert cell.outcome.kv_bytes == cache.nbytes
+    assert cell.outcome.keep == cache.events[0].kept / cache.events[0].entries
+    expected = full_bytes(model, len(CONTEXT))
+    assert full.outcome.kv_bytes == full.outcome.kv_bytes_full == cell.outcome.kv_bytes_full == expected
+    assert full.outcome.keep == 1.0 and full.requested == 1.0
+
+
+@pytest.mark.parametrize("text", ["knorm(keep=24, every=5)", "snapkv(window=4, keep=0.4)", "tova(keep=40, every=64)"])
+def test_while_decoding_bytes_are_the_most_after_any_token(text: str) -> None:
+    model, tokens = tiny("llama"), 14
+    example = replace(EXAMPLE, questions=(Question(" Who?", "x"),))
+    full, cell = run(parsed(text), example=example, task=Exact(tokens, decodes=True), agnostic=False)
+    assert full.outcome and cell.outcome and cell.outcome.tokens == full.outcome.tokens == tokens
+    cache = keepset.Cache(model, text)
+    held: list[tuple[int, int]] = []
+    said = TOKENIZER(CONTEXT + " Who?", return_tensors="pt").input_ids
+    with torch.no_grad():
+        for _ in range(tokens):
+            logits = model(said, past_key_values=cache).logits
+            held.append((cache.nbytes, cache.get_seq_length()))
+            said = logits[:, -1:].argmax(-1)
+    nbytes, length = max(held, key=lambda pair: pair[0])
+    entries = sum(layer.store.entries for layer in cache.kept_layers.values())  # type: ignore[union-attr]
+    assert cell.outcome.kv_bytes == nbytes
+    assert cell.outcome.kv_bytes_full == full_bytes(model, length)
+    assert cell.outcome.keep == pytest.approx(entries / (4 * 2 * held[-1][1]))
+    assert full.outcome.kv_bytes == full_bytes(model, held[-1][1])
+
+
+def test_figures_are_means_over_the_questions() -> None:
+    model, length = tiny("llama"), len(CONTEXT)
+    said = TOKENIZER("abcdabcdabcd", add_special_tokens=False)["input_ids"]
+    example = replace(EXAMPLE, questions=(Question("", "abcd"), Question("", "no")))
+    with scripted(model, [*said[:4], 2], length), scripted(model, [*said[:4], 2], length):
+        [cell] = run(parsed()[:1], example=example, agnostic=False)
+    assert cell.outcome is not None
+    assert (cell.outcome.scores, cell.outcome.replies) == ({"right": 0.5, "length": 0.04}, ["abcd", "abcd"])
+    assert (cell.outcome.tokens, cell.outcome.finished, cell.outcome.repetition) == (5, 1.0, 0.0)
+    with scripted(model, said, length):
+        [cell] = run(parsed()[:1], example=example, task=Exact(12), agnostic=False)
+    assert cell.outcome is not None
+    assert (cell.outcome.tokens, cell.outcome.finished) == (12, 0.0)
+    assert cell.outcome.repetition == repetition_rate(torch.tensor(said)) == 5 / 9
+
+
+def test_a_cut_is_among_the_facts() -> None:
+    long = replace(EXAMPLE, context="x" * 600)
+    for cell in run(parsed("knorm(keep=0.5)"), example=long):
+        assert cell.error is None and cell.facts == {"depth": 0.5, "cut": 600 - (512 - 8 - len("\nWhat is said? It"))}
+    assert all(cell.facts == {"depth": 0.5} for cell in run(parsed("knorm(keep=0.5)")))
+
+
+# --- what goes wrong
+
+
+def test_a_candidate_that_cannot_be_had_spoils_nothing_for_the_others() -> None:
+    todo = parsed(
+        "qfilter(stats='nowhere.safetensors', keep=0.5)",
+        "h2o(keep=64, every=4)",
+        "snapkv(keep=0.5)",
+    )
+    with watched(tiny("llama")) as calls:
+        full, missing, late, good = run(todo)
+    assert [call for call in calls if call[1] >= len(CONTEXT)] == [(1, len(CONTEXT))]
+    assert full.error is None and good.error is None
+    assert "nowhere.safetensors" in (missing.error or "") and "leave every= out" in (late.error or "")
+    assert missing.outcome is None and missing.score == 0.0
+    assert timeless(full) == timeless(run(todo[:1])[0])
+
+
+def test_a_prefill_that_cannot_be_shared_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Recorder.prefill
+
+    def prefill(self: Recorder, ids: Any) -> Any:
+        if self.needs.hidden_states:
+            raise KeepsetError("Hidden states cannot be seen.")
+        return original(self, ids)
+
+    todo = candidates(RECIPES[:2], [0.5])
+    expected = run(todo)
+    monkeypatch.setattr(Recorder, "prefill", prefill)
+    full, snapkv, failed = run(todo)
+    assert failed.error == "Hidden states cannot be seen."
+    assert (timeless(full), timeless(snapkv)) == (timeless(expected[0]), timeless(expected[1]))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_numbers_that_overflow_stop_no_sweep(temperature: float) -> None:
+    model = copy.deepcopy(tiny("llama"))
+    model.lm_head.weight.data[7] = float("nan")
+    for cell in run(parsed("snapkv(window=8, keep=0.5)"), model=model, temperature=temperature):
+        assert cell.error is None and replies(cell)[2] == [[None, False], [None, False]]
+        assert "NaN" not in json.dumps(cell.to_json())
+
+
+def test_an_example_that_cannot_be_asked_is_an_error_of_every_candidate() -> None:
+    cells = run(candidates(RECIPES, [0.5]), example=replace(EXAMPLE, context=""))
+    assert len(cells) == 4
+    assert all("Example one has no context" in (cell.error or "") for cell in cells)
+
+
+@pytest.mark.parametrize("text", ["adakv(expected_attention, keep=0.5)", "expected_attention(keep=24, every=4)"])
+@pytest.mark.parametrize("call", [0, 1, 4])
+def test_whatever_happens_no_hook_stays_on_the_model(text: str, call: int) -> None:
+    model, calls = tiny("llama"), []
+
+    def stop(*args: Any) -> None:
+        calls.append(None)
+        if len(calls) > call:
+            raise KeyboardInterrupt
+
+    before = hooks(model)
+    run(parsed(text))
+    assert hooks(model) == before
+    handle = model.register_forward_pre_hook(stop)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(parsed(text)[1:])
+    finally:
+        handle.remove()
+    assert hooks(model) == before
+    running = Runner(model, TOKENIZER, agnostic=True, chat=False).run(Exact(), EXAMPLE, parsed(text), 0)
+    next(running)
+    running.close()
+    assert hooks(model) == before
+
+
+@pytest.mark.parametrize("temperature", [-1.0, 0.001, 101.0, float("nan")])
+def test_a_temperature_out_of_range_is_refused(temperature: float) -> None:
+    with pytest.raises(KeepsetError, match="is out of range: use 0 for greedy decoding"):
+        run(parsed(), temperature=temperature)
+
+
+def test_tables_are_not_judged_by_what_they_were_compiled_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(recipe: Recipe, text: str) -> None:
+        assert text == CONTEXT + " Who?" + "\nWhat is said?" + " A"
+        if recipe.method.name == "knorm":
+            raise KeepsetError("compiled from it")
+
+    monkeypatch.setattr("keepset.bench.sweep.runner.refuse_seen", refuse)
+    full, seen, other = run(candidates(Recipe.parse_list("knorm, tova"), [0.5]))
+    assert (full.error, seen.error, other.error) == (None, "compiled from it", None)

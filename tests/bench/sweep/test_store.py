@@ -1,0 +1,320 @@
+"""A sweep's file: what it takes back, whose claims hold, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sqlite3
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keepset.bench.cell import Cell, Outcome
+from keepset.bench.sweep import owner, store
+from keepset.bench.sweep.owner import Owner
+from keepset.bench.sweep.store import LEASE, Store
+from keepset.errors import KeepsetError
+
+CONFIGURATION = {"weights": "0a1b", "--limit": None, "--agnostic": False, "--temperature": 0.0}
+KEY = ("gsm8k", 0, "a")
+
+
+def cell(recipe: str = "knorm(keep=0.5)", example: str = "a", **changes: Any) -> Cell:
+    outcome = Outcome({"accuracy": 0.1 + 0.2}, ["42 \N{SNOWMAN}\0\ud800", [[-1.5, True]]], 1 / 3, 10, 20)
+    made = Cell("gsm8k", 0, example, recipe, "knorm", 0.5, {"depth": 0.1, "kind": "x"}, "accuracy", outcome)
+    return dataclasses.replace(made, **changes)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "50%?.sqlite"  # a name that is no good as it is in an address
+
+
+def begin(path: Path, **configuration: Any) -> Store:
+    return Store.begin(path, "a model", {**CONFIGURATION, **configuration})
+
+
+def put(path: Path, *cells: Cell) -> None:
+    with begin(path) as opened:
+        opened.register("gsm8k", 0, sorted({each.example for each in cells}), "digest")
+        for each in cells:
+            opened.claim((each.task, each.seed, each.example), [each.recipe])
+            assert opened.save(each)
+            opened.release((each.task, each.seed, each.example))
+
+
+def refusal(path: Path, **configuration: Any) -> str:
+    """The one sentence with which a file is refused."""
+    with pytest.raises(KeepsetError) as error:
+        begin(path, **configuration)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_what_is_written_is_read_again(path: Path) -> None:
+    cells = [
+        cell(),
+        cell("random", requested=None),
+        cell("tova", outcome=None, error="It cannot be had."),
+        cell("x", "b"),
+    ]
+    put(path, *cells)
+    with Store.open(path) as opened:
+        assert opened.cells() == cells
+        assert (opened.model, opened.configuration) == ("a model", CONFIGURATION)
+        assert opened.examples("gsm8k", 0) == ["a", "b"] and opened.examples("gsm8k", 1) is None
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+def test_cells_come_in_the_order_of_examples_and_recipes_however_they_were_written(path: Path) -> None:
+    with begin(path) as opened:
+        opened.register("gsm8k", 0, ["10", "9"], "digest")
+        for each in [cell("z", "9"), cell("a", "9"), cell("a", "10"), cell("z", "10")]:
+            opened.claim((each.task, each.seed, each.example), [each.recipe])
+            assert opened.save(each)
+            opened.release((each.task, each.seed, each.example))
+        assert [(each.example, each.recipe) for each in opened.cells()] == [
+            ("10", "z"),
+            ("10", "a"),
+            ("9", "z"),
+            ("9", "a"),
+        ]
+
+
+def test_reads_while_another_writes(path: Path) -> None:
+    put(path, cell())
+    with begin(path) as writer, Store.open(path) as reader:
+        writer.claim(KEY, ["tova"])
+        assert [each.recipe for each in reader.cells()] == ["knorm(keep=0.5)"]
+        assert writer.save(cell("tova"))
+        assert [each.recipe for each in reader.cells()] == ["knorm(keep=0.5)", "tova"]
+        with pytest.raises(KeepsetError, match="cannot be written"):
+            reader.save(cell("random"))
+
+
+def test_reads_where_it_must_not_write(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(path, cell())
+    before = path.read_bytes()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # who runs the tests may be allowed everything
+    with Store.open(path) as opened:
+        assert opened.cells() == [cell()]
+        assert [each.name for each in path.parent.iterdir()] == [path.name]
+    assert path.read_bytes() == before
+
+
+def test_a_claim_says_what_is_missing_and_keeps_others_away(path: Path) -> None:
+    put(path, cell("b"))
+    with begin(path) as one, begin(path) as two:
+        assert one.claim(KEY, ["a", "b", "c"]) == ["a", "c"]
+        assert two.claim(KEY, ["a", "b", "c"]) is None
+        assert two.claim(("gsm8k", 1, "a"), ["a"]) == ["a"]
+        assert not two.save(cell("a"))
+        two.release(KEY)  # which is not its own
+        assert two.claim(KEY, ["a"]) is None
+        assert one.claim(KEY, ["a", "b", "c"]) == ["a", "c"]
+        assert one.save(cell("a"))
+        one.release(KEY)
+        assert two.claim(KEY, ["a", "b", "c"]) == ["c"]
+        assert one.claim(KEY, ["a"]) is None  # the other may still be at work on another recipe
+        two.release(KEY)
+        assert one.claim(KEY, ["a", "b"]) == []
+        assert two.claim(KEY, ["c"]) == ["c"]  # nothing to do, nothing claimed
+
+
+def test_what_a_process_leaves_claimed_when_it_ends_is_free(path: Path) -> None:
+    with begin(path) as two:
+        with pytest.raises(ZeroDivisionError), begin(path) as one:
+            assert one.claim(KEY, ["a"]) == ["a"]
+            raise ZeroDivisionError
+        assert two.claim(KEY, ["a"]) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "free"),
+    [
+        ({}, False),
+        ({"started": "at another time"}, True),
+        ({"pid": 2**31 - 1}, True),
+        ({"beat": 0.0}, False),
+        ({"host": "elsewhere", "pid": 2**31 - 1}, False),
+        ({"host": "elsewhere", "beat": time.time() - LEASE - 1}, True),
+        ({"started": None}, False),
+        ({"started": None, "beat": 0.0}, True),
+    ],
+)
+def test_claims_of_the_dead_are_void(path: Path, changes: dict[str, Any], free: bool) -> None:
+    with begin(path) as one, begin(path) as two:
+        assert one.claim(KEY, ["a"]) == ["a"]
+        for name, value in changes.items():
+            one._database.execute(f"UPDATE claims SET {name} = ?", [value])
+        assert two.claim(KEY, ["a"]) == (["a"] if free else None)
+        assert one.save(cell("a")) is not free
+
+
+def test_claims_are_renewed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "_BEAT", 0.01)
+    with begin(path) as one, begin(path) as two:
+        one.claim(KEY, ["a"])
+        one._database.execute("UPDATE claims SET host = 'elsewhere', beat = 0.0")
+        end = time.monotonic() + 30
+        while one._database.execute("SELECT beat FROM claims").fetchone() == (0.0,):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert two.claim(KEY, ["a"]) is None
+
+
+def test_a_process_is_told_from_others_of_its_number() -> None:
+    me = Owner.me()
+    assert me.pid == os.getpid() and me.gone is False and me.started is not None
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # it has ended, and its number is still taken
+    assert Owner(me.host, child, me.started).gone is True
+    assert owner._started(child) is None and owner._started_by_ps(child) is None
+    os.waitpid(child, 0)
+    by_ps = owner._started_by_ps(me.pid)
+    assert by_ps is not None and by_ps == owner._started_by_ps(me.pid) != owner._started_by_ps(1)
+    assert owner._started_by_ps(2**22 + 1) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"--limit": 20}, "(--limit: none, not 20)"),
+        ({"--agnostic": True, "--temperature": 0.5}, "(--agnostic: no, not yes; --temperature: 0.0, not 0.5)"),
+        ({"weights": "f" * 64}, f"(weights: 0a1b, not {'f' * 37}...)"),
+    ],
+)
+def test_another_configuration_is_refused(path: Path, change: dict[str, Any], said: str) -> None:
+    put(path, cell())
+    before = path.read_bytes()
+    sentence = refusal(path, **change)
+    assert said in sentence and "go on as there, or name another with --out" in sentence
+    assert path.read_bytes() == before
+    with Store.open(path) as opened:
+        opened.check({"--limit": None})
+        with pytest.raises(KeepsetError, match="--limit: none, not 3"):
+            opened.check({"--limit": 3})
+
+
+def test_the_model_may_have_moved(path: Path) -> None:
+    put(path, cell())
+    with Store.begin(path, "another folder", CONFIGURATION) as opened:
+        assert opened.model == "a model"
+
+
+def test_other_examples_are_refused(path: Path) -> None:
+    put(path, cell())
+    with begin(path) as opened:
+        opened.register("gsm8k", 0, ["a"], "digest")
+        opened.register("gsm8k", 1, ["b"], "another")
+        with pytest.raises(KeepsetError, match="gsm8k's examples with seed 0 are not those that"):
+            opened.register("gsm8k", 0, ["a"], "another")
+
+
+def test_an_empty_file_is_a_new_one(path: Path) -> None:
+    path.touch()
+    put(path, cell())
+    with Store.open(path) as opened:
+        assert opened.cells() == [cell()]
+
+
+def test_a_file_that_was_left_at_once_is_a_new_one(path: Path) -> None:
+    with sqlite3.connect(path) as database:
+        database.execute("PRAGMA journal_mode = WAL")
+    database.close()
+    assert path.stat().st_size > 0
+    put(path, cell())
+
+
+@pytest.mark.parametrize("kind", ["text", "database", "random"])
+def test_a_file_that_is_no_sweep_is_refused_and_left_alone(path: Path, kind: str) -> None:
+    if kind == "database":
+        with sqlite3.connect(path) as database:
+            database.execute("CREATE TABLE cells (cell)")
+        database.close()
+    else:
+        path.write_bytes(b"Dear diary,\n" * 1000 if kind == "text" else bytes(range(256)) * 64)
+    before = path.read_bytes()
+    assert "is damaged, or no file of `keepset eval`: name another with --out" in refusal(path)
+    with pytest.raises(KeepsetError, match="is damaged, or no file of `keepset eval`"):
+        Store.open(path)
+    assert path.read_bytes() == before
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+def test_a_damaged_file_is_refused(path: Path) -> None:
+    put(path, *(cell(f"knorm(sinks={i}, keep=0.5)") for i in range(100)))
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2 // 4096 * 4096])
+    assert "is damaged, or no file" in refusal(path)
+    path.write_bytes(whole[:8192] + b"\xff" * 4096 + whole[12288:])
+    assert "is damaged, or no file" in refusal(path)
+    path.write_bytes(whole)
+    put(path, cell("one more"))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", json.dumps({**cell().to_json(), "outcome": {"score": 1}})])
+def test_a_cell_that_is_none_is_refused(path: Path, text: str) -> None:
+    put(path, cell())
+    with begin(path) as opened:
+        opened._database.execute("UPDATE cells SET cell = ?", [text])
+        with pytest.raises(KeepsetError, match="is damaged, or no file"):
+            opened.cells()
+
+
+def test_another_format_is_refused(path: Path) -> None:
+    put(path, cell())
+    with begin(path) as opened:
+        opened._database.execute("PRAGMA user_version = 7")
+    assert "is of another version of keepset (format 7, this one's is 1)" in refusal(path)
+
+
+def test_a_full_disk_is_said_and_what_is_there_is_kept(path: Path) -> None:
+    put(path, cell())
+    with begin(path) as opened:
+        (pages,) = opened._database.execute("PRAGMA page_count").fetchone()
+        opened._database.execute(f"PRAGMA max_page_count = {pages}")
+        opened.claim(KEY, ["long"])
+        long = cell("long", error="x" * 100_000)
+        with pytest.raises(
+            KeepsetError, match=r"cannot be written \(database or disk is full\): make room there"
+        ) as error:
+            opened.save(long)
+        assert str(error.value).endswith("cells that are there are kept.")
+        opened._database.execute(f"PRAGMA max_page_count = {pages + 1000}")
+        assert opened.save(long)
+    with Store.open(path) as opened:
+        assert opened.cells() == [cell(), long]
+
+
+def test_a_file_that_cannot_be_written_is_said(path: Path) -> None:
+    put(path, cell())
+    with begin(path) as opened:
+        opened._database.execute("PRAGMA query_only = 1")
+        with pytest.raises(KeepsetError, match=r"cannot be written .* make it writable, or name another"):
+            opened.claim(KEY, ["a"])
+        opened._database.execute("PRAGMA query_only = 0")
+
+
+def test_a_file_that_is_in_use_for_too_long_is_said(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(path, cell())
+    monkeypatch.setattr(store, "_PATIENCE", 0.1)
+    with begin(path) as one, begin(path) as two:
+        one._database.execute("BEGIN IMMEDIATE")
+        with pytest.raises(KeepsetError, match="in use by another process for 0 s: try again later"):
+            two.claim(KEY, ["a"])
+        one._database.execute("ROLLBACK")
+        assert two.claim(KEY, ["a"]) == ["a"]
+
+
+def test_no_place_for_a_file_is_said(path: Path) -> None:
+    assert "is no place for a file: give one in a folder that exists" in refusal(path.parent)
+    assert "is no place for a file" in refusal(path.parent / "missing" / "sweep.sqlite")
+    with pytest.raises(KeepsetError, match=r"There is no file .* name one that `keepset eval` has written"):
+        Store.open(path)
+    assert list(path.parent.iterdir()) == []

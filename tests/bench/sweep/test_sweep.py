@@ -1,0 +1,252 @@
+"""A sweep goes on where it was, shares its work with others, and makes no cell twice."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from keepset.bench.candidate import Candidate
+from keepset.bench.cell import FULL, Cell
+from keepset.bench.sweep import sweep as sweep_module
+from keepset.bench.sweep.store import Store
+from keepset.bench.sweep.sweep import Grid, Lost, run
+from keepset.bench.tasks.task import Example, Question, Task
+from keepset.errors import KeepsetError
+from tests.bench.sweep.sweeping import CONFIGURATION, Counting, Scripted, cell, grid, sweep
+
+RECIPES = [FULL, "knorm(keep=0.5)", "tova(keep=0.5)"]
+
+
+def cells(path: Path) -> list[Cell]:
+    with Store.open(path) as store:
+        return store.cells()
+
+
+def expected(asked: Grid) -> list[Cell]:
+    """Every cell by itself, in the order in which one process comes to them."""
+    return [
+        cell(task, example, candidate, seed)
+        for task in asked.tasks
+        for seed in asked.seeds
+        for example in task.examples(None, limit=asked.limit, seed=seed)
+        for candidate in asked.candidates[task.name]
+    ]
+
+
+def notes_of(path: Path) -> list[str]:
+    """Which cells were made, whoever made them."""
+    return [line.partition(" ")[2] for line in path.read_text().splitlines()]
+
+
+def start(path: Path, notes: Path, stop_at: int = 0, together: int = 1) -> subprocess.Popen[str]:
+    words = [str(path), str(notes), str(stop_at), str(together)]
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.bench.sweep.sweeping", *words], stdout=subprocess.PIPE, text=True
+    )
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "sweep.sqlite"
+
+
+@pytest.fixture
+def notes(tmp_path: Path) -> Path:
+    return tmp_path / "notes"
+
+
+def test_every_recipe_meets_every_example(path: Path, notes: Path) -> None:
+    told = sweep(path, grid(), Scripted(notes))
+    assert cells(path) == expected(grid())
+    assert len(cells(path)) == 36 and sum(told) == 36
+    assert {each.recipe for each in cells(path)} == set(RECIPES)
+
+
+def test_what_is_there_is_not_made_again(path: Path, notes: Path) -> None:
+    sweep(path, grid(), Scripted(notes))
+    told = sweep(path, grid(), Scripted(notes))
+    assert len(notes_of(notes)) == 36
+    assert sum(told) == 36
+
+
+def test_recipes_tasks_and_seeds_can_be_added(path: Path, notes: Path) -> None:
+    sweep(path, grid(["counting@8"], [0], "knorm"), Scripted(notes))
+    more = grid(["counting@8", "counting@16"], [0, 1], "tova, knorm, random")
+    sweep(path, more, Scripted(notes))
+    assert Counter(notes_of(notes)) == Counter(
+        f"{each.task} {each.seed} {each.example} {each.recipe}" for each in expected(more)
+    )
+    assert sorted(map(str, cells(path))) == sorted(map(str, expected(more)))
+
+
+def test_a_killed_sweep_goes_on_and_ends_like_one_that_was_not(path: Path, notes: Path) -> None:
+    killed = start(path, notes, stop_at=8)  # the second cell of the third group
+    assert killed.stdout is not None and killed.stdout.readline() == "waiting\n"
+    killed.send_signal(signal.SIGKILL)  # not waited for yet: what is left of it must not pass for a living process
+    assert cells(path) == expected(grid())[:7]
+    sweep(path, grid(), Scripted(notes))
+    killed.communicate()
+    assert killed.returncode == -signal.SIGKILL
+    assert cells(path) == expected(grid())
+    assert sorted(notes_of(notes)) == sorted(f"{c.task} {c.seed} {c.example} {c.recipe}" for c in expected(grid()))
+
+
+def test_two_processes_share_the_work(path: Path, notes: Path) -> None:
+    both = [start(path, notes, together=2) for _ in range(2)]
+    assert [process.wait(timeout=120) for process in both] == [0, 0]
+    assert cells(path) == expected(grid())
+    assert sorted(notes_of(notes)) == sorted(f"{c.task} {c.seed} {c.example} {c.recipe}" for c in expected(grid()))
+    makers: dict[str, set[str]] = {}
+    for line in notes.read_text().splitlines():
+        maker, task, seed, example, _ = line.split(" ", 4)
+        makers.setdefault(f"{task} {seed} {example}", set()).add(maker)
+    assert all(len(each) == 1 for each in makers.values())
+    assert set.union(*makers.values()) == {str(process.pid) for process in both}
+
+
+def test_waits_for_a_group_that_another_process_is_at(path: Path, notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = grid()
+    with Store.begin(path, "model", CONFIGURATION) as other:
+        groups = asked.groups(other, None)  # type: ignore[arg-type]
+        assert other.claim(groups[0].key, groups[0].recipes) == RECIPES
+        waits: list[float] = []
+
+        def sleep(seconds: float) -> None:
+            """While it waits the other one makes the first cell, and gives up."""
+            waits.append(seconds)
+            assert len(other.done()) == 33
+            assert other.save(cell(groups[0].task, groups[0].example, groups[0].candidates[0], 0))
+            other.release(groups[0].key)
+
+        monkeypatch.setattr(sweep_module.time, "sleep", sleep)
+        told = sweep(path, asked, Scripted(notes))
+    assert len(waits) == 1 and sum(told) == 36
+    assert sorted(map(str, cells(path))) == sorted(map(str, expected(asked)))
+    assert len(notes_of(notes)) == 35
+
+
+def test_a_group_that_was_taken_over_is_left_to_the_other(path: Path, notes: Path) -> None:
+    asked = grid(["counting@8"], [0])
+
+    class Slow(Scripted):
+        def run(self, task: Task, example: Example, todo: Sequence[Candidate], seed: int) -> Iterator[Cell]:
+            for made in super().run(task, example, todo, seed):
+                if example.id == "1" and made.recipe == RECIPES[1]:  # another process thinks that this one is gone
+                    store._database.execute("UPDATE claims SET token = 'another'")
+                yield made
+
+    with Store.begin(path, "model", CONFIGURATION) as store:
+        run(store, asked.groups(store, None), Slow(notes), lambda _: None)  # type: ignore[arg-type]
+        assert [key[2] for key, _ in sorted(store.done())] == ["0", "0", "0", "1", "2", "2", "2"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), torch.OutOfMemoryError("CUDA"), RuntimeError("DefaultCPUAllocator: can't allocate memory: you...")],
+)
+def test_where_memory_is_not_enough_the_others_are_made_and_the_next_run_tries_again(
+    path: Path, notes: Path, error: Exception
+) -> None:
+    class Large(Scripted):
+        def run(self, task: Task, example: Example, todo: Sequence[Candidate], seed: int) -> Iterator[Cell]:
+            for made in super().run(task, example, todo, seed):
+                if example.id == "1" and made.recipe == RECIPES[1]:
+                    raise error
+                yield made
+
+    asked = grid(["counting@8"], [0])
+    with Store.begin(path, "model", CONFIGURATION) as store:
+        groups = asked.groups(store, None)  # type: ignore[arg-type]
+        lost = run(store, groups, Large(notes), lambda _: None)
+        assert lost == [Lost("counting@8", RECIPES[1], "memory was not enough")]
+        assert len(store.done()) == 8 and not asked.is_done(store)
+        assert run(store, groups, Scripted(notes), lambda _: None) == []
+        assert asked.is_done(store)
+    assert sorted(map(str, cells(path))) == sorted(map(str, expected(asked)))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ZeroDivisionError(), RuntimeError("a bug")])
+def test_what_ends_a_sweep_leaves_its_cells_and_no_claim(path: Path, notes: Path, error: BaseException) -> None:
+    class Ends(Scripted):
+        def run(self, task: Task, example: Example, todo: Sequence[Candidate], seed: int) -> Iterator[Cell]:
+            for made in super().run(task, example, todo, seed):
+                yield made
+                if self.made == 5:
+                    raise error
+
+    with pytest.raises(type(error)):
+        sweep(path, grid(), Ends(notes))
+    assert cells(path) == expected(grid())[:5]
+    with Store.open(path) as store:
+        assert store._database.execute("SELECT count(*) FROM claims").fetchone() == (0,)
+
+
+def test_an_error_of_a_recipe_is_a_result(path: Path, notes: Path) -> None:
+    asked = grid(["counting@8"], [0], "snapkv", keeps=[0.5, 8])  # fewer than its window
+    sweep(path, asked, Scripted(notes))
+    wrong = [each for each in cells(path) if each.error is not None]
+    assert len(cells(path)) == 9 and len(wrong) == 3
+    sweep(path, asked, Scripted(notes))
+    assert len(notes_of(notes)) == 9
+
+
+def test_is_done_when_every_cell_is_there(path: Path, notes: Path) -> None:
+    asked = grid()
+    with Store.begin(path, "model", CONFIGURATION) as store:
+        assert not asked.is_done(store)
+        groups = asked.groups(store, None)  # type: ignore[arg-type]
+        run(store, groups[1:], Scripted(notes), lambda _: None)
+        assert not asked.is_done(store)
+        run(store, groups, Scripted(notes), lambda _: None)
+        assert asked.is_done(store)
+        assert not grid(seeds=[0, 1, 2]).is_done(store)
+        assert not grid(recipes="random").is_done(store)
+
+
+def test_examples_that_changed_are_refused(path: Path, notes: Path) -> None:
+    class Other(Counting):
+        def examples(self, tokenizer: Any, *, limit: int | None = None, seed: int = 0) -> Sequence[Example]:
+            return [Example("0", "It is 1.", (Question(" What?", 1),))]
+
+    sweep(path, grid(["counting@8"]), Scripted(notes))
+    asked = grid(["counting@8"])
+    with pytest.raises(KeepsetError, match=r"counting@8.s examples with seed 0 are not those that .* has cells of"):
+        sweep(path, Grid([Other()], [0], asked.candidates, 3), Scripted(notes))
+
+
+def test_ids_that_come_twice_are_refused(path: Path, notes: Path) -> None:
+    class Twice(Counting):
+        def examples(self, tokenizer: Any, *, limit: int | None = None, seed: int = 0) -> Sequence[Example]:
+            return [*super().examples(tokenizer), *super().examples(tokenizer)]
+
+    with pytest.raises(KeepsetError, match="counting@8 has several examples of one id"):
+        sweep(path, Grid([Twice()], [0], grid().candidates, 3), Scripted(notes))
+
+
+def test_a_digest_is_of_everything_that_is_asked() -> None:
+    task = Counting()
+    example = Example("0", "It is 1.", (Question(" What?", 1),), {"depth": 0.5})
+    others = [
+        Example("1", "It is 1.", (Question(" What?", 1),), {"depth": 0.5}),
+        Example("0", "It is 2.", (Question(" What?", 1),), {"depth": 0.5}),
+        Example("0", "It is 1.", (Question(" What? ", 1),), {"depth": 0.5}),
+        Example("0", "It is 1.", (Question(" What?", 2),), {"depth": 0.5}),
+        Example("0", "It is 1.", (Question(" What?", 1, "It"),), {"depth": 0.5}),
+        Example("0", "It is 1.", (Question(" What?", 1, choices=("1",)),), {"depth": 0.5}),
+        Example("0", "It is 1.", (Question(" What?", 1), Question(" Who?", 1)), {"depth": 0.5}),
+        Example("0", "It is 1.", (Question(" What?", 1),), {"depth": 0.6}),
+        Example("0", "It is 1.", (Question(" What?", object()),), {"depth": 0.5}),
+    ]
+    digests = [sweep_module.digest(task, [each]) for each in [example, *others]]
+    digests.append(sweep_module.digest(task, [example, example]))
+    assert len(set(digests)) == len(digests)
+    assert sweep_module.digest(Counting("another"), [example]) == digests[0]
+    assert sweep_module.digest(task, [others[-1]]) == digests[-2]  # whatever object() it is

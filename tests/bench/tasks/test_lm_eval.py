@@ -1,0 +1,357 @@
+"""Tasks of lm-evaluation-harness, held against what its own evaluator asks of a model and makes of the answers."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+import zlib
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keepset import KeepsetError
+from keepset.bench.tasks.catalogue import Settings, find
+from keepset.bench.tasks.task import Question, Reply, Task
+
+pytest.importorskip("lm_eval", reason='pip install "keepset[eval]"')
+
+from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
+from lm_eval.tasks import TaskManager
+
+from keepset.bench.tasks import lm_eval as subject
+
+WORDS = ["kept", "dropped", "2020-01-01", "of the cache", "Ünits", "12"]
+ITEMS = [
+    {
+        "passage": f" Passage {n}: {WORDS[n]} and\n{WORDS[-n]}. ",
+        "question": f"Which is number {n}?",
+        "choices": [WORDS[n], WORDS[(n + 1) % 6], "both of them"],
+        "answer": WORDS[n],
+        "label": n % 3,
+    }
+    for n in range(6)
+]
+SHOTS = [{**item, "question": f"Example {n}?"} for n, item in enumerate(ITEMS)]
+COMMON = {
+    "dataset_path": "json",
+    "test_split": "test",
+    "fewshot_split": "train",
+    "doc_to_text": "{{passage}}\nQ: {{question}}\nA:",
+}
+MEAN = {"aggregation": "mean", "higher_is_better": True}
+KINDS: dict[str, dict[str, Any]] = {
+    "write": {
+        "output_type": "generate_until",
+        "doc_to_target": "{{answer}}",
+        "generation_kwargs": {"until": [".", "Q:"], "max_gen_toks": 7},
+        "filter_list": [
+            {
+                "name": "strict",
+                "filter": [{"function": "regex", "regex_pattern": "is (\\w+)"}, {"function": "take_first"}],
+            },
+            {"name": "loose", "filter": [{"function": "regex", "regex_pattern": "(\\w+)"}, {"function": "take_first"}]},
+        ],
+        "metric_list": [{"metric": "exact_match", "ignore_case": True, **MEAN}],
+    },
+    "prefixed": {
+        "output_type": "generate_until",
+        "doc_to_text": "Q: {{question}}",
+        "doc_to_target": "{{answer}}",
+        "description": "Say what is asked.\n\n",
+        "gen_prefix": "The answer is",
+        "generation_kwargs": {"until": "\n"},
+        "metric_list": [{"metric": "exact_match", **MEAN}],
+    },
+    "choose": {
+        "output_type": "multiple_choice",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{label}}",
+        "description": "Choose.\n",
+        "metric_list": [
+            {"metric": "mcc", "aggregation": "matthews_corrcoef", "higher_is_better": True},
+            {"metric": "acc", **MEAN},
+            {"metric": "acc_norm", **MEAN},
+            {"metric": "acc_mutual_info", **MEAN},
+        ],
+    },
+    "predict": {
+        "output_type": "loglikelihood",
+        "doc_to_text": "{{passage}}",
+        "doc_to_target": " {{answer}}",
+        "metric_list": [
+            {"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False},
+            {"metric": "acc", **MEAN},
+        ],
+    },
+}
+METRICS = {
+    "write": [("exact_match", "strict"), ("exact_match", "loose")],
+    "prefixed": [("exact_match", "none")],
+    "choose": [("acc", "none"), ("acc_norm", "none")],
+    "predict": [("acc", "none")],
+}
+
+
+def lines(path: Path, items: list[dict[str, Any]]) -> str:
+    path.write_text("\n".join(map(json.dumps, items)), encoding="utf-8")
+    return str(path)
+
+
+def define(folder: Path, name: str, **changes: Any) -> str:
+    """The path of a task's definition, beside its data."""
+    files = {"test": lines(folder / "items.jsonl", ITEMS), "train": lines(folder / "shots.jsonl", SHOTS)}
+    own = {"dataset_kwargs": {"data_files": files, "cache_dir": str(folder / "cache")}}
+    path = folder / f"{name}.yaml"
+    # JSON is YAML.
+    path.write_text(json.dumps({"task": name, **COMMON, **own, **KINDS[name], **changes}), encoding="utf-8")
+    return str(path)
+
+
+class Stub(LM):
+    """Answers by what it was asked, and remembers it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[Any] = []
+
+    def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
+        self.asked += [request.args for request in requests]
+        return [likelihood(*request.args) for request in requests]
+
+    def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
+        raise AssertionError
+
+    def generate_until(self, requests: list[Instance]) -> list[str]:
+        self.asked += [request.args[:1] for request in requests]
+        return [answer(request.args[0]) for request in requests]
+
+
+def answer(prompt: str) -> str:
+    """Right or wrong, in a sentence or alone."""
+    item = max(ITEMS, key=lambda item: prompt.rfind(item["question"]))
+    drawn = zlib.crc32(prompt.encode())
+    said = item["answer"] if drawn % 3 else "wrong"
+    return f"It is {said}" if drawn % 2 else said
+
+
+def likelihood(prompt: str, choice: str) -> tuple[float, bool]:
+    drawn = zlib.crc32(f"{prompt}|{choice}".encode())
+    return -(drawn % 1000) / 10, drawn % 2 == 0
+
+
+def reply(context: str, question: Question) -> Reply:
+    prompt = context + question.text + question.prefix
+    return [likelihood(prompt, choice) for choice in question.choices] if question.choices else answer(prompt)
+
+
+def single(name: str, settings: Settings | None = None) -> Task:
+    [task] = find([name], settings or Settings())
+    return task
+
+
+@pytest.mark.parametrize("shots", [0, 2])
+def test_prompts_and_scores_are_those_of_the_harness_s_own_evaluator(tmp_path: Path, shots: int) -> None:
+    paths, stub = {name: define(tmp_path, name, num_fewshot=shots) for name in KINDS}, Stub()
+    manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+    own: Any = simple_evaluate(stub, tasks=list(KINDS), task_manager=manager, bootstrap_iters=0)
+    asked: list[Any] = []
+    for name, path in paths.items():
+        task, totals = single(path), dict.fromkeys((f"{metric},{rule}" for metric, rule in METRICS[name]), 0.0)
+        assert task.metric == next(iter(totals))
+        examples = task.examples(None)  # type: ignore[arg-type]
+        assert len({example.id for example in examples}) == len(examples) == len(ITEMS)
+        for example in examples:
+            [question] = example.questions
+            prompt = example.context + question.text + question.prefix
+            asked += [(prompt, choice) for choice in question.choices] or [(prompt,)]
+            for key, score in task.judge(question, reply(example.context, question)).items():
+                totals[key] += score
+        assert max(totals.values()) > 0
+        for key, total in totals.items():
+            assert total / len(ITEMS) == pytest.approx(own["results"][name][key])
+    # Mutual information asks about every choice alone, too.
+    assert sorted(asked) == sorted(arguments for arguments in stub.asked if arguments[0])
+
+
+def test_what_comes_before_the_question_is_context(tmp_path: Path) -> None:
+    """Cut by hand: after the passage that something is asked about, else after the examples."""
+    found = {}
+    for name in KINDS:
+        for shots in (0, 2):
+            task = single(define(tmp_path, name, num_fewshot=shots))
+            [example] = task.examples(None, limit=1)  # type: ignore[arg-type]
+            [question] = example.questions
+            found[name, shots] = (example.context[-21:], question.text, question.prefix)
+    passage, asked = " Passage 0: kept and\nkept.", " \nQ: Which is number 0?\nA:"
+    assert found["write", 0] == found["write", 2] == (passage[-21:], asked, "")
+    assert found["choose", 0] == found["choose", 2] == (passage[-21:], asked, "")
+    assert found["prefixed", 0] == ("Say what is asked.", "\n\nQ: Which is number 0? ", "The answer is")
+    assert found["prefixed", 2][1:] == found["prefixed", 0][1:] and "The answer is" in found["prefixed", 2][0]
+    assert found["predict", 0] == ("", passage + " ", "")
+    assert found["predict", 2][1:] == ("\n\n" + passage + " ", "")
+
+
+@pytest.mark.parametrize(
+    "doc, asked, context",
+    [
+        ({"input": "A text.", "question": "Why?"}, "A text.\nWhy?", "Shown\n\nA text."),
+        ({"input": "A text.", "target": "Why?"}, "A text.\nWhy?", "Shown"),
+        ({"story": "A text.", "context": "A text.\nWhy"}, "A text.\nWhy?", "Shown\n\nA text.\nWhy"),
+        ({"article": "Shown"}, "A text.\nWhy?", "Shown"),
+        ({"article": "A text.\nWhy?"}, "A text.\nWhy?", "Shown"),
+        ({"article": " "}, "Why?", "Shown\n\nA text."),
+        ({"passage": ["A text."]}, "", ""),
+    ],
+)
+def test_where_a_prompt_is_cut(doc: dict[str, Any], asked: str, context: str) -> None:
+    prompt = "Shown\n\nA text.\nWhy?"
+    assert subject._split(prompt, asked, doc) == (context, prompt[len(context) :])
+
+
+def test_how_answers_are_generated_is_the_task_s(tmp_path: Path) -> None:
+    write, prefixed = single(define(tmp_path, "write")), single(define(tmp_path, "prefixed"))
+    assert (write.generation.tokens, write.generation.until, write.decodes) == (7, (".", "Q:"), False)
+    assert (prefixed.generation.tokens, prefixed.generation.until, prefixed.decodes) == (256, ("\n",), False)
+    long = single(define(tmp_path, "write", generation_kwargs={"max_gen_toks": 2048}))
+    assert (long.generation.tokens, long.generation.until, long.decodes) == (2048, ("\n\n",), True)
+
+
+def test_a_limit_changes_no_prompt_and_chance_goes_on_as_before(tmp_path: Path) -> None:
+    path = define(tmp_path, "choose", num_fewshot=2)
+    state = random.getstate()
+    every = single(path).examples(None)  # type: ignore[arg-type]
+    task = single(path)
+    for limit in (3, 0, 1, 100):
+        assert task.examples(None, limit=limit, seed=limit) == every[:limit]  # type: ignore[arg-type]
+    assert random.getstate() == state
+
+
+def test_a_task_that_was_sent_is_the_same(tmp_path: Path) -> None:
+    task = single(define(tmp_path, "choose", num_fewshot=2))
+    sent = pickle.dumps(task)
+    assert len(sent) < 1000
+    again = pickle.loads(sent)
+    assert again.name == task.name and again is not task
+    assert again.examples(None) == task.examples(None)  # type: ignore[arg-type]
+    assert pickle.loads(sent) is again
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for data, and a harness that knows the four tasks, a group and a tag."""
+    harness, data = tmp_path / "harness", tmp_path / "data"
+    harness.mkdir()
+    data.mkdir()
+    for name in KINDS:
+        define(harness, name, num_fewshot=2, **({"tag": "some"} if name in ("write", "choose") else {}))
+    group = {"group": "all", "task": ["write", "choose", {"task": "prefixed", "num_fewshot": 1}]}
+    harness.joinpath("all.yaml").write_text(json.dumps(group), encoding="utf-8")
+    monkeypatch.setattr(subject, "TaskManager", partial(TaskManager, include_path=str(harness), include_defaults=False))
+    subject._manager.cache_clear()
+    yield data
+    subject._manager.cache_clear()
+
+
+def test_groups_and_tags_stand_for_their_tasks_and_each_comes_once(folder: Path) -> None:
+    settings = Settings()
+    assert [task.name for task in find(["all"], settings)] == ["write", "choose", "prefixed"]
+    assert [task.name for task in find(["some"], settings)] == ["choose", "write"]
+    names = ["predict", "some", "write", "all", "predict"]
+    assert [task.name for task in find(names, settings)] == ["predict", "choose", "write", "prefixed"]
+
+
+def test_items_come_from_a_folder_and_an_item_is_never_its_own_example(folder: Path) -> None:
+    items = [{"passage": f"P{n}", "question": f"20{n}0-01-01", "answer": f"A{n}", "extra": n} for n in range(4)]
+    lines(folder / "write.jsonl", items)
+    lines(folder / "unknown.jsonl", [{}])
+    task = single("write", Settings(data=folder))
+    for n, example in enumerate(task.examples(None)):  # type: ignore[arg-type]
+        assert example.context.endswith(f"P{n}") and example.questions[0].text == f"\nQ: 20{n}0-01-01\nA:"
+        shown = [m for m in range(4) if f"P{m}\nQ: 20{m}0-01-01\nA: A{m}" in example.context]
+        assert len(shown) == 2 and n not in shown
+    [other] = single("choose", Settings(data=folder)).examples(None, limit=1)  # type: ignore[arg-type]
+    assert other.context.endswith(ITEMS[0]["passage"].rstrip())
+
+
+def test_examples_come_from_the_folder_s_file_of_their_split(folder: Path) -> None:
+    lines(folder / "prefixed.jsonl", ITEMS[:1])
+    lines(folder / "prefixed.train.jsonl", SHOTS[2:4])
+    [grouped] = [task for task in find(["all"], Settings(data=folder)) if task.name == "prefixed"]
+    for task, count in ((single("prefixed", Settings(data=folder)), 2), (grouped, 1)):
+        [example] = task.examples(None)  # type: ignore[arg-type]
+        assert sum(f"Q: Example {n}? The answer is" in example.context for n in (2, 3)) == count
+        assert example.context.count("Q:") == count
+
+
+@pytest.mark.parametrize(
+    "items, sentence",
+    [
+        ([], r"choose.jsonl is empty"),
+        ([ITEMS[0], {"passage": ""}], r"choose.jsonl, line 2, lacks the field 'answer' or 'choices' or"),
+        (
+            [{"question": "?"}] * 4,
+            r"choose cannot be loaded \('passage' is undefined\): check the connection",
+        ),
+        ([ITEMS[0], {**ITEMS[1], "label": "one"}], "choose cannot be loaded"),
+    ],
+)
+def test_bad_data_are_one_sentence(folder: Path, items: list[dict[str, Any]], sentence: str) -> None:
+    lines(folder / "choose.jsonl", items)
+    with pytest.raises(KeepsetError, match=sentence) as caught:
+        find(["choose"], Settings(data=folder))
+    assert "\n" not in str(caught.value) and str(caught.value).endswith(".")
+    assert single("write", Settings(data=folder)).name == "write"
+
+
+def test_a_task_that_is_a_program_takes_no_data_from_a_folder(folder: Path) -> None:
+    folder.parent.joinpath("harness", "own.py").write_text("class Own: ...", encoding="utf-8")
+    folder.parent.joinpath("harness", "own.yaml").write_text("task: own\nclass: !function own.Own\n", encoding="utf-8")
+    lines(folder / "own.jsonl", ITEMS)
+    with pytest.raises(KeepsetError, match=r"own is a program .*: take own\.jsonl out of the folder"):
+        find(["own"], Settings(data=folder))
+
+
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        (
+            {"output_type": "loglikelihood_rolling", "metric_list": [{"metric": "word_perplexity"}]},
+            "no prompt to compress",
+        ),
+        ({"repeats": 8}, "write asks for 8 answers to every question, and one is evaluated: leave it out"),
+        ({"unsafe_code": True}, "write runs code that the model writes"),
+        ({"doc_to_image": "passage"}, "write asks about images or sounds"),
+        (
+            {"metric_list": [{"metric": "bleu"}, {"metric": "brier_score", "aggregation": "mean"}]},
+            "write is measured by bleu, brier_score: none is a mean over items that is higher when better",
+        ),
+    ],
+)
+def test_other_kinds_of_tasks_are_refused_in_one_sentence(
+    tmp_path: Path, changes: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(KeepsetError, match=sentence):
+        find([define(tmp_path, "write", **changes)], Settings())
+
+
+def test_choices_inside_prompts_are_refused(tmp_path: Path) -> None:
+    task = single(define(tmp_path, "choose", doc_to_text="{{label}}", doc_to_target="{{answer}}"))
+    with pytest.raises(KeepsetError, match="choose asks for the answers to several prompts at once"):
+        task.examples(None)  # type: ignore[arg-type]
+
+
+def test_a_score_that_is_no_share_is_refused(tmp_path: Path) -> None:
+    task = single(define(tmp_path, "write", filter_list=None))
+    [example] = task.examples(None, limit=1)  # type: ignore[arg-type]
+    task._task.process_results = lambda doc, results: {"exact_match": 37.5}  # type: ignore[attr-defined]
+    with pytest.raises(KeepsetError, match=r"write scores an answer with exact_match,none of 37\.5"):
+        task.judge(example.questions[0], "It")
+    task._task.process_results = lambda doc, results: {"other": 1.0}  # type: ignore[attr-defined]
+    with pytest.raises(KeepsetError, match="write scores an answer with nothing: exact_match,none must be"):
+        task.judge(example.questions[0], "It")

@@ -1,0 +1,165 @@
+"""LongBench on a miniature of the official files, beside the harness's own tasks on the same records."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keepset import KeepsetError
+from keepset.bench.tasks import hub, longbench
+from keepset.bench.tasks.catalogue import Settings, find
+from keepset.bench.tasks.task import Task
+
+pytest.importorskip("lm_eval", reason='pip install "keepset[eval]"')
+for package in ("jieba", "fuzzywuzzy", "rouge"):
+    pytest.importorskip(package, reason='pip install "keepset[eval]"')
+
+import datasets  # noqa: E402
+import lm_eval.tasks  # noqa: E402
+from lm_eval.tasks import TaskManager  # noqa: E402
+
+MINIATURE = Path(__file__).parent / "longbench"
+TASKS = longbench.NAMES[:-1]
+FIRST_LINES = ["longbench_trec", "longbench_triviaqa", "longbench_samsum"]
+
+
+def task(name: str, data: Path | None = MINIATURE) -> Task:
+    [found] = find([name], Settings(data=data))
+    return found
+
+
+def records(name: str) -> list[dict[str, Any]]:
+    path = MINIATURE / f"{name.removeprefix('longbench_')}.jsonl"
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture(scope="module")
+def manager() -> TaskManager:
+    folder = Path(lm_eval.tasks.__file__).parent / "longbench"
+    return TaskManager(include_defaults=False, include_path=str(folder))
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_prompts_and_scores_are_the_harness_own(
+    name: str, manager: TaskManager, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents = [{**record, "question": record["input"]} for record in records(name)]
+
+    found = {"test": datasets.Dataset.from_list(documents)}
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: found)
+    harness = manager.load([name])["tasks"][name]
+    made = task(name)
+    examples = made.examples(tokenizer)
+    assert len(examples) == len(documents)
+    for example, document in zip(examples, harness.test_docs(), strict=True):
+        [question] = example.questions
+        assert example.id == document["_id"]
+        assert example.context.endswith(document["context"])
+        assert example.context + question.text == harness.doc_to_text(document)
+        right = document["answers"][-1]
+        replies = [right, right + " or not, 5", "Paragraph 2. No: 3", "Individual", " yes ", "no", ""]
+        scores = [made.judge(question, reply) for reply in replies]
+        assert scores == [
+            pytest.approx({made.metric: harness.process_results(document, [reply])[made.metric]}) for reply in replies
+        ]
+        assert scores[0][made.metric] == pytest.approx(1.0) and scores[-1][made.metric] == 0.0
+    options = harness.config.generation_kwargs
+    assert made.generation.tokens == options["max_gen_toks"] and made.generation.until == ()
+    assert (options["until"] == ["\n"]) == (name in FIRST_LINES)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_few_shot_answers_are_their_first_line_and_others_all_lines(name: str, tokenizer: Any) -> None:
+    made = task(name)
+    [question] = made.examples(tokenizer, limit=1)[0].questions
+    right = question.target["answers"][0]
+    late = made.judge(question, f"\n\n{right}\nDialogue: 7 words that Paragraph 9 did not say")[made.metric]
+    missed = made.judge(question, f"Something else\n{right}")[made.metric]
+    if name in FIRST_LINES:
+        assert late == pytest.approx(1.0) and missed == 0.0
+    elif made.metric == "code_sim_score":
+        assert late == pytest.approx(1.0) and missed < 0.6
+    else:
+        assert 0.0 < late < 1.0 and missed > 0.0
+
+
+def test_a_class_within_another_counts_as_the_authors_count_it(tokenizer: Any) -> None:
+    made = task("longbench_trec")
+    [question] = made.examples(tokenizer)[1].questions
+    assert question.target["answers"] == ["Other entity"] and "Entity" in question.target["all_classes"]
+    assert made.judge(question, "Other entity") == {made.metric: 1.0}
+    assert made.judge(question, "Other entity or Number") == {made.metric: 0.5}
+    assert made.judge(question, "Entity") == {made.metric: 0.0}
+
+
+def test_the_best_of_several_answers_counts(tokenizer: Any) -> None:
+    made = task("longbench_qasper")
+    [question] = made.examples(tokenizer)[0].questions
+    assert len(question.target["answers"]) == 2
+    assert [made.judge(question, answer)[made.metric] for answer in question.target["answers"]] == [1.0, 1.0]
+
+
+def test_longbench_is_sixteen_tasks() -> None:
+    found = find(["longbench"], Settings(data=MINIATURE))
+    assert [made.name for made in found] == list(TASKS) and len(TASKS) == 16
+
+
+def test_limit_and_order(tokenizer: Any) -> None:
+    made = task("longbench_qmsum")
+    assert made.examples(tokenizer, limit=1, seed=3) == made.examples(tokenizer)[:1]
+
+
+def test_the_harness_data_set_on_the_hub(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says `question` where the official files say `input`."""
+    asked = []
+
+    def load_dataset(path: str, name: str, *, split: str) -> Any:
+        asked.append((path, name, split))
+        return datasets.Dataset.from_list(
+            [{"question" if key == "input" else key: value for key, value in row.items()} for row in records("qasper")]
+        )
+
+    monkeypatch.setattr(hub, "_answers", lambda: True)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    online = task("longbench_qasper", None)
+    assert asked == []
+    assert online.examples(tokenizer) == task("longbench_qasper").examples(tokenizer)
+    assert [(name, split) for _, name, split in asked] == [("qasper", "test")]
+
+
+@pytest.mark.parametrize("data", [None, "a folder without it"])
+def test_no_hub(data: str | None, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(*_: Any, **__: Any) -> None:
+        raise ConnectionError("Couldn't reach it")
+
+    monkeypatch.setattr(hub, "_answers", lambda: True)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    shutil.copy(MINIATURE / "trec.jsonl", tmp_path)
+    made = task("longbench_qasper", None if data is None else tmp_path)
+    with pytest.raises(KeepsetError, match=r"qasper cannot be loaded .*give a folder with qasper\.jsonl"):
+        made.examples(tokenizer)
+
+
+@pytest.mark.parametrize(
+    "name, change, message",
+    [
+        ("qasper", {"context": None}, r"qasper\.jsonl, line 1, lacks the field 'context'"),
+        ("qasper", {"answers": None}, r"qasper\.jsonl, line 1, lacks the field 'answers'"),
+        ("qasper", {"input": None}, r"qasper\.jsonl, line 1, lacks the field 'question' or 'input'"),
+        ("qasper", {"answers": 7}, r"qasper\.jsonl, line 1, has answers that longbench_qasper cannot judge by"),
+        ("qasper", {"answers": "yes"}, r"qasper\.jsonl, line 1, has answers that"),
+        ("qasper", {"answers": []}, r"qasper\.jsonl, line 1, has answers that"),
+        ("qasper", {"answers": [7]}, r"qasper\.jsonl, line 1, has answers that"),
+        ("trec", {"all_classes": None}, r"trec\.jsonl, line 1, has answers that"),
+        ("passage_retrieval_en", {"answers": ["two"]}, r"line 1, has answers that"),
+    ],
+)
+def test_damaged_records(name: str, change: dict[str, Any], message: str, tmp_path: Path, tokenizer: Any) -> None:
+    record = {**records(name)[0], **change}
+    (tmp_path / f"{name}.jsonl").write_text(json.dumps(record), encoding="utf-8")
+    with pytest.raises(KeepsetError, match=message):
+        task(f"longbench_{name}", tmp_path).examples(tokenizer)

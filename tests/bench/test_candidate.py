@@ -1,0 +1,74 @@
+"""What a sweep compares."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from keepset import Recipe
+from keepset.bench.candidate import candidates, grid
+from keepset.bench.cell import FULL
+
+RECIPES = Recipe.parse_list("snapkv, adakv(snapkv(window=8)), knorm(keep=0.3), gvote")
+
+
+def test_the_full_cache_comes_first_then_every_recipe_under_every_budget() -> None:
+    found = candidates(RECIPES, [0.5, 64])
+    assert [(one.text, one.method, one.requested) for one in found] == [
+        (FULL, FULL, 1.0),
+        ("snapkv(keep=0.5)", "snapkv", 0.5),
+        ("snapkv(keep=64)", "snapkv", 64),
+        ("adakv(snapkv(window=8), keep=0.5)", "adakv(snapkv(window=8))", 0.5),
+        ("adakv(snapkv(window=8), keep=64)", "adakv(snapkv(window=8))", 64),
+        ("knorm(keep=0.3)", "knorm", 0.3),
+        ("gvote", "gvote", None),
+    ]
+    assert all(one.error is None for one in found)
+    assert found[0].recipe is None
+    assert grid(RECIPES, [0.5, 64]) == found[1:]
+    assert all(one.recipe == Recipe.parse(one.text) for one in found[1:])
+
+
+def test_nothing_comes_twice() -> None:
+    twice = candidates(Recipe.parse_list("snapkv, snapkv(keep=0.5), snapkv(window=64)"), [0.5, 0.5])
+    assert [one.text for one in twice] == [FULL, "snapkv(keep=0.5)"]
+    assert len(candidates([], [0.5])) == 1
+
+
+def test_recipes_that_say_not_when_compress_again_while_decoding() -> None:
+    recipes = Recipe.parse_list("snapkv, tova(every=16), knorm(keep=40), random(protect_prompt=True, every=32)")
+    found = candidates(recipes, [48], every=24)[1:]
+    assert [one.text for one in found] == [
+        "snapkv(keep=48, every=24)",
+        "tova(keep=48, every=16)",
+        "knorm(keep=40, every=24)",
+        "random(keep=48, protect_prompt=True, every=32)",
+    ]
+    assert found[0].method == "snapkv(every=24)"
+
+
+def test_what_does_not_go_together_is_a_candidate_with_the_reason() -> None:
+    recipes = Recipe.parse_list("snapkv, h2o, knorm(keep=0.3)")
+    found = {one.text: one for one in candidates(recipes, [0.5, 8, 128], every=32)}
+    sentences = {
+        "snapkv(keep=0.5, every=32)": "use a whole number of entries",
+        "snapkv(keep=8, every=32)": "is below the 64 entries that always stay",
+        "h2o(keep=128, every=32)": "leave every= out",
+        "knorm(keep=0.3, every=32)": "use a whole number of entries",
+    }
+    for text, sentence in sentences.items():
+        assert sentence in (found[text].error or ""), text
+        assert found[text].recipe is None
+    assert found["snapkv(keep=128, every=32)"].error is None
+    assert found["knorm(keep=0.3, every=32)"].requested == 0.3
+    assert found["snapkv(keep=8, every=32)"].method == "snapkv(every=32)"
+
+
+def test_a_recipe_needs_a_budget() -> None:
+    [_, found] = candidates(RECIPES[:1], [])
+    assert found.text == "snapkv" and "says not how much to keep" in (found.error or "")
+
+
+def test_budgets_that_are_none_are_refused_one_by_one() -> None:
+    found = candidates(RECIPES[:2], [0, 2.0, 1.0])[1:]
+    assert [one.error is None for one in found] == [False, False, True] * 2
+    assert [(one.method, one.requested) for one in found] == list(product(map(str, RECIPES[:2]), [0, 2.0, 1.0]))

@@ -1,0 +1,290 @@
+"""What the race is about: figures of pieces against runs of their own, and what is said of the outcome."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Iterator, Sequence
+from statistics import fmean
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+import keepset
+from keepset.bench.tune import space, tune
+from keepset.bench.tune.halving import Figures
+from keepset.bench.tune.pieces import ANSWER_TOKENS, Piece
+from keepset.bench.tune.tune import Measurer, Tuner
+from keepset.errors import KeepsetError
+from keepset.hf.recorder import Recorder
+from keepset.recipe import Recipe
+from keepset.texts import Needle
+from tests.hf.models import full, generate, prompt, tiny
+
+LENGTH, AFTER = 50, 9
+RECIPES = Recipe.parse_list(
+    "tova(keep=0.3), adakv(h2o, keep=15), kvcompose(keep=0.3), expected_attention(future=16, keep=15), gvote(p_nuc=0.1)"
+)
+
+
+class Numbers:
+    """A tokenizer whose texts are the tokens' numbers."""
+
+    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": list(map(int, text.split()))}
+
+    def batch_decode(self, rows: Tensor, skip_special_tokens: bool) -> list[str]:
+        return [" ".join(str(token) for token in row if token != 2) for row in rows.tolist()]
+
+
+def piece(number: int = 0, answers: Sequence[str] = ()) -> Piece:
+    ids = prompt(1, LENGTH + AFTER, seed=number)
+    facts = tuple(Needle("", "", answer) for answer in answers)
+    questions = tuple(" ".join(map(str, prompt(1, 3 + i, seed=90 + i)[0].tolist())) for i in range(len(facts)))
+    return Piece(ids[:, :LENGTH], ids[:, LENGTH:], facts, questions)
+
+
+def measurer(*pieces: Piece, keep: int | float = 0.9, architecture: str = "llama") -> Measurer:
+    return Measurer(tiny(architecture), Numbers(), pieces, keep)  # type: ignore[arg-type]
+
+
+# --- figures
+
+
+@torch.no_grad()
+def followed(model: Any, cache: Any, one: Piece) -> list[list[float]]:
+    """Log-probabilities after each token of the continuation, one at a time, after a prefill of its own."""
+    model(one.prompt, past_key_values=cache)
+    steps = [model(token[None, None], past_key_values=cache).logits[0, -1] for token in one.continuation[0]]
+    return [step.double().log_softmax(-1).tolist() for step in steps]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "llama_mqa"])
+def test_figures_are_those_of_a_run_of_its_own(architecture: str) -> None:
+    model, one = tiny(architecture), piece()
+    model.set_attn_implementation("sdpa")
+    expected = followed(model, DynamicCache(config=model.config), one)
+    found = list(measurer(piece(1), one, architecture=architecture)(1, RECIPES))
+    assert len(found) == len(RECIPES)
+    for recipe, figures in zip(RECIPES, found, strict=True):
+        assert isinstance(figures, Figures)
+        cache = keepset.Cache(model, recipe)
+        with torch.no_grad():
+            model(one.prompt, past_key_values=cache)
+        (event,) = cache.events
+        steps = followed(model, keepset.Cache(model, recipe), one)
+        pairs = list(zip(expected, steps, strict=True))
+        divergences = [sum(math.exp(p) * (p - q) for p, q in zip(a, b, strict=True)) for a, b in pairs]
+        assert figures.kl == pytest.approx(fmean(divergences), rel=1e-3, abs=1e-6)
+        assert figures.top1 == pytest.approx(fmean(a.index(max(a)) == b.index(max(b)) for a, b in pairs))
+        assert (figures.keep, figures.kv_bytes) == (event.kept / event.entries, cache.nbytes)
+        assert figures.kv_bytes_full == event.nbytes_before and figures.found == ()
+        assert figures.prefill_seconds > figures.prefill_seconds_full > 0
+
+
+def said(cache: Any, one: Piece, question: str) -> list[int]:
+    """Greedy tokens after prompt and question, of this question alone."""
+    model = tiny("llama")
+    ids = torch.cat([one.prompt, torch.tensor([list(map(int, question.split()))])], 1)
+    if cache is None:
+        output = full(model, ids, max_new_tokens=ANSWER_TOKENS)
+    else:
+        with torch.no_grad():
+            model(one.prompt, past_key_values=cache)
+        output = generate(model, ids, cache, max_new_tokens=ANSWER_TOKENS)
+    tokens = output.sequences[0, ids.shape[1] :].tolist()
+    return tokens[: tokens.index(2)] if 2 in tokens else tokens
+
+
+def test_facts_are_asked_of_what_each_recipe_kept() -> None:
+    asked = piece(answers=["", "", "", ""])
+    whole = [said(None, asked, question) for question in asked.questions]
+    # The first three are what the full cache says; nobody says the last.
+    one = piece(answers=[" ".join(map(str, tokens)) for tokens in whole[:3]] + ["never"])
+    measure = measurer(one)
+    figures = list(measure(0, RECIPES))
+    assert measure.full_found == {0: [True, True, True, False]}
+    lost = 0
+    for recipe, told in zip(RECIPES, figures, strict=True):
+        assert isinstance(told, Figures)
+        answers = [" ".join(map(str, said(keepset.Cache(tiny("llama"), recipe), one, text))) for text in one.questions]
+        assert list(told.found) == [fact.answer in answer for fact, answer in zip(one.facts, answers, strict=True)]
+        lost += 3 - sum(told.found)
+    assert lost > 0
+
+
+def test_nothing_of_a_piece_stays() -> None:
+    """Neither tensors nor hooks, without waiting for the collection of what is unreachable."""
+    gc.collect()
+    gc.disable()
+    try:
+        before, hooked = held(), hooks()
+        assert len(list(measurer(piece(answers=["x"]))(0, RECIPES))) == len(RECIPES)
+        assert held() <= before + 20 * LENGTH
+    finally:
+        gc.enable()
+    assert hooks() == hooked
+
+
+def hooks() -> int:
+    """On the tiny model, which other tests share."""
+    return sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in tiny("llama").modules())
+
+
+def held() -> int:
+    """Numbers in all tensors that there are, reachable or not."""
+    found = [thing for thing in gc.get_objects() if type(thing) is Tensor]
+    return sum({tensor.untyped_storage().data_ptr(): tensor.numel() for tensor in found}.values())
+
+
+def test_what_chooses_its_own_number_must_stay_within_the_budget() -> None:
+    recipes = Recipe.parse_list("gvote(p_nuc=0.1), gvote(p_nuc=0.99), tova(keep=0.3)")
+    for keep in (0.9, 45):
+        few, many, tova = measurer(piece(), keep=keep)(0, recipes)
+        assert isinstance(few, Figures) and few.keep < 0.9 and isinstance(tova, Figures)
+        assert many == "gvote(p_nuc=0.99) chooses itself how much it keeps, and kept 100%: that is more than 90%."
+
+
+def test_a_prefill_that_one_recipe_spoils_serves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill = Recorder.prefill
+
+    def picky(self: Recorder, ids: Tensor) -> Tensor:
+        if self.needs.second_passes:
+            raise KeepsetError("No second pass here.")
+        return prefill(self, ids)
+
+    monkeypatch.setattr(Recorder, "prefill", picky)
+    told = list(measurer(piece())(0, RECIPES))
+    assert [isinstance(each, str) for each in told] == [False, False, True, False, False]
+    assert told[2] == "No second pass here."
+
+
+# --- the race
+
+
+PIECES = [piece(number) for number in range(8)]
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Figures by a recipe's text: KL and, where given, prefill seconds and facts found; others fail."""
+    table: dict[str, Any] = {}
+
+    def measure(self: Measurer, number: int, recipes: Sequence[Recipe]) -> Iterator[Figures | str]:
+        self.full_bytes[number] = 100
+        self.full_found[number] = list(table.get("full", ()))
+        for recipe in recipes:
+            if (row := table.get(str(recipe))) is None:
+                yield f"{recipe} is not wanted."
+            else:
+                kl, seconds, found = (*row, *(1.0, ())[len(row) - 1 :])
+                yield Figures(kl * (1 + number), 0.5, tuple(found), 0.3, 30, 100, seconds, 1.0)
+
+    monkeypatch.setattr(tune.Measurer, "__call__", measure)
+    return table
+
+
+def tuner(pieces: Sequence[Piece] = PIECES, keep: int | float = 0.3) -> Tuner:
+    return Tuner(tiny("llama"), Numbers(), pieces, keep, "tiny")  # type: ignore[arg-type]
+
+
+def test_a_winner_is_named(made: dict[str, Any]) -> None:
+    made.update({"tova(keep=0.3)": (0.2,), "adakv(tova, keep=0.3)": (0.1,), "knorm(keep=0.3)": (0.3,)})
+    one = tuner()
+    one.run()
+    told = one.to_json()
+    assert told["recipe"] == "adakv(tova, keep=0.3)" and told["tied"] == [told["recipe"]]
+    assert told["verdict"] == ["Use adakv(tova, keep=0.3): the best of 3 recipes on 8 pieces."]
+    assert [row["recipe"] for row in told["rows"]] == ["adakv(tova, keep=0.3)", "tova(keep=0.3)", "knorm(keep=0.3)"]
+    assert told["rows"][0]["kl"]["mean"] == pytest.approx(0.45)
+    assert all(each["reason"].endswith("is not wanted.") for each in told["dropped"])
+    tried = {*(row["recipe"] for row in told["rows"]), *(each["recipe"] for each in told["dropped"])}
+    assert {str(r.with_keep(0.3) if r.method.needs_budget else r) for r in space.catalogue()} <= tried
+
+
+def test_of_what_is_tied_the_cheapest_is_used(made: dict[str, Any]) -> None:
+    made.update({"tova(keep=0.3)": (0.2, 2.0), "knorm(keep=0.3)": (0.2, 1.5), "keydiff(keep=0.3)": (0.9, 1.0)})
+    one = tuner()
+    one.run()
+    told = one.to_json()
+    assert told["recipe"] == "knorm(keep=0.3)"
+    assert set(told["tied"]) == {"tova(keep=0.3)", "knorm(keep=0.3)"}
+    (sentence,) = told["verdict"]
+    assert sentence == (
+        "There is no winner: 8 pieces cannot tell knorm(keep=0.3) from tova(keep=0.3). "
+        "Use knorm(keep=0.3), whose prefill is the cheapest of these 2."
+    )
+
+
+def test_few_pieces_name_nothing(made: dict[str, Any]) -> None:
+    made.update({"tova(keep=0.3)": (0.2,), "knorm(keep=0.3)": (0.9,)})
+    one = tuner(PIECES[:5])
+    one.run()
+    told = one.to_json()
+    assert (told["recipe"], told["tied"]) == (None, [])
+    assert told["verdict"] == ["Measured on 5 pieces: too few to name a recipe."]
+    assert len(told["rows"]) == 2
+
+
+@pytest.mark.parametrize("finds", [True, False])
+def test_facts_decide_only_where_the_full_cache_finds_any(made: dict[str, Any], finds: bool) -> None:
+    made["full"] = [finds, False]
+    made.update({"tova(keep=0.3)": (0.2, 1.0, [True, True]), "knorm(keep=0.3)": (0.1, 1.0, [False, False])})
+    one = tuner([piece(number, ["a", "b"]) for number in range(8)])
+    one.run()
+    told = one.to_json()
+    assert told["recipe"] == ("tova(keep=0.3)" if finds else "knorm(keep=0.3)")
+    assert ("retrieval says nothing" in told["verdict"][-1]) != finds
+    assert told["full"]["found"]["mean"] == (0.5 if finds else 0.0)
+    assert {row["recipe"]: row["found"]["mean"] for row in told["rows"]} == {"tova(keep=0.3)": 1, "knorm(keep=0.3)": 0}
+
+
+def test_nothing_can_run(made: dict[str, Any]) -> None:
+    with pytest.raises(KeepsetError, match=r"^No recipe can run: .* is not wanted"):
+        tuner().run()
+
+
+def test_what_the_model_lacks_is_never_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipes = "tova, qfilter(stats='absent.safetensors'), snapkv"
+    monkeypatch.setattr(space, "catalogue", lambda: Recipe.parse_list(recipes))
+    one = tuner(keep=9)
+    assert [str(entry.recipe) for entry in one.race.entries] == ["tova(keep=9)"]
+    assert list(one.unfit) == ["snapkv(keep=9)", "qfilter(stats='absent.safetensors', keep=9)"]
+    assert "There is no file 'absent.safetensors'" in one.unfit["qfilter(stats='absent.safetensors', keep=9)"]
+    assert "below the 64 entries that always stay" in one.unfit["snapkv(keep=9)"]
+    assert not tiny("llama")._forward_pre_hooks
+
+
+@pytest.mark.parametrize("keep", [1.0, 50, 9999])
+def test_a_budget_that_drops_nothing_is_refused(keep: int | float) -> None:
+    with pytest.raises(KeepsetError, match=rf"^keep={keep} drops nothing of pieces of 50 tokens: ask for less"):
+        tuner(keep=keep)
+
+
+def test_a_race_for_real(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(space, "catalogue", lambda: Recipe.parse_list("random, h2o, received(statistic='rms'), gvote"))
+    steps: list[None] = []
+    one = Tuner(tiny("llama"), Numbers(), PIECES[:4], 0.3, "tiny", lambda: steps.append(None))  # type: ignore[arg-type]
+    one.run()
+    told = one.to_json()
+    assert one.race.done == one.race.planned
+    assert len(steps) == sum(row["pieces"] for row in told["rows"]) + 1  # gvote keeps too much of the first piece
+    assert [each["recipe"] for each in told["dropped"]] == ["gvote"]
+    assert told["measured"] == told["pieces"] == 4 and told["full"]["kv_bytes"] == 50 * 4 * 2 * 2 * 16 * 4
+    kls = [row["kl"]["mean"] for row in told["rows"] if row["finalist"]]
+    assert kls == sorted(kls) and len(kls) == 11  # Half of 3 scorers and 9 compositions of all but random
+    assert all(row["pieces"] == (4 if row["finalist"] else 2) and row["keep"] <= 0.3 for row in told["rows"])
+
+
+def test_all_that_is_tried_runs_or_says_why() -> None:
+    one = tuner(PIECES[:1])
+    one.run()
+    told = one.to_json()
+    assert {row["recipe"] for row in told["rows"]} | {each["recipe"] for each in told["dropped"]} == {
+        *one.unfit,
+        *(str(entry.recipe) for entry in one.race.entries),
+    }
+    assert len(told["rows"]) > 40 and {each["recipe"].split("(")[0] for each in told["dropped"]} <= {"gvote"}

@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keepset import KeepSet, KeepsetError, Observation
+from keepset.core.keep_set import LayerKeepSet
+
+examples = settings(max_examples=100, deadline=None)
+
+Sets = list[list[list[list[int]]]]  # [layer][request][head] -> sorted positions
+
+
+@dataclass(frozen=True)
+class Cached:
+    """Positions that a cache of several layers holds, and two choices out of them."""
+
+    entries: Sets
+    first: Sets
+    second: Sets
+    layers: list[int]
+
+    def keep_set(self, chosen: Sets) -> KeepSet:
+        return KeepSet(
+            [
+                LayerKeepSet.from_mask(layer, *masked(entries, sets), entry_bytes=24)
+                for layer, entries, sets in zip(self.layers, self.entries, chosen, strict=True)
+            ]
+        )
+
+
+def masked(entries: list[list[list[int]]], sets: list[list[list[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which entries are chosen, and all their positions."""
+    mask = [
+        [[entry in chosen for entry in cached] for cached, chosen in zip(*heads, strict=True)]
+        for heads in zip(entries, sets, strict=True)
+    ]
+    positions = torch.tensor(entries)
+    return torch.tensor(mask, dtype=torch.bool).view(positions.shape), positions
+
+
+@st.composite
+def caches(draw: st.DrawFn) -> Cached:
+    sizes = [draw(st.integers(1, 3)) for _ in range(3)]
+    held = draw(st.integers(1, 7))
+    chance = random.Random(draw(st.integers(0, 10**6)))
+    share = draw(st.sampled_from([0.0, 0.3, 0.7, 1.0]))
+
+    def each(make: object, *sources: list) -> list:
+        def build(depth: int, parts: tuple) -> list:
+            if depth == 3:
+                return make(*parts)
+            return [build(depth + 1, tuple(part[i] for part in parts)) for i in range(sizes[depth])]
+
+        return build(0, sources)
+
+    entries = each(lambda: sorted(chance.sample(range(12), held)))
+    first = each(lambda cached: [entry for entry in cached if chance.random() < share], entries)
+    second = each(lambda cached: [entry for entry in cached if chance.random() < 0.5], entries)
+    return Cached(entries, first, second, sorted(chance.sample(range(30), sizes[0])))
+
+
+def sets_of(keep_set: KeepSet) -> Sets:
+    _, batch, heads = keep_set.counts.shape
+    return [
+        [[keep_set.positions(layer, b, h).tolist() for h in range(heads)] for b in range(batch)]
+        for layer in keep_set.layers
+    ]
+
+
+def compared(a: Sets, b: Sets, measure: object) -> list:
+    """A number for every layer, request and head."""
+    return [
+        [[measure(set(p), set(q)) for p, q in zip(*heads, strict=True)] for heads in zip(*requests, strict=True)]
+        for requests in zip(a, b, strict=True)
+    ]
+
+
+@examples
+@given(cache=caches())
+def test_holds_the_chosen_positions(cache: Cached) -> None:
+    keep_set = cache.keep_set(cache.first)
+    assert keep_set.layers == tuple(cache.layers)
+    assert sets_of(keep_set) == cache.first
+    assert keep_set.counts.tolist() == [[[len(p) for p in heads] for heads in layer] for layer in cache.first]
+    assert keep_set.entries == sum(len(p) for layer in cache.first for heads in layer for p in heads)
+
+
+@examples
+@given(cache=caches())
+def test_packs_heads_one_after_another(cache: Cached) -> None:
+    keep_set = cache.keep_set(cache.first)
+    for layer, entries, sets in zip(cache.layers, cache.entries, cache.first, strict=True):
+        part = keep_set.layer(layer)
+        flat = [positions for heads in sets for positions in heads]
+        offsets = [sum(map(len, flat[:row])) for row in range(len(flat) + 1)]
+        assert part.cu_seqlens.tolist() == offsets
+        assert part.rows.tolist() == [row for row, positions in enumerate(flat) for _ in positions]
+        assert part.packed_positions.tolist() == [entry for positions in flat for entry in positions]
+        cached = [head for heads in entries for head in heads]
+        gathered = [cached[row][i] for row, i in zip(part.rows.tolist(), part.indices.tolist(), strict=True)]
+        assert gathered == part.packed_positions.tolist()
+
+
+@examples
+@given(cache=caches(), length=st.integers(0, 14))
+def test_mask_is_true_at_the_kept_positions(cache: Cached, length: int) -> None:
+    keep_set = cache.keep_set(cache.first)
+    for layer, sets in zip(cache.layers, cache.first, strict=True):
+        expected = [[[t in positions for t in range(length)] for positions in heads] for heads in sets]
+        assert keep_set.layer(layer).mask(length).tolist() == expected
+    everywhere = [keep_set.layer(layer).mask(length).tolist() for layer in cache.layers]
+    assert keep_set.mask(length).tolist() == everywhere
+
+
+@examples
+@given(cache=caches())
+def test_set_operations_are_those_of_sets(cache: Cached) -> None:
+    first, second = cache.keep_set(cache.first), cache.keep_set(cache.second)
+    union = first.union(second)
+    assert sets_of(union) == compared(cache.first, cache.second, lambda a, b: sorted(a | b))
+    assert sets_of(second.union(first)) == sets_of(union)
+    overlap = compared(cache.first, cache.second, lambda a, b: len(a & b) / len(a) if a else 1.0)
+    iou = compared(cache.first, cache.second, lambda a, b: len(a & b) / len(a | b) if a | b else 1.0)
+    torch.testing.assert_close(first.overlap(second), torch.tensor(overlap))
+    torch.testing.assert_close(first.iou(second), torch.tensor(iou))
+
+
+@examples
+@given(cache=caches())
+def test_a_union_gathers_its_own_positions(cache: Cached) -> None:
+    union = cache.keep_set(cache.first).union(cache.keep_set(cache.second))
+    for layer, entries in zip(cache.layers, cache.entries, strict=True):
+        part, cached = union.layer(layer), [head for heads in entries for head in heads]
+        gathered = [cached[row][i] for row, i in zip(part.rows.tolist(), part.indices.tolist(), strict=True)]
+        assert gathered == part.packed_positions.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_are_those_of_the_gathered_tensors(dtype: torch.dtype) -> None:
+    keys, values = torch.zeros(2, 3, 10, 6, dtype=dtype), torch.zeros(2, 3, 10, 4, dtype=dtype)
+    mask = torch.rand(2, 3, 10, generator=torch.Generator().manual_seed(0)) < 0.5
+    keep_set = Observation(keys=keys, values=values).keep(mask)
+    assert keep_set.nbytes == keys[mask].nbytes + values[mask].nbytes
+
+
+@pytest.mark.parametrize(
+    ("layers", "layout"),
+    [
+        ([[[3, 3], [3, 3]], [[3, 3], [3, 3]]], "dense"),
+        ([[[3, 3], [2, 2]], [[3, 3], [2, 2]]], "dense"),
+        ([[[3, 3], [2, 2]], [[1, 1], [2, 2]]], "layer-ragged"),
+        ([[[3, 3], [3, 3]], [[3, 3], [3, 2]]], "head-ragged"),
+        ([[[0, 0], [0, 0]], [[0, 0], [0, 0]]], "dense"),
+    ],
+)
+def test_layout_is_what_the_counts_allow(layers: Sets, layout: str) -> None:
+    sets = [[[list(range(n)) for n in heads] for heads in layer] for layer in layers]
+    entries = [[[list(range(5)) for _ in heads] for heads in layer] for layer in layers]
+    keep_set = Cached(entries, sets, sets, [0, 1]).keep_set(sets)
+    assert keep_set.layout == layout
+    assert f"layout={layout!r}" in repr(keep_set)
+
+
+def small(heads: int = 2, layer: int = 4) -> KeepSet:
+    return Observation(keys=torch.zeros(1, heads, 3, 1), values=torch.zeros(1, heads, 3, 1), layer=layer).keep(
+        torch.ones(1, heads, 3, dtype=torch.bool)
+    )
+
+
+@pytest.mark.parametrize(
+    ("refused", "says"),
+    [
+        (lambda: KeepSet([]), "at least one layer"),
+        (lambda: small().layer(0), "no layer 0; it has [4]"),
+        (lambda: small().positions(4, 1, 0), "no request 1, head 0"),
+        (lambda: small().positions(4, 0, -1), "no request 0, head -1"),
+        (lambda: small().iou(small(heads=1)), "same layers, requests and KV heads"),
+        (lambda: small().overlap(small(layer=5)), "same layers, requests and KV heads"),
+        (lambda: small().union(small(layer=5)), "same layers, requests and KV heads"),
+    ],
+)
+def test_refuses_in_one_sentence(refused: object, says: str) -> None:
+    with pytest.raises(KeepsetError) as refusal:
+        refused()
+    assert says in str(refusal.value) and str(refusal.value).endswith(".")
+
+
+def test_layers_are_in_the_models_order() -> None:
+    keep_set = KeepSet([small(layer=7).layer(7), small(layer=2).layer(2)])
+    assert keep_set.layers == (2, 7)

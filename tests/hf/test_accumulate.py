@@ -1,0 +1,271 @@
+"""What the runtime shows to a method, against the same numbers computed naively from the model's own modules."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import AttentionInterface
+
+import keepset
+from keepset.core.method import Method
+from keepset.core.observation import Needs, Observation
+from keepset.hf.recorder import Recorder
+from tests.hf.models import generate, left_padded, prompt, tiny
+
+LENGTH, WINDOW, FUTURE = 36, 8, 5
+SKIPS = (0, 3, 10)
+ASKED = (1, 4, 50)
+PADDINGS = [[0, 0], [0, 7], [3, 30]]
+"""The last leaves a request that is shorter than the window and than the longest skip."""
+
+
+@dataclass(frozen=True)
+class Looking(Method):
+    """Asks for everything and remembers what it was shown."""
+
+    name: ClassVar[str] = "looking"
+    paper: ClassVar[str] = "none"
+    shown: ClassVar[dict[int, Observation]] = {}
+
+    @property
+    def needs(self) -> Needs:
+        skips = frozenset(SKIPS)
+        columns, asked = frozenset({"sum", "max"}), frozenset(ASKED)
+        return Needs(WINDOW, columns, query_moments=skips, hidden_moments=skips, echoes=asked)
+
+    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+        self.shown[observation.layer] = observation
+        return observation.positions.float()
+
+
+def shown(architecture: str, padding: list[int], chunk: int | None = None) -> dict[int, Observation]:
+    """What every layer showed of this batch."""
+    model = tiny(architecture)
+    ids, mask = left_padded(prompt(2, LENGTH), padding)
+    past = keepset.Cache(model, keepset.Recipe.of(Looking(), keep=4), prompt_length=LENGTH if chunk else None)
+    generate(model, ids, past, mask, max_new_tokens=1, prefill_chunk_size=chunk)
+    return dict(Looking.shown)
+
+
+# --- the same from the model itself, one request without padding at a time
+
+
+@dataclass
+class Naive:
+    """One layer's attention over one request: `[heads, tokens, head_dim]`, and what went into it."""
+
+    module: Any
+    rotary: Any
+    queries: Tensor
+    keys: Tensor
+    hidden: Tensor
+
+    @property
+    def attention(self) -> Tensor:
+        group = len(self.queries) // len(self.keys)
+        logits = self.queries @ self.keys.repeat_interleave(group, 0).transpose(1, 2) * self.module.scaling
+        n = logits.shape[-1]
+        return logits.masked_fill(torch.ones(n, n).triu(1).bool(), float("-inf")).softmax(-1)
+
+    def projected(self, hidden: Tensor) -> Tensor:
+        """Queries before rotation, `[heads, tokens, head_dim]`."""
+        queries = self.module.q_proj(hidden).unflatten(-1, (-1, self.module.head_dim))
+        if hasattr(self.module, "q_norm"):
+            queries = self.module.q_norm(queries)
+        return queries.transpose(0, 1)
+
+    def rotated(self, queries: Tensor, position: int) -> Tensor:
+        """All queries at one position; layers that do not rotate leave them as they are."""
+        if not getattr(self.module, "use_rope", True):
+            return queries
+        cos, sin = self.rotary(queries, torch.tensor([[position]]))
+        rotate = sys.modules[type(self.module).__module__].apply_rotary_pos_emb
+        return rotate(queries[None], queries[None], cos, sin)[0][0]
+
+    def ahead(self, queries: Tensor) -> Tensor:
+        """Mean over the positions that follow the request."""
+        n = self.queries.shape[1]
+        return torch.stack([self.rotated(queries, at) for at in range(n, n + FUTURE)]).mean(0)
+
+
+_recorded: dict[int, tuple[Tensor, Tensor]] = {}
+
+
+def _recording(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **kwargs: Any
+) -> tuple[Tensor, None]:
+    _recorded[module.layer_idx] = (query[0], key[0])
+    group = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(group, 1) for x in (key, value))
+    logits = query @ key.transpose(-1, -2) * scaling
+    weights = logits.masked_fill(torch.ones(logits.shape[-2:]).triu(1).bool(), float("-inf")).softmax(-1)
+    return (weights @ value).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("recording", _recording)
+
+
+@cache
+@torch.no_grad()
+def naive(architecture: str, row: int, pad: int) -> list[Naive]:
+    model = tiny(architecture)
+    implementation = model.config._attn_implementation
+    model.set_attn_implementation("recording")
+    inputs: dict[int, Tensor] = {}
+    hooks = [
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, args, kwargs: inputs.update({module.layer_idx: kwargs["hidden_states"][0]}), with_kwargs=True
+        )
+        for layer in model.model.layers
+    ]
+    model(prompt(2, LENGTH)[row : row + 1, pad:], use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    model.set_attn_implementation(implementation)
+    return [
+        Naive(layer.self_attn, model.model.rotary_emb, *_recorded[index], inputs[index])
+        for index, layer in enumerate(model.model.layers)
+    ]
+
+
+def assert_close(ours: Tensor, theirs: Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
+
+
+by_architecture = pytest.mark.parametrize("architecture", ["llama", "llama_yarn", "qwen3", "smollm3"])
+by_padding = pytest.mark.parametrize("padding", PADDINGS, ids=str)
+by_chunk = pytest.mark.parametrize("chunk", [None, 7, 16, 35])
+
+
+@by_architecture
+@by_padding
+@by_chunk
+@torch.no_grad()
+def test_what_is_shown(architecture: str, padding: list[int], chunk: int | None) -> None:
+    observations = shown(architecture, padding, chunk)
+    for row, pad in enumerate(padding):
+        for layer, expected in enumerate(naive(architecture, row, pad)):
+            seen = observations[layer]
+            assert seen.lengths[row] == LENGTH - pad
+            check_entries(seen, expected, row)
+            check_window(seen, expected, row)
+            check_columns(seen, expected, row)
+            check_moments(seen, expected, row)
+            check_future(seen, expected, row)
+            check_echoes(seen, expected, row)
+
+
+def check_entries(seen: Observation, expected: Naive, row: int) -> None:
+    n = expected.keys.shape[1]
+    assert torch.equal(seen.valid[row], torch.arange(seen.keys.shape[2]).expand_as(seen.valid[row]) < n)
+    assert torch.equal(seen.positions[row, :, :n].long(), torch.arange(n).expand(len(expected.keys), n))
+    assert_close(seen.keys[row, :, :n], expected.keys)
+    assert seen.keys[row, :, n:].abs().sum() == 0 and seen.values[row, :, n:].abs().sum() == 0
+    assert seen.scaling == expected.module.scaling
+
+
+def check_window(seen: Observation, expected: Naive, row: int) -> None:
+    n = expected.queries.shape[1]
+    there = min(WINDOW, n)
+    assert seen.queries.shape[2] == WINDOW
+    assert seen.queries.untyped_storage().nbytes() == seen.queries.nbytes  # no view of the whole prompt's
+    positions = seen.query_positions[row].tolist()
+    assert positions[WINDOW - there :] == list(range(n - there, n))
+    assert all(position < 0 for position in positions[: WINDOW - there])
+    assert_close(seen.queries[row, :, WINDOW - there :], expected.queries[:, n - there :])
+    attention = seen.window_attention(WINDOW)[row]
+    assert_close(attention[:, WINDOW - there :, :n], expected.attention[:, n - there :])
+    assert attention[:, : WINDOW - there].abs().sum() == 0 and attention[:, :, n:].abs().sum() == 0
+
+
+def check_columns(seen: Observation, expected: Naive, row: int) -> None:
+    n = expected.keys.shape[1]
+    for name, statistic in (("sum", expected.attention.sum(1)), ("max", expected.attention.amax(1))):
+        columns = seen.columns(name)[row]
+        assert columns.shape[-1] == seen.keys.shape[2]
+        assert_close(columns[:, :n], statistic)
+        assert columns[:, n:].abs().sum() == 0
+
+
+def check_moments(seen: Observation, expected: Naive, row: int) -> None:
+    for skip in SKIPS:
+        hidden = expected.hidden[skip:]
+        moments, of_hidden = seen.moments(skip), seen.hidden_moments[skip]
+        if not len(hidden):
+            assert moments.mean[row].abs().sum() == 0 and of_hidden.mean[row].abs().sum() == 0
+            continue
+        assert_close(of_hidden.mean[row], hidden.mean(0))
+        assert_close(of_hidden.variance[row], hidden.var(0, correction=0))
+        queries = expected.projected(hidden)
+        mean = queries.mean(1)
+        covariance = torch.stack([head.T.cov(correction=0).view(2 * [head.shape[-1]]) for head in queries])
+        assert_close(moments.mean[row], mean)
+        assert_close(moments.covariance[row], covariance)
+        mean_ahead, covariance_ahead = moments.ahead(FUTURE)
+        assert_close(mean_ahead[row], expected.ahead(mean[:, None])[:, 0])
+        half = expected.ahead(covariance)
+        assert_close(covariance_ahead[row], expected.ahead(half.transpose(1, 2)).transpose(1, 2))
+
+
+def check_future(seen: Observation, expected: Naive, row: int) -> None:
+    hidden = torch.randn(2, 3, expected.hidden.shape[-1], generator=torch.Generator().manual_seed(0))
+    assert_close(seen.future_queries(hidden, FUTURE)[row], expected.ahead(expected.projected(hidden[row])))
+
+
+def check_echoes(seen: Observation, expected: Naive, row: int) -> None:
+    """Each query at the position after the prompt, over all keys, one by one."""
+    heads, n, _ = expected.queries.shape
+    group = heads // len(expected.keys)
+    for every in ASKED:
+        squares = torch.zeros(heads, n)
+        asked = range(0, n, every)
+        for at in asked:
+            query = expected.rotated(expected.projected(expected.hidden[at : at + 1]), n)[:, 0]
+            for head in range(heads):
+                logits = expected.keys[head // group] @ query[head] * expected.module.scaling
+                squares[head] += logits.softmax(-1).square() / len(asked)
+        echo = seen.echo(every)[row]
+        assert echo.shape[-1] == seen.keys.shape[2] and echo[:, n:].abs().sum() == 0
+        torch.testing.assert_close(echo[:, :n], squares, rtol=1e-3, atol=2e-6)
+
+
+def test_a_model_without_rotation_shows_its_queries() -> None:
+    observations = shown("gpt2", [0, 7])
+    for seen in observations.values():
+        mean, _ = seen.moments(0).ahead(FUTURE)
+        assert torch.equal(mean, seen.moments(0).mean)
+
+
+def test_echoes_are_of_a_prompt_and_their_time_is_its_methods() -> None:
+    model = tiny("llama")
+    with pytest.raises(keepset.KeepsetError, match="leave every= out"):
+        keepset.Cache(model, "echo(keep=20, every=8)")
+    recorder = Recorder(model, Needs(echoes=frozenset({2}), query_moments=frozenset({0})))
+    recorder.prefill(prompt(1, LENGTH))
+    moments, both = (recorder.seconds_for(needs) for needs in (Needs(query_moments=frozenset({0})), recorder.needs))
+    assert recorder.seconds < moments < both
+
+
+def test_only_what_is_needed_is_collected() -> None:
+    @dataclass(frozen=True)
+    class Modest(Looking):
+        @property
+        def needs(self) -> Needs:
+            return Needs(window=2)
+
+    generate(
+        tiny("llama"),
+        prompt(1, LENGTH),
+        keepset.Cache(tiny("llama"), keepset.Recipe.of(Modest(), keep=4)),
+        max_new_tokens=1,
+    )
+    seen = Looking.shown[0]
+    assert seen.queries.shape[2] == 2 and seen.column_sum is None and seen.column_max is None
+    assert not seen.query_moments and not seen.hidden_moments and seen.future_queries is None

@@ -1,0 +1,49 @@
+"""Echo against its formula, number by number."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from keepset.core.observation import Needs, Observation, SecondPass
+from keepset.methods.prompt_queries import Echo
+from tests.methods.naive import EXACT, SHAPES, Shape, check_scores, length_of, observe, of_a_second_pass
+
+
+def naive_scores(method: Echo, observation: Observation, request: int) -> list[list[float]]:
+    """Scores of one request, `[kv_heads][entries]`."""
+    kv_heads, length = observation.keys.shape[1], length_of(observation, request)
+    received = [[math.sqrt(square) for square in row] for row in observation.echoes[method.stride][request].tolist()]
+    for needed in method.needs.second_passes:
+        told = observation.second_passes[needed]
+        for row, squares in zip(received, told.statistics["square"][request].tolist(), strict=True):
+            for entry, square in enumerate(squares):
+                row[entry] += math.sqrt(square / int(told.tokens[request])) / 2
+    group = len(received) // kv_heads
+    return [
+        [sum(received[head * group + one][entry] for one in range(group)) / group for entry in range(length)]
+        for head in range(kv_heads)
+    ]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("method", [Echo(), Echo(stride=3), Echo(second_pass=True)])
+def test_scores_are_the_groups_mean_root_of_mean_squares(shape: Shape, method: Echo) -> None:
+    query_heads = shape.kv_heads * shape.group
+    draw = torch.Generator().manual_seed(5)
+    squares, columns = torch.rand(2, shape.batch, query_heads, shape.entries, generator=draw)
+    observation = observe(shape, echoes={method.stride: squares, 2: squares + 1})
+    observation.second_passes.update(dict.fromkeys(method.needs.second_passes, of_a_second_pass(columns)))
+    expected = [naive_scores(method, observation, request) for request in range(shape.batch)]
+    check_scores(method, observation, expected, **EXACT)
+
+
+def test_the_prompts_queries_are_needed_and_first_and_newest_stay() -> None:
+    assert Echo(stride=3).needs == Needs(echoes=frozenset({3})) and Echo().needs == Needs(echoes=frozenset({1}))
+    assert Echo().needs.hidden_states
+    assert Echo(second_pass=True).needs == Needs(
+        echoes=frozenset({1}), second_passes=frozenset({SecondPass(frozenset({"square"}), chunk=0)})
+    )
+    assert (Echo().sinks, Echo().recent) == (4, 8)

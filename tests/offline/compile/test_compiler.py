@@ -1,0 +1,235 @@
+"""From contexts to tables: what was planted is found, and an interrupted compilation ends where a whole one does."""
+
+from __future__ import annotations
+
+import dataclasses
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from keepset import KeepsetError
+from keepset.core.tables import Tables, neutral, save
+from keepset.methods.compilerkv import CompilerKV
+from keepset.offline.compile import compiler
+from keepset.offline.compile.actions import THRESHOLDS, WEIGHTS, draw
+from keepset.offline.compile.compiler import Settings, compile_tables
+from keepset.offline.compile.judge import Judge, Verdict
+from keepset.offline.compile.risk import cells, evenly, with_edges
+from tests.hf.models import tiny
+from tests.offline.compile.conftest import CONTINUATION, TOKENS, corpus
+
+WINDOW = 5
+
+
+def options(**other: Any) -> Settings:
+    return Settings(
+        **{
+            "method": CompilerKV(window=WINDOW),
+            "budgets": (8, 12),
+            "contexts": 2,
+            "tokens": TOKENS,
+            "continuation": CONTINUATION,
+            "seed": 0,
+            **other,
+        }
+    )
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "HEAD_ROWS", 3)
+    monkeypatch.setattr(compiler, "GATE_ROWS", 2)
+
+
+class Planted(Judge):
+    """A world in which one head of every layer should be trusted, and thresholds be low where perplexity is high."""
+
+    def __init__(self, model: Any, method: CompilerKV, context: Any) -> None:
+        number = int(context.name.split()[-1])
+        self.risk = 1.0 + number % 5, 2.0 if number % 2 else 50.0
+        self.number = number
+
+    def verdict(self, tables: Tables, keep: int, *, elastic: bool) -> Verdict:
+        layers = tables.weights.shape[1]
+        if elastic:
+            thresholds = tables.gate[0, :, 0, 0]
+            worth = -float(thresholds.sum()) if self.risk[1] > 10 else float(thresholds.sum())
+        else:
+            # KV head 0 at odd layers, 1 at even ones.
+            right = torch.tensor([[layer % 2 == 1] * 2 + [layer % 2 == 0] * 2 for layer in range(layers)])
+            worth = float((tables.weights[0].log() * (right.float() - 0.5)).sum())
+        return Verdict(worth + self.number, 2 * worth - self.number, float(keep))
+
+
+def test_finds_what_was_planted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "Judge", Planted)
+    monkeypatch.setattr(compiler, "HEAD_ROWS", 12)
+    monkeypatch.setattr(compiler, "GATE_ROWS", 10)
+    monkeypatch.setattr(compiler, "BETA", 0.0)
+    texts = corpus(20)
+    tables = compile_tables(tiny("llama"), texts, options(contexts=20))
+    assert tables.weights.shape == (2, 4, 4) and tables.budgets.tolist() == [8, 12]
+    for layer in range(4):
+        trusted = [0, 1] if layer % 2 else [2, 3]
+        for head in range(4):
+            assert tables.weights[:, layer, head].tolist() == [2.0 if head in trusted else 0.5] * 2
+    risks = torch.tensor([Planted(None, CompilerKV(), context).risk for context in texts.contexts])
+    _, of_perplexity = tables.bins(risks[:, 0], risks[:, 1])
+    low, high = of_perplexity.min(), of_perplexity.max()
+    assert low < high
+    assert tables.gate[:, :, :, high].unique().tolist() == [pytest.approx(0.8)]
+    assert tables.gate[:, :, :, low].unique().tolist() == [1.0]
+    assert int(tables.counts.sum()) == 20 and sorted(tables.counts.sum(0).tolist()) == [0, 0, 10, 10]
+    bellman = [point["bellman"] for point in tables.provenance["curves"]["head"]]
+    assert bellman[-1] < bellman[0] / 4
+
+
+def test_a_price_makes_thresholds_strict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where thresholds change nothing else, equation 14 alone decides; at no price the first of equal ones is taken."""
+
+    class Indifferent(Planted):
+        def verdict(self, tables: Tables, keep: int, *, elastic: bool) -> Verdict:
+            return Verdict(0.0, 0.0, 0.0)
+
+    monkeypatch.setattr(compiler, "Judge", Indifferent)
+    monkeypatch.setattr(compiler, "HEAD_ROWS", 12)
+    monkeypatch.setattr(compiler, "GATE_ROWS", 10)
+    monkeypatch.setattr(compiler, "ALPHA", 0.0)
+    # Of 19 entries 0.95 admits one, as 1 does.
+    tables = compile_tables(tiny("llama"), corpus(4), options())
+    assert tables.gate.unique().tolist() == [pytest.approx(0.95)]
+    monkeypatch.setattr(compiler, "BETA", 0.0)
+    tables = compile_tables(tiny("llama"), corpus(4), options())
+    assert tables.gate.unique().tolist() == [pytest.approx(0.8)] and tables.weights.unique().tolist() == [1.0]
+
+
+def contents(tables: Tables, path: Path) -> bytes:
+    save(tables, path)
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("global_mean", [True, False])
+def test_the_same_seed_the_same_tables(global_mean: bool, tmp_path: Path) -> None:
+    method = CompilerKV(window=WINDOW, global_mean=global_mean)
+    runs = [compile_tables(tiny("llama"), corpus(3), options(method=method)) for _ in range(2)]
+    assert contents(runs[0], tmp_path / "a") == contents(runs[1], tmp_path / "b")
+    other = compile_tables(tiny("llama"), corpus(3), options(method=method, seed=1))
+    assert not torch.equal(other.weights, runs[0].weights)
+    alike = torch.equal(runs[0].weights[..., ::2], runs[0].weights[..., 1::2])
+    assert alike == global_mean  # heads that share a KV head
+
+
+@pytest.mark.parametrize("after", [1, 7])
+def test_an_interrupted_compilation_goes_on(after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, log = tiny("llama"), tmp_path / "log"
+    whole = compile_tables(model, corpus(3), options())
+    true, left = Judge.verdict, [after]
+
+    def interrupted(self: Judge, *args: Any, **kwargs: Any) -> Verdict:
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        return true(self, *args, **kwargs)
+
+    monkeypatch.setattr(Judge, "verdict", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        compile_tables(model, corpus(3), options(), log)
+    left[0] = 2 * 2 * 5 - after  # not one more than what is missing
+    done = []
+    again = compile_tables(model, corpus(3), options(), log, lambda what, count: lambda: done.append(what))
+    assert left[0] == 0 and done.count("trying actions") == 20 and done.count("looking at contexts") == 3
+    assert contents(again, tmp_path / "a") == contents(whole, tmp_path / "b")
+    base = sqlite3.connect(log)
+    rows = base.execute("SELECT kind, propensity, length(actions) FROM rewards").fetchall()
+    base.close()
+    assert sorted(set(rows)) == [("gate", 1 / 5, 4), ("head", 1 / 3, 8)]
+    with pytest.raises(KeepsetError, match=r"log of another compilation \(seed differ\)"):
+        compile_tables(model, corpus(3), options(seed=1), log)
+    with pytest.raises(KeepsetError, match=r"log of another compilation \(model differ\)"):
+        compile_tables(tiny("llama_mha"), corpus(3), options(), log)
+
+
+def test_what_is_no_log_is_refused_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"precious" * 200)
+    with pytest.raises(KeepsetError, match="cannot be used as a log"):
+        compile_tables(tiny("llama"), corpus(3), options(), path)
+    assert path.read_bytes() == b"precious" * 200
+    foreign = tmp_path / "foreign"
+    base = sqlite3.connect(foreign)
+    base.execute("CREATE TABLE precious (a)")
+    base.close()
+    before = foreign.read_bytes()
+    with pytest.raises(KeepsetError, match="it holds other tables"):
+        compile_tables(tiny("llama"), corpus(3), options(), foreign)
+    assert foreign.read_bytes() == before
+    with pytest.raises(KeepsetError, match="cannot be used as a log"):
+        compile_tables(tiny("llama"), corpus(3), options(), tmp_path / "absent" / "log")
+
+
+@pytest.mark.parametrize(
+    ("other", "because"),
+    [
+        ({"budgets": ()}, "Budgets must be rising"),
+        ({"budgets": (12, 8)}, "Budgets must be rising"),
+        ({"budgets": (8, 8)}, "Budgets must be rising"),
+        ({"budgets": (WINDOW, 8)}, f"A budget of {WINDOW} leaves nothing to decide"),
+        ({"budgets": (8, TOKENS)}, f"A budget of {TOKENS} leaves nothing to decide"),
+        ({"method": CompilerKV("file", window=WINDOW)}, "has tables already"),
+    ],
+)
+def test_settings_that_say_nothing(other: dict[str, Any], because: str) -> None:
+    with pytest.raises(KeepsetError, match=because):
+        options(**other)
+
+
+# --- bins and actions
+
+
+def test_contexts_are_taken_evenly_from_the_bins() -> None:
+    """However many a bin has, none gets a second turn while another waits for its first."""
+    found = [0] * 10 + [3] * 2 + [7]
+    assert [found[i] for i in evenly(found, 3)] == [0, 3, 7]
+    assert [found[i] for i in evenly(found, 5)] == [0, 0, 3, 3, 7]
+    assert [found[i] for i in evenly(found, 7)] == [0, 0, 0, 0, 3, 3, 7]
+    assert evenly(found, 99) == list(range(13))
+
+
+@pytest.mark.parametrize("case", ["spread", "alike", "one", "infinite"])
+def test_edges_rise_whatever_the_risks_are(case: str) -> None:
+    risks = torch.stack([torch.linspace(2, 5, 30), torch.logspace(0, 3, 30)], 1)
+    risks = {"spread": risks, "alike": risks[:1].repeat(4, 1), "one": risks[:1], "infinite": risks + torch.inf}[case]
+    tables = with_edges(neutral(1, 1, 0.9), risks)
+    assert bool((tables.entropy_edges.diff() > 0).all()) and bool((tables.perplexity_edges.diff() > 0).all())
+    assert tables.entropy_edges.isfinite().all() and tables.perplexity_edges.isfinite().all()
+    if case == "spread":
+        counts = torch.bincount(cells(tables, risks), minlength=80).view(20, 4)
+        assert int(counts.sum()) == 30
+        assert bool((counts.sum(1) > 0).all()) and bool((counts.sum(0) > 0).all())
+        # Equal widths: of what is spread evenly, in nats and in the logarithm, all inner bins have as much.
+        assert counts.sum(1)[1:-1].max() - counts.sum(1)[1:-1].min() <= 1
+
+
+def test_actions_are_all_as_likely_and_do_not_depend_on_one_another() -> None:
+    for count, actions in ((12, 3), (8, 5), (1, 3)):
+        drawn = torch.stack([draw(count, 7, actions, f"seed {i}") for i in range(600)])
+        assert drawn.shape == (600, count, 7)
+        each = torch.stack([(drawn == action).sum(1) for action in range(actions)])
+        assert int(each.amax(0).max() - each.amin(0).min()) <= 1  # balanced in every decision
+        shares = torch.stack([(drawn == action).double().mean(0) for action in range(actions)])
+        assert bool((shares - 1 / actions).abs().max() < 0.1)
+        together = ((drawn[..., 0] == 0) & (drawn[..., 1] == 0)).double().mean()
+        assert abs(float(together) - 1 / actions**2) < 0.03
+    assert torch.equal(draw(4, 3, 3, "a"), draw(4, 3, 3, "a"))
+    assert not torch.equal(draw(12, 30, 3, "a"), draw(12, 30, 3, "b"))
+    assert len(WEIGHTS) == len(set(WEIGHTS)) and WEIGHTS[0] == 1.0
+    assert list(THRESHOLDS) == sorted(THRESHOLDS) and (THRESHOLDS[0], THRESHOLDS[-1]) == (0.8, 1.0)
+
+
+def test_a_model_that_keepset_leaves_alone() -> None:
+    model = tiny("mistral_window")
+    with pytest.warns(UserWarning), pytest.raises(KeepsetError, match="there is nothing to compile"):
+        compile_tables(model, corpus(2), dataclasses.replace(options(), contexts=1))

@@ -1,0 +1,148 @@
+"""Files of texts, the contexts that are cut from them, and how an evaluation knows them again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keepset import KeepsetError, Recipe
+from keepset.core.tables import save
+from keepset.offline.compile.corpus import Corpus, read_texts
+from keepset.offline.compile.seen import marks, refuse_seen, was_seen
+from tests.test_tables import PROVENANCE, random_tables
+
+TOKENS, CONTINUATION = 8, 3
+
+
+class Words:
+    """A tokenizer of words."""
+
+    bos_token: str | None = None
+    bos_token_id = 1
+
+    def __init__(self) -> None:
+        self.known: list[str] = ["", "<s>"]
+
+    def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+        ids = [self.bos_token_id] if self.bos_token and options.get("add_special_tokens", True) else []
+        for word in text.split():
+            if word not in self.known:
+                self.known.append(word)
+            ids.append(self.known.index(word))
+        return {"input_ids": ids}
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(self.known[i] for i in ids)
+
+
+def words(count: int, name: str = "w") -> str:
+    return " ".join(f"{name}{i}" for i in range(count))
+
+
+def drawn(tokenizer: Any, texts: list[str], count: int = 99, seed: int = 0) -> Corpus:
+    return Corpus.draw(tokenizer, texts, tokens=TOKENS, continuation=CONTINUATION, count=count, seed=seed)
+
+
+@pytest.mark.parametrize("bos", [None, "<s>"])
+def test_contexts_are_pieces_of_texts_that_do_not_overlap(bos: str | None) -> None:
+    tokenizer = Words()
+    tokenizer.bos_token = bos
+    texts = [words(50, "a"), words(10, "b"), words(24, "c")]
+    corpus = drawn(tokenizer, texts)
+    begin = 1 if bos else 0
+    size = TOKENS + CONTINUATION - begin
+    found = []
+    for context in corpus.contexts:
+        assert len(context.ids) == TOKENS + CONTINUATION and context.tokens == TOKENS
+        assert context.ids[:begin].tolist() == [1] * begin
+        found.append(tokenizer.decode(context.ids[begin:].tolist()))
+    expected = [
+        " ".join(text.split()[first : first + size])
+        for text in texts
+        for first in range(0, len(text.split()), size)
+        if len(text.split()) >= first + size
+    ]
+    assert sorted(found) == sorted(expected)
+    again = drawn(tokenizer, texts, count=3)
+    assert [a.name for a in again.contexts] == [a.name for a in corpus.contexts][:3]
+    assert [a.name for a in drawn(tokenizer, texts, seed=1).contexts] != [a.name for a in corpus.contexts]
+
+
+def test_the_same_text_twice_is_one_context() -> None:
+    assert len(drawn(Words(), [words(11)] * 3).contexts) == 1
+
+
+def test_too_short() -> None:
+    with pytest.raises(KeepsetError, match="No text has 11 tokens, a context of 8 and the 3 that follow it"):
+        drawn(Words(), [words(10), words(3)])
+
+
+def test_files(tmp_path: Path) -> None:
+    plain, lines = tmp_path / "a.txt", tmp_path / "b.jsonl"
+    plain.write_text('{"text": "not a line"}', encoding="utf-8")
+    lines.write_text(
+        json.dumps({"text": "one\ntwo", "more": 1}) + "\n\n" + json.dumps({"text": "drei €"}), encoding="utf-8"
+    )
+    assert read_texts([lines, plain]) == ["one\ntwo", "drei €", '{"text": "not a line"}']
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "because"),
+    [
+        ("a.txt", b"", "is empty"),
+        ("a.txt", b"\xff\xfe", "is not UTF-8"),
+        ("a.jsonl", b"\xff", "is not UTF-8"),
+        ("a.jsonl", b"\n \n", "is empty"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": ', "Line 2 of"),
+        ("a.jsonl", b'{"text": 3}', "Line 1 of"),
+        ("a.jsonl", b'["text"]', "Line 1 of"),
+        ("a.jsonl", b'{"texts": "a"}', "Line 1 of"),
+        ("a.jsonl", b"[" * 99999, "Line 1 of"),
+        ("absent.txt", None, "cannot be read"),
+    ],
+)
+def test_bad_files_in_one_sentence(tmp_path: Path, name: str, content: bytes | None, because: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(KeepsetError) as caught:
+        read_texts([tmp_path / name])
+    assert because in str(caught.value) and str(caught.value).endswith(".") and "\n" not in str(caught.value)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(first=st.integers(0, 600), length=st.integers(300, 400), seed=st.integers(0, 99))
+def test_a_shared_passage_is_known_wherever_it_was_cut(first: int, length: int, seed: int) -> None:
+    text = words(1000, f"s{seed}.").split()
+    tables = random_tables()
+    tables.provenance["marks"] = [marks(" ".join(text))]  # type: ignore[index]
+    passage = " ".join(text[first : first + length])
+    assert was_seen(tables, f"{words(200, 'x')}\n\n{passage}  {words(99, 'y')}")
+    assert not was_seen(tables, words(1000, f"other{seed}."))
+
+
+def test_marks_of_little() -> None:
+    assert marks(" \n") == ()
+    assert len(marks("one")) == 1 and marks("one  two") == marks("one\ntwo") != marks("one")
+
+
+def test_recipes_are_not_judged_by_what_their_tables_have_seen(tmp_path: Path) -> None:
+    tables = random_tables()
+    text = words(500)
+    seen = tmp_path / "seen"
+    save(
+        type(tables)(**{**vars(tables), "provenance": {**PROVENANCE, "marks": [list(marks(text))]}}),
+        seen,
+    )
+    save(tables, tmp_path / "silent")
+    with pytest.raises(KeepsetError, match="were compiled from this context"):
+        refuse_seen(Recipe.parse(f"compilerkv(tables={str(seen)!r}, keep=70)"), f"Read this. {text}")
+    refuse_seen(Recipe.parse(f"compilerkv(tables={str(seen)!r}, keep=70)"), words(500, "other"))
+    for recipe in (f"compilerkv(tables={str(tmp_path / 'silent')!r}, keep=70)", "compilerkv(keep=70)", "adakv(snapkv)"):
+        refuse_seen(Recipe.parse(recipe), text)
+    assert torch.equal(tables.weights, random_tables().weights)

@@ -1,0 +1,91 @@
+"""A request is let in only where the pool will do for it and for all that run, whatever step comes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from keepset import Recipe
+from keepset.paged.admission import Footprint, required_blocks
+from keepset.paged.eviction_schedule import Timeline
+
+LAYERS = (0, 1)
+RECIPES = [
+    "knorm(keep={}, every={})",
+    "adakv(knorm, keep={}, every={})",
+    "knorm(keep={}, every={}, prefill=False)",
+    "random(keep={}, every={}, protect_prompt=True)",
+]
+
+
+@dataclass
+class Running:
+    """A request as the scheduler knows it: which of its blocks it holds, and how many tokens were processed."""
+
+    timeline: Timeline
+    prompt: int
+    length: int
+    blocks: set[int]
+
+    @classmethod
+    def of(cls, timeline: Timeline, prompt: int, length: int) -> Running:
+        held = range(timeline.freed(prompt, length), -(-length // timeline.block_size))
+        return cls(timeline, prompt, length, set(held))
+
+    def step(self) -> None:
+        """Frees what the tokens so far have emptied, then takes blocks for the next tokens."""
+        freed = self.timeline.freed(self.prompt, self.length)
+        self.blocks = {block for block in self.blocks if block >= freed}
+        self.length = self.prompt if self.length < self.prompt else self.length + 1
+        self.blocks |= set(range(max(self.blocks, default=-1) + 1, -(-self.length // self.timeline.block_size)))
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> tuple[Timeline, list[Footprint], int]:
+    every, keep = draw(st.integers(1, 40)), draw(st.integers(1, 50))
+    recipe = Recipe.parse(draw(st.sampled_from(RECIPES)).format(keep, every))
+    timeline = Timeline(recipe, 0, LAYERS, 3, draw(st.sampled_from([1, 4, 16])))
+    running = draw(
+        st.lists(
+            st.builds(Footprint, st.integers(1, 90), st.integers(0, 200)),
+            max_size=6,
+        )
+    )
+    return timeline, running, draw(st.integers(1, 120))
+
+
+KNORM = Timeline(Recipe.parse("knorm(keep=16, every=16)"), 0, LAYERS, 3, 4)
+
+
+@settings(max_examples=300, deadline=None)
+@given(situations())
+@example((KNORM, [], 64))
+@example((KNORM, [Footprint(20, 20)], 64))
+def test_it_is_what_will_be_held_at_the_worst_moment(situation: tuple[Timeline, list[Footprint], int]) -> None:
+    timeline, footprints, tokens = situation
+    needed = -(-tokens // timeline.block_size)
+    required = required_blocks(timeline, footprints, tokens, needed)
+    requests = [Running.of(timeline, *footprint) for footprint in footprints]
+    now = sum(len(request.blocks) for request in requests)
+    requests.append(Running(timeline, tokens, 0, set()))
+    every = timeline.recipe.schedule.every
+    assert every is not None
+    peak = 0
+    for _ in range(every + 1):
+        for request in requests:
+            request.step()
+        peak = max(peak, sum(len(request.blocks) for request in requests) - now)
+    assert required == peak
+
+
+def test_requests_out_of_step_need_less_than_their_worst_moments_together() -> None:
+    apart = [Footprint(64, 64 + 4 * more) for more in range(4)]
+    together = [Footprint(64, 64)] * 4
+    assert required_blocks(KNORM, apart, 64, 16) <= required_blocks(KNORM, together, 64, 16)
+
+
+def test_the_newcomers_prompt_counts_whole() -> None:
+    assert required_blocks(KNORM, [], 400, 100) == 100
+    assert required_blocks(KNORM, [], 400, 90) == 90  # ten of its blocks are cached

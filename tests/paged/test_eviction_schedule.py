@@ -1,0 +1,248 @@
+"""What the scheduler foresees is what happens to a request that gets one token after another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tests.vllm.methods  # noqa: F401
+from keepset import Observation, Recipe
+from keepset.core.observation import QueryMoments
+from keepset.paged.eviction_schedule import Timeline
+from keepset.paged.grouping import GROUPS, group_of, one_table
+
+LAYERS = (0, 1, 2, 3, 5)
+KV_HEADS, GROUP, DIM = 3, 2, 4
+
+METHODS = [
+    "streaming_llm(",
+    "knorm(",
+    "tova(",
+    "snapkv(window=3, kernel=3, ",
+    "expected_attention(future=4, skip=1, buffer=4, ",
+    "pyramid(snapkv(window=3, kernel=3), beta=3, ",
+    "adakv(knorm, ",
+    "adakv(snapkv(window=3, kernel=3), floor=0, ",
+    "adakv(pyramid(tova), ",
+    "loud(window=2, ",
+]
+
+
+@dataclass
+class Naive:
+    """One layer of one request: positions that each head has, and what happened at each length.
+
+    A layer whose heads keep different numbers is not compressed while less than a block could go.
+    """
+
+    recipe: Recipe
+    layer: int
+    block: int
+    seed: int
+    heads: list[list[int]] = field(default_factory=lambda: [[] for _ in range(KV_HEADS)])
+    compressions: list[tuple[int, list[int]]] = field(default_factory=list)
+
+    def append(self, prompt: int) -> None:
+        for head in self.heads:
+            head.append(self.length)
+        self.length += 1
+        schedule, since = self.recipe.schedule, self.length - prompt
+        due = schedule.prefill and since == 0
+        if since > 0 and schedule.every is not None:
+            due = since % schedule.every == 0
+        if due:
+            self._compress(prompt)
+
+    length: int = 0
+
+    def _compress(self, prompt: int) -> None:
+        draw = torch.Generator().manual_seed(self.seed * 1000 + self.length)
+        most = max(map(len, self.heads))
+        positions = torch.zeros(1, KV_HEADS, most, dtype=torch.long)
+        valid = torch.zeros(1, KV_HEADS, most, dtype=torch.bool)
+        for number, head in enumerate(self.heads):
+            positions[0, number, : len(head)] = torch.tensor(head)
+            valid[0, number, : len(head)] = True
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=draw)
+
+        needs = self.recipe.method.needs
+        window = torch.arange(self.length - needs.window, self.length)
+        moments = QueryMoments(
+            normal(1, KV_HEADS * GROUP, DIM), normal(1, KV_HEADS * GROUP, DIM, DIM), lambda rows, future: rows
+        )
+        observation = Observation(
+            keys=normal(1, KV_HEADS, most, DIM),
+            values=normal(1, KV_HEADS, most, DIM),
+            positions=positions,
+            valid=valid,
+            lengths=torch.tensor([self.length]),
+            prompts=torch.tensor([prompt]),
+            queries=normal(1, KV_HEADS * GROUP, needs.window, DIM) if needs.window else None,
+            query_positions=window[None] if needs.window else None,
+            query_moments=dict.fromkeys(needs.query_moments, moments),
+            layer=self.layer,
+            layers=LAYERS,
+        )
+        kept = self.recipe.select(observation)
+        answer = [kept.positions(self.layer, 0, number).tolist() for number in range(KV_HEADS)]
+        average = -(-sum(map(len, answer)) // KV_HEADS)
+        equal = self.recipe.method.equal_heads
+        if self.length - average >= (1 if equal else self.block) and answer != self.heads:
+            self.heads = answer
+            self.compressions.append((self.length, list(map(len, answer))))
+
+
+@st.composite
+def recipes(draw: st.DrawFn) -> Recipe:
+    method = draw(st.sampled_from(METHODS))
+    every = draw(st.none() | st.integers(1, 13))
+    keep = draw(st.integers(6, 40))
+    if every is None:
+        options = f"keep={draw(st.sampled_from([keep, 0.1, 0.37, 0.5, 1.0]))}"
+    else:
+        options = f"keep={keep}, every={every}, prefill={draw(st.booleans())}"
+        options += ", protect_prompt=True" if draw(st.booleans()) else ""
+    return Recipe.parse(f"{method}{options})")
+
+
+def timeline_of(recipe: Recipe, layer: int, block: int) -> Timeline:
+    return Timeline(recipe, layer, LAYERS, KV_HEADS, block)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    recipes(),
+    st.sampled_from(LAYERS),
+    st.integers(1, 60),
+    st.integers(0, 50),
+    st.sampled_from([1, 4, 8]),
+    st.integers(),
+)
+def test_counts_are_those_of_a_request_that_runs(
+    recipe: Recipe, layer: int, prompt: int, more: int, block: int, seed: int
+) -> None:
+    timeline = timeline_of(recipe, layer, block)
+    naive = Naive(recipe, layer, block, seed % 1000)
+    before = 0
+    for length in range(1, prompt + more + 1):
+        naive.append(prompt)
+        held = list(map(len, naive.heads))
+        dropped = timeline.dropped(prompt, length)
+        assert length - dropped == -(-sum(held) // KV_HEADS)
+        if recipe.method.equal_heads:
+            assert held == [length - dropped] * KV_HEADS
+        assert before <= dropped <= length
+        before = dropped
+        newest = naive.compressions[-1][0] if naive.compressions else 0
+        assert timeline.compressed(prompt, length) == newest
+        # What is freed held nothing any more: what is left fits into the rest, with every token to come.
+        freed = timeline.freed(prompt, length)
+        assert 0 <= freed * block <= max(dropped, 0)
+        counts = naive.compressions[-1][1] if naive.compressions else [0] * KV_HEADS
+        for later in range(length, length + 2 * block):
+            pages = sum(-(-(count + later - newest) // block) for count in counts)
+            assert pages <= KV_HEADS * (-(-later // block) - freed)
+        assert timeline.held(prompt, length) == -(-length // block) - freed
+
+
+@settings(max_examples=200, deadline=None)
+@given(recipes(), st.integers(1, 60), st.integers(0, 60))
+def test_events_follow_one_another(recipe: Recipe, prompt: int, length: int) -> None:
+    timeline = timeline_of(recipe, 0, 4)
+    schedule = recipe.schedule
+    points = {prompt} if schedule.prefill else set()
+    points |= set(range(prompt + schedule.every, 200, schedule.every)) if schedule.every else set()
+    assert timeline.event(prompt, length) == max((point for point in points if point <= length), default=0)
+    assert timeline.next_event(prompt, length) == min((point for point in points if point > length), default=None)
+
+
+@settings(max_examples=150, deadline=None)
+@given(recipes(), st.integers(1, 80), st.sampled_from([1, 4, 8]))
+def test_no_compression_writes_to_what_is_shared(recipe: Recipe, prompt: int, block: int) -> None:
+    """A compression packs what stays into the blocks that are not freed, so the first of those is where it writes."""
+    timeline = timeline_of(recipe, LAYERS[0], block)
+    untouched, shareable = timeline.untouched(prompt), timeline.shareable(prompt)
+    for length in range(1, prompt + 60):
+        if timeline.dropped(prompt, length) > timeline.dropped(prompt, length - 1):
+            assert untouched is not None
+            assert untouched <= timeline.freed(prompt, length) * block
+    if untouched is None:
+        assert shareable is None
+        return
+    assert shareable is not None
+    assert 0 <= shareable <= untouched
+    needs = recipe.method.needs
+    if needs.query_moments:
+        assert shareable == 0
+    first = (
+        timeline.next_event(prompt, prompt - 1) if recipe.schedule.prefill else prompt + (recipe.schedule.every or 0)
+    )
+    assert first is not None
+    assert shareable <= max(min(prompt, first) - needs.window, 0)
+
+
+@settings(max_examples=50, deadline=None)
+@given(recipes(), st.integers(1, 80))
+def test_something_is_shared_where_it_can_be(recipe: Recipe, prompt: int) -> None:
+    timeline = timeline_of(recipe, LAYERS[0], 4)
+    first = timeline.event(prompt, prompt) or prompt + (recipe.schedule.every or 0)
+    if timeline.dropped(prompt, first):
+        assert timeline.untouched(prompt) == 4 * timeline.freed(prompt, first)
+
+
+def test_a_protected_prompt_is_counted_for_each_request() -> None:
+    timeline = timeline_of(Recipe.parse("snapkv(window=4, keep=16, every=8, protect_prompt=True)"), 0, 4)
+    for prompt, left in ((8, 16), (12, 16), (13, 17), (40, 44)):
+        assert [timeline.dropped(prompt, length) for length in (prompt, prompt + 7)] == [0, 0]
+        ends = [length - timeline.dropped(prompt, length) for length in range(prompt + 16, prompt + 60, 8)]
+        assert ends == [left] * len(ends)
+
+
+@pytest.mark.parametrize("recipe", ["h2o(keep=0.25)", "expected_attention(keep=0.25)"])
+def test_a_prompt_that_is_looked_at_as_a_whole_comes_from_nobody_elses_pages(recipe: str) -> None:
+    whole = timeline_of(Recipe.parse(recipe), 0, 4)
+    other = timeline_of(Recipe.parse("knorm(keep=0.25)"), 0, 4)
+    assert whole.untouched(80) == other.untouched(80) == other.shareable(80) == 60
+    assert whole.shareable(80) == 0
+
+
+def test_nothing_is_foreseen_where_the_data_decide() -> None:
+    timeline = timeline_of(Recipe.parse("mass(every=8)"), 0, 4)
+    assert not timeline.fixed and timeline.ragged
+    assert [timeline.event(20, length) for length in (19, 20, 27, 28, 36)] == [0, 20, 20, 28, 36]
+    assert not any(timeline.dropped(20, length) or timeline.freed(20, length) for length in range(100))
+    assert timeline.untouched(20) == timeline.shareable(20) == 0
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("keepset.paged.eviction_schedule._CACHED", 100)
+    timeline = timeline_of(Recipe.parse("knorm(keep=8, every=1)"), 0, 4)
+    for length in range(10, 160):
+        assert timeline.dropped(10, length) == length - 8
+        assert len(timeline._kept) <= 1 + 100 + length - 10
+    for prompt in range(10, 120):
+        assert timeline.dropped(prompt, prompt) == prompt - 8
+    assert len(timeline._kept) <= 101
+    assert timeline.dropped(10, 160) == 160 - 8
+
+
+def test_layers_share_a_table_where_they_keep_the_same() -> None:
+    layers = tuple(range(0, 60, 2))
+    uniform, pyramid, mass = map(Recipe.parse, ("adakv(snapkv, keep=96)", "pyramid(snapkv, keep=96)", "mass"))
+    assert one_table(uniform) and not one_table(pyramid) and not one_table(mass)
+    assert {group_of(uniform, layer, layers) for layer in layers} == {0}
+    assert [group_of(pyramid, layer, layers) for layer in layers] == list(layers)
+    groups = [group_of(mass, layer, layers) for layer in layers]
+    assert sorted(groups) == groups and len(set(groups)) == GROUPS
+    assert all(first in layers and first <= layer for layer, first in zip(layers, groups, strict=True))
+    assert all(group_of(mass, first, layers) == first for first in groups)
+    for count in range(1, 20):
+        some = tuple(range(count))
+        firsts = [group_of(mass, layer, some) for layer in some]
+        assert len(set(firsts)) == min(GROUPS, count) and all(firsts[first] == first for first in firsts)
