@@ -31,12 +31,12 @@ from keepset.methods.h2o import H2O
 from keepset.methods.keydiff import KeyDiff
 from keepset.methods.knorm import Knorm
 from keepset.methods.lagkv import LagKV
-from keepset.methods.prompt_queries import Echo
+from keepset.methods.prompt_queries import PromptQueries
 from keepset.methods.qfilter import QFilter
 from keepset.methods.r_kv import RKV
 from keepset.methods.random import Random
 from keepset.methods.rpc import RPC
-from keepset.methods.second_pass import Received
+from keepset.methods.second_pass import SecondPassAttention
 from keepset.methods.snapkv import SnapKV
 from keepset.methods.streaming_llm import StreamingLLM
 from keepset.methods.tova import TOVA
@@ -56,12 +56,12 @@ _methods: dict[str, type[Method]] = {
         RKV,
         H2O,
         ExpectedAttention,
-        Echo,
+        PromptQueries,
         QFilter,
         TriAttention,
         DuoAttention,
         GVote,
-        Received,
+        SecondPassAttention,
         KVCompose,
         KVZip,
         Glance,

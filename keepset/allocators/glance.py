@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from keepset.allocators.pool import Pool
-from keepset.allocators.preset import Composed
+from keepset.allocators.preset import Preset
 from keepset.core.method import Method
-from keepset.methods.prompt_queries import Echo
+from keepset.methods.prompt_queries import PromptQueries
 
 
 @dataclass(frozen=True)
-class Glance(Composed):
+class Glance(Preset):
     """Keeps what a quarter of the prompt's own queries would look at right after it: `pool(echo(stride=4))`.
 
     For a prompt that is answered directly. It takes one pass, and adds a sixth to its time at 2048 tokens; `echo` says
@@ -26,4 +26,4 @@ class Glance(Composed):
     @property
     def composition(self) -> Method:
         """One pool of what every fourth query would look at."""
-        return Pool(Echo(stride=4))
+        return Pool(PromptQueries(stride=4))

@@ -7,13 +7,13 @@ from typing import ClassVar
 
 from keepset.allocators.composite import Composite
 from keepset.allocators.pool import Pool
-from keepset.allocators.preset import Composed
+from keepset.allocators.preset import Preset
 from keepset.core.method import Method, parameter
-from keepset.methods.second_pass import Received
+from keepset.methods.second_pass import SecondPassAttention
 
 
 @dataclass(frozen=True)
-class KVCompose(Composed):
+class KVCompose(Preset):
     """Keeps the best composite tokens of all layers (KVCompose 2025, arXiv:2509.05165, sections 3.2 and 3.3).
 
     It is `composite(received(mean_term=True))` under the paper's name, or `pool(received(mean_term=True), floor=0.0)`
@@ -51,7 +51,9 @@ class KVCompose(Composed):
     @property
     def composition(self) -> Method:
         """Composite tokens, or a pool of all entries."""
-        scorer = Received(self.task, self.aggregate_task, self.aggregate_group, self.mean_term, self.values, self.chunk)
+        scorer = SecondPassAttention(
+            self.task, self.aggregate_task, self.aggregate_group, self.mean_term, self.values, self.chunk
+        )
         if self.structured:
             return Composite(scorer, aggregate_head=self.aggregate_head, floor=self.floor)
         return Pool(scorer, floor=self.floor)

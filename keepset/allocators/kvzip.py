@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from keepset.allocators.pool import Pool
-from keepset.allocators.preset import Composed
+from keepset.allocators.preset import Preset
 from keepset.core.method import Method, parameter
-from keepset.methods.second_pass import Received
+from keepset.methods.second_pass import SecondPassAttention
 
 
 @dataclass(frozen=True)
-class KVZip(Composed):
+class KVZip(Preset):
     """Keeps what is looked at when the model is asked to repeat its prompt (Kim et al. 2025, arXiv:2505.23416).
 
     After the prompt, chunk by chunk, run words that ask to repeat it, the chat template's turn change, and the chunk.
@@ -48,5 +48,5 @@ class KVZip(Composed):
     @property
     def composition(self) -> Method:
         """The most that an entry received, over all heads or in each."""
-        scorer = Received("repeat", "max", "max", chunk=self.chunk)
+        scorer = SecondPassAttention("repeat", "max", "max", chunk=self.chunk)
         return scorer if self.uniform else Pool(scorer, floor=0.0)

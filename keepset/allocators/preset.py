@@ -1,4 +1,4 @@
-"""`Composed`: a method that is others put together, under a name of its own."""
+"""`Preset`: a method that is others put together, under a name of its own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from keepset.core.method import Method
 from keepset.core.observation import Needs, Observation
 
 
-class Composed(Method):
+class Preset(Method):
     """Decides as its `composition` does, over all heads of all layers."""
 
     layout: ClassVar[str] = "head-ragged"

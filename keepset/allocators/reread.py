@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from keepset.allocators.pool import Pool
-from keepset.allocators.preset import Composed
+from keepset.allocators.preset import Preset
 from keepset.core.method import Method
-from keepset.methods.prompt_queries import Echo
+from keepset.methods.prompt_queries import PromptQueries
 
 
 @dataclass(frozen=True)
-class Reread(Composed):
+class Reread(Preset):
     """Keeps what the prompt looks at when it comes once more, right after itself: `pool(echo(second_pass=True))`.
 
     For a context that is asked about later: every token is looked for, so facts are found that nobody has come back
@@ -27,4 +27,4 @@ class Reread(Composed):
     @property
     def composition(self) -> Method:
         """One pool of what all queries look at."""
-        return Pool(Echo(second_pass=True))
+        return Pool(PromptQueries(second_pass=True))

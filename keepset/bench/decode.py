@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import DynamicCache
 
-from keepset.bench import full_cache as plain
+from keepset.bench import full_cache
 from keepset.bench.compare import Comparison, Row, RowByRow
 from keepset.bench.fidelity import kl, mean, nll
 from keepset.bench.greedy import greedy
@@ -91,9 +91,9 @@ class DecodeComparer(RowByRow):
         with torch.no_grad():
             model(prompt[:, :64])  # Cold caches, thread pools and allocators would be booked on the first prefill.
         full = DynamicCache(config=model.config)
-        self._full = self._feed(full, lambda: plain.nbytes(full), None)
+        self._full = self._feed(full, lambda: full_cache.nbytes(full), None)
         before, n = prompt.shape[1], text.shape[1]
-        per_token = plain.nbytes(full) / (before + n)
+        per_token = full_cache.nbytes(full) / (before + n)
         self._full = replace(self._full, nbytes=[round(per_token * (before + i)) for i in range(1, n + 1)])
         self.comparison = Comparison(
             model=name,

@@ -19,7 +19,7 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import DynamicCache
 
-from keepset.bench import full_cache as plain
+from keepset.bench import full_cache
 from keepset.bench.cell import FULL
 from keepset.errors import KeepsetError
 from keepset.hf.cache import Cache
@@ -134,7 +134,7 @@ def _generation(
                     first = time.perf_counter() - start
         wait()
         rest = time.perf_counter() - start - first
-        return Round(first, rest, cache.nbytes if recipe else plain.nbytes(cache), peak())
+        return Round(first, rest, cache.nbytes if recipe else full_cache.nbytes(cache), peak())
     finally:
         if recipe is not None:
             cache.stop_watching()

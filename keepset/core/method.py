@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -129,7 +130,7 @@ class Method(ABC):
 
     def _check(self, field: dataclasses.Field[Any]) -> None:
         value = getattr(self, field.name)
-        kind = get_type_hints(type(self))[field.name]
+        kind = _kinds(type(self))[field.name]
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             object.__setattr__(self, field.name, value := float(value))
         if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
@@ -237,6 +238,12 @@ class Allocator(Method):
     ) -> Bool[Tensor, "batch kv_heads entries"]:
         """The scorer's choice."""
         return self.scorer.choose(observation, budget, ranked, quotas)
+
+
+@functools.cache
+def _kinds(method: type[Method]) -> dict[str, Any]:
+    """The types of a method's parameters; to resolve them takes longer than all else that constructing one does."""
+    return get_type_hints(method)
 
 
 _ARTICLES: dict[Any, str] = {

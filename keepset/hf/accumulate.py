@@ -43,7 +43,7 @@ class Chunk:
     layer_input: LayerInput | None = None
 
 
-class Collector:
+class Accumulators:
     """Everything that `needs` names, of one layer, over one or more chunks of a prompt.
 
     `seconds` holds the time that each kind of statistic took, so that a prefill which collects for many
@@ -81,7 +81,7 @@ class Collector:
             with self._timed("echoes"):
                 self._add_asked(chunk, chunk.layer_input)
 
-    def fork(self) -> Collector:
+    def fork(self) -> Accumulators:
         """An independent copy."""
         twin = copy.copy(self)
         twin.seconds, twin._window = self.seconds.copy(), self._window.fork()

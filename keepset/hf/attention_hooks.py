@@ -37,11 +37,11 @@ class _Calls(threading.local):
     paused: bool = False
 
 
-class Tap:
+class AttentionHooks:
     """Forward hooks that remember the newest call of an attention module and of the rotary embedding.
 
     Installed only for methods that look at hidden states, and removed with `close` once nothing more is
-    compressed. The model holds the hooks, but not the Tap: they go with it.
+    compressed. The model holds the hooks, but not the AttentionHooks: they go with it.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -52,10 +52,10 @@ class Tap:
         weakref.finalize(self, remove, self._handles)
         self.open()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tap:
+    def __deepcopy__(self, memo: dict[int, Any]) -> AttentionHooks:
         model = self._model()
         assert model is not None
-        tap = Tap(model)
+        tap = AttentionHooks(model)
         if not self._handles:
             tap.close()
         return tap

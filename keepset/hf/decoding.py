@@ -9,7 +9,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from keepset.core.observation import Needs
-from keepset.hf.accumulate import Chunk, Collector
+from keepset.hf.accumulate import Accumulators, Chunk
 from keepset.hf.attention_hooks import LayerInput
 from keepset.hf.forward import Forward
 from keepset.hf.window import QueryWindow
@@ -68,7 +68,7 @@ class Decoding:
             parts["queries"], parts["query_positions"] = newest.queries, newest.positions
         buffer = self.window.newest(self._needs.buffer) if layer_input is not None else None
         if buffer is not None and layer_input is not None:
-            collector = Collector(Needs(query_moments=self._needs.query_moments))
+            collector = Accumulators(Needs(query_moments=self._needs.query_moments))
             recorded = layer_input.rotated_by(buffer.rotation)
             chunk = Chunk(buffer.queries, [], buffer.positions, None, scaling, layer_input=recorded)
             collector.add(chunk)

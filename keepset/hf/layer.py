@@ -16,7 +16,7 @@ from keepset.core.observation import Needs, Observation
 from keepset.core.schedule import Schedule
 from keepset.core.statistics import Statistics
 from keepset.errors import KeepsetError
-from keepset.hf.accumulate import Chunk, Collector
+from keepset.hf.accumulate import Accumulators, Chunk
 from keepset.hf.attention import hand_over
 from keepset.hf.attention_hooks import LayerInput, Rotation
 from keepset.hf.decoding import Decoding
@@ -95,7 +95,7 @@ class KeepLayer(CacheLayerMixin):
         self._lengths: Tensor | None = None
         self._prompts: Tensor | None = None
         self._padding = Padding()
-        self._collector: Collector | None = None
+        self._collector: Accumulators | None = None
         self._decoding: Decoding | None = None
         self._beyond: Forward | None = None
         self._held: dict[str, Tensor] | None = None
@@ -416,7 +416,7 @@ class KeepLayer(CacheLayerMixin):
         needs = self.owner.needs
         if needs == Needs():
             return
-        self._collector = self._collector or Collector(needs)
+        self._collector = self._collector or Accumulators(needs)
         self._collector.add(
             Chunk(
                 queries=prompt.query,

@@ -18,7 +18,7 @@ from keepset.core.schedule import Schedule
 from keepset.core.statistics import Statistics, load
 from keepset.errors import KeepsetError
 from keepset.hf import attention
-from keepset.hf.attention_hooks import LayerInput, Rotation, Tap
+from keepset.hf.attention_hooks import AttentionHooks, LayerInput, Rotation
 from keepset.hf.layer import KeepLayer
 from keepset.hf.perplexity import Perplexity
 from keepset.hf.second_pass import SecondPasses
@@ -71,7 +71,7 @@ class PromptCache(TransformersCache, ABC):
         }
         self.prompt_length = prompt_length
         self.compressed_layers = tuple(self.kept_layers)
-        self._tap = Tap(model) if needs.hidden_states else None
+        self._tap = AttentionHooks(model) if needs.hidden_states else None
         again = needs.second_passes and self.kept_layers
         self._second = SecondPasses(model, self, needs, tasks) if again else None
         foretold = needs.perplexity and self.kept_layers

@@ -1,4 +1,4 @@
-"""Echo: what the prompt's own queries would look at if they came once more, right after it."""
+"""PromptQueries: what the prompt's own queries would look at if they came once more, right after it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Needs, Observation
-from keepset.methods.second_pass import Received
+from keepset.methods.second_pass import SecondPassAttention
 
-_AGAIN = Received(statistic="rms", chunk=0)
+_AGAIN = SecondPassAttention(statistic="rms", chunk=0)
 _WEIGHT = 0.5
 
 
 @dataclass(frozen=True)
-class Echo(Method):
+class PromptQueries(Method):
     """Keeps what the prompt's own queries would look at if they came once more, right after it.
 
     Their rotation is undone and made again for the first position after the prompt; from there every one of them

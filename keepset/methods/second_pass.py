@@ -1,4 +1,4 @@
-"""Received attention: what entries receive of a task's tokens, or of the prompt's own."""
+"""SecondPassAttention attention: what entries receive of a task's tokens, or of the prompt's own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from keepset.errors import KeepsetError
 
 
 @dataclass(frozen=True)
-class Received(Method):
+class SecondPassAttention(Method):
     """Keeps what receives most attention (KVCompose 2025, arXiv:2509.05165, section 3.2: equations 14 to 16).
 
     Each entry's column of attention becomes one number per query head (`statistic`), those of a query group one per

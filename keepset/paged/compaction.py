@@ -68,7 +68,7 @@ class Compactor:
     def __init__(self, planner: Planner, name: str, observer: Observer, counted: bool) -> None:
         self._planner, self._place, self.layer = planner, planner.place(name), planner.layers[name]
         self._observer, self._counted = observer, counted
-        self.recipe, self.layers = planner.timeline.recipe, planner.all_layers
+        self.recipe, self.layers = planner.eviction_schedule.recipe, planner.all_layers
         self._positions: Tensor | None = None
         self._state: dict[str, Tensor] = {}
 

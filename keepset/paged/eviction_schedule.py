@@ -1,4 +1,4 @@
-"""`Timeline`: when a request of a recipe is compressed, and how many of its entries are gone by then.
+"""`EvictionSchedule`: when a request of a recipe is compressed, and how many of its entries are gone by then.
 
 All of it follows from the prompt's length, the tokens so far and the recipe. So the scheduler's process and every
 rank know it alone, and nothing is sent between them.
@@ -15,7 +15,7 @@ from keepset.recipe import Recipe
 _CACHED = 1 << 16
 
 
-class Timeline:
+class EvictionSchedule:
     """The compression events of one layer under one recipe.
 
     Attributes:

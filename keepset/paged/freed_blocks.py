@@ -1,4 +1,4 @@
-"""`Outbox`: what a step's compressions emptied, on its way from the layers to the scheduler."""
+"""`FreedBlocks`: what a step's compressions emptied, on its way from the layers to the scheduler."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Mark = tuple[str, int, int]
 """A request's id, how often it was preempted, and a group of layers."""
 
 
-class Outbox:
+class FreedBlocks:
     """Requests that were compressed in this step, in a process that computes."""
 
     def __init__(self) -> None:
@@ -24,4 +24,4 @@ class Outbox:
         return {marks[page]: int(tables.first_blocks(page).min()) for tables, page in events if page in marks}
 
 
-outbox = Outbox()
+freed_blocks = FreedBlocks()

@@ -1,4 +1,4 @@
-"""`Gathering`: events of recipes that look across layers, chosen once all layers have reached them.
+"""`LayerBarrier`: events of recipes that look across layers, chosen once all layers have reached them.
 
 Until then each layer's entries stay in their pages: nothing else writes there within a step.
 """
@@ -12,7 +12,7 @@ import torch
 from keepset.paged.compaction import Compactor, Reached, as_counted
 
 
-class Gathering:
+class LayerBarrier:
     """The events of one step, layer by layer, in whatever order the layers come."""
 
     def __init__(self) -> None:

@@ -70,7 +70,7 @@ class CPUPages:
         self.isa = isa
         self._cache = kv_cache
         # Keys and values of a sub-page are neighbouring rows, so that each can be fetched without the other. As whole
-        # numbers, because gathering 16-bit floats converts them on a CPU: 2 to 3 times slower, and it alters NaNs.
+        # numbers, because barrier 16-bit floats converts them on a CPU: 2 to 3 times slower, and it alters NaNs.
         bits = {2: torch.int16, 4: torch.int32}[kv_cache.dtype.itemsize]
         self._rows = kv_cache.view(bits).view(blocks * self.kv_heads * 2, self.block_size * self.head_dim)
         self._folded = kv_cache.view(-1, 1, 2 * self.block_size, self.head_dim).chunk(2, dim=2)

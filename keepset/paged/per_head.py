@@ -29,7 +29,7 @@ class Single(NamedTuple):
     longest: int
 
 
-class Singles:
+class PerHeadSequences:
     """The `Single` of every layer, made once in a step for all of them.
 
     While requests only decode, request after request and head after head is the order in which queries lie anyway,
@@ -78,7 +78,7 @@ class Singles:
         )
 
     def spread(self, queries: Float[Tensor, "n query_heads dim"]) -> Float[Tensor, "heads_n group dim"]:
-        """Queries in the order of the singles."""
+        """Queries in the order of the per_head."""
         tokens, heads = self._tokens, self._heads
         if self._in_order:
             return queries[:tokens].reshape(tokens * heads, -1, queries.shape[-1])
@@ -86,7 +86,7 @@ class Singles:
         return split.transpose(0, 1).reshape(heads * tokens, -1, queries.shape[-1])
 
     def room(self, output: Float[Tensor, "n query_heads dim"]) -> Float[Tensor, "heads_n group dim"]:
-        """Where the attention's results go, in the order of the singles."""
+        """Where the attention's results go, in the order of the per_head."""
         tokens, heads, dim = self._tokens, self._heads, output.shape[-1]
         if self._in_order:
             return output[:tokens].view(tokens * heads, -1, dim)

@@ -12,9 +12,9 @@ from jaxtyping import Int
 from torch import Tensor
 
 from keepset.errors import KeepsetError
-from keepset.paged.freed_blocks import outbox
+from keepset.paged.freed_blocks import freed_blocks
 from keepset.paged.page_tables import RaggedStep, RaggedTables
-from keepset.paged.per_head import Singles
+from keepset.paged.per_head import PerHeadSequences
 from keepset.paged.prompt import Prompt, Prompts, looks_at_all
 from keepset.paged.query_windows import Capture, Record, Windows
 from keepset.vllm.spec import KeepSpec
@@ -22,7 +22,7 @@ from keepset.vllm.spec import KeepSpec
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
-    from keepset.paged.layer_barrier import Gathering
+    from keepset.paged.layer_barrier import LayerBarrier
 
 
 @dataclass(frozen=True)
@@ -144,14 +144,14 @@ class Step:
     late: Capture | None = None
     chunks: list[Chunk] = field(default_factory=list)
     ragged: RaggedStep | None = None
-    _singles: Singles | None = None
+    _singles: PerHeadSequences | None = None
 
-    def singles(self) -> Singles:
+    def per_head(self) -> PerHeadSequences:
         """Heads as requests, for all layers."""
         if self._singles is None:
             assert self.ragged is not None
             tokens, longest = int(self.metadata.query_start_loc_cpu[-1]), self.metadata.max_query_len
-            self._singles = Singles(self.ragged, tokens, longest, self.planner.block_size)
+            self._singles = PerHeadSequences(self.ragged, tokens, longest, self.planner.block_size)
         return self._singles
 
 
@@ -164,7 +164,7 @@ class Planner:
         model_type: of the model.
         requests: how many can run at once.
         blocks: in the whole pool.
-        gathering: of all groups' events, where the recipe looks across layers.
+        barrier: of all groups' events, where the recipe looks across layers.
     """
 
     def __init__(
@@ -174,20 +174,26 @@ class Planner:
         model_type: str,
         requests: int,
         blocks: int,
-        gathering: Gathering | None,
+        barrier: LayerBarrier | None,
     ) -> None:
-        self.timeline, self.block_size, self.kv_heads = spec.timeline, spec.block_size, spec.num_kv_heads
+        self.eviction_schedule, self.block_size, self.kv_heads = (
+            spec.eviction_schedule,
+            spec.block_size,
+            spec.num_kv_heads,
+        )
         self.layers, self.all_layers, self.model_type = layers, spec.layers, model_type
-        self._blocks, self.gathering = blocks, gathering
+        self._blocks, self.barrier = blocks, barrier
         self._places = {name: place for place, name in enumerate(layers)}
-        recipe = self.timeline.recipe
+        recipe = self.eviction_schedule.recipe
         self.needs = needs = recipe.method.needs
         self._collects = looks_at_all(needs) and recipe.schedule.prefill
         # What the moments of a decode-time event cover is recorded like a window.
         buffer = needs.buffer if needs.query_moments and recipe.schedule.every is not None else 0
         self.window = max(needs.window, buffer)
         self.windows = Windows(len(layers), max(self.window, 1), requests)
-        self.ragged = RaggedTables(len(layers), self.kv_heads, self.block_size) if self.timeline.ragged else None
+        self.ragged = (
+            RaggedTables(len(layers), self.kv_heads, self.block_size) if self.eviction_schedule.ragged else None
+        )
 
     def place(self, layer: str) -> int:
         """A layer's place in the group."""
@@ -243,7 +249,7 @@ class Planner:
         self._by_row: dict[int, Record] = {}
         for row in rows:
             event = self._event(row)
-            upcoming = self.timeline.next_event(row.prompt, row.after)
+            upcoming = self.eviction_schedule.next_event(row.prompt, row.after)
             soon = upcoming is not None and upcoming - row.after < self.window
             collecting = self._collects and row.before < row.prompt
             before = int(pages[row.index, max(row.before - 1, 0) // self.block_size])
@@ -291,8 +297,10 @@ class Planner:
 
     def _event(self, row: Row) -> int:
         """The point in this step at which the request is compressed; 0 where nothing is to drop."""
-        timeline = self.timeline
-        at = (timeline.compressed if timeline.fixed else timeline.event)(row.prompt, row.after)
+        eviction_schedule = self.eviction_schedule
+        at = (eviction_schedule.compressed if eviction_schedule.fixed else eviction_schedule.event)(
+            row.prompt, row.after
+        )
         return at if at > row.before else 0
 
     def _window(self, rows: list[Row], ats: list[int]) -> dict[str, Any]:
@@ -313,18 +321,18 @@ class Planner:
 
     def _shared(self, row: Row) -> int:
         """First tokens that may have come from another request's pages, so that their queries were not seen."""
-        return self.timeline.shareable(row.prompt) or 0
+        return self.eviction_schedule.shareable(row.prompt) or 0
 
     # --- all heads keep equally many entries: the same table for all, shifted
 
     def _plan_shifted(self, rows: list[Row], step: Step) -> None:
-        timeline, size = self.timeline, self.block_size
+        eviction_schedule, size = self.eviction_schedule, self.block_size
         dropped = [0] * step.metadata.num_reqs
         groups: defaultdict[tuple[int, int, int, bool, bool], list[Row]] = defaultdict(list)
         for row in rows:
-            gone = dropped[row.index] = timeline.dropped(row.prompt, row.before)
+            gone = dropped[row.index] = eviction_schedule.dropped(row.prompt, row.before)
             if at := self._event(row):
-                left = row.after - timeline.dropped(row.prompt, row.after)
+                left = row.after - eviction_schedule.dropped(row.prompt, row.after)
                 groups[row.after - gone, row.after - at, left, gone > 0, at == row.prompt].append(row)
         table = step.metadata.block_table_tensor
         for (width, newer, left, compressed, ends_prompt), members in groups.items():
@@ -358,7 +366,7 @@ class Planner:
 
     def _shifted(self, rows: list[Row], table: Tensor, width: int, left: int) -> Shifted:
         """Entries lie in their blocks from the first that is not freed; and so they will afterwards."""
-        timeline = self.timeline
+        eviction_schedule = self.eviction_schedule
         indices = self._tensor([row.index for row in rows])
         heads = torch.arange(self.kv_heads, device=self._device)[:, None]
 
@@ -367,13 +375,16 @@ class Planner:
             columns = first + torch.arange(-(-entries // self.block_size), device=self._device)
             return table[indices[:, None], columns].long()[:, None] * self.kv_heads + heads
 
-        gone = [timeline.dropped(row.prompt, row.before) for row in rows]
+        gone = [eviction_schedule.dropped(row.prompt, row.before) for row in rows]
         # Nothing was packed at events that dropped nothing: what came since the one before is whole.
-        kept = [timeline.compressed(row.prompt, row.before) - d if d else 0 for row, d in zip(rows, gone, strict=True)]
+        kept = [
+            eviction_schedule.compressed(row.prompt, row.before) - d if d else 0
+            for row, d in zip(rows, gone, strict=True)
+        ]
         shape = (len(rows), self.kv_heads)
         return Shifted(
             before=subpages(gone, width),
-            after=subpages([timeline.dropped(row.prompt, row.after) for row in rows], left),
+            after=subpages([eviction_schedule.dropped(row.prompt, row.after) for row in rows], left),
             counts=self._tensor(kept)[:, None].expand(shape),
             entries=torch.full(shape, width, device=self._device),
         )
@@ -420,12 +431,14 @@ class Planner:
     # --- heads differ: a table for each
 
     def _plan_ragged(self, rows: list[Row], step: Step) -> None:
-        timeline, metadata = self.timeline, step.metadata
+        eviction_schedule, metadata = self.eviction_schedule, step.metadata
         groups: defaultdict[tuple[int, int, int, bool], list[Row]] = defaultdict(list)
         compressed = []
         for row in rows:
             done = (
-                timeline.dropped(row.prompt, row.before) if timeline.fixed else timeline.event(row.prompt, row.before)
+                eviction_schedule.dropped(row.prompt, row.before)
+                if eviction_schedule.fixed
+                else eviction_schedule.event(row.prompt, row.before)
             )
             compressed.append(done > 0)
             if at := self._event(row):
@@ -442,10 +455,10 @@ class Planner:
             self._blocks,
         )
         for (after, at, prompt, was_compressed), members in groups.items():
-            if step.ragged is not None and not timeline.fixed:
+            if step.ragged is not None and not eviction_schedule.fixed:
                 for row in members:
-                    outbox.put(self.ragged, int(step.ragged.pages[row.index]))
-            ats, freed = [at] * len(members), timeline.freed(prompt, after)
+                    freed_blocks.put(self.ragged, int(step.ragged.pages[row.index]))
+            ats, freed = [at] * len(members), eviction_schedule.freed(prompt, after)
             step.events.append(
                 Event(
                     rows=self._tensor([row.index for row in members]),
@@ -453,11 +466,11 @@ class Planner:
                     prompts=self._tensor([row.prompt for row in members]),
                     newer=after - at,
                     width=after,
-                    keep=at - timeline.dropped(prompt, after) if timeline.fixed else None,
+                    keep=at - eviction_schedule.dropped(prompt, after) if eviction_schedule.fixed else None,
                     compressed=was_compressed,
                     ends_prompt=at == prompt,
                     table=metadata.block_table_tensor,
-                    first=self._tensor([freed] * len(members)) if timeline.fixed else None,
+                    first=self._tensor([freed] * len(members)) if eviction_schedule.fixed else None,
                     **self._window(members, ats),
                 )
             )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from keepset.errors import KeepsetError
-from keepset.vllm.settings import CARRIER, KEY
+from keepset.vllm.settings import CONNECTOR, KEY
 
 if TYPE_CHECKING:
     from keepset.recipe import Recipe
@@ -95,7 +95,7 @@ def _needed(recipe: Recipe, options: Sequence[str]) -> list[str]:
     if not (method.fixed_total and method.equal_layers) and not given(options, "--no-enable-prefix-caching"):
         words.append("--no-enable-prefix-caching")
     if not method.fixed_total:
-        words += ["--kv-transfer-config", json.dumps(CARRIER)]
+        words += ["--kv-transfer-config", json.dumps(CONNECTOR)]
     if method.needs.hidden_moments and not given(options, "--enforce-eager"):
         words.append("--enforce-eager")
     return words

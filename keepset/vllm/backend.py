@@ -21,7 +21,7 @@ from keepset.paged.compaction import Compactor
 from keepset.paged.grouping import group_of
 from keepset.paged.observer import Observer
 from keepset.paged.pages import Pages
-from keepset.paged.per_head import Singles
+from keepset.paged.per_head import PerHeadSequences
 from keepset.paged.planner import Planner, Step
 from keepset.paged.rotation import Rotation
 from keepset.vllm.engine_context import activate, active
@@ -101,7 +101,7 @@ class KeepBuilder:
             vllm_config.model_config.hf_text_config.model_type,
             vllm_config.scheduler_config.max_num_seqs,
             vllm_config.cache_config.num_gpu_blocks or 0,
-            current.gathering,
+            current.barrier,
         )
 
     @classmethod
@@ -162,7 +162,14 @@ class KeepImpl:
         self.pages(layer, kv_cache).write(key.flatten(0, 1), value.flatten(0, 1), slots)
 
     def attend_singly(
-        self, layer: Any, query: Tensor, kv_cache: Tensor, plain: Any, singles: Singles, place: int, room: Tensor
+        self,
+        layer: Any,
+        query: Tensor,
+        kv_cache: Tensor,
+        plain: Any,
+        per_head: PerHeadSequences,
+        place: int,
+        room: Tensor,
     ) -> None:
         """Attention where each KV head is a request with one KV head, by the backend's own way."""
         if self._single is None:
@@ -170,18 +177,18 @@ class KeepImpl:
             self._single.num_kv_heads, self._single.num_heads = 1, self.num_queries_per_kv
         blocks, heads, size, width = kv_cache.shape
         folded = kv_cache.view(blocks * heads, 1, size, width)
-        metadata = self._single_metadata(plain, singles, place)
+        metadata = self._single_metadata(plain, per_head, place)
         super(KeepImpl, self._single).forward(layer, query, query, query, folded, metadata, room)  # type: ignore[misc]
 
-    def _single_metadata(self, plain: Any, singles: Singles, place: int) -> Any:
+    def _single_metadata(self, plain: Any, per_head: PerHeadSequences, place: int) -> Any:
         """The backend's own metadata of one layer, from that of the step as it is.
 
         Of a step there is one, which the layers fill in one after another: to make it anew for each would take longer
         than all else that they do here.
         """
-        single = singles.of(place)
-        if singles.metadata is None:
-            singles.metadata = replace(
+        single = per_head.of(place)
+        if per_head.metadata is None:
+            per_head.metadata = replace(
                 plain,
                 num_actual_tokens=single.tokens,
                 max_query_len=single.longest_query,
@@ -190,8 +197,8 @@ class KeepImpl:
                 scheduler_metadata=None,
                 **self.own_metadata,
             )
-        vars(singles.metadata).update(seq_lens=single.lengths, block_table=single.tables)
-        return singles.metadata
+        vars(per_head.metadata).update(seq_lens=single.lengths, block_table=single.tables)
+        return per_head.metadata
 
     def forward(
         self,
@@ -208,10 +215,10 @@ class KeepImpl:
         """vLLM's attention; then what the step's plan says."""
         step: Step | None = getattr(attn_metadata, "keepset", None)
         if step is not None and step.ragged is not None and step.ragged.folded:
-            singles, place = step.singles(), step.planner.place(layer.layer_name)
-            room = singles.room(output)
-            self.attend_singly(layer, singles.spread(query), kv_cache, attn_metadata, singles, place, room)
-            singles.put_back(room, output)
+            per_head, place = step.per_head(), step.planner.place(layer.layer_name)
+            room = per_head.room(output)
+            self.attend_singly(layer, per_head.spread(query), kv_cache, attn_metadata, per_head, place, room)
+            per_head.put_back(room, output)
         else:
             super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)  # type: ignore[misc]
         if step is not None:
@@ -238,8 +245,8 @@ class KeepImpl:
             observer = self._see(planner, planner.place(layer.layer_name), query)
             counted = get_tensor_model_parallel_rank() == 0
             self._compactor = Compactor(planner, layer.layer_name, observer, counted)
-        if planner.gathering is not None:
-            planner.gathering.add(self._compactor, [self._compactor.reach(event, pages) for event in step.events])
+        if planner.barrier is not None:
+            planner.barrier.add(self._compactor, [self._compactor.reach(event, pages) for event in step.events])
             return
         for event in step.events:
             self._compactor.compress(event, pages)

@@ -13,7 +13,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from keepset.paged.pages import CPUPages
-from keepset.paged.per_head import Singles
+from keepset.paged.per_head import PerHeadSequences
 from keepset.vllm.backend import KeepBackend, KeepBuilder, KeepImpl
 
 
@@ -25,10 +25,17 @@ class CPUKeepImpl(KeepImpl, CPUAttentionBackendImpl):
         return CPUPages(kv_cache, layer.isa)
 
     def attend_singly(
-        self, layer: Any, query: Tensor, kv_cache: Tensor, plain: Any, singles: Singles, place: int, room: Tensor
+        self,
+        layer: Any,
+        query: Tensor,
+        kv_cache: Tensor,
+        plain: Any,
+        per_head: PerHeadSequences,
+        place: int,
+        room: Tensor,
     ) -> None:
         """The kernel without what the impl does around it, which would take as long as all that is done here."""
-        single, pages = singles.of(place), self.pages(layer, kv_cache)
+        single, pages = per_head.of(place), self.pages(layer, kv_cache)
         assert isinstance(pages, CPUPages)
         keys, values = pages.folded()
         work = ops.cpu_attn_get_scheduler_metadata(

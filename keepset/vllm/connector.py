@@ -1,4 +1,4 @@
-"""`Carrier`: tells the scheduler how many blocks were emptied, where only the data say so.
+"""`BlockCountConnector`: tells the scheduler how many blocks were emptied, where only the data say so.
 
 Most recipes need no message: what they drop follows from lengths. Where it does not, the number must get from the
 processes that compute to the one that schedules. vLLM's way for that is a KV connector; this one moves no keys and
@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from keepset.errors import KeepsetError
-from keepset.paged.freed_blocks import Mark, outbox
+from keepset.paged.freed_blocks import Mark, freed_blocks
 from keepset.vllm.manager import KeepManager
 from keepset.vllm.settings import recipe_of
 
@@ -52,7 +52,7 @@ class Emptied(KVConnectorWorkerMetadata):
         return Emptied({mark: min(self.blocks[mark], other.blocks[mark]) for mark in both})
 
 
-class Carrier(KVConnectorBase_V1, SupportsHMA):
+class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
     """The connector."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -83,7 +83,7 @@ class Carrier(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> Emptied | None:
         """What this step's events emptied; every rank reports every event."""
         metadata = self._connector_metadata
-        blocks = outbox.take(metadata.marks if isinstance(metadata, Expected) else {})
+        blocks = freed_blocks.take(metadata.marks if isinstance(metadata, Expected) else {})
         return Emptied(blocks) if blocks else None
 
     # --- in the process that schedules
@@ -107,7 +107,7 @@ class Carrier(KVConnectorBase_V1, SupportsHMA):
             before, after = request.num_computed_tokens, request.num_computed_tokens + tokens
             for group, manager in enumerate(self._managers):
                 if isinstance(manager, KeepManager) and (
-                    before < manager.timeline.event(request.num_prompt_tokens, after) <= after
+                    before < manager.eviction_schedule.event(request.num_prompt_tokens, after) <= after
                 ):
                     page = manager.req_to_blocks[name][(after - 1) // manager.block_size].block_id
                     expected.marks[page] = (name, request.num_preemptions, group)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from keepset.errors import KeepsetError
 from keepset.paged.grouping import group_of
-from keepset.paged.layer_barrier import Gathering
+from keepset.paged.layer_barrier import LayerBarrier
 from keepset.vllm.hidden_states import tap
 from keepset.vllm.settings import recipe_of
 from keepset.vllm.validation import check, check_layer
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from keepset.recipe import Recipe
 
 
-class Active:
+class EngineContext:
     """A configuration with a recipe."""
 
     def __init__(self, config: VllmConfig, recipe: Recipe) -> None:
@@ -31,7 +31,7 @@ class Active:
         self.config, self.recipe = config, recipe
         self._layers: dict[str, int] = {}
         self._asked = 0
-        self.gathering = Gathering() if recipe.method.across_layers else None
+        self.barrier = LayerBarrier() if recipe.method.across_layers else None
         self._tap = tap() if recipe.method.needs.hidden_moments else None
 
     @property
@@ -65,10 +65,10 @@ class Active:
         return KeepSpec.wrap(spec, self.recipe, group_of(self.recipe, index, indices), indices)
 
 
-_active: Active | None = None
+_active: EngineContext | None = None
 
 
-def activate() -> Active | None:
+def activate() -> EngineContext | None:
     """What the current configuration says, from now on for all that is asked about its model."""
     from vllm.config import get_current_vllm_config_or_none
 
@@ -76,10 +76,10 @@ def activate() -> Active | None:
     config = get_current_vllm_config_or_none()
     if _active is None or _active.config is not config:
         recipe = recipe_of(config)
-        _active = None if config is None or recipe is None else Active(config, recipe)
+        _active = None if config is None or recipe is None else EngineContext(config, recipe)
     return _active
 
 
-def active() -> Active | None:
+def active() -> EngineContext | None:
     """What `activate` found for the model that was loaded last."""
     return _active

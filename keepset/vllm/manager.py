@@ -28,7 +28,7 @@ class KeepManager(FullAttentionManager):
 
     def __init__(self, kv_cache_spec: KeepSpec, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
-        self.timeline = kv_cache_spec.timeline
+        self.eviction_schedule = kv_cache_spec.eviction_schedule
         self._requests: dict[str, Footprint] = {}
         self._freed: dict[str, int] = {}
 
@@ -42,7 +42,7 @@ class KeepManager(FullAttentionManager):
         if seen is not None and seen.prompt != num_prompt_tokens:
             raise KeepsetError("keepset cannot serve requests whose prompt grows while they run (streaming input).")
         self._requests[request_id] = Footprint(num_prompt_tokens, processed_computed_tokens)
-        self.release(request_id, self.timeline.freed(num_prompt_tokens, processed_computed_tokens))
+        self.release(request_id, self.eviction_schedule.freed(num_prompt_tokens, processed_computed_tokens))
 
     def release(self, request_id: str, blocks: int) -> None:
         """Frees the first `blocks` blocks of a request."""
@@ -75,15 +75,15 @@ class KeepManager(FullAttentionManager):
             apply_admission_cap,
             prefill_end,
         )
-        if not apply_admission_cap or self.timeline.recipe.schedule.every is None:
+        if not apply_admission_cap or self.eviction_schedule.recipe.schedule.every is None:
             return needed
-        return required_blocks(self.timeline, list(self._requests.values()), num_tokens, needed)
+        return required_blocks(self.eviction_schedule, list(self._requests.values()), num_tokens, needed)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Forgets a request that ended, was aborted, or was preempted."""
         seen, freed = self._requests.pop(request_id, None), self._freed.pop(request_id, 0)
         if seen is not None and self.kv_cache_group_id == 0:
-            dropped = self.timeline.dropped(*seen)
+            dropped = self.eviction_schedule.dropped(*seen)
             request_stats().ended(request_id, seen.prompt, seen.length, dropped, freed)
         return super().pop_blocks_for_free(request_id)
 
@@ -100,7 +100,7 @@ class KeepManager(FullAttentionManager):
             # Preempted from here on, it starts again. Looking up then how much of its prompt may be shared needs
             # the prompt's length, which a lookup is not told; so it is not made.
             request.skip_reading_prefix_cache = True
-        untouched = self.timeline.untouched(request.num_prompt_tokens)
+        untouched = self.eviction_schedule.untouched(request.num_prompt_tokens)
         super().cache_blocks(
             request,
             num_tokens if untouched is None else min(num_tokens, untouched),
@@ -123,7 +123,7 @@ class KeepManager(FullAttentionManager):
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
         """Shares only blocks that this request's own compression will not write to."""
         prompt = max_length + 1  # vLLM recomputes a prompt's last token, whatever is cached
-        shareable = kv_cache_spec.timeline.shareable(prompt)  # type: ignore[attr-defined]
+        shareable = kv_cache_spec.eviction_schedule.shareable(prompt)  # type: ignore[attr-defined]
         return super().find_longest_cache_hit(
             block_hashes,
             max_length if shareable is None else min(max_length, shareable),

@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 KEY = "keepset"
 """Where `additional_config` holds the recipe's text."""
 
-CARRIER = {"kv_connector": "Carrier", "kv_role": "kv_both", "kv_connector_module_path": "keepset.vllm.connector"}
+CONNECTOR = {
+    "kv_connector": "BlockCountConnector",
+    "kv_role": "kv_both",
+    "kv_connector_module_path": "keepset.vllm.connector",
+}
 """The `kv_transfer_config` of recipes whose counts come from the data."""
 
 

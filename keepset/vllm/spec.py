@@ -10,7 +10,7 @@ from typing import Self
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
 
-from keepset.paged.eviction_schedule import Timeline
+from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.recipe import Recipe
 from keepset.vllm.manager import KeepManager
 
@@ -40,7 +40,7 @@ class KeepSpec(FullAttentionSpec):
         return cls(**own, recipe=str(recipe), layer=layer, layers=layers)
 
     @property
-    def timeline(self) -> Timeline:
+    def eviction_schedule(self) -> EvictionSchedule:
         """When this group's requests are compressed."""
         return _timeline(self.recipe, self.layer, self.layers, self.num_kv_heads, self.block_size)
 
@@ -73,5 +73,5 @@ def _same_group(a: KVCacheSpec, b: KVCacheSpec) -> bool:
 
 
 @cache
-def _timeline(recipe: str, layer: int, layers: tuple[int, ...], kv_heads: int, block_size: int) -> Timeline:
-    return Timeline(Recipe.parse(recipe), layer, layers, kv_heads, block_size)
+def _timeline(recipe: str, layer: int, layers: tuple[int, ...], kv_heads: int, block_size: int) -> EvictionSchedule:
+    return EvictionSchedule(Recipe.parse(recipe), layer, layers, kv_heads, block_size)

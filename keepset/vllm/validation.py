@@ -11,7 +11,7 @@ from keepset.core.statistics import load
 from keepset.errors import KeepsetError
 from keepset.hf.cache import check_schedule
 from keepset.paged.grouping import one_table
-from keepset.vllm.settings import CARRIER
+from keepset.vllm.settings import CONNECTOR
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -91,10 +91,10 @@ def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
     if config.speculative_config is not None:
         yield "speculative decoding takes tokens back that were compressed; leave it out."
     connector = config.kv_transfer_config
-    if connector is not None and connector.kv_connector_module_path != CARRIER["kv_connector_module_path"]:
+    if connector is not None and connector.kv_connector_module_path != CONNECTOR["kv_connector_module_path"]:
         yield "KV connectors move whole caches; leave kv_transfer_config out."
     elif connector is None and not recipe.method.fixed_total:
-        yield f"how much it keeps depends on the data; give kv_transfer_config {json.dumps(CARRIER)}."
+        yield f"how much it keeps depends on the data; give kv_transfer_config {json.dumps(CONNECTOR)}."
     if parallel.pipeline_parallel_size > 1:
         yield "with pipeline parallelism a process does not see all layers; use tensor parallelism."
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:

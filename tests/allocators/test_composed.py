@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from keepset import Budget, Recipe
 from keepset.allocators.glance import Glance
-from keepset.allocators.preset import Composed
+from keepset.allocators.preset import Preset
 from keepset.allocators.reread import Reread
-from keepset.methods.prompt_queries import Echo
+from keepset.methods.prompt_queries import PromptQueries
 from tests.allocators.test_kvcompose import budgets, pooled, sets_of
 from tests.methods.naive import Shape, observe
 from tests.methods.test_echo import naive_scores
@@ -28,10 +28,15 @@ examples = settings(max_examples=40, deadline=None, derandomize=True)
     heads=st.sampled_from([(1, 8), (3, 1), (2, 3)]),
     layers=st.integers(1, 4),
     seed=st.integers(0, 99),
-    recipe=st.sampled_from([(Glance(), Echo(stride=4)), (Reread(), Echo(second_pass=True))]),
+    recipe=st.sampled_from([(Glance(), PromptQueries(stride=4)), (Reread(), PromptQueries(second_pass=True))]),
 )
 def test_one_pool_of_echoes(
-    budget: Budget, lengths: list[int], heads: tuple[int, int], layers: int, seed: int, recipe: tuple[Composed, Echo]
+    budget: Budget,
+    lengths: list[int],
+    heads: tuple[int, int],
+    layers: int,
+    seed: int,
+    recipe: tuple[Preset, PromptQueries],
 ) -> None:
     method, scorer = recipe
     shape = Shape(tuple(lengths), *heads, 4, 5)
@@ -52,6 +57,6 @@ def test_one_pool_of_echoes(
 def test_a_name_stands_for_what_it_is_made_of(name: str, whole: str) -> None:
     named: Any = Recipe.parse(f"{name}(keep=0.5)")
     made = Recipe.parse(f"{whole[:-1]}, keep=0.5)")
-    assert isinstance(named.method, Composed) and named.method.composition == made.method
+    assert isinstance(named.method, Preset) and named.method.composition == made.method
     assert named.budget == made.budget == Budget(0.5, sinks=4, recent=8)
     assert named.method.needs == made.method.needs

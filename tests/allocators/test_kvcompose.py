@@ -18,7 +18,7 @@ from keepset.allocators.pool import Pool
 from keepset.allocators.pyramid import Pyramid
 from keepset.allocators.uniform import Uniform
 from keepset.core.method import Method
-from keepset.methods.second_pass import Received
+from keepset.methods.second_pass import SecondPassAttention
 from keepset.methods.snapkv import SnapKV
 from tests.methods.naive import Given, Shape, kept, observe
 from tests.methods.test_received import naive_scores, received_of
@@ -123,7 +123,7 @@ def test_equations_14_to_24(
     budget: Budget, lengths: list[int], heads: tuple[int, int], layers: int, options: dict[str, Any], seed: int
 ) -> None:
     method = KVCompose(**options)
-    scorer = Received(
+    scorer = SecondPassAttention(
         options["task"], options["aggregate_task"], options["aggregate_group"], options["mean_term"], options["values"]
     )
     shape = Shape(tuple(lengths), *heads, 4, 5)
@@ -220,7 +220,7 @@ def test_heads_that_hold_different_numbers_share_what_there_is(
 
 
 def test_kvcompose_is_a_composition_under_its_own_name() -> None:
-    scorer = Received(mean_term=True)
+    scorer = SecondPassAttention(mean_term=True)
     observations = [
         received_of(scorer, Shape((30, 21), 2, 3, 4, 4), seed=i, layer=i, layers=range(3)) for i in range(3)
     ]
@@ -235,8 +235,8 @@ def test_kvcompose_is_a_composition_under_its_own_name() -> None:
 
 
 def test_a_layer_alone_keeps_what_it_was_asked_for() -> None:
-    for method in (KVCompose(), KVCompose(structured=False), Pool(Received())):
-        observation = received_of(Received(mean_term=True), Shape((30, 21), 2, 3, 4, 4))
+    for method in (KVCompose(), KVCompose(structured=False), Pool(SecondPassAttention())):
+        observation = received_of(SecondPassAttention(mean_term=True), Shape((30, 21), 2, 3, 4, 4))
         counts = method.select(observation, Budget(7)).counts
         assert counts.sum(-1).tolist() == [[14, 14]]
 

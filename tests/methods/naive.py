@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import pytest
 import torch
@@ -191,16 +192,18 @@ def observe(
     return Observation(**{**options, **parts})
 
 
-def second_passes() -> set[SecondPass]:
+@cache
+def second_passes() -> frozenset[SecondPass]:
     """Those that registered methods ask for by default."""
     kinds = [kind for kind in METHODS.values() if not issubclass(kind, Allocator)]
-    return {needed for kind in kinds for needed in kind().needs.second_passes}
+    return frozenset(needed for kind in kinds for needed in kind().needs.second_passes)
 
 
-def echoes() -> set[int]:
+@cache
+def echoes() -> frozenset[int]:
     """Of how many tokens one is asked once more by registered methods' defaults."""
     kinds = [kind for kind in METHODS.values() if not issubclass(kind, Allocator)]
-    return {every for kind in kinds for every in kind().needs.echoes}
+    return frozenset(every for kind in kinds for every in kind().needs.echoes)
 
 
 def of_a_second_pass(columns: Tensor, tokens: int = 7) -> SecondPassColumns:

@@ -1,4 +1,4 @@
-"""Echo against its formula, number by number."""
+"""PromptQueries against its formula, number by number."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from keepset.core.observation import Needs, Observation, SecondPass
-from keepset.methods.prompt_queries import Echo
+from keepset.methods.prompt_queries import PromptQueries
 from tests.methods.naive import EXACT, SHAPES, Shape, check_scores, length_of, observe, of_a_second_pass
 
 
-def naive_scores(method: Echo, observation: Observation, request: int) -> list[list[float]]:
+def naive_scores(method: PromptQueries, observation: Observation, request: int) -> list[list[float]]:
     """Scores of one request, `[kv_heads][entries]`."""
     kv_heads, length = observation.keys.shape[1], length_of(observation, request)
     received = [[math.sqrt(square) for square in row] for row in observation.echoes[method.stride][request].tolist()]
@@ -29,8 +29,8 @@ def naive_scores(method: Echo, observation: Observation, request: int) -> list[l
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("method", [Echo(), Echo(stride=3), Echo(second_pass=True)])
-def test_scores_are_the_groups_mean_root_of_mean_squares(shape: Shape, method: Echo) -> None:
+@pytest.mark.parametrize("method", [PromptQueries(), PromptQueries(stride=3), PromptQueries(second_pass=True)])
+def test_scores_are_the_groups_mean_root_of_mean_squares(shape: Shape, method: PromptQueries) -> None:
     query_heads = shape.kv_heads * shape.group
     draw = torch.Generator().manual_seed(5)
     squares, columns = torch.rand(2, shape.batch, query_heads, shape.entries, generator=draw)
@@ -41,9 +41,11 @@ def test_scores_are_the_groups_mean_root_of_mean_squares(shape: Shape, method: E
 
 
 def test_the_prompts_queries_are_needed_and_first_and_newest_stay() -> None:
-    assert Echo(stride=3).needs == Needs(echoes=frozenset({3})) and Echo().needs == Needs(echoes=frozenset({1}))
-    assert Echo().needs.hidden_states
-    assert Echo(second_pass=True).needs == Needs(
+    assert PromptQueries(stride=3).needs == Needs(echoes=frozenset({3})) and PromptQueries().needs == Needs(
+        echoes=frozenset({1})
+    )
+    assert PromptQueries().needs.hidden_states
+    assert PromptQueries(second_pass=True).needs == Needs(
         echoes=frozenset({1}), second_passes=frozenset({SecondPass(frozenset({"square"}), chunk=0)})
     )
-    assert (Echo().sinks, Echo().recent) == (4, 8)
+    assert (PromptQueries().sinks, PromptQueries().recent) == (4, 8)

@@ -1,4 +1,4 @@
-"""Received attention against equations 14 to 16, number by number."""
+"""SecondPassAttention attention against equations 14 to 16, number by number."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from keepset import KeepsetError, Observation
 from keepset.core.observation import Needs
-from keepset.methods.second_pass import Received
+from keepset.methods.second_pass import SecondPassAttention
 from tests.methods.naive import EXACT, SHAPES, Shape, check_scores, dot, length_of, observe, of_a_second_pass
 
 OPTIONS = [
@@ -33,7 +33,7 @@ OPTIONS = [
 ]
 
 
-def received_of(method: Received, shape: Shape, **options: object) -> Observation:
+def received_of(method: SecondPassAttention, shape: Shape, **options: object) -> Observation:
     """A random observation with what this method looks at."""
     observation = observe(shape, **options)  # type: ignore[arg-type]
     columns = torch.rand(observation.column_sum.shape, generator=torch.Generator().manual_seed(3)) + 0.1
@@ -42,7 +42,7 @@ def received_of(method: Received, shape: Shape, **options: object) -> Observatio
     return observation
 
 
-def naive_scores(method: Received, observation: Observation, request: int) -> list[list[float]]:
+def naive_scores(method: SecondPassAttention, observation: Observation, request: int) -> list[list[float]]:
     """Scores of one request, `[kv_heads][entries]`."""
     length, kv_heads = length_of(observation, request), observation.keys.shape[1]
 
@@ -84,7 +84,7 @@ def naive_scores(method: Received, observation: Observation, request: int) -> li
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(map(str, options.values())))
 def test_equations_14_to_16(shape: Shape, options: dict[str, object]) -> None:
-    method = Received(**options)  # type: ignore[arg-type]
+    method = SecondPassAttention(**options)  # type: ignore[arg-type]
     observation = received_of(method, shape)
     check_scores(
         method, observation, [naive_scores(method, observation, request) for request in range(shape.batch)], **EXACT
@@ -93,7 +93,7 @@ def test_equations_14_to_16(shape: Shape, options: dict[str, object]) -> None:
 
 def test_only_what_is_looked_at_is_needed() -> None:
     for task, statistic, values in product(("context", "self"), ("max", "mean"), ("none", "norm", "projected")):
-        needs = Received(task=task, statistic=statistic, values=values, chunk=5).needs
+        needs = SecondPassAttention(task=task, statistic=statistic, values=values, chunk=5).needs
         column = frozenset({"max" if statistic == "max" else "sum"})
         assert needs.output_projection == (values == "projected")
         if task == "self":
@@ -101,9 +101,9 @@ def test_only_what_is_looked_at_is_needed() -> None:
         else:
             (needed,) = needs.second_passes
             assert needed.statistics == column and needed.chunk == 5 and not needs.columns
-    assert Needs(second_passes=Received().needs.second_passes) == Received().needs
+    assert Needs(second_passes=SecondPassAttention().needs.second_passes) == SecondPassAttention().needs
 
 
 def test_a_root_of_squares_needs_a_second_pass() -> None:
     with pytest.raises(KeepsetError, match="needs a second pass"):
-        Received(task="self", statistic="rms")
+        SecondPassAttention(task="self", statistic="rms")

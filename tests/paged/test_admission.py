@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from keepset import Recipe
 from keepset.paged.admission import Footprint, required_blocks
-from keepset.paged.eviction_schedule import Timeline
+from keepset.paged.eviction_schedule import EvictionSchedule
 
 LAYERS = (0, 1)
 RECIPES = [
@@ -24,53 +24,55 @@ RECIPES = [
 class Running:
     """A request as the scheduler knows it: which of its blocks it holds, and how many tokens were processed."""
 
-    timeline: Timeline
+    eviction_schedule: EvictionSchedule
     prompt: int
     length: int
     blocks: set[int]
 
     @classmethod
-    def of(cls, timeline: Timeline, prompt: int, length: int) -> Running:
-        held = range(timeline.freed(prompt, length), -(-length // timeline.block_size))
-        return cls(timeline, prompt, length, set(held))
+    def of(cls, eviction_schedule: EvictionSchedule, prompt: int, length: int) -> Running:
+        held = range(eviction_schedule.freed(prompt, length), -(-length // eviction_schedule.block_size))
+        return cls(eviction_schedule, prompt, length, set(held))
 
     def step(self) -> None:
         """Frees what the tokens so far have emptied, then takes blocks for the next tokens."""
-        freed = self.timeline.freed(self.prompt, self.length)
+        freed = self.eviction_schedule.freed(self.prompt, self.length)
         self.blocks = {block for block in self.blocks if block >= freed}
         self.length = self.prompt if self.length < self.prompt else self.length + 1
-        self.blocks |= set(range(max(self.blocks, default=-1) + 1, -(-self.length // self.timeline.block_size)))
+        self.blocks |= set(
+            range(max(self.blocks, default=-1) + 1, -(-self.length // self.eviction_schedule.block_size))
+        )
 
 
 @st.composite
-def situations(draw: st.DrawFn) -> tuple[Timeline, list[Footprint], int]:
+def situations(draw: st.DrawFn) -> tuple[EvictionSchedule, list[Footprint], int]:
     every, keep = draw(st.integers(1, 40)), draw(st.integers(1, 50))
     recipe = Recipe.parse(draw(st.sampled_from(RECIPES)).format(keep, every))
-    timeline = Timeline(recipe, 0, LAYERS, 3, draw(st.sampled_from([1, 4, 16])))
+    eviction_schedule = EvictionSchedule(recipe, 0, LAYERS, 3, draw(st.sampled_from([1, 4, 16])))
     running = draw(
         st.lists(
             st.builds(Footprint, st.integers(1, 90), st.integers(0, 200)),
             max_size=6,
         )
     )
-    return timeline, running, draw(st.integers(1, 120))
+    return eviction_schedule, running, draw(st.integers(1, 120))
 
 
-KNORM = Timeline(Recipe.parse("knorm(keep=16, every=16)"), 0, LAYERS, 3, 4)
+KNORM = EvictionSchedule(Recipe.parse("knorm(keep=16, every=16)"), 0, LAYERS, 3, 4)
 
 
 @settings(max_examples=300, deadline=None)
 @given(situations())
 @example((KNORM, [], 64))
 @example((KNORM, [Footprint(20, 20)], 64))
-def test_it_is_what_will_be_held_at_the_worst_moment(situation: tuple[Timeline, list[Footprint], int]) -> None:
-    timeline, footprints, tokens = situation
-    needed = -(-tokens // timeline.block_size)
-    required = required_blocks(timeline, footprints, tokens, needed)
-    requests = [Running.of(timeline, *footprint) for footprint in footprints]
+def test_it_is_what_will_be_held_at_the_worst_moment(situation: tuple[EvictionSchedule, list[Footprint], int]) -> None:
+    eviction_schedule, footprints, tokens = situation
+    needed = -(-tokens // eviction_schedule.block_size)
+    required = required_blocks(eviction_schedule, footprints, tokens, needed)
+    requests = [Running.of(eviction_schedule, *footprint) for footprint in footprints]
     now = sum(len(request.blocks) for request in requests)
-    requests.append(Running(timeline, tokens, 0, set()))
-    every = timeline.recipe.schedule.every
+    requests.append(Running(eviction_schedule, tokens, 0, set()))
+    every = eviction_schedule.recipe.schedule.every
     assert every is not None
     peak = 0
     for _ in range(every + 1):

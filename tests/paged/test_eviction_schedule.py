@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import tests.vllm.methods  # noqa: F401
 from keepset import Observation, Recipe
 from keepset.core.observation import QueryMoments
-from keepset.paged.eviction_schedule import Timeline
+from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.grouping import GROUPS, group_of, one_table
 
 LAYERS = (0, 1, 2, 3, 5)
@@ -111,8 +111,8 @@ def recipes(draw: st.DrawFn) -> Recipe:
     return Recipe.parse(f"{method}{options})")
 
 
-def timeline_of(recipe: Recipe, layer: int, block: int) -> Timeline:
-    return Timeline(recipe, layer, LAYERS, KV_HEADS, block)
+def timeline_of(recipe: Recipe, layer: int, block: int) -> EvictionSchedule:
+    return EvictionSchedule(recipe, layer, LAYERS, KV_HEADS, block)
 
 
 @settings(max_examples=150, deadline=None)
@@ -127,51 +127,53 @@ def timeline_of(recipe: Recipe, layer: int, block: int) -> Timeline:
 def test_counts_are_those_of_a_request_that_runs(
     recipe: Recipe, layer: int, prompt: int, more: int, block: int, seed: int
 ) -> None:
-    timeline = timeline_of(recipe, layer, block)
+    eviction_schedule = timeline_of(recipe, layer, block)
     naive = Naive(recipe, layer, block, seed % 1000)
     before = 0
     for length in range(1, prompt + more + 1):
         naive.append(prompt)
         held = list(map(len, naive.heads))
-        dropped = timeline.dropped(prompt, length)
+        dropped = eviction_schedule.dropped(prompt, length)
         assert length - dropped == -(-sum(held) // KV_HEADS)
         if recipe.method.equal_heads:
             assert held == [length - dropped] * KV_HEADS
         assert before <= dropped <= length
         before = dropped
         newest = naive.compressions[-1][0] if naive.compressions else 0
-        assert timeline.compressed(prompt, length) == newest
+        assert eviction_schedule.compressed(prompt, length) == newest
         # What is freed held nothing any more: what is left fits into the rest, with every token to come.
-        freed = timeline.freed(prompt, length)
+        freed = eviction_schedule.freed(prompt, length)
         assert 0 <= freed * block <= max(dropped, 0)
         counts = naive.compressions[-1][1] if naive.compressions else [0] * KV_HEADS
         for later in range(length, length + 2 * block):
             pages = sum(-(-(count + later - newest) // block) for count in counts)
             assert pages <= KV_HEADS * (-(-later // block) - freed)
-        assert timeline.held(prompt, length) == -(-length // block) - freed
+        assert eviction_schedule.held(prompt, length) == -(-length // block) - freed
 
 
 @settings(max_examples=200, deadline=None)
 @given(recipes(), st.integers(1, 60), st.integers(0, 60))
 def test_events_follow_one_another(recipe: Recipe, prompt: int, length: int) -> None:
-    timeline = timeline_of(recipe, 0, 4)
+    eviction_schedule = timeline_of(recipe, 0, 4)
     schedule = recipe.schedule
     points = {prompt} if schedule.prefill else set()
     points |= set(range(prompt + schedule.every, 200, schedule.every)) if schedule.every else set()
-    assert timeline.event(prompt, length) == max((point for point in points if point <= length), default=0)
-    assert timeline.next_event(prompt, length) == min((point for point in points if point > length), default=None)
+    assert eviction_schedule.event(prompt, length) == max((point for point in points if point <= length), default=0)
+    assert eviction_schedule.next_event(prompt, length) == min(
+        (point for point in points if point > length), default=None
+    )
 
 
 @settings(max_examples=150, deadline=None)
 @given(recipes(), st.integers(1, 80), st.sampled_from([1, 4, 8]))
 def test_no_compression_writes_to_what_is_shared(recipe: Recipe, prompt: int, block: int) -> None:
     """A compression packs what stays into the blocks that are not freed, so the first of those is where it writes."""
-    timeline = timeline_of(recipe, LAYERS[0], block)
-    untouched, shareable = timeline.untouched(prompt), timeline.shareable(prompt)
+    eviction_schedule = timeline_of(recipe, LAYERS[0], block)
+    untouched, shareable = eviction_schedule.untouched(prompt), eviction_schedule.shareable(prompt)
     for length in range(1, prompt + 60):
-        if timeline.dropped(prompt, length) > timeline.dropped(prompt, length - 1):
+        if eviction_schedule.dropped(prompt, length) > eviction_schedule.dropped(prompt, length - 1):
             assert untouched is not None
-            assert untouched <= timeline.freed(prompt, length) * block
+            assert untouched <= eviction_schedule.freed(prompt, length) * block
     if untouched is None:
         assert shareable is None
         return
@@ -181,7 +183,9 @@ def test_no_compression_writes_to_what_is_shared(recipe: Recipe, prompt: int, bl
     if needs.query_moments:
         assert shareable == 0
     first = (
-        timeline.next_event(prompt, prompt - 1) if recipe.schedule.prefill else prompt + (recipe.schedule.every or 0)
+        eviction_schedule.next_event(prompt, prompt - 1)
+        if recipe.schedule.prefill
+        else prompt + (recipe.schedule.every or 0)
     )
     assert first is not None
     assert shareable <= max(min(prompt, first) - needs.window, 0)
@@ -190,17 +194,17 @@ def test_no_compression_writes_to_what_is_shared(recipe: Recipe, prompt: int, bl
 @settings(max_examples=50, deadline=None)
 @given(recipes(), st.integers(1, 80))
 def test_something_is_shared_where_it_can_be(recipe: Recipe, prompt: int) -> None:
-    timeline = timeline_of(recipe, LAYERS[0], 4)
-    first = timeline.event(prompt, prompt) or prompt + (recipe.schedule.every or 0)
-    if timeline.dropped(prompt, first):
-        assert timeline.untouched(prompt) == 4 * timeline.freed(prompt, first)
+    eviction_schedule = timeline_of(recipe, LAYERS[0], 4)
+    first = eviction_schedule.event(prompt, prompt) or prompt + (recipe.schedule.every or 0)
+    if eviction_schedule.dropped(prompt, first):
+        assert eviction_schedule.untouched(prompt) == 4 * eviction_schedule.freed(prompt, first)
 
 
 def test_a_protected_prompt_is_counted_for_each_request() -> None:
-    timeline = timeline_of(Recipe.parse("snapkv(window=4, keep=16, every=8, protect_prompt=True)"), 0, 4)
+    eviction_schedule = timeline_of(Recipe.parse("snapkv(window=4, keep=16, every=8, protect_prompt=True)"), 0, 4)
     for prompt, left in ((8, 16), (12, 16), (13, 17), (40, 44)):
-        assert [timeline.dropped(prompt, length) for length in (prompt, prompt + 7)] == [0, 0]
-        ends = [length - timeline.dropped(prompt, length) for length in range(prompt + 16, prompt + 60, 8)]
+        assert [eviction_schedule.dropped(prompt, length) for length in (prompt, prompt + 7)] == [0, 0]
+        ends = [length - eviction_schedule.dropped(prompt, length) for length in range(prompt + 16, prompt + 60, 8)]
         assert ends == [left] * len(ends)
 
 
@@ -213,23 +217,25 @@ def test_a_prompt_that_is_looked_at_as_a_whole_comes_from_nobody_elses_pages(rec
 
 
 def test_nothing_is_foreseen_where_the_data_decide() -> None:
-    timeline = timeline_of(Recipe.parse("mass(every=8)"), 0, 4)
-    assert not timeline.fixed and timeline.ragged
-    assert [timeline.event(20, length) for length in (19, 20, 27, 28, 36)] == [0, 20, 20, 28, 36]
-    assert not any(timeline.dropped(20, length) or timeline.freed(20, length) for length in range(100))
-    assert timeline.untouched(20) == timeline.shareable(20) == 0
+    eviction_schedule = timeline_of(Recipe.parse("mass(every=8)"), 0, 4)
+    assert not eviction_schedule.fixed and eviction_schedule.ragged
+    assert [eviction_schedule.event(20, length) for length in (19, 20, 27, 28, 36)] == [0, 20, 20, 28, 36]
+    assert not any(
+        eviction_schedule.dropped(20, length) or eviction_schedule.freed(20, length) for length in range(100)
+    )
+    assert eviction_schedule.untouched(20) == eviction_schedule.shareable(20) == 0
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("keepset.paged.eviction_schedule._CACHED", 100)
-    timeline = timeline_of(Recipe.parse("knorm(keep=8, every=1)"), 0, 4)
+    eviction_schedule = timeline_of(Recipe.parse("knorm(keep=8, every=1)"), 0, 4)
     for length in range(10, 160):
-        assert timeline.dropped(10, length) == length - 8
-        assert len(timeline._kept) <= 1 + 100 + length - 10
+        assert eviction_schedule.dropped(10, length) == length - 8
+        assert len(eviction_schedule._kept) <= 1 + 100 + length - 10
     for prompt in range(10, 120):
-        assert timeline.dropped(prompt, prompt) == prompt - 8
-    assert len(timeline._kept) <= 101
-    assert timeline.dropped(10, 160) == 160 - 8
+        assert eviction_schedule.dropped(prompt, prompt) == prompt - 8
+    assert len(eviction_schedule._kept) <= 101
+    assert eviction_schedule.dropped(10, 160) == 160 - 8
 
 
 def test_layers_share_a_table_where_they_keep_the_same() -> None:

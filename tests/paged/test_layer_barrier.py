@@ -15,7 +15,7 @@ from keepset.allocators.pool import Pool
 from keepset.core.keep_set import LayerKeepSet
 from keepset.core.observation import Observation
 from keepset.methods.snapkv import SnapKV
-from keepset.paged.layer_barrier import Gathering
+from keepset.paged.layer_barrier import LayerBarrier
 
 LAYERS = (2, 5, 7)
 
@@ -57,11 +57,11 @@ RECIPE = Recipe.of(Pool(SnapKV(window=3)), keep=4, recent=0)
 
 @pytest.mark.parametrize("order", permutations(LAYERS))
 def test_whichever_layer_is_last(order: tuple[int, ...]) -> None:
-    gathering = Gathering()
+    barrier = LayerBarrier()
     layers = {index: Layer(index, RECIPE) for index in LAYERS}
     for place, index in enumerate(order):
         assert not any(layer.looked for layer in layers.values())
-        gathering.add(layers[index], [layers[index].reach(rows) for rows in ([0, 3], [1])])  # type: ignore[arg-type]
+        barrier.add(layers[index], [layers[index].reach(rows) for rows in ([0, 3], [1])])  # type: ignore[arg-type]
         assert place == 2 or not any(layer.kept for layer in layers.values())
     for number, rows in enumerate(([0, 3], [1])):
         seen = [layers[index].look(layers[index].reach(rows)).observation for index in LAYERS]
@@ -75,21 +75,21 @@ def test_whichever_layer_is_last(order: tuple[int, ...]) -> None:
 
 
 def test_a_step_that_ended_early_is_not_mixed_with_the_next() -> None:
-    gathering, layer = Gathering(), Layer(2, RECIPE)
-    gathering.add(layer, [layer.reach([0])])  # type: ignore[arg-type]
+    barrier, layer = LayerBarrier(), Layer(2, RECIPE)
+    barrier.add(layer, [layer.reach([0])])  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="lost a layer"):
-        gathering.add(layer, [layer.reach([0])])  # type: ignore[arg-type]
+        barrier.add(layer, [layer.reach([0])])  # type: ignore[arg-type]
 
 
 def test_layers_must_mean_the_same_requests() -> None:
-    gathering, layers = Gathering(), [Layer(index, RECIPE) for index in LAYERS]
+    barrier, layers = LayerBarrier(), [Layer(index, RECIPE) for index in LAYERS]
     with pytest.raises(RuntimeError, match="lost count of the requests"):
         for layer, row in zip(layers, (0, 0, 1), strict=True):
-            gathering.add(layer, [layer.reach([row])])  # type: ignore[arg-type]
+            barrier.add(layer, [layer.reach([row])])  # type: ignore[arg-type]
 
 
 def test_a_number_that_the_scheduler_does_not_expect() -> None:
-    gathering, layers = Gathering(), [Layer(index, RECIPE, keep=1) for index in LAYERS]
+    barrier, layers = LayerBarrier(), [Layer(index, RECIPE, keep=1) for index in LAYERS]
     with pytest.raises(RuntimeError, match="kept another number of entries than its quotas say"):
         for layer in layers:
-            gathering.add(layer, [layer.reach([0])])  # type: ignore[arg-type]
+            barrier.add(layer, [layer.reach([0])])  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ class _WithoutVLLM(pytest.Module):
         pytest.skip("vLLM is not installed: pip install 'keepset[vllm]', see the README", allow_module_level=True)
 
 
-def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Accumulators) -> pytest.Module | None:
     """Without vLLM there is nothing to test here: most of these modules cannot even be imported."""
     if importlib.util.find_spec("vllm") is None:
         return _WithoutVLLM.from_parent(parent, path=module_path)

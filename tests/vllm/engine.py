@@ -64,10 +64,10 @@ class Scenario:
         if self.recipe is not None:
             engine["additional_config"] = {"keepset": self.recipe}
             import tests.vllm.methods  # noqa: F401
-            from keepset.vllm.validation import CARRIER
+            from keepset.vllm.validation import CONNECTOR
 
             if not Recipe.parse(self.recipe).method.fixed_total:
-                engine["kv_transfer_config"] = CARRIER
+                engine["kv_transfer_config"] = CONNECTOR
         return {
             "engine": engine | self.engine,
             "requests": [vars(ask) for ask in self.requests],

@@ -15,7 +15,7 @@ from keepset.methods.snapkv import SnapKV
 from keepset.paged.rotation import ARCHITECTURES, Rotation
 from keepset.vllm import validation as refusals
 from keepset.vllm.settings import recipe_of
-from keepset.vllm.validation import CARRIER, check, check_layer
+from keepset.vllm.validation import CONNECTOR, check, check_layer
 from tests.vllm.engine import Ask, Scenario, raw
 from tests.vllm.methods import Mass
 
@@ -60,11 +60,11 @@ def connector(path: str | None) -> Any:
 
 
 UNIFORM = "snapkv(keep=0.25)"
-GIVE_CARRIER = f"how much it keeps depends on the data; give kv_transfer_config {json.dumps(CARRIER)}."
+GIVE_CARRIER = f"how much it keeps depends on the data; give kv_transfer_config {json.dumps(CONNECTOR)}."
 
 SERVED = {
     "cache_config__enable_prefix_caching": False,
-    "kv_transfer_config": connector(CARRIER["kv_connector_module_path"]),
+    "kv_transfer_config": connector(CONNECTOR["kv_connector_module_path"]),
 }
 """A configuration for counts that come from the data."""
 
@@ -83,7 +83,7 @@ REFUSED = [
     ("pyramid(snapkv, keep=128)", {}, "its layers keep different numbers of entries; turn prefix caching off"),
     (
         "mass",
-        {"kv_transfer_config": connector(CARRIER["kv_connector_module_path"])},
+        {"kv_transfer_config": connector(CONNECTOR["kv_connector_module_path"])},
         "its layers keep different numbers of entries",
     ),
     (UNIFORM, {"scheduler_config__disable_hybrid_kv_cache_manager": True}, "it needs vLLM's hybrid KV-cache manager"),

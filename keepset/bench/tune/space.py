@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
-from keepset.allocators.preset import Composed
+from keepset.allocators.preset import Preset
 from keepset.allocators.uniform import Uniform
 from keepset.core.method import Allocator, Method
 from keepset.errors import KeepsetError
@@ -47,7 +47,7 @@ def compositions(best: Sequence[Recipe]) -> list[Recipe]:
     Left out are scorers that look at nothing, which no allocator can divide anything by; `uniform`, which changes
     nothing about a scorer that keeps the same number everywhere; and what the catalogue has under a name of its own.
     """
-    named = {Recipe(r.method.composition, r.budget) for r in catalogue() if isinstance(r.method, Composed)}
+    named = {Recipe(r.method.composition, r.budget) for r in catalogue() if isinstance(r.method, Preset)}
     composed: dict[type[Method], list[Recipe]] = {}
     for recipe in best:
         scorer = _scorer(recipe.method)
@@ -67,7 +67,7 @@ def composed_at_most() -> int:
 
 def _scorer(method: Method) -> Method:
     """The innermost method."""
-    if isinstance(method, Composed):
+    if isinstance(method, Preset):
         method = method.composition
     while isinstance(method, Allocator):
         method = method.scorer
