@@ -90,7 +90,7 @@ def warm_up(model: Any) -> None:
 def least(model: Any, tokenizer: Any, example: Example, generation: Generation, tokens: Sequence[float]) -> Times:
     """One prefill of plain transformers and as many answers of as many tokens; hearing the question is not counted."""
     [prompt] = Prompts(tokenizer, agnostic=True, chat=True, longest=None).of(example, generation.tokens)
-    question = torch.tensor([prompt.asked[0].ids])
+    question = torch.tensor([prompt.questions[0].ids])
     model.set_attn_implementation("sdpa")
     cache = DynamicCache(config=model.config)
     began, cpu_began = perf_counter(), process_time()

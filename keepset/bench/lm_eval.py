@@ -20,7 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from keepset.bench.continuations import likelihoods
+from keepset.bench.generation import likelihoods
 from keepset.errors import KeepsetError
 from keepset.hf.cache import Cache
 from keepset.recipe import Recipe

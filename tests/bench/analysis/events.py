@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from keepset import KeepSet
-from keepset.bench.analysis.snapshot import Snapshot
+from keepset.bench.analysis.diagnostics import Snapshot
 from keepset.core.keep_set import LayerKeepSet
 
 examples = settings(max_examples=60, deadline=None)
