@@ -20,7 +20,8 @@ from keepset.bench.candidate import candidates
 from keepset.bench.cell import Cell
 from keepset.bench.sweep.prompts import Prompts
 from keepset.bench.sweep.runner import Runner
-from keepset.bench.tasks.catalogue import Settings, find
+from keepset.bench.tasks.catalogue import Settings
+from keepset.bench.tasks.find import find
 from keepset.bench.tasks.task import Example, Generation
 
 RECIPES = "snapkv,knorm,tova,expected_attention,adakv(snapkv)"

@@ -20,8 +20,7 @@ from lm_eval.tasks._factory import TaskFactory
 from lm_eval.tasks._index import Entry, Kind
 
 from keepset.bench.tasks.catalogue import Settings
-from keepset.bench.tasks.data import rows
-from keepset.bench.tasks.extra import extra
+from keepset.bench.tasks.data import extra, records
 from keepset.bench.tasks.hub import loading
 from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task
 from keepset.errors import KeepsetError
@@ -251,7 +250,7 @@ def _read(data: Path, files: dict[str, str], **_: Any) -> Any:
     """A data set for every split; every line must have the first one's fields."""
     splits = {}
     for split, name in files.items():
-        found = rows(data, name)
+        found = records(data, name)
         for row in found:
             if missing := found[0].fields.keys() - row.fields.keys():
                 row.first(*sorted(missing))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from keepset import texts
-from keepset.bench.tasks.extra import extra
+from keepset.bench.tasks.data import extra
 from keepset.bench.tasks.ruler_draws import Draw, Draws, cut, seeded
 from keepset.errors import KeepsetError
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 
-from keepset.bench.tasks.extra import extra
+from keepset.bench.tasks.data import extra
 
 QUESTION = "\nQuestion:"
 

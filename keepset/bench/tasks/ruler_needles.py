@@ -12,7 +12,7 @@ from typing import Literal
 from uuid import UUID
 
 from keepset import texts
-from keepset.bench.tasks.extra import extra
+from keepset.bench.tasks.data import extra
 from keepset.bench.tasks.ruler_draws import Draw, Draws
 
 

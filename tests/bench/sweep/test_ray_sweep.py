@@ -19,7 +19,8 @@ from keepset.bench.sweep.ray_sweep import Loads
 from keepset.bench.sweep.runner import Runner
 from keepset.bench.sweep.store import Store
 from keepset.bench.sweep.sweep import Grid, Skipped
-from keepset.bench.tasks.catalogue import Settings, find
+from keepset.bench.tasks.catalogue import Settings
+from keepset.bench.tasks.find import find
 from keepset.bench.tasks.task import Example, Task
 from keepset.errors import KeepsetError
 from keepset.recipe import Recipe
