@@ -34,9 +34,16 @@ def of_full_tier(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     return {item for item in items if item.get_closest_marker("full")}.union(*map(_off_diagonal, crossed.values()))
 
 
-def _off_diagonal(items: list[pytest.Function]) -> set[pytest.Function]:
-    """All but enough combinations that each value of each parameter is in one."""
-    places = [item.callspec.indices for item in items]
-    sizes = {name: 1 + max(place[name] for place in places) for name in places[0]}
-    diagonal = [{name: k % size for name, size in sizes.items()} for k in range(max(sizes.values()))]
-    return {item for item, place in zip(items, places, strict=True) if place not in diagonal}
+def _off_diagonal(items: list[pytest.Function]) -> set[pytest.Item]:
+    """All but enough combinations that each value of each axis is in one."""
+    places: dict[pytest.Item, list[int]] = {item: [] for item in items}
+    sizes = []
+    for mark in items[0].iter_markers("parametrize"):
+        names = mark.args[0].replace(" ", "").split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        values: dict[tuple[int, ...], int] = {}
+        for item in items:
+            value = tuple(id(item.callspec.params[name]) for name in names)
+            places[item].append(values.setdefault(value, len(values)))
+        sizes.append(len(values))
+    diagonal = [[k % size for size in sizes] for k in range(max(sizes))]
+    return {item for item, place in places.items() if place not in diagonal}
