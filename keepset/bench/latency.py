@@ -108,11 +108,13 @@ def latency(
                 if timing.error is None:
                     try:
                         # A first, short one: thread pools, allocators and compiled kernels are nobody's cost.
-                        made = _generation(model, prompt, recipe, output_tokens if number else min(2, output_tokens))
+                        generation = _generation(
+                            model, prompt, recipe, output_tokens if number else min(2, output_tokens)
+                        )
                     except KeepsetError as error:
                         timing.error = str(error)
                     else:
-                        timing.rounds += [made] if number else []
+                        timing.rounds += [generation] if number else []
                 yield timings
 
 

@@ -81,7 +81,7 @@ def row(cells: Cells, baseline: Cells | None, examples: Collection[str]) -> Tabl
     """What a recipe's cells come to, beside those of what it is compared with."""
     first = next(iter(cells.values()))
     failures = [cell for cell in cells.values() if cell.outcome is None]
-    made = TableRow(
+    row = TableRow(
         task=first.task,
         recipe=first.recipe,
         method=first.method,
@@ -95,23 +95,23 @@ def row(cells: Cells, baseline: Cells | None, examples: Collection[str]) -> Tabl
     )
     outcomes = [cell.outcome for cell in cells.values() if cell.outcome is not None]
     if not outcomes:
-        return made
+        return row
     scores = by_example((example, cell.score) for (_, example), cell in cells.items())
-    made = replace(made, **_costs(outcomes), score=Figure.of(fmean(scores), intervals.of_score(scores)))
+    row = replace(row, **_costs(outcomes), score=Figure.of(fmean(scores), intervals.of_score(scores)))
     if baseline is None or not any(cell.outcome for cell in baseline.values()):
-        return made
+        return row
     both = [unit for unit in cells if unit in baseline]
     differences = by_example((unit[1], cells[unit].score - baseline[unit].score) for unit in both)
     if not differences:
-        return made
+        return row
     figure = Figure.of(fmean(differences), intervals.of_difference(differences))
-    return replace(made, difference=figure, pairs=len(differences))
+    return replace(row, difference=figure, pairs=len(differences))
 
 
 def average(group: str, rows: Sequence[TableRow], tasks: int) -> TableRow:
     """A recipe's rows on a group's tasks, each of which counts the same; without a score where it lacks one."""
     scored = [each for each in rows if each.score is not None]
-    made = TableRow(
+    row = TableRow(
         task=group,
         recipe=rows[0].recipe,
         method=rows[0].method,
@@ -126,10 +126,10 @@ def average(group: str, rows: Sequence[TableRow], tasks: int) -> TableRow:
         tasks_of=tasks,
     )
     if len(scored) < tasks:
-        return made
+        return row
     compared = all(each.difference is not None for each in scored)
     return replace(
-        made,
+        row,
         **_costs(scored),
         score=_mean(each.score for each in scored),
         difference=_mean(each.difference for each in scored) if compared else None,

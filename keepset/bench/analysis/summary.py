@@ -152,8 +152,8 @@ def _trades(name: str, tasks: Sequence[tuple[Mapping[str, Cells], Mapping[str, T
         everywhere = all(recipe in rows and rows[recipe].score is not None for _, rows in tasks)
         if everywhere and recipe != FULL and first.requested is not None:
             budgets.setdefault(first.method, []).append(recipe)
-    made = (_trade(name, method, recipes, tasks) for method, recipes in budgets.items() if len(recipes) > 1)
-    return [trade for trade in made if trade is not None]
+    trades = (_trade(name, method, recipes, tasks) for method, recipes in budgets.items() if len(recipes) > 1)
+    return [trade for trade in trades if trade is not None]
 
 
 def _trade(

@@ -79,10 +79,10 @@ def run(
             if not flying and claim is None:
                 time.sleep(POLL)
             for stream in _ready(flying):
-                made = _next(stream, flying[stream].task.name)
-                if isinstance(made, Skipped):
-                    skipped.append(made)
-                elif made is not None and store.save(made):
+                result = _next(stream, flying[stream].task.name)
+                if isinstance(result, Skipped):
+                    skipped.append(result)
+                elif result is not None and store.save(result):
                     on_cells(1)
                 else:
                     store.release(flying.pop(stream).key)

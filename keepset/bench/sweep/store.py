@@ -131,8 +131,10 @@ class Store:
         mine = self.configuration
         differs = [name for name, value in configuration.items() if mine.get(name) != value]
         if differs:
-            said = "; ".join(f"{name}: {_word(mine.get(name))}, not {_word(configuration[name])}" for name in differs)
-            raise KeepsetError(f"{str(self.path)!r} was begun otherwise ({said}): go on as there, or {_ADVICE}.")
+            difference = "; ".join(
+                f"{name}: {_word(mine.get(name))}, not {_word(configuration[name])}" for name in differs
+            )
+            raise KeepsetError(f"{str(self.path)!r} was begun otherwise ({difference}): go on as there, or {_ADVICE}.")
 
     def register(self, task: str, seed: int, ids: Sequence[str], digest: str) -> None:
         """Notes which examples a task has under a seed.
@@ -187,8 +189,8 @@ class Store:
         None where another process is at work on the group; that of a process that is gone is taken over.
         """
         with self._transaction() as database:
-            found = database.execute(f"SELECT token, host, pid, started, beat FROM claims WHERE {_GROUP}", key)
-            if (claim := found.fetchone()) is not None and self._is_held(*claim):
+            claims = database.execute(f"SELECT token, host, pid, started, beat FROM claims WHERE {_GROUP}", key)
+            if (claim := claims.fetchone()) is not None and self._is_held(*claim):
                 return None
             database.execute(f"DELETE FROM claims WHERE {_GROUP}", key)
             have = {name for (name,) in database.execute(f"SELECT recipe FROM cells WHERE {_GROUP}", key)}

@@ -141,10 +141,10 @@ def run(store: Store, groups: Sequence[Group], runner: Runs, on_cells: Callable[
             time.sleep(POLL)
             continue
         group, missing = claim
-        for made in work(runner, group, missing):
-            if isinstance(made, Skipped):
-                skipped.append(made)
-            elif store.save(made):
+        for result in work(runner, group, missing):
+            if isinstance(result, Skipped):
+                skipped.append(result)
+            elif store.save(result):
                 on_cells(1)
             else:
                 break

@@ -56,11 +56,11 @@ class LongBenchTask(Task):
 
     def judge(self, question: Question, reply: Reply) -> dict[str, float]:
         """The best score of all right answers."""
-        said = str(reply)
+        answer = str(reply)
         if self._data_set in _FIRST_LINE:
-            said = said.lstrip("\n").split("\n")[0]
+            answer = answer.lstrip("\n").split("\n")[0]
         module, _, function = self._config["process_results"].rpartition(".")
-        scores = getattr(extra(f"lm_eval.tasks.longbench.{module}"), function)(question.target, [said])
+        scores = getattr(extra(f"lm_eval.tasks.longbench.{module}"), function)(question.target, [answer])
         return {self.metric: float(scores[self.metric])}
 
     def _example(self, index: int, row: DataRecord) -> Example:
@@ -70,7 +70,7 @@ class LongBenchTask(Task):
         target = {"answers": row["answers"], "all_classes": row.fields.get("all_classes")}
         question = Question(render(after, fields), target=target)
         try:
-            right = isinstance(row["answers"], list) and all(self.judge(question, said) for said in row["answers"])
+            right = isinstance(row["answers"], list) and all(self.judge(question, answer) for answer in row["answers"])
         except (TypeError, AttributeError, IndexError):
             right = False
         if not right or not row["answers"]:
@@ -95,5 +95,5 @@ def _download(config: dict[str, Any]) -> list[DataRecord]:
 
     name = config["dataset_name"]
     with loading(name):
-        found: Iterable[Any] = extra("datasets").load_dataset(config["dataset_path"], name, split=config["test_split"])
-    return [DataRecord(f"{name}, row {number},", dict(fields)) for number, fields in enumerate(found, 1)]
+        items: Iterable[Any] = extra("datasets").load_dataset(config["dataset_path"], name, split=config["test_split"])
+    return [DataRecord(f"{name}, row {number},", dict(fields)) for number, fields in enumerate(items, 1)]

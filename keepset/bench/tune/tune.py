@@ -169,7 +169,7 @@ class Tuner:
     @property
     def full_found(self) -> tuple[float, Interval | None] | None:
         """Share of the facts that the full cache finds, and its interval over pieces; None where none are hidden."""
-        values = [fmean(found) for found in self._measurer.full_found.values() if found]
+        values = [fmean(facts) for facts in self._measurer.full_found.values() if facts]
         return (fmean(values), of_score(values)) if values else None
 
     def _runnable(self, recipes: Sequence[Recipe]) -> list[Recipe]:
@@ -239,14 +239,14 @@ class Tuner:
 
 
 def _row(entry: Contender, *, alive: bool) -> dict[str, Any]:
-    found = entry.found
+    share = entry.found
     return {
         "recipe": str(entry.recipe),
         "pieces": len(entry.figures),
         "finalist": alive,
         "kl": _figure(entry.kl),
         "top1": entry.mean("top1"),
-        **({} if found is None else {"found": _figure(found)}),
+        **({} if share is None else {"found": _figure(share)}),
         **{name: entry.mean(name) for name in _MEANS},
     }
 
