@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from keepset.errors import KeepsetError
+from keepset.errors import CorruptFileError, KeepsetError
 from keepset.texts import json_lines
 
 
@@ -57,7 +57,7 @@ def records(folder: Path, name: str) -> list[DataRecord]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
-        raise KeepsetError(f"{path.name} is not encoded in UTF-8: save it as such.") from None
+        raise CorruptFileError(f"{path.name} is not encoded in UTF-8: save it as such.") from None
     except OSError:
         raise KeepsetError(
             f"There is no {path.name} that can be read in {str(folder)!r}: put the data of {name} there, one JSON "
@@ -66,10 +66,10 @@ def records(folder: Path, name: str) -> list[DataRecord]:
     items = []
     for number, fields in json_lines(text):
         if fields is None:
-            raise KeepsetError(f"{path.name}, line {number}, is not a JSON object: write one on each line.")
+            raise CorruptFileError(f"{path.name}, line {number}, is not a JSON object: write one on each line.")
         items.append(DataRecord(f"{path.name}, line {number},", fields))
     if not items:
-        raise KeepsetError(f"{path.name} is empty: put one JSON object on each line.")
+        raise CorruptFileError(f"{path.name} is empty: put one JSON object on each line.")
     return items
 
 
