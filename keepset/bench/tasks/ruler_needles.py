@@ -18,7 +18,7 @@ from keepset.bench.tasks.ruler_draws import Draw, Draws
 
 @dataclass(frozen=True)
 class Needles(Draws):
-    """Values of keys that are chosen for, in a haystack of noise, of essays, or of other needles.
+    """Values of keys that are asked for, in a haystack of noise, of essays, or of other needles.
 
     The harness's own is not used, because importing it fetches data for a tokenizer of sentences; what it says is what
     the paper says.
