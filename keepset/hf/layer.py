@@ -19,7 +19,7 @@ from keepset.hf.forward import Forward
 from keepset.hf.mask import KeepsetLength
 from keepset.hf.phases import DecodingPhase, LayerEvent, PromptPhase
 from keepset.hf.store import EntryStore
-from keepset.kernels.attention import attend
+from keepset.kernels.attention import ragged_attention
 from keepset.kernels.columns import causal_attention
 
 
@@ -99,7 +99,7 @@ class KeepLayer(CacheLayerMixin):
         else:
             self.store.append(forward.key, forward.value, forward.positions, forward.valid)
             at = forward.positions if forward.length > 1 else None
-            output = attend(forward.query, self.store.spans(), forward.key.shape[1], forward.scaling, at)
+            output = ragged_attention(forward.query, self.store.spans(), forward.key.shape[1], forward.scaling, at)
         event = None if self.phase is None else self.phase.take(forward, self.store)
         if self.prompt is not None and self.decoding is not None:
             self.decoding.record(forward)
