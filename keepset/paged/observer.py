@@ -10,12 +10,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from keepset.core.observation import HiddenMoments, QueryMoments, Rotate
+from keepset.core.rope import RotaryTable
 from keepset.core.statistics import load
 from keepset.kernels.moments import Moments
 from keepset.paged.pages import Pages
 from keepset.paged.planner import Chunk, Event, Planner
 from keepset.paged.prompt import Prompt
-from keepset.paged.rotation import Rotation
 from keepset.vllm.hidden_states import LayerInput
 
 
@@ -31,7 +31,7 @@ class Observer:
     """
 
     def __init__(
-        self, planner: Planner, place: int, scaling: float, rotation: Rotation | None, source: LayerInput | None
+        self, planner: Planner, place: int, scaling: float, rotation: RotaryTable | None, source: LayerInput | None
     ) -> None:
         self._place, self._windows, self._needs = place, planner.windows, planner.needs
         self._scaling, self._rotation, self._source = scaling, rotation, source
@@ -109,7 +109,7 @@ class Observer:
     def _rotate(self, event: Event) -> Rotate:
         rotation = self._rotation
         assert rotation is not None
-        return lambda rows, future: rotation.ahead(rows, event.at, future)
+        return lambda rows, future: rotation.rotate_ahead(rows, event.at, future)
 
     def _future_queries(self, event: Event) -> Rotate:
         source, rotate = self._source, self._rotate(event)

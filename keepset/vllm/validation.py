@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from keepset.core.statistics import load
 from keepset.errors import KeepsetError
-from keepset.hf.cache import check_schedule
 from keepset.paged.grouping import one_table
+from keepset.recipe import Recipe, check_schedule
 from keepset.vllm.settings import CONNECTOR
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from keepset.recipe import Recipe
 
 SUPPORTED = ("0.32",)
 """vLLM versions that keepset is tested with."""
