@@ -65,7 +65,7 @@ class Scenario:
         }
         if self.recipe is not None:
             engine["additional_config"] = {"keepset": self.recipe}
-            import tests.vllm.methods  # noqa: F401
+            import tests.paged.methods  # noqa: F401
             from keepset.vllm.validation import CONNECTOR
 
             if not Recipe.parse(self.recipe).method.fixed_total:

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-import tests.vllm.methods  # noqa: F401  # here, so that processes that are spawned from this one know them too
+import tests.paged.methods  # noqa: F401  # here, so that processes that are spawned from this one know them too
 
 
 class Watch:
@@ -223,7 +223,7 @@ def load_vllm() -> None:
 
     # A search through all names of all modules for kernels to replace.
     CpuPlatform.register_triton_kernel_overrides()
-    CpuPlatform.register_triton_kernel_overrides = lambda: None
+    CpuPlatform.register_triton_kernel_overrides = lambda _: None
     # Nothing that has been imported is garbage: to look through it takes longer than an engine's start.
     gc.collect()
     gc.freeze()
@@ -271,9 +271,11 @@ def fork(job: dict[str, Any]) -> int:
 
 
 def main() -> None:
+    codes = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever vLLM has to say
     load_vllm()
     for line in sys.stdin:
-        print(fork(json.loads(line)), flush=True)
+        print(fork(json.loads(line)), file=codes, flush=True)
 
 
 if __name__ == "__main__":
