@@ -172,7 +172,7 @@ def test_scores_where_heads_hold_different_entries(
         observe(shape, window=WINDOW, layer=i, layers=range(layers), seed=i, dtype=dtype, positions=positions())
         for i in range(layers)
     ]
-    received = method._received(observations)
+    received = method.received_attention(observations)
     for layer, seen in enumerate(observations):
         row = torch.zeros(shape.batch, dtype=torch.long)
         scores = method._utility(seen, received, tables, row)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 from keepset import KeepSet
-from keepset.bench.analysis.snapshot import Snapshot
+from keepset.bench.analysis.diagnostics import Snapshot
 from keepset.core.keep_set import LayerKeepSet
 
 Sets = list[list[list[set[int]]]]  # [layer][request][head] -> kept positions

@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from keepset import KeepsetError
-from keepset.bench.analysis.bursts import dropped, gone, longest_run
-from keepset.bench.analysis.middle import middle_retention
-from keepset.bench.analysis.wipeout import wipeout_rate
+from keepset.bench.analysis.diagnostics import dropped, gone, longest_run, middle_retention, wipeout_rate
 from tests.bench.analysis.events import Event, histories, same
 from tests.tiers import examples
 

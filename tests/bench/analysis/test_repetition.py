@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepset import KeepsetError
-from keepset.bench.analysis.repetition import repetition_rate
+from keepset.bench.analysis.diagnostics import repetition_rate
 from tests.tiers import examples
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 
 from keepset import KeepsetError
-from keepset.bench.analysis.stability import by_depth, retained_iou
+from keepset.bench.analysis.diagnostics import by_depth, retained_iou
 from tests.bench.analysis.events import Event, histories, same
 from tests.tiers import examples
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import keepset
-from keepset.bench.analysis.repetition import repetition_rate
-from keepset.bench.sweep.generation import Ending, generate, picker
+from keepset.bench.analysis.diagnostics import repetition_rate
+from keepset.bench.generation import Ending, generate, picker
 from keepset.bench.tasks.task import Generation
 from keepset.hf.cache import Cache
 from keepset.hf.join import join
