@@ -78,7 +78,7 @@ def test_segments_of_every_layer() -> None:
     trace = tracer.trace
     assert [mine.length for mine in trace.events] == [19, 23]
     for mine, entries in zip(trace.events, (19, 13), strict=True):
-        assert list(mine.segments) == [0, 1, 2, 3]
+        assert list(mine.segments) == [0, 1]
         for head in (head for heads in mine.segments.values() for head in heads):
             assert head.ends.tolist() == [entries // 2, entries]
             assert head.quotas.tolist() == [4, 5] and head.mass.shape == (entries,)
@@ -93,7 +93,7 @@ def test_figures_are_means_over_sets() -> None:
     told = figures(trace, region=3)
     lengths = [24, 29, 34, 39]
     assert [row["length"] for row in told["events"]] == lengths
-    layers, heads = 4, 2
+    layers, heads = 2, 2
     kept = [
         [[set(mine.keep_set.positions(i, 0, h).tolist()) for h in range(heads)] for i in range(layers)]
         for mine in trace.events
@@ -132,7 +132,7 @@ def test_figures_are_means_over_sets() -> None:
     assert [row["kept"] for row in told["events"]] == [layers * heads * 8] * 4
     assert [row["entries"] for row in told["events"]] == [layers * heads * n for n in (24, 13, 13, 13)]
     assert told["repetition"] == repetition_rate(trace.ids[24:])
-    assert told["segments"] is None and told["layers"] == [0, 1, 2, 3] and told["kv_heads"] == 2
+    assert told["segments"] is None and told["layers"] == [0, 1] and told["kv_heads"] == 2
 
 
 def test_no_event_has_no_figures() -> None:
@@ -150,7 +150,7 @@ def test_segments_of_ams_are_those_that_it_kept_by() -> None:
     tracer.follow(prompt(1, 60)[0], 30)
     trace = tracer.trace
     assert [mine.length for mine in trace.events] == [30, 36, 42, 48, 54, 60]
-    held = {(layer, head): list(range(30)) for layer in range(4) for head in range(2)}
+    held = {(layer, head): list(range(30)) for layer in range(2) for head in range(2)}
     for mine in trace.events:
         for (layer, head), positions in held.items():
             told = mine.segments[layer][head]
