@@ -13,6 +13,7 @@ from torch import Tensor
 from keepset.allocators.layers import LayerAllocator, divide
 from keepset.core.method import parameter
 from keepset.core.observation import Needs, Observation
+from keepset.core.ranking import Ranking
 
 
 @dataclass(frozen=True)
@@ -42,16 +43,12 @@ class ZigZag(LayerAllocator):
         return self.scorer.needs | Needs(window=self.window)
 
     def divided(
-        self,
-        observations: Sequence[Observation],
-        ranked: Sequence[Float[Tensor, "batch kv_heads _"]],
-        rest: Int[Tensor, " batch"],
-        room: Int[Tensor, "batch layers"],
+        self, rankings: Sequence[Ranking], rest: Int[Tensor, " batch"], room: Int[Tensor, "batch layers"]
     ) -> Int[Tensor, "batch layers"]:
         """By uncertainty, above what every layer gets."""
-        minima = torch.stack([self._minimum(seen) for seen in observations], -1)
+        minima = torch.stack([self._minimum(ranking.observation) for ranking in rankings], -1)
         uncertainty = minima / minima.sum(-1, keepdim=True)
-        return divide(torch.lerp(uncertainty, torch.full_like(uncertainty, 1 / len(ranked)), self.floor), rest, room)
+        return divide(torch.lerp(uncertainty, torch.full_like(uncertainty, 1 / len(rankings)), self.floor), rest, room)
 
     def _minimum(self, observation: Observation) -> Float[Tensor, " batch"]:
         """A layer's minimum budget to maintain attention."""

@@ -388,7 +388,7 @@ class Observation:
 
     def keep(self, mask: Bool[Tensor, "batch kv_heads entries"]) -> KeepSet:
         """The KeepSet of the entries where `mask` is true; holes are left out."""
-        kept = LayerKeepSet.from_mask(self.layer, mask & self.valid, self.positions, self.entry_bytes)
+        kept = LayerKeepSet.from_mask(self.layer, mask & self.valid, self.positions, self.entry_bytes, self.state)
         return KeepSet([kept])
 
     def _first_unseen(self, at: Int[Tensor, "batch window"]) -> int:

@@ -299,5 +299,5 @@ def _as_found(observation: Observation) -> Observation:
 
 def _execute(layer: KeepLayer, observation: Observation, keep_set: KeepSet) -> LayerKeepSet:
     kept = keep_set.layer(layer.index)
-    layer.execute(kept, observation.state)
+    layer.execute(kept)
     return kept.settled()

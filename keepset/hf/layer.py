@@ -239,10 +239,10 @@ class KeepLayer(CacheLayerMixin):
             self.owner.forwarded()
         return output
 
-    def execute(self, kept: LayerKeepSet, state: dict[str, Tensor]) -> None:
+    def execute(self, kept: LayerKeepSet) -> None:
         """Keeps exactly these entries of the observed ones, and frees the rest."""
         assert self._held is not None
-        self.store = EntryStore.pack({**self._held, **state}, kept.indices, kept.counts)
+        self.store = EntryStore.pack({**self._held, **kept.state}, kept.indices, kept.counts)
         self._held = None
         if self._beyond is not None:
             beyond, self._beyond = self._beyond, None

@@ -15,6 +15,7 @@ from keepset.core.keep_set import KeepSet
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Needs, Observation
 from keepset.core.select import ranked_scores, top_mask
+from keepset.core.shapes import Quotas, Scores
 from keepset.core.tables import Tables, load, neutral, say_neutral
 
 THRESHOLD = 0.9
@@ -88,7 +89,7 @@ class CompilerKV(Method):
         """The window."""
         return self.window
 
-    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+    def score(self, observation: Observation) -> Scores:
         """Equation 10 for a layer that is alone, under the tables' smallest budget."""
         tables = self._tables(observation)
         first = tables.budgets.new_zeros(len(observation.keys), device=observation.keys.device)
@@ -146,7 +147,7 @@ class CompilerKV(Method):
         received: Float[Tensor, "batch positions"],
         tables: Tables,
         row: Int[Tensor, " batch"],
-    ) -> Float[Tensor, "batch kv_heads entries"]:
+    ) -> Scores:
         """Equations 9 and 10."""
         weights = tables.weights.to(row.device)[row, observation.depth]
         if not self.head_table:
@@ -196,7 +197,7 @@ def _places(observation: Observation, longest: int) -> Int[Tensor, "batch kv_hea
     return observation.positions.long().clamp(0, longest - 1)
 
 
-def _relative_norms(observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+def _relative_norms(observation: Observation) -> Scores:
     """Equation 7: lengths of values, over their mean in the head."""
     norms = torch.linalg.vector_norm(observation.values.float(), dim=-1).masked_fill(~observation.valid, 0.0)
     mean = norms.sum(-1, keepdim=True) / observation.valid.sum(-1, keepdim=True)
@@ -204,9 +205,7 @@ def _relative_norms(observation: Observation) -> Float[Tensor, "batch kv_heads e
     return torch.where(mean == 0, 1.0, norms / mean)
 
 
-def candidates(
-    observation: Observation, budget: Budget, threshold: Float[Tensor, " batch"]
-) -> Int[Tensor, "batch kv_heads"]:
+def candidates(observation: Observation, budget: Budget, threshold: Float[Tensor, " batch"]) -> Quotas:
     """What always stays, and how many of the rest rank above the threshold; of these one in any case."""
     existing = observation.valid
     always = ((budget.is_sink(observation) | budget.is_recent(observation)) & existing).sum(-1)

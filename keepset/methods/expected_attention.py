@@ -11,6 +11,7 @@ from torch import Tensor
 
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Needs, Observation, QueryMoments
+from keepset.core.shapes import Scores
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class ExpectedAttention(Method):
         """The tokens that the statistics leave out."""
         return self.skip
 
-    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+    def score(self, observation: Observation) -> Scores:
         """Expected attention times the norm of the value."""
         moments = self._measured(observation) if self.stats else observation.moments(self.skip)
         mean, covariance = moments.ahead(self.future)

@@ -10,10 +10,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from keepset.core.budget import Budget
+from keepset.core.keep_set import LayerKeepSet, Layout
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Needs, Observation
+from keepset.core.ranking import Ranking
 from keepset.core.select import top_mask
+from keepset.core.shapes import Scores
 from keepset.errors import KeepsetError
 from keepset.methods.noise import normal, stream
 
@@ -43,7 +45,7 @@ class GVote(Method):
     """
 
     name: ClassVar[str] = "gvote"
-    layout: ClassVar[str] = "head-ragged"
+    layout: ClassVar[Layout] = Layout.HEAD_RAGGED
     paper: ClassVar[str] = "arXiv:2509.03136"
     needs_budget: ClassVar[bool] = False
     counts_from_data: ClassVar[bool] = True
@@ -59,7 +61,7 @@ class GVote(Method):
         """The newest query, and moments of the hidden states."""
         return Needs(window=1, hidden_moments=frozenset({self.skip}))
 
-    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+    def score(self, observation: Observation) -> Scores:
         """Votes plus the samples' mean attention, which without a vote is below 1."""
         queries = observation.by_query_group(self.queries(observation))
         steps = self.step_budgets(observation)
@@ -71,15 +73,9 @@ class GVote(Method):
             scores += _best(logits, steps).sum((2, 3)) + logits.softmax(-1).sum((2, 3)) / (group * samples)
         return scores
 
-    def choose(
-        self,
-        observation: Observation,
-        budget: Budget,
-        ranked: Float[Tensor, "batch kv_heads entries"],
-        quotas: Int[Tensor, "batch kv_heads"],
-    ) -> Bool[Tensor, "batch kv_heads entries"]:
+    def choose(self, ranking: Ranking) -> LayerKeepSet:
         """Whatever has a vote or always stays, as far as a cap allows."""
-        return (ranked >= 1) & top_mask(ranked, quotas)
+        return ranking.keep((ranking.scores >= 1) & top_mask(ranking.scores, ranking.quotas))
 
     def step_budgets(self, observation: Observation) -> Int[Tensor, "batch kv_heads group"]:
         """B_step of every query head: how many entries the newest query needs."""

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from jaxtyping import Float
-from torch import Tensor
-
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Needs, Observation
+from keepset.core.shapes import Scores
 from keepset.methods.second_pass import SecondPassAttention
 
 _AGAIN = SecondPassAttention(statistic="rms", chunk=0)
@@ -63,7 +61,7 @@ class PromptQueries(Method):
         """Eight: neighbours, which no token asked from afar shows."""
         return 8
 
-    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+    def score(self, observation: Observation) -> Scores:
         """Root mean square of what would be received, and of what is."""
         scores = observation.by_query_group(observation.echo(self.stride).sqrt()).mean(2)
         return scores + _WEIGHT * _AGAIN.score(observation) if self.second_pass else scores

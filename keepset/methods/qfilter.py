@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from jaxtyping import Float
-from torch import Tensor
-
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Needs, Observation
+from keepset.core.shapes import Scores
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class QFilter(Method):
         """The directions."""
         return Needs(statistics=frozenset({self.stats}))
 
-    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+    def score(self, observation: Observation) -> Scores:
         """The key's projection on its head's direction."""
         direction = observation.measured(self.stats).direction
         return (observation.keys.float() @ direction[..., None])[..., 0]

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Needs, Observation, SecondPass
+from keepset.core.shapes import QueryHeadScores, Scores
 from keepset.errors import KeepsetError
 
 
@@ -57,7 +56,7 @@ class SecondPassAttention(Method):
             return Needs(columns=columns, output_projection=projected)
         return Needs(second_passes=frozenset({self._second_pass}), output_projection=projected)
 
-    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+    def score(self, observation: Observation) -> Scores:
         """Equations 14 to 16."""
         received = self._received(observation)
         if self.values == "projected":
@@ -77,7 +76,7 @@ class SecondPassAttention(Method):
     def _second_pass(self) -> SecondPass:
         return SecondPass(frozenset({_COLUMN[self.statistic]}), self.chunk, repeat=self.task == "repeat")
 
-    def _received(self, observation: Observation) -> Float[Tensor, "batch query_heads entries"]:
+    def _received(self, observation: Observation) -> QueryHeadScores:
         """Equation 14."""
         column = _COLUMN[self.statistic]
         if self.task == "self":

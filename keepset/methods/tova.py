@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from jaxtyping import Float
-from torch import Tensor
-
 from keepset.core.method import Method
 from keepset.core.observation import Needs, Observation
+from keepset.core.shapes import Scores
 
 
 @dataclass(frozen=True)
@@ -34,6 +32,6 @@ class TOVA(Method):
         """The newest token."""
         return 1
 
-    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+    def score(self, observation: Observation) -> Scores:
         """Mean attention of the newest query."""
         return observation.mean_over_heads(observation.by_query_group(observation.window_usage(1)).mean(2))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Needs, Observation
+from keepset.core.shapes import Scores
 from keepset.core.statistics import LayerStatistics
 
 
@@ -47,7 +48,7 @@ class TriAttention(Method):
         """Centres and norms of the queries, and the frequencies."""
         return Needs(statistics=frozenset({self.stats}))
 
-    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+    def score(self, observation: Observation) -> Scores:
         """Standardised per query head; of a group the largest."""
         measured, keys = observation.measured(self.stats), observation.keys.float()
         offsets = 2 ** torch.arange(self.horizon.bit_length(), device=keys.device)

@@ -140,7 +140,7 @@ class Naive:
                 chosen = keep_set.positions(seen.layer, 0, head).tolist()
                 assert set(chosen) <= set(kept)
                 layer.kept[head] = chosen + [p for p in kept if p >= point]
-                for name, column in seen.state.items():
+                for name, column in keep_set.layer(seen.layer).state.items():
                     layer.state.setdefault(name, torch.zeros(len(layer.kept), 1000))
                     exists = seen.valid[0, head]
                     layer.state[name][head, seen.positions[0, head, exists]] = column[0, head, exists]
@@ -241,8 +241,10 @@ class Habit(Method):
         worth = observation.state.get("worth", torch.zeros_like(now))
         age = observation.state.get("age", torch.zeros_like(now))
         self.ages.update(age[observation.valid].tolist())
-        observation.state["worth"], observation.state["age"] = 0.7 * worth + now, age + 1
-        return observation.state["worth"]
+        return 0.7 * worth + now
+
+    def remember(self, observation: Observation, scores: Tensor) -> dict[str, Tensor]:
+        return {"worth": scores, "age": observation.state.get("age", torch.zeros_like(scores)) + 1}
 
 
 @dataclass(frozen=True)

@@ -69,5 +69,7 @@ class Loud(Method):
         stayed = observation.state.get("stayed")
         stayed = observation.keys.new_zeros(observation.valid.shape) if stayed is None else stayed
         attention = observation.by_query_group(observation.window_attention(self.window)).amax((2, 3))
-        observation.state["stayed"] = stayed + 1
         return attention * observation.values.float().norm(dim=-1) * (1 + stayed)
+
+    def remember(self, observation: Observation, scores: Tensor) -> dict[str, Tensor]:
+        return {"stayed": observation.state.get("stayed", torch.zeros_like(scores)) + 1}

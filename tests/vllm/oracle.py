@@ -6,7 +6,7 @@ It takes the steps that the engine took, with the engine's own tokens, and knows
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -200,7 +200,7 @@ class Oracle:
             if not method.fixed_total and not self._fits(layer, [len(head) for head in answer], at, length):
                 left.append(index)
                 continue
-            self._remember(index, layer.heads, observations[index].state)
+            self._remember(index, layer.heads, chosen.layer(index).state)
             newer = [[position for position in head.positions if position >= at] for head in layer.heads]
             layer.heads = [head.only(stay + new) for head, stay, new in zip(layer.heads, answer, newer, strict=True)]
         if kept:
@@ -280,7 +280,7 @@ class Oracle:
         cos, sin = self.model.model.rotary_emb(unit, torch.arange(at, at + future)[None])
         return sum(unit * cos[0, t] + rotate_half(unit) * sin[0, t] for t in range(future)) / future
 
-    def _remember(self, index: int, heads: list[Head], state: dict[str, Tensor]) -> None:
+    def _remember(self, index: int, heads: list[Head], state: Mapping[str, Tensor]) -> None:
         self._memory[index] = {
             name: [
                 dict(zip(head.positions, column[0, number].tolist(), strict=False)) for number, head in enumerate(heads)
