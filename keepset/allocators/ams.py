@@ -11,9 +11,11 @@ from torch import Tensor
 
 from keepset.allocators import segments
 from keepset.core.budget import Budget
+from keepset.core.feature import Needs
+from keepset.core.features.recent_queries import RecentQueries
 from keepset.core.keep_set import LayerKeepSet
 from keepset.core.method import Allocator, parameter
-from keepset.core.observation import Needs, Observation
+from keepset.core.observation import Observation
 from keepset.core.ranking import Ranking
 from keepset.core.shapes import Quotas, Scores
 from keepset.errors import KeepsetError
@@ -93,7 +95,7 @@ class AMS(Allocator):
     @property
     def needs(self) -> Needs:
         """The window's queries, and what the scorer needs."""
-        return self.scorer.needs | Needs(window=self.window if self._uses_mass else 0)
+        return self.scorer.needs | Needs(*([RecentQueries(self.window)] if self._uses_mass else []))
 
     @property
     def sinks(self) -> int:

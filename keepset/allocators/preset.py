@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from keepset.core.budget import Budget
+from keepset.core.feature import Needs
 from keepset.core.keep_set import KeepSet, Layout
 from keepset.core.method import Method
-from keepset.core.observation import Needs, Observation
+from keepset.core.observation import Observation
 from keepset.core.shapes import Scores
 
 

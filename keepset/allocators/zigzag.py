@@ -11,8 +11,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.allocators.layers import LayerAllocator, divide
+from keepset.core.feature import Needs
+from keepset.core.features.recent_queries import RecentQueries
 from keepset.core.method import parameter
-from keepset.core.observation import Needs, Observation
+from keepset.core.observation import Observation
 from keepset.core.ranking import Ranking
 
 
@@ -40,7 +42,7 @@ class ZigZag(LayerAllocator):
     @property
     def needs(self) -> Needs:
         """The window's queries, and what the scorer needs."""
-        return self.scorer.needs | Needs(window=self.window)
+        return self.scorer.needs | Needs(RecentQueries(self.window))
 
     def divided(
         self, rankings: Sequence[Ranking], rest: Int[Tensor, " batch"], room: Int[Tensor, "batch layers"]

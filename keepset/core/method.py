@@ -13,8 +13,9 @@ from typing import Any, ClassVar, get_type_hints
 from torch import Tensor
 
 from keepset.core.budget import Budget
+from keepset.core.feature import Needs
 from keepset.core.keep_set import KeepSet, LayerKeepSet, Layout
-from keepset.core.observation import Needs, Observation
+from keepset.core.observation import Observation
 from keepset.core.ranking import Ranking
 from keepset.core.select import ranked_scores
 from keepset.core.shapes import Quotas, Scores

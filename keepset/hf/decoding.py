@@ -8,7 +8,6 @@ from typing import Any
 from jaxtyping import Int
 from torch import Tensor
 
-from keepset.core.observation import Needs
 from keepset.hf.accumulate import Accumulators, Chunk
 from keepset.hf.attention_hooks import LayerInput
 from keepset.hf.forward import Forward

@@ -12,7 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from keepset.core.keep_set import LayerKeepSet
-from keepset.core.observation import Needs, Observation
+from keepset.core.observation import Observation
 from keepset.core.schedule import Schedule
 from keepset.core.statistics import Statistics
 from keepset.errors import KeepsetError

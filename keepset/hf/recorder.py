@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keepset.core.observation import Needs, Observation, SecondPass
+from keepset.core.observation import Observation
 from keepset.hf.layer import KeepLayer
 from keepset.hf.prompt_cache import PromptCache
 from keepset.hf.second_pass import way

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import CacheLayerMixin
 
-from keepset.core.observation import Needs, Observation, SecondPass, SecondPassColumns
+from keepset.core.observation import Observation
 from keepset.errors import KeepsetError
 from keepset.hf.attention import hand_over
 from keepset.hf.layer import KeepLayer

@@ -11,9 +11,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.core.budget import Budget
+from keepset.core.feature import Needs
+from keepset.core.features.perplexity import Perplexity
+from keepset.core.features.recent_queries import RecentQueries
 from keepset.core.keep_set import KeepSet
 from keepset.core.method import Method, parameter
-from keepset.core.observation import Needs, Observation
+from keepset.core.observation import Observation
 from keepset.core.select import ranked_scores, top_mask
 from keepset.core.shapes import Quotas, Scores
 from keepset.core.tables import Tables, load, neutral, say_neutral
@@ -72,7 +75,8 @@ class CompilerKV(Method):
         """The window's queries, and its perplexity where that decides something."""
         if self._reads and self.tables:
             load(self.tables)  # or its own sentence, before a prompt has run for nothing
-        return Needs(window=self.window, perplexity=frozenset({self.window} if self._gated else ()))
+        window = Needs(RecentQueries(self.window))
+        return window | Needs(Perplexity(self.window)) if self._gated else window
 
     @property
     def equal_layers(self) -> bool:
@@ -189,7 +193,7 @@ class CompilerKV(Method):
         """Equations 11 to 13: the entropy of what is received, and the window's perplexity."""
         share = received / received.sum(-1, keepdim=True)
         entropy = -torch.xlogy(share, share).sum(-1)
-        return entropy, observation.perplexity(self.window).to(entropy.device)
+        return entropy, observation[Perplexity(self.window)].to(entropy.device)
 
 
 def _places(observation: Observation, longest: int) -> Int[Tensor, "batch kv_heads entries"]:

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from keepset.core.budget import Budget, share_of
+from keepset.core.feature import Needs
+from keepset.core.features.model_statistics import ModelStatistics
 from keepset.core.keep_set import Layout
 from keepset.core.method import Method, parameter
-from keepset.core.observation import Needs, Observation
+from keepset.core.observation import Observation
 from keepset.core.shapes import Quotas, Scores
 
 
@@ -38,7 +40,7 @@ class DuoAttention(Method):
     @property
     def needs(self) -> Needs:
         """The gates."""
-        return Needs(statistics=frozenset({self.stats}))
+        return Needs(ModelStatistics(self.stats))
 
     @property
     def equal_layers(self) -> bool:
@@ -61,7 +63,7 @@ class DuoAttention(Method):
 
     def quotas(self, observation: Observation, budget: Budget) -> Quotas:
         """Everything for retrieval heads, what streaming heads have for the others."""
-        gates = observation.retrieval(self.stats)
+        gates = ModelStatistics(self.stats).retrieval(observation)
         existing, lengths, heads = observation.valid.sum(-1), observation.lengths, gates.numel()
         if budget.keep is None:
             return existing

@@ -6,11 +6,15 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from keepset.core.budget import Budget, share_of
+from keepset.core.feature import Needs
+from keepset.core.features.attention_columns import AttentionColumns, Statistic
 from keepset.core.method import Method, parameter
-from keepset.core.observation import Needs, Observation
+from keepset.core.observation import Observation
 from keepset.core.ranking import Ranking
 from keepset.core.select import RECENT_RANK
 from keepset.core.shapes import Quotas, Scores
+
+_RECEIVED = AttentionColumns(Statistic.SUM)
 
 
 @dataclass(frozen=True)
@@ -32,11 +36,11 @@ class H2O(Method):
     @property
     def needs(self) -> Needs:
         """Column sums of the prompt's attention."""
-        return Needs(columns=frozenset({"sum"}))
+        return Needs(_RECEIVED)
 
     def score(self, observation: Observation) -> Scores:
         """Attention received."""
-        return observation.by_query_group(observation.columns("sum")).sum(2)
+        return observation.by_query_group(observation[_RECEIVED]).sum(2)
 
     def ranked(self, observation: Observation, budget: Budget, quotas: Quotas) -> Ranking:
         """The newest share of the quota above every heavy hitter."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from keepset.core.feature import Needs
+from keepset.core.features.model_statistics import ModelStatistics
 from keepset.core.method import Method, parameter
-from keepset.core.observation import Needs, Observation
+from keepset.core.observation import Observation
 from keepset.core.shapes import Scores
 
 
@@ -32,9 +34,9 @@ class QFilter(Method):
     @property
     def needs(self) -> Needs:
         """The directions."""
-        return Needs(statistics=frozenset({self.stats}))
+        return Needs(ModelStatistics(self.stats))
 
     def score(self, observation: Observation) -> Scores:
         """The key's projection on its head's direction."""
-        direction = observation.measured(self.stats).direction
+        direction = ModelStatistics(self.stats).layer(observation).direction
         return (observation.keys.float() @ direction[..., None])[..., 0]

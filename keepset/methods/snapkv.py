@@ -7,8 +7,10 @@ from typing import ClassVar
 
 import torch.nn.functional as F
 
+from keepset.core.feature import Needs
+from keepset.core.features.recent_queries import RecentQueries
 from keepset.core.method import Method, parameter
-from keepset.core.observation import Needs, Observation
+from keepset.core.observation import Observation
 from keepset.core.shapes import Scores
 
 
@@ -30,7 +32,7 @@ class SnapKV(Method):
     @property
     def needs(self) -> Needs:
         """The window's queries."""
-        return Needs(window=self.window)
+        return Needs(RecentQueries(self.window))
 
     @property
     def recent(self) -> int:

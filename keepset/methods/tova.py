@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from keepset.core.feature import Needs
+from keepset.core.features.recent_queries import RecentQueries
 from keepset.core.method import Method
-from keepset.core.observation import Needs, Observation
+from keepset.core.observation import Observation
 from keepset.core.shapes import Scores
 
 
@@ -25,7 +27,7 @@ class TOVA(Method):
     @property
     def needs(self) -> Needs:
         """The newest query."""
-        return Needs(window=1)
+        return Needs(RecentQueries(1))
 
     @property
     def recent(self) -> int:

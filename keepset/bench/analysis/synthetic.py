@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keepset.core.observation import Needs
+from keepset.core.feature import Needs
 from keepset.core.select import top_mask
 from keepset.errors import KeepsetError
 from keepset.hf.recorder import Recorder

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 import keepset
-from keepset.core.observation import Needs, Observation
+from keepset.core.feature import Needs
+from keepset.core.observation import Observation
 from keepset.core.statistics import LayerStatistics, Statistics
 from keepset.errors import KeepsetError
 from keepset.hf.layer import KeepLayer
