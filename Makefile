@@ -6,7 +6,7 @@ BIN := .venv/bin
 # Two processes of one thread: with two threads each they would wait for one another most of the time.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
 
-.PHONY: setup setup-vllm demo test test-vllm check format bench clean
+.PHONY: setup setup-vllm demo test test-all check format bench clean
 
 setup: .venv/.ready
 
@@ -31,11 +31,13 @@ setup-vllm: .venv/.ready-vllm
 demo: setup
 	$(BIN)/keepset demo
 
+# The fast tier; without vLLM, its plug-in's tests say that they were skipped.
 test: setup
-	$(PYTEST) --ignore tests/vllm
+	$(PYTEST)
 
-test-vllm: setup-vllm
-	$(PYTEST) tests/vllm
+# Everything.
+test-all: setup-vllm
+	$(PYTEST) --full
 
 check: setup
 	$(BIN)/ruff check .

@@ -15,7 +15,7 @@ from keepset.core.keep_set import KeepSet
 from keepset.core.method import Allocator, Method
 from keepset.core.observation import Observation
 from keepset.core.schedule import Schedule
-from keepset.errors import KeepsetError
+from keepset.errors import KeepsetError, RecipeError
 from keepset.registry import METHODS
 
 _BUDGET = tuple(f.name for f in dataclasses.fields(Budget))
@@ -152,6 +152,19 @@ class Recipe:
                 f"{self} says not how much to keep: write {self.with_keep(0.25)}; for keep, {KEEP_HELP}."
             )
         return self
+
+
+def check_schedule(recipe: Recipe) -> None:
+    """Refuses to compress while decoding by a method that looks at what is gone by then.
+
+    Raises:
+        RecipeError: says what it looks at.
+    """
+    if recipe.schedule.every is None:
+        return
+    for feature in recipe.method.needs:
+        if feature.prompt_only:
+            raise RecipeError(f"{recipe} {feature.prompt_only}: leave every= out.")
 
 
 _EXAMPLE = "write a method with its parameters, such as snapkv(keep=0.25) or adakv(snapkv, keep=512)"

@@ -1,12 +1,24 @@
-# First of all: only what is imported after this line is checked while it runs.
-from tests import typecheck
+# First of all: only what is imported of keepset after this line is checked while it runs.
+from tests import tiers, typecheck
 
-typecheck.install()
+if tiers.TYPECHECK:
+    typecheck.install()
 
-import pytest  # noqa: E402
-from transformers import PreTrainedModel, PreTrainedTokenizerBase  # noqa: E402
+import pytest
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from keepset import models  # noqa: E402
+from keepset import models
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="all tests, with more examples and types checked at run time")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not tiers.FULL:
+        left_out = tiers.of_full_tier(items)
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(scope="session")

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 from keepset.bench.cell import FULL
 from keepset.errors import KeepsetError
-from keepset.hf.cache import check_schedule
-from keepset.recipe import Recipe
+from keepset.recipe import Recipe, check_schedule
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from keepset.core.feature import Feature
+from keepset.core.shapes import QueryHeadScores
 
 Turn = Callable[[Tensor], Tensor]
 """From rows `[batch, query_heads, n, head_dim]` before rotation to the same at some rotation."""
@@ -146,9 +147,7 @@ class Accumulators:
         self.seconds[cost] += time.perf_counter() - start
 
 
-def widened(
-    columns: Sequence[Float[Tensor, "query_heads _"]], width: int
-) -> Float[Tensor, "batch query_heads entries"]:
+def widened(columns: Sequence[Float[Tensor, "query_heads _"]], width: int) -> QueryHeadScores:
     """One column statistic of several requests, zero where a request has no entry."""
     longest = max(width, *(column.shape[-1] for column in columns))
     return torch.stack([F.pad(column, (0, longest - column.shape[-1])) for column in columns])

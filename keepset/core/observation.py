@@ -34,7 +34,7 @@ class Observation:
         prompts: tokens of each request's prompt; all that it has had, unless said otherwise.
         query_positions: position of every window query; negative where the request is shorter than W.
         features: what was collected of everything else that the method needs; `observation[feature]` is its value.
-        scaling: what the model multiplies query-key products with; head_dim to the power of -0.5, unless said otherwise.
+        scaling: what the model multiplies query-key products with; head_dim ** -0.5, unless said otherwise.
         layer: this layer's index in the model.
         layers: indices of all layers that are compressed; for methods that depend on depth.
         state: the method's own numbers per entry, `[batch, kv_heads, entries]`, that it remembered at the event

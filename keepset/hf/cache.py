@@ -22,7 +22,7 @@ from keepset.errors import KeepsetError
 from keepset.hf import saved
 from keepset.hf.layer import KeepLayer
 from keepset.hf.prompt_cache import PromptCache
-from keepset.recipe import Recipe
+from keepset.recipe import Recipe, check_schedule
 
 if TYPE_CHECKING:
     import transformers
@@ -268,26 +268,6 @@ class Cache(PromptCache):
             )
             if self.schedule.every is None:
                 self.stop_watching()
-
-
-def check_schedule(recipe: Recipe) -> None:
-    """Refuses to compress while decoding by a method that looks at what is gone by then.
-
-    Raises:
-        KeepsetError: says what it looks at.
-    """
-    if recipe.schedule.every is None:
-        return
-    needs = recipe.method.needs
-    if needs.columns or needs.second_passes or needs.echoes:
-        raise KeepsetError(f"{recipe} looks at the attention of the whole prompt, and only there: leave every= out.")
-    if needs.perplexity:
-        raise KeepsetError(f"{recipe} looks at the prompt's perplexity, and only there: leave every= out.")
-    if needs.hidden_moments or (needs.query_moments and not needs.buffer):
-        raise KeepsetError(
-            f"{recipe} looks at moments over the whole prompt, and Needs(buffer=...) does not say over how many of "
-            "the newest queries to take them later: leave every= out."
-        )
 
 
 def _as_found(observation: Observation) -> Observation:

@@ -8,7 +8,8 @@ from typing import Any
 from jaxtyping import Int
 from torch import Tensor
 
-from keepset.hf.accumulate import Accumulators, Chunk
+from keepset.core.accumulate import Accumulators, Chunk
+from keepset.core.feature import Feature, Needs
 from keepset.hf.attention_hooks import LayerInput
 from keepset.hf.forward import Forward
 from keepset.hf.window import QueryWindow
@@ -29,7 +30,7 @@ class Decoding:
 
     def __init__(self, needs: Needs, every: int, prompt: int) -> None:
         self._needs, self._every = needs, every
-        self._size = max(needs.window, needs.buffer if needs.query_moments else 0)
+        self._size = max(needs.window, needs.buffer)
         self.next = prompt + every
         self.window = QueryWindow()
 
@@ -61,15 +62,11 @@ class Decoding:
 
     def parts(self, lengths: Int[Tensor, " batch"], scaling: float, layer_input: LayerInput | None) -> dict[str, Any]:
         """What the method looks at, as an Observation's keyword arguments; the layer's input is the newest."""
-        parts: dict[str, Any] = {}
-        newest = self.window.newest(self._needs.window) if self._needs.window else None
-        if newest is not None:
-            parts["queries"], parts["query_positions"] = newest.queries, newest.positions
+        features: dict[Feature[Any], Any] = {}
         buffer = self.window.newest(self._needs.buffer) if layer_input is not None else None
         if buffer is not None and layer_input is not None:
-            collector = Accumulators(Needs(query_moments=self._needs.query_moments))
-            recorded = layer_input.rotated_by(buffer.rotation)
-            chunk = Chunk(buffer.queries, [], buffer.positions, None, scaling, layer_input=recorded)
-            collector.add(chunk)
-            parts |= collector.parts(lengths)
-        return parts
+            newest = Accumulators(feature for feature in self._needs if feature.buffer)
+            source = layer_input.rotated_by(buffer.rotation)
+            newest.add(Chunk(buffer.queries, list, buffer.positions, None, scaling, source=source))
+            features = newest.values(lengths)
+        return {**self.window.parts(self._needs.window), "features": features}

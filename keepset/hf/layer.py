@@ -27,7 +27,7 @@ from keepset.hf.progress import Progress
 from keepset.hf.projection import output_projection
 from keepset.hf.store import EntryStore
 from keepset.hf.window import QueryWindow
-from keepset.kernels.attention import attend
+from keepset.kernels.attention import ragged_attention
 from keepset.kernels.columns import causal_attention
 
 
@@ -332,7 +332,7 @@ class KeepLayer(CacheLayerMixin):
     def _attend_store(self, forward: Forward) -> Tensor:
         assert self.store is not None
         at = forward.positions if forward.length > 1 else None
-        return attend(forward.query, self.store.spans(), forward.key.shape[1], forward.scaling, at)
+        return ragged_attention(forward.query, self.store.spans(), forward.key.shape[1], forward.scaling, at)
 
     def _watch(self, forward: Forward, first: bool, lse: list[Tensor] | None) -> Tensor | None:
         """One chunk of the prompt: collects from it, and compresses when it is the last.

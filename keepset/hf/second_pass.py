@@ -24,8 +24,8 @@ from keepset.hf.layer import KeepLayer
 from keepset.hf.mask import KeepsetLength, MaskRule
 from keepset.hf.prompt_inputs import PromptInputs
 from keepset.hf.repeat import Repeat
-from keepset.kernels.columns import MERGE
-from keepset.kernels.second_pass import Among, Piece, task_attention
+from keepset.kernels.second_pass import PackedSequence, SoftmaxScope, second_pass_attention
+from keepset.kernels.statistic import ColumnStatistic
 
 if TYPE_CHECKING:
     import transformers
@@ -120,7 +120,7 @@ class SecondPasses:
             # Layers that are not keepset's would let one part see another.
             for together in _calls(parts, 1 if rest else _TOGETHER):
                 for each in entries.values():
-                    each.pieces = [Piece(len(part), among) for part, among in together]
+                    each.pieces = [PackedSequence(len(part), among) for part, among in together]
                 copies = {i: _one_request(layer, request, len(own), valid) for i, layer in rest.items()}
                 self._call(
                     [part for part, _ in together], len(own), [copies.get(i) or entries[i] for i in range(len(layers))]
@@ -136,7 +136,7 @@ class SecondPasses:
             for (_, seen), rows in per_layer
         ]
 
-    def _passes(self, kind: SecondPass, own: Tensor, tasks: list[Tensor]) -> list[tuple[Tensor, Among | None]]:
+    def _passes(self, kind: SecondPass, own: Tensor, tasks: list[Tensor]) -> list[tuple[Tensor, SoftmaxScope | None]]:
         """What runs after one request's prompt, and which entries it is about; None: all."""
         if self._repeat is None or not kind.repeat:
             return [(part, None) for part in tasks or own.split(kind.chunk or len(own))]
@@ -175,9 +175,11 @@ _TOGETHER = 512
 """Tokens of one call of the model: enough for products at full speed, few beside the prompt."""
 
 
-def _calls(parts: list[tuple[Tensor, Among | None]], most: int) -> list[list[tuple[Tensor, Among | None]]]:
+def _calls(
+    parts: list[tuple[Tensor, SoftmaxScope | None]], most: int
+) -> list[list[tuple[Tensor, SoftmaxScope | None]]]:
     """Parts that run together: at most so many tokens, or one part."""
-    calls: list[list[tuple[Tensor, Among | None]]] = []
+    calls: list[list[tuple[Tensor, SoftmaxScope | None]]] = []
     for part in parts:
         if calls and sum(len(tokens) for tokens, _ in [*calls[-1], part]) <= most:
             calls[-1].append(part)
@@ -207,7 +209,7 @@ class _Entries(CacheLayerMixin):
         self._length, self._names = length, names
         self.incoming: tuple[Tensor, Tensor] | None = None
         self.received: dict[str, Tensor] = {}
-        self.pieces: list[Piece] = []
+        self.pieces: list[PackedSequence] = []
         self.last = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -244,9 +246,10 @@ class _Entries(CacheLayerMixin):
         """Attends, and notes what each entry receives."""
         self.incoming = None
         own = key[0], value[0]
-        output, new = task_attention(query[0], self._entries, own, scaling, self._names, self.pieces)
+        output, new = second_pass_attention(query[0], self._entries, own, scaling, self._names, self.pieces)
         self.received = {
-            name: MERGE[name](self.received[name], column) if self.received else column for name, column in new.items()
+            name: ColumnStatistic(name).merge(self.received[name], column) if self.received else column
+            for name, column in new.items()
         }
         if self.last:
             raise _Done

@@ -7,8 +7,9 @@ from typing import ClassVar
 
 import torch
 
+from keepset.kernels.statistic import ColumnStatistic
 from keepset.core.feature import Needs
-from keepset.core.features.attention_columns import AttentionColumns, Statistic
+from keepset.core.features.attention_columns import AttentionColumns
 from keepset.core.features.output_projection import OutputProjection
 from keepset.core.features.second_pass import SecondPass
 from keepset.core.method import Method, parameter
@@ -91,5 +92,5 @@ class SecondPassAttention(Method):
         return torch.sqrt(mean) if self.statistic == "rms" else mean
 
 
-_COLUMN = {"max": Statistic.MAX, "mean": Statistic.SUM, "rms": Statistic.SQUARE}
+_COLUMN = {"max": ColumnStatistic.MAX, "mean": ColumnStatistic.SUM, "rms": ColumnStatistic.SQUARE}
 """What is streamed for each statistic."""

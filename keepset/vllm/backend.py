@@ -23,7 +23,7 @@ from keepset.paged.observer import Observer
 from keepset.paged.pages import Pages
 from keepset.paged.per_head import PerHeadSequences
 from keepset.paged.planner import Planner, Step
-from keepset.paged.rotation import Rotation
+from keepset.vllm.compat import rotary_table
 from keepset.vllm.engine_context import activate, active
 from keepset.vllm.hidden_states import LayerInput
 from keepset.vllm.spec import KeepSpec
@@ -254,7 +254,7 @@ class KeepImpl:
     def _see(self, planner: Planner, place: int, query: Tensor) -> Observer:
         if self._observer is None:
             rotation = None
-            if planner.needs.hidden_states:
-                rotation = Rotation.of_model(planner.model_type, query.shape[-1], query.dtype)
+            if planner.needs.unrotated:
+                rotation = rotary_table(planner.model_type, query.shape[-1], query.dtype)
             self._observer = Observer(planner, place, self.scale, rotation, self.source)
         return self._observer

@@ -10,13 +10,13 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
-from keepset.errors import KeepsetError
+from keepset.core.rope import undone_right
+from keepset.errors import UnsupportedModelError
 
 
 class LayerInput:
@@ -57,16 +57,12 @@ class LayerInput:
         """Compares, once, queries before rotation with what comes of their hidden states.
 
         Raises:
-            KeepsetError: the model makes its queries in another way than is known here.
+            UnsupportedModelError: the model makes its queries in another way than is known here.
         """
         if self._checked:
             return
-        made = self.queries(hidden).float()
-        tolerance = 1e-3 if hidden.dtype == torch.float32 else 5e-2
-        scale = float(made.nan_to_num(0.0, 0.0, 0.0).abs().max() + 1e-6)
-        # A text whose numbers overflow says nothing about the model.
-        if not torch.allclose(made, queries, rtol=tolerance, atol=tolerance * scale, equal_nan=True):
-            raise KeepsetError(
+        if not undone_right(queries, self.queries(hidden).float(), hidden.dtype):
+            raise UnsupportedModelError(
                 "This model makes queries of hidden states in a way that keepset does not know under vLLM: choose "
                 "a method that does not look at hidden states, such as snapkv."
             )

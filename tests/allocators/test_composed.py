@@ -16,7 +16,7 @@ from keepset.allocators.reread import Reread
 from keepset.methods.prompt_queries import PromptQueries
 from tests.allocators.test_kvcompose import budgets, pooled, sets_of
 from tests.methods.naive import Shape, observe
-from tests.methods.test_echo import naive_scores
+from tests.methods.test_prompt_queries import naive_scores
 
 examples = settings(max_examples=40, deadline=None, derandomize=True)
 

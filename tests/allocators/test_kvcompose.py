@@ -21,7 +21,7 @@ from keepset.core.method import Method
 from keepset.methods.second_pass import SecondPassAttention
 from keepset.methods.snapkv import SnapKV
 from tests.methods.naive import Given, Shape, kept, observe
-from tests.methods.test_received import naive_scores, received_of
+from tests.methods.test_second_pass import naive_scores, received_of
 
 examples = settings(max_examples=60, deadline=None, derandomize=True)
 Sets = list[list[list[int]]]

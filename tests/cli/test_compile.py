@@ -11,7 +11,7 @@ from keepset.core.tables import load, save
 from keepset.offline.compile import compiler, cql
 from keepset.offline.compile.judge import Judge
 from tests.cli.conftest import Run
-from tests.test_tables import random_tables
+from tests.core.test_tables import random_tables
 
 SMALL = (
     *("--recipe", "compilerkv(window=8)", "--keep", "16,24", "--contexts", "3"),

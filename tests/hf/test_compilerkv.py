@@ -13,8 +13,8 @@ import keepset
 from keepset import KeepsetError
 from keepset.core.tables import save
 from keepset.hf.recorder import Recorder
+from tests.core.test_tables import random_tables
 from tests.hf.models import full, generate, left_padded, oracle_gap, prompt, same_keep_set, tiny
-from tests.test_tables import random_tables
 
 LENGTH, PADDING, NEW = 40, [0, 7], 8
 pytestmark = pytest.mark.filterwarnings("ignore:compilerkv has no tables")

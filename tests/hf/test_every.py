@@ -314,6 +314,7 @@ by_every = pytest.mark.parametrize("every", [1, 7, 16])
 with_prefill = pytest.mark.parametrize("prefill", [True, False], ids=["prefill", "no prefill"])
 
 
+@pytest.mark.cross
 @by_recipe
 @by_every
 @with_prefill

@@ -16,8 +16,8 @@ from keepset import Budget, KeepsetError, Observation
 from keepset.allocators.pool import Pool
 from keepset.core.tables import Tables, save
 from keepset.methods.compilerkv import CompilerKV
+from tests.core.test_tables import random_tables
 from tests.methods.naive import DTYPES, Shape, kept, length_of, observe, window_attention
-from tests.test_tables import random_tables
 
 pytestmark = pytest.mark.filterwarnings("ignore:compilerkv has no tables", "ignore:The tables")
 examples = settings(max_examples=60, deadline=None, derandomize=True)

@@ -11,9 +11,10 @@ import pytest
 from keepset import KeepsetError, Recipe
 from keepset.allocators.pool import Pool
 from keepset.core.observation import Needs, SecondPass
+from keepset.core.rope import RotaryTable
 from keepset.methods.snapkv import SnapKV
-from keepset.paged.rotation import ARCHITECTURES, Rotation
 from keepset.vllm import validation as refusals
+from keepset.vllm.compat import ONE_ROTATION, rotary_table
 from keepset.vllm.settings import recipe_of
 from keepset.vllm.validation import CONNECTOR, check, check_layer
 from tests.vllm.engine import Ask, Scenario, raw
@@ -216,11 +217,11 @@ def test_rotations_that_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
         own = {"head_size": 64, "dtype": torch.float32, "cos_sin_cache": torch.zeros(8, 64), "is_neox_style": True}
         return SimpleNamespace(**own | changes)
 
-    def found(model_type: str, *ropes: Any) -> Rotation:
+    def found(model_type: str, *ropes: Any) -> RotaryTable:
         monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", dict(enumerate(ropes)))
-        return Rotation.of_model(model_type, 64, torch.float32)
+        return rotary_table(model_type, 64, torch.float32)
 
-    for model_type in ARCHITECTURES:
+    for model_type in ONE_ROTATION:
         found(model_type, rope(), rope(head_size=32), rope(dtype=torch.bfloat16))
     same = rope()
     found("llama", same, same)

@@ -76,7 +76,7 @@ def next_query(
             f"{ids.shape[1]} tokens are too few: statistics leave out the first {method.skip} and the last, "
             f"so give {method.skip + 3} or more."
         )
-    whole = Recorder(model, Needs(window=1), on_layer)
+    whole = Recorder(model, Needs(RecentQueries(1)), on_layer)
     whole.prefill(ids)
     newest = {observation.layer: observation.newest_queries(1)[0] for observation in whole.observations}
     del whole

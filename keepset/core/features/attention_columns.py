@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+from typing import Any
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -13,18 +13,10 @@ from torch import Tensor
 from keepset.core.accumulate import Accumulator, Chunk, widened
 from keepset.core.feature import Feature
 from keepset.kernels.columns import Columns
+from keepset.kernels.statistic import ColumnStatistic
 
 PROMPT_ATTENTION = "looks at the attention of the whole prompt, and only there"
 """Why this and its like do not exist at later events."""
-
-
-class Statistic(StrEnum):
-    """What is made of a column of attention, over all queries: one number per query head and entry."""
-
-    SUM = "sum"
-    MAX = "max"
-    SQUARE = "square"
-    """The sum of squares."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +32,7 @@ class AttentionColumns(Feature[Float[Tensor, "batch query_heads entries"]]):
     log_sum_exp = True
     prompt_only = PROMPT_ATTENTION
 
-    statistic: Statistic
+    statistic: ColumnStatistic
 
     @property
     def name(self) -> str:
@@ -72,7 +64,7 @@ class _Columns(Accumulator):
         twin._requests = [columns for part in (self, *others) for columns in part._requests]
         return twin
 
-    def values(self, lengths: Int[Tensor, " batch"], width: int) -> Mapping[AttentionColumns, Tensor]:
+    def values(self, lengths: Int[Tensor, " batch"], width: int) -> Mapping[Feature[Any], Any]:
         return {
             feature: widened([columns.statistics[feature.statistic] for columns in self._requests], width)
             for feature in self._features

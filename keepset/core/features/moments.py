@@ -6,6 +6,7 @@ import copy
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from typing import Any, ClassVar
 
 from jaxtyping import Float, Int
@@ -140,7 +141,7 @@ class _OfQueries(_Moments):
     def rows(self, chunk: Chunk, source: QuerySource) -> Float[Tensor, "batch heads n dim"]:
         return source.undo(chunk.queries, chunk.positions)
 
-    def values(self, lengths: Int[Tensor, " batch"], width: int) -> Mapping[QueryMoments, QueryDistribution]:
+    def values(self, lengths: Int[Tensor, " batch"], width: int) -> Mapping[Feature[Any], Any]:
         rotate = Ahead(self._source, lengths)
         return {
             feature: QueryDistribution(moments.mean, moments.covariance, rotate)
@@ -154,7 +155,7 @@ class _OfHidden(_Moments):
     def rows(self, chunk: Chunk, source: QuerySource) -> Float[Tensor, "batch heads n dim"]:
         return source.hidden[:, None, : chunk.queries.shape[2]].float()
 
-    def values(self, lengths: Int[Tensor, " batch"], width: int) -> Mapping[HiddenMoments, HiddenDistribution]:
+    def values(self, lengths: Int[Tensor, " batch"], width: int) -> Mapping[Feature[Any], Any]:
         source = self._source
 
         def queries(hidden: Tensor, future: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -57,7 +58,7 @@ class _Asked(Accumulator):
     def joined(self, others: Sequence[_Asked]) -> _Asked:
         raise NotImplementedError  # only paged runtimes join requests
 
-    def values(self, lengths: Int[Tensor, " batch"], width: int) -> Mapping[PromptQueryAttention, Tensor]:
+    def values(self, lengths: Int[Tensor, " batch"], width: int) -> Mapping[Feature[Any], Any]:
         newest = self._newest
         assert newest.source is not None
         turn, entries = newest.source.ahead(lengths, 1), newest.entries()

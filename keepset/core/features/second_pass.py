@@ -9,7 +9,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.core.feature import Feature
-from keepset.core.features.attention_columns import PROMPT_ATTENTION, Statistic
+from keepset.core.features.attention_columns import PROMPT_ATTENTION
+from keepset.kernels.statistic import ColumnStatistic
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +47,7 @@ class SecondPass(Feature[SecondPassColumns]):
     prompt_only = PROMPT_ATTENTION
     transformers_only = "has tokens look at the prompt a second time, for which {engine} has no step"
 
-    statistics: frozenset[Statistic]
+    statistics: frozenset[ColumnStatistic]
     chunk: int = 0
     repeat: bool = False
 

@@ -11,7 +11,7 @@ import pytest
 
 from keepset.bench.report.tables import render
 from keepset.core.tables import Tables
-from tests.test_tables import random_tables
+from tests.core.test_tables import random_tables
 
 EVIL = "</script><img src=x onerror=window.pwned=1><b>&lt; %{x} $data"
 CURVE = [{"step": step, "bellman": 0.5 - step / 100, "conservative": step / 100} for step in range(0, 30, 10)]

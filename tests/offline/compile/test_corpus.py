@@ -15,7 +15,7 @@ from keepset import KeepsetError, Recipe
 from keepset.core.tables import save
 from keepset.offline.compile.corpus import Corpus, read_texts
 from keepset.offline.compile.seen import marks, refuse_seen, was_seen
-from tests.test_tables import PROVENANCE, random_tables
+from tests.core.test_tables import PROVENANCE, random_tables
 
 TOKENS, CONTINUATION = 8, 3
 

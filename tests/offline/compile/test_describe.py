@@ -5,7 +5,7 @@ import dataclasses
 import torch
 
 from keepset.offline.compile.describe import coverage, describe
-from tests.test_tables import random_tables
+from tests.core.test_tables import random_tables
 
 
 def test_thin_bins_are_named_and_full_ones_are_not() -> None:

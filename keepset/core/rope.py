@@ -1,0 +1,96 @@
+"""Rotary position embeddings (Su et al., RoFormer, arXiv 2104.09864, section 3.2): undone, and averaged ahead.
+
+A rotation is its cosines and sines, one pair of them per plane. Both runtimes rotate and undo by the same arithmetic;
+where cosines and sines come from, and which numbers of a row form a plane, the model says.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+def inverse(
+    cos: Float[Tensor, "*shape planes"], sin: Float[Tensor, "*shape planes"]
+) -> tuple[Float[Tensor, "*shape planes"], Float[Tensor, "*shape planes"]]:
+    """Cosines and sines of the rotation that undoes this one.
+
+    Scaled rotations (YaRN) are not orthogonal; dividing by the squared scale inverts them too.
+    """
+    squared_scale = cos.square() + sin.square()
+    return cos / squared_scale, -sin / squared_scale
+
+
+def positions_ahead(lengths: Int[Tensor, " batch"], future: int) -> Int[Tensor, "batch {future}"]:
+    """The `future` positions from each request's length on."""
+    return lengths[:, None] + torch.arange(future, device=lengths.device)
+
+
+def mean_rotation(
+    cos: Float[Tensor, "batch n planes"], sin: Float[Tensor, "batch n planes"]
+) -> tuple[Float[Tensor, "batch 1 planes"], Float[Tensor, "batch 1 planes"]]:
+    """The mean over positions: rotation is linear in cosines and sines, so theirs rotates to the rotations' mean."""
+    return cos.mean(1, keepdim=True), sin.mean(1, keepdim=True)
+
+
+def undone_right(queries: Tensor, unrotated: Tensor, dtype: torch.dtype) -> bool:
+    """Whether queries whose rotation was undone are those that the model makes without one.
+
+    Args:
+        queries: undone.
+        unrotated: as the model makes them, of the same shape and float32.
+        dtype: in which the model computes; it decides about the tolerance.
+    """
+    tolerance = 1e-3 if dtype == torch.float32 else 5e-2
+    scale = float(unrotated.nan_to_num(0.0, 0.0, 0.0).abs().max() + 1e-6)
+    # A text whose numbers overflow says nothing about the model.
+    return torch.allclose(queries.float(), unrotated, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+
+
+class RotaryTable:
+    """The rotary embedding of a model that keeps a table of it.
+
+    Args:
+        table: cosines, then sines, of every position, `[positions, rotary_dim]`; scaled where the model does so.
+        halves: whether dimension i rotates with i + rotary_dim / 2 (as in Llama), or with its neighbour.
+    """
+
+    def __init__(self, table: Float[Tensor, "positions rotary_dim"], halves: bool) -> None:
+        self._table, self._halves = table, halves
+
+    def undo(
+        self, queries: Float[Tensor, "batch heads n head_dim"], positions: Int[Tensor, "batch n"]
+    ) -> Float[Tensor, "batch heads n head_dim"]:
+        """Queries as they were before rotation, float32."""
+        cos, sin = self._table[positions][:, None].float().chunk(2, -1)
+        return self._rotate(queries.float(), *inverse(cos, sin))
+
+    def rotate_ahead(
+        self, rows: Float[Tensor, "batch heads n head_dim"], lengths: Int[Tensor, " batch"], future: int
+    ) -> Float[Tensor, "batch heads n head_dim"]:
+        """Rows under the mean rotation of the `future` positions from each request's length on."""
+        cos, sin = mean_rotation(*self._at(positions_ahead(lengths, future)))
+        return self._rotate(rows, cos[:, None], sin[:, None])
+
+    def _at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, also beyond the table: there the angles of two positions are added."""
+        last = self._table.shape[0] - 1
+        cos, sin = self._table[positions.clamp(max=last)].float().chunk(2, -1)
+        beyond = (positions - last).clamp(min=0)
+        if not bool(beyond.any()):
+            return cos, sin
+        more_cos, more_sin = self._table[beyond].float().chunk(2, -1)
+        scale = self._table[0].float().chunk(2, -1)[0]  # cosines of no rotation at all
+        return (cos * more_cos - sin * more_sin) / scale, (sin * more_cos + cos * more_sin) / scale
+
+    def _rotate(self, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        half = cos.shape[-1]
+        turned, rest = rows[..., : 2 * half], rows[..., 2 * half :]
+        if self._halves:
+            a, b = turned.chunk(2, -1)
+            turned = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+        else:
+            a, b = turned[..., ::2], turned[..., 1::2]
+            turned = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+        return torch.cat([turned, rest], -1) if rest.shape[-1] else turned

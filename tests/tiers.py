@@ -1,0 +1,49 @@
+"""Tests come in two tiers, the fast one and, with `pytest --full`, all; CONTRIBUTING.md says which goes where."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+FULL = "--full" in sys.argv or os.environ.get("KEEPSET_FULL") == "1"
+"""Whether all tests run: said on the command line, or by the process that started this one."""
+os.environ["KEEPSET_FULL"] = str(int(FULL))
+TYPECHECK = os.environ.setdefault("KEEPSET_TYPECHECK", str(int(FULL))) == "1"
+"""Whether types are checked while tests run, which takes half as long again."""
+
+
+def examples(number: int, **options: Any) -> settings:
+    """So many random examples in the full tier, an eighth of them in the fast one, and there the same in every run."""
+    fast = {"max_examples": max(5, number // 8), "derandomize": True}
+    return settings(**{"max_examples": number, "deadline": None, **options, **({} if FULL else fast)})
+
+
+def of_full_tier(items: Iterable[pytest.Item]) -> set[pytest.Item]:
+    """What is marked `full`, and of tests marked `cross` what is off the diagonal of their parameters' product."""
+    items = list(items)
+    crossed: dict[object, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("cross"):
+            crossed[item.path, item.originalname].append(item)
+    return {item for item in items if item.get_closest_marker("full")}.union(*map(_off_diagonal, crossed.values()))
+
+
+def _off_diagonal(items: list[pytest.Function]) -> set[pytest.Item]:
+    """All but enough combinations that each value of each axis is in one."""
+    places: dict[pytest.Item, list[int]] = {item: [] for item in items}
+    sizes = []
+    for mark in items[0].iter_markers("parametrize"):
+        names = mark.args[0].replace(" ", "").split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        values: dict[tuple[int, ...], int] = {}
+        for item in items:
+            value = tuple(id(item.callspec.params[name]) for name in names)
+            places[item].append(values.setdefault(value, len(values)))
+        sizes.append(len(values))
+    diagonal = [[k % size for size in sizes] for k in range(max(sizes))]
+    return {item for item, place in places.items() if place not in diagonal}
