@@ -107,7 +107,7 @@ def catalogue() -> list[dict[str, Any]]:
                 "name": kind.name,
                 "family": kind.family,
                 "layout": kind.layout,
-                "needs": ["what its scorer needs"] if issubclass(kind, Allocator) else [feature.name for feature in example.needs],
+                "needs": ["what its scorer needs"] if issubclass(kind, Allocator) else example.needs.names(),
                 "parameters": defaults,
                 "paper": kind.paper,
                 "summary": (kind.__doc__ or "").strip().partition("\n")[0],

@@ -104,6 +104,10 @@ class Needs:
         """The features of one kind."""
         return [feature for feature in self if isinstance(feature, kind)]
 
+    def names(self) -> list[str]:
+        """In words, for the catalogue of methods."""
+        return [feature.name for feature in self]
+
     @property
     def window(self) -> int:
         """How many of the newest queries are looked at, at any event."""

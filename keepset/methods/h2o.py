@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from keepset.kernels.statistic import ColumnStatistic
 from keepset.core.budget import Budget, share_of
 from keepset.core.feature import Needs
 from keepset.core.features.attention_columns import AttentionColumns
@@ -14,6 +13,7 @@ from keepset.core.observation import Observation
 from keepset.core.ranking import Ranking
 from keepset.core.select import RECENT_RANK
 from keepset.core.shapes import Quotas, Scores
+from keepset.kernels.statistic import ColumnStatistic
 
 _RECEIVED = AttentionColumns(ColumnStatistic.SUM)
 

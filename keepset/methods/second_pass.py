@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import torch
 
-from keepset.kernels.statistic import ColumnStatistic
 from keepset.core.feature import Needs
 from keepset.core.features.attention_columns import AttentionColumns
 from keepset.core.features.output_projection import OutputProjection
@@ -16,6 +15,7 @@ from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
 from keepset.core.shapes import QueryHeadScores, Scores
 from keepset.errors import KeepsetError
+from keepset.kernels.statistic import ColumnStatistic
 
 
 @dataclass(frozen=True)

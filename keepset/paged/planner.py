@@ -11,11 +11,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from keepset.core.accumulate import Accumulators
 from keepset.errors import KeepsetError
 from keepset.paged.freed_blocks import freed_blocks
 from keepset.paged.page_tables import RaggedStep, RaggedTables
 from keepset.paged.per_head import PerHeadSequences
-from keepset.core.accumulate import Accumulators
 from keepset.paged.prompt import Prompts, looks_at_all
 from keepset.paged.query_windows import Capture, Record, Windows
 from keepset.vllm.spec import KeepSpec

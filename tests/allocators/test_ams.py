@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from keepset import Budget, KeepsetError, Observation, Recipe
 from keepset.allocators.ams import AMS
+from keepset.core.features.moments import QueryDistribution, QueryMoments
 from keepset.core.keep_set import LayerKeepSet
-from keepset.core.observation import QueryMoments
 from keepset.methods.tova import TOVA
 from tests.allocators.test_segments import lengths_of, naive_cuts, naive_shares
 from tests.methods.naive import EXACT, SHAPES, Given, Shape, kept, length_of, observe, window_attention
@@ -301,14 +301,14 @@ def test_nothing_is_asked_of_a_device(scorer: str, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(LayerKeepSet, "from_mask", chosen)
     made = observe(Shape((200, 200), 2, 2, 8, 8), window=16)
-    moments = made.query_moments[4]
-    bare = QueryMoments(moments.mean.to("meta"), moments.covariance.to("meta"), lambda rows, future: rows)
+    moments = made[QueryMoments(4)]
+    bare = QueryDistribution(moments.mean.to("meta"), moments.covariance.to("meta"), lambda rows, future: rows)
     assert made.queries is not None
     observation = Observation(
         keys=made.keys.to("meta"),
         values=made.values.to("meta"),
         queries=made.queries.to("meta"),
-        query_moments={4: bare},
+        features={QueryMoments(4): bare},
     )
     recipe = Recipe.parse(f"ams({scorer}, window=8, keep=80)")
     method, budget = recipe.method, recipe.budget

@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from keepset.core.budget import Budget
+from keepset.core.feature import Needs
+from keepset.core.features.recent_queries import RecentQueries
 from keepset.core.keep_set import KeepSet
 from keepset.core.method import Method, parameter
-from keepset.core.observation import Needs, Observation
+from keepset.core.observation import Observation
 from keepset.registry import register
 
 
@@ -30,7 +33,7 @@ class Mass(Method):
 
     @property
     def needs(self) -> Needs:
-        return Needs(window=self.window)
+        return Needs(RecentQueries(self.window))
 
     @property
     def recent(self) -> int:
@@ -59,7 +62,7 @@ class Loud(Method):
 
     @property
     def needs(self) -> Needs:
-        return Needs(window=self.window)
+        return Needs(RecentQueries(self.window))
 
     @property
     def recent(self) -> int:

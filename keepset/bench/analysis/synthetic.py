@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.core.feature import Needs
+from keepset.core.features.recent_queries import RecentQueries
 from keepset.core.select import top_mask
 from keepset.errors import KeepsetError
 from keepset.hf.recorder import Recorder

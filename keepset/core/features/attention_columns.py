@@ -12,7 +12,7 @@ from torch import Tensor
 
 from keepset.core.accumulate import Accumulator, Chunk, widened
 from keepset.core.feature import Feature
-from keepset.kernels.columns import Columns
+from keepset.kernels.columns import ColumnAccumulator
 from keepset.kernels.statistic import ColumnStatistic
 
 PROMPT_ATTENTION = "looks at the attention of the whole prompt, and only there"
@@ -48,12 +48,12 @@ class AttentionColumns(Feature[Float[Tensor, "batch query_heads entries"]]):
 class _Columns(Accumulator):
     def __init__(self, features: Sequence[AttentionColumns]) -> None:
         self._features = features
-        self._requests: list[Columns] = []
+        self._requests: list[ColumnAccumulator] = []
 
     def add(self, chunk: Chunk) -> None:
         entries = chunk.entries()
         names = [feature.statistic for feature in self._features]
-        requests = [copy.copy(columns) for columns in self._requests] or [Columns(names) for _ in entries]
+        requests = [copy.copy(columns) for columns in self._requests] or [ColumnAccumulator(names) for _ in entries]
         for request, (columns, (keys, own)) in enumerate(zip(requests, entries, strict=True)):
             lse = None if chunk.lse is None else chunk.lse[request]
             columns.add(chunk.queries[request][:, own], keys, chunk.scaling, lse)

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from keepset.core.accumulate import Accumulator, Chunk, widened
 from keepset.core.feature import Feature
 from keepset.core.features.attention_columns import PROMPT_ATTENTION
-from keepset.kernels.mean_square import mean_square
+from keepset.kernels.mean_square import mean_square_attention
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,12 @@ class _Asked(Accumulator):
         newest = self._newest
         assert newest.source is not None
         turn, entries = newest.source.ahead(lengths, 1), newest.entries()
-        values = {}
+        values: dict[Feature[Any], Any] = {}
         for feature, parts in self._queries.items():
             asked = [torch.cat(list(rows), 1).transpose(0, 1) for rows in zip(*parts, strict=True)]
             turned = turn(pad_sequence(asked, batch_first=True).transpose(1, 2))
             columns = [
-                mean_square(rows[:, : len(own)], keys, newest.scaling)
+                mean_square_attention(rows[:, : len(own)], keys, newest.scaling)
                 for rows, own, (keys, _) in zip(turned, asked, entries, strict=True)
             ]
             values[feature] = widened(columns, width)

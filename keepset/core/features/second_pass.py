@@ -24,7 +24,7 @@ class SecondPassColumns:
             nothing is said.
     """
 
-    statistics: Mapping[str, Float[Tensor, "batch query_heads entries"]]
+    statistics: Mapping[ColumnStatistic, Float[Tensor, "batch query_heads entries"]]
     tokens: Int[Tensor, " batch"]
     opening: Int[Tensor, " batch"] | None = None
 
