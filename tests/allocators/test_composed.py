@@ -58,7 +58,7 @@ def test_one_pool_of_prompt_queries(
 
 
 @pytest.mark.parametrize(
-    "name, whole", [("glance", "pool(echo(stride=4))"), ("reread", "pool(echo(second_pass=True))")]
+    "name, whole", [("glance", "pool(prompt_queries(stride=4))"), ("reread", "pool(prompt_queries(second_pass=True))")]
 )
 def test_a_name_stands_for_what_it_is_made_of(name: str, whole: str) -> None:
     named: Any = Recipe.parse(f"{name}(keep=0.5)")

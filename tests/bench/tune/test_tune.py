@@ -279,7 +279,7 @@ def test_a_budget_that_drops_nothing_is_refused(keep: int | float) -> None:
 
 
 def test_a_race_for_real(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(space, "scorers", lambda: Recipe.parse_list("random, h2o, received(statistic='rms'), gvote"))
+    monkeypatch.setattr(space, "scorers", lambda: Recipe.parse_list("random, h2o, second_pass(statistic='rms'), gvote"))
     steps: list[None] = []
     one = Tuner(tiny("llama"), Numbers(), PIECES[:4], 0.3, "tiny", lambda: steps.append(None))  # type: ignore[arg-type]
     one.run()
