@@ -18,7 +18,7 @@ from keepset.bench.compare.comparison import Measurement
 from keepset.bench.tune import space
 from keepset.bench.tune.measure import Measurer
 from keepset.bench.tune.pieces import ANSWER_TOKENS, TextPiece
-from keepset.bench.tune.tune import Measurer, Tuner
+from keepset.bench.tune.tune import Tuner
 from keepset.core.features.second_pass import SecondPass
 from keepset.errors import KeepsetError
 from keepset.hf.recorder import Recorder
