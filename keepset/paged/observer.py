@@ -14,6 +14,7 @@ from keepset.core.accumulate import Accumulators, Entries, Turn
 from keepset.core.feature import Feature
 from keepset.core.features.model_statistics import ModelStatistics
 from keepset.core.rope import RotaryTable
+from keepset.core.shapes import HiddenStates, Queries
 from keepset.core.statistics import load
 from keepset.paged.pages import Pages
 from keepset.paged.planner import Chunk, Event, Planner
@@ -24,12 +25,10 @@ class LayerInput(Protocol):
 
     hidden: Float[Tensor, "n hidden"] | None
 
-    def queries(self, hidden: Float[Tensor, "batch n hidden"]) -> Float[Tensor, "batch query_heads n head_dim"]:
+    def queries(self, hidden: HiddenStates) -> Queries:
         """Queries that the layer makes of these hidden states, before rotation."""
 
-    def check(
-        self, queries: Float[Tensor, "batch query_heads n head_dim"], hidden: Float[Tensor, "batch n hidden"]
-    ) -> None:
+    def check(self, queries: Queries, hidden: HiddenStates) -> None:
         """Refuses a model whose queries before rotation are not what `queries` makes of their hidden states."""
 
 
@@ -116,20 +115,16 @@ class _QuerySource:
     tokens: slice
 
     @property
-    def hidden(self) -> Float[Tensor, "batch n hidden"]:
+    def hidden(self) -> HiddenStates:
         assert self.layer_input is not None and self.layer_input.hidden is not None
         return self.layer_input.hidden[None, self.tokens]
 
-    def undo(
-        self, queries: Float[Tensor, "batch query_heads n head_dim"], positions: Int[Tensor, "batch n"]
-    ) -> Float[Tensor, "batch query_heads n head_dim"]:
+    def undo(self, queries: Queries, positions: Int[Tensor, "batch n"]) -> Queries:
         return self.rotation.undo(queries, positions.clamp(min=0))  # what is before a text's beginning counts nowhere
 
     def ahead(self, lengths: Int[Tensor, " batch"], future: int) -> Turn:
         return lambda rows: self.rotation.rotate_ahead(rows, lengths, future)
 
-    def queries(
-        self, hidden: Float[Tensor, "batch n hidden"], lengths: Int[Tensor, " batch"], future: int
-    ) -> Float[Tensor, "batch query_heads n head_dim"]:
+    def queries(self, hidden: HiddenStates, lengths: Int[Tensor, " batch"], future: int) -> Queries:
         assert self.layer_input is not None
         return self.rotation.rotate_ahead(self.layer_input.queries(hidden).float(), lengths, future)
