@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -22,23 +22,27 @@ from keepset.core.shapes import HiddenStates, Queries, QueryHeadScores
 Turn = Callable[[Tensor], Tensor]
 """From rows `[batch, query_heads, n, head_dim]` before rotation to the same at some rotation."""
 
-Entries = Sequence[tuple[Float[Tensor, "kv_heads entries head_dim"], Tensor | slice]]
+Entries = Sequence[tuple[Float[Tensor, "kv_heads _ head_dim"], Tensor | slice]]
 """For every request the keys of its valid entries, and which of a chunk's queries are its own."""
 
 
-class QuerySource(Protocol):
+class QuerySource(ABC):
     """What knows how a layer makes its queries and rotates them."""
 
     @property
+    @abstractmethod
     def hidden(self) -> HiddenStates:
         """Hidden states that entered the layer's attention with this chunk."""
 
+    @abstractmethod
     def undo(self, queries: Queries, positions: Int[Tensor, "batch n"]) -> Queries:
         """This chunk's queries as they were before rotation, float32."""
 
+    @abstractmethod
     def ahead(self, lengths: Int[Tensor, " batch"], future: int) -> Turn:
         """Rotates rows by the mean rotation of the `future` positions from each request's length on."""
 
+    @abstractmethod
     def queries(self, hidden: HiddenStates, lengths: Int[Tensor, " batch"], future: int) -> Queries:
         """Queries that the layer makes of other hidden states, at that rotation."""
 

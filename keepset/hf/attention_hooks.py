@@ -16,7 +16,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from keepset.core.accumulate import Turn
+from keepset.core.accumulate import QuerySource, Turn
 from keepset.core.rope import inverse, mean_rotation, positions_ahead, undone_right
 from keepset.core.shapes import HiddenStates, Queries
 from keepset.errors import KeepsetError
@@ -125,7 +125,7 @@ class AttentionHooks:
             self._rotary_calls = [*self._rotary_calls[-1:], _Call(module, args, kwargs, output)]
 
 
-class LayerInput:
+class LayerInput(QuerySource):
     """The input of one attention module in one forward, and what can be computed from it."""
 
     def __init__(self, call: _Call, rotary: _Call | None) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.core import accumulate
-from keepset.core.accumulate import Accumulators, Entries, Turn
+from keepset.core.accumulate import Accumulators, Entries, QuerySource, Turn
 from keepset.core.feature import Feature
 from keepset.core.features.model_statistics import ModelStatistics
 from keepset.core.rope import RotaryTable
@@ -20,6 +20,7 @@ from keepset.paged.pages import Pages
 from keepset.paged.planner import Chunk, Event, Planner
 
 
+@runtime_checkable
 class LayerInput(Protocol):
     """The hidden states that enter a layer's attention, and what the layer makes of others; an engine gives it."""
 
@@ -107,7 +108,7 @@ class Observer:
 
 
 @dataclass(frozen=True)
-class _QuerySource:
+class _QuerySource(QuerySource):
     """How a layer makes and rotates queries; `tokens` of the forward under way are the chunk's."""
 
     rotation: RotaryTable
