@@ -87,10 +87,10 @@ def test_cells_come_in_the_order_of_examples_and_recipes_however_they_were_writt
 
 def test_recipes_that_were_written_otherwise_are_those_of_today(path: Path) -> None:
     """As where a method was renamed since."""
-    old = ["pool(received(statistic='rms'), keep=0.5)", "adakv(echo, keep=9)", "kvcompose(structured=False, keep=9)"]
+    old = ["pool(received(statistic='rms'), keep=0.5)", "adakv(echo, keep=40)", "kvcompose(structured=False, keep=40)"]
     today = [str(Recipe.parse(text)) for text in old]
     assert today != old
-    methods = [text.replace(", keep=0.5", "").replace(", keep=9", "") for text in old]
+    methods = [text.replace(", keep=0.5", "").replace(", keep=40", "") for text in old]
     put(path, *(cell(recipe, method=method) for recipe, method in zip(old, methods, strict=True)))
     with begin(path) as store:
         assert store.done() == {(KEY, text) for text in today}
