@@ -86,14 +86,14 @@ def test_segments_of_every_layer() -> None:
 
 
 def test_figures_are_means_over_sets() -> None:
-    model = tiny("llama")
+    model = tiny("llama_deep")
     tracer = Tracer(model, Recipe.parse("adakv(snapkv(window=4), keep=8, every=5)"))
     tracer.follow(prompt(1, 40)[0], 24)
     trace = tracer.trace
     told = figures(trace, region=3)
     lengths = [24, 29, 34, 39]
     assert [row["length"] for row in told["events"]] == lengths
-    layers, heads = 2, 2
+    layers, heads = 4, 2
     kept = [
         [[set(mine.keep_set.positions(i, 0, h).tolist()) for h in range(heads)] for i in range(layers)]
         for mine in trace.events
@@ -132,7 +132,7 @@ def test_figures_are_means_over_sets() -> None:
     assert [row["kept"] for row in told["events"]] == [layers * heads * 8] * 4
     assert [row["entries"] for row in told["events"]] == [layers * heads * n for n in (24, 13, 13, 13)]
     assert told["repetition"] == repetition_rate(trace.ids[24:])
-    assert told["segments"] is None and told["layers"] == [0, 1] and told["kv_heads"] == 2
+    assert told["segments"] is None and told["layers"] == [0, 1, 2, 3] and told["kv_heads"] == 2
 
 
 def test_no_event_has_no_figures() -> None:
