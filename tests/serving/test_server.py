@@ -54,7 +54,7 @@ def test_answers_inside_the_block_and_is_gone_after_it() -> None:
 
 
 def test_stopped_whatever_happens_and_with_its_children(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_PATIENCE", 0.3)
+    monkeypatch.setattr(module, "_STOP_SECONDS", 0.3)
     with pytest.raises(KeyboardInterrupt), start("--child", "--stubborn") as server:
         server.wait(30)
         child = int(server.last_lines()[0].split()[1])

@@ -20,7 +20,7 @@ from keepset.bench.sweep.prompts import Prompts
 from keepset.bench.tasks.task import Example, Task
 from keepset.errors import KeepsetError
 from keepset.hf.join import can_join
-from keepset.offline.compile.seen import refuse_seen
+from keepset.offline.compile.contamination import refuse_contaminated
 
 if TYPE_CHECKING:
     import transformers
@@ -207,7 +207,9 @@ def _unseen(candidate: Candidate, example: Example) -> Candidate:
     if candidate.recipe is None or candidate.error is not None:
         return candidate
     try:
-        refuse_seen(candidate.recipe, "".join([example.context, *(question.text for question in example.questions)]))
+        refuse_contaminated(
+            candidate.recipe, "".join([example.context, *(question.text for question in example.questions)])
+        )
     except KeepsetError as error:
         return replace(candidate, error=str(error))
     return candidate
