@@ -35,9 +35,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from keepset.bench.candidate import Candidate
-    from keepset.bench.compare import Comparer, Comparison
-    from keepset.bench.decode import DecodeComparer
-    from keepset.bench.text_task import Task
+    from keepset.bench.compare.comparison import Comparer, Comparison
+    from keepset.bench.compare.decode import DecodeComparer
+    from keepset.bench.compare.prompt import PromptComparer
+    from keepset.bench.compare.text_task import TextTask
 
 ALL = (
     "streaming_llm, random, knorm, tova, snapkv, h2o, expected_attention, pyramid(snapkv), adakv(snapkv), "
@@ -98,7 +99,7 @@ def compare(
     check_writable(html)
 
     from keepset.bench.candidate import grid
-    from keepset.bench.text_task import ANSWER_TOKENS, check_fits, make_task
+    from keepset.bench.compare.text_task import ANSWER_TOKENS, check_fits, make_text_task
 
     candidates = grid(parsed, budgets, (every or 64) if decode else None)
     loaded, tokenizer = load(model)
@@ -106,8 +107,8 @@ def compare(
     if generate is not None:
         check_fits(tokens, generate + ANSWER_TOKENS, longest)
     length = 1 if generate is not None else continuation or (1024 if decode else 64)
-    task = make_task(tokenizer, source, tokens=tokens, continuation=length, needle=needle, longest=longest)
-    comparer: Comparer | DecodeComparer | None = None
+    task = make_text_task(tokenizer, source, tokens=tokens, continuation=length, needle=needle, longest=longest)
+    comparer: Comparer | None = None
     finished = False
     with suppress(KeyboardInterrupt), progress() as bar:
         if decode:
@@ -153,26 +154,26 @@ def _needle(text: Path | None, question: str | None, answer: str | None, decode:
 
 
 def _prefilled(
-    model: Any, tokenizer: Any, task: Task, name: str, candidates: Sequence[Candidate], bar: Progress
-) -> Comparer:
+    model: Any, tokenizer: Any, task: TextTask, name: str, candidates: Sequence[Candidate], bar: Progress
+) -> PromptComparer:
     """The comparer of prompts, whose full cache is there."""
-    from keepset.bench.compare import Comparer, needs_of
+    from keepset.bench.compare.prompt import PromptComparer
 
     layers = model.config.get_text_config().num_hidden_layers
     prefill = bar.add_task("prefill of the full cache", total=layers)
-    needs = needs_of([candidate.recipe for candidate in candidates if candidate.recipe is not None])
-    comparer = Comparer(model, tokenizer, task, name, needs, on_layer=lambda: bar.advance(prefill))
+    recipes = [candidate.recipe for candidate in candidates if candidate.recipe is not None]
+    comparer = PromptComparer(model, tokenizer, task, name, recipes, on_layer=lambda: bar.advance(prefill))
     bar.update(prefill, completed=layers)
     return comparer
 
 
 def _decoded(
-    model: Any, task: Task, name: str, generate: int | None, bar: Progress
+    model: Any, task: TextTask, name: str, generate: int | None, bar: Progress
 ) -> tuple[DecodeComparer, Int[Tensor, "1 tokens"]]:
     """The comparer of decoding, through whose full cache all has passed, and all that has."""
     import torch
 
-    from keepset.bench.decode import DecodeComparer, generated
+    from keepset.bench.compare.decode import DecodeComparer, generated
 
     text = task.continuation
     if generate is not None:
@@ -184,7 +185,7 @@ def _decoded(
 
 
 def _report(comparison: Comparison, tokens: list[str], *, as_json: bool, html: Path | None) -> None:
-    from keepset.bench.report.html import render
+    from keepset.bench.report.compare import render
 
     if as_json:
         print_json(comparison.to_json())

@@ -49,7 +49,7 @@ def latency(
     check_writable(json_file, html)
 
     from keepset.bench.latency import latency as measure
-    from keepset.bench.report.latency import render
+    from keepset.bench.report.page import assemble
 
     loaded, tokenizer = load(model)
     check_fits_context(loaded, max(lengths), output_tokens)
@@ -71,7 +71,7 @@ def latency(
     }
     _print(result)
     write(json_file, lambda: json.dumps(result, indent=1) + "\n", "written")
-    write(html, lambda: render(result), "written")
+    write(html, lambda: assemble("latency", "keepset bench latency", result), "written")
     if not finished:
         note("interrupted: this is what was measured until then")
         raise typer.Exit(130)

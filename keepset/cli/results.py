@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from keepset.bench.analysis.rows import Figure, Row
+    from keepset.bench.analysis.rows import Figure, TableRow
     from keepset.bench.analysis.summary import Summary, Trade
 
 
@@ -100,13 +100,13 @@ def _table(*titles: str) -> Table:
     return grid
 
 
-def _named(row: Row) -> Text:
+def _named(row: TableRow) -> Text:
     errors = [f"  a score on {row.tasks} of {row.tasks_of} tasks"] if row.tasks < row.tasks_of else []
     errors += [f"  failed on {row.failed} of {row.examples}: {row.error or ''}"] if row.failed else []
     return cell(f"  {row.recipe}", "\n".join(errors) or None)
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: TableRow) -> list[str]:
     examples = str(row.examples) if row.examples == row.examples_of else f"{row.examples} of {row.examples_of}"
     if row.score is None:
         return ["", "", "", "", examples]

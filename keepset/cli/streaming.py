@@ -47,9 +47,9 @@ def generate_streamed(
     stop = time.perf_counter()
     nbytes = getattr(cache, "nbytes", None)
     if nbytes is None:
-        from keepset.bench import full_cache
+        from keepset.bench.memory import dynamic_nbytes
 
-        nbytes = full_cache.nbytes(cache)
+        nbytes = dynamic_nbytes(cache)
     first = streamer.first or stop
     return Generated(streamer.ids, first - start, stop - first, nbytes)
 

@@ -19,7 +19,9 @@ from keepset.models import EMBEDDED
 from keepset.texts import chat_parts, read
 
 if TYPE_CHECKING:
-    from keepset.bench.analysis.trace import Trace, Tracer
+    from torch import Tensor
+
+    from keepset.bench.analysis.trace import Trace, TraceEvent, Tracer
     from keepset.recipe import Recipe
 
 RECIPE = "ams(tova, window=32, keep=256, every=128)"
@@ -85,7 +87,7 @@ def trace(
     with suppress(KeyboardInterrupt):
         _run(tracers, recipes, ids, sampling, forced)
         finished = True
-    traces = [tracer.trace for tracer in tracers if tracer.trace.moments or finished]
+    traces = [tracer.trace for tracer in tracers if tracer.trace.events or finished]
     if not traces:
         raise KeyboardInterrupt
     runs = [{**figures(each, region), "text": _text(tokenizer, each)} for each in traces]
@@ -182,17 +184,13 @@ def _page(result: dict[str, Any], traces: Sequence[Trace], tokenizer: Any, layer
     drawn = [
         Drawn(
             tokens=[str(tokenizer.decode([token])) for token in trace.ids.tolist()],
-            kept=[_kept(moment, layers) for moment in trace.moments],
-            segments=[
-                [[(h.mass, h.ends, h.quotas) for h in moment.segments.get(layer, [])] for layer in layers]
-                for moment in trace.moments
-            ],
+            kept=[_kept(event, layers) for event in trace.events],
+            segments=[[event.segments.get(layer, []) for layer in layers] for event in trace.events],
         )
         for trace in traces
     ]
     return render(result, drawn, layers)
 
 
-def _kept(moment: Any, layers: Sequence[int]) -> Any:
-    rows = [moment.snapshot.keep_set.layers.index(layer) for layer in layers]
-    return moment.snapshot.kept()[rows, 0]
+def _kept(event: TraceEvent, layers: Sequence[int]) -> Tensor:
+    return event.kept()[[event.keep_set.layers.index(layer) for layer in layers], 0]

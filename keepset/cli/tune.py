@@ -53,7 +53,7 @@ def tune(
     sources = [read(path) for path in text]
     check_writable(html)
 
-    from keepset.bench.report.tune import render
+    from keepset.bench.report.page import assemble
     from keepset.bench.tune.pieces import cut
     from keepset.bench.tune.tune import Tuner
 
@@ -75,7 +75,7 @@ def tune(
         print_json(result)
     else:
         print_result(result)
-    write(html, lambda: render(result))
+    write(html, lambda: assemble("tune", "keepset tune", result))
     if not finished:
         note(f"interrupted in round {result['round']} of {result['rounds']}")
         raise typer.Exit(130)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import time
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,11 +16,12 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import CacheLayerMixin
 
-from keepset.core.observation import Needs, Observation, SecondPass, SecondPassColumns
+from keepset.core.feature import Feature, Needs
+from keepset.core.features.second_pass import SecondPass, SecondPassColumns
 from keepset.errors import KeepsetError
 from keepset.hf.attention import hand_over
-from keepset.hf.layer import KeepLayer
 from keepset.hf.mask import KeepsetLength, MaskRule
+from keepset.hf.progress import Progress
 from keepset.hf.prompt_inputs import PromptInputs
 from keepset.hf.repeat import Repeat
 from keepset.kernels.second_pass import PackedSequence, SoftmaxScope, second_pass_attention
@@ -31,24 +31,27 @@ if TYPE_CHECKING:
     import transformers
 
 
-class SecondPasses:
-    """Collects a prompt's observations until all layers have theirs, then adds what the second passes tell.
+Entries = tuple[Float[Tensor, "batch kv_heads entries head_dim"], Float[Tensor, "batch kv_heads entries value_dim"]]
+"""Keys and values of one layer."""
 
-    That happens inside the last layer's attention: every layer still holds all entries. Requests run one by one,
-    without their padding, each as a call of the model's decoder with a cache that only looks at those entries.
+
+class SecondPasses:
+    """Runs tokens on top of a prompt of which all layers still hold all entries, inside the last layer's attention.
+
+    Requests run one by one, without their padding, each as a call of the model's decoder with a cache that only looks
+    at those entries.
 
     Attributes:
-        seconds: that each pass took, by `way(...)` of it.
+        seconds: that each pass took, by its `cost`.
     """
 
     def __init__(self, model: transformers.PreTrainedModel, past: Any, needs: Needs, tasks: Sequence[Tensor]) -> None:
-        self._needs, self._model = needs, weakref.ref(model)
+        self._needs, self._model = needs.of(SecondPass), weakref.ref(model)
         self._tasks = [check_task(task, model) for task in tasks]
-        self._repeat = Repeat.of(model) if any(needed.repeat for needed in needs.second_passes) else None
+        self._repeat = Repeat.of(model) if any(needed.repeat for needed in self._needs) else None
         if self._repeat and tasks:
             raise KeepsetError("A prompt that is to be repeated is its own task: leave task_tokens out.")
         self._inputs = PromptInputs(model.get_decoder(), past)
-        self._found: list[tuple[KeepLayer, Observation]] = []
         self.seconds: dict[SecondPass, float] = {}
 
     def open(self) -> None:
@@ -59,82 +62,75 @@ class SecondPasses:
     def close(self) -> None:
         """Stops watching, and forgets what was seen."""
         self._inputs.close()
-        self._found = []
 
     def fork(self, past: Any) -> SecondPasses:
         """The same for another cache."""
         twin = copy.copy(self)
-        twin._inputs, twin._found, twin.seconds = self._inputs.fork(past), list(self._found), dict(self.seconds)
+        twin._inputs, twin.seconds = self._inputs.fork(past), dict(self.seconds)
         return twin
 
-    def add(
-        self, layer: KeepLayer, observation: Observation, layers: Sequence[Any]
-    ) -> list[tuple[KeepLayer, Observation]]:
-        """One layer's observation; all of them, with their second passes, once the last one has come.
+    def run(
+        self, entries: Mapping[int, Entries], progress: Progress, layers: Sequence[Any]
+    ) -> dict[int, dict[Feature[Any], SecondPassColumns]]:
+        """What the entries of each layer receive in every pass that is needed.
 
         Args:
+            entries: of the layers that are observed, by their indices and in their order.
+            progress: of the cache, whose tokens are the prompt's.
             layers: of the cache; those that keepset leaves alone are copied, never changed.
         """
-        if layer.compressed_at != layer.logical:
-            raise KeepsetError(
-                "A second pass over the prompt cannot take drafted tokens together with it: leave assisted generation "
-                "out."
-            )
-        self._found.append((layer, observation))
-        if len(self._found) < len(observation.layers):
-            return []
-        found, self._found = self._found, []
         groups: dict[SecondPass, set[str]] = {}
-        for needed in self._needs.second_passes:
-            groups.setdefault(way(needed), set()).update(needed.statistics)
+        for needed in self._needs:
+            groups.setdefault(needed.cost, set()).update(needed.statistics)
+        passes: dict[int, dict[Feature[Any], SecondPassColumns]] = {index: {} for index in entries}
         for kind, names in groups.items():
             start = time.perf_counter()
-            seen = self._run(kind, names, found, layers)
+            per_layer = self._run(kind, names, entries, progress, layers)
             self.seconds[kind] = time.perf_counter() - start
-            for needed in self._needs.second_passes:
-                if way(needed) == kind:
-                    for (_, told), columns in zip(found, seen, strict=True):
+            for needed in self._needs:
+                if needed.cost == kind:
+                    for index, columns in per_layer.items():
                         part = {name: columns.statistics[name] for name in needed.statistics}
-                        told.second_passes[needed] = SecondPassColumns(part, columns.tokens, columns.opening)
-        return found
+                        passes[index][needed] = SecondPassColumns(part, columns.tokens, columns.opening)
+        return passes
 
     @torch.no_grad()
     def _run(
         self,
         kind: SecondPass,
         names: Collection[str],
-        found: list[tuple[KeepLayer, Observation]],
+        entries: Mapping[int, Entries],
+        progress: Progress,
         layers: Sequence[Any],
-    ) -> list[SecondPassColumns]:
+    ) -> dict[int, SecondPassColumns]:
         """What each layer's entries receive in a pass of this kind."""
-        first, prompt = found[0][0], self._inputs.first(found[0][0].logical)
-        valid, batch = first.valid_tokens(), len(prompt)
-        per_request: list[list[dict[str, Tensor]]] = []
+        prompt, valid = self._inputs.first(progress.logical), progress.valid
+        batch = len(prompt)
+        per_request: list[dict[int, dict[str, Tensor]]] = []
         tokens, opening = torch.zeros(2, batch, dtype=torch.long, device=prompt.device)
         for request in range(batch):
             own = prompt[request] if valid is None else prompt[request][valid[request]]
             parts = self._passes(kind, own, self._of_tasks(request, batch, own.device))
-            entries = {layer.index: _Entries(seen, request, len(own), names) for layer, seen in found}
-            entries[first.owner.compressed_layers[-1]].last = True
-            rest = {i: layer for i, layer in enumerate(layers) if i not in entries}
+            looked = {i: _Entries(layer, request, len(own), names) for i, layer in entries.items()}
+            looked[max(looked)].last = True
+            rest = {i: layer for i, layer in enumerate(layers) if i not in looked}
             # Layers that are not keepset's would let one part see another.
             for together in _calls(parts, 1 if rest else _TOGETHER):
-                for each in entries.values():
+                for each in looked.values():
                     each.pieces = [PackedSequence(len(part), among) for part, among in together]
                 copies = {i: _one_request(layer, request, len(own), valid) for i, layer in rest.items()}
                 self._call(
-                    [part for part, _ in together], len(own), [copies.get(i) or entries[i] for i in range(len(layers))]
+                    [part for part, _ in together], len(own), [copies.get(i) or looked[i] for i in range(len(layers))]
                 )
             tokens[request] = sum(len(part) for part, _ in parts)
             opening[request] = parts[0][1].start if parts[0][1] else 0
-            per_request.append([entries[layer.index].received for layer, _ in found])
-        per_layer = zip(found, zip(*per_request, strict=True), strict=True)
-        return [
-            SecondPassColumns(
-                {name: _stacked([r[name] for r in rows], seen.keys.shape[2]) for name in names}, tokens, opening
+            per_request.append({i: each.received for i, each in looked.items()})
+        return {
+            i: SecondPassColumns(
+                {name: _stacked([r[i][name] for r in per_request], keys.shape[2]) for name in names}, tokens, opening
             )
-            for (_, seen), rows in per_layer
-        ]
+            for i, (keys, _) in entries.items()
+        }
 
     def _passes(self, kind: SecondPass, own: Tensor, tasks: list[Tensor]) -> list[tuple[Tensor, SoftmaxScope | None]]:
         """What runs after one request's prompt, and which entries it is about; None: all."""
@@ -203,11 +199,11 @@ class _Entries(CacheLayerMixin):
     is_sliding = False
     is_compileable = False
 
-    def __init__(self, seen: Observation, request: int, length: int, names: Collection[str]) -> None:
+    def __init__(self, entries: Entries, request: int, length: int, names: Collection[str]) -> None:
         super().__init__()
-        self._entries = seen.keys[request, :, :length], seen.values[request, :, :length]
+        keys, values = entries
+        self._entries = keys[request, :, :length], values[request, :, :length]
         self._length, self._names = length, names
-        self.incoming: tuple[Tensor, Tensor] | None = None
         self.received: dict[str, Tensor] = {}
         self.pieces: list[PackedSequence] = []
         self.last = False
@@ -229,11 +225,10 @@ class _Entries(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Hands itself to the attention function."""
-        self.incoming = key_states, value_states
-        hand_over(self)
+        hand_over(self._attend, key_states, value_states)
         return key_states, value_states
 
-    def attend(
+    def _attend(
         self,
         module: nn.Module,
         query: Tensor,
@@ -244,7 +239,6 @@ class _Entries(CacheLayerMixin):
         position_ids: Tensor | None,
     ) -> Tensor:
         """Attends, and notes what each entry receives."""
-        self.incoming = None
         own = key[0], value[0]
         output, new = second_pass_attention(query[0], self._entries, own, scaling, self._names, self.pieces)
         self.received = {
@@ -254,11 +248,6 @@ class _Entries(CacheLayerMixin):
         if self.last:
             raise _Done
         return output.transpose(0, 1)[None].contiguous()
-
-
-def way(needed: SecondPass) -> SecondPass:
-    """The same pass whatever is asked of it: such passes are run as one."""
-    return replace(needed, statistics=frozenset())
 
 
 def check_task(task: Any, model: transformers.PreTrainedModel) -> Int[Tensor, "batch tokens"]:

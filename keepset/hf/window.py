@@ -75,6 +75,11 @@ class QueryWindow:
         rotation = (newest["cos"], newest["sin"]) if "cos" in newest else None
         return Queries(newest["queries"].transpose(1, 2), newest["positions"], rotation)
 
+    def parts(self, size: int) -> dict[str, Tensor]:
+        """The newest `size` queries as an Observation's keyword arguments."""
+        newest = self.newest(size) if size else None
+        return {} if newest is None else {"queries": newest.queries, "query_positions": newest.positions}
+
     def keep(self, size: int) -> None:
         """Forgets all but the newest `size` queries of each request."""
         if size <= 0:
@@ -85,7 +90,7 @@ class QueryWindow:
     def reorder(self, rows: Int[Tensor, " rows"]) -> None:
         """Makes the batch consist of these requests."""
         if self._parts:
-            self._parts = [{name: column[rows] for name, column in self._joined().items()}]
+            self._parts = [{name: column[rows.to(column.device)] for name, column in self._joined().items()}]
 
     def crop(self, lengths: Int[Tensor, " batch"]) -> None:
         """Forgets the queries that each request has beyond its length."""

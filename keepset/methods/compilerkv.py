@@ -11,10 +11,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.core.budget import Budget
+from keepset.core.feature import Needs
+from keepset.core.features.perplexity import Perplexity
+from keepset.core.features.recent_queries import RecentQueries
 from keepset.core.keep_set import KeepSet
 from keepset.core.method import Method, parameter
-from keepset.core.observation import Needs, Observation
+from keepset.core.observation import Observation
 from keepset.core.select import ranked_scores, top_mask
+from keepset.core.shapes import Quotas, Scores
 from keepset.core.tables import Tables, load, neutral, say_neutral
 
 THRESHOLD = 0.9
@@ -71,7 +75,8 @@ class CompilerKV(Method):
         """The window's queries, and its perplexity where that decides something."""
         if self._reads and self.tables:
             load(self.tables)  # or its own sentence, before a prompt has run for nothing
-        return Needs(window=self.window, perplexity=frozenset({self.window} if self._gated else ()))
+        window = Needs(RecentQueries(self.window))
+        return window | Needs(Perplexity(self.window)) if self._gated else window
 
     @property
     def equal_layers(self) -> bool:
@@ -88,11 +93,11 @@ class CompilerKV(Method):
         """The window."""
         return self.window
 
-    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+    def score(self, observation: Observation) -> Scores:
         """Equation 10 for a layer that is alone, under the tables' smallest budget."""
-        tables = self._tables(observation)
+        tables = self.tables_for(observation)
         first = tables.budgets.new_zeros(len(observation.keys), device=observation.keys.device)
-        return self._utility(observation, self._received([observation]), tables, first)
+        return self._utility(observation, self.received_attention([observation]), tables, first)
 
     def select(self, observation: Observation, budget: Budget) -> KeepSet:
         """What stays of one layer that is alone."""
@@ -100,7 +105,7 @@ class CompilerKV(Method):
 
     def select_all(self, observations: Sequence[Observation], budget: Budget) -> KeepSet:
         """What stays of all layers."""
-        tables, received = self._tables(observations[0]), self._received(observations)
+        tables, received = self.tables_for(observations[0]), self.received_attention(observations)
         parts = []
         for seen in observations:
             quotas = budget.quotas(seen)
@@ -120,7 +125,8 @@ class CompilerKV(Method):
     def _reads(self) -> bool:
         return self.head_table or self._gated
 
-    def _tables(self, observation: Observation) -> Tables:
+    def tables_for(self, observation: Observation) -> Tables:
+        """The file's, for a model of as many layers and query heads; neutral ones where none are named or read."""
         shape = len(observation.layers), observation.newest_queries(1)[0].shape[1]
         if self._reads and self.tables:
             return load(self.tables).fitted(*shape)
@@ -128,7 +134,7 @@ class CompilerKV(Method):
             say_neutral()
         return neutral(*shape, THRESHOLD)
 
-    def _received(self, observations: Sequence[Observation]) -> Float[Tensor, "batch positions"]:
+    def received_attention(self, observations: Sequence[Observation]) -> Float[Tensor, "batch positions"]:
         """Equation 6 summed over the window: the mean over layers and heads of what every position receives."""
         longest = max(1, *(int(seen.lengths.max()) for seen in observations))
         total = observations[0].keys.new_zeros(len(observations[0].keys), longest, dtype=torch.float32)
@@ -146,17 +152,17 @@ class CompilerKV(Method):
         received: Float[Tensor, "batch positions"],
         tables: Tables,
         row: Int[Tensor, " batch"],
-    ) -> Float[Tensor, "batch kv_heads entries"]:
+    ) -> Scores:
         """Equations 9 and 10."""
         weights = tables.weights.to(row.device)[row, observation.depth]
         if not self.head_table:
             weights = torch.ones_like(weights)
-        utility = self._signal(observation, received) * observation.by_query_group(weights)[..., None]
+        utility = self.signal(observation, received) * observation.by_query_group(weights)[..., None]
         # A head whose numbers have overflowed says nothing; the others still do.
         best = utility.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(2)
         return best.amax(1, keepdim=True).where(observation.heads_alike[:, None, None], best)
 
-    def _signal(
+    def signal(
         self, observation: Observation, received: Float[Tensor, "batch positions"]
     ) -> Float[Tensor, "batch kv_heads _ entries"]:
         """Equations 7 and 8, of every query head, or one for all that share a KV head."""
@@ -179,16 +185,16 @@ class CompilerKV(Method):
         """What the table says of the risk."""
         if not self.gate:
             return torch.full_like(received[:, 0], THRESHOLD)
-        bins = tables.bins(*self._risk(observation, received))
+        bins = tables.bins(*self.risk(observation, received))
         return tables.gate.to(row.device)[row, observation.depth, *bins]
 
-    def _risk(
+    def risk(
         self, observation: Observation, received: Float[Tensor, "batch positions"]
     ) -> tuple[Float[Tensor, " batch"], Float[Tensor, " batch"]]:
         """Equations 11 to 13: the entropy of what is received, and the window's perplexity."""
         share = received / received.sum(-1, keepdim=True)
         entropy = -torch.xlogy(share, share).sum(-1)
-        return entropy, observation.perplexity(self.window).to(entropy.device)
+        return entropy, observation[Perplexity(self.window)].to(entropy.device)
 
 
 def _places(observation: Observation, longest: int) -> Int[Tensor, "batch kv_heads entries"]:
@@ -196,7 +202,7 @@ def _places(observation: Observation, longest: int) -> Int[Tensor, "batch kv_hea
     return observation.positions.long().clamp(0, longest - 1)
 
 
-def _relative_norms(observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+def _relative_norms(observation: Observation) -> Scores:
     """Equation 7: lengths of values, over their mean in the head."""
     norms = torch.linalg.vector_norm(observation.values.float(), dim=-1).masked_fill(~observation.valid, 0.0)
     mean = norms.sum(-1, keepdim=True) / observation.valid.sum(-1, keepdim=True)
@@ -204,9 +210,7 @@ def _relative_norms(observation: Observation) -> Float[Tensor, "batch kv_heads e
     return torch.where(mean == 0, 1.0, norms / mean)
 
 
-def candidates(
-    observation: Observation, budget: Budget, threshold: Float[Tensor, " batch"]
-) -> Int[Tensor, "batch kv_heads"]:
+def candidates(observation: Observation, budget: Budget, threshold: Float[Tensor, " batch"]) -> Quotas:
     """What always stays, and how many of the rest rank above the threshold; of these one in any case."""
     existing = observation.valid
     always = ((budget.is_sink(observation) | budget.is_recent(observation)) & existing).sum(-1)

@@ -9,27 +9,28 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keepset import Budget, KeepsetError, Observation
 from keepset.allocators.pool import Pool
+from keepset.core.features.perplexity import Perplexity
 from keepset.core.tables import Tables, save
 from keepset.methods.compilerkv import CompilerKV
 from tests.core.test_tables import random_tables
 from tests.methods.naive import DTYPES, Shape, kept, length_of, observe, window_attention
+from tests.tiers import examples
 
 pytestmark = pytest.mark.filterwarnings("ignore:compilerkv has no tables", "ignore:The tables")
-examples = settings(max_examples=60, deadline=None, derandomize=True)
 WINDOW = 5
 
 
 def layers_of(
     shape: Shape, layers: int, perplexities: Sequence[float], seed: int = 0, **parts: Any
 ) -> list[Observation]:
-    told = {WINDOW: torch.tensor(perplexities)}
+    told = {Perplexity(WINDOW): torch.tensor(perplexities)}
     return [
-        observe(shape, window=WINDOW, layer=i, layers=range(layers), seed=seed + i, perplexities=told, **parts)
+        observe(shape, window=WINDOW, layer=i, layers=range(layers), seed=seed + i, features=told, **parts)
         for i in range(layers)
     ]
 
@@ -117,7 +118,7 @@ def written(folder: Path, layers: int, heads: int, seed: int = 0) -> tuple[Table
     return tables, str(path)
 
 
-@examples
+@examples(60)
 @given(
     case=cases(),
     switches=st.fixed_dictionaries(
@@ -149,7 +150,7 @@ def test_equations_6_to_16(
                 assert kept(keep_set, seen, request, head) == sorted(stay)
 
 
-@examples
+@examples(60)
 @given(case=cases(), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 9))
 def test_scores_where_heads_hold_different_entries(
     folder: Path, case: tuple[Shape, int, Budget, list[float], int], dtype: torch.dtype, seed: int
@@ -172,7 +173,7 @@ def test_scores_where_heads_hold_different_entries(
         observe(shape, window=WINDOW, layer=i, layers=range(layers), seed=i, dtype=dtype, positions=positions())
         for i in range(layers)
     ]
-    received = method._received(observations)
+    received = method.received_attention(observations)
     for layer, seen in enumerate(observations):
         row = torch.zeros(shape.batch, dtype=torch.long)
         scores = method._utility(seen, received, tables, row)
@@ -193,7 +194,7 @@ def test_one_layers_score_is_what_it_selects_by() -> None:
         torch.testing.assert_close(scores[request, :, :length].tolist(), expected, rtol=1e-4, atol=1e-6)
 
 
-@examples
+@examples(60)
 @given(case=cases(), seed=st.integers(0, 5))
 def test_with_exact_counts_the_threshold_changes_nothing(
     folder: Path, case: tuple[Shape, int, Budget, list[float], int], seed: int
@@ -264,18 +265,18 @@ def test_values_of_length_zero_are_equal() -> None:
 
 def test_what_it_needs_and_says(tmp_path: Path) -> None:
     assert CompilerKV().needs.window == CompilerKV().recent == 64
-    assert not CompilerKV(gate=True).needs.perplexity
-    assert not CompilerKV(elastic=True, gate=False).needs.perplexity
-    assert CompilerKV(elastic=True, window=7).needs.perplexity == {7}
+    assert not CompilerKV(gate=True).needs.of(Perplexity)
+    assert not CompilerKV(elastic=True, gate=False).needs.of(Perplexity)
+    assert CompilerKV(elastic=True, window=7).needs.of(Perplexity) == [Perplexity(7)]
     assert CompilerKV().fixed_total and CompilerKV().equal_layers and CompilerKV().equal_heads
     elastic = CompilerKV(elastic=True)
     assert elastic.equal_heads and not elastic.fixed_total and not elastic.equal_layers
     with pytest.raises(KeepsetError, match="There is no file 'absent' with tables"):
         _ = CompilerKV("absent").needs
-    assert not CompilerKV("absent", head_table=False).needs.perplexity  # which reads none
+    assert not CompilerKV("absent", head_table=False).needs.of(Perplexity)  # which reads none
     with pytest.raises(KeepsetError, match="says itself how much every head keeps"):
         Pool(CompilerKV())
-    with pytest.raises(KeepsetError, match="perplexities="):
+    with pytest.raises(KeepsetError, match=r"features=\{Perplexity"):
         elastic.select_all([observe(Shape((9,), 1, 2, 4, 4))], Budget(5))
     seen = layers_of(Shape((9,), 1, 2, 4, 4), 2, [1.0])
     save(random_tables(7, 5), tmp_path / "other")
@@ -298,7 +299,7 @@ def renormalised(attention: torch.Tensor, stay: list[int]) -> torch.Tensor:
     return masked / masked.sum(-1, keepdim=True).clamp(min=1e-300)
 
 
-@examples
+@examples(60)
 @given(
     length=st.integers(1, 14),
     heads=st.integers(1, 4),
@@ -328,7 +329,7 @@ def frobenius(observation: Observation, stay: list[int]) -> tuple[float, list[fl
     return sum(errors) / len(errors), lost
 
 
-@examples
+@examples(60)
 @given(length=st.integers(6, 24), keep=st.integers(WINDOW, 24), heads=st.integers(1, 4), seed=st.integers(0, 99))
 def test_the_error_is_within_what_the_dropped_mass_allows(length: int, keep: int, heads: int, seed: int) -> None:
     """The proof's steps hold with their constants: |E|_F <= sqrt(2 sum X^2) <= sqrt(2 rows) max X.

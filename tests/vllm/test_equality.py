@@ -13,11 +13,13 @@ import torch
 
 import keepset
 from keepset import Recipe
-from keepset.core.observation import Needs
+from keepset.core.feature import Needs
 from keepset.hf.recorder import Recorder
 from tests.vllm.compared import CHUNKED, Embedded, asks, check_cache, check_oracle, fed, result
 from tests.vllm.engine import Ask, Result, Scenario, raw
 from tests.vllm.oracle import Oracle
+
+pytestmark = pytest.mark.full
 
 LENGTHS = (300, 517, 150, 700)
 AFTER_PREFILL = [

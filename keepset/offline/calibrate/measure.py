@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 import keepset
-from keepset.core.observation import Needs, Observation
+from keepset.core.feature import Needs
+from keepset.core.features.moments import QueryMoments
+from keepset.core.features.recent_queries import RecentQueries
+from keepset.core.observation import Observation
 from keepset.core.statistics import LayerStatistics, Statistics
 from keepset.errors import KeepsetError
-from keepset.hf.layer import KeepLayer
 from keepset.hf.prompt_cache import PromptCache
 from keepset.offline.calibrate.corpus import Corpus
 from keepset.offline.calibrate.rotation import PROBE, measure_rotation
@@ -38,7 +40,7 @@ class _Layer:
     def add(self, observation: Observation) -> None:
         """One passage."""
         assert observation.queries is not None
-        moments = observation.moments(SKIP)
+        moments = observation[QueryMoments(SKIP)]
         mean, covariance = moments.mean[0].cpu().double(), moments.covariance[0].cpu().double()
         queries = observation.queries[0, :, SKIP:].cpu().double()
         count = queries.shape[1]
@@ -82,11 +84,11 @@ class _ObservingCache(PromptCache):
         self, model: transformers.PreTrainedModel, needs: Needs, observe: Callable[[Observation], None]
     ) -> None:
         super().__init__(model, needs)
-        self._observe = observe
+        self._on_observation = observe
 
-    def received(self, layer: KeepLayer, observation: Observation) -> None:
-        """Hands it on."""
-        self._observe(observation)
+    def _choose(self, observations: list[Observation]) -> None:
+        for observation in observations:
+            self._on_observation(observation)
 
 
 @torch.no_grad()
@@ -105,18 +107,18 @@ def measure(
     def start_layer(observation: Observation) -> None:
         _, kv_heads, _, head_dim = observation.keys.shape
         unit = torch.eye(head_dim, device=observation.keys.device)
-        layers[observation.layer] = _Layer(measure_rotation(observation.moments(0).rotate, unit), kv_heads)
+        layers[observation.layer] = _Layer(measure_rotation(observation[QueryMoments(0)].rotate, unit), kv_heads)
 
     def run(ids: Tensor, needs: Needs, observe: Callable[[Observation], None]) -> None:
         cache = _ObservingCache(model, needs, observe)
         model(ids.to(model.device)[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
         cache.stop_watching()
 
-    run(corpus.passages[0][:PROBE], Needs(query_moments=frozenset({0})), start_layer)
+    run(corpus.passages[0][:PROBE], Needs(QueryMoments(0)), start_layer)
     if not layers:
         raise KeepsetError(f"{type(model).__name__} has no layer that keepset compresses: there is nothing to measure.")
     for passage in corpus.passages:
-        needs = Needs(window=len(passage), query_moments=frozenset({SKIP}))
+        needs = Needs(RecentQueries(len(passage)), QueryMoments(SKIP))
         run(passage, needs, lambda observation: layers[observation.layer].add(observation))
         on_passage()
     measured = {index: layer.statistics() for index, layer in sorted(layers.items())}

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 import keepset
 from keepset import KeepsetError, Recipe
-from keepset.bench.analysis.repetition import repetition_rate
+from keepset.bench.analysis.diagnostics import repetition_rate
 from keepset.bench.candidate import Candidate, candidates
 from keepset.bench.cell import FULL, Cell
 from keepset.bench.sweep.runner import TOGETHER, Runner
@@ -417,7 +417,7 @@ def test_a_prefill_that_cannot_be_shared_is_not(monkeypatch: pytest.MonkeyPatch)
     original = Recorder.prefill
 
     def prefill(self: Recorder, ids: Any) -> Any:
-        if self.needs.hidden_states:
+        if self.needs.unrotated:
             raise KeepsetError("Hidden states cannot be seen.")
         return original(self, ids)
 

@@ -1,0 +1,174 @@
+"""A long text token by token: recipes that compress while decoding, beside the full cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers import DynamicCache
+
+from keepset.bench.compare.comparison import Comparer, Comparison, Measurement
+from keepset.bench.compare.fidelity import kl, mean, nll
+from keepset.bench.compare.text_task import ANSWER_TOKENS
+from keepset.bench.generation import greedy
+from keepset.bench.memory import dynamic_nbytes
+from keepset.errors import KeepsetError
+from keepset.hf.cache import Cache
+from keepset.hf.prompt_session import warm_up
+from keepset.hf.store import SLACK
+from keepset.recipe import Recipe
+
+if TYPE_CHECKING:
+    import transformers
+
+DRIFT_TOKENS = 256
+"""Tokens of the text for one figure of the drift."""
+
+
+def feed_slices(tokens: int, every: int | None) -> list[slice]:
+    """Parts of the text after the prompt that may be fed at once, as if token by token.
+
+    They end at each event and one token before it, where a cache is largest, and are no longer than what a store
+    grows by, so that a cache allocates what it would for single tokens.
+    """
+    every = every or tokens
+    ends = {
+        min(start + offset, tokens)
+        for start in range(0, tokens, every)
+        for offset in (*range(SLACK, every, SLACK), every - 1, every)
+    }
+    return [slice(start, stop) for start, stop in pairwise(sorted({0, *ends}))]
+
+
+def generated(
+    model: transformers.PreTrainedModel,
+    prompt: Int[Tensor, "1 tokens"],
+    count: int,
+    on_token: Callable[[], None] = lambda: None,
+) -> Int[Tensor, "1 n"]:
+    """What the full cache says after the prompt, greedily, ends of text included."""
+    ids, _ = greedy(model, DynamicCache(config=model.config), prompt, count, on_token)
+    return torch.tensor([ids], device=prompt.device)
+
+
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """One cache that the text went through: logits after each token of it, and bytes held then."""
+
+    logits: Float[Tensor, "n vocabulary"]
+    nbytes: list[int]
+    prefill_seconds: float
+
+    def mean_bytes(self, counted: slice) -> int:
+        """Over the counted tokens."""
+        nbytes = self.nbytes[counted]
+        return round(sum(nbytes) / len(nbytes))
+
+
+class DecodeComparer(Comparer):
+    """Measures recipes against the full cache while a prompt and the text after it pass through both.
+
+    Figures are those of the tokens after the recipe's first event: what came before could not differ.
+
+    Attributes:
+        comparison: its rows' `keep` and `kept` are what a cache holds at the end, of all tokens; `kv_bytes` is the
+            mean of what it holds after each token, all queries that were recorded for an event included.
+    """
+
+    def __init__(
+        self,
+        model: transformers.PreTrainedModel,
+        prompt: Int[Tensor, "1 tokens"],
+        text: Int[Tensor, "1 n"],
+        name: str,
+    ) -> None:
+        self._model, self._prompt, self._text = model, prompt, text
+        warm_up(model, prompt)
+        full = DynamicCache(config=model.config)
+        self._full = self._feed(full, lambda: dynamic_nbytes(full), None)
+        before, n = prompt.shape[1], text.shape[1]
+        per_token = dynamic_nbytes(full) / (before + n)
+        self._full = replace(self._full, nbytes=[round(per_token * (before + i)) for i in range(1, n + 1)])
+        self.comparison = Comparison(
+            model=name,
+            tokens=before,
+            continuation_tokens=n,
+            question=None,
+            expected_answer=None,
+            full={
+                "kv_bytes": self._full.mean_bytes(slice(n)),
+                "kv_bytes_peak": max(self._full.nbytes),
+                "nll": mean(nll(self._full.logits, text[0])),
+                "prefill_seconds": self._full.prefill_seconds,
+                "decode_tokens_per_second": self._speed(full, self._full),
+            },
+            drift_tokens=DRIFT_TOKENS,
+        )
+
+    def _measure(self, row: Measurement, recipe: Recipe) -> tuple[Measurement, Bool[Tensor, "layers kv_heads tokens"]]:
+        cache = Cache(self._model, recipe)
+        run = self._feed(cache, lambda: cache.nbytes, recipe.schedule.every)
+        counted = self._counted(cache)
+        full = self._full
+        drift = kl(full.logits, run.logits)
+        nll_delta = nll(run.logits, self._text[0]) - nll(full.logits, self._text[0])
+        same = run.logits.argmax(-1) == full.logits.argmax(-1)
+        kept = _kept(cache, self._prompt.shape[1] + self._text.shape[1])
+        row = replace(
+            row,
+            keep=float(kept.double().mean()),
+            kv_bytes=run.mean_bytes(counted),
+            kv_bytes_peak=max(run.nbytes[counted]),
+            kv_bytes_full=full.mean_bytes(counted),
+            kl=mean(drift[counted]),
+            kl_drift=[mean(part) for part in drift.split(DRIFT_TOKENS)],
+            nll_delta=mean(nll_delta[counted]),
+            top1=float(same[counted].double().mean()),
+            prefill_seconds=run.prefill_seconds,
+            prefill_seconds_full=full.prefill_seconds,
+            select_seconds=sum(event.seconds for event in cache.events),
+        )
+        return replace(row, decode_tokens_per_second=self._speed(cache, run)), kept
+
+    def _counted(self, cache: Cache) -> slice:
+        """The tokens after the first event, as indices into the text after the prompt."""
+        n = self._text.shape[1]
+        first = cache.events[0].length - self._prompt.shape[1] if cache.events else n
+        if first >= n:
+            raise KeepsetError(
+                f"{cache.recipe} compresses nothing before the last of {n} tokens: let more tokens follow the prompt."
+            )
+        return slice(first, None)
+
+    def _speed(self, cache: Any, run: _Run) -> float:
+        """Tokens per second at the end of the text, one at a time."""
+        _, seconds = greedy(self._model, cache, run.logits[-1].argmax()[None, None], ANSWER_TOKENS)
+        return ANSWER_TOKENS / seconds
+
+    @torch.no_grad()
+    def _feed(self, cache: Any, nbytes: Callable[[], int], every: int | None) -> _Run:
+        start = time.perf_counter()
+        self._model(self._prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        prefill_seconds = time.perf_counter() - start
+        logits: list[Tensor] = []
+        held: list[int] = []
+        for part in feed_slices(self._text.shape[1], every):
+            ids = self._text[:, part]
+            logits.append(self._model(ids, past_key_values=cache, use_cache=True).logits[0])
+            held += [nbytes()] * ids.shape[1]
+        return _Run(torch.cat(logits), held, prefill_seconds)
+
+
+def _kept(cache: Cache, length: int) -> Bool[Tensor, "layers kv_heads tokens"]:
+    """What the newest event kept, and all that came after it."""
+    keep_set, since = cache.keep_set, cache.events[-1].length
+    assert keep_set is not None
+    kept = keep_set.mask(length)[:, 0]
+    kept[..., since:] = True
+    return kept

@@ -1,0 +1,114 @@
+"""`TextTask`: a prompt, the text that follows it, and a question whose answer is known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from keepset.errors import KeepsetError
+from keepset.texts import Needle, chat_parts, insert
+
+if TYPE_CHECKING:
+    import transformers
+
+
+@dataclass(frozen=True, eq=False)
+class TextTask:
+    """What a comparison runs.
+
+    Attributes:
+        prompt: token ids that are prefilled and compressed, `[1, tokens]`.
+        continuation: token ids of the text that follows, `[1, n]`, for fidelity.
+        question: token ids of the question after the prompt, asked instead of the continuation.
+        needle: what the question is about; None when nothing is asked.
+    """
+
+    prompt: Int[Tensor, "1 tokens"]
+    continuation: Int[Tensor, "1 n"]
+    question: Int[Tensor, "1 m"] | None = None
+    needle: Needle | None = None
+
+
+def make_text_task(
+    tokenizer: transformers.PreTrainedTokenizerBase,
+    text: str,
+    *,
+    tokens: int,
+    continuation: int,
+    needle: Needle | None = None,
+    depth: float = 0.5,
+    longest: int | None = None,
+) -> TextTask:
+    """Cuts a text into a prompt of about `tokens` tokens and a continuation.
+
+    With a needle its sentence is inserted at `depth` of the prompt, unless it is empty because the text
+    holds the answer already, and the prompt is the part of a user's message before the question.
+
+    Raises:
+        KeepsetError: the text or the model's context is too short.
+    """
+    question = _ids(tokenizer, chat_parts(tokenizer, "", needle.question)[1]) if needle is not None else None
+    after = (
+        max(continuation, _length(question) + ANSWER_TOKENS) if question is not None else continuation + ANSWER_TOKENS
+    )
+    check_fits(tokens, after, longest)
+    body = _ids(tokenizer, text)
+    around = _length(_ids(tokenizer, _wrap(tokenizer, "", needle)))
+    if tokens <= around:
+        raise KeepsetError(
+            f"{tokens} tokens of prompt leave no room for the text, because {around} stand around it: "
+            "ask for more tokens."
+        )
+    length = min(tokens - around, _length(body) - continuation)
+    if length < 1:
+        raise KeepsetError(
+            f"The text has {_length(body)} tokens, too few for a prompt and {continuation} tokens of continuation: "
+            "give a longer text, or ask for a shorter continuation."
+        )
+    start = str(tokenizer.decode(body[0, :length]))
+    if needle is not None and needle.sentence:
+        start = insert(start, needle, depth)
+    return TextTask(
+        prompt=_ids(tokenizer, _wrap(tokenizer, start, needle), special=needle is None),
+        continuation=body[:, length : length + continuation],
+        question=question,
+        needle=needle,
+    )
+
+
+def check_fits(tokens: int, after: int, longest: int | None) -> None:
+    """Refuses more tokens than the model's context holds; `longest` is None where it says nothing.
+
+    Raises:
+        KeepsetError: says how many there are.
+    """
+    if longest is not None and tokens + after > longest:
+        raise KeepsetError(
+            f"{tokens} tokens of prompt and {after} after it do not fit the model's context of "
+            f"{longest}: ask for fewer tokens."
+        )
+
+
+ANSWER_TOKENS = 12
+"""Tokens that are decoded as the answer to the question, and for timing."""
+
+
+def _wrap(tokenizer: Any, text: str, needle: Needle | None) -> str:
+    if needle is None:
+        return text
+    gap = needle.sentence + " " if not text else ""
+    return chat_parts(tokenizer, gap + text, needle.question)[0]
+
+
+def _ids(tokenizer: Any, text: str, special: bool = False) -> Tensor:
+    # verbose=False: a long text is cut before the model sees it, so its length is nothing to warn of.
+    ids = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+    return torch.tensor([ids], dtype=torch.long)
+
+
+def _length(ids: Tensor | None) -> int:
+    return 0 if ids is None else ids.shape[1]

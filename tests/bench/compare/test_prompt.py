@@ -1,0 +1,210 @@
+"""The figures of a comparison against the same ones worked out from runs of their own."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+import keepset
+from keepset.bench.candidate import grid
+from keepset.bench.compare.comparison import Measurement
+from keepset.bench.compare.prompt import PromptComparer
+from keepset.bench.compare.text_task import ANSWER_TOKENS, TextTask
+from keepset.texts import Needle
+from tests.hf.models import full, generate, prompt, recipe, tiny
+
+LENGTH, AFTER = 60, 20
+COMPOSED = ["adakv(expected_attention(future=16), keep=15)", "pyramid(h2o, keep=15)", "adakv(tova, keep=15)"]
+EVERY = [
+    *(keepset.Recipe.parse(recipe(method, keep)) for method in keepset.METHODS for keep in (15, 0.4)),
+    *map(keepset.Recipe.parse, COMPOSED),
+]
+ALL = [keepset.Recipe.parse(recipe(method, 1.0)) for method in keepset.METHODS]
+
+every_recipe = pytest.mark.parametrize("text", EVERY, ids=str)
+
+
+class Numbers:
+    """A tokenizer whose texts are the tokens' numbers."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return " ".join(map(str, ids))
+
+
+def task(answer: str | None = None) -> TextTask:
+    ids = prompt(1, LENGTH + AFTER)
+    needle = None if answer is None else Needle("", "Which?", answer)
+    question = None if answer is None else prompt(1, 5, seed=1)
+    return TextTask(ids[:, :LENGTH], ids[:, LENGTH:], question, needle)
+
+
+def comparer(recipes: list[keepset.Recipe], architecture: str = "llama", answer: str | None = None) -> PromptComparer:
+    return PromptComparer(tiny(architecture), Numbers(), task(answer), architecture, recipes)
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, tuple[Measurement, Tensor]]:
+    """Every recipe's row and what it kept, all from one prefill."""
+    one = comparer(EVERY)
+    rows = list(one.run(grid(EVERY, [])))
+    assert rows == one.comparison.rows
+    return {row.recipe: (row, kept) for row, kept in zip(rows, one.comparison.kept, strict=True) if kept is not None}
+
+
+@torch.no_grad()
+def continued(model: Any, cache: Any) -> list[list[float]]:
+    """Log-probabilities after each token of the continuation, one at a time, after a prefill of its own."""
+    model(task().prompt, past_key_values=cache)
+    steps = [model(token[None, None], past_key_values=cache).logits[0, -1] for token in task().continuation[0]]
+    return [step.double().log_softmax(-1).tolist() for step in steps]
+
+
+def reference() -> list[list[float]]:
+    """The same of transformers' own cache and attention."""
+    model = tiny("llama")
+    model.set_attn_implementation("sdpa")
+    return continued(model, DynamicCache(config=model.config))
+
+
+def mean(numbers: list[float]) -> float:
+    return sum(numbers) / len(numbers)
+
+
+def nll(steps: list[list[float]]) -> float:
+    tokens = task().continuation[0].tolist()
+    return mean([-step[token] for step, token in zip(steps, tokens[1:], strict=False)])
+
+
+def divergence(step: list[float], other: list[float]) -> float:
+    return sum(math.exp(p) * (p - q) for p, q in zip(step, other, strict=True))
+
+
+def best(step: list[float]) -> int:
+    return max(range(len(step)), key=step.__getitem__)
+
+
+@every_recipe
+def test_figures_are_those_of_a_run_of_its_own(
+    text: keepset.Recipe, measured: dict[str, tuple[Measurement, Tensor]]
+) -> None:
+    row, kept = measured[str(text)]
+    model = tiny("llama")
+    expected = reference()
+    cache = keepset.Cache(model, text)
+    with torch.no_grad():
+        model(task().prompt, past_key_values=cache)
+    nbytes, keep_set = cache.nbytes, cache.keep_set
+    assert keep_set is not None
+    steps = continued(model, keepset.Cache(model, text))
+
+    pairs = list(zip(expected, steps, strict=True))
+    assert row.kl == pytest.approx(mean([divergence(a, b) for a, b in pairs]), rel=1e-3, abs=1e-6)
+    assert row.nll_delta == pytest.approx(nll(steps) - nll(expected), abs=1e-4)
+    assert row.top1 == mean([best(a) == best(b) for a, b in pairs])
+    assert row.kl > 1e-3
+
+    heads = [keep_set.positions(layer, 0, head) for layer in keep_set.layers for head in range(kept.shape[1])]
+    assert [mask.nonzero()[:, 0].tolist() for mask in kept.flatten(0, 1)] == [head.tolist() for head in heads]
+    assert row.keep == sum(map(len, heads)) / (len(heads) * LENGTH)
+    assert row.kv_bytes == nbytes
+    assert row.kv_bytes_full == LENGTH * len(heads) * 2 * 16 * 4
+    assert row.error is None and row.answer is None and row.needle_found is None
+
+
+def test_figures_of_the_full_cache() -> None:
+    comparison = comparer([]).comparison
+    assert comparison.full["nll"] == pytest.approx(nll(reference()), abs=1e-5)
+    assert comparison.full["kv_bytes"] == LENGTH * 4 * 2 * 2 * 16 * 4
+    assert (comparison.tokens, comparison.continuation_tokens) == (LENGTH, AFTER)
+    assert comparison.rows == [] and not comparison.failed
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "qwen3"])
+def test_keeping_all_costs_nothing(architecture: str) -> None:
+    for row in comparer(ALL, architecture).run(grid(ALL, [])):
+        assert row.keep == 1.0
+        assert abs(row.kl) < 1e-6 and abs(row.nll_delta) < 1e-5 and row.top1 == 1
+
+
+def test_seconds_are_those_of_what_a_recipe_needs() -> None:
+    texts = ["knorm(keep=15)", "tova(keep=15)", "h2o(keep=15)", "expected_attention(future=16, keep=15)"]
+    recipes = [keepset.Recipe.parse(text) for text in texts]
+    for row in comparer(recipes).run(grid(recipes, [])):
+        assert row.prefill_seconds > row.prefill_seconds_full > 0
+        assert 0 < row.select_seconds <= row.prefill_seconds - row.prefill_seconds_full + 1e-9
+        collected = row.prefill_seconds - row.prefill_seconds_full - row.select_seconds
+        assert (collected < 1e-9) == row.recipe.startswith("knorm")
+
+
+# --- the question
+
+
+def greedy(cache: Any) -> list[int]:
+    """What `generate` says to the prompt and the question; with a cache, to what it kept of the prompt."""
+    model, asked = tiny("llama"), task("x").question
+    ids = torch.cat([task().prompt, asked], 1)
+    if cache is None:
+        output = full(model, ids, max_new_tokens=ANSWER_TOKENS)
+    else:
+        with torch.no_grad():
+            model(task().prompt, past_key_values=cache)
+        output = generate(model, ids, cache, max_new_tokens=ANSWER_TOKENS)
+    tokens = output.sequences[0, ids.shape[1] :].tolist()
+    return tokens[: tokens.index(2)] if 2 in tokens else tokens
+
+
+def test_answers_are_greedy_and_follow_the_question() -> None:
+    recipes = [keepset.Recipe.parse(text) for text in ("snapkv(window=5, keep=12)", "adakv(tova, keep=12)")]
+    expected = greedy(None)
+    one = comparer(recipes, answer=str(expected[-1]))
+    assert one.comparison.full["answer"] == " ".join(map(str, expected))
+    assert one.comparison.full["needle_found"] is True
+    assert (one.comparison.question, one.comparison.expected_answer) == ("Which?", str(expected[-1]))
+    for row, text in zip(one.run(grid(recipes, [])), recipes, strict=True):
+        answer = " ".join(map(str, greedy(keepset.Cache(tiny("llama"), text))))
+        assert row.answer == answer != one.comparison.full["answer"]
+        assert row.needle_found == (str(expected[-1]) in answer)
+
+
+def test_an_answer_ends_where_the_model_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = greedy(None)
+    for ends in (expected[4], [expected[4], expected[6]]):
+        monkeypatch.setattr(tiny("llama").generation_config, "eos_token_id", ends)
+        first = expected.index(expected[4])
+        assert comparer([], answer="x").comparison.full["answer"] == " ".join(map(str, expected[:first]))
+
+
+def test_case_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Numbers, "decode", lambda self, ids, skip_special_tokens: "  In OSLO.\n")
+    found = comparer([], answer="Oslo").comparison.full
+    assert (found["answer"], found["needle_found"]) == ("In OSLO.", True)
+
+
+# --- rows
+
+
+def test_a_budget_that_does_not_suit_is_a_row_with_the_reason() -> None:
+    recipes = keepset.Recipe.parse_list("tova, streaming_llm, snapkv(window=8)")
+    one = comparer(recipes[:1])
+    rows = list(one.run(grid(recipes, [3])))
+    assert [row.recipe for row in rows] == ["tova(keep=3)", "streaming_llm(keep=3)", "snapkv(window=8, keep=3)"]
+    methods = [str(keepset.Recipe.parse(text)) for text in ("tova", "streaming_llm", "snapkv(window=8)")]
+    assert [row.method for row in rows] == methods
+    assert [row.error is None for row in rows] == [True, False, False]
+    assert "below the 4 entries that always stay" in str(rows[1].error)
+    assert [kept is None for kept in one.comparison.kept] == [False, True, True]
+    assert one.comparison.failed
+    failed = one.comparison.to_json()["rows"][2]
+    assert sorted(failed) == ["error", "method", "recipe"]
+
+
+def test_a_recipe_that_cannot_run_does_not_stop_the_others() -> None:
+    recipes = keepset.Recipe.parse_list("tova(keep=8, every=4), tova(keep=8)")
+    first, second = comparer(recipes).run(grid(recipes, []))
+    assert "leave every= out" in str(first.error) and first.keep is None
+    assert second.error is None and second.kl is not None

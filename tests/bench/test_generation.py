@@ -1,0 +1,168 @@
+"""An answer ends where it should, not a token later; draws are repeatable."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import keepset
+from keepset.bench.analysis.diagnostics import repetition_rate
+from keepset.bench.generation import Ending, generate, picker
+from keepset.bench.tasks.task import Generation
+from keepset.hf.cache import Cache
+from keepset.hf.join import join
+from tests.bench.sweep.asked import scripted, watched
+from tests.bench.sweep.letters import letters
+from tests.hf.models import prompt, tiny
+from tests.tiers import examples
+
+TOKENIZER = letters()
+END = "<eos>"
+
+
+def say(text: str, generation: Generation) -> tuple[str, bool, int, int]:
+    """The answer of a model that says this text, whether it is finished, its tokens and the model's calls for them."""
+    model, ids = tiny("llama"), prompt(1, 9)
+    tokens = TOKENIZER(text, add_special_tokens=False)["input_ids"]
+    with scripted(model, tokens, ids.shape[1]) as calls, torch.no_grad():
+        cache = keepset.Cache(model, "streaming_llm(keep=1.0)")
+        first = model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+        ending = Ending(model, TOKENIZER, generation)
+        [answer] = generate(model, cache, first, [picker(0.0, torch.device("cpu"))], ending)
+        said = answer.ids
+    assert said == tokens[: len(said)]
+    return *ending.answer(said), len(said), len(calls) - 1
+
+
+@pytest.mark.parametrize(
+    "text, generation, answer, finished, tokens",
+    [
+        ("Oslo.\nIt is", Generation(20, ("\n",)), "Oslo.", True, 6),
+        ("Oslo.\nIt is", Generation(20, ("it", ".\nI", "")), "Oslo", True, 7),
+        ("Oslo" + END + "more", Generation(20), "Oslo", True, 5),
+        (END, Generation(20, ("\n",)), "", True, 1),
+        ("Oslo and more", Generation(4), "Oslo", False, 4),
+        ("Oslo\n", Generation(5, ("\n",)), "Oslo", True, 5),
+        ("Oslo\n", Generation(4, ("\n",)), "Oslo", False, 4),
+        ("Oslo" + END, Generation(5), "Oslo", True, 5),
+        ("éàé.", Generation(9, ("é.",)), "éà", True, 4),
+        ("abcab", Generation(5, ("ca", "bc")), "a", True, 3),
+        ("The answer is 4. Question: why", Generation(40, ("Question:",)), "The answer is 4. ", True, 26),
+    ],
+)
+def test_an_answer_ends_at_its_end(text: str, generation: Generation, answer: str, finished: bool, tokens: int) -> None:
+    assert say(text, generation) == (answer, finished, tokens, tokens - 1)
+
+
+SPANS = st.tuples(st.integers(0, 14), st.integers(1, 5))
+
+
+@examples(40, derandomize=False)
+@given(st.text("ab\né", min_size=12, max_size=12), st.lists(SPANS, min_size=1, max_size=3))
+def test_no_token_more_than_an_end_needs(text: str, spans: list[tuple[int, int]]) -> None:
+    until = [text[start : start + length] or "abab" for start, length in spans]
+    ends = [text.find(end) + len(end) for end in until if end in text]
+    expected = min([12, *ends])
+    answer, finished, tokens, calls = say(text, Generation(12, tuple(until)))
+    assert (tokens, calls, finished) == (expected, expected - 1, bool(ends))
+    assert text.startswith(answer) and not any(end in answer for end in until)
+
+
+def test_answers_of_a_batch_are_those_of_each_alone() -> None:
+    model, ids, device = tiny("llama"), prompt(1, 20), torch.device("cpu")
+    recipes = ["streaming_llm(keep=1.0)", "snapkv(window=4, keep=0.3)", "adakv(snapkv(window=4), keep=0.3)"] * 3
+    generation = Generation(30, ("a", "th", "z"))
+    ending = Ending(model, TOKENIZER, generation)
+
+    def started() -> tuple[list[Cache], torch.Tensor, list[Any]]:
+        caches = [Cache(model, recipe) for recipe in recipes]
+        with torch.no_grad():
+            logits = torch.cat([model(ids, past_key_values=cache).logits[:, -1] for cache in caches])
+        return caches, logits, [picker(1.5, device, row) for row in range(len(recipes))]
+
+    caches, logits, picks = started()
+    alone = [
+        generate(model, cache, logits[row : row + 1], [picks[row]], ending)[0].ids for row, cache in enumerate(caches)
+    ]
+    caches, logits, picks = started()
+    lengths, began = [], time.perf_counter()
+    with watched(model) as calls:
+        together = generate(model, join(caches), logits, picks, ending, lambda: lengths.append(len(calls)))
+    taken = time.perf_counter() - began
+    assert [said.ids for said in together] == alone
+    longest = max(map(len, alone))
+    assert len({len(said) for said in alone}) > 2
+    # A row is fed as long as its answer goes on, and no longer.
+    assert calls == [(sum(len(said) > step for said in alone), 1) for step in range(1, longest)]
+    assert lengths == list(range(1, longest))
+    shares = [said.seconds for said in together]
+    assert 0 < sum(shares) <= taken
+    # Of steps at the same time all have the same share.
+    assert len(set(shares)) == len({len(said) for said in alone})
+    assert sorted(range(9), key=lambda row: shares[row]) == sorted(range(9), key=lambda row: len(alone[row]))
+
+
+def test_the_tokenizers_own_end_counts_beside_the_models() -> None:
+    model: Any = tiny("llama")
+    ending = Ending(model, TOKENIZER, Generation(9))
+    assert ending.reached([5, 2]) and not ending.reached([5, 4])
+    config = model.generation_config
+    before = config.eos_token_id
+    try:
+        config.eos_token_id = [4, 7]
+        ending = Ending(model, TOKENIZER, Generation(9))
+    finally:
+        config.eos_token_id = before
+    assert all(ending.reached([5, end]) for end in (2, 4, 7))
+
+
+def test_a_draw_depends_on_what_it_is_for_and_on_nothing_else() -> None:
+    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(0))
+    device = torch.device("cpu")
+
+    def drawn(*draw: object) -> list[int]:
+        pick = picker(1.0, device, *draw)
+        torch.rand(3)
+        return [int(pick(logits)) for _ in range(20)]
+
+    assert drawn(0, "a", 1) == drawn(0, "a", 1)
+    different = [drawn(0, "a", 1), drawn(1, "a", 1), drawn(0, "b", 1), drawn(0, "a", 2)]
+    assert len(set(map(tuple, different))) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_temperature_says_how_often_what_is_drawn(dtype: torch.dtype) -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0]], dtype=dtype)
+    for temperature in (0.5, 1.0):
+        pick = picker(temperature, torch.device("cpu"), "x")
+        counts = Counter(int(pick(logits)) for _ in range(4000))
+        weights = [2.718281828 ** (value / temperature) for value in (0, 1, 2)]
+        for token, weight in enumerate(weights):
+            assert counts[token] / 4000 == pytest.approx(weight / sum(weights), abs=0.03)
+    assert int(picker(0.0, torch.device("cpu"))(logits)) == 2
+
+
+@given(st.lists(st.integers(0, 2), max_size=30))
+def test_repetition_is_the_share_of_four_grams_that_were_there_before(ids: list[int]) -> None:
+    grams = [ids[start : start + 4] for start in range(len(ids) - 3)]
+    again = sum(gram in grams[:index] for index, gram in enumerate(grams))
+    assert repetition_rate(torch.tensor(ids, dtype=torch.long)) == pytest.approx(again / len(grams) if grams else 0.0)
+
+
+def test_it_is_told_after_every_token_that_the_cache_takes() -> None:
+    model, ids = tiny("llama"), prompt(1, 9)
+    cache = Cache(model, "streaming_llm(keep=1.0)")
+    lengths: list[int] = []
+    with torch.no_grad():
+        first = model(ids, past_key_values=cache).logits[:, -1]
+    ending = Ending(model, TOKENIZER, Generation(5))
+    ending._ends = set()
+    device = torch.device("cpu")
+    generate(model, cache, first, [picker(0.0, device)], ending, lambda: lengths.append(cache.get_seq_length()))
+    assert lengths == [10, 11, 12, 13]

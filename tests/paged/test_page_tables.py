@@ -1,0 +1,172 @@
+"""Tables from step to step, against allocators that are told the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keepset.paged import subpages
+from keepset.paged.page_tables import RaggedStep, RaggedTables
+from tests.paged.allocator import POISON, Row
+from tests.tiers import examples
+
+WIDTH = 16
+
+
+class Batch:
+    """Requests that run in any order, step by step."""
+
+    def __init__(self, requests: int, layers: int, kv_heads: int, block_size: int) -> None:
+        self.size = block_size
+        self.rows = [Row(layers, kv_heads, block_size, WIDTH, r * WIDTH) for r in range(requests)]
+        self.compressed = [False] * requests
+        self.tables = RaggedTables(layers, kv_heads, block_size)
+
+    def step(self, order: list[int], tokens: list[int], event: bool = False) -> RaggedStep | None:
+        """So many new tokens for these requests; the tables and slots that they get are checked."""
+        rows = [self.rows[r] for r in order]
+        before = [row.length for row in rows]
+        expected: list[list[int]] = [[] for _ in rows[0].layers]
+        for row, n in zip(rows, tokens, strict=True):
+            for _ in range(n):
+                for index, allocator in enumerate(row.layers):
+                    allocator.append()
+                    last = [(row.subpages(index, h)[-1], len(head.held) - 1) for h, head in enumerate(allocator.heads)]
+                    expected[index] += [page * self.size + entry % self.size for page, entry in last]
+        step = self.tables.advance(
+            self.block_table(order),
+            torch.tensor(before),
+            torch.tensor([row.length for row in rows]),
+            torch.tensor([0, *tokens]).cumsum(0),
+            [self.compressed[r] for r in order],
+            event,
+            all(n == 1 for n in tokens),
+            len(self.rows) * WIDTH,
+        )
+        if step is None:
+            assert not event and not any(self.compressed[r] for r in order)
+            return None
+        held = [[[len(head.held) for head in layer.heads] for layer in row.layers] for row in rows]
+        assert step.entries.tolist() == held
+        assert step.lengths.tolist() == [row.length for row in rows]
+        for r, row in enumerate(rows):
+            for index in range(len(row.layers)):
+                for head in range(row.kv_heads):
+                    own = row.subpages(index, head)
+                    assert step.tables[r, index, head, : len(own)].tolist() == own
+        # Pages that nobody needs yet may be told, but nothing may be looked up where there is no block.
+        assert int(step.tables.min()) >= 0
+        if step.folded:
+            assert step.slots is not None and [slots.tolist() for slots in step.slots] == expected
+        return step
+
+    def event(self, order: list[int], keep: float) -> None:
+        """All of these are compressed, right after a step: head `h` keeps its share of the newest entries."""
+        table = self.block_table(order)
+        for index in range(len(self.rows[0].layers)):
+            left = []
+            for r in order:
+                allocator = self.rows[r].layers[index]
+                shares = [int(keep * len(head.held) / (h + 1)) for h, head in enumerate(allocator.heads)]
+                kept = [head.held[-max(1, n) :] for head, n in zip(allocator.heads, shares, strict=True)]
+                counts = torch.tensor([len(entries) for entries in kept])
+                needed = int(subpages.blocks_needed(counts, torch.tensor(allocator.length), self.size))
+                allocator.event(kept, allocator.blocks - needed)
+                left.append(counts)
+            assert self.tables.settle(torch.arange(len(order)), index, torch.stack(left), table, None) is not None
+        for r in order:
+            self.compressed[r] = True
+
+    def block_table(self, order: list[int]) -> torch.Tensor:
+        return torch.tensor([self.rows[r].block_table() for r in order], dtype=torch.int32)
+
+
+@examples(60)
+@given(
+    data=st.data(),
+    kv_heads=st.sampled_from([1, 2, 3, 8]),
+    block_size=st.sampled_from([1, 2, 4, 5]),
+    requests=st.integers(1, 3),
+)
+def test_every_step_has_the_pages_of_an_allocator(
+    data: st.DataObject, kv_heads: int, block_size: int, requests: int
+) -> None:
+    batch = Batch(requests, 2, kv_heads, block_size)
+    order = list(range(requests))
+    most = WIDTH * block_size
+    for _ in range(data.draw(st.integers(1, 12), label="steps")):
+        if data.draw(st.integers(0, 3), label="others") == 0:
+            order = data.draw(st.permutations(range(requests)).map(lambda all: all[: max(1, len(all) - 1)]))
+        tokens = [1] * len(order)
+        if data.draw(st.integers(0, 4), label="many") == 0:
+            tokens = [data.draw(st.integers(1, block_size + 2), label="tokens") for _ in order]
+        if any(batch.rows[r].length + n > most for r, n in zip(order, tokens, strict=True)):
+            break
+        event = data.draw(st.integers(0, 4), label="event") == 0
+        batch.step(order, tokens, event)
+        if event:
+            batch.event(order, data.draw(st.sampled_from([0.1, 0.5, 1.0]), label="keep"))
+
+
+def test_what_stays_as_it_is_is_not_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    original = subpages.tables
+
+    def tables(*args: object) -> torch.Tensor:
+        made.append(batch.rows[0].length)
+        return original(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("keepset.paged.page_tables.subpages.tables", tables)
+    batch = Batch(2, 2, 3, 4)
+    batch.step([0, 1], [9, 9])
+    batch.step([0, 1], [1, 1], event=True)
+    batch.event([0, 1], 0.5)
+    made.clear()
+    for _ in range(10):
+        batch.step([0, 1], [1, 1])
+    # With the first token after the event, and with the first of each block.
+    assert made == [11, 13, 17]
+    for order in ([0, 1], [1, 0], [0, 1], [0], [0, 1]):
+        batch.step(order, [1] * len(order))
+    assert made == [11, 13, 17, 21, 22, 23, 24, 25]
+
+
+def test_a_page_that_another_request_took_over_is_not_mistaken_for_its_own() -> None:
+    """The newest page of one that has ended, at a block's end, becomes another's first after as many cached tokens."""
+    tables = RaggedTables(1, 1, 4)
+    one = torch.ones(1, dtype=torch.long)
+
+    def advance(blocks: list[int], before: int, compressed: bool) -> RaggedStep | None:
+        return tables.advance(
+            torch.tensor([blocks], dtype=torch.int32),
+            one * before,
+            one * (before + 1),
+            torch.tensor([0, 1]),
+            [compressed],
+            False,
+            True,
+            20,
+        )
+
+    advance([3, 7], 6, False)
+    tables.advance(
+        torch.tensor([[3, 7]], dtype=torch.int32), one * 7, one * 8, torch.tensor([0, 1]), [False], True, True, 20
+    )
+    tables.settle(torch.tensor([0]), 0, torch.tensor([[3]]), torch.tensor([[3, 7]], dtype=torch.int32), None)
+    for before in (8, 9, 10, 11):
+        assert advance([POISON, 7, 9], before, True) is not None
+    assert advance([3, 4, 5, 9], 12, False) is None
+
+
+def test_a_request_that_is_not_where_it_was_is_refused() -> None:
+    batch = Batch(1, 1, 2, 8)
+    batch.step([0], [9])
+    batch.step([0], [1], event=True)
+    batch.event([0], 0.5)
+    batch.step([0], [1])
+    batch.step([0], [1])
+    batch.rows[0].layers[0].length -= 1
+    with pytest.raises(RuntimeError, match="lost the page tables"):
+        batch.step([0], [1])
