@@ -40,10 +40,12 @@ def pid_of(server: Server) -> int:
     return server._process.pid
 
 
-def test_answers_inside_the_block_and_is_gone_after_it() -> None:
-    ticks: list[int] = []
+def test_answers_inside_the_block_and_is_gone_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks: list[float] = []
+    sleep = time.sleep
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: (ticks.append(seconds), sleep(seconds)))
     with start() as server:
-        server.wait(30, lambda: ticks.append(1))
+        server.wait(30)
         assert httpx2.get(f"{server.url}/health", trust_env=False).status_code == 200
         server.check()
         pid = pid_of(server)
