@@ -12,8 +12,10 @@ from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from keepset import KeepsetError
-from keepset.paged.pages import CPUPages, Pages, StridedPages, packing
+from keepset.paged.engine import Pages
+from keepset.paged.pages import StridedPages
 from keepset.paged.subpages import Layout, blocks_needed, entries, slots, tables
+from keepset.vllm.cpu_pages import CPUPages, packing
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
