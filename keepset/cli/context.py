@@ -46,7 +46,6 @@ def build(
 
     import torch
 
-    from keepset.hf import saved
     from keepset.hf.cache import Cache
 
     loaded, tokenizer = load(model)
@@ -60,7 +59,7 @@ def build(
     seconds = time.perf_counter() - start
     # A folder is found again from wherever the question is asked.
     name = EMBEDDED if model is None else str(Path(model).resolve()) if Path(model).is_dir() else model
-    saved.save(cache, loaded, out, name)
+    cache.save(out, model_name=name)
     kept = "nothing dropped yet"
     if cache.events:
         event, keep_set = cache.events[-1], cache.keep_set

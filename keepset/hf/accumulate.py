@@ -17,8 +17,8 @@ from torch import Tensor
 from keepset.core.observation import HiddenMoments, Needs, QueryMoments
 from keepset.hf.attention_hooks import LayerInput, Rotation
 from keepset.hf.window import QueryWindow
-from keepset.kernels.columns import Columns
-from keepset.kernels.mean_square import mean_square
+from keepset.kernels.columns import ColumnAccumulator
+from keepset.kernels.mean_square import mean_square_attention
 from keepset.kernels.moments import Moments
 
 
@@ -54,7 +54,7 @@ class Accumulators:
         self.needs = needs
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._window = QueryWindow()
-        self._columns: list[Columns] = []
+        self._columns: list[ColumnAccumulator] = []
         self._queries = {skip: Moments() for skip in needs.query_moments}
         self._hidden = {skip: Moments() for skip in needs.hidden_moments}
         self._asked: dict[int, list[list[Tensor]]] = {stride: [] for stride in needs.echoes}
@@ -137,7 +137,7 @@ class Accumulators:
         self.seconds[name] += time.perf_counter() - start
 
     def _add_columns(self, chunk: Chunk) -> None:
-        self._columns = self._columns or [Columns(self.needs.columns) for _ in chunk.rows]
+        self._columns = self._columns or [ColumnAccumulator(self.needs.columns) for _ in chunk.rows]
         for row, (columns, (keys, own)) in enumerate(zip(self._columns, chunk.rows, strict=True)):
             lse = None if chunk.lse is None else chunk.lse[row]
             columns.add(chunk.queries[row][:, own], keys, chunk.scaling, lse)
@@ -169,7 +169,7 @@ class Accumulators:
                 asked = torch.cat([part[request] for part in parts], 1)
                 one = slice(request, request + 1)
                 rows = layer_input.rotate(asked[None], rotation and (rotation[0][one], rotation[1][one]))[0]
-                columns.append(_widen(mean_square(rows, keys, newest.scaling), longest))
+                columns.append(_widen(mean_square_attention(rows, keys, newest.scaling), longest))
             echoes[stride] = torch.stack(columns)
         return echoes
 

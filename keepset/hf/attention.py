@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -23,13 +23,10 @@ NAME = "keepset"
 """Name of the attention implementation."""
 
 
-@runtime_checkable
-class AttentiveLayer(Protocol):
-    """A cache layer that attends over its own entries."""
+class Attend(Protocol):
+    """The attention of a cache layer over its own entries."""
 
-    incoming: tuple[Tensor, Tensor] | None
-
-    def attend(
+    def __call__(
         self,
         module: nn.Module,
         query: Tensor,
@@ -42,17 +39,25 @@ class AttentiveLayer(Protocol):
         """Attention output `[batch, n, query_heads, value_dim]`."""
 
 
+class Updated(NamedTuple):
+    """A layer that has been given new keys and values, and whose attention has to follow."""
+
+    attend: Attend
+    key: Tensor
+    value: Tensor
+
+
 class _Local(threading.local):
-    layer: AttentiveLayer | None = None
+    updated: Updated | None = None
     captured: list[Tensor] | None = None
 
 
 _local = _Local()
 
 
-def hand_over(layer: AttentiveLayer) -> None:
-    """Names the layer that the next call of the attention function belongs to."""
-    _local.layer = layer
+def hand_over(attend: Attend, key: Tensor, value: Tensor) -> None:
+    """Says who attends in the next call of the attention function, if that is given these keys."""
+    _local.updated = Updated(attend, key, value)
 
 
 @contextmanager
@@ -83,11 +88,11 @@ def keepset_attention(
     for feature, name in _UNSUPPORTED.items():
         if kwargs.get(feature) is not None:
             raise KeepsetError(f"keepset's attention does not support {name}, which this model uses.")
-    layer, _local.layer = _local.layer, None
-    if layer is None or layer.incoming is None or layer.incoming[0] is not key:
+    updated, _local.updated = _local.updated, None
+    if updated is None or updated.key is not key:
         mask = attention_mask.matrix if isinstance(attention_mask, MaskRule) else attention_mask
         return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
-    if layer.incoming[1] is not value:
+    if updated.value is not value:
         raise KeepsetError(
             f"{type(module).__name__} attends over other values than it caches, which keepset does not support."
         )
@@ -97,8 +102,7 @@ def keepset_attention(
         )
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
-    position_ids = kwargs.get("position_ids")
-    return layer.attend(module, query, key, value, attention_mask, scaling, position_ids), None
+    return updated.attend(module, query, key, value, attention_mask, scaling, kwargs.get("position_ids")), None
 
 
 _UNSUPPORTED = {

@@ -52,13 +52,14 @@ class AttentionHooks:
         weakref.finalize(self, remove, self._handles)
         self.open()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> AttentionHooks:
+    def fork(self) -> AttentionHooks:
+        """The same for another cache."""
         model = self._model()
         assert model is not None
-        tap = AttentionHooks(model)
+        twin = AttentionHooks(model)
         if not self._handles:
-            tap.close()
-        return tap
+            twin.close()
+        return twin
 
     def open(self) -> None:
         """Installs the hooks where they are not."""

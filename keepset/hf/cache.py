@@ -5,22 +5,22 @@ from __future__ import annotations
 import copy
 import time
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
 
 from keepset.core.budget import Budget
 from keepset.core.keep_set import KeepSet, LayerKeepSet
 from keepset.core.observation import Observation
 from keepset.errors import KeepsetError
 from keepset.hf import saved
-from keepset.hf.layer import KeepLayer
+from keepset.hf.progress import Progress
 from keepset.hf.prompt_cache import PromptCache
 from keepset.recipe import Recipe, check_schedule
 
@@ -53,16 +53,13 @@ class Event:
     seconds: float
 
 
-@dataclass
-class _Running:
-    """An event that some layers have reached and others have not."""
+class _Chosen(NamedTuple):
+    """What an event has left of some of the layers; see `Event`."""
 
-    parts: list[LayerKeepSet] = field(default_factory=list)
-    observations: dict[int, Observation] = field(default_factory=dict)
-    found: list[Observation] = field(default_factory=list)
-    entries: int = 0
-    nbytes: int = 0
-    seconds: float = 0.0
+    kept: list[LayerKeepSet]
+    entries: int
+    nbytes: int
+    seconds: float
 
 
 class Cache(PromptCache):
@@ -107,22 +104,32 @@ class Cache(PromptCache):
         if task_tokens is not None and not tasks:
             raise KeepsetError("task_tokens has no task: give the tokens of one, or leave it out.")
         super().__init__(model, needs, prompt_length, self.recipe.schedule, tasks)
+        self._waits_for_all_layers |= self.recipe.method.across_layers
         self.events: list[Event] = []
         self.history = history
         self._observer = observer
-        self._running: defaultdict[int, _Running] = defaultdict(_Running)
         self._model = weakref.ref(model)
+        # Of events that some layers have reached and others have not, by their lengths.
+        self._unfinished: dict[int, list[_Chosen]] = {}
 
     @classmethod
     def load(cls, path: str | Path, model: transformers.PreTrainedModel) -> Cache:
-        """The cache that `save` has written, which goes on from there; it serves the same model only.
+        """The cache that `save` has written, which goes on from there.
+
+        Args:
+            path: of the file.
+            model: the model that the context is of; it serves no other.
 
         Raises:
             KeepsetError: the file is not a saved context, damaged, of another version or of another model.
         """
         context = saved.read(Path(path), model)
         cache = cls(model, context.recipe)
-        context.restore(cache.layers)
+        cache.progress = context.progress
+        for layer in cache.kept_layers.values():
+            layer.decoding = cache._decoding(context.progress.prompt, context.next_event)
+        for held, tensors in zip(cache.layers, context.layers, strict=True):
+            saved.restore(held, tensors, context.progress.logical)
         if context.event is not None:
             cache.events.append(Event(keep_set=context.keep_set, **context.event))
         if cache.schedule.every is None:
@@ -140,7 +147,12 @@ class Cache(PromptCache):
         """The cache that this recipe would have left of a prompt that another cache has watched.
 
         Exact, because a prompt is compressed after its attention: one prefill serves any number of recipes.
-        The observations stay as they are; they must hold what the recipe's method needs.
+
+        Args:
+            model: the prompt's model.
+            recipe: as for a cache of its own.
+            prompt: the cache that the prompt was fed to, such as a `Recorder`.
+            observations: of all its layers, with what the recipe's method needs; they stay as they are.
 
         Raises:
             KeepsetError: the recipe cannot be used, or compresses more than the prompt.
@@ -152,13 +164,14 @@ class Cache(PromptCache):
                 "only: leave every= out."
             )
         cache.stop_watching()
-        for index, layer in enumerate(prompt.layers):
+        for index, other in enumerate(prompt.layers):
             if index not in cache.kept_layers:
-                cache.layers[index] = copy.deepcopy(layer)
-        for observation in map(_as_found, observations):
-            layer = cache.kept_layers[observation.layer]
-            layer.adopt(observation, prompt.kept_layers[observation.layer])
-            cache.received(layer, observation)
+                cache.layers[index] = copy.deepcopy(other)
+        if prompt.progress is not None:
+            cache.progress = prompt.progress.fork()
+            for layer in cache.kept_layers.values():
+                layer.logical = cache.progress.logical
+            cache._choose(list(map(_copied, observations)))
         return cache
 
     @property
@@ -169,17 +182,24 @@ class Cache(PromptCache):
     def fork(self) -> Cache:
         """An independent copy: what is appended to one is not seen by the other."""
         twin = copy.copy(self)
-        twin.events, twin._running = list(self.events), defaultdict(_Running)
-        twin._tap = copy.deepcopy(self._tap)
+        twin.progress = None if self.progress is None else self.progress.fork()
+        twin.events, twin._unfinished, twin._waiting = list(self.events), {}, []
+        twin._hooks = None if self._hooks is None else self._hooks.fork()
         twin._second = None if self._second is None else self._second.fork(twin)
         twin._perplexity = None if self._perplexity is None else self._perplexity.fork(twin)
-        twin._waiting = list(self._waiting)
-        twin.kept_layers = {index: layer.fork(twin) for index, layer in self.kept_layers.items()}
+        twin.kept_layers = {index: layer.fork() for index, layer in self.kept_layers.items()}
         twin.layers = [twin.kept_layers.get(index) or copy.deepcopy(layer) for index, layer in enumerate(self.layers)]
         return twin
 
-    def save(self, path: str | Path) -> None:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
+        return self.fork()
+
+    def save(self, path: str | Path, *, model_name: str | None = None) -> None:
         """Writes what is cached into one file, whole or not at all; a file that is there is replaced.
+
+        Args:
+            path: of the file.
+            model_name: what the model is found by again, if not what it was loaded by.
 
         Raises:
             KeepsetError: there is no whole prompt yet, the model has layers of a kind that is not saved, or the place
@@ -188,21 +208,36 @@ class Cache(PromptCache):
         model = self._model()
         if model is None:
             raise KeepsetError("The model of this cache is gone: keep it until the cache is saved.")
-        saved.save(self, model, Path(path), model.config.name_or_path or "")
+        progress, event = self.require_prompt(), self.events[-1] if self.events else None
+        decoding = next(iter(self.kept_layers.values())).decoding
+        context = saved.Context(
+            recipe=str(self.recipe),
+            progress=progress,
+            next_event=None if decoding is None else decoding.next,
+            event=None if event is None else {name: getattr(event, name) for name in _FIGURES},
+            keep_set=self.keep_set,
+            layers=[saved.tensors_of(layer) for layer in self.layers],
+        )
+        name = model.config.name_or_path or "" if model_name is None else model_name
+        saved.write(Path(path), context, model, name)
 
     def ask(
         self, input_ids: Int[Tensor, "rows tokens"], attention_mask: Int[Tensor, "rows tokens"] | None = None
     ) -> dict[str, Any]:
         """What `model.generate` takes to go on with these tokens, on a fork: the cache stays as it is.
 
-        A cache of one request takes any number of rows, one with several takes a row for each. The answer begins with
-        these tokens; what is cached comes before them, but is not told again, so penalties for repetition do not
-        see it.
+        Args:
+            input_ids: a cache of one request takes any number of rows, one with several takes a row for each.
+            attention_mask: of these tokens, where some are padding.
+
+        Returns:
+            Keyword arguments. The answer begins with these tokens; what is cached comes before them, but is not told
+            again, so penalties for repetition do not see it.
 
         Raises:
             KeepsetError: there is no whole prompt yet, or the rows do not fit it.
         """
-        progress = saved.progress(self)
+        progress = self.require_prompt()
         requests, rows = len(progress.lengths), len(input_ids)
         if not input_ids.numel() or requests not in (1, rows):
             raise KeepsetError(
@@ -213,7 +248,7 @@ class Cache(PromptCache):
         if rows != requests:
             twin.batch_repeat_interleave(rows)
         new = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        before = new.new_ones(1, progress.logical) if progress.seen is None else progress.seen.to(new)
+        before = new.new_ones(1, progress.logical) if (valid := progress.valid) is None else valid.to(new)
         return {
             "input_ids": input_ids,
             "attention_mask": torch.cat([before.expand(rows, -1), new], 1),
@@ -224,60 +259,71 @@ class Cache(PromptCache):
         """Forgets everything that was cached."""
         super().reset()
         self.events.clear()
-        self._running.clear()
+        self._unfinished.clear()
 
-    def received(self, layer: KeepLayer, observation: Observation) -> None:
-        """Compresses the layer now, or all layers once the last one has been observed."""
-        assert layer.compressed_at is not None
-        event = self._running[layer.compressed_at]
-        entries = int(observation.valid.sum())
-        event.entries += entries
-        event.nbytes += entries * observation.entry_bytes
-        if self._observer is not None:
-            event.found.append(_as_found(observation))
-        keep_set: KeepSet | None = None
-        start = time.perf_counter()
-        method, budget = self.recipe.method, self.recipe.budget
-        if not method.across_layers:
-            keep_set = method.select(observation, budget)
-            event.parts.append(_execute(layer, observation, keep_set))
-        elif layer.compressed_at == layer.prompt != layer.logical:
+    def require_prompt(self) -> Progress:
+        """How far the cache has come, between two forwards.
+
+        Raises:
+            KeepsetError: it does not hold a whole prompt, or nothing that keepset has compressed.
+        """
+        if not self.kept_layers:
+            raise KeepsetError("Every layer of this model has a window of its own, so keepset has nothing to save.")
+        progress = self.progress
+        lengths = {layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)}
+        if progress is None or progress.logical < progress.prompt or lengths != {progress.logical}:
+            raise KeepsetError("This cache does not hold a whole prompt yet: run the model on all of it first.")
+        return progress
+
+    def _choose(self, observations: list[Observation]) -> None:
+        """Compresses the observed layers: one by one, or together where the method looks across them."""
+        if not observations:
+            return
+        assert self.progress is not None and self.progress.compressed_at is not None
+        method, budget, length = self.recipe.method, self.recipe.budget, self.progress.compressed_at
+        chosen = self._unfinished.setdefault(length, [])
+        for group in [observations] if method.across_layers else [[observation] for observation in observations]:
+            before = [] if self._observer is None else list(map(_copied, group))
+            counts = [int(observation.valid.sum()) for observation in group]
+            nbytes = sum(count * seen.entry_bytes for count, seen in zip(counts, group, strict=True))
+            start = time.perf_counter()
+            keep_set = method.select_all(group, budget)
+            for observation in group:
+                self.kept_layers[observation.layer].keep(observation, keep_set.layer(observation.layer))
+            kept = [keep_set.layer(observation.layer).settled() for observation in group]
+            chosen.append(_Chosen(kept, sum(counts), nbytes, time.perf_counter() - start))
+            if self._observer is not None:
+                for observation in before:
+                    self._observer(observation, budget, keep_set)
+        parts = [part for some in chosen for part in some.kept]
+        if len(parts) == len(self.kept_layers):
+            del self._unfinished[length]
+            self._record(length, KeepSet(parts), chosen)
+
+    def _record(self, length: int, keep_set: KeepSet, chosen: Sequence[_Chosen]) -> None:
+        """Notes an event that all layers have been through."""
+        entries, nbytes = sum(part.entries for part in chosen), sum(part.nbytes for part in chosen)
+        seconds = sum(part.seconds for part in chosen)
+        if self.events and not self.history:
+            self.events[-1] = replace(self.events[-1], keep_set=None)
+        self.events.append(Event(length, keep_set, entries, keep_set.entries, nbytes, seconds))
+        if self.schedule.every is None:
+            self.stop_watching()
+
+    def _check_drafts(self) -> None:
+        super()._check_drafts()
+        if self.recipe.method.across_layers:
             raise KeepsetError(
-                f"{method.name} looks across layers, so it cannot take drafted tokens together with the prompt: "
-                "leave assisted generation out."
+                f"{self.recipe.method.name} looks across layers, so it cannot take drafted tokens together with the "
+                "prompt: leave assisted generation out."
             )
-        else:
-            event.observations[layer.index] = observation
-            if len(event.observations) == len(self.kept_layers):
-                keep_set = method.select_all(list(event.observations.values()), budget)
-                event.parts += [
-                    _execute(self.kept_layers[index], seen, keep_set) for index, seen in event.observations.items()
-                ]
-        event.seconds += time.perf_counter() - start
-        if self._observer is not None and keep_set is not None:
-            for found in event.found:
-                self._observer(found, budget, keep_set)
-            event.found.clear()
-        if len(event.parts) == len(self.kept_layers):
-            del self._running[layer.compressed_at]
-            kept = KeepSet(event.parts)
-            if self.events and not self.history:
-                self.events[-1] = replace(self.events[-1], keep_set=None)
-            self.events.append(
-                Event(layer.compressed_at, kept, event.entries, kept.entries, event.nbytes, event.seconds)
-            )
-            if self.schedule.every is None:
-                self.stop_watching()
 
 
-def _as_found(observation: Observation) -> Observation:
-    """The observation with the state from before, whatever the method writes into it."""
-    found = copy.copy(observation)
-    found.state = dict(observation.state)
-    return found
+_FIGURES = ("length", "entries", "kept", "nbytes_before", "seconds")
 
 
-def _execute(layer: KeepLayer, observation: Observation, keep_set: KeepSet) -> LayerKeepSet:
-    kept = keep_set.layer(layer.index)
-    layer.execute(kept, observation.state)
-    return kept.settled()
+def _copied(observation: Observation) -> Observation:
+    """The observation with a state of its own, which a method may write into."""
+    copied = copy.copy(observation)
+    copied.state = dict(observation.state)
+    return copied

@@ -8,7 +8,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from keepset.hf.attention_hooks import Rotation
+from keepset.hf.attention_hooks import LayerInput, Rotation
+from keepset.hf.mask import MaskRule
 from keepset.hf.store import EntryStore
 
 
@@ -20,7 +21,12 @@ class Forward:
         module: the attention module under way.
         positions: counted from each request's first token; see `token_positions`.
         valid: which tokens are no padding; None when all are.
+        start: logical length of the cache before them.
+        padded: whether the cache has any padding, theirs included.
+        mask: of the whole call, where it has one.
+        layer_input: of the whole call, where somebody looks at it.
         rotation: of the queries, where somebody looks at it.
+        lse: log-sum-exp of every query's logits, request by request, where attention has made it.
     """
 
     module: nn.Module
@@ -30,12 +36,33 @@ class Forward:
     positions: Int[Tensor, "batch n"]
     valid: Bool[Tensor, "batch n"] | None
     scaling: float
+    start: int
+    padded: bool
+    mask: MaskRule | None = None
+    layer_input: LayerInput | None = None
     rotation: Rotation | None = None
+    lse: list[Tensor] | None = None
 
     @property
     def length(self) -> int:
         """Tokens, padding included."""
         return self.query.shape[2]
+
+    @property
+    def end(self) -> int:
+        """Logical length of the cache after them."""
+        return self.start + self.length
+
+    @property
+    def lengths(self) -> Int[Tensor, " batch"]:
+        """Tokens of each request after them, padding left out."""
+        return self.positions[:, -1] + 1
+
+    def split(self, end: int) -> tuple[Forward, Forward | None]:
+        """The tokens up to this logical length, and those beyond it where there are any."""
+        if end >= self.end:
+            return self, None
+        return self.tokens(slice(0, end - self.start)), self.tokens(slice(end - self.start, None))
 
     def tokens(self, part: slice) -> Forward:
         """Some of the tokens."""
@@ -46,6 +73,7 @@ class Forward:
             value=self.value[:, :, part],
             positions=self.positions[:, part],
             valid=None if self.valid is None else self.valid[:, part],
+            start=self.start + (part.start or 0),
             rotation=None if self.rotation is None else (self.rotation[0][:, part], self.rotation[1][:, part]),
         )
 
@@ -55,13 +83,10 @@ class Forward:
             return torch.full_like(self.positions[:, 0], self.length)
         return self.valid.sum(-1)
 
-    def columns(self) -> dict[str, Tensor]:
-        """Keys, values and positions as a store's columns; views, nothing is copied."""
-        per_head = self.positions[:, None].expand(-1, self.key.shape[1], -1).int()
-        return {"keys": self.key, "values": self.value, "positions": per_head}
-
     def pack(self) -> EntryStore:
         """A store of all real tokens."""
         exists = torch.ones_like(self.positions, dtype=torch.bool) if self.valid is None else self.valid
         mask = exists[:, None].expand(-1, self.key.shape[1], -1)
-        return EntryStore.pack(self.columns(), mask.nonzero()[:, 2], mask.sum(-1))
+        positions = self.positions[:, None].expand(-1, self.key.shape[1], -1).int()
+        columns = {"keys": self.key, "values": self.value, "positions": positions}
+        return EntryStore.pack(columns, mask.nonzero()[:, 2], mask.sum(-1))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
+from keepset.errors import KeepsetError
 from keepset.hf.cache import Cache
-from keepset.hf.saved import progress
 from keepset.hf.store import EntryStore
 
 
@@ -16,8 +15,10 @@ def can_join(cache: Cache) -> bool:
     """Whether it may join others: it compresses nothing more, has no padding, and no layers of another kind."""
     if cache.schedule.every is not None or len(cache.kept_layers) < len(cache.layers):
         return False
-    reached = next(iter(cache.kept_layers.values())).progress
-    return reached is not None and reached.seen is None
+    try:
+        return not cache.require_prompt().padding
+    except KeepsetError:
+        return False
 
 
 def join(caches: Sequence[Cache]) -> Cache:
@@ -30,15 +31,17 @@ def join(caches: Sequence[Cache]) -> Cache:
     """
     if len(caches) == 1:
         return caches[0]
-    parts = [progress(cache) for cache in caches]
+    parts = [cache.require_prompt() for cache in caches]
     assert len({part.logical for part in parts}) == 1
-    lengths, prompts = (torch.cat([getattr(part, name) for part in parts]) for name in ("lengths", "prompts"))
-    together = replace(parts[0], lengths=lengths, prompts=prompts)
+    parts[0].lengths = torch.cat([part.lengths for part in parts])
+    parts[0].prompts = torch.cat([part.prompts for part in parts])
     for index, joined in caches[0].kept_layers.items():
         layers = [cache.kept_layers[index] for cache in caches]
         store = EntryStore.join([layer.store for layer in layers if layer.store is not None])
         # Layer by layer, so that no more than one of them is there twice.
-        for layer in layers:
+        for layer in layers[1:]:
             layer.reset()
-        joined.resume(store, together, {})
+        joined.store = store
+    for cache in caches[1:]:
+        cache.progress = None
     return caches[0]

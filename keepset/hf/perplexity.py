@@ -21,7 +21,7 @@ class Perplexity:
 
     Who calls the model may ask for the last token's logits only, as `generate` does. Then the model is asked for as
     many as are needed, and the caller gets those that it has asked for. The model holds the hooks, but neither this
-    nor the cache, whose `foretold` is called after every call.
+    nor the cache, whose `called` is called after every call.
 
     Attributes:
         watching: whether a call of the model is under way.
@@ -56,7 +56,7 @@ class Perplexity:
             twin.close()
         return twin
 
-    def of(self, window: int) -> Float[Tensor, " batch"]:
+    def _of(self, window: int) -> Float[Tensor, " batch"]:
         """Perplexity of each request's newest `window` tokens, the first of all left out: nothing foretells it."""
         means = [row[-window:].mean() if len(row) else row.new_tensor(torch.inf) for row in self._losses]
         return torch.stack(means).exp()
@@ -95,14 +95,15 @@ class Perplexity:
                 "model with a language head, with return_dict=True."
             )
         assert self._ids is not None
-        self._add(logits, self._ids, past.valid_of(self._ids.shape[1]))
+        valid = past.progress.valid
+        self._add(logits, self._ids, None if valid is None else valid[:, -self._ids.shape[1] :])
         asked = self._asked
         if isinstance(asked, Tensor):
             output.logits = logits[:, asked]
         elif 0 < asked < logits.shape[1]:
             output.logits = logits[:, -asked:].clone()
         self._ids = None
-        past.foretold(self)
+        past.called({window: self._of(window) for window in self._windows})
         return output
 
     def _add(

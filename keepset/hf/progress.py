@@ -2,34 +2,73 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import copy
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from keepset.hf.mask import token_positions
+from keepset.hf.padding import Padding
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(eq=False)
 class Progress:
-    """Lengths of a cache.
+    """Lengths of a cache; the first layer of a forward moves them on.
 
     Attributes:
         logical, prompt: tokens of the cache and of its prompt, padding included.
-        compressed_at: the newest event's length, if there was one.
-        next_event: the next one's, where a recipe compresses while decoding.
         lengths, prompts: tokens of each request and of its prompt, padding left out.
-        seen: which tokens are no padding; None where there is none.
+        padding: which tokens are no padding.
+        compressed_at: the newest event's length, if there was one.
+        positions: of the newest forward's tokens, counted from each request's first token.
     """
 
     logical: int
     prompt: int
-    compressed_at: int | None
-    next_event: int | None
     lengths: Int[Tensor, " batch"]
     prompts: Int[Tensor, " batch"]
-    seen: Bool[Tensor, "batch logical"] | None
+    padding: Padding
+    compressed_at: int | None = None
+    positions: Int[Tensor, "batch n"] | None = None
 
-    def to(self, device: torch.device) -> Progress:
-        """The same on another device."""
-        seen = None if self.seen is None else self.seen.to(device)
-        return replace(self, lengths=self.lengths.to(device), prompts=self.prompts.to(device), seen=seen)
+    @classmethod
+    def start(cls, prompt: int, batch: int, device: torch.device) -> Progress:
+        """Before the first token."""
+        none = torch.zeros(batch, dtype=torch.long, device=device)
+        return cls(0, prompt, none, none, Padding())
+
+    def advance(self, n: int, valid: Bool[Tensor, "batch n"] | None) -> Int[Tensor, "batch n"]:
+        """Takes `n` more tokens, all of them real where `valid` is None; gives their positions."""
+        self.positions = token_positions(self.lengths, valid, n)
+        self.lengths = self.positions[:, -1] + 1
+        self.padding.note(valid, n, before=self.logical)
+        if (left := self.prompt - self.logical) > 0:
+            self.prompts = self.positions[:, min(left, n) - 1] + 1
+        self.logical += n
+        return self.positions
+
+    def crop(self, removed: int) -> Int[Tensor, " batch"]:
+        """Takes back the newest tokens; gives how many of them were real in each request."""
+        real = self.padding.take_back(removed, len(self.lengths), self.lengths.device)
+        self.lengths = self.lengths - real
+        self.prompts = self.prompts.minimum(self.lengths)
+        self.logical -= removed
+        return real
+
+    def reorder(self, rows: Int[Tensor, " rows"]) -> None:
+        """Makes the batch consist of these requests."""
+        self.lengths, self.prompts = self.lengths[rows], self.prompts[rows]
+        self.padding.reorder(rows)
+
+    def fork(self) -> Progress:
+        """An independent copy."""
+        twin = copy.copy(self)
+        twin.padding = self.padding.copy()
+        return twin
+
+    @property
+    def valid(self) -> Bool[Tensor, "batch logical"] | None:
+        """Which tokens so far are no padding; None when all are."""
+        return self.padding.valid(len(self.lengths), self.lengths.device) if self.padding else None

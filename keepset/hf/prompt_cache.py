@@ -1,4 +1,4 @@
-"""`PromptCache`: the part of a cache that watches a prompt pass and makes Observations of it."""
+"""`PromptCache`: a cache whose layers are observed at events; a subclass says what becomes of the observations."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from jaxtyping import Bool
+import torch
+from jaxtyping import Int
 from torch import Tensor, nn
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import DynamicCache, DynamicLayer
@@ -18,9 +21,14 @@ from keepset.core.schedule import Schedule
 from keepset.core.statistics import Statistics, load
 from keepset.errors import KeepsetError
 from keepset.hf import attention
-from keepset.hf.attention_hooks import AttentionHooks, LayerInput, Rotation
+from keepset.hf.attention_hooks import AttentionHooks
+from keepset.hf.forward import Forward
 from keepset.hf.layer import KeepLayer
+from keepset.hf.mask import MaskRule
 from keepset.hf.perplexity import Perplexity
+from keepset.hf.phases import DecodingPhase, LayerEvent, PromptPhase
+from keepset.hf.progress import Progress
+from keepset.hf.projection import output_projection
 from keepset.hf.second_pass import SecondPasses
 from keepset.hf.support import check_model
 
@@ -29,14 +37,20 @@ if TYPE_CHECKING:
 
 
 class PromptCache(TransformersCache, ABC):
-    """A transformers cache whose growing layers are keepset's; a subclass says what becomes of a prompt.
+    """A transformers cache whose growing layers are keepset's.
+
+    A layer is told of a forward, and answers with its attention and the event that it has reached. What waits then,
+    until an observation is complete, is a list: for the last layer, where second passes run over all of them or a
+    method chooses among all of them; for the end of the model's call, where its logits are looked at.
 
     Attributes:
-        needs: what its layers collect while the prompt runs.
-        statistics: those of the model that are needed, by the files that hold them.
+        needs: what its layers collect.
         schedule: when its layers are observed.
-        compressed_layers: indices of the layers that may be compressed; others, such as sliding windows,
-            stay transformers' own.
+        statistics: those of the model that are needed, by the files that hold them.
+        kept_layers: the layers that may be compressed, by their indices; others, such as sliding windows, stay
+            transformers' own.
+        compressed_layers: their indices.
+        progress: how far it has come; None before the first token.
     """
 
     def __init__(
@@ -55,28 +69,25 @@ class PromptCache(TransformersCache, ABC):
 
         # transformers decides each layer's kind; only those that would grow without end are replaced.
         layers = DynamicCache(config=config).layers
-        self.kept_layers = {
-            index: KeepLayer(self, index) for index, layer in enumerate(layers) if type(layer) is DynamicLayer
-        }
+        self.kept_layers = {i: KeepLayer(i) for i, layer in enumerate(layers) if type(layer) is DynamicLayer}
         if not self.kept_layers:
             warnings.warn(
                 f"Every layer of {type(model).__name__} has a window of its own: keepset compresses nothing.",
                 stacklevel=3,
             )
+            needs = Needs()
         super().__init__(layers=[self.kept_layers.get(index, layer) for index, layer in enumerate(layers)])
-        self.needs, self.schedule = needs, schedule or Schedule()
-        wanted = needs.statistics if self.kept_layers else ()
+        self.needs, self.schedule, self.prompt_length = needs, schedule or Schedule(), prompt_length
         self.statistics: Mapping[str, Statistics] = {
-            file: load(file, model.config.name_or_path or "") for file in wanted
+            file: load(file, model.config.name_or_path or "") for file in needs.statistics
         }
-        self.prompt_length = prompt_length
         self.compressed_layers = tuple(self.kept_layers)
-        self._tap = AttentionHooks(model) if needs.hidden_states else None
-        again = needs.second_passes and self.kept_layers
-        self._second = SecondPasses(model, self, needs, tasks) if again else None
-        foretold = needs.perplexity and self.kept_layers
-        self._perplexity = Perplexity(model, self, needs.perplexity) if foretold else None
-        self._waiting: list[tuple[KeepLayer, Observation]] = []
+        self.progress: Progress | None = None
+        self._hooks = AttentionHooks(model) if needs.hidden_states else None
+        self._second = SecondPasses(model, self, needs, tasks) if needs.second_passes else None
+        self._perplexity = Perplexity(model, self, needs.perplexity) if needs.perplexity else None
+        self._waits_for_all_layers = self._second is not None
+        self._waiting: list[tuple[KeepLayer, LayerEvent]] = []
         self._attending = False
 
     @property
@@ -84,108 +95,263 @@ class PromptCache(TransformersCache, ABC):
         """Bytes allocated, those of layers that keepset leaves alone included."""
         return sum(layer.nbytes if isinstance(layer, KeepLayer) else _nbytes(layer) for layer in self.layers)
 
+    # --- transformers' side
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Takes a layer's new keys and values; a kept layer stores them when its attention follows."""
+        layer = self.kept_layers.get(layer_idx)
+        if layer is not None:
+            self._check_update(len(key_states))
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if layer is not None:
+            self._attending = True
+            attention.hand_over(partial(self._attend, layer), keys, values)
+        return keys, values
+
     def reset(self) -> None:
         """Forgets everything that was cached; another prompt may follow."""
         super().reset()
+        self.progress = None
+        self._waiting.clear()
         self._attending = False
-        if self._tap is not None:
-            self._tap.open()
+        if self._hooks is not None:
+            self._hooks.open()
         if self._second is not None:
             self._second.open()
-        self._waiting.clear()
         if self._perplexity is not None:
             self._perplexity.close()
             self._perplexity.open()
 
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """Makes the batch consist of these rows, of which any may repeat or be missing."""
+        super().reorder_cache(beam_idx)
+        self._reorder(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps only these rows of the batch, given as indices or as a mask."""
+        super().batch_select_indices(indices)
+        self._reorder(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats every row of the batch so many times."""
+        super().batch_repeat_interleave(repeats)
+        if self.progress is not None:
+            self._reorder(torch.arange(len(self.progress.lengths)).repeat_interleave(repeats))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Takes back the newest tokens, as transformers does.
+
+        Args:
+            tokens_to_remove: how many, as a negative number; a positive one is the length to crop to.
+
+        Raises:
+            KeepsetError: they have been compressed.
+        """
+        progress = self.progress
+        if progress is not None:
+            removed = max(progress.logical - tokens_to_remove, 0) if tokens_to_remove > 0 else -tokens_to_remove
+            new = progress.logical - (progress.compressed_at or 0)
+            if removed > new:
+                raise KeepsetError(
+                    f"Only the {new} tokens after the compression can be taken back, not {removed}: assisted "
+                    "generation needs keepset.Cache(..., prompt_length=...), because it drafts tokens together with "
+                    "the prompt."
+                )
+            if removed:
+                per_request = progress.crop(removed).tolist()
+                for kept in self.kept_layers.values():
+                    kept.crop(removed, per_request, progress.lengths)
+        layers: list[Any] = self.layers
+        for layer in layers:
+            if not isinstance(layer, KeepLayer):
+                layer.crop(tokens_to_remove)
+
     def activate_past_recording(self) -> None:
-        """What transformers calls before assisted generation, which drafts tokens with the prompt."""
+        """What transformers calls before assisted generation, which drafts tokens with the prompt.
+
+        Raises:
+            KeepsetError: the recipe compresses while decoding, or nobody has said where the prompt ends.
+        """
         if self.schedule.every is not None:
             raise KeepsetError(
                 "Assisted generation cannot go with compression while decoding (every=...), because its drafted "
                 "tokens would be compressed before they are accepted: leave one of them out."
             )
-        if self.prompt_length is None and any(layer.compressed_at is None for layer in self.kept_layers.values()):
+        is_compressed = self.progress is not None and self.progress.compressed_at is not None
+        if self.kept_layers and self.prompt_length is None and not is_compressed:
             raise KeepsetError(
                 "Assisted generation needs keepset.Cache(..., prompt_length=...), because it drafts tokens "
                 "together with the prompt."
             )
         super().activate_past_recording()
 
-    def observed(self, layer: KeepLayer, observation: Observation) -> None:
-        """An event has been reached in a layer: hands its observation on once it is complete.
+    # --- one forward of one layer
 
-        That is after second passes, and after the model's own call where its perplexity is looked at.
-        """
-        complete = [(layer, observation)]
-        if self._second is not None:
-            with nullcontext() if self._tap is None else self._tap.paused():
-                complete = self._second.add(layer, observation, self.layers)
-        if self._perplexity is None:
-            for found, told in complete:
-                self.received(found, told)
-            return
-        if not self._perplexity.watching:
+    def _attend(
+        self,
+        layer: KeepLayer,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rule: MaskRule | None,
+        scaling: float,
+        position_ids: Tensor | None,
+    ) -> Tensor:
+        """A layer's attention, and what follows from the events that it reaches by it."""
+        self._attending = False
+        valid = None if rule is None else rule.valid
+        if layer.index == self.compressed_layers[0]:
+            self._advance(query, valid, position_ids)
+        assert self.progress is not None and self.progress.positions is not None
+        positions, padded = self.progress.positions.to(query.device), bool(self.progress.padding)
+        forward = Forward(module, query, key, value, positions, valid, scaling, layer.logical, padded, rule)
+        if self._hooks is not None and layer.phase is not None and layer.phase.records(forward):
+            layer_input = self._hooks.layer_input(module)
+            forward = replace(forward, layer_input=layer_input, rotation=layer_input.rotation)
+            if layer.phase.collects(forward):
+                layer_input.check_rotation(query)
+        outputs, parts = [], (forward, None) if layer.phase is None else layer.phase.split(forward)
+        for part in parts:
+            if part is not None:
+                output, event = layer.attend(part)
+                outputs.append(output)
+                if event is not None:
+                    self._reached(layer, part, event)
+        if layer.index == self.compressed_layers[-1] and self._hooks is not None:
+            self._hooks.forget()
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+
+    def _advance(self, query: Tensor, valid: Tensor | None, position_ids: Tensor | None) -> None:
+        """The first layer's part of a forward: counts the tokens for all."""
+        n = query.shape[2]
+        if self.progress is None:
+            self.progress = Progress.start(self.prompt_length or n, len(query), query.device)
+            for layer in self.kept_layers.values():
+                layer.prompt = PromptPhase(self.needs, self.progress.prompt) if self.schedule.prefill else None
+                layer.decoding = self._decoding(self.progress.prompt)
+        elif n > 1:
+            _check_new(position_ids, self.progress.lengths, valid)
+        self.progress.advance(n, valid)
+
+    def _decoding(self, event: int, next_event: int | None = None) -> DecodingPhase | None:
+        """The phase after an event of this length."""
+        every = self.schedule.every
+        return None if every is None else DecodingPhase(self.needs, every, next_event or event + every)
+
+    def _reached(self, layer: KeepLayer, forward: Forward, event: LayerEvent) -> None:
+        """Makes observations of a layer's event and of those that wait with it, once they can be complete."""
+        assert self.progress is not None
+        self.progress.compressed_at = event.length
+        if self._perplexity is not None and not self._perplexity.watching:
             raise KeepsetError("This recipe looks at the model's logits: call the model, not only its decoder.")
-        if layer.compressed_at != layer.logical:
+        if event.length == self.progress.prompt < self.progress.logical:
+            self._check_drafts()
+        event.collected["scaling"] = forward.scaling
+        if self.needs.output_projection:
+            heads, size = forward.query.shape[1], forward.value.shape[-1]
+            event.collected["output_projection"] = output_projection(forward.module, heads, size)
+        self._waiting.append((layer, event))
+        if self._waits_for_all_layers and len(self._waiting) < len(self.kept_layers):
+            return
+        if self._second is not None:
+            entries = {kept.index: (each.columns["keys"], each.columns["values"]) for kept, each in self._waiting}
+            with nullcontext() if self._hooks is None else self._hooks.paused():
+                passes = self._second.run(entries, self.progress, self.layers)
+            for kept, each in self._waiting:
+                each.collected["second_passes"] = passes[kept.index]
+        if self._perplexity is None:
+            self._observe()
+
+    def _observe(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        self._choose([self._observation(layer, event) for layer, event in waiting])
+
+    def _observation(self, layer: KeepLayer, event: LayerEvent) -> Observation:
+        assert self.progress is not None
+        state = dict(event.columns)
+        return Observation(
+            keys=state.pop("keys"),
+            values=state.pop("values"),
+            positions=state.pop("positions", None),
+            valid=event.exists,
+            lengths=event.lengths,
+            prompts=self.progress.prompts,
+            statistics=self.statistics,
+            layer=layer.index,
+            layers=self.compressed_layers,
+            state=state,
+            **event.collected,
+        )
+
+    @abstractmethod
+    def _choose(self, observations: list[Observation]) -> None:
+        """These observations of an event, in the order of their layers, are complete.
+
+        They are of all layers where somebody looks at all of them, else of as many as have come.
+        """
+
+    def _check_drafts(self) -> None:
+        """Refuses draft tokens in the same forward as the prompt, where they are in the way."""
+        if self._second is not None:
+            raise KeepsetError(
+                "A second pass over the prompt cannot take drafted tokens together with it: leave assisted generation "
+                "out."
+            )
+        if self._perplexity is not None:
             raise KeepsetError(
                 "A prompt's perplexity cannot be told together with drafted tokens: leave assisted generation out."
             )
-        self._waiting += complete
 
-    def foretold(self, perplexity: Perplexity) -> None:
-        """The model's logits are there: hands on what waited for them."""
-        waiting, self._waiting = self._waiting, []
-        for layer, observation in waiting:
-            observation.perplexities.update({window: perplexity.of(window) for window in self.needs.perplexity})
-            self.received(layer, observation)
-
-    def valid_of(self, newest: int) -> Bool[Tensor, "batch newest"] | None:
-        """Which of the newest tokens are no padding; None when all are."""
-        valid = self.kept_layers[self.compressed_layers[0]].valid_tokens()
-        return None if valid is None else valid[:, -newest:]
-
-    @abstractmethod
-    def received(self, layer: KeepLayer, observation: Observation) -> None:
-        """An observation is complete; its entries are in the layer's hands."""
-
-    def updating(self) -> None:
-        """Notes that a layer has taken new tokens and its attention must follow."""
+    def _check_update(self, requests: int) -> None:
         if self._attending:
             raise KeepsetError(
                 f"keepset.Cache needs the attention implementation {attention.NAME!r}, but another one ran: "
                 f"do not change it after creating the cache, or call "
                 f"model.set_attn_implementation({attention.NAME!r})."
             )
-        self._attending = True
+        if self.progress is not None and len(self.progress.lengths) != requests:
+            raise KeepsetError(
+                f"The cache holds {len(self.progress.lengths)} requests, and the input has {requests}: call "
+                "cache.batch_repeat_interleave(...) first, as for beams or several answers to one question."
+            )
 
-    def attended(self) -> None:
-        """Notes that it did."""
-        self._attending = False
+    # --- around the forwards
 
-    def layer_input(self, module: nn.Module, query: Tensor) -> LayerInput:
-        """The input of the attention module under way."""
-        assert self._tap is not None
-        layer_input = self._tap.layer_input(module)
-        layer_input.check_rotation(query)
-        return layer_input
-
-    def rotation(self, module: nn.Module) -> Rotation | None:
-        """How the attention module under way rotates its queries; None where nobody looks at that."""
-        return None if self._tap is None else self._tap.layer_input(module).rotation
-
-    def forwarded(self) -> None:
-        """Notes that the last layer is done: what the hooks have seen is not needed any more."""
-        if self._tap is not None:
-            self._tap.forget()
+    def called(self, perplexities: Mapping[int, Tensor]) -> None:
+        """The model's call is over, and its logits said this of the newest tokens: completes what waited for it."""
+        for _, event in self._waiting:
+            event.collected["perplexities"] = perplexities
+        self._observe()
 
     def stop_watching(self) -> None:
         """Removes the hooks on the model: nothing more is compressed."""
-        if self._tap is not None:
-            self._tap.close()
-        if self._second is not None:
-            self._second.close()
-        if self._perplexity is not None:
-            self._perplexity.close()
+        for hooks in (self._hooks, self._second, self._perplexity):
+            if hooks is not None:
+                hooks.close()
+
+    def _reorder(self, rows: Tensor) -> None:
+        if self.progress is not None:
+            chosen = rows.nonzero()[:, 0] if rows.dtype == torch.bool else rows
+            self.progress.reorder(chosen.to(self.progress.lengths.device))
+
+
+def _check_new(position_ids: Tensor | None, lengths: Int[Tensor, " batch"], valid: Tensor | None) -> None:
+    """Refuses tokens that transformers feeds a second time.
+
+    Raises:
+        KeepsetError: some of them stand where the cache has tokens already.
+    """
+    if position_ids is None or position_ids.ndim != 2:
+        return
+    again = position_ids < lengths[:, None]
+    if bool((again if valid is None else again & valid).any()):
+        raise KeepsetError(
+            "The input repeats positions that the cache holds already: chunked prefill and assisted generation "
+            "onto a cache that is not empty are not supported, because transformers feeds them the past again."
+        )
 
 
 def _nbytes(layer: Any) -> int:

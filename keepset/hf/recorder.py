@@ -12,7 +12,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.core.observation import Needs, Observation, SecondPass
+from keepset.hf.forward import Forward
 from keepset.hf.layer import KeepLayer
+from keepset.hf.phases import LayerEvent
 from keepset.hf.prompt_cache import PromptCache
 from keepset.hf.second_pass import way
 
@@ -23,11 +25,13 @@ if TYPE_CHECKING:
 class Recorder(PromptCache):
     """Watches one prompt and drops nothing.
 
+    Args:
+        on_layer: is called when a layer is done.
+
     Attributes:
-        observations: one per layer, once `prefill` has run.
+        observations: one per layer, once `prefill` has run; they hold the layers' entries.
         seconds: of the prefill alone, collecting not counted.
         collecting: seconds that each kind of statistic, and each way of a second pass, took.
-        nbytes_full: bytes of the whole prompt's keys and values.
     """
 
     def __init__(
@@ -55,19 +59,17 @@ class Recorder(PromptCache):
         """Bytes of the whole prompt's keys and values in the layers that can be compressed."""
         return sum(int(o.valid.sum()) * o.entry_bytes for o in self.observations)
 
-    def observed(self, layer: KeepLayer, observation: Observation) -> None:
-        """One layer is done."""
-        self._on_layer()
-        super().observed(layer, observation)
-
-    def received(self, layer: KeepLayer, observation: Observation) -> None:
-        """Keeps the observation, and with it the layer's entries."""
-        self.observations.append(observation)
-        self.collecting.update(layer.collected_seconds)
-
     def seconds_for(self, needs: Needs) -> float:
         """Seconds that a prefill takes which collects only for these needs."""
         moments = needs.query_moments or needs.hidden_moments
         wanted = {"window": needs.window, "columns": needs.columns, "moments": moments, "echoes": needs.echoes}
         once = sum(self.collecting[kind] for kind, is_wanted in wanted.items() if is_wanted)
         return self.seconds + once + sum(self.collecting[kind] for kind in set(map(way, needs.second_passes)))
+
+    def _reached(self, layer: KeepLayer, forward: Forward, event: LayerEvent) -> None:
+        self._on_layer()
+        self.collecting.update(event.seconds)
+        super()._reached(layer, forward, event)
+
+    def _choose(self, observations: list[Observation]) -> None:
+        self.observations += observations

@@ -12,7 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from keepset.errors import KeepsetError
-from keepset.kernels.second_pass import Among
+from keepset.kernels.second_pass import SoftmaxScope
 
 if TYPE_CHECKING:
     import transformers
@@ -67,7 +67,7 @@ class Repeat:
         length = len(self.opening)
         return length if length < len(prompt) and tuple(prompt[:length].tolist()) == self.opening else 0
 
-    def passes(self, prompt: Int[Tensor, " tokens"], chunk: int) -> Iterator[tuple[Int[Tensor, " more"], Among]]:
+    def passes(self, prompt: Int[Tensor, " tokens"], chunk: int) -> Iterator[tuple[Int[Tensor, " more"], SoftmaxScope]]:
         """For every chunk the tokens to run after the prompt, and the entries that they are looked for in."""
         prefix = self.prefix(prompt)
         before: list[int] = []
@@ -75,7 +75,7 @@ class Repeat:
         for own in prompt[prefix:].split(chunk or len(prompt)):
             words = [*self.part, *before] if start > prefix else self.whole
             asked = torch.tensor([*words, *self.turn], dtype=own.dtype, device=own.device)
-            yield torch.cat([asked, own]), Among(prefix or min(_SINKS, start), start, start + len(own))
+            yield torch.cat([asked, own]), SoftmaxScope(prefix or min(_SINKS, start), start, start + len(own))
             before, start = own[-_REMINDER:].tolist(), start + len(own)
 
 

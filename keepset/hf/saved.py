@@ -17,21 +17,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 import keepset
 from keepset.core.keep_set import KeepSet, LayerKeepSet
-from keepset.core.tensor_file import opened, write
+from keepset.core.tensor_file import opened
+from keepset.core.tensor_file import write as write_tensors
 from keepset.errors import KeepsetError
 from keepset.hf.fingerprint import fingerprint
 from keepset.hf.layer import KeepLayer
+from keepset.hf.padding import Padding
 from keepset.hf.progress import Progress
 from keepset.hf.store import EntryStore
+from keepset.hf.window import QueryWindow
 
 if TYPE_CHECKING:
     import transformers
-
-    from keepset.hf.cache import Cache
 
 FORMAT = 1
 """Of the file; raise it with every change to what is written."""
@@ -56,62 +57,96 @@ class Header:
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """What a file holds, once it has been found to be whole and of this model.
+    """What a cache holds between two forwards.
 
     Attributes:
+        recipe: as text.
+        progress: how far the cache has come.
+        next_event: the next event's length, where the recipe compresses while decoding.
         event: figures of the newest compression, if there was one.
         keep_set: what that one kept.
+        layers: the tensors of every layer; see `tensors_of`.
     """
 
     recipe: str
+    progress: Progress
+    next_event: int | None
     event: dict[str, Any] | None
     keep_set: KeepSet | None
-    _progress: Progress
-    _tensors: dict[str, dict[str, Tensor]]
-
-    def restore(self, layers: Sequence[Any]) -> None:
-        """Puts into the empty layers of a new cache what the saved one held."""
-        for index, layer in enumerate(layers):
-            tensors = self._tensors[str(index)]
-            if isinstance(layer, KeepLayer):
-                store = EntryStore.of(_part(tensors, "columns."), tensors["counts"])
-                device = tensors["counts"].device
-                layer.resume(store, self._progress.to(device), _part(tensors, "recorded."))
-            else:
-                layer.lazy_initialization(tensors["keys"], tensors["values"])
-                layer.keys, layer.values = tensors["keys"], tensors["values"]
-                layer.cumulative_length = self._progress.logical
+    layers: Sequence[Mapping[str, Tensor]]
 
 
-def save(cache: Cache, model: transformers.PreTrainedModel, path: Path, name: str) -> None:
-    """Writes what a cache of this model holds; `name` is what the model is found by again.
+def tensors_of(layer: Any) -> dict[str, Tensor]:
+    """All that a layer of a cache holds.
 
     Raises:
-        KeepsetError: the cache is not between two forwards after its prompt, the model has layers of a kind that
-            is not saved, or the place cannot be written to.
+        KeepsetError: it is of a kind that is not saved.
     """
-    reached = progress(cache)
-    tensors = {name: tensor for name in _LENGTHS if (tensor := getattr(reached, name)) is not None}
-    for index, layer in enumerate(cache.layers):
-        found = _layer(layer, cache.keep_set)
-        tensors |= {f"{_LAYER}{index}.{name}": tensor for name, tensor in found.items()}
+    if isinstance(layer, KeepLayer):
+        assert layer.store is not None
+        tensors = {f"columns.{name}": column for name, column in layer.store.packed.items()}
+        if layer.decoding is not None:
+            tensors |= {f"recorded.{name}": column for name, column in layer.decoding.window.columns.items()}
+        counts = torch.tensor(layer.store.counts)
+        return {**tensors, "counts": counts.view(layer.store.batch, layer.store.kv_heads)}
+    if type(layer) is DynamicSlidingWindowLayer and layer.keys is not None and layer.values is not None:
+        # What lies before the window is there only while a draft may be taken back.
+        first = max(layer.keys.shape[2] - layer.sliding_window + 1, 0)
+        return {"keys": layer.keys[:, :, first:], "values": layer.values[:, :, first:]}
+    raise KeepsetError(
+        f"The model has a {type(layer).__name__} among the layers of its cache, and keepset saves only those with "
+        "keys and values: this context cannot be saved."
+    )
+
+
+def restore(layer: Any, tensors: Mapping[str, Tensor], logical: int) -> None:
+    """Puts into an empty layer of a cache what another one held; the phase of a kept layer is there already."""
+    if isinstance(layer, KeepLayer):
+        layer.store, layer.logical = EntryStore.of(_part(tensors, "columns."), tensors["counts"]), logical
+        if layer.decoding is not None:
+            layer.decoding.window = QueryWindow.of(_part(tensors, "recorded."))
+    else:
+        layer.lazy_initialization(tensors["keys"], tensors["values"])
+        layer.keys, layer.values = tensors["keys"], tensors["values"]
+        layer.cumulative_length = logical
+
+
+def write(path: Path, context: Context, model: transformers.PreTrainedModel, name: str) -> None:
+    """Writes a context of this model, whole or not at all; `name` is what the model is found by again.
+
+    Raises:
+        KeepsetError: the place cannot be written to.
+    """
+    progress = context.progress
+    tensors = {"lengths": progress.lengths, "prompts": progress.prompts}
+    if (seen := progress.valid) is not None:
+        tensors["seen"] = seen
+    for index, layer in enumerate(context.layers):
+        tensors |= {f"{_LAYER}{index}.{name}": tensor for name, tensor in layer.items()}
+    for kept in [] if context.keep_set is None else map(context.keep_set.layer, context.keep_set.layers):
+        tensors[f"{_LAYER}{kept.layer}.kept.positions"] = kept.packed_positions
+        tensors[f"{_LAYER}{kept.layer}.kept.counts"] = kept.counts
     # Layers may share small tensors, and a file may not.
     tensors = {
         name: tensor.detach() if ".columns." in name else tensor.detach().clone(memory_format=torch.contiguous_format)
         for name, tensor in tensors.items()
     }
-    event = cache.events[-1] if cache.events else None
     metadata = {
         "format": FORMAT,
         "keepset": keepset.__version__,
-        "recipe": str(cache.recipe),
+        "recipe": context.recipe,
         "model": name,
         "fingerprint": fingerprint(model),
-        "progress": {name: getattr(reached, name) for name in _NUMBERS},
-        "layers": len(cache.layers),
-        "event": None if event is None else {name: getattr(event, name) for name in _FIGURES},
+        "progress": {
+            "logical": progress.logical,
+            "prompt": progress.prompt,
+            "compressed_at": progress.compressed_at,
+            "next_event": context.next_event,
+        },
+        "layers": len(context.layers),
+        "event": context.event,
     }
-    write(path, tensors, _METADATA, {**metadata, "digest": _digest(metadata, tensors)})
+    write_tensors(path, tensors, _METADATA, {**metadata, "digest": _digest(metadata, tensors)})
 
 
 def header(path: Path) -> Header:
@@ -135,73 +170,39 @@ def read(path: Path, model: transformers.PreTrainedModel) -> Context:
         tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
         if metadata.pop("digest") != _digest(metadata, tensors):
             raise ValueError
-        lengths: dict[str, Any] = {name: tensors.get(name) for name in _LENGTHS}
         devices = _devices(model)
-        layers = {
-            str(index): {
+        layers = [
+            {
                 name: tensor.to(devices.get(index, model.device))
                 for name, tensor in _part(tensors, f"{_LAYER}{index}.").items()
             }
             for index in range(metadata["layers"])
-        }
-        return Context(
-            metadata["recipe"],
-            metadata["event"],
-            _keep_set(layers),
-            Progress(**metadata["progress"], **lengths),
-            layers,
+        ]
+        device = next((layer["counts"].device for layer in layers if "counts" in layer), model.device)
+        reached, seen = metadata["progress"], tensors.get("seen")
+        progress = Progress(
+            logical=reached["logical"],
+            prompt=reached["prompt"],
+            lengths=tensors["lengths"].to(device),
+            prompts=tensors["prompts"].to(device),
+            padding=Padding([] if seen is None else [seen.to(device)]),
+            compressed_at=reached["compressed_at"],
         )
+        event, keep_set = metadata["event"], _keep_set(layers)
+        return Context(metadata["recipe"], progress, reached["next_event"], event, keep_set, layers)
 
 
 _LAYER = "layers."
-_LENGTHS = ("lengths", "prompts", "seen")
-_NUMBERS = ("logical", "prompt", "compressed_at", "next_event")
-_FIGURES = ("length", "entries", "kept", "nbytes_before", "seconds")
 
 
-def progress(cache: Cache) -> Progress:
-    """How far a cache has come.
-
-    Raises:
-        KeepsetError: it does not hold a whole prompt, or nothing that keepset has compressed.
-    """
-    if not cache.kept_layers:
-        raise KeepsetError("Every layer of this model has a window of its own, so keepset has nothing to save.")
-    found = [layer.progress for layer in cache.kept_layers.values()]
-    layers = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
-    if found[0] is None or any(layer.get_seq_length() != found[0].logical for layer in layers):
-        raise KeepsetError("This cache does not hold a whole prompt yet: run the model on all of it first.")
-    return found[0]
-
-
-def _layer(layer: Any, keep_set: KeepSet | None) -> dict[str, Tensor]:
-    if isinstance(layer, KeepLayer):
-        assert layer.store is not None
-        tensors = {f"columns.{name}": column for name, column in layer.store.packed.items()}
-        tensors |= {f"recorded.{name}": column for name, column in layer.recorded.items()}
-        if keep_set is not None:
-            kept = keep_set.layer(layer.index)
-            tensors |= {"kept.positions": kept.packed_positions, "kept.counts": kept.counts}
-        counts = torch.tensor(layer.store.counts)
-        return {**tensors, "counts": counts.view(layer.store.batch, layer.store.kv_heads)}
-    if type(layer) is DynamicSlidingWindowLayer and layer.keys is not None and layer.values is not None:
-        # What lies before the window is there only while a draft may be taken back.
-        first = max(layer.keys.shape[2] - layer.sliding_window + 1, 0)
-        return {"keys": layer.keys[:, :, first:], "values": layer.values[:, :, first:]}
-    raise KeepsetError(
-        f"The model has a {type(layer).__name__} among the layers of its cache, and keepset saves only those with "
-        "keys and values: this context cannot be saved."
-    )
-
-
-def _keep_set(layers: Mapping[str, Mapping[str, Tensor]]) -> KeepSet | None:
+def _keep_set(layers: Sequence[Mapping[str, Tensor]]) -> KeepSet | None:
     kept = []
-    for index, tensors in layers.items():
+    for index, tensors in enumerate(layers):
         if "kept.counts" in tensors:
             keys, values = tensors["columns.keys"], tensors["columns.values"]
             entry_bytes = (keys.shape[-1] + values.shape[-1]) * keys.element_size()
             positions = tensors["kept.positions"]
-            kept.append(LayerKeepSet(int(index), positions, positions, tensors["kept.counts"], entry_bytes))
+            kept.append(LayerKeepSet(index, positions, positions, tensors["kept.counts"], entry_bytes))
     return KeepSet(kept) if kept else None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -17,25 +17,29 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import CacheLayerMixin
 
-from keepset.core.observation import Needs, Observation, SecondPass, SecondPassColumns
+from keepset.core.observation import Needs, SecondPass, SecondPassColumns
 from keepset.errors import KeepsetError
 from keepset.hf.attention import hand_over
-from keepset.hf.layer import KeepLayer
 from keepset.hf.mask import KeepsetLength, MaskRule
+from keepset.hf.progress import Progress
 from keepset.hf.prompt_inputs import PromptInputs
 from keepset.hf.repeat import Repeat
-from keepset.kernels.columns import MERGE
-from keepset.kernels.second_pass import Among, Piece, task_attention
+from keepset.kernels.second_pass import PackedSequence, SoftmaxScope, second_pass_attention
+from keepset.kernels.statistic import ColumnStatistic
 
 if TYPE_CHECKING:
     import transformers
 
 
-class SecondPasses:
-    """Collects a prompt's observations until all layers have theirs, then adds what the second passes tell.
+Entries = tuple[Float[Tensor, "batch kv_heads entries head_dim"], Float[Tensor, "batch kv_heads entries value_dim"]]
+"""Keys and values of one layer."""
 
-    That happens inside the last layer's attention: every layer still holds all entries. Requests run one by one,
-    without their padding, each as a call of the model's decoder with a cache that only looks at those entries.
+
+class SecondPasses:
+    """Runs tokens on top of a prompt of which all layers still hold all entries, inside the last layer's attention.
+
+    Requests run one by one, without their padding, each as a call of the model's decoder with a cache that only looks
+    at those entries.
 
     Attributes:
         seconds: that each pass took, by `way(...)` of it.
@@ -48,7 +52,6 @@ class SecondPasses:
         if self._repeat and tasks:
             raise KeepsetError("A prompt that is to be repeated is its own task: leave task_tokens out.")
         self._inputs = PromptInputs(model.get_decoder(), past)
-        self._found: list[tuple[KeepLayer, Observation]] = []
         self.seconds: dict[SecondPass, float] = {}
 
     def open(self) -> None:
@@ -59,84 +62,77 @@ class SecondPasses:
     def close(self) -> None:
         """Stops watching, and forgets what was seen."""
         self._inputs.close()
-        self._found = []
 
     def fork(self, past: Any) -> SecondPasses:
         """The same for another cache."""
         twin = copy.copy(self)
-        twin._inputs, twin._found, twin.seconds = self._inputs.fork(past), list(self._found), dict(self.seconds)
+        twin._inputs, twin.seconds = self._inputs.fork(past), dict(self.seconds)
         return twin
 
-    def add(
-        self, layer: KeepLayer, observation: Observation, layers: Sequence[Any]
-    ) -> list[tuple[KeepLayer, Observation]]:
-        """One layer's observation; all of them, with their second passes, once the last one has come.
+    def run(
+        self, entries: Mapping[int, Entries], progress: Progress, layers: Sequence[Any]
+    ) -> dict[int, dict[SecondPass, SecondPassColumns]]:
+        """What the entries of each layer receive in every pass that is needed.
 
         Args:
+            entries: of the layers that are observed, by their indices and in their order.
+            progress: of the cache, whose tokens are the prompt's.
             layers: of the cache; those that keepset leaves alone are copied, never changed.
         """
-        if layer.compressed_at != layer.logical:
-            raise KeepsetError(
-                "A second pass over the prompt cannot take drafted tokens together with it: leave assisted generation "
-                "out."
-            )
-        self._found.append((layer, observation))
-        if len(self._found) < len(observation.layers):
-            return []
-        found, self._found = self._found, []
         groups: dict[SecondPass, set[str]] = {}
         for needed in self._needs.second_passes:
             groups.setdefault(way(needed), set()).update(needed.statistics)
+        passes: dict[int, dict[SecondPass, SecondPassColumns]] = {index: {} for index in entries}
         for kind, names in groups.items():
             start = time.perf_counter()
-            seen = self._run(kind, names, found, layers)
+            per_layer = self._run(kind, names, entries, progress, layers)
             self.seconds[kind] = time.perf_counter() - start
             for needed in self._needs.second_passes:
                 if way(needed) == kind:
-                    for (_, told), columns in zip(found, seen, strict=True):
+                    for index, columns in per_layer.items():
                         part = {name: columns.statistics[name] for name in needed.statistics}
-                        told.second_passes[needed] = SecondPassColumns(part, columns.tokens, columns.opening)
-        return found
+                        passes[index][needed] = SecondPassColumns(part, columns.tokens, columns.opening)
+        return passes
 
     @torch.no_grad()
     def _run(
         self,
         kind: SecondPass,
         names: Collection[str],
-        found: list[tuple[KeepLayer, Observation]],
+        entries: Mapping[int, Entries],
+        progress: Progress,
         layers: Sequence[Any],
-    ) -> list[SecondPassColumns]:
+    ) -> dict[int, SecondPassColumns]:
         """What each layer's entries receive in a pass of this kind."""
-        first, prompt = found[0][0], self._inputs.first(found[0][0].logical)
-        valid, batch = first.valid_tokens(), len(prompt)
-        per_request: list[list[dict[str, Tensor]]] = []
+        prompt, valid = self._inputs.first(progress.logical), progress.valid
+        batch = len(prompt)
+        per_request: list[dict[int, dict[str, Tensor]]] = []
         tokens, opening = torch.zeros(2, batch, dtype=torch.long, device=prompt.device)
         for request in range(batch):
             own = prompt[request] if valid is None else prompt[request][valid[request]]
             parts = self._passes(kind, own, self._of_tasks(request, batch, own.device))
-            entries = {layer.index: _Entries(seen, request, len(own), names) for layer, seen in found}
-            entries[first.owner.compressed_layers[-1]].last = True
-            rest = {i: layer for i, layer in enumerate(layers) if i not in entries}
+            looked = {i: _Entries(layer, request, len(own), names) for i, layer in entries.items()}
+            looked[max(looked)].last = True
+            rest = {i: layer for i, layer in enumerate(layers) if i not in looked}
             # Layers that are not keepset's would let one part see another.
             for together in _calls(parts, 1 if rest else _TOGETHER):
-                for each in entries.values():
-                    each.pieces = [Piece(len(part), among) for part, among in together]
+                for each in looked.values():
+                    each.pieces = [PackedSequence(len(part), among) for part, among in together]
                 copies = {i: _one_request(layer, request, len(own), valid) for i, layer in rest.items()}
                 self._call(
-                    [part for part, _ in together], len(own), [copies.get(i) or entries[i] for i in range(len(layers))]
+                    [part for part, _ in together], len(own), [copies.get(i) or looked[i] for i in range(len(layers))]
                 )
             tokens[request] = sum(len(part) for part, _ in parts)
             opening[request] = parts[0][1].start if parts[0][1] else 0
-            per_request.append([entries[layer.index].received for layer, _ in found])
-        per_layer = zip(found, zip(*per_request, strict=True), strict=True)
-        return [
-            SecondPassColumns(
-                {name: _stacked([r[name] for r in rows], seen.keys.shape[2]) for name in names}, tokens, opening
+            per_request.append({i: each.received for i, each in looked.items()})
+        return {
+            i: SecondPassColumns(
+                {name: _stacked([r[i][name] for r in per_request], keys.shape[2]) for name in names}, tokens, opening
             )
-            for (_, seen), rows in per_layer
-        ]
+            for i, (keys, _) in entries.items()
+        }
 
-    def _passes(self, kind: SecondPass, own: Tensor, tasks: list[Tensor]) -> list[tuple[Tensor, Among | None]]:
+    def _passes(self, kind: SecondPass, own: Tensor, tasks: list[Tensor]) -> list[tuple[Tensor, SoftmaxScope | None]]:
         """What runs after one request's prompt, and which entries it is about; None: all."""
         if self._repeat is None or not kind.repeat:
             return [(part, None) for part in tasks or own.split(kind.chunk or len(own))]
@@ -175,9 +171,11 @@ _TOGETHER = 512
 """Tokens of one call of the model: enough for products at full speed, few beside the prompt."""
 
 
-def _calls(parts: list[tuple[Tensor, Among | None]], most: int) -> list[list[tuple[Tensor, Among | None]]]:
+def _calls(
+    parts: list[tuple[Tensor, SoftmaxScope | None]], most: int
+) -> list[list[tuple[Tensor, SoftmaxScope | None]]]:
     """Parts that run together: at most so many tokens, or one part."""
-    calls: list[list[tuple[Tensor, Among | None]]] = []
+    calls: list[list[tuple[Tensor, SoftmaxScope | None]]] = []
     for part in parts:
         if calls and sum(len(tokens) for tokens, _ in [*calls[-1], part]) <= most:
             calls[-1].append(part)
@@ -201,13 +199,13 @@ class _Entries(CacheLayerMixin):
     is_sliding = False
     is_compileable = False
 
-    def __init__(self, seen: Observation, request: int, length: int, names: Collection[str]) -> None:
+    def __init__(self, entries: Entries, request: int, length: int, names: Collection[str]) -> None:
         super().__init__()
-        self._entries = seen.keys[request, :, :length], seen.values[request, :, :length]
+        keys, values = entries
+        self._entries = keys[request, :, :length], values[request, :, :length]
         self._length, self._names = length, names
-        self.incoming: tuple[Tensor, Tensor] | None = None
         self.received: dict[str, Tensor] = {}
-        self.pieces: list[Piece] = []
+        self.pieces: list[PackedSequence] = []
         self.last = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -227,11 +225,10 @@ class _Entries(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Hands itself to the attention function."""
-        self.incoming = key_states, value_states
-        hand_over(self)
+        hand_over(self._attend, key_states, value_states)
         return key_states, value_states
 
-    def attend(
+    def _attend(
         self,
         module: nn.Module,
         query: Tensor,
@@ -242,11 +239,11 @@ class _Entries(CacheLayerMixin):
         position_ids: Tensor | None,
     ) -> Tensor:
         """Attends, and notes what each entry receives."""
-        self.incoming = None
         own = key[0], value[0]
-        output, new = task_attention(query[0], self._entries, own, scaling, self._names, self.pieces)
+        output, new = second_pass_attention(query[0], self._entries, own, scaling, self._names, self.pieces)
         self.received = {
-            name: MERGE[name](self.received[name], column) if self.received else column for name, column in new.items()
+            name: ColumnStatistic(name).merge(self.received[name], column) if self.received else column
+            for name, column in new.items()
         }
         if self.last:
             raise _Done

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from keepset.kernels.attention import Span
+from keepset.kernels.attention import HeadRun
 
 SLACK = 64
 """Free places per head that a growing store allocates at once."""
@@ -109,11 +109,11 @@ class EntryStore:
         """Of the keys."""
         return self._columns["keys"].dtype
 
-    def spans(self) -> Iterator[Span]:
+    def spans(self) -> Iterator[HeadRun]:
         """Views for attention."""
         keys, values, positions = (self._columns[name] for name in ("keys", "values", "positions"))
         for run in self._runs:
-            yield Span(run.first, run.view(keys), run.view(values), run.view(positions))
+            yield HeadRun(run.first, run.view(keys), run.view(values), run.view(positions))
 
     def append(
         self,

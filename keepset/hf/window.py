@@ -85,7 +85,7 @@ class QueryWindow:
     def reorder(self, rows: Int[Tensor, " rows"]) -> None:
         """Makes the batch consist of these requests."""
         if self._parts:
-            self._parts = [{name: column[rows] for name, column in self._joined().items()}]
+            self._parts = [{name: column[rows.to(column.device)] for name, column in self._joined().items()}]
 
     def crop(self, lengths: Int[Tensor, " batch"]) -> None:
         """Forgets the queries that each request has beyond its length."""

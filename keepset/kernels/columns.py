@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from keepset.kernels.blocks import PRODUCT_BLOCK
+from keepset.kernels.statistic import ColumnStatistic
+
 _CHUNK = 64
 """Queries per step: large enough for matrix products, small enough to stay in a core's cache."""
-
-_BLOCK = 2**20
-"""Logits of one KV head at a time on a CPU; with more, a pass over them waits for memory."""
 
 
 def causal_attention(
@@ -22,9 +22,19 @@ def causal_attention(
     values: Float[Tensor, "kv_heads n value_dim"],
     scaling: float,
 ) -> tuple[Float[Tensor, "query_heads n value_dim"], Float[Tensor, "query_heads n"]]:
-    """Causal self-attention and the log-sum-exp of every query's logits, float32.
+    """Causal self-attention of one request, and what it was normalised by.
 
-    On a CPU PyTorch's flash operator returns both at once; elsewhere the log-sum-exp is a pass of its own.
+    On a CPU PyTorch's flash operator returns both at once; elsewhere the log-sum-exp is a pass of its own. Memory grows
+    with `n`, and keys and values are repeated for their query groups.
+
+    Args:
+        queries: after rotation.
+        keys: after rotation.
+        values: of the same tokens.
+        scaling: of the logits.
+
+    Returns:
+        The output in the queries' precision, and the log-sum-exp of every query's logits, float32.
     """
     group = queries.shape[0] // keys.shape[0]
     query, key, value = (x[None] for x in (queries, *(x.repeat_interleave(group, 0) for x in (keys, values))))
@@ -42,9 +52,19 @@ def log_sum_exp(
     keys: Float[Tensor, "kv_heads entries head_dim"],
     scaling: float,
 ) -> Float[Tensor, "query_heads n"]:
-    """Log-sum-exp of every query's causal logits; the queries are those of the last `n` entries."""
+    """Log-sum-exp of every query's causal logits, in memory that grows with the entries.
+
+    Args:
+        queries: of the last `n` entries.
+        keys: of all entries.
+        scaling: of the logits.
+
+    Returns:
+        float32, whatever the inputs are.
+    """
     parts = [
-        _logits(queries, keys, scaling, start, _CHUNK).logsumexp(-1) for start in range(0, queries.shape[1], _CHUNK)
+        _causal_logits(queries, keys, scaling, start, _CHUNK).logsumexp(-1)
+        for start in range(0, queries.shape[1], _CHUNK)
     ]
     return torch.cat(parts, 2).flatten(0, 1)
 
@@ -58,32 +78,44 @@ def column_statistics(
 ) -> dict[str, Float[Tensor, "query_heads entries"]]:
     """Sum and maximum, over the queries, of the causal attention that each entry receives.
 
-    The queries are those of the last `n` entries. The maximum needs no exponential per pair: exp is
-    monotone, so it is taken of the largest logit less its log-sum-exp.
+    The sum is the accumulated attention of H2O (Zhang et al. 2023, arXiv:2306.14048). The maximum needs no
+    exponential per pair: exp is monotone, so it is taken of the largest logit less its log-sum-exp. Memory grows with
+    the entries, time with `n` times the entries.
+
+    Args:
+        queries: of the last `n` entries, after rotation.
+        keys: of all entries.
+        lse: of the same queries, by `log_sum_exp` or `causal_attention`.
+        scaling: of the logits.
+        names: `sum`, `max` or both; only these are computed.
+
+    Returns:
+        The named statistics, float32.
     """
     kv_heads, entries, _ = keys.shape
     grouped = queries.unflatten(0, (kv_heads, -1))
     lse = lse.view(grouped.shape[:3])
     group, on_cpu = grouped.shape[1], keys.device.type == "cpu"
-    heads, rows = (1, min(max(_BLOCK // max(group * entries, 1), 1), _CHUNK)) if on_cpu else (kv_heads, _CHUNK)
+    # On a CPU one KV head at a time: with more logits a pass over them waits for memory.
+    heads, rows = (1, min(max(PRODUCT_BLOCK // max(group * entries, 1), 1), _CHUNK)) if on_cpu else (kv_heads, _CHUNK)
     total = torch.zeros(kv_heads, group, entries, device=keys.device)
     largest = torch.full_like(total, float("-inf"))
     for head in range(0, kv_heads, heads):
-        part = slice(head, head + heads)
-        own = grouped[part].flatten(0, 1)
+        block = slice(head, head + heads)
+        block_queries = grouped[block].flatten(0, 1)
         for start in range(0, queries.shape[1], rows):
-            logits = _logits(own, keys[part], scaling, start, rows, lse[part])
-            seen = logits.shape[-1]
+            logits = _causal_logits(block_queries, keys[block], scaling, start, rows, lse[block])
+            visible = logits.shape[-1]
             if "max" in names:
-                seen_max = largest[part, :, :seen]
-                torch.maximum(seen_max, logits.amax(2), out=seen_max)
+                running_max = largest[block, :, :visible]
+                torch.maximum(running_max, logits.amax(2), out=running_max)
             if "sum" in names:
-                total[part, :, :seen] += logits.exp_().sum(2)
+                total[block, :, :visible] += logits.exp_().sum(2)
     statistics = {"sum": total, "max": largest.exp()}
     return {name: statistics[name].flatten(0, 1) for name in names}
 
 
-class Columns:
+class ColumnAccumulator:
     """Column statistics of a text that comes in chunks.
 
     Attributes:
@@ -101,22 +133,27 @@ class Columns:
         scaling: float,
         lse: Float[Tensor, "query_heads n"] | None = None,
     ) -> None:
-        """Takes in the queries of the last `n` entries, and their log-sum-exp where attention computed it already."""
+        """Takes in the next `n` queries.
+
+        Args:
+            queries: of the last `n` entries, after rotation; there may be none.
+            keys: of all entries so far.
+            scaling: of the logits.
+            lse: the queries' log-sum-exp where attention computed it already.
+        """
         if not queries.shape[1]:  # nothing but padding
             lse = queries.new_zeros(queries.shape[:2], dtype=torch.float32)
         lse = log_sum_exp(queries, keys, scaling) if lse is None else lse
         new = column_statistics(queries, keys, lse, scaling, self._names)
         for name, before in self.statistics.items():
-            new[name] = MERGE[name](new[name], F.pad(before, (0, keys.shape[1] - before.shape[1])))
+            new[name] = ColumnStatistic(name).merge(new[name], F.pad(before, (0, keys.shape[1] - before.shape[1])))
         self.statistics = new
 
 
-MERGE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "square": torch.add}
-"""From a statistic of some queries and that of others to that of all; for none of them it is zero."""
-
-
-def _logits(queries: Tensor, keys: Tensor, scaling: float, start: int, most: int, lse: Tensor | None = None) -> Tensor:
-    """Causal logits of one chunk of queries, less their log-sum-exp, `[kv_heads, group, chunk, seen]`, float32."""
+def _causal_logits(
+    queries: Tensor, keys: Tensor, scaling: float, start: int, most: int, lse: Tensor | None = None
+) -> Tensor:
+    """Causal logits of one chunk of queries, less their log-sum-exp, `[kv_heads, group, chunk, visible]`, float32."""
     kv_heads, entries, head_dim = keys.shape
     chunk = queries[:, start : start + most]
     rows = chunk.shape[1]

@@ -15,7 +15,13 @@ class Moments:
         self._scatter: Tensor
 
     def add(self, rows: Float[Tensor, "batch heads n dim"], counted: Bool[Tensor, "batch n"], full: bool) -> None:
-        """Takes in the counted rows; the covariance is full or only its diagonal."""
+        """Takes in more rows; memory does not grow.
+
+        Args:
+            rows: of one chunk.
+            counted: which of them count; padding does not.
+            full: whether the covariance is a matrix or only its diagonal; the same in every call.
+        """
         weights = counted[:, None, :, None].to(rows.dtype)
         count = weights.sum(2)
         mean = (rows * weights).sum(2) / count.clamp(min=1)
@@ -38,7 +44,7 @@ class Moments:
 
     @property
     def covariance(self) -> Float[Tensor, "batch heads *dims"]:
-        """Divided by the count, as for a whole population."""
+        """Divided by the count, as for a whole population; `[dim, dim]` of a request's head, or its diagonal."""
         assert self._count is not None
         count = self._count.clamp(min=1)
         return self._scatter / count.view(*count.shape, *(1,) * (self._scatter.ndim - count.ndim))

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.core.observation import Needs
-from keepset.kernels.columns import Columns
+from keepset.kernels.columns import ColumnAccumulator
 from keepset.kernels.moments import Moments
 
 
@@ -28,7 +28,7 @@ class Prompt:
     def __init__(self, needs: Needs) -> None:
         self.queries = {skip: Moments() for skip in needs.query_moments}
         self.hidden = {skip: Moments() for skip in needs.hidden_moments}
-        self.columns = Columns(needs.columns)
+        self.columns = ColumnAccumulator(needs.columns)
 
     def add_queries(self, queries: Float[Tensor, "1 query_heads n head_dim"], positions: Int[Tensor, "1 n"]) -> None:
         """Takes in queries as they were before rotation."""

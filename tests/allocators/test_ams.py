@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,6 +18,7 @@ from keepset.core.observation import QueryMoments
 from keepset.methods.tova import TOVA
 from tests.allocators.test_segments import lengths_of, naive_cuts, naive_shares
 from tests.methods.naive import EXACT, SHAPES, Given, Shape, kept, length_of, observe, window_attention
+from tests.tiers import examples
 
 SMALL: dict[str, Any] = dict(window=4, kernel=3, segment_mass=0.15, min_segment=2, max_segment=6)
 
@@ -139,7 +140,7 @@ def test_where_all_may_stay_there_was_no_event() -> None:
     assert observation.state["credit"][0].all() and not observation.state["credit"][1].any()
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@examples(150)
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=3),
     keep=st.integers(1, 50),

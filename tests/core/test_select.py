@@ -2,13 +2,12 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keepset import Budget, Observation
 from keepset.core.select import ranked_scores, round_to_total, top_mask
-
-examples = settings(max_examples=150, deadline=None)
+from tests.tiers import examples
 
 
 def observation(entries: int, **parts: torch.Tensor) -> Observation:
@@ -27,7 +26,7 @@ def best_first(scores: list[float], budget: Budget, **parts: torch.Tensor) -> li
     return taken
 
 
-@examples
+@examples(150, derandomize=False)
 @given(
     rows=st.integers(1, 8).flatmap(
         lambda entries: st.lists(
@@ -51,7 +50,7 @@ def test_top_mask_is_a_sort_in_which_later_entries_win_ties(rows: list[tuple[lis
         assert {entry for entry, kept in enumerate(chosen) if kept} == set(order[:quota])
 
 
-@examples
+@examples(150, derandomize=False)
 @given(
     weights=st.lists(st.integers(0, 1000), min_size=1, max_size=9).filter(any),
     total=st.integers(0, 500),

@@ -641,7 +641,7 @@ def test_bytes_are_freed_at_each_event(name: str, padding: list[int]) -> None:
         model(prompt(2, 1), attention_mask=mask, position_ids=at, past_key_values=past)
         assert past.nbytes == bytes_of_entries(past)
         if past.events[-1].length == past.get_seq_length():
-            windows = sum(layer._decoding.window.nbytes for layer in past.layers)
+            windows = sum(layer.decoding.window.nbytes for layer in past.layers)
             assert past.nbytes - windows == past.keep_set.entries * (past.keep_set.layer(0).entry_bytes + 4 + extra)
         held = past.get_seq_length() - past.events[-1].length
         assert past.layers[0].store.nbytes <= (past.keep_set.layer(0).indices.numel() + 4 * (held + 64)) * 140
@@ -659,11 +659,11 @@ def test_queries_are_recorded_only_where_the_next_event_looks(name: str, reach: 
     one = 4 * 16 * 4 + 8 + (2 * 16 * 4 if name == "expected_attention" else 0)
     for step in range(1, 45):
         model(prompt(1, 1, step), past_key_values=past)
-        windows = [layer._decoding.window.nbytes for layer in past.layers]
+        windows = [layer.decoding.window.nbytes for layer in past.layers]
         assert windows == [max(0, step % 20 - (20 - reach)) * one] * 4
     model(prompt(1, 12), past_key_values=past)  # To 16 before the next point.
     recorded = max(0, 16 - (20 - reach)) * one
-    assert [layer._decoding.window.nbytes for layer in past.layers] == [recorded] * 4
+    assert [layer.decoding.window.nbytes for layer in past.layers] == [recorded] * 4
 
 
 @by_dropping

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from keepset.kernels.attention import Span, attend
+from keepset.kernels.attention import HeadRun, ragged_attention
 
 # Entries of every head of every request, [batch][kv_heads].
 COUNTS = [
@@ -20,15 +20,15 @@ TOLERANCE = {
 }
 
 
-def spans_of(counts: list[int], keys: list[Tensor], values: list[Tensor], positions: list[Tensor]) -> list[Span]:
+def runs_of(counts: list[int], keys: list[Tensor], values: list[Tensor], positions: list[Tensor]) -> list[HeadRun]:
     """Neighbouring heads with equal counts side by side, also across requests."""
-    spans, first = [], 0
+    runs, first = [], 0
     for head in range(1, len(counts) + 1):
         if head == len(counts) or counts[head] != counts[first]:
             run = slice(first, head)
-            spans.append(Span(first, *(torch.stack(part[run]) for part in (keys, values, positions))))
+            runs.append(HeadRun(first, *(torch.stack(part[run]) for part in (keys, values, positions))))
             first = head
-    return spans
+    return runs
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -66,12 +66,12 @@ def test_matches_a_masked_softmax_over_all_positions(
                 expected[request, row, head] = weights @ values[request, head // group].double()
 
     heads = [(request, head) for request in range(batch) for head in range(kv_heads)]
-    spans = spans_of(
+    runs = runs_of(
         [counts[b][h] for b, h in heads],
         [keys[b, h, kept[b][h]] for b, h in heads],
         [values[b, h, kept[b][h]] for b, h in heads],
         [kept[b][h] for b, h in heads],
     )
-    output = attend(queries, spans, kv_heads, scaling, query_positions if causal else None)
+    output = ragged_attention(queries, runs, kv_heads, scaling, query_positions if causal else None)
     assert output.dtype == dtype and output.is_contiguous()
     torch.testing.assert_close(output.double(), expected, **TOLERANCE[dtype])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from keepset.kernels.columns import Columns, causal_attention, column_statistics, log_sum_exp
+from keepset.kernels.columns import ColumnAccumulator, causal_attention, column_statistics, log_sum_exp
 
 SIZES = [1, 2, 63, 64, 65, 127, 128, 129, 300]  # around one and two chunks of queries
 HEADS = [pytest.param(2, 1, 5, id="mha"), pytest.param(2, 3, 8, id="gqa"), pytest.param(1, 8, 3, id="mqa")]
@@ -101,7 +101,7 @@ def test_only_what_is_asked_for_is_computed(names: list[str]) -> None:
 def test_chunks_of_a_prompt_add_up_to_the_whole(with_lse: bool) -> None:
     queries, keys = tensors(200, 200, 2, 2, 4, torch.float32)
     attention, lse = dense(queries, keys)
-    columns = Columns({"sum", "max"})
+    columns = ColumnAccumulator({"sum", "max"})
     for start, stop in ((0, 0), (0, 1), (1, 90), (90, 91), (91, 91), (91, 200)):
         known = lse[:, start:stop].float() if with_lse else None
         columns.add(queries[:, start:stop], keys[:, :stop], SCALING, known)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from keepset.kernels import mean_square as echo
+from keepset.kernels import mean_square
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -15,15 +15,15 @@ from keepset.kernels import mean_square as echo
 def test_blocks_change_nothing(
     monkeypatch: pytest.MonkeyPatch, kv_heads: int, group: int, n: int, entries: int, size: int, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(echo, "_BLOCK", 200)
+    monkeypatch.setattr(mean_square, "CACHE_BLOCK", 200)
     draw = torch.Generator().manual_seed(n)
     queries = torch.randn(kv_heads * group, n, size, generator=draw) * 2
     keys = torch.randn(kv_heads, entries, size, generator=draw).to(dtype)
     facing = keys.double().repeat_interleave(group, 0)
     attention = (queries.double() @ facing.transpose(1, 2) * 0.7).softmax(-1)
     expected = attention.square().mean(1).float()
-    torch.testing.assert_close(echo.mean_square(queries, keys, 0.7), expected, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(mean_square.mean_square_attention(queries, keys, 0.7), expected, rtol=1e-4, atol=1e-7)
 
 
 def test_of_no_queries_nothing_is_received() -> None:
-    assert echo.mean_square(torch.zeros(4, 0, 3), torch.ones(2, 6, 3), 1.0).tolist() == [[0.0] * 6] * 4
+    assert mean_square.mean_square_attention(torch.zeros(4, 0, 3), torch.ones(2, 6, 3), 1.0).tolist() == [[0.0] * 6] * 4

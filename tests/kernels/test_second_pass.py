@@ -7,13 +7,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from keepset.kernels import second_pass as task
-from keepset.kernels.second_pass import task_attention
+from keepset.kernels import second_pass
+from keepset.kernels.second_pass import PackedSequence, SoftmaxScope, second_pass_attention
 from tests.methods.naive import EXACT, dot, softmax
+from tests.tiers import examples
 
 NAMES = {"sum", "max", "square"}
 
@@ -45,7 +46,7 @@ def naive(
     return outputs, attentions
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(60)
 @given(
     sizes=st.tuples(*(st.integers(1, most) for most in (3, 3, 20, 9, 5, 4))),
     rows=st.integers(1, 8),
@@ -56,8 +57,8 @@ def test_attention_and_its_columns(sizes: tuple[int, int, int, int, int, int], r
     queries = random(seed, kv_heads * group, n, head_dim) * 2
     entries = random(seed + 1, kv_heads, cached, head_dim), random(seed + 2, kv_heads, cached, value_dim)
     own = random(seed + 3, kv_heads, n, head_dim), random(seed + 4, kv_heads, n, value_dim)
-    with patch.object(task, "_LEAST_ROWS", rows), patch.object(task, "_BLOCK", 1):
-        output, received = task_attention(queries, entries, own, 0.7, NAMES)
+    with patch.object(second_pass, "_LEAST_ROWS", rows), patch.object(second_pass, "PRODUCT_BLOCK", 1):
+        output, received = second_pass_attention(queries, entries, own, 0.7, NAMES)
     outputs, attentions = naive(queries, entries, own, 0.7)
     torch.testing.assert_close(output.double(), torch.tensor(outputs, dtype=torch.float64), **EXACT)
     paid = torch.tensor(attentions, dtype=torch.float64)
@@ -67,8 +68,8 @@ def test_attention_and_its_columns(sizes: tuple[int, int, int, int, int, int], r
 
 def test_only_what_is_asked_for() -> None:
     one = random(0, 1, 1, 4)
-    assert task_attention(one, (one, one), (one, one), 1.0, set())[1] == {}
-    assert set(task_attention(one, (one, one), (one, one), 1.0, {"max"})[1]) == {"max"}
+    assert second_pass_attention(one, (one, one), (one, one), 1.0, set())[1] == {}
+    assert set(second_pass_attention(one, (one, one), (one, one), 1.0, {"max"})[1]) == {"max"}
 
 
 @pytest.mark.parametrize("blocks", [1, 2**18])
@@ -79,8 +80,8 @@ def test_bfloat16_is_close_to_float32(blocks: int) -> None:
 
     def run(dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
         queries, keys, values, own_keys, own_values = (part.to(dtype) for part in parts)
-        with patch.object(task, "_BLOCK", blocks):
-            return task_attention(queries, (keys, values), (own_keys, own_values), 8**-0.5, NAMES)
+        with patch.object(second_pass, "PRODUCT_BLOCK", blocks):
+            return second_pass_attention(queries, (keys, values), (own_keys, own_values), 8**-0.5, NAMES)
 
     (output, received), (exact, columns) = run(torch.bfloat16), run(torch.float32)
     assert output.dtype == torch.bfloat16
@@ -93,26 +94,26 @@ def test_bfloat16_is_close_to_float32(blocks: int) -> None:
 def test_a_number_that_overflowed_stays_in_its_own_head() -> None:
     queries, keys, own = random(0, 4, 3, 4), random(1, 2, 9, 4), random(2, 2, 3, 4)
     keys[0, 2, 0] = math.nan
-    output, received = task_attention(queries, (keys, keys), (own, own), 1.0, NAMES)
+    output, received = second_pass_attention(queries, (keys, keys), (own, own), 1.0, NAMES)
     assert output[:2].isnan().all() and output[2:].isfinite().all()
     assert all(columns[:2].isnan().all() and columns[2:].isfinite().all() for columns in received.values())
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@examples(40)
 @given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=4), seed=st.integers(0, 1000))
 def test_pieces_are_as_if_each_came_alone(sizes: list[int], seed: int) -> None:
     n = sum(sizes)
     queries, own = random(seed, 6, n, 4), (random(seed + 1, 2, n, 4), random(seed + 2, 2, n, 3))
     entries = random(seed + 3, 2, 11, 4), random(seed + 4, 2, 11, 3)
-    amongs = [None if size % 2 else task.Among(2, 3, 3 + size) for size in sizes]
-    pieces = [task.Piece(size, among) for size, among in zip(sizes, amongs, strict=True)]
-    output, received = task_attention(queries, entries, own, 0.5, NAMES, pieces)
+    amongs = [None if size % 2 else SoftmaxScope(2, 3, 3 + size) for size in sizes]
+    pieces = [PackedSequence(size, among) for size, among in zip(sizes, amongs, strict=True)]
+    output, received = second_pass_attention(queries, entries, own, 0.5, NAMES, pieces)
     alone, start = [], 0
     for piece in pieces:
         part = slice(start, start + piece.tokens)
         start += piece.tokens
         mine = own[0][:, part], own[1][:, part]
-        alone.append(task_attention(queries[:, part], entries, mine, 0.5, NAMES, [piece]))
+        alone.append(second_pass_attention(queries[:, part], entries, mine, 0.5, NAMES, [piece]))
     torch.testing.assert_close(output, torch.cat([each for each, _ in alone], 1), **EXACT)
     for name, column in received.items():
         parts = torch.stack([each[name] for _, each in alone])

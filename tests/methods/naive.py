@@ -104,7 +104,8 @@ class Project:
         return self.rope(queries, future).to(hidden.dtype)
 
 
-def random_statistics(shape: Shape, layers: Sequence[int], gain: float = 1.3) -> Statistics:
+@cache
+def random_statistics(shape: Shape, layers: tuple[int, ...], gain: float = 1.3) -> Statistics:
     """Statistics of a model whose heads `Rope` rotates, scaled by `gain` as some models do."""
     draw = torch.Generator().manual_seed(7)
     heads, size = shape.kv_heads * shape.group, shape.head_dim
@@ -187,7 +188,7 @@ def observe(
         output_projection=projection.to(dtype),
         second_passes=dict.fromkeys(second_passes(), of_a_second_pass(columns)),
         echoes=dict.fromkeys(echoes(), (columns / (1 + columns)).square()),
-        statistics={"": random_statistics(shape, parts.get("layers", [parts.get("layer", 0)]))},  # type: ignore[arg-type]
+        statistics={"": random_statistics(shape, tuple(parts.get("layers", [parts.get("layer", 0)])))},  # type: ignore[arg-type]
     )
     return Observation(**{**options, **parts})
 

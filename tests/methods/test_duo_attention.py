@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keepset import Budget, KeepSet, KeepsetError, Observation, Recipe
@@ -11,6 +11,7 @@ from keepset.allocators.pyramid import Pyramid
 from keepset.core.statistics import Statistics
 from keepset.methods.duo_attention import DuoAttention
 from tests.methods.naive import Shape, kept, observe, random_statistics
+from tests.tiers import examples
 
 LAYERS = (1, 4, 6)
 
@@ -45,7 +46,7 @@ def naive(gates: list[float], length: int, total: int, always: int) -> list[int]
     return counts
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@examples(100)
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=3),
     layers=st.integers(1, 3),

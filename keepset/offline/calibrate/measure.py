@@ -14,7 +14,6 @@ import keepset
 from keepset.core.observation import Needs, Observation
 from keepset.core.statistics import LayerStatistics, Statistics
 from keepset.errors import KeepsetError
-from keepset.hf.layer import KeepLayer
 from keepset.hf.prompt_cache import PromptCache
 from keepset.offline.calibrate.corpus import Corpus
 from keepset.offline.calibrate.rotation import PROBE, describe
@@ -82,9 +81,9 @@ class _Listener(PromptCache):
         super().__init__(model, needs)
         self._heard = heard
 
-    def received(self, layer: KeepLayer, observation: Observation) -> None:
-        """Hands it on."""
-        self._heard(observation)
+    def _choose(self, observations: list[Observation]) -> None:
+        for observation in observations:
+            self._heard(observation)
 
 
 @torch.no_grad()

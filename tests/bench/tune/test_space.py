@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from keepset.bench.tune.space import catalogue, composed_at_most, compositions, with_budget
+from keepset.bench.tune.space import composed_at_most, compositions, scorers, with_budget
 from keepset.core.method import Allocator
 from keepset.errors import KeepsetError
 from keepset.recipe import Recipe
@@ -10,17 +10,17 @@ from keepset.registry import METHODS
 
 
 def test_catalogue_has_every_scorer_once_and_no_recipe_twice() -> None:
-    recipes = catalogue()
+    recipes = scorers()
     assert len(set(map(str, recipes))) == len(recipes)
-    scorers = [name for name, kind in METHODS.items() if not issubclass(kind, Allocator)]
-    assert len(scorers) > 10 and all(Recipe.parse(name) in recipes for name in scorers)
+    names = [name for name, kind in METHODS.items() if not issubclass(kind, Allocator)]
+    assert len(names) > 10 and all(Recipe.parse(name) in recipes for name in names)
     assert all(recipe.budget.keep is None for recipe in recipes)
     assert any(recipe.method.name == "pool" for recipe in recipes)
 
 
 @pytest.mark.parametrize("keep", [0.25, 40, 4096])
 def test_one_budget_for_all_but_those_that_take_none(keep: int | float) -> None:
-    recipes = catalogue()
+    recipes = scorers()
     fitting, unfit = with_budget(recipes, keep)
     assert len(fitting) + len(unfit) == len(recipes)
     assert {recipe.budget.keep for recipe in fitting if recipe.method.needs_budget} == {keep}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from keepset.core.budget import Budget
@@ -71,3 +72,17 @@ class Loud(Method):
         attention = observation.by_query_group(observation.window_attention(self.window)).amax((2, 3))
         observation.state["stayed"] = stayed + 1
         return attention * observation.values.float().norm(dim=-1) * (1 + stayed)
+
+
+@register
+@dataclass(frozen=True)
+class Dated(Method):
+    """Keeps what an entry's original position alone says, in no order: one that is off by one changes everything."""
+
+    name: ClassVar[str] = "dated"
+    paper: ClassVar[str] = "none"
+
+    def score(self, observation: Observation) -> Tensor:
+        heads = torch.arange(observation.positions.shape[1])[:, None]
+        angles = (observation.positions * 12.9898 + heads + observation.layer).double()
+        return angles.sin().mul(43758.5453).frac().abs().float()

@@ -1,0 +1,202 @@
+"""The phases of a layer, its prompt and its decoding: each collects what a method looks at until an event is due."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from keepset.core.observation import Needs
+from keepset.hf.accumulate import Accumulators, Chunk
+from keepset.hf.forward import Forward
+from keepset.hf.store import EntryStore
+from keepset.hf.window import QueryWindow
+
+
+@dataclass(frozen=True, eq=False)
+class LayerEvent:
+    """An event that one layer has reached: all its entries, of which nothing is dropped yet.
+
+    Attributes:
+        length: logical length of the event.
+        lengths: tokens of each request at the event, padding left out.
+        columns: keys, values, positions and the method's own, `[batch, kv_heads, entries, ...]`; without positions
+            where all entries are there.
+        exists: which of them exist; None when all do.
+        collected: the other keyword arguments of an Observation.
+        beyond: the tokens of the same forward that follow the event, which nobody looks at.
+        seconds: that each kind of statistic took to collect.
+    """
+
+    length: int
+    lengths: Int[Tensor, " batch"]
+    columns: dict[str, Tensor]
+    exists: Bool[Tensor, "batch kv_heads entries"] | None
+    collected: dict[str, Any]
+    beyond: Forward | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+class PromptPhase:
+    """The prompt, in one forward or in chunks: its end is the event.
+
+    Attributes:
+        collector: of what the method looks at beside the entries, where there is such.
+        columns: whether it looks at statistics of attention's columns, which need the log-sum-exp.
+    """
+
+    def __init__(self, needs: Needs, length: int) -> None:
+        self._length = length
+        self.collector = None if needs == Needs() else Accumulators(needs)
+        self.columns = bool(needs.columns)
+
+    def split(self, forward: Forward) -> tuple[Forward, Forward | None]:
+        """The prompt's part of a forward, and drafts (assisted generation) that follow it: they see what is left."""
+        return forward.split(self._length)
+
+    def records(self, forward: Forward) -> bool:
+        """Whether it looks at the rotation of a forward's queries."""
+        return True
+
+    def collects(self, forward: Forward) -> bool:
+        """Whether it looks at the input of the attention module."""
+        return True
+
+    def take(self, forward: Forward, store: EntryStore | None) -> LayerEvent | None:
+        """One chunk, once its attention is done; the event if it is the last.
+
+        Args:
+            store: of all entries; None where the forward is all there is.
+        """
+        if self.collector is None and forward.end < self._length:
+            return None
+        columns, exists = _entries(forward, store)
+        if self.collector is not None:
+            self.collector.add(
+                Chunk(
+                    queries=forward.query,
+                    rows=_rows(columns["keys"], exists, forward),
+                    positions=forward.positions,
+                    valid=forward.valid,
+                    scaling=forward.scaling,
+                    lse=forward.lse,
+                    layer_input=forward.layer_input,
+                )
+            )
+        if forward.end < self._length:
+            return None
+        collected = {} if self.collector is None else self.collector.parts(forward.lengths)
+        seconds = {} if self.collector is None else dict(self.collector.seconds)
+        return LayerEvent(self._length, forward.lengths, columns, exists, collected, seconds=seconds)
+
+    def fork(self) -> PromptPhase:
+        """An independent copy."""
+        twin = copy.copy(self)
+        twin.collector = None if self.collector is None else self.collector.fork()
+        return twin
+
+
+class DecodingPhase:
+    """What follows the prompt, with an event after every so many tokens, whoever said them.
+
+    Attention sees what there was before the newest event that a forward reaches; tokens beyond it are left out.
+    Queries are recorded only where the next event looks at them, so that a token far from it costs nothing. Batches
+    with padding are recorded all the time: there the newest queries of a request may lie further back than they are
+    many. Only what was not recorded before a batch's very first padding cannot be looked at any more.
+
+    Attributes:
+        next: the next event's length; every token so far lies before it.
+        window: the recorded queries.
+    """
+
+    def __init__(self, needs: Needs, every: int, next_event: int) -> None:
+        self._needs, self._every = needs, every
+        self._size = max(needs.window, needs.buffer if needs.query_moments else 0)
+        self.next = next_event
+        self.window = QueryWindow()
+
+    def split(self, forward: Forward) -> tuple[Forward, Forward | None]:
+        """All of it."""
+        return forward, None
+
+    def records(self, forward: Forward) -> bool:
+        """Whether the next event lies in a forward, or looks at its queries."""
+        return forward.end > self.next - max(self._size, 1) or (forward.padded and self._size > 0)
+
+    def collects(self, forward: Forward) -> bool:
+        """Whether there is an event in it."""
+        return forward.end >= self.next
+
+    def take(self, forward: Forward, store: EntryStore | None) -> LayerEvent | None:
+        """One forward, once its attention is done; the newest event that it reaches, older ones are passed over.
+
+        Args:
+            store: of all entries, out of which those beyond the event are taken; None where the forward is all there
+                is.
+        """
+        if forward.end < self.next:
+            self.record(forward)
+            return None
+        point = forward.end - (forward.end - self.next) % self._every
+        seen, beyond = forward.split(point)
+        self.record(seen)
+        if beyond is not None and store is not None:
+            store.crop(beyond.counts().tolist())
+        columns, exists = _entries(seen, store)
+        event = LayerEvent(point, seen.lengths, columns, exists, self._collected(seen), beyond)
+        self.next = point + self._every
+        self.window.keep(self._size if forward.padded else self._size - self._every)
+        if beyond is not None:
+            self.record(beyond)
+        return event
+
+    def record(self, forward: Forward) -> None:
+        """Records those of a forward's queries that the next event looks at."""
+        first = 0 if forward.padded else max(self.next - self._size - forward.start, 0)
+        if self._size and first < forward.length:
+            new = forward.tokens(slice(first, None))
+            self.window.add(new.query, new.positions, new.valid, self._size, new.rotation)
+
+    def fork(self) -> DecodingPhase:
+        """An independent copy."""
+        twin = copy.copy(self)
+        twin.window = self.window.fork()
+        return twin
+
+    def _collected(self, forward: Forward) -> dict[str, Any]:
+        """What the method looks at, as an Observation's keyword arguments."""
+        collected: dict[str, Any] = {}
+        if self._needs.window and (newest := self.window.newest(self._needs.window)) is not None:
+            collected |= {"queries": newest.queries, "query_positions": newest.positions}
+        layer_input = forward.layer_input
+        if layer_input is not None and (buffer := self.window.newest(self._needs.buffer)) is not None:
+            collector = Accumulators(Needs(query_moments=self._needs.query_moments))
+            recorded = layer_input.rotated_by(buffer.rotation)
+            chunk = Chunk(buffer.queries, [], buffer.positions, None, forward.scaling, layer_input=recorded)
+            collector.add(chunk)
+            collected |= collector.parts(forward.lengths)
+        return collected
+
+
+def _entries(
+    forward: Forward, store: EntryStore | None
+) -> tuple[dict[str, Tensor], Bool[Tensor, "batch kv_heads entries"] | None]:
+    """A layer's entries as an event's columns; views of the forward where it is all there is and has no holes."""
+    if store is None and forward.valid is None:
+        return {"keys": forward.key, "values": forward.value}, None
+    return (store or forward.pack()).padded()
+
+
+def _rows(
+    keys: Tensor, exists: Bool[Tensor, "batch kv_heads entries"] | None, forward: Forward
+) -> list[tuple[Tensor, Tensor | slice]]:
+    """For every request its keys without holes, and which of the chunk's queries are real."""
+    if not forward.padded or exists is None:
+        return [(row, slice(None)) for row in keys]
+    counts = exists[:, 0].sum(-1).tolist()
+    real = [slice(None)] * len(counts) if forward.valid is None else forward.valid
+    return [(row[:, :count], own) for row, count, own in zip(keys, counts, real, strict=True)]
