@@ -9,7 +9,15 @@ from torch import Tensor
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.prompt import Prompt, Prompts, looks_at_all
 from keepset.paged.query_windows import QueryCapture, QueryRecord, QueryWindows
-from keepset.paged.step import PromptChunk, RecordedQueries, ScheduledRequest, StepBatch, StepPlan
+from keepset.paged.step import (
+    EventPages,
+    EvictionEvent,
+    PromptChunk,
+    RecordedQueries,
+    ScheduledRequest,
+    StepBatch,
+    StepPlan,
+)
 
 
 class CapturePlanner:
@@ -70,8 +78,36 @@ class CapturePlanner:
                 plan.chunks.append(self._chunk(request, record, pages[request.row]))
         plan.captured_before, plan.captured_after = _capture(batch, captured_before), _capture(batch, captured_after)
 
-    def recorded(self, batch: StepBatch, requests: list[ScheduledRequest], points: list[int]) -> RecordedQueries | None:
-        """What an event at these points of the requests is told about their queries."""
+    def event(
+        self,
+        batch: StepBatch,
+        rows: Int[Tensor, " rows"],
+        requests: list[ScheduledRequest],
+        newer: int,
+        width: int,
+        keep: int | None,
+        compressed: bool,
+        pages: EventPages,
+    ) -> EvictionEvent:
+        """The compression of these requests, and what it looks at; the other arguments are as in `EvictionEvent`."""
+        points = [request.after - newer for request in requests]
+        return EvictionEvent(
+            rows=rows,
+            at=batch.tensor(points),
+            prompts=batch.tensor([request.prompt for request in requests]),
+            newer=newer,
+            width=width,
+            keep=keep,
+            compressed=compressed,
+            ends_prompt=points[0] == requests[0].prompt,
+            equal_heads=not self._schedule.ragged,
+            pages=pages,
+            queries=self._recorded(batch, requests, points),
+        )
+
+    def _recorded(
+        self, batch: StepBatch, requests: list[ScheduledRequest], points: list[int]
+    ) -> RecordedQueries | None:
         if not self._records:
             return None
         records = [self._by_row[request.row] for request in requests]

@@ -13,7 +13,7 @@ from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.freed_blocks import FreedBlocks
 from keepset.paged.page_tables import PerHeadTables
 from keepset.paged.per_head import PerHeadSequences
-from keepset.paged.step import EvictionEvent, OccupiedPages, ScheduledRequest, StepBatch, StepPlan
+from keepset.paged.step import OccupiedPages, ScheduledRequest, StepBatch, StepPlan
 
 
 class RaggedPages(NamedTuple):
@@ -74,26 +74,13 @@ class RaggedPlanner:
         if step is not None and step.slots is not None:
             tokens = int(batch.query_start_loc[-1])
             plan.per_head = PerHeadSequences(step, step.slots, tokens, batch.max_query_len, schedule.block_size)
-        for (after, at, prompt, was_compressed), members in groups.items():
-            rows, points = batch.tensor([request.row for request in members]), [at] * len(members)
-            first = None
+        for (after, at, prompt, before), members in groups.items():
+            rows, first, keep = batch.tensor([request.row for request in members]), None, None
             if schedule.fixed:
                 first = batch.tensor([schedule.freed(prompt, after)] * len(members))
+                keep = at - schedule.dropped(prompt, after)
             elif step is not None:
                 for request in members:
                     self._freed_blocks.add(self._tables, int(step.pages[request.row]))
-            plan.events.append(
-                EvictionEvent(
-                    rows=rows,
-                    at=batch.tensor(points),
-                    prompts=batch.tensor([request.prompt for request in members]),
-                    newer=after - at,
-                    width=after,
-                    keep=at - schedule.dropped(prompt, after) if schedule.fixed else None,
-                    compressed=was_compressed,
-                    ends_prompt=at == prompt,
-                    equal_heads=False,
-                    pages=RaggedPages(self._tables, rows, batch.block_table, first),
-                    queries=self._capture.recorded(batch, members, points),
-                )
-            )
+            pages = RaggedPages(self._tables, rows, batch.block_table, first)
+            plan.events.append(self._capture.event(batch, rows, members, after - at, after, keep, before, pages))

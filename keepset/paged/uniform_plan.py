@@ -15,7 +15,6 @@ from torch import Tensor
 from keepset.paged.capture import CapturePlanner
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.step import (
-    EvictionEvent,
     OccupiedPages,
     ScheduledRequest,
     ShiftedBatch,
@@ -56,23 +55,11 @@ class UniformPlanner:
             if at := schedule.due(prompt, request.before, after):
                 left = after - schedule.dropped(prompt, after)
                 groups[after - gone, after - at, left, gone > 0, at == prompt].append(request)
-        for (width, newer, left, compressed, ends_prompt), requests in groups.items():
-            points = [request.after - newer for request in requests]
+        for (width, newer, left, compressed, _), requests in groups.items():
             rows = batch.tensor([request.row for request in requests])
+            pages = self._pages(batch, rows, requests, width, left)
             plan.events.append(
-                EvictionEvent(
-                    rows=rows,
-                    at=batch.tensor(points),
-                    prompts=batch.tensor([request.prompt for request in requests]),
-                    newer=newer,
-                    width=width,
-                    keep=left - newer,
-                    compressed=compressed,
-                    ends_prompt=ends_prompt,
-                    equal_heads=True,
-                    pages=self._pages(batch, rows, requests, width, left),
-                    queries=self._capture.recorded(batch, requests, points),
-                )
+                self._capture.event(batch, rows, requests, newer, width, left - newer, compressed, pages)
             )
         if any(dropped):
             plan.shifted = self._shift(batch, dropped)

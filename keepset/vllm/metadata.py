@@ -11,7 +11,7 @@ from keepset.paged.engine import StepAdapter
 from keepset.paged.grouping import group_leader
 from keepset.paged.planner import Planner
 from keepset.paged.step import ScheduledRequest, StepBatch, StepPlan
-from keepset.vllm.compat import lengths_on_host, prompt_lengths, with_lengths, without_prompt_lengths
+from keepset.vllm.compat import lengths_on_host, planned, prompt_lengths
 from keepset.vllm.engine_context import PlannedStep, active
 from keepset.vllm.spec import KeepSpec
 
@@ -42,16 +42,7 @@ class MetadataAdapter(StepAdapter):
 
     def planned(self, metadata: CommonAttentionMetadata, plan: StepPlan) -> CommonAttentionMetadata:
         """The same with physical lengths and tables."""
-        metadata, shifted = without_prompt_lengths(metadata), plan.shifted
-        if shifted is None:
-            return metadata
-        return with_lengths(
-            metadata,
-            shifted.seq_lens,
-            shifted.dropped,
-            block_table_tensor=shifted.block_table,
-            max_seq_len=shifted.max_seq_len,
-        )
+        return planned(metadata, plan.shifted)
 
 
 class KeepBuilder:
