@@ -11,7 +11,7 @@ import numpy as np
 
 from keepset.bench.analysis.curves import Curve, area, compression
 from keepset.bench.analysis.needles import NeedleMap, needle_maps
-from keepset.bench.analysis.rows import Cells, Figure, TableRow, average, by_example, row
+from keepset.bench.analysis.rows import Cells, Figure, TableRow, average, by_example, table_row
 from keepset.bench.cell import FULL, Cell
 from keepset.bench.tasks import longbench, ruler
 from keepset.errors import KeepsetError
@@ -123,7 +123,7 @@ def _known(baseline: str, cells: Sequence[Cell]) -> str:
 
 def _rows(recipes: Mapping[str, Cells], baseline: str) -> list[TableRow]:
     examples = {example for cells in recipes.values() for _, example in cells}
-    return [row(cells, _against(recipes, name, baseline), examples) for name, cells in recipes.items()]
+    return [table_row(cells, _against(recipes, name, baseline), examples) for name, cells in recipes.items()]
 
 
 def _against(recipes: Mapping[str, Cells], recipe: str, baseline: str) -> Cells | None:

@@ -15,9 +15,10 @@ from transformers import DynamicCache
 
 import keepset
 from keepset.bench.compare.comparison import Measurement
-from keepset.bench.tune import space, tune
+from keepset.bench.tune import space
+from keepset.bench.tune.measure import Measurer
 from keepset.bench.tune.pieces import ANSWER_TOKENS, TextPiece
-from keepset.bench.tune.tune import Measurer, Tuner
+from keepset.bench.tune.tune import Tuner
 from keepset.errors import KeepsetError
 from keepset.hf.recorder import Recorder
 from keepset.recipe import Recipe
@@ -196,7 +197,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
                     prefill_seconds_full=1.0,
                 )
 
-    monkeypatch.setattr(tune.Measurer, "__call__", measure)
+    monkeypatch.setattr(Measurer, "__call__", measure)
     return table
 
 
