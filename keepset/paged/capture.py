@@ -6,8 +6,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from keepset.core.accumulate import Accumulators
 from keepset.paged.eviction_schedule import EvictionSchedule
-from keepset.paged.prompt import Prompt, Prompts, looks_at_all
+from keepset.paged.prompt import Prompts, looks_at_all
 from keepset.paged.query_windows import QueryCapture, QueryRecord, QueryWindows
 from keepset.paged.step import (
     EventPages,
@@ -38,7 +39,7 @@ class CapturePlanner:
         self._needs = needs = recipe.method.needs
         self._collects = looks_at_all(needs) and recipe.schedule.prefill
         # What the moments of a decode-time event cover is recorded like a window.
-        buffer = needs.buffer if needs.query_moments and recipe.schedule.every is not None else 0
+        buffer = needs.buffer if recipe.schedule.every is not None else 0
         self._window = max(needs.window, buffer)
         self._records = bool(self._window) or self._collects
         self.windows = QueryWindows(layers, max(self._window, 1), max_requests)
@@ -125,7 +126,7 @@ class CapturePlanner:
     def _chunk(self, request: ScheduledRequest, record: QueryRecord, blocks: Int[Tensor, " width"]) -> PromptChunk:
         until = min(request.prompt, request.after)
         if record.prompt is None:
-            record.prompt = Prompts([Prompt(self._needs) for _ in range(self._layers)])
+            record.prompt = Prompts([Accumulators(self._needs) for _ in range(self._layers)])
         if record.prompt.tokens == request.before:
             record.prompt.tokens = until
         # Nothing has compressed a prompt before its end.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,7 +139,7 @@ class Compactor:
             return
         slots = subpages.reshape(-1).index_select(0, heads * subpages.shape[-1] + rank // size) * size + rank % size
         reached.pages.write(_rows(entries.keys, index), _rows(entries.values, index), slots)
-        self._remember(reached.pages.slots, slots, heads, index, entries)
+        self._remember(reached.pages.slots, slots, heads, index, entries, kept.state)
         if self._count is not None:
             stays, total = int(counts.sum()), int(before.sum())
             seconds = time.perf_counter() - start
@@ -153,19 +153,14 @@ class Compactor:
     def _select(self, observation: Observation, event: EvictionEvent) -> LayerKeepSet:
         """The recipe's choice, which must be of the size that the scheduler counts with."""
         method, budget = self.recipe.method, self.recipe.budget
-        state = dict(observation.state)
         kept = method.select(observation, budget).layer(self.layer)
         if as_counted(kept, event, method.equal_heads):
             return kept
         # A request that starts again after a preemption has more to choose from than one that was compressed all
         # along, so a number that depends on it comes out differently. How many stay must not.
-        observation.state.clear()
-        observation.state.update(state)
         assert event.keep is not None
         share = torch.full_like(kept.counts, event.keep)
-        return observation.keep(
-            method.choose(observation, budget, method.ranked(observation, budget, share), share)
-        ).layer(self.layer)
+        return method.choose(method.ranked(observation, budget, share))
 
     def _remember(
         self,
@@ -174,12 +169,13 @@ class Compactor:
         heads: Int[Tensor, " kept"],
         index: Int[Tensor, " kept"],
         entries: LayerEntries,
+        state: Mapping[str, Tensor],
     ) -> None:
         """Writes what belongs to the entries that stay beside them."""
         if self._positions is None:
             self._positions = torch.zeros(slots, dtype=torch.int32, device=target.device)
         self._positions[target] = entries.positions.reshape(-1)[index].int()
-        for name, column in entries.observation.state.items():
+        for name, column in state.items():
             if name not in self._state:
                 self._state[name] = column.new_zeros(slots)
             within = index - heads * entries.keys.shape[2]

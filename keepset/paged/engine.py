@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from keepset.core.shapes import HiddenStates, Queries
 from keepset.paged.per_head import PerHeadBatch
 from keepset.paged.step import StepBatch, StepPlan
 
@@ -110,13 +111,14 @@ class LayerAdapter(Protocol):
         """
 
 
+@runtime_checkable
 class QueryProjection(Protocol):
     """How a layer makes queries of hidden states; only recipes that look at hidden states need it."""
 
     hidden: Float[Tensor, "tokens hidden"] | None
     """What entered the layer's attention in the forward under way."""
 
-    def queries(self, hidden: Float[Tensor, "batch n hidden"]) -> Float[Tensor, "batch query_heads n head_dim"]:
+    def queries(self, hidden: HiddenStates) -> Queries:
         """Queries that the layer makes of other hidden states, before rotation."""
 
 

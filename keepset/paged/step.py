@@ -97,6 +97,11 @@ class RecordedQueries:
     slots: Int[Tensor, " rows"]
     positions: Int[Tensor, "rows n"]
 
+    @property
+    def short(self) -> bool:
+        """Whether they reach back beyond a text's beginning."""
+        return bool((self.positions < 0).any())
+
 
 @dataclass(frozen=True)
 class EvictionEvent:

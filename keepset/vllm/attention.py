@@ -130,7 +130,7 @@ class KeepImpl(LayerAdapter):
 
     def _paged_layer(self, name: str, step: PlannedStep, query: Tensor) -> PagedLayer:
         context, rotary = self._context, None
-        if context.recipe.method.needs.hidden_states:
+        if context.recipe.method.needs.unrotated:
             model_type = context.config.model_config.hf_text_config.model_type
             rotary = rotary_table(model_type, query.shape[-1], query.dtype)
         projection = context.projections.get(name)

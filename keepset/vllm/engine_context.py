@@ -61,7 +61,7 @@ class EngineContext:
         self.projections: dict[str, VLLMQueryProjection] = {}
         self.barrier = LayerBarrier() if recipe.method.across_layers else None
         self.freed_blocks = FreedBlocks()
-        self._watch = watch_projections(self.projections) if recipe.method.needs.hidden_moments else None
+        self._watch = watch_projections(self.projections) if recipe.method.needs.hidden_states else None
         self._layers: dict[str, int] = {}
         self._specs_made = 0
         self._steps: dict[str, PlannedStep] = {}

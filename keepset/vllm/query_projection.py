@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
+from keepset.core.shapes import HiddenStates, Queries
 from keepset.paged.engine import QueryProjection
 
 
@@ -39,7 +40,7 @@ class VLLMQueryProjection(QueryProjection):
     def _enter(self, projection: nn.Module, args: tuple[Any, ...]) -> None:
         (self.hidden,) = args
 
-    def queries(self, hidden: Float[Tensor, "batch n hidden"]) -> Float[Tensor, "batch query_heads n head_dim"]:
+    def queries(self, hidden: HiddenStates) -> Queries:
         """Queries that the layer makes of these hidden states, before rotation."""
         module = self._module()
         # `forward`, because calling it would run the hook.

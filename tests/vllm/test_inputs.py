@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from keepset import KeepsetError
-from keepset.core.observation import Needs
+from keepset.core.feature import Needs
 from keepset.paged.observer import Observer
 from keepset.paged.query_windows import QueryWindows
 from keepset.vllm.query_projection import VLLMQueryProjection
