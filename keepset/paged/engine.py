@@ -24,18 +24,6 @@ class Pages(Protocol):
     """
 
     @property
-    def kv_heads(self) -> int:
-        """KV heads, which is sub-pages per block."""
-
-    @property
-    def block_size(self) -> int:
-        """Entries per sub-page."""
-
-    @property
-    def head_dim(self) -> int:
-        """Numbers per key, and per value."""
-
-    @property
     def slots(self) -> int:
         """Entries that there is room for."""
 
