@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.forward_context import get_forward_context
 
 from keepset.errors import UnsupportedEngineError
-from keepset.paged.engine import LayerAdapter, Pages
+from keepset.paged.engine import Pages
 from keepset.paged.layer import PagedLayer
 from keepset.paged.pages import StridedPages
 from keepset.paged.per_head import PerHeadBatch
@@ -19,8 +19,11 @@ from keepset.vllm.compat import rotary_table
 from keepset.vllm.engine_context import PlannedStep, active
 from keepset.vllm.stats import worker_stats
 
+if TYPE_CHECKING:
+    from keepset.paged.engine import LayerAdapter
 
-class KeepImpl(LayerAdapter):
+
+class KeepImpl:
     """Attends to what is kept, and compresses right after.
 
     What is not overridden suits backends that keep an entry's numbers in order: those for GPUs.
@@ -137,6 +140,11 @@ class KeepImpl(LayerAdapter):
         # Of several ranks, one counts.
         count = worker_stats().compressed if get_tensor_model_parallel_rank() == 0 else None
         return PagedLayer(step.planner, step.places[name], self.scale, rotary, projection, context.barrier, count)
+
+
+if TYPE_CHECKING:
+    # Not a base class: a protocol's `__init__` would not go on to the backend's.
+    _adapter: type[LayerAdapter] = KeepImpl
 
 
 class TritonKeepImpl(KeepImpl):
