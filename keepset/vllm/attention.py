@@ -147,7 +147,7 @@ if TYPE_CHECKING:
     _adapter: type[LayerAdapter] = KeepImpl
 
 
-class TritonKeepImpl(KeepImpl):
+class TritonMixin(KeepImpl):
     """On Triton no request's entries are split up: the buffers for that are of the layer's real heads."""
 
     per_head_changes: ClassVar = {"seq_threshold_3D": 0}

@@ -15,8 +15,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from keepset.errors import UnsupportedEngineError
-from keepset.vllm.attention import KeepImpl, TritonKeepImpl
-from keepset.vllm.cpu import CPUKeepImpl
+from keepset.vllm.attention import KeepImpl, TritonMixin
+from keepset.vllm.cpu import CPUMixin
 from keepset.vllm.engine_context import activate, active
 from keepset.vllm.metadata import KeepBuilder
 from keepset.vllm.settings import recipe_of
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec
 
 _LAYERS: dict[str, type[KeepImpl]] = {
-    "CPU_ATTN": CPUKeepImpl,
+    "CPU_ATTN": CPUMixin,
     "FLASH_ATTN": KeepImpl,
-    "TRITON_ATTN": TritonKeepImpl,
+    "TRITON_ATTN": TritonMixin,
 }
 """What is added to the layers of the backends that keepset knows."""
 

@@ -13,7 +13,7 @@ from keepset.vllm.attention import KeepImpl
 from keepset.vllm.cpu_pages import CPUPages
 
 
-class CPUKeepImpl(KeepImpl):
+class CPUMixin(KeepImpl):
     """Its cache is packed, and its kernel is called without what vLLM's class does around it.
 
     That would take as long as all that is done here.
