@@ -179,7 +179,7 @@ def test_engines_that_are_refused_say_why(tiny: Path) -> None:
         "EngineError: keepset cannot serve pyramid(snapkv, keep=128): its layers keep different numbers of entries",
         "EngineError: keepset cannot serve snapkv(keep=0.25): a quantized KV cache (fp8",
         "EngineError: keepset cannot serve mass: how much it keeps depends on the data",
-        "KeepsetError: snapkv has no parameter 'kep'",
+        "RecipeError: snapkv has no parameter 'kep'",
     ]
     for answer, sentence in zip(answers, sentences, strict=True):
         assert isinstance(answer, str) and sentence in answer, answer
