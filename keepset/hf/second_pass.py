@@ -18,7 +18,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from keepset.core.feature import Feature, Needs
 from keepset.core.features.second_pass import SecondPass, SecondPassColumns
-from keepset.errors import KeepsetError
+from keepset.errors import KeepsetError, UnsupportedModelError
 from keepset.hf.attention import hand_over
 from keepset.hf.mask import KeepsetLength, MaskRule
 from keepset.hf.progress import Progress
@@ -267,7 +267,7 @@ def check_task(task: Any, model: transformers.PreTrainedModel) -> Int[Tensor, "b
 def _check_positions(model: transformers.PreTrainedModel, length: int) -> None:
     longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if longest is not None and length > longest and not list(_rotary(model)):
-        raise KeepsetError(
+        raise UnsupportedModelError(
             f"A second pass after this prompt reaches a length of {length}, but {type(model).__name__} has learned "
             f"only {longest} positions: give a shorter prompt."
         )
