@@ -104,7 +104,12 @@ class Cache(PromptCache):
         if task_tokens is not None and not tasks:
             raise KeepsetError("task_tokens has no task: give the tokens of one, or leave it out.")
         super().__init__(model, needs, prompt_length, self.recipe.schedule, tasks)
-        self._waits_for_all_layers |= self.recipe.method.across_layers
+        if self.recipe.method.across_layers:
+            self._waits_for_all_layers = True
+            self._no_drafts = self._no_drafts or (
+                f"{self.recipe.method.name} looks across layers, so it cannot take drafted tokens together with the "
+                "prompt"
+            )
         self.events: list[Event] = []
         self.history = history
         self._observer = observer
@@ -248,7 +253,7 @@ class Cache(PromptCache):
         if rows != requests:
             twin.batch_repeat_interleave(rows)
         new = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        before = new.new_ones(1, progress.logical) if (valid := progress.valid) is None else valid.to(new)
+        before = new.new_ones(1, progress.logical) if progress.valid is None else progress.valid.to(new)
         return {
             "input_ids": input_ids,
             "attention_mask": torch.cat([before.expand(rows, -1), new], 1),
@@ -309,14 +314,6 @@ class Cache(PromptCache):
         self.events.append(Event(length, keep_set, entries, keep_set.entries, nbytes, seconds))
         if self.schedule.every is None:
             self.stop_watching()
-
-    def _check_drafts(self) -> None:
-        super()._check_drafts()
-        if self.recipe.method.across_layers:
-            raise KeepsetError(
-                f"{self.recipe.method.name} looks across layers, so it cannot take drafted tokens together with the "
-                "prompt: leave assisted generation out."
-            )
 
 
 _FIGURES = ("length", "entries", "kept", "nbytes_before", "seconds")

@@ -19,7 +19,7 @@ class Forward:
 
     Attributes:
         module: the attention module under way.
-        positions: counted from each request's first token; see `token_positions`.
+        positions: counted from each request's first token; see `Progress`.
         valid: which tokens are no padding; None when all are.
         start: logical length of the cache before them.
         padded: whether the cache has any padding, theirs included.

@@ -9,8 +9,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -69,12 +68,3 @@ def mask_rule(**arguments: Any) -> MaskRule | Tensor | None:
     if isinstance(arguments["q_offset"], KeepsetLength):
         return MaskRule(arguments)
     return sdpa_mask(**arguments)
-
-
-def token_positions(
-    lengths: Int[Tensor, " batch"], valid: Bool[Tensor, "batch n"] | None, n: int
-) -> Int[Tensor, "batch n"]:
-    """Position of each new token, counted from its request's first; that of the token before, for padding."""
-    if valid is None:
-        return lengths[:, None] + torch.arange(n, device=lengths.device)
-    return lengths[:, None] + valid.long().cumsum(-1) - 1

@@ -54,16 +54,8 @@ class PromptPhase:
         self.collector = None if needs == Needs() else Accumulators(needs)
         self.columns = bool(needs.columns)
 
-    def split(self, forward: Forward) -> tuple[Forward, Forward | None]:
-        """The prompt's part of a forward, and drafts (assisted generation) that follow it: they see what is left."""
-        return forward.split(self._length)
-
-    def records(self, forward: Forward) -> bool:
-        """Whether it looks at the rotation of a forward's queries."""
-        return True
-
-    def collects(self, forward: Forward) -> bool:
-        """Whether it looks at the input of the attention module."""
+    def looks_at(self, forward: Forward) -> bool:
+        """Whether it looks at a forward's queries, or at its end."""
         return True
 
     def take(self, forward: Forward, store: EntryStore | None) -> LayerEvent | None:
@@ -119,17 +111,9 @@ class DecodingPhase:
         self.next = next_event
         self.window = QueryWindow()
 
-    def split(self, forward: Forward) -> tuple[Forward, Forward | None]:
-        """All of it."""
-        return forward, None
-
-    def records(self, forward: Forward) -> bool:
-        """Whether the next event lies in a forward, or looks at its queries."""
+    def looks_at(self, forward: Forward) -> bool:
+        """Whether it looks at a forward's queries, or at its end."""
         return forward.end > self.next - max(self._size, 1) or (forward.padded and self._size > 0)
-
-    def collects(self, forward: Forward) -> bool:
-        """Whether there is an event in it."""
-        return forward.end >= self.next
 
     def take(self, forward: Forward, store: EntryStore | None) -> LayerEvent | None:
         """One forward, once its attention is done; the newest event that it reaches, older ones are passed over.

@@ -87,6 +87,11 @@ class PromptCache(TransformersCache, ABC):
         self._second = SecondPasses(model, self, needs, tasks) if needs.second_passes else None
         self._perplexity = Perplexity(model, self, needs.perplexity) if needs.perplexity else None
         self._waits_for_all_layers = self._second is not None
+        self._no_drafts: str | None = None
+        if self._second is not None:
+            self._no_drafts = "A second pass over the prompt cannot take drafted tokens together with it"
+        elif self._perplexity is not None:
+            self._no_drafts = "A prompt's perplexity cannot be told together with drafted tokens"
         self._waiting: list[tuple[KeepLayer, LayerEvent]] = []
         self._attending = False
 
@@ -206,20 +211,22 @@ class PromptCache(TransformersCache, ABC):
         if layer.index == self.compressed_layers[0]:
             self._advance(query, valid, position_ids)
         assert self.progress is not None and self.progress.positions is not None
-        positions, padded = self.progress.positions.to(query.device), bool(self.progress.padding)
+        positions, padded = self.progress.positions.to(query.device), self.progress.valid is not None
         forward = Forward(module, query, key, value, positions, valid, scaling, layer.logical, padded, rule)
-        if self._hooks is not None and layer.phase is not None and layer.phase.records(forward):
+        phase = layer.phase
+        if self._hooks is not None and phase is not None and phase.looks_at(forward):
             layer_input = self._hooks.layer_input(module)
             forward = replace(forward, layer_input=layer_input, rotation=layer_input.rotation)
-            if layer.phase.collects(forward):
+            if isinstance(phase, PromptPhase) or forward.end >= phase.next:
                 layer_input.check_rotation(query)
-        outputs, parts = [], (forward, None) if layer.phase is None else layer.phase.split(forward)
-        for part in parts:
-            if part is not None:
-                output, event = layer.attend(part)
-                outputs.append(output)
-                if event is not None:
-                    self._reached(layer, part, event)
+        # Drafts of assisted generation that follow the prompt see what its compression has left.
+        parts = forward.split(self.progress.prompt) if isinstance(phase, PromptPhase) else (forward, None)
+        outputs = []
+        for part in filter(None, parts):
+            output, event = layer.attend(part)
+            outputs.append(output)
+            if event is not None:
+                self._reached(layer, part, event)
         if layer.index == self.compressed_layers[-1] and self._hooks is not None:
             self._hooks.forget()
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
@@ -247,8 +254,8 @@ class PromptCache(TransformersCache, ABC):
         self.progress.compressed_at = event.length
         if self._perplexity is not None and not self._perplexity.watching:
             raise KeepsetError("This recipe looks at the model's logits: call the model, not only its decoder.")
-        if event.length == self.progress.prompt < self.progress.logical:
-            self._check_drafts()
+        if self._no_drafts is not None and event.length == self.progress.prompt < self.progress.logical:
+            raise KeepsetError(f"{self._no_drafts}: leave assisted generation out.")
         event.collected["scaling"] = forward.scaling
         if self.needs.output_projection:
             heads, size = forward.query.shape[1], forward.value.shape[-1]
@@ -292,18 +299,6 @@ class PromptCache(TransformersCache, ABC):
 
         They are of all layers where somebody looks at all of them, else of as many as have come.
         """
-
-    def _check_drafts(self) -> None:
-        """Refuses draft tokens in the same forward as the prompt, where they are in the way."""
-        if self._second is not None:
-            raise KeepsetError(
-                "A second pass over the prompt cannot take drafted tokens together with it: leave assisted generation "
-                "out."
-            )
-        if self._perplexity is not None:
-            raise KeepsetError(
-                "A prompt's perplexity cannot be told together with drafted tokens: leave assisted generation out."
-            )
 
     def _check_update(self, requests: int) -> None:
         if self._attending:

@@ -26,7 +26,6 @@ from keepset.core.tensor_file import write as write_tensors
 from keepset.errors import KeepsetError
 from keepset.hf.fingerprint import fingerprint
 from keepset.hf.layer import KeepLayer
-from keepset.hf.padding import Padding
 from keepset.hf.progress import Progress
 from keepset.hf.store import EntryStore
 from keepset.hf.window import QueryWindow
@@ -119,8 +118,8 @@ def write(path: Path, context: Context, model: transformers.PreTrainedModel, nam
     """
     progress = context.progress
     tensors = {"lengths": progress.lengths, "prompts": progress.prompts}
-    if (seen := progress.valid) is not None:
-        tensors["seen"] = seen
+    if progress.valid is not None:
+        tensors["seen"] = progress.valid
     for index, layer in enumerate(context.layers):
         tensors |= {f"{_LAYER}{index}.{name}": tensor for name, tensor in layer.items()}
     for kept in [] if context.keep_set is None else map(context.keep_set.layer, context.keep_set.layers):
@@ -185,7 +184,7 @@ def read(path: Path, model: transformers.PreTrainedModel) -> Context:
             prompt=reached["prompt"],
             lengths=tensors["lengths"].to(device),
             prompts=tensors["prompts"].to(device),
-            padding=Padding([] if seen is None else [seen.to(device)]),
+            valid=None if seen is None else seen.to(device),
             compressed_at=reached["compressed_at"],
         )
         event, keep_set = metadata["event"], _keep_set(layers)

@@ -66,8 +66,7 @@ class EntryStore:
         batch, kv_heads = counts.shape
         heads = torch.arange(batch * kv_heads, device=indices.device)
         rows = torch.repeat_interleave(heads, counts.flatten())
-        flat = {name: _pick(column, rows, indices) for name, column in columns.items()}
-        return cls(batch, kv_heads, _runs(counts.flatten().tolist()), flat)
+        return cls.of({name: _pick(column, rows, indices) for name, column in columns.items()}, counts)
 
     @classmethod
     def of(cls, columns: dict[str, Tensor], counts: Int[Tensor, "batch kv_heads"]) -> EntryStore:
@@ -127,9 +126,14 @@ class EntryStore:
         per_head = positions.int()[:, None].expand(-1, self.kv_heads, -1)
         new = {"keys": keys, "values": values, "positions": per_head}
         if valid is not None:
-            mask = valid[:, None].expand(-1, self.kv_heads, -1)
-            fresh = EntryStore.pack(new, mask.nonzero()[:, 2], mask.sum(-1))
-            self._concatenate(fresh)
+            columns, exists = self.padded()
+            joined = {}
+            for name, column in columns.items():
+                rows = new[name] if name in new else column.new_zeros(*per_head.shape)
+                joined[name] = torch.cat([column, rows], 2)
+            mask = torch.cat([exists, valid[:, None].expand(-1, self.kv_heads, -1)], 2)
+            packed = EntryStore.pack(joined, mask.nonzero()[:, 2], mask.sum(-1))
+            self._runs, self._columns = packed._runs, packed._columns
             return
         if any(run.count + n > run.capacity for run in self._runs):
             self._grow(max(n, SLACK))
@@ -206,14 +210,6 @@ class EntryStore:
             self._columns[name] = torch.cat([flat[starts[h] : starts[h] + count] for h, count in wanted])
         self._runs = _runs([count for _, count in wanted])
 
-    def _concatenate(self, other: EntryStore) -> None:
-        for name, flat in self._columns.items():
-            parts = []
-            for mine, theirs in zip(_heads(self._runs, flat), _heads_of(other, name, flat), strict=True):
-                parts += [mine, theirs]
-            self._columns[name] = torch.cat(parts)
-        self._runs = _runs([a + b for a, b in zip(self.counts, other.counts, strict=True)])
-
 
 def _runs(counts: Sequence[int]) -> list[Run]:
     """Exactly the places that heads with these counts need; equal neighbours share a run."""
@@ -226,19 +222,6 @@ def _runs(counts: Sequence[int]) -> list[Run]:
             runs.append(Run(head, 1, start, count, count))
         start += count
     return runs
-
-
-def _heads(runs: Sequence[Run], flat: Tensor) -> Iterator[Tensor]:
-    for run in runs:
-        yield from run.view(flat)
-
-
-def _heads_of(store: EntryStore, name: str, like: Tensor) -> Iterator[Tensor]:
-    if name in store._columns:
-        yield from _heads(store._runs, store._columns[name])
-        return
-    for count in store.counts:
-        yield like.new_zeros(count, *like.shape[1:])
 
 
 def _pick(column: Tensor, rows: Tensor, indices: Tensor) -> Tensor:
