@@ -99,7 +99,7 @@ class KeepLayer(CacheLayerMixin):
         else:
             self.store.append(forward.key, forward.value, forward.positions, forward.valid)
             at = forward.positions if forward.length > 1 else None
-            output = ragged_attention(forward.query, self.store.spans(), forward.key.shape[1], forward.scaling, at)
+            output = ragged_attention(forward.query, self.store.spans(), forward.key.shape[1], forward.call.scaling, at)
         event = None if self.phase is None else self.phase.take(forward, self.store)
         if self.prompt is not None and self.decoding is not None:
             self.decoding.record(forward)
@@ -157,17 +157,17 @@ class KeepLayer(CacheLayerMixin):
         """Attention of the first tokens over themselves, and their log-sum-exp where column statistics need it."""
         if self.prompt is not None and self.prompt.columns and forward.valid is None:
             rows = zip(forward.query, forward.key, forward.value, strict=True)
-            parts = [causal_attention(q, k, v, forward.scaling) for q, k, v in rows]
+            parts = [causal_attention(q, k, v, forward.call.scaling) for q, k, v in rows]
             output = torch.stack([output for output, _ in parts]).transpose(1, 2).contiguous()
             return output, replace(forward, lse=[lse for _, lse in parts])
-        n, mask = forward.length, None if forward.mask is None else forward.mask.matrix
+        n, mask = forward.length, None if forward.call.mask is None else forward.call.mask.matrix
         output, _ = sdpa_attention_forward(
-            forward.module,
+            forward.call.module,
             forward.query,
             forward.key,
             forward.value,
             None if mask is None else mask[:, :, :n, :n],
             0.0,
-            forward.scaling,
+            forward.call.scaling,
         )
         return output, forward

@@ -74,7 +74,7 @@ class PromptPhase:
                     rows=_rows(columns["keys"], exists, forward),
                     positions=forward.positions,
                     valid=forward.valid,
-                    scaling=forward.scaling,
+                    scaling=forward.call.scaling,
                     lse=forward.lse,
                     layer_input=forward.layer_input,
                 )
@@ -160,7 +160,7 @@ class DecodingPhase:
         if layer_input is not None and (buffer := self.window.newest(self._needs.buffer)) is not None:
             collector = Accumulators(Needs(query_moments=self._needs.query_moments))
             recorded = layer_input.rotated_by(buffer.rotation)
-            chunk = Chunk(buffer.queries, [], buffer.positions, None, forward.scaling, layer_input=recorded)
+            chunk = Chunk(buffer.queries, [], buffer.positions, None, forward.call.scaling, layer_input=recorded)
             collector.add(chunk)
             collected |= collector.parts(forward.lengths)
         return collected

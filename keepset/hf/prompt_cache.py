@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Int
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
@@ -20,11 +20,10 @@ from keepset.core.observation import Needs, Observation
 from keepset.core.schedule import Schedule
 from keepset.core.statistics import Statistics, load
 from keepset.errors import KeepsetError
-from keepset.hf import attention
+from keepset.hf.attention import NAME, AttentionCall, hand_over
 from keepset.hf.attention_hooks import AttentionHooks
 from keepset.hf.forward import Forward
 from keepset.hf.layer import KeepLayer
-from keepset.hf.mask import MaskRule
 from keepset.hf.perplexity import Perplexity
 from keepset.hf.phases import DecodingPhase, LayerEvent, PromptPhase
 from keepset.hf.progress import Progress
@@ -65,7 +64,7 @@ class PromptCache(TransformersCache, ABC):
             raise KeepsetError(f"prompt_length={prompt_length} is not a number of tokens: use an integer from 1.")
         config = model.config.get_text_config(decoder=True)
         check_model(model, config)
-        model.set_attn_implementation(attention.NAME)
+        model.set_attn_implementation(NAME)
 
         # transformers decides each layer's kind; only those that would grow without end are replaced.
         layers = DynamicCache(config=config).layers
@@ -112,7 +111,7 @@ class PromptCache(TransformersCache, ABC):
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if layer is not None:
             self._attending = True
-            attention.hand_over(partial(self._attend, layer), keys, values)
+            hand_over(partial(self._attend, layer), keys, values)
         return keys, values
 
     def reset(self) -> None:
@@ -194,31 +193,21 @@ class PromptCache(TransformersCache, ABC):
 
     # --- one forward of one layer
 
-    def _attend(
-        self,
-        layer: KeepLayer,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rule: MaskRule | None,
-        scaling: float,
-        position_ids: Tensor | None,
-    ) -> Tensor:
+    def _attend(self, layer: KeepLayer, call: AttentionCall) -> Tensor:
         """A layer's attention, and what follows from the events that it reaches by it."""
         self._attending = False
-        valid = None if rule is None else rule.valid
+        valid = None if call.mask is None else call.mask.valid
         if layer.index == self.compressed_layers[0]:
-            self._advance(query, valid, position_ids)
+            self._advance(call, valid)
         assert self.progress is not None and self.progress.positions is not None
-        positions, padded = self.progress.positions.to(query.device), self.progress.valid is not None
-        forward = Forward(module, query, key, value, positions, valid, scaling, layer.logical, padded, rule)
+        positions, padded = self.progress.positions.to(call.query.device), self.progress.valid is not None
+        forward = Forward(call, call.query, call.key, call.value, positions, valid, layer.logical, padded)
         phase = layer.phase
         if self._hooks is not None and phase is not None and phase.looks_at(forward):
-            layer_input = self._hooks.layer_input(module)
+            layer_input = self._hooks.layer_input(call.module)
             forward = replace(forward, layer_input=layer_input, rotation=layer_input.rotation)
             if isinstance(phase, PromptPhase) or forward.end >= phase.next:
-                layer_input.check_rotation(query)
+                layer_input.check_rotation(call.query)
         # Drafts of assisted generation that follow the prompt see what its compression has left.
         parts = forward.split(self.progress.prompt) if isinstance(phase, PromptPhase) else (forward, None)
         outputs = []
@@ -231,16 +220,16 @@ class PromptCache(TransformersCache, ABC):
             self._hooks.forget()
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
-    def _advance(self, query: Tensor, valid: Tensor | None, position_ids: Tensor | None) -> None:
+    def _advance(self, call: AttentionCall, valid: Tensor | None) -> None:
         """The first layer's part of a forward: counts the tokens for all."""
-        n = query.shape[2]
+        n = call.query.shape[2]
         if self.progress is None:
-            self.progress = Progress.start(self.prompt_length or n, len(query), query.device)
+            self.progress = Progress.start(self.prompt_length or n, len(call.query), call.query.device)
             for layer in self.kept_layers.values():
                 layer.prompt = PromptPhase(self.needs, self.progress.prompt) if self.schedule.prefill else None
                 layer.decoding = self._decoding(self.progress.prompt)
         elif n > 1:
-            _check_new(position_ids, self.progress.lengths, valid)
+            _check_new(call.position_ids, self.progress.lengths, valid)
         self.progress.advance(n, valid)
 
     def _decoding(self, event: int, next_event: int | None = None) -> DecodingPhase | None:
@@ -256,10 +245,10 @@ class PromptCache(TransformersCache, ABC):
             raise KeepsetError("This recipe looks at the model's logits: call the model, not only its decoder.")
         if self._no_drafts is not None and event.length == self.progress.prompt < self.progress.logical:
             raise KeepsetError(f"{self._no_drafts}: leave assisted generation out.")
-        event.collected["scaling"] = forward.scaling
+        event.collected["scaling"] = forward.call.scaling
         if self.needs.output_projection:
             heads, size = forward.query.shape[1], forward.value.shape[-1]
-            event.collected["output_projection"] = output_projection(forward.module, heads, size)
+            event.collected["output_projection"] = output_projection(forward.call.module, heads, size)
         self._waiting.append((layer, event))
         if self._waits_for_all_layers and len(self._waiting) < len(self.kept_layers):
             return
@@ -303,9 +292,9 @@ class PromptCache(TransformersCache, ABC):
     def _check_update(self, requests: int) -> None:
         if self._attending:
             raise KeepsetError(
-                f"keepset.Cache needs the attention implementation {attention.NAME!r}, but another one ran: "
+                f"keepset.Cache needs the attention implementation {NAME!r}, but another one ran: "
                 f"do not change it after creating the cache, or call "
-                f"model.set_attn_implementation({attention.NAME!r})."
+                f"model.set_attn_implementation({NAME!r})."
             )
         if self.progress is not None and len(self.progress.lengths) != requests:
             raise KeepsetError(

@@ -19,8 +19,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 from keepset.core.observation import Needs, SecondPass, SecondPassColumns
 from keepset.errors import KeepsetError
-from keepset.hf.attention import hand_over
-from keepset.hf.mask import KeepsetLength, MaskRule
+from keepset.hf.attention import AttentionCall, hand_over
+from keepset.hf.mask import KeepsetLength
 from keepset.hf.progress import Progress
 from keepset.hf.prompt_inputs import PromptInputs
 from keepset.hf.repeat import Repeat
@@ -228,19 +228,10 @@ class _Entries(CacheLayerMixin):
         hand_over(self._attend, key_states, value_states)
         return key_states, value_states
 
-    def _attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rule: MaskRule | None,
-        scaling: float,
-        position_ids: Tensor | None,
-    ) -> Tensor:
+    def _attend(self, call: AttentionCall) -> Tensor:
         """Attends, and notes what each entry receives."""
-        own = key[0], value[0]
-        output, new = second_pass_attention(query[0], self._entries, own, scaling, self._names, self.pieces)
+        own = call.key[0], call.value[0]
+        output, new = second_pass_attention(call.query[0], self._entries, own, call.scaling, self._names, self.pieces)
         self.received = {
             name: ColumnStatistic(name).merge(self.received[name], column) if self.received else column
             for name, column in new.items()
