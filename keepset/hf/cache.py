@@ -189,7 +189,7 @@ class Cache(PromptCache):
         twin = copy.copy(self)
         twin.progress = None if self.progress is None else self.progress.fork()
         twin.events, twin._unfinished, twin._waiting = list(self.events), {}, []
-        twin._hooks = None if self._hooks is None else self._hooks.fork()
+        twin._hooks = None if self._hooks is None else self._hooks.fork(twin)
         twin._second = None if self._second is None else self._second.fork(twin)
         twin._perplexity = None if self._perplexity is None else self._perplexity.fork(twin)
         twin.kept_layers = {index: layer.fork() for index, layer in self.kept_layers.items()}

@@ -82,7 +82,7 @@ class PromptCache(TransformersCache, ABC):
         }
         self.compressed_layers = tuple(self.kept_layers)
         self.progress: Progress | None = None
-        self._hooks = AttentionHooks(model) if needs.hidden_states else None
+        self._hooks = AttentionHooks(model, self) if needs.hidden_states else None
         self._second = SecondPasses(model, self, needs, tasks) if needs.second_passes else None
         self._perplexity = Perplexity(model, self, needs.perplexity) if needs.perplexity else None
         self._waits_for_all_layers = self._second is not None
