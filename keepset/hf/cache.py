@@ -133,8 +133,8 @@ class Cache(PromptCache):
         cache.progress = context.progress
         for layer in cache.kept_layers.values():
             layer.decoding = cache._decoding(context.progress.prompt, context.next_event)
-        for held, tensors in zip(cache.layers, context.layers, strict=True):
-            saved.restore(held, tensors, context.progress.logical)
+        for restored, tensors in zip(cache.layers, context.layers, strict=True):
+            saved.restore(restored, tensors, context.progress.logical)
         if context.event is not None:
             cache.events.append(Event(keep_set=context.keep_set, **context.event))
         if cache.schedule.every is None:
@@ -290,7 +290,7 @@ class Cache(PromptCache):
         for group in [observations] if method.across_layers else [[observation] for observation in observations]:
             before = [] if self._observer is None else list(map(_copied, group))
             counts = [int(observation.valid.sum()) for observation in group]
-            nbytes = sum(count * seen.entry_bytes for count, seen in zip(counts, group, strict=True))
+            nbytes = sum(count * each.entry_bytes for count, each in zip(counts, group, strict=True))
             start = time.perf_counter()
             keep_set = method.select_all(group, budget)
             for observation in group:

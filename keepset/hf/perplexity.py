@@ -18,7 +18,7 @@ class Perplexity(ModelHooks):
     """Hooks around the whole model that see its logits for the newest tokens of the calls that go with one cache.
 
     Who calls the model may ask for the last token's logits only, as `generate` does. Then the model is asked for as
-    many as are needed, and the caller gets those that it has asked for. The cache's `called` is called after every
+    many as are needed, and the caller gets those that it has asked for. The cache's `on_logits` is called after every
     call.
 
     Attributes:
@@ -81,7 +81,7 @@ class Perplexity(ModelHooks):
         elif 0 < asked < logits.shape[1]:
             output.logits = logits[:, -asked:].clone()
         self._ids = None
-        past.called({window: self._of(window) for window in self._windows})
+        past.on_logits({window: self._of(window) for window in self._windows})
         return output
 
     def _add(

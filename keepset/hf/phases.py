@@ -126,12 +126,12 @@ class DecodingPhase:
             self.record(forward)
             return None
         point = forward.end - (forward.end - self.next) % self._every
-        seen, beyond = forward.split(point)
-        self.record(seen)
+        until, beyond = forward.split(point)
+        self.record(until)
         if beyond is not None and store is not None:
             store.crop(beyond.counts().tolist())
-        columns, exists = _entries(seen, store)
-        event = LayerEvent(point, seen.lengths, columns, exists, self._collected(seen), beyond)
+        columns, exists = _entries(until, store)
+        event = LayerEvent(point, until.lengths, columns, exists, self._collected(until), beyond)
         self.next = point + self._every
         self.window.keep(self._size if forward.padded else self._size - self._every)
         if beyond is not None:

@@ -304,8 +304,8 @@ class PromptCache(TransformersCache, ABC):
 
     # --- around the forwards
 
-    def called(self, perplexities: Mapping[int, Tensor]) -> None:
-        """The model's call is over, and its logits said this of the newest tokens: completes what waited for it."""
+    def on_logits(self, perplexities: Mapping[int, Tensor]) -> None:
+        """The model's call is over: completes the observations that waited for its logits."""
         for _, event in self._waiting:
             event.collected["perplexities"] = perplexities
         self._observe()
@@ -340,6 +340,6 @@ def _check_new(position_ids: Tensor | None, lengths: Int[Tensor, " batch"], vali
 
 def _nbytes(layer: Any) -> int:
     """Bytes that another kind of layer holds: a sliding window may be a view of the whole prompt."""
-    held = [x for part in vars(layer).values() for x in (part.values() if isinstance(part, dict) else [part])]
-    storages = [tensor.untyped_storage() for tensor in held if isinstance(tensor, Tensor)]
+    values = [x for part in vars(layer).values() for x in (part.values() if isinstance(part, dict) else [part])]
+    storages = [tensor.untyped_storage() for tensor in values if isinstance(tensor, Tensor)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

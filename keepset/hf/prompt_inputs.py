@@ -37,8 +37,8 @@ class PromptInputs(ModelHooks):
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if kwargs.get("past_key_values") is not self._past():
             return
-        given = kwargs.get("inputs_embeds")
-        if given is None:
-            given = kwargs.get("input_ids", args[0] if args else None)
-        if given is not None:
-            self._parts = [*self._parts, given.detach()]
+        inputs = kwargs.get("inputs_embeds")
+        if inputs is None:
+            inputs = kwargs.get("input_ids", args[0] if args else None)
+        if inputs is not None:
+            self._parts = [*self._parts, inputs.detach()]

@@ -62,8 +62,8 @@ class Recorder(PromptCache):
     def seconds_for(self, needs: Needs) -> float:
         """Seconds that a prefill takes which collects only for these needs."""
         moments = needs.query_moments or needs.hidden_moments
-        wanted = {"window": needs.window, "columns": needs.columns, "moments": moments, "echoes": needs.echoes}
-        once = sum(self.collecting[kind] for kind, is_wanted in wanted.items() if is_wanted)
+        needed = {"window": needs.window, "columns": needs.columns, "moments": moments, "echoes": needs.echoes}
+        once = sum(self.collecting[kind] for kind, is_needed in needed.items() if is_needed)
         return self.seconds + once + sum(self.collecting[kind] for kind in set(map(way, needs.second_passes)))
 
     def _reached(self, layer: KeepLayer, forward: Forward, event: LayerEvent) -> None:

@@ -178,17 +178,17 @@ def read(path: Path, model: transformers.PreTrainedModel) -> Context:
             for index in range(metadata["layers"])
         ]
         device = next((layer["counts"].device for layer in layers if "counts" in layer), model.device)
-        reached, seen = metadata["progress"], tensors.get("seen")
+        numbers, valid = metadata["progress"], tensors.get("seen")
         progress = Progress(
-            logical=reached["logical"],
-            prompt=reached["prompt"],
+            logical=numbers["logical"],
+            prompt=numbers["prompt"],
             lengths=tensors["lengths"].to(device),
             prompts=tensors["prompts"].to(device),
-            valid=None if seen is None else seen.to(device),
-            compressed_at=reached["compressed_at"],
+            valid=None if valid is None else valid.to(device),
+            compressed_at=numbers["compressed_at"],
         )
         event, keep_set = metadata["event"], _keep_set(layers)
-        return Context(metadata["recipe"], progress, reached["next_event"], event, keep_set, layers)
+        return Context(metadata["recipe"], progress, numbers["next_event"], event, keep_set, layers)
 
 
 _LAYER = "layers."
@@ -234,9 +234,9 @@ def _opened(path: Path) -> AbstractContextManager[tuple[Any, dict[str, Any]]]:
         FORMAT,
         foreign=f"{shown!r} is no saved context: {_ADVICE}.",
         unreadable=f"{shown!r} is damaged or no saved context: {_ADVICE}.",
-        other=lambda found: (
-            f"{shown!r} has format {found} of saved contexts, and this keepset reads format {FORMAT}: {_AGAIN}, or use "
-            "the version of keepset that wrote it."
+        other=lambda version: (
+            f"{shown!r} has format {version} of saved contexts, and this keepset reads format {FORMAT}: {_AGAIN}, or "
+            "use the version of keepset that wrote it."
         ),
         damaged=f"{shown!r} is damaged: {_AGAIN}.",
     )

@@ -171,10 +171,10 @@ class EntryStore:
 
     def reorder(self, requests: Sequence[int]) -> None:
         """Makes the batch consist of these requests, in this order; any may repeat or be missing."""
-        wanted = [request * self.kv_heads + head for request in requests for head in range(self.kv_heads)]
+        heads = [request * self.kv_heads + head for request in requests for head in range(self.kv_heads)]
         counts = self.counts
         self.batch = len(requests)
-        self._rebuild([(head, counts[head]) for head in wanted])
+        self._rebuild([(head, counts[head]) for head in heads])
 
     def crop(self, removed: Sequence[int]) -> None:
         """Drops each request's newest entries, so many per request, from all of its heads."""
@@ -203,12 +203,12 @@ class EntryStore:
             self._columns[name] = grown
         self._runs = runs
 
-    def _rebuild(self, wanted: Sequence[tuple[int, int]]) -> None:
+    def _rebuild(self, heads: Sequence[tuple[int, int]]) -> None:
         """Keeps the first `count` entries of each of these heads, in this order."""
         starts = [run.start + i * run.capacity for run in self._runs for i in range(run.heads)]
         for name, flat in self._columns.items():
-            self._columns[name] = torch.cat([flat[starts[h] : starts[h] + count] for h, count in wanted])
-        self._runs = _runs([count for _, count in wanted])
+            self._columns[name] = torch.cat([flat[starts[h] : starts[h] + count] for h, count in heads])
+        self._runs = _runs([count for _, count in heads])
 
 
 def _runs(counts: Sequence[int]) -> list[Run]:
