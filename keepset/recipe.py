@@ -162,16 +162,9 @@ def check_schedule(recipe: Recipe) -> None:
     """
     if recipe.schedule.every is None:
         return
-    needs = recipe.method.needs
-    if needs.columns or needs.second_passes or needs.echoes:
-        raise RecipeError(f"{recipe} looks at the attention of the whole prompt, and only there: leave every= out.")
-    if needs.perplexity:
-        raise RecipeError(f"{recipe} looks at the prompt's perplexity, and only there: leave every= out.")
-    if needs.hidden_moments or (needs.query_moments and not needs.buffer):
-        raise RecipeError(
-            f"{recipe} looks at moments over the whole prompt, and Needs(buffer=...) does not say over how many of "
-            "the newest queries to take them later: leave every= out."
-        )
+    for feature in recipe.method.needs:
+        if feature.prompt_only:
+            raise RecipeError(f"{recipe} {feature.prompt_only}: leave every= out.")
 
 
 _EXAMPLE = "write a method with its parameters, such as snapkv(keep=0.25) or adakv(snapkv, keep=512)"

@@ -8,6 +8,7 @@ from typing import ClassVar
 from keepset.allocators.composite import Composite
 from keepset.allocators.pool import Pool
 from keepset.allocators.preset import Preset
+from keepset.core.keep_set import Layout
 from keepset.core.method import Method, parameter
 from keepset.methods.second_pass import SecondPassAttention
 
@@ -35,7 +36,7 @@ class KVCompose(Preset):
     """
 
     name: ClassVar[str] = "kvcompose"
-    layout: ClassVar[str] = "layer-ragged"
+    layout: ClassVar[Layout] = Layout.LAYER_RAGGED
     paper: ClassVar[str] = "arXiv:2509.05165"
 
     task: str = parameter("context", choices=("context", "self"))

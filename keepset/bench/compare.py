@@ -17,7 +17,7 @@ from keepset.bench.candidate import Candidate
 from keepset.bench.fidelity import kl, mean, nll
 from keepset.bench.greedy import greedy
 from keepset.bench.text_task import ANSWER_TOKENS, Task
-from keepset.core.observation import Needs
+from keepset.core.feature import Needs
 from keepset.errors import KeepsetError
 from keepset.hf.cache import Cache
 from keepset.hf.recorder import Recorder

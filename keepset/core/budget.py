@@ -69,11 +69,7 @@ class Budget:
         existing = observation.valid.sum(-1)
         if self.keep is None:
             return existing
-        if isinstance(self.keep, int):
-            wanted = self.aim(observation)[:, None]
-        else:
-            # 0.29 * 100 is 28.999...96 in binary; no text is long enough for 1e-9 to matter.
-            wanted = (existing.double() * self.keep + 1e-9).floor().long()
+        wanted = self.aim(observation)[:, None] if isinstance(self.keep, int) else share_of(existing, self.keep)
         return torch.minimum(wanted.clamp(min=1), existing)
 
     def first(self, observation: Observation) -> Int[Tensor, " batch"]:
@@ -98,6 +94,12 @@ class Budget:
     def is_recent(self, observation: Observation) -> Bool[Tensor, "batch kv_heads entries"]:
         """The newest tokens that always stay."""
         return observation.positions >= observation.lengths[:, None, None] - self.recent
+
+
+def share_of(counts: Int[Tensor, "*shape"], share: float) -> Int[Tensor, "*shape"]:
+    """This share of each of these numbers, rounded down."""
+    # 0.29 * 100 is 28.999...96 in binary; no text is long enough for 1e-9 to matter.
+    return (counts.double() * share + 1e-9).floor().long()
 
 
 LIMIT = 2**63

@@ -6,7 +6,7 @@ import copy
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from keepset.core.accumulate import Turn
+from keepset.core.rope import inverse, mean_rotation, positions_ahead, undone_right
 from keepset.errors import KeepsetError
 from keepset.hf.attention import capturing
 from keepset.hf.hooks import ModelHooks, weakly
@@ -126,7 +128,7 @@ class LayerInput:
         """
         if self._rotary is None or not self._rotates:
             return None
-        positions = lengths[:, None] + torch.arange(future, device=lengths.device)
+        positions = positions_ahead(lengths, future)
 
         def ahead(value: Any) -> Any:
             if not isinstance(value, Tensor):
@@ -140,7 +142,7 @@ class LayerInput:
         rotary._buffers = dict(rotary._buffers)
         call = self._rotary
         cos, sin = rotary.forward(*map(ahead, call.args), **{k: ahead(v) for k, v in call.kwargs.items()})
-        return cos.float().mean(1, keepdim=True), sin.float().mean(1, keepdim=True)
+        return mean_rotation(cos.float(), sin.float())
 
     def replay(
         self, hidden: Float[Tensor, "batch n hidden"], rotation: Rotation | None
@@ -171,9 +173,24 @@ class LayerInput:
         if self.rotation is None:
             return queries.float()
         cos, sin = (part[:, first : first + queries.shape[2]].float() for part in self.rotation)
-        # Scaled rotations (YaRN) are not orthogonal; dividing by the squared scale inverts them too.
-        scale = cos.square() + sin.square()
-        return self.rotate(queries.float(), (cos / scale, -sin / scale))
+        return self.rotate(queries.float(), inverse(cos, sin))
+
+    def undo(
+        self, queries: Float[Tensor, "batch query_heads n head_dim"], positions: Int[Tensor, "batch n"]
+    ) -> Float[Tensor, "batch query_heads n head_dim"]:
+        """This forward's first queries as they were before rotation, float32."""
+        return self.unrotate(queries)
+
+    def ahead(self, lengths: Int[Tensor, " batch"], future: int) -> Turn:
+        """Rotates rows by the mean rotation of the `future` positions from each request's length on."""
+        rotation = self.future_rotation(lengths, future)
+        return lambda rows: self.rotate(rows, rotation)
+
+    def queries(
+        self, hidden: Float[Tensor, "batch n hidden"], lengths: Int[Tensor, " batch"], future: int
+    ) -> Float[Tensor, "batch query_heads n head_dim"]:
+        """Queries that the layer makes of other hidden states, at that rotation."""
+        return self.replay(hidden, self.future_rotation(lengths, future))
 
     def rotate(
         self, queries: Float[Tensor, "batch query_heads n head_dim"], rotation: Rotation | None
@@ -205,19 +222,11 @@ class LayerInput:
         few, hidden = queries[:, :, first:], self.hidden[:, first : queries.shape[2]]
         cos, sin = (part[:, first : queries.shape[2]] for part in self.rotation)
         plain = self.replay(hidden, (torch.ones_like(cos), torch.zeros_like(sin))).float()
-        tolerance = 1e-3 if queries.dtype == torch.float32 else 5e-2
-
-        def is_plain(queries: Tensor) -> bool:
-            scale = float(plain.nan_to_num(0.0, 0.0, 0.0).abs().max() + 1e-6)
-            return torch.allclose(queries.float(), plain, rtol=tolerance, atol=tolerance * scale)
-
-        try:
-            undone = self.unrotate(few, first)
-        except RuntimeError:  # The module gives its rotation only a part of each query.
-            undone = torch.full_like(plain, torch.nan)
-        if is_plain(undone):
-            return
-        if not is_plain(few):
+        # The module may give its rotation only a part of each query.
+        with suppress(RuntimeError):
+            if undone_right(self.unrotate(few, first), plain, queries.dtype):
+                return
+        if not undone_right(few, plain, queries.dtype):
             raise KeepsetError(
                 f"{type(self._call.module).__name__} rotates queries in a way that keepset cannot undo; methods "
                 "that look at future queries do not support this model."

@@ -1,8 +1,8 @@
-"""`Perplexity`: how well the model foretold a prompt's newest tokens, from the logits of its own forward."""
+"""`PerplexityHooks`: how well the model foretold a prompt's newest tokens, from the logits of its own forward."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,11 +10,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from keepset.core.features.perplexity import Perplexity
 from keepset.errors import KeepsetError
 from keepset.hf.hooks import ModelHooks, weakly
 
 
-class Perplexity(ModelHooks):
+class PerplexityHooks(ModelHooks):
     """Hooks around the whole model that see its logits for the newest tokens of the calls that go with one cache.
 
     Who calls the model may ask for the last token's logits only, as `generate` does. Then the model is asked for as
@@ -25,8 +26,8 @@ class Perplexity(ModelHooks):
         watching: whether a call of the model is under way.
     """
 
-    def __init__(self, model: nn.Module, past: Any, windows: Collection[int]) -> None:
-        self._windows = windows
+    def __init__(self, model: nn.Module, past: Any, needs: Sequence[Perplexity]) -> None:
+        self._needs, self._longest = needs, max(needed.tokens for needed in needs)
         super().__init__(model, past)
 
     def forget(self) -> None:
@@ -56,7 +57,7 @@ class Perplexity(ModelHooks):
         self._asked = kwargs.get("logits_to_keep", 0)
         if isinstance(self._asked, int) and self._asked == 0:
             return None
-        least = max(self._windows) + 1
+        least = self._longest + 1
         enough = isinstance(self._asked, int) and _ends_with_tokens(kwargs.get("attention_mask"), self._ids)
         return args, {**kwargs, "logits_to_keep": max(self._asked, least) if enough else 0}
 
@@ -81,7 +82,7 @@ class Perplexity(ModelHooks):
         elif 0 < asked < logits.shape[1]:
             output.logits = logits[:, -asked:].clone()
         self._ids = None
-        past.on_logits({window: self._of(window) for window in self._windows})
+        past.on_logits({needed: self._of(needed.tokens) for needed in self._needs})
         return output
 
     def _add(
@@ -102,7 +103,7 @@ class Perplexity(ModelHooks):
             known = torch.cat([last[row] if whole else own[:0], own])
             told = known[:-1].float().log_softmax(-1)
             losses = -told.gather(-1, tokens[len(tokens) - len(told) :, None].to(told.device))[:, 0]
-            self._losses[row] = torch.cat([self._losses[row], losses])[-max(self._windows) :]
+            self._losses[row] = torch.cat([self._losses[row], losses])[-self._longest :]
             self._last.append(known[-1:].clone())
 
 

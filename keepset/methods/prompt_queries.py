@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from jaxtyping import Float
-from torch import Tensor
-
+from keepset.core.feature import Needs
+from keepset.core.features.prompt_queries import PromptQueryAttention
 from keepset.core.method import Method, parameter
-from keepset.core.observation import Needs, Observation
+from keepset.core.observation import Observation
+from keepset.core.shapes import Scores
 from keepset.methods.second_pass import SecondPassAttention
 
 _AGAIN = SecondPassAttention(statistic="rms", chunk=0)
@@ -50,8 +50,8 @@ class PromptQueries(Method):
     @property
     def needs(self) -> Needs:
         """The prompt's queries once more, and a second pass where it is wanted."""
-        echoes = Needs(echoes=frozenset({self.stride}))
-        return echoes | _AGAIN.needs if self.second_pass else echoes
+        once_more = Needs(PromptQueryAttention(self.stride))
+        return once_more | _AGAIN.needs if self.second_pass else once_more
 
     @property
     def sinks(self) -> int:
@@ -63,7 +63,7 @@ class PromptQueries(Method):
         """Eight: neighbours, which no token asked from afar shows."""
         return 8
 
-    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+    def score(self, observation: Observation) -> Scores:
         """Root mean square of what would be received, and of what is."""
-        scores = observation.by_query_group(observation.echo(self.stride).sqrt()).mean(2)
+        scores = observation.by_query_group(observation[PromptQueryAttention(self.stride)].sqrt()).mean(2)
         return scores + _WEIGHT * _AGAIN.score(observation) if self.second_pass else scores

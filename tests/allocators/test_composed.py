@@ -13,6 +13,7 @@ from keepset import Budget, Recipe
 from keepset.allocators.glance import Glance
 from keepset.allocators.preset import Preset
 from keepset.allocators.reread import Reread
+from keepset.core.features.prompt_queries import PromptQueryAttention
 from keepset.methods.prompt_queries import PromptQueries
 from tests.allocators.test_kvcompose import budgets, pooled, sets_of
 from tests.methods.naive import Shape, observe
@@ -30,7 +31,7 @@ examples = settings(max_examples=40, deadline=None, derandomize=True)
     seed=st.integers(0, 99),
     recipe=st.sampled_from([(Glance(), PromptQueries(stride=4)), (Reread(), PromptQueries(second_pass=True))]),
 )
-def test_one_pool_of_echoes(
+def test_one_pool_of_prompt_queries(
     budget: Budget,
     lengths: list[int],
     heads: tuple[int, int],
@@ -43,7 +44,13 @@ def test_one_pool_of_echoes(
     draw = torch.Generator().manual_seed(seed)
     squares = torch.rand(layers, shape.batch, heads[0] * heads[1], shape.entries, generator=draw)
     observations = [
-        observe(shape, seed=seed + layer, layer=layer, layers=range(layers), echoes={scorer.stride: squares[layer]})
+        observe(
+            shape,
+            seed=seed + layer,
+            layer=layer,
+            layers=range(layers),
+            features={PromptQueryAttention(scorer.stride): squares[layer]},
+        )
         for layer in range(layers)
     ]
     for request in range(shape.batch):

@@ -14,7 +14,11 @@ import keepset
 from keepset.bench.candidate import grid
 from keepset.bench.compare import Comparer, Row, needs_of
 from keepset.bench.text_task import ANSWER_TOKENS, Task
-from keepset.core.observation import Needs
+from keepset.core.feature import Needs
+from keepset.core.features.attention_columns import AttentionColumns
+from keepset.core.features.moments import QueryMoments
+from keepset.core.features.recent_queries import RecentQueries
+from keepset.kernels.statistic import ColumnStatistic
 from keepset.texts import Needle
 from tests.hf.models import full, generate, prompt, recipe, tiny
 
@@ -211,5 +215,6 @@ def test_a_recipe_that_cannot_run_does_not_stop_the_others() -> None:
 def test_needs_of_all_serve_each() -> None:
     recipes = keepset.Recipe.parse_list("tova, snapkv(window=8), h2o, expected_attention(skip=4), knorm")
     needs = needs_of(recipes)
-    assert needs == Needs(8, frozenset({"sum"}), frozenset({4}), buffer=256)
+    assert needs == Needs(RecentQueries(8), AttentionColumns(ColumnStatistic.SUM), QueryMoments(4))
+    assert needs.buffer == 256
     assert needs_of([]) == Needs()

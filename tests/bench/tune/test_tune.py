@@ -18,6 +18,7 @@ from keepset.bench.tune import space, tune
 from keepset.bench.tune.halving import Figures
 from keepset.bench.tune.pieces import ANSWER_TOKENS, Piece
 from keepset.bench.tune.tune import Measurer, Tuner
+from keepset.core.features.second_pass import SecondPass
 from keepset.errors import KeepsetError
 from keepset.hf.recorder import Recorder
 from keepset.recipe import Recipe
@@ -152,7 +153,7 @@ def test_a_prefill_that_one_recipe_spoils_serves_the_others(monkeypatch: pytest.
     prefill = Recorder.prefill
 
     def picky(self: Recorder, ids: Tensor) -> Tensor:
-        if self.needs.second_passes:
+        if self.needs.of(SecondPass):
             raise KeepsetError("No second pass here.")
         return prefill(self, ids)
 
