@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
-from keepset.errors import KeepsetError
+from keepset.errors import UnsupportedModelError
 from keepset.hf.mask import MaskRule, mask_rule
 
 NAME = "keepset"
@@ -86,18 +86,18 @@ def keepset_attention(
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
     for feature, name in _UNSUPPORTED.items():
         if kwargs.get(feature) is not None:
-            raise KeepsetError(f"keepset's attention does not support {name}, which this model uses.")
+            raise UnsupportedModelError(f"keepset's attention does not support {name}, which this model uses.")
     updated, _local.updated = _local.updated, None
     if updated is None or updated[1] is not key:
         mask = attention_mask.matrix if isinstance(attention_mask, MaskRule) else attention_mask
         return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
     attend, _, cached = updated
     if cached is not value:
-        raise KeepsetError(
+        raise UnsupportedModelError(
             f"{type(module).__name__} attends over other values than it caches, which keepset does not support."
         )
     if isinstance(attention_mask, Tensor):
-        raise KeepsetError(
+        raise UnsupportedModelError(
             "keepset.Cache takes a two-dimensional attention mask [batch, tokens]; this call brought a finished matrix."
         )
     if scaling is None:

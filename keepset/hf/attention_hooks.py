@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from keepset.core.accumulate import Turn
 from keepset.core.rope import inverse, mean_rotation, positions_ahead, undone_right
-from keepset.errors import KeepsetError
+from keepset.errors import UnsupportedModelError
 from keepset.hf.attention import capturing
 from keepset.hf.hooks import ModelHooks, weakly
 
@@ -70,7 +70,7 @@ class AttentionHooks(ModelHooks):
         """The input of the call of `module` that is under way."""
         call = self._local.attention
         if call is None or call.module is not module:
-            raise KeepsetError(
+            raise UnsupportedModelError(
                 f"keepset could not see the input of {type(module).__name__}; methods that look at hidden states "
                 "do not support this model."
             )
@@ -79,7 +79,7 @@ class AttentionHooks(ModelHooks):
             cos = layer_input.rotation[0]
             rotary = next((c for c in reversed(self._rotary_calls) if c.output[0] is cos), None)
             if rotary is None:
-                raise KeepsetError(
+                raise UnsupportedModelError(
                     f"keepset could not find the rotary embedding of {type(module).__name__}; methods that look "
                     "at future queries do not support this model."
                 )
@@ -200,7 +200,7 @@ class LayerInput:
             return queries
         function = getattr(sys.modules[type(self._call.module).__module__], "apply_rotary_pos_emb", None)
         if function is None:
-            raise KeepsetError(
+            raise UnsupportedModelError(
                 f"keepset could not find how {type(self._call.module).__name__} rotates queries; methods that "
                 "look at future queries do not support this model."
             )
@@ -213,7 +213,7 @@ class LayerInput:
         rotate in most layers only).
 
         Raises:
-            KeepsetError: neither is so: this model rotates in a way that keepset cannot undo.
+            UnsupportedModelError: neither is so: this model rotates in a way that keepset cannot undo.
         """
         if self.rotation is None:
             return
@@ -227,7 +227,7 @@ class LayerInput:
             if undone_right(self.unrotate(few, first), plain, queries.dtype):
                 return
         if not undone_right(few, plain, queries.dtype):
-            raise KeepsetError(
+            raise UnsupportedModelError(
                 f"{type(self._call.module).__name__} rotates queries in a way that keepset cannot undo; methods "
                 "that look at future queries do not support this model."
             )

@@ -13,7 +13,7 @@ from jaxtyping import Bool
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from keepset.errors import KeepsetError
+from keepset.errors import KeepsetError, UnsupportedModelError
 
 
 class KeepsetLength(int):
@@ -44,10 +44,11 @@ class MaskRule:
         """Which of the new tokens are no padding; None when all are.
 
         Raises:
-            KeepsetError: the mask is no causal one, or does not cover the cache.
+            UnsupportedModelError: the mask is no causal one.
+            KeepsetError: it does not cover the cache.
         """
         if self._arguments["mask_function"] is not causal_mask_function:
-            raise KeepsetError(
+            raise UnsupportedModelError(
                 "keepset.Cache supports plain causal attention with padding; this model or call asks for another mask."
             )
         if self._padding is None:

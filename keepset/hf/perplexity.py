@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from keepset.core.features.perplexity import Perplexity
-from keepset.errors import KeepsetError
+from keepset.errors import KeepsetError, UnsupportedModelError
 from keepset.hf.hooks import ModelHooks, weakly
 
 
@@ -69,7 +69,7 @@ class PerplexityHooks(ModelHooks):
         self.watching = False
         logits = getattr(output, "logits", None)
         if not isinstance(logits, Tensor):
-            raise KeepsetError(
+            raise UnsupportedModelError(
                 f"keepset could not see the logits of {type(module).__name__}, which this recipe looks at: call a "
                 "model with a language head, with return_dict=True."
             )

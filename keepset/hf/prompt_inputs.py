@@ -10,7 +10,7 @@ from jaxtyping import Shaped
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from keepset.errors import KeepsetError
+from keepset.errors import UnsupportedModelError
 from keepset.hf.hooks import ModelHooks, weakly
 
 
@@ -28,10 +28,12 @@ class PromptInputs(ModelHooks):
         """The first `tokens` of every request, padding included.
 
         Raises:
-            KeepsetError: the decoder was not called in a way that shows them.
+            UnsupportedModelError: the decoder was not called in a way that shows them.
         """
         if sum(part.shape[1] for part in self._parts) < tokens:
-            raise KeepsetError("keepset could not see the prompt's tokens; this model cannot run a second pass.")
+            raise UnsupportedModelError(
+                "keepset could not see the prompt's tokens; this model cannot run a second pass."
+            )
         return torch.cat(self._parts, 1)[:, :tokens]
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ import keepset
 from keepset.core.keep_set import KeepSet, LayerKeepSet
 from keepset.core.tensor_file import opened
 from keepset.core.tensor_file import write as write_tensors
-from keepset.errors import KeepsetError
+from keepset.errors import CorruptFileError, KeepsetError, UnsupportedModelError
 from keepset.hf.fingerprint import fingerprint
 from keepset.hf.layer import KeepLayer
 from keepset.hf.progress import Progress
@@ -79,7 +79,7 @@ def tensors_of(layer: Any) -> dict[str, Tensor]:
     """All that a layer of a cache holds.
 
     Raises:
-        KeepsetError: it is of a kind that is not saved.
+        UnsupportedModelError: it is of a kind that is not saved.
     """
     if isinstance(layer, KeepLayer):
         assert layer.store is not None
@@ -92,7 +92,7 @@ def tensors_of(layer: Any) -> dict[str, Tensor]:
         # What lies before the window is there only while a draft may be taken back.
         first = max(layer.keys.shape[2] - layer.sliding_window + 1, 0)
         return {"keys": layer.keys[:, :, first:], "values": layer.values[:, :, first:]}
-    raise KeepsetError(
+    raise UnsupportedModelError(
         f"The model has a {type(layer).__name__} among the layers of its cache, and keepset saves only those with "
         "keys and values: this context cannot be saved."
     )
@@ -162,7 +162,8 @@ def read(path: Path, model: transformers.PreTrainedModel) -> Context:
     """The context in a file, on this model's devices.
 
     Raises:
-        KeepsetError: it is no saved context that this version can read, it is damaged, or it is of another model.
+        KeepsetError: there is no such file, it is no saved context that this version can read, damaged, or of another
+            model.
     """
     with _opened(path) as (file, metadata):
         _check_model(path, metadata["fingerprint"], fingerprint(model))
@@ -249,4 +250,4 @@ def _check_model(path: Path, theirs: Mapping[str, str], ours: Mapping[str, str])
     # The first says it: what follows from it, such as the weights, differs too.
     name = other[0]
     differs = "weights differ" if name == "weights" else f"{name} differs: {theirs[name]} there, {ours[name]} here"
-    raise KeepsetError(f"{str(path)!r} is a context of another model, whose {differs}; load that model.")
+    raise CorruptFileError(f"{str(path)!r} is a context of another model, whose {differs}; load that model.")
