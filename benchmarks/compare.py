@@ -15,9 +15,10 @@ from transformers import DynamicCache
 
 from keepset import Recipe, models, texts
 from keepset.bench.candidate import grid
-from keepset.bench.compare import Comparer, needs_of
-from keepset.bench.text_task import make_task
+from keepset.bench.compare.prompt import PromptComparer
+from keepset.bench.compare.text_task import make_text_task
 from keepset.cli.compare import ALL
+from keepset.hf.prompt_session import CachedPrompt
 
 KEEPS = (0.5, 0.25, 0.1)
 TARGET, DEMO_TARGET = 4.0, 90.0
@@ -34,13 +35,13 @@ def main() -> int:
     model, tokenizer = models.load()
     recipes = Recipe.parse_list(ALL)
     candidates = grid(recipes, KEEPS)
-    task = make_task(tokenizer, texts.essay(), tokens=args.tokens, continuation=128)
+    task = make_text_task(tokenizer, texts.essay(), tokens=args.tokens, continuation=128)
     ratios, demos = [], []
     for _ in range(args.repeats):
         prefill = _plain_prefill(model, task.prompt)
         clock = Clock()
         began = perf_counter()
-        comparer = Timed(clock, model, tokenizer, task, "embedded", needs_of(recipes))
+        comparer = Timed(clock, model, tokenizer, task, "embedded", recipes)
         list(comparer.run(candidates))
         ratios.append((perf_counter() - began - clock.seconds) / prefill)
         demos.append(_demo())
@@ -63,24 +64,28 @@ class Clock:
         self.seconds = 0.0
 
 
-class Timed(Comparer):
+class Timed(PromptComparer):
     """A comparison that keeps time of its continuations."""
 
     def __init__(self, clock: Clock, *args: Any) -> None:
         self._clock = clock
+        CachedPrompt.follow = self._timed(_FOLLOW)  # type: ignore[method-assign]
         super().__init__(*args)
 
-    def _continue(self, cache: Any) -> Any:
-        return self._timed(super()._continue, cache)
-
     def _answer(self, cache: Any) -> Any:
-        return self._timed(super()._answer, cache)
+        return self._timed(super()._answer)(cache)
 
-    def _timed(self, step: Any, cache: Any) -> Any:
-        began = perf_counter()
-        result = step(cache)
-        self._clock.seconds += perf_counter() - began
-        return result
+    def _timed(self, step: Any) -> Any:
+        def timed(*args: Any) -> Any:
+            began = perf_counter()
+            result = step(*args)
+            self._clock.seconds += perf_counter() - began
+            return result
+
+        return timed
+
+
+_FOLLOW = CachedPrompt.follow
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils import logging
 
 import keepset
-from keepset.bench.decode import pieces
+from keepset.bench.compare.decode import feed_slices
 
 RECIPES = (
     "snapkv(keep={keep}, every={every})",
@@ -98,7 +98,7 @@ def _recipe(
         full = DynamicCache(config=plain.config)
         for each, cache in ((model, ours), (plain, full)):
             each(ids[:, :PROMPT], past_key_values=cache, logits_to_keep=1)
-            for piece in pieces(args.length - PROMPT, args.every):
+            for piece in feed_slices(args.length - PROMPT, args.every):
                 part = ids[:, PROMPT : args.length][:, piece]
                 each(part, past_key_values=cache, logits_to_keep=1)
         for number in range(args.repeats + 1):

@@ -14,14 +14,15 @@ from harness.report import Section, machine, publish
 from keepset import Recipe, models, texts
 from keepset.bench.analysis import intervals
 from keepset.bench.candidate import grid
-from keepset.bench.compare import Comparer, Row, needs_of
-from keepset.bench.text_task import Task, make_task
+from keepset.bench.compare.comparison import Measurement
+from keepset.bench.compare.prompt import PromptComparer
+from keepset.bench.compare.text_task import TextTask, make_text_task
 
 RECIPES = (
     "streaming_llm, random, knorm, keydiff, lagkv, tova, snapkv, h2o, expected_attention, pyramid(snapkv), "
     "chunkkv(snapkv), adakv(snapkv), adakv(expected_attention), criticalkv(snapkv), zigzag(snapkv), dynamic(snapkv), "
     "duo_attention, kvzip, kvcompose, kvcompose(floor=0.2), kvcompose(structured=False), kvcompose(task='self'), "
-    "pool(received(statistic='rms'), sinks=4, recent=32), pool(echo), reread, glance, gvote"
+    "pool(second_pass(statistic='rms'), sinks=4, recent=32), pool(prompt_queries), reread, glance, gvote"
 )
 KEEPS = (0.5, 0.25, 0.1)
 
@@ -62,7 +63,7 @@ def main() -> int:
             for number, name in enumerate(names):
                 bar.update(bars, description=name)
                 task = _task(tokenizer, name, number, len(names), args)
-                comparer = Comparer(model, tokenizer, task, "embedded", needs_of(recipes))
+                comparer = PromptComparer(model, tokenizer, task, "embedded", recipes)
                 bar.advance(bars)
                 rows = []
                 for row in comparer.run(candidates):
@@ -104,14 +105,14 @@ def main() -> int:
     return 1 if any(figures.error for figures in table.values()) else 0
 
 
-def _task(tokenizer: Any, name: str, number: int, count: int, args: Any) -> Task:
+def _task(tokenizer: Any, name: str, number: int, count: int, args: Any) -> TextTask:
     """An essay with a fact of its own, deeper in each."""
     # Names and numbers are short enough for the few tokens of an answer.
     city = texts.CITIES[number % len(texts.CITIES)]
     answer = str(1000 + 7919 * (number + 1) % 9000)
     needle = texts.secret_number(city, answer)
     depth = (number + 0.5) / count
-    return make_task(
+    return make_text_task(
         tokenizer,
         texts.essay(name),
         tokens=args.tokens,
@@ -121,7 +122,7 @@ def _task(tokenizer: Any, name: str, number: int, count: int, args: Any) -> Task
     )
 
 
-def _add(figures: Figures, row: Row) -> None:
+def _add(figures: Figures, row: Measurement) -> None:
     if row.error is not None:
         figures.error = row.error
         return

@@ -20,7 +20,8 @@ from keepset.bench.candidate import candidates
 from keepset.bench.cell import Cell
 from keepset.bench.sweep.prompts import Prompts
 from keepset.bench.sweep.runner import Runner
-from keepset.bench.tasks.catalogue import Settings, find
+from keepset.bench.tasks.catalogue import Settings
+from keepset.bench.tasks.find import find
 from keepset.bench.tasks.task import Example, Generation
 
 RECIPES = "snapkv,knorm,tova,expected_attention,adakv(snapkv)"
@@ -90,7 +91,7 @@ def warm_up(model: Any) -> None:
 def least(model: Any, tokenizer: Any, example: Example, generation: Generation, tokens: Sequence[float]) -> Times:
     """One prefill of plain transformers and as many answers of as many tokens; hearing the question is not counted."""
     [prompt] = Prompts(tokenizer, agnostic=True, chat=True, longest=None).of(example, generation.tokens)
-    question = torch.tensor([prompt.asked[0].ids])
+    question = torch.tensor([prompt.questions[0].ids])
     model.set_attn_implementation("sdpa")
     cache = DynamicCache(config=model.config)
     began, cpu_began = perf_counter(), process_time()

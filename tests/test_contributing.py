@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +18,8 @@ from typer.testing import CliRunner
 
 import keepset
 from keepset import KeepsetError, Recipe, models, registry, texts
+from keepset.bench.tasks.catalogue import Settings
+from keepset.bench.tasks.find import find
 from keepset.cli import app
 from tests.cli.conftest import tiny_model
 from tests.hf.models import full, generate, left_padded, oracle_gap, prompt, tiny
@@ -29,17 +32,23 @@ COMPOSED = ["example", "adakv(example)", "pyramid(example)", "adakv(pyramid(exam
 """The example by itself and in every kind of layout."""
 
 
+def module_of(name: str, indent: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The guide's one piece of code that is indented so, as a module."""
+    (code,) = re.findall(rf"^{indent}```python\n(.*?)^{indent}```$", GUIDE, flags=re.MULTILINE | re.DOTALL)
+    path = folder / f"{name}.py"
+    path.write_text(textwrap.dedent(code), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.fixture
 def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """The module that the guide shows, registered for the length of a test."""
-    (code,) = re.findall(r"^```python\n(.*?)^```$", GUIDE, flags=re.MULTILINE | re.DOTALL)
-    path = tmp_path / "example.py"
-    path.write_text(code, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location("example", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "example", module)
-    spec.loader.exec_module(module)
+    module = module_of("example", "", tmp_path, monkeypatch)
     keepset.register(module.Example)
     yield module
     del registry._methods["example"]
@@ -172,3 +181,26 @@ def test_layouts_are_those_of_the_allocators() -> None:
         assert cache.keep_set is not None
         layouts.append(cache.keep_set.layout)
     assert layouts == ["dense", "head-ragged", "layer-ragged", "head-ragged"]
+
+
+# --- the benchmark
+
+
+def test_the_benchmark_is_found_made_and_judged(embedded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module_of("keepset.bench.tasks.passwords", "   ", tmp_path, monkeypatch)
+    monkeypatch.setattr("keepset.bench.tasks.find.MODULES", ("needle", "passwords"))
+    (task,) = find(["passwords"], Settings())
+    first, second = task.examples(embedded[1], limit=2, seed=1)
+    assert task.examples(embedded[1], limit=1, seed=1) == [first] != task.examples(embedded[1], limit=1)
+    for example in (first, second):
+        (question,) = example.questions
+        (guest,) = re.findall(r"guest (\d+)", question.text)
+        assert f"guest {guest} is {question.target}." in example.context
+        assert task.judge(question, f" {question.target}.") == {task.metric: 1.0}
+        assert task.judge(question, " none") == {task.metric: 0.0}
+
+
+def test_who_adds_a_benchmark_reads_less_than_150_lines() -> None:
+    guide = GUIDE[GUIDE.index("## Add a benchmark") : GUIDE.index("## Set up")]
+    files = [(ROOT / "keepset/bench/tasks" / name).read_text(encoding="utf-8") for name in ("task.py", "catalogue.py")]
+    assert sum(text.count("\n") for text in (guide, *files)) < 150

@@ -7,7 +7,7 @@ from typing import Any, get_type_hints
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from keepset import METHODS, Budget, KeepsetError, Method, Observation, Recipe, Schedule, register, registry
@@ -20,8 +20,7 @@ from keepset.methods.random import Random
 from keepset.methods.snapkv import SnapKV
 from keepset.methods.streaming_llm import StreamingLLM
 from keepset.methods.tova import TOVA
-
-examples = settings(max_examples=300, deadline=None)
+from tests.tiers import examples
 
 
 def refusal(text: str) -> str:
@@ -80,7 +79,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
     return Recipe(method, Budget(keep, sinks, recent, protect_prompt), Schedule(prefill, every))
 
 
-@examples
+@examples(300, derandomize=False)
 @given(recipe=recipes())
 def test_parsing_its_text_gives_the_recipe_back(recipe: Recipe) -> None:
     again = Recipe.parse(str(recipe))
@@ -89,7 +88,7 @@ def test_parsing_its_text_gives_the_recipe_back(recipe: Recipe) -> None:
     assert str(again) == str(recipe)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100, derandomize=False)
 @given(recipe=recipes(), spaces=st.lists(st.text(" \t\n", max_size=2), min_size=3, max_size=7))
 def test_white_space_means_nothing(recipe: Recipe, spaces: list[str]) -> None:
     space = itertools.cycle(spaces)
@@ -411,7 +410,7 @@ def check_text(text: str) -> None:
             assert Recipe.parse(str(recipe)) == recipe
 
 
-@settings(max_examples=1000, deadline=None)
+@examples(1000, derandomize=False)
 @given(text=st.lists(st.sampled_from(WORDS), max_size=16).map("".join) | st.text(max_size=30))
 @example(text="snapkv(\\")
 @example(text="knorm(keep=0_)")
@@ -419,7 +418,7 @@ def test_any_text_is_a_recipe_or_refused(text: str) -> None:
     check_text(text)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300, derandomize=False)
 @given(recipe=recipes(), data=st.data())
 def test_a_damaged_recipe_is_a_recipe_or_refused(recipe: Recipe, data: st.DataObject) -> None:
     text = str(recipe)

@@ -18,7 +18,7 @@ from keepset.core.method import Allocator, parameter
 from keepset.core.observation import Observation
 from keepset.core.ranking import Ranking
 from keepset.core.shapes import Quotas, Scores
-from keepset.errors import KeepsetError
+from keepset.errors import RecipeError
 
 _EPSILON = 1e-12
 
@@ -81,13 +81,13 @@ class AMS(Allocator):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_segment < 2 * self.min_segment:
-            raise KeepsetError(
+            raise RecipeError(
                 f"ams: max_segment={self.max_segment} is less than twice min_segment={self.min_segment}, "
                 "so that a segment could be too long to stay and too short to divide: raise it."
             )
         for inner in self.inner():
             if inner.chooses:
-                raise KeepsetError(
+                raise RecipeError(
                     f"ams chooses inside each segment, so it cannot wrap {inner.name}, which chooses too: wrap a "
                     f"scorer, as in ams(tova), and put ams inside, as in {inner.name}(ams(tova)), if you want both."
                 )

@@ -18,7 +18,7 @@ from keepset.core.observation import Observation
 from keepset.core.pool import total_entries
 from keepset.core.ranking import Ranking
 from keepset.core.select import round_to_total
-from keepset.errors import KeepsetError
+from keepset.errors import RecipeError
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class LayerAllocator(Allocator):
         super().__post_init__()
         for inner in self.inner():
             if inner.across_layers or not inner.equal_layers:
-                raise KeepsetError(
+                raise RecipeError(
                     f"{self.name} says how much every layer keeps, and so does {inner.name}: leave one of them out."
                 )
 

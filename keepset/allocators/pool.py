@@ -13,7 +13,7 @@ from keepset.core.keep_set import KeepSet, Layout
 from keepset.core.method import Allocator, parameter
 from keepset.core.observation import Observation
 from keepset.core.pool import padded, pooled_counts, total_entries
-from keepset.errors import KeepsetError
+from keepset.errors import RecipeError
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Pool(Allocator):
         super().__post_init__()
         for inner in self.inner():
             if inner.across_layers or not (inner.equal_layers and inner.equal_heads):
-                raise KeepsetError(
+                raise RecipeError(
                     f"{self.name} says how much every head keeps, and {inner.name} says so too: leave one of them out."
                 )
 

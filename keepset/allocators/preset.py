@@ -1,4 +1,4 @@
-"""`Preset`: a method that is others put together, under a name of its own."""
+"""`Preset`: other methods put together, under a name of its own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from keepset.core.shapes import Scores
 
 
 class Preset(Method):
-    """Decides as its `composition` does, over all heads of all layers."""
+    """Other methods put together under a name of its own: decides as its `composition` does.
+
+    A subclass defines `composition`, and parameters of its own where its paper has some.
+    """
 
     layout: ClassVar[Layout] = Layout.HEAD_RAGGED
     across_layers: ClassVar[bool] = True

@@ -12,7 +12,7 @@ from keepset.core.keep_set import Layout
 from keepset.core.method import Allocator, parameter
 from keepset.core.observation import Observation
 from keepset.core.shapes import Quotas
-from keepset.errors import KeepsetError
+from keepset.errors import RecipeError
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Pyramid(Allocator):
     def __post_init__(self) -> None:
         super().__post_init__()
         if any(isinstance(inner, Pyramid) for inner in self.inner()):
-            raise KeepsetError("pyramid: one pyramid inside another has no exact total: use it once.")
+            raise RecipeError("pyramid: one pyramid inside another has no exact total: use it once.")
 
     def quotas(self, observation: Observation, budget: Budget) -> Quotas:
         """Entries of this layer, for every request and KV head."""

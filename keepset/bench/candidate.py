@@ -36,11 +36,11 @@ class Candidate:
         try:
             if every is not None:
                 method = replace(method, schedule=replace(recipe.schedule, every=every))
-            made = method if requested is None else method.with_keep(requested)
-            check_schedule(made.require_budget())
+            budgeted = method if requested is None else method.with_keep(requested)
+            check_schedule(budgeted.require_budget())
         except KeepsetError as error:
             return cls(None, method.text(requested), str(method), requested, str(error))
-        return cls(made, str(made), str(method), requested)
+        return cls(budgeted, str(budgeted), str(method), requested)
 
 
 def candidates(recipes: Sequence[Recipe], keeps: Sequence[int | float], every: int | None = None) -> list[Candidate]:
@@ -56,10 +56,10 @@ def grid(recipes: Sequence[Recipe], keeps: Sequence[int | float], every: int | N
     Args:
         every: for recipes that do not say themselves after how many tokens to compress again while decoding.
     """
-    found: dict[str, Candidate] = {}
+    unique: dict[str, Candidate] = {}
     for candidate in _each(recipes, keeps, every):
-        found.setdefault(candidate.text, candidate)
-    return list(found.values())
+        unique.setdefault(candidate.text, candidate)
+    return list(unique.values())
 
 
 def _each(recipes: Sequence[Recipe], keeps: Sequence[int | float], every: int | None) -> Iterator[Candidate]:

@@ -19,8 +19,8 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import DynamicCache
 
-from keepset.bench import full_cache
 from keepset.bench.cell import FULL
+from keepset.bench.memory import dynamic_nbytes
 from keepset.errors import KeepsetError
 from keepset.hf.cache import Cache
 from keepset.recipe import Recipe
@@ -108,11 +108,13 @@ def latency(
                 if timing.error is None:
                     try:
                         # A first, short one: thread pools, allocators and compiled kernels are nobody's cost.
-                        made = _generation(model, prompt, recipe, output_tokens if number else min(2, output_tokens))
+                        generation = _generation(
+                            model, prompt, recipe, output_tokens if number else min(2, output_tokens)
+                        )
                     except KeepsetError as error:
                         timing.error = str(error)
                     else:
-                        timing.rounds += [made] if number else []
+                        timing.rounds += [generation] if number else []
                 yield timings
 
 
@@ -134,7 +136,7 @@ def _generation(
                     first = time.perf_counter() - start
         wait()
         rest = time.perf_counter() - start - first
-        return Round(first, rest, cache.nbytes if recipe else full_cache.nbytes(cache), peak())
+        return Round(first, rest, cache.nbytes if recipe else dynamic_nbytes(cache), peak())
     finally:
         if recipe is not None:
             cache.stop_watching()

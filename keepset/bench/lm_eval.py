@@ -20,12 +20,12 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from keepset.bench.continuations import likelihoods
+from keepset.bench.generation import likelihoods
 from keepset.errors import KeepsetError
 from keepset.hf.cache import Cache
 from keepset.recipe import Recipe
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 _EXAMPLE = 'write --model_args pretrained=FOLDER,recipe="snapkv(keep=0.25)"'
 
 Request = tuple[tuple[str, str] | None, list[int], list[int]]
@@ -95,14 +95,14 @@ class KeepsetLM(HFLM):
             groups.setdefault(tuple(context[excess:]), []).append(index)
             cut += excess > 0
         if single := sum(len(continuation) == 1 for _, _, continuation in requests):
-            _log.warning(
+            logger.warning(
                 "%d of %d continuations are one token, which the whole prompt predicts before anything is dropped: no "
                 "recipe changes their scores.",
                 single,
                 len(requests),
             )
         if cut:
-            _log.warning("%d contexts are cut from the left, to a length of %d tokens.", cut, self.max_length)
+            logger.warning("%d contexts are cut from the left, to a length of %d tokens.", cut, self.max_length)
 
         answers: dict[int, tuple[float, bool]] = {}
         # The longest first, so that what does not fit into memory is known at once.
@@ -111,8 +111,8 @@ class KeepsetLM(HFLM):
                 scored = self._score(context, [requests[index][2] for index in groups[context]])
                 for index, answer in zip(groups[context], scored, strict=True):
                     answers[index] = answer
-                    if (asked := requests[index][0]) is not None:
-                        self.cache_hook.add_partial("loglikelihood", asked, answer)
+                    if (request := requests[index][0]) is not None:
+                        self.cache_hook.add_partial("loglikelihood", request, answer)
         return [answers[index] for index in range(len(requests))]
 
     def _score(self, context: tuple[int, ...], continuations: Sequence[Sequence[int]]) -> list[tuple[float, bool]]:
@@ -141,7 +141,7 @@ def main() -> None:
     try:
         cli_evaluate()
     except KeepsetError as error:
-        print(f"keepset: {' '.join(str(error).splitlines())}", file=sys.stderr)
+        sys.stderr.write(f"keepset: {' '.join(str(error).splitlines())}\n")
         sys.exit(2)
 
 

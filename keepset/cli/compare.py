@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from keepset.bench.candidate import Candidate
-    from keepset.bench.compare import Comparer, Comparison
-    from keepset.bench.decode import DecodeComparer
-    from keepset.bench.text_task import Task
+    from keepset.bench.compare.comparison import Comparer, Comparison
+    from keepset.bench.compare.decode import DecodeComparer
+    from keepset.bench.compare.prompt import PromptComparer
+    from keepset.bench.compare.text_task import TextTask
     from keepset.recipe import Recipe
 
 ALL = (
@@ -125,7 +126,7 @@ def _run(
     if html is not None:
         check_writable(html)
     from keepset.bench.candidate import grid
-    from keepset.bench.text_task import ANSWER_TOKENS, check_fits, make_task
+    from keepset.bench.compare.text_task import ANSWER_TOKENS, check_fits, make_text_task
     from keepset.cli.console import err, load, progress
     from keepset.models import EMBEDDED
 
@@ -134,9 +135,9 @@ def _run(
     longest = getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
     if decoding is not None and decoding.generate is not None:
         check_fits(tokens, decoding.generate + ANSWER_TOKENS, longest)
-    task = make_task(tokenizer, source, tokens=tokens, continuation=continuation, needle=needle, longest=longest)
+    task = make_text_task(tokenizer, source, tokens=tokens, continuation=continuation, needle=needle, longest=longest)
     name = model or EMBEDDED
-    comparer: Comparer | DecodeComparer | None = None
+    comparer: Comparer | None = None
     interrupted = False
     try:
         with progress() as bar:
@@ -161,26 +162,26 @@ def _run(
 
 
 def _prefilled(
-    model: Any, tokenizer: Any, task: Task, name: str, candidates: Sequence[Candidate], bar: Progress
-) -> Comparer:
+    model: Any, tokenizer: Any, task: TextTask, name: str, candidates: Sequence[Candidate], bar: Progress
+) -> PromptComparer:
     """The comparer of prompts, whose full cache is there."""
-    from keepset.bench.compare import Comparer, needs_of
+    from keepset.bench.compare.prompt import PromptComparer
 
     layers = model.config.get_text_config().num_hidden_layers
     prefill = bar.add_task("prefill of the full cache", total=layers)
-    needs = needs_of([candidate.recipe for candidate in candidates if candidate.recipe is not None])
-    comparer = Comparer(model, tokenizer, task, name, needs, on_layer=lambda: bar.advance(prefill))
+    recipes = [candidate.recipe for candidate in candidates if candidate.recipe is not None]
+    comparer = PromptComparer(model, tokenizer, task, name, recipes, on_layer=lambda: bar.advance(prefill))
     bar.update(prefill, completed=layers)
     return comparer
 
 
 def _decoded(
-    model: Any, task: Task, name: str, generate: int | None, bar: Progress
+    model: Any, task: TextTask, name: str, generate: int | None, bar: Progress
 ) -> tuple[DecodeComparer, Int[Tensor, "1 tokens"]]:
     """The comparer of decoding, through whose full cache all has passed, and all that has."""
     import torch
 
-    from keepset.bench.decode import DecodeComparer, generated
+    from keepset.bench.compare.decode import DecodeComparer, generated
 
     text = task.continuation
     if generate is not None:
@@ -201,7 +202,7 @@ def _show(comparison: Comparison, tokens: list[str], *, as_json: bool, html: Pat
     else:
         print_table(comparison)
     if html is not None:
-        from keepset.bench.report.html import render
+        from keepset.bench.report.compare import render
         from keepset.bench.report.page import write
 
         write(html, render(comparison.to_json(), tokens, comparison.kept))

@@ -89,7 +89,8 @@ def evaluate(
 
     from keepset.bench.sweep.store import Store
     from keepset.bench.sweep.sweep import Grid
-    from keepset.bench.tasks.catalogue import Settings, find
+    from keepset.bench.tasks.catalogue import Settings
+    from keepset.bench.tasks.find import find
 
     names = [name.strip() for word in tasks for name in word.split(",") if name.strip()]
     found = find(names, Settings(data, tuple(_whole(lengths, "lengths"))))

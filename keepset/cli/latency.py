@@ -72,11 +72,14 @@ def latency(
         "rows": [timing.to_json() for timing in timings if timing.rounds or timing.error],
     }
     _print(result)
-    for file, content in ((json_file, lambda: json.dumps(result, indent=1) + "\n"), (html, lambda: _page(result))):
-        if file is not None:
-            from keepset.bench.report.page import write
+    from keepset.bench.report.page import assemble, write
 
-            write(file, content())
+    if json_file is not None:
+        write(json_file, json.dumps(result, indent=1) + "\n")
+    if html is not None:
+        write(html, assemble("latency", "keepset bench latency", result))
+    for file in (json_file, html):
+        if file is not None:
             err.print(f"written: {printable(str(file))}", markup=False, highlight=False, soft_wrap=True)
     if interrupted:
         err.print("interrupted: this is what was measured until then", highlight=False)
@@ -136,9 +139,3 @@ def _print(result: dict[str, Any]) -> None:
             "-" if row["peak_bytes"] is None else megabytes(row["peak_bytes"]),
         )
     out.print(table)
-
-
-def _page(result: dict[str, Any]) -> str:
-    from keepset.bench.report.latency import render
-
-    return render(result)

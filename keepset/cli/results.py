@@ -15,7 +15,7 @@ from keepset.errors import KeepsetError
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from keepset.bench.analysis.rows import Figure, Row
+    from keepset.bench.analysis.rows import Figure, TableRow
     from keepset.bench.analysis.summary import Summary, Trade
 
 
@@ -113,7 +113,7 @@ def _tolerances(summary: Summary) -> list[float]:
     return sorted({each.tolerance for trade in summary.trades for each in trade.reach})
 
 
-def _named(row: Row) -> Text:
+def _named(row: TableRow) -> Text:
     from rich.text import Text
 
     from keepset.cli.console import printable
@@ -126,7 +126,7 @@ def _named(row: Row) -> Text:
     return name
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: TableRow) -> list[str]:
     examples = str(row.examples) if row.examples == row.examples_of else f"{row.examples} of {row.examples_of}"
     if row.score is None:
         return ["", "", "", "", examples]

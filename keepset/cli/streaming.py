@@ -53,9 +53,9 @@ class Generation:
         stop = time.perf_counter()
         nbytes = getattr(cache, "nbytes", None)
         if nbytes is None:
-            from keepset.bench import full_cache
+            from keepset.bench.memory import dynamic_nbytes
 
-            nbytes = full_cache.nbytes(cache)
+            nbytes = dynamic_nbytes(cache)
         first = streamer.first or stop
         return Result(streamer.ids, first - start, stop - first, nbytes)
 

@@ -13,7 +13,9 @@ import typer
 from keepset.errors import KeepsetError
 
 if TYPE_CHECKING:
-    from keepset.bench.analysis.trace import Trace
+    from torch import Tensor
+
+    from keepset.bench.analysis.trace import Trace, TraceEvent
     from keepset.cli.sampling import Sampling
 
 RECIPE = "ams(tova, window=32, keep=256, every=128)"
@@ -111,7 +113,7 @@ def _run(
                     tracer.generate(ids, **sampling.options)
     except KeyboardInterrupt:
         interrupted = True
-    traces = [tracer.trace for tracer in tracers if tracer.trace.moments or not interrupted]
+    traces = [tracer.trace for tracer in tracers if tracer.trace.events or not interrupted]
     if not traces:
         raise KeyboardInterrupt
     runs = [{**figures(each, region), "text": _text(tokenizer, each)} for each in traces]
@@ -218,17 +220,13 @@ def _page(result: dict[str, Any], traces: Sequence[Trace], tokenizer: Any, layer
     drawn = [
         Drawn(
             tokens=[str(tokenizer.decode([token])) for token in trace.ids.tolist()],
-            kept=[_kept(moment, layers) for moment in trace.moments],
-            segments=[
-                [[(h.mass, h.ends, h.quotas) for h in moment.segments.get(layer, [])] for layer in layers]
-                for moment in trace.moments
-            ],
+            kept=[_kept(event, layers) for event in trace.events],
+            segments=[[event.segments.get(layer, []) for layer in layers] for event in trace.events],
         )
         for trace in traces
     ]
     return render(result, drawn, layers)
 
 
-def _kept(moment: Any, layers: Sequence[int]) -> Any:
-    rows = [moment.snapshot.keep_set.layers.index(layer) for layer in layers]
-    return moment.snapshot.kept()[rows, 0]
+def _kept(event: TraceEvent, layers: Sequence[int]) -> Tensor:
+    return event.kept()[[event.keep_set.layers.index(layer) for layer in layers], 0]

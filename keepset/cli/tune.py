@@ -74,10 +74,9 @@ def tune(
     else:
         print_result(result)
     if html is not None:
-        from keepset.bench.report.page import write
-        from keepset.bench.report.tune import render
+        from keepset.bench.report.page import assemble, write
 
-        write(html, render(result))
+        write(html, assemble("tune", "keepset tune", result))
         err.print(f"report: {printable(str(html))}", markup=False, highlight=False, soft_wrap=True)
     if interrupted:
         err.print(f"interrupted in round {result['round']} of {result['rounds']}", highlight=False)

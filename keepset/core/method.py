@@ -19,7 +19,7 @@ from keepset.core.observation import Observation
 from keepset.core.ranking import Ranking
 from keepset.core.select import ranked_scores
 from keepset.core.shapes import Quotas, Scores
-from keepset.errors import KeepsetError
+from keepset.errors import RecipeError
 
 
 def parameter(
@@ -138,18 +138,18 @@ class Method(ABC):
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             object.__setattr__(self, field.name, value := float(value))
         if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
-            raise KeepsetError(f"{self.name}: {field.name}={value!r} is not {_ARTICLES.get(kind, 'a method')}.")
+            raise RecipeError(f"{self.name}: {field.name}={value!r} is not {_ARTICLES.get(kind, 'a method')}.")
         if kind is float and not math.isfinite(value):
-            raise KeepsetError(f"{self.name}: {field.name}={value!r} is not a finite number.")
+            raise RecipeError(f"{self.name}: {field.name}={value!r} is not a finite number.")
         low, high = field.metadata.get("minimum"), field.metadata.get("maximum")
         if (low is not None and value < low) or (high is not None and value > high):
-            raise KeepsetError(f"{self.name}: {field.name}={value!r} is out of range: use {_range(low, high)}.")
+            raise RecipeError(f"{self.name}: {field.name}={value!r} is out of range: use {_range(low, high)}.")
         if field.metadata.get("odd") and value % 2 == 0:
-            raise KeepsetError(f"{self.name}: {field.name}={value} has no middle: use an odd number.")
+            raise RecipeError(f"{self.name}: {field.name}={value} has no middle: use an odd number.")
         choices = field.metadata.get("choices")
         if choices and value not in choices:
             known = ", ".join(map(repr, choices))
-            raise KeepsetError(f"{self.name}: {field.name}={value!r} is none of its choices: use one of {known}.")
+            raise RecipeError(f"{self.name}: {field.name}={value!r} is none of its choices: use one of {known}.")
 
 
 @dataclass(frozen=True)
@@ -164,12 +164,12 @@ class Allocator(Method):
         super().__post_init__()
         if isinstance(self.scorer, Allocator) and self.scorer.across_layers and not self.across_layers:
             inner = self.scorer.name
-            raise KeepsetError(
+            raise RecipeError(
                 f"{self.name} looks at one layer alone, and {inner} at all of them together: put {self.name} inside, "
                 f"as in {inner}({self.name}(snapkv)), or leave one of them out."
             )
         if not isinstance(self.scorer, Allocator) and (self.scorer.across_layers or not self.scorer.equal_layers):
-            raise KeepsetError(
+            raise RecipeError(
                 f"{self.scorer.name} says itself how much every head keeps, which {self.name} cannot divide again: "
                 "use it alone."
             )
@@ -178,7 +178,7 @@ class Allocator(Method):
         """Refuses a method inside that chooses the entries of every head, as this one does."""
         for inner in self.inner():
             if inner.chooses:
-                raise KeepsetError(
+                raise RecipeError(
                     f"{self.name} chooses the entries of every head itself, and so does {inner.name}: put {self.name} "
                     f"inside, as in adakv({self.name}(snapkv)), or leave one of them out."
                 )

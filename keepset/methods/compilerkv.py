@@ -95,9 +95,9 @@ class CompilerKV(Method):
 
     def score(self, observation: Observation) -> Scores:
         """Equation 10 for a layer that is alone, under the tables' smallest budget."""
-        tables = self._tables(observation)
+        tables = self.tables_for(observation)
         first = tables.budgets.new_zeros(len(observation.keys), device=observation.keys.device)
-        return self._utility(observation, self._received([observation]), tables, first)
+        return self._utility(observation, self.received_attention([observation]), tables, first)
 
     def select(self, observation: Observation, budget: Budget) -> KeepSet:
         """What stays of one layer that is alone."""
@@ -105,7 +105,7 @@ class CompilerKV(Method):
 
     def select_all(self, observations: Sequence[Observation], budget: Budget) -> KeepSet:
         """What stays of all layers."""
-        tables, received = self._tables(observations[0]), self._received(observations)
+        tables, received = self.tables_for(observations[0]), self.received_attention(observations)
         parts = []
         for seen in observations:
             quotas = budget.quotas(seen)
@@ -125,7 +125,8 @@ class CompilerKV(Method):
     def _reads(self) -> bool:
         return self.head_table or self._gated
 
-    def _tables(self, observation: Observation) -> Tables:
+    def tables_for(self, observation: Observation) -> Tables:
+        """The file's, for a model of as many layers and query heads; neutral ones where none are named or read."""
         shape = len(observation.layers), observation.newest_queries(1)[0].shape[1]
         if self._reads and self.tables:
             return load(self.tables).fitted(*shape)
@@ -133,7 +134,7 @@ class CompilerKV(Method):
             say_neutral()
         return neutral(*shape, THRESHOLD)
 
-    def _received(self, observations: Sequence[Observation]) -> Float[Tensor, "batch positions"]:
+    def received_attention(self, observations: Sequence[Observation]) -> Float[Tensor, "batch positions"]:
         """Equation 6 summed over the window: the mean over layers and heads of what every position receives."""
         longest = max(1, *(int(seen.lengths.max()) for seen in observations))
         total = observations[0].keys.new_zeros(len(observations[0].keys), longest, dtype=torch.float32)
@@ -156,12 +157,12 @@ class CompilerKV(Method):
         weights = tables.weights.to(row.device)[row, observation.depth]
         if not self.head_table:
             weights = torch.ones_like(weights)
-        utility = self._signal(observation, received) * observation.by_query_group(weights)[..., None]
+        utility = self.signal(observation, received) * observation.by_query_group(weights)[..., None]
         # A head whose numbers have overflowed says nothing; the others still do.
         best = utility.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(2)
         return best.amax(1, keepdim=True).where(observation.heads_alike[:, None, None], best)
 
-    def _signal(
+    def signal(
         self, observation: Observation, received: Float[Tensor, "batch positions"]
     ) -> Float[Tensor, "batch kv_heads _ entries"]:
         """Equations 7 and 8, of every query head, or one for all that share a KV head."""
@@ -184,10 +185,10 @@ class CompilerKV(Method):
         """What the table says of the risk."""
         if not self.gate:
             return torch.full_like(received[:, 0], THRESHOLD)
-        bins = tables.bins(*self._risk(observation, received))
+        bins = tables.bins(*self.risk(observation, received))
         return tables.gate.to(row.device)[row, observation.depth, *bins]
 
-    def _risk(
+    def risk(
         self, observation: Observation, received: Float[Tensor, "batch positions"]
     ) -> tuple[Float[Tensor, " batch"], Float[Tensor, " batch"]]:
         """Equations 11 to 13: the entropy of what is received, and the window's perplexity."""

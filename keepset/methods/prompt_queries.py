@@ -32,8 +32,8 @@ class PromptQueries(Method):
     first order; a mean alone overrates what everyone looks at a little, a maximum what one looks at once.
 
     With `second_pass=True` the prompt really comes once more, on top of its own cache (or the questions come that the
-    cache was given), as in `received(statistic='rms')`, and half of what is paid then is added. Now queries know what
-    they repeat, which finds facts that nobody comes back to; those of the first pass still tell what is looked at
+    cache was given), as in `second_pass(statistic='rms')`, and half of what is paid then is added. Now queries know
+    what they repeat, which finds facts that nobody comes back to; those of the first pass still tell what is looked at
     otherwise. Either alone is worse in one of both: docs/results.md.
 
     Attributes:
@@ -41,7 +41,7 @@ class PromptQueries(Method):
         second_pass: whether the prompt runs once more, too.
     """
 
-    name: ClassVar[str] = "echo"
+    name: ClassVar[str] = "prompt_queries"
     paper: ClassVar[str] = "none"
 
     stride: int = parameter(1, minimum=1)

@@ -1,4 +1,4 @@
-"""SecondPassAttention attention: what entries receive of a task's tokens, or of the prompt's own."""
+"""SecondPassAttention: what entries receive of a task's tokens, or of the prompt's own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from keepset.core.features.second_pass import SecondPass
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
 from keepset.core.shapes import QueryHeadScores, Scores
-from keepset.errors import KeepsetError
+from keepset.errors import RecipeError
 from keepset.kernels.statistic import ColumnStatistic
 
 
@@ -37,7 +37,7 @@ class SecondPassAttention(Method):
             head's output projection makes of it.
     """
 
-    name: ClassVar[str] = "received"
+    name: ClassVar[str] = "second_pass"
     paper: ClassVar[str] = "arXiv:2509.05165"
 
     task: str = parameter("context", choices=("context", "repeat", "self"))
@@ -50,7 +50,7 @@ class SecondPassAttention(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.task == "self" and self.statistic == "rms":
-            raise KeepsetError(f"{self.name}: statistic='rms' needs a second pass: use task='context', or 'mean'.")
+            raise RecipeError(f"{self.name}: statistic='rms' needs a second pass: use task='context', or 'mean'.")
 
     @property
     def needs(self) -> Needs:

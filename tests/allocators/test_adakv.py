@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keepset import Budget, Observation
@@ -14,6 +14,7 @@ from keepset.core.method import Method
 from keepset.methods.knorm import Knorm
 from keepset.methods.snapkv import SnapKV
 from tests.methods.naive import Given, Shape, kept, observe
+from tests.tiers import examples
 
 Scores = list[list[float]]  # of one request: [head][entry]
 
@@ -66,7 +67,7 @@ def scored(draw: st.DrawFn) -> list[Scores]:
     ]
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150, derandomize=False)
 @given(requests=scored(), keep=st.integers(1, 14), quarters=st.integers(0, 4))
 def test_matches_the_naive_algorithm(requests: list[Scores], keep: int, quarters: int) -> None:
     # Quarters are exact in binary: shares with equal remainders are equal for both.
@@ -77,7 +78,7 @@ def test_matches_the_naive_algorithm(requests: list[Scores], keep: int, quarters
         assert sets_of(method, observation, Budget(keep), request) == expected
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150, derandomize=False)
 @given(requests=scored(), keep=st.integers(1, 14), percent=st.integers(0, 100))
 def test_every_request_keeps_exactly_heads_times_keep(requests: list[Scores], keep: int, percent: int) -> None:
     observation = observed(*requests)
@@ -125,7 +126,7 @@ def test_a_budget_too_small_for_the_recent_suffix_is_shared_evenly() -> None:
     assert sets_of(AdaKV(Given(), floor=0), observed(scores), Budget(0.4, sinks=1, recent=6)) == [[0, 7, 8, 9]] * 3
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150, derandomize=False)
 @given(
     held=st.lists(st.integers(1, 30), min_size=1, max_size=5),
     keep=st.integers(1, 30),
@@ -144,7 +145,7 @@ def test_heads_that_hold_little_do_not_shrink_the_layer(held: list[int], keep: i
         assert counts == [keep] * heads
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25, derandomize=False)
 @given(every=st.sampled_from([1, 3]), seed=st.integers(0, 99), floor=st.sampled_from([0.0, 0.2]))
 def test_a_layer_keeps_its_budget_event_after_event(every: int, seed: int, floor: float) -> None:
     draw = torch.Generator().manual_seed(seed)

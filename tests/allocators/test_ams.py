@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,6 +20,7 @@ from keepset.core.keep_set import LayerKeepSet
 from keepset.methods.tova import TOVA
 from tests.allocators.test_segments import lengths_of, naive_cuts, naive_shares
 from tests.methods.naive import EXACT, SHAPES, Given, Shape, kept, length_of, observe, window_attention
+from tests.tiers import examples
 
 SMALL: dict[str, Any] = dict(window=4, kernel=3, segment_mass=0.15, min_segment=2, max_segment=6)
 
@@ -142,7 +143,7 @@ def test_where_all_may_stay_there_was_no_event() -> None:
     assert credit[0].all() and not credit[1].any()
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@examples(150)
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=3),
     keep=st.integers(1, 50),
@@ -164,7 +165,7 @@ def test_a_whole_event(
         observation.keys.zero_()
     if spoilt == "nan":
         observation.keys[:, 0, 0] = math.nan
-    observation.state["scores"] = scores
+    observation = replace(observation, state={"scores": scores})
     method = AMS(Given(), credit=False, min_quota=least, **SMALL)
     keep = max(keep, sinks + recent)
     budget = Budget(keep, sinks, recent)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keepset import Budget, KeepsetError, Recipe
@@ -13,6 +13,7 @@ from keepset.allocators.chunkkv import ChunkKV
 from keepset.allocators.pyramid import Pyramid
 from keepset.methods.knorm import Knorm
 from tests.methods.naive import Given, Shape, kept, length_of, observe
+from tests.tiers import examples
 
 
 def naive(scores: list[float], chunk: int, keep: int, sinks: int, recent: int) -> list[int]:
@@ -35,7 +36,7 @@ def naive(scores: list[float], chunk: int, keep: int, sinks: int, recent: int) -
     return sorted(chosen)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150, derandomize=False)
 @given(data=st.data(), chunk=st.integers(1, 9), sinks=st.integers(0, 5), recent=st.integers(0, 5))
 def test_whole_chunks_stay_the_best_first(data: st.DataObject, chunk: int, sinks: int, recent: int) -> None:
     lengths = tuple(data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=3)))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keepset import Budget, Recipe
@@ -18,11 +18,10 @@ from keepset.methods.prompt_queries import PromptQueries
 from tests.allocators.test_kvcompose import budgets, pooled, sets_of
 from tests.methods.naive import Shape, observe
 from tests.methods.test_prompt_queries import naive_scores
+from tests.tiers import examples
 
-examples = settings(max_examples=40, deadline=None, derandomize=True)
 
-
-@examples
+@examples(40)
 @given(
     budget=budgets(),
     lengths=st.lists(st.integers(10, 18), min_size=1, max_size=2),
@@ -59,7 +58,7 @@ def test_one_pool_of_prompt_queries(
 
 
 @pytest.mark.parametrize(
-    "name, whole", [("glance", "pool(echo(stride=4))"), ("reread", "pool(echo(second_pass=True))")]
+    "name, whole", [("glance", "pool(prompt_queries(stride=4))"), ("reread", "pool(prompt_queries(second_pass=True))")]
 )
 def test_a_name_stands_for_what_it_is_made_of(name: str, whole: str) -> None:
     named: Any = Recipe.parse(f"{name}(keep=0.5)")

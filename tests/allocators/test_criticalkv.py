@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from keepset.core.features.output_projection import OutputProjection
 from keepset.methods.knorm import Knorm
 from keepset.methods.snapkv import SnapKV
 from tests.methods.naive import DTYPES, EXACT, SHAPES, Given, Shape, kept, length_of, observe
+from tests.tiers import examples
 
 
 def projected_norm(observation: Observation, request: int, query_head: int, entry: int, order: int) -> float:
@@ -69,7 +70,7 @@ def cases(draw: st.DrawFn) -> tuple[Shape, Tensor, int, int]:
     return shape, table, draw(st.integers(1, 16)), draw(st.integers(0, 4))
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@examples(80)
 @given(case=cases())
 def test_matches_the_two_stages_written_out(case: tuple[Shape, Tensor, int, int]) -> None:
     shape, scores, keep, quarters = case

@@ -5,13 +5,14 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keepset import Budget, Observation
 from keepset.allocators.dynamic import Dynamic
 from tests.allocators.test_layers import level
 from tests.methods.naive import Given, Shape, observe
+from tests.tiers import examples
 
 Scores = list[list[list[float]]]  # of one request: [layer][head][entry]
 
@@ -62,7 +63,7 @@ def naive(scores: Scores, keep: int, r_max: int, interval: int) -> list[int]:
     return [1 + count for count in held]
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(60)
 @given(data=st.data(), keep=st.integers(1, 12), r_max=st.sampled_from([1, 2, 10]), interval=st.integers(1, 4))
 def test_matches_the_updates_written_out(data: st.DataObject, keep: int, r_max: int, interval: int) -> None:
     layers, heads, length = (data.draw(st.integers(1, most)) for most in (5, 3, 12))

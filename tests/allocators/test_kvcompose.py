@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keepset import Budget, KeepsetError, Observation, Recipe
@@ -22,8 +22,8 @@ from keepset.methods.second_pass import SecondPassAttention
 from keepset.methods.snapkv import SnapKV
 from tests.methods.naive import Given, Shape, kept, observe
 from tests.methods.test_second_pass import naive_scores, received_of
+from tests.tiers import examples
 
-examples = settings(max_examples=60, deadline=None, derandomize=True)
 Sets = list[list[list[int]]]
 """Positions `[layer][head]` that stay of one request."""
 
@@ -99,7 +99,7 @@ def budgets(draw: st.DrawFn) -> Budget:
     return Budget(draw(number | st.integers(60, 100).map(lambda percent: percent / 100)), sinks, recent)
 
 
-@examples
+@examples(60)
 @given(
     budget=budgets(),
     lengths=st.lists(st.integers(10, 18), min_size=1, max_size=2),
@@ -176,7 +176,7 @@ def test_of_equal_scores_all_layers_get_as_many() -> None:
         assert counts.unique().tolist() == [4]
 
 
-@examples
+@examples(60)
 @given(data=st.data(), seed=st.integers(0, 99), keep=st.integers(1, 40), floor=st.sampled_from([0.0, 0.2, 1.0]))
 def test_heads_that_hold_different_numbers_share_what_there_is(
     data: st.DataObject, seed: int, keep: int, floor: float
@@ -249,7 +249,7 @@ def test_layouts_follow_the_parameters() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["kvcompose(keep=0.25)", "pool(received(statistic='rms'), keep=0.25, sinks=4, recent=32)"]
+    "text", ["kvcompose(keep=0.25)", "pool(second_pass(statistic='rms'), keep=0.25, sinks=4, recent=32)"]
 )
 def test_recipes(text: str) -> None:
     assert str(Recipe.parse(text)) == text

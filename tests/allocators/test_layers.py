@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keepset import Budget, KeepsetError, Recipe
@@ -19,9 +19,9 @@ from keepset.allocators.uniform import Uniform
 from keepset.allocators.zigzag import ZigZag
 from keepset.methods.snapkv import SnapKV
 from tests.methods.naive import Given, Shape, kept, observe
+from tests.tiers import examples
 
 KINDS = [ZigZag, Dynamic]
-examples = settings(max_examples=60, deadline=None, derandomize=True)
 
 
 def level(shares: list[int], total: int, room: list[int]) -> list[Fraction]:
@@ -39,7 +39,7 @@ def level(shares: list[int], total: int, room: list[int]) -> list[Fraction]:
     return given
 
 
-@examples
+@examples(60)
 @given(data=st.data(), parts=st.integers(1, 7), total=st.integers(0, 90))
 def test_divides_in_proportion_and_never_beyond_the_room(data: st.DataObject, parts: int, total: int) -> None:
     shares = data.draw(st.lists(st.integers(1, 12), min_size=parts, max_size=parts))
@@ -59,7 +59,7 @@ def test_no_share_at_all_is_an_equal_share() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@examples
+@examples(60)
 @given(data=st.data(), seed=st.integers(0, 99), keep=st.integers(1, 40))
 def test_layers_that_hold_different_numbers_share_what_there_is(
     kind: type[LayerAllocator], data: st.DataObject, seed: int, keep: int

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keepset import Budget, KeepsetError, Observation
@@ -15,6 +15,7 @@ from keepset.allocators.pyramid import Pyramid
 from keepset.methods.knorm import Knorm
 from keepset.methods.snapkv import SnapKV
 from tests.methods.naive import Shape, kept, observe
+from tests.tiers import examples
 
 
 def model(shape: Shape, layers: int) -> list[Observation]:
@@ -42,7 +43,7 @@ def schedule(length: int, keep: int, always: int, layers: int, beta: Fraction) -
     return [always + first + (last - first) * depth / (layers - 1) for depth in range(layers)]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60, derandomize=False)
 @given(
     length=st.integers(1, 60),
     keep=st.integers(1, 60),
@@ -125,7 +126,7 @@ def test_pyramid_and_adakv_compose(method: AdaKV | Pyramid, shape: Shape, budget
             assert kept(keep_set, observation, 0, head) == kept(alike, observation, 0, head)
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50, derandomize=False)
 @given(
     length=st.integers(6, 60),
     keep=st.integers(6, 60),

@@ -7,13 +7,12 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from keepset.allocators.segments import cut_by_length, cut_by_mass, divide, members, sums, top_of_segments
-
-examples = settings(max_examples=200, deadline=None, derandomize=True)
+from tests.tiers import examples
 
 
 def naive_cuts(mass: list[float], share: float, shortest: int, longest: int) -> list[int]:
@@ -67,7 +66,7 @@ masses = st.one_of(
 )
 
 
-@examples
+@examples(200)
 @given(
     st.lists(masses, min_size=1, max_size=4),
     st.sampled_from([0.02, 0.1, 0.25, 0.3, 1.0]),
@@ -98,7 +97,7 @@ def test_cuts(heads: list[list[float]], share: float, shortest: int, more: int, 
             assert all(shortest <= length <= longest for length in found)
 
 
-@examples
+@examples(200)
 @given(st.integers(1, 40), st.integers(1, 12))
 def test_cuts_of_a_fixed_length(entries: int, length: int) -> None:
     valid = torch.ones(1, 1, entries, dtype=torch.bool)
@@ -143,7 +142,7 @@ def naive_shares(
     return shares(high)
 
 
-@examples
+@examples(200)
 @given(divisions())
 @example((5, [0.5, 0.5], [3, 3], [1, 1], [0, 0]))
 @example((3, [1.0] * 8, [4] * 8, [1] * 8, [0] * 8))
@@ -182,7 +181,7 @@ def test_without_bounds_it_is_the_papers_formula() -> None:
     assert divide(torch.tensor([[106]]), *parts)[0, 0].tolist() == [2 + round(rest * part) for part in mass]
 
 
-@examples
+@examples(200)
 @given(
     st.integers(1, 3),
     st.lists(st.integers(1, 9), min_size=1, max_size=6),

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keepset import Budget, Observation
@@ -10,6 +10,7 @@ from keepset.allocators.zigzag import ZigZag
 from keepset.methods.knorm import Knorm
 from keepset.methods.snapkv import SnapKV
 from tests.methods.naive import DTYPES, SHAPES, Shape, length_of, observe, window_attention
+from tests.tiers import examples
 
 
 def minimum(observation: Observation, request: int, window: int, mass: float) -> float:
@@ -37,7 +38,7 @@ def test_the_minimum_is_counted_one_by_one(shape: Shape, mass: float) -> None:
         assert minima[request].item() == pytest.approx(minimum(observation, request, 4, mass))
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@examples(40)
 @given(
     lengths=st.lists(st.integers(1, 20), min_size=1, max_size=2),
     heads=st.tuples(st.integers(1, 3), st.sampled_from([1, 3, 8])),
@@ -50,11 +51,10 @@ def test_layers_get_equation_six(
     lengths: list[int], heads: tuple[int, int], layers: int, keep: int, floor: float, dtype: torch.dtype
 ) -> None:
     shape = Shape(tuple(lengths), *heads, 3, 2)
-    observations = [
-        observe(shape, seed=layer, layer=layer, layers=range(layers), dtype=dtype) for layer in range(layers)
+    observations = [  # of some layers attention is spread, of others it is sharp
+        observe(shape, seed=layer, layer=layer, layers=range(layers), dtype=dtype, scaling=0.1 + 2.0 * layer)
+        for layer in range(layers)
     ]
-    for observation in observations:  # of some layers attention is spread, of others it is sharp
-        observation.scaling = 0.1 + 2.0 * observation.layer
     method = ZigZag(Knorm(), window=3, floor=floor)
     counts = method.select_all(observations, Budget(keep)).counts
     for request, length in enumerate(lengths):

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 import keepset
-from keepset.bench.compare import Comparer
+from keepset.bench.compare.prompt import PromptComparer
 from keepset.cli.compare import ALL
 from keepset.cli.compare import KEEPS as DEFAULT_KEEPS
+from keepset.hf.prompt_session import CachedPrompt
 from tests.cli.conftest import Run
 
 RECIPES = ["tova", "snapkv(window=8)", "adakv(h2o)"]
@@ -229,14 +230,14 @@ def test_decode_runs_what_it_chooses_itself(run: Run) -> None:
 @pytest.fixture
 def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in the second row."""
-    measure = Comparer._row
+    measure = PromptComparer._measure
 
-    def row(self: Comparer, *args: Any) -> Any:
+    def row(self: PromptComparer, *args: Any) -> Any:
         if self.comparison.rows:
             raise KeyboardInterrupt
         return measure(self, *args)
 
-    monkeypatch.setattr(Comparer, "_row", row)
+    monkeypatch.setattr(PromptComparer, "_measure", row)
 
 
 @pytest.mark.usefixtures("interrupted")
@@ -257,7 +258,7 @@ def test_interrupt_before_the_first_row(run: Run, tmp_path: Path, monkeypatch: p
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Comparer, "_continue", interrupt)
+    monkeypatch.setattr(CachedPrompt, "follow", interrupt)
     done = run(*COMPARE, "--html", "page.html")
     assert (done.code, done.out) == (130, "")
     assert "Traceback" not in done.err

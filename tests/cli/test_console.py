@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from keepset.bench.compare import Comparison, Row
+from keepset.bench.compare.comparison import Comparison, Measurement
 from keepset.cli import console
 from keepset.cli.compare import print_table
 from keepset.cli.streaming import Streamer
@@ -40,7 +40,7 @@ def test_table_is_text(terminal: io.StringIO) -> None:
         prefill_seconds_full=1.0, select_seconds=0.1, decode_tokens_per_second=3.0, answer=EVIL, needle_found=False,
     )  # fmt: skip
     full = dict(kv_bytes=2, nll=1.0, prefill_seconds=1.0, decode_tokens_per_second=4.0, answer=EVIL, needle_found=True)
-    rows = [Row(f"a({EVIL})", "a", **figures), Row(f"b({EVIL})", "b", error=f"No {EVIL}.")]
+    rows = [Measurement(f"a({EVIL})", "a", **figures), Measurement(f"b({EVIL})", "b", error=f"No {EVIL}.")]
     print_table(Comparison(EVIL, 8, 4, EVIL, "yes", full, rows))
     shown = terminal.getvalue()
     assert "\x1b" not in shown and "\x07" not in shown and "\r" not in shown

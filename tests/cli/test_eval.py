@@ -18,6 +18,7 @@ from keepset.bench.sweep import runner
 from keepset.bench.sweep.runner import Runner
 from keepset.bench.sweep.store import Store
 from keepset.bench.tasks import catalogue
+from keepset.bench.tasks import find as finding
 from keepset.bench.tasks.task import Example, Task
 from keepset.cli import eval as command
 from tests.bench.sweep.sweeping import Counting, cell
@@ -65,7 +66,7 @@ class Stub:
 def stub(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Stub]]:
     """Tasks `counting` and `reckoning`, which decodes, and the runner above."""
     tasks = {"counting": Counting("counting"), "reckoning": Counting("reckoning", decodes=True)}
-    monkeypatch.setattr(catalogue, "find", lambda names, settings: [tasks[name] for name in names])
+    monkeypatch.setattr(finding, "find", lambda names, settings: [tasks[name] for name in names])
     monkeypatch.setattr(runner, "Runner", Stub)
     yield Stub
     Stub.made, Stub.asking, Stub.interrupt_at, Stub.no_memory_for = 0, {}, None, ""
@@ -93,7 +94,7 @@ def test_needles_under_a_real_model(run: Run, tiny: Any) -> None:
 
     # What is in the file is what the runner makes of the same examples by itself.
     by_itself = Runner(*tiny, agnostic=False, chat=True)
-    (task,) = catalogue.find(["needle"], catalogue.Settings(lengths=(300,)))
+    (task,) = finding.find(["needle"], catalogue.Settings(lengths=(300,)))
     again = [
         made
         for example in task.examples(tiny[1], limit=2, seed=0)

@@ -9,7 +9,7 @@ import torch
 
 import keepset
 from keepset import models
-from keepset.bench.analysis.repetition import repetition_rate
+from keepset.bench.analysis.diagnostics import repetition_rate
 from keepset.cli.trace import REASON
 from tests.cli.conftest import Run
 from tests.cli.test_generate import encode
@@ -96,7 +96,7 @@ def test_page(run: Run, tiny: Any) -> None:
     ids = encode(tiny[1], "", "Go on.")
     cache, sequence = alone(tiny, ids, RECIPE, 20)
     assert "".join(data["drawn"][0]["tokens"]) == "".join(tiny[1].decode([token]) for token in sequence.tolist())
-    from keepset.bench.report.html import pack
+    from keepset.bench.report.compare import pack
 
     for shown, event in zip(data["drawn"][0]["events"], cache.events, strict=True):
         assert event.keep_set is not None

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from keepset import texts
+from keepset.bench.compare.comparison import Measurement
+from keepset.bench.tune import measure as module
 from keepset.bench.tune import space
-from keepset.bench.tune.halving import Figures
-from keepset.bench.tune.tune import Measurer
 from keepset.cli import console
 from keepset.recipe import Recipe
 from tests.cli.conftest import Run
@@ -40,7 +41,7 @@ ROW = {
 def small(tiny: Any, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few recipes, one of which cannot run, on a tiny model and a small text."""
     recipes = "streaming_llm, tova, knorm, qfilter(stats='absent')"
-    monkeypatch.setattr(space, "catalogue", lambda: Recipe.parse_list(recipes))
+    monkeypatch.setattr(space, "scorers", lambda: Recipe.parse_list(recipes))
     monkeypatch.setattr(space, "compositions", lambda best: [])
 
 
@@ -109,7 +110,7 @@ def test_several_texts_and_the_same_seed_twice(run: Run) -> None:
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(("after", "known"), [(0, 0), (2, 2), (21, 3), (36, 3)])
 def test_interrupt_shows_what_is_known(run: Run, monkeypatch: pytest.MonkeyPatch, after: int, known: int) -> None:
-    measure, done_so_far = Measurer._figures, []
+    measure, done_so_far = module.measure, []
 
     def interrupted(*words: Any) -> Any:
         if len(done_so_far) == after:
@@ -117,7 +118,7 @@ def test_interrupt_shows_what_is_known(run: Run, monkeypatch: pytest.MonkeyPatch
         done_so_far.append(None)
         return measure(*words)
 
-    monkeypatch.setattr(Measurer, "_figures", interrupted)
+    monkeypatch.setattr(module, "measure", interrupted)
     done = run(*TUNE, "--json")
     assert done.code == 130 and "Traceback" not in done.err
     if not known:
@@ -137,13 +138,22 @@ def test_a_terminal_shows_how_far_it_is(run: Run, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(console, "err", Console(width=200, stderr=True, force_terminal=True))
     stop: list[None] = []
 
-    def figures(*words: Any) -> Figures:
+    def figures(row: Measurement, *words: Any) -> Measurement:
         stop.append(None)
         if len(stop) == 20:
             raise KeyboardInterrupt
-        return Figures(0.1, 1.0, (), 0.3, 1, 2, 1.0, 1.0)
+        return replace(
+            row,
+            kl=0.1,
+            top1=1.0,
+            keep=0.3,
+            kv_bytes=1,
+            kv_bytes_full=2,
+            prefill_seconds=1.0,
+            prefill_seconds_full=1.0,
+        )
 
-    monkeypatch.setattr(Measurer, "_figures", figures)
+    monkeypatch.setattr(module, "measure", figures)
     done = run(*TUNE)
     assert done.code == 130 and "round 3 of 4: 3 recipes" in done.err and "interrupted in round 3 of 4" in done.err
     # 3 recipes on 16 pieces, whose prefills count ten each; 19 and 7 of them are done.

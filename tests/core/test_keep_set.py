@@ -5,13 +5,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keepset import KeepSet, KeepsetError, Observation
 from keepset.core.keep_set import LayerKeepSet
-
-examples = settings(max_examples=100, deadline=None)
+from tests.tiers import examples
 
 Sets = list[list[list[list[int]]]]  # [layer][request][head] -> sorted positions
 
@@ -81,7 +80,7 @@ def compared(a: Sets, b: Sets, measure: object) -> list:
     ]
 
 
-@examples
+@examples(100, derandomize=False)
 @given(cache=caches())
 def test_holds_the_chosen_positions(cache: Cached) -> None:
     keep_set = cache.keep_set(cache.first)
@@ -91,7 +90,7 @@ def test_holds_the_chosen_positions(cache: Cached) -> None:
     assert keep_set.entries == sum(len(p) for layer in cache.first for heads in layer for p in heads)
 
 
-@examples
+@examples(100, derandomize=False)
 @given(cache=caches())
 def test_packs_heads_one_after_another(cache: Cached) -> None:
     keep_set = cache.keep_set(cache.first)
@@ -107,7 +106,7 @@ def test_packs_heads_one_after_another(cache: Cached) -> None:
         assert gathered == part.packed_positions.tolist()
 
 
-@examples
+@examples(100, derandomize=False)
 @given(cache=caches(), length=st.integers(0, 14))
 def test_mask_is_true_at_the_kept_positions(cache: Cached, length: int) -> None:
     keep_set = cache.keep_set(cache.first)
@@ -118,7 +117,7 @@ def test_mask_is_true_at_the_kept_positions(cache: Cached, length: int) -> None:
     assert keep_set.mask(length).tolist() == everywhere
 
 
-@examples
+@examples(100, derandomize=False)
 @given(cache=caches())
 def test_set_operations_are_those_of_sets(cache: Cached) -> None:
     first, second = cache.keep_set(cache.first), cache.keep_set(cache.second)
@@ -131,7 +130,7 @@ def test_set_operations_are_those_of_sets(cache: Cached) -> None:
     torch.testing.assert_close(first.iou(second), torch.tensor(iou))
 
 
-@examples
+@examples(100, derandomize=False)
 @given(cache=caches())
 def test_a_union_gathers_its_own_positions(cache: Cached) -> None:
     union = cache.keep_set(cache.first).union(cache.keep_set(cache.second))

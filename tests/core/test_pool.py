@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keepset import Budget
 from keepset.core.pool import padded, pooled_counts, total_entries
 from tests.methods.naive import Shape, observe
-
-examples = settings(max_examples=80, deadline=None, derandomize=True)
+from tests.tiers import examples
 
 
 def naive_counts(values: list[list[float]], total: int, least: list[int]) -> list[int]:
@@ -35,7 +34,7 @@ def naive_counts(values: list[list[float]], total: int, least: list[int]) -> lis
     return [sum(part == mine for part, _ in chosen) for mine in range(len(values))]
 
 
-@examples
+@examples(80)
 @given(data=st.data(), parts=st.integers(1, 4), places=st.integers(1, 9), double=st.booleans())
 def test_the_best_of_all_parts_are_counted(data: st.DataObject, parts: int, places: int, double: bool) -> None:
     number = st.sampled_from([-math.inf, -3e38, -1.0, 0.0, 0.5, 0.5, 1.0, 2.0, 3e38]) | st.floats(-5, 5, width=32)
@@ -49,7 +48,7 @@ def test_the_best_of_all_parts_are_counted(data: st.DataObject, parts: int, plac
     assert sum(counts) == min(total, sum(existing))
 
 
-@examples
+@examples(80)
 @given(data=st.data(), parts=st.integers(1, 4), places=st.integers(1, 9))
 def test_where_the_least_is_too_much_the_best_of_it_stay(data: st.DataObject, parts: int, places: int) -> None:
     values = torch.tensor(
@@ -70,7 +69,7 @@ def test_requests_are_counted_by_themselves() -> None:
         assert torch.equal(pooled_counts(values[row], total[row], least[row]), together[row])
 
 
-@examples
+@examples(80)
 @given(
     keep=st.integers(1, 30) | st.integers(1, 100).map(lambda percent: percent / 100) | st.none(),
     held=st.lists(st.lists(st.integers(1, 24), min_size=2, max_size=2), min_size=1, max_size=4),

@@ -21,7 +21,7 @@ PROVENANCE: dict[str, Any] = {"model": {"name": "some", "layers": [1, 4]}, "seed
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     path = tmp_path / "stats.safetensors"
-    save(Statistics(random_statistics(SHAPE, [1, 4]).layers, PROVENANCE), path)
+    save(Statistics(random_statistics(SHAPE, (1, 4)).layers, PROVENANCE), path)
     return path
 
 
@@ -39,7 +39,7 @@ def refusal(file: Any, model: str = "") -> str:
 
 
 def test_what_is_written_is_read_again(path: Path) -> None:
-    written, read = random_statistics(SHAPE, [1, 4]), load(str(path))
+    written, read = random_statistics(SHAPE, (1, 4)), load(str(path))
     assert list(read.layers) == [1, 4]
     assert read.provenance == {"format": 2, **PROVENANCE}
     assert read.retrieval == {}
@@ -50,7 +50,7 @@ def test_what_is_written_is_read_again(path: Path) -> None:
 
 
 def test_gates_are_written_and_read_again(path: Path) -> None:
-    statistics = random_statistics(SHAPE, [1, 4])
+    statistics = random_statistics(SHAPE, (1, 4))
     save(Statistics(statistics.layers, PROVENANCE, retrieval=statistics.retrieval), path)
     read = load(str(path))
     for index, gates in statistics.retrieval.items():
@@ -84,14 +84,14 @@ def test_provenance_is_json_in_the_metadata(path: Path) -> None:
 
 def test_the_same_statistics_make_the_same_bytes(path: Path) -> None:
     again = path.with_name("again")
-    save(Statistics(random_statistics(SHAPE, [1, 4]).layers, PROVENANCE), again)
+    save(Statistics(random_statistics(SHAPE, (1, 4)).layers, PROVENANCE), again)
     assert again.read_bytes() == path.read_bytes()
 
 
 def test_a_file_is_read_once_until_it_changes(path: Path) -> None:
     first = load(str(path))
     assert load(str(path)) is first
-    save(Statistics(random_statistics(SHAPE, [2]).layers, {"model": {"layers": [2]}}), path)
+    save(Statistics(random_statistics(SHAPE, (2,)).layers, {"model": {"layers": [2]}}), path)
     assert list(load(str(path)).layers) == [2]
 
 
@@ -106,7 +106,7 @@ def test_what_is_interrupted_leaves_the_old_file(
     before = path.read_bytes()
     monkeypatch.setattr(safetensors.torch, "save_file", half)
     with pytest.raises(KeyboardInterrupt if error is KeyboardInterrupt else KeepsetError):
-        save(random_statistics(SHAPE, [2]), path)
+        save(random_statistics(SHAPE, (2,)), path)
     assert path.read_bytes() == before
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
@@ -175,7 +175,7 @@ def test_without_a_file_what_is_offered_for_the_model(path: Path) -> None:
 
 @pytest.mark.parametrize("size", [1, 5, 6])
 def test_rotation_at_one_place_and_the_mean_of_many(size: int) -> None:
-    layer = random_statistics(Shape((5,), 1, 1, size, 4), [0]).layers[0]
+    layer = random_statistics(Shape((5,), 1, 1, size, 4), (0,)).layers[0]
     rows = torch.randn(2, 3, 4, size, generator=torch.Generator().manual_seed(1))
     positions = torch.tensor([[3, 9, 2], [0, 0, 7]])
     half = size // 2

@@ -163,7 +163,7 @@ def test_what_is_shown(architecture: str, padding: list[int], chunk: int | None)
             check_columns(seen, expected, row)
             check_moments(seen, expected, row)
             check_future(seen, expected, row)
-            check_echoes(seen, expected, row)
+            check_prompt_queries(seen, expected, row)
 
 
 def check_entries(seen: Observation, expected: Naive, row: int) -> None:
@@ -223,7 +223,7 @@ def check_future(seen: Observation, expected: Naive, row: int) -> None:
     assert_close(seen[HiddenMoments(0)].queries(hidden, FUTURE)[row], expected.ahead(expected.projected(hidden[row])))
 
 
-def check_echoes(seen: Observation, expected: Naive, row: int) -> None:
+def check_prompt_queries(seen: Observation, expected: Naive, row: int) -> None:
     """Each query at the position after the prompt, over all keys, one by one."""
     heads, n, _ = expected.queries.shape
     group = heads // len(expected.keys)
@@ -235,9 +235,9 @@ def check_echoes(seen: Observation, expected: Naive, row: int) -> None:
             for head in range(heads):
                 logits = expected.keys[head // group] @ query[head] * expected.module.scaling
                 squares[head] += logits.softmax(-1).square() / len(asked)
-        echo = seen[PromptQueryAttention(every)][row]
-        assert echo.shape[-1] == seen.keys.shape[2] and echo[:, n:].abs().sum() == 0
-        torch.testing.assert_close(echo[:, :n], squares, rtol=1e-3, atol=2e-6)
+        asked_again = seen[PromptQueryAttention(every)][row]
+        assert asked_again.shape[-1] == seen.keys.shape[2] and asked_again[:, n:].abs().sum() == 0
+        torch.testing.assert_close(asked_again[:, :n], squares, rtol=1e-3, atol=2e-6)
 
 
 def test_a_model_without_rotation_shows_its_queries() -> None:
@@ -247,10 +247,10 @@ def test_a_model_without_rotation_shows_its_queries() -> None:
         assert torch.equal(mean, seen[QueryMoments(0)].mean)
 
 
-def test_echoes_are_of_a_prompt_and_their_time_is_its_methods() -> None:
+def test_prompt_queries_are_of_a_prompt_and_their_time_is_its_methods() -> None:
     model = tiny("llama")
     with pytest.raises(keepset.KeepsetError, match="leave every= out"):
-        keepset.Cache(model, "echo(keep=20, every=8)")
+        keepset.Cache(model, "prompt_queries(keep=20, every=8)")
     recorder = Recorder(model, Needs(PromptQueryAttention(2), QueryMoments(0)))
     recorder.prefill(prompt(1, LENGTH))
     moments, both = (recorder.seconds_for(needs) for needs in (Needs(QueryMoments(0)), recorder.needs))

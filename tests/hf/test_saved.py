@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -19,6 +19,7 @@ import keepset
 from keepset import KeepsetError
 from keepset.hf import saved
 from tests.hf.models import GREEDY, LAYOUTS, extended, full, generate, left_padded, prompt, same_keep_set, tiny
+from tests.tiers import examples
 
 RECIPES = {
     **{name: recipe.format(keep=12) for name, recipe in LAYOUTS.items()},
@@ -27,7 +28,7 @@ RECIPES = {
     "regions": "ams(snapkv(window=4), window=5, kernel=3, sinks=2, recent=4, keep=12)",
     "statistics": "qfilter(keep=12)",
     "chance": "random(keep=12)",
-    "second pass": "received(keep=12)",
+    "second pass": "second_pass(keep=12)",
     "all layers at once": "kvcompose(keep=0.5)",
     "no budget": "gvote(samples=2, future=8)",
 }
@@ -80,7 +81,7 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
 # --- what goes on from a file
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(40, derandomize=False, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_loaded_context_goes_on_as_the_one_in_memory(tmp_path: Path, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(["llama", "llama_mqa", "llama_mha", "llama_odd_head", "gemma3", "gpt2"]))
@@ -366,7 +367,7 @@ def test_cut_off(path: Path) -> None:
         assert "is damaged" in refusal(path, tiny("llama"))
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(80, derandomize=False, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_damaged_byte_is_noticed(path: Path, data: st.DataObject) -> None:
     whole = path.read_bytes()

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import hypothesis.strategies as st
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 from torch import Tensor
 
 from keepset.hf.store import EntryStore
+from tests.tiers import examples
 
 
 @dataclass(frozen=True)
@@ -189,8 +190,8 @@ def check(pair: Pair, expected: dict[str, Tensor]) -> None:
     assert store.nbytes == sum(column.untyped_storage().nbytes() for column in store._columns.values())
 
 
-Stores.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=15, deadline=None, suppress_health_check=list(HealthCheck)
+Stores.TestCase.settings = examples(
+    60, derandomize=False, stateful_step_count=15, suppress_health_check=list(HealthCheck)
 )
 TestStores = Stores.TestCase
 

@@ -7,13 +7,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from keepset.kernels import second_pass
 from keepset.kernels.second_pass import PackedSequence, SoftmaxScope, second_pass_attention
 from tests.methods.naive import EXACT, dot, softmax
+from tests.tiers import examples
 
 NAMES = {"sum", "max", "square"}
 
@@ -45,7 +46,7 @@ def naive(
     return outputs, attentions
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(60)
 @given(
     sizes=st.tuples(*(st.integers(1, most) for most in (3, 3, 20, 9, 5, 4))),
     rows=st.integers(1, 8),
@@ -98,7 +99,7 @@ def test_a_number_that_overflowed_stays_in_its_own_head() -> None:
     assert all(columns[:2].isnan().all() and columns[2:].isfinite().all() for columns in received.values())
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@examples(40)
 @given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=4), seed=st.integers(0, 1000))
 def test_pieces_are_as_if_each_came_alone(sizes: list[int], seed: int) -> None:
     n = sum(sizes)

@@ -113,7 +113,8 @@ class Project:
         return self.rope(queries, future).to(hidden.dtype)
 
 
-def random_statistics(shape: Shape, layers: Sequence[int], gain: float = 1.3) -> Statistics:
+@cache
+def random_statistics(shape: Shape, layers: tuple[int, ...], gain: float = 1.3) -> Statistics:
     """Statistics of a model whose heads `Rope` rotates, scaled by `gain` as some models do."""
     draw = torch.Generator().manual_seed(7)
     heads, size = shape.kv_heads * shape.group, shape.head_dim
@@ -186,7 +187,7 @@ def observe(
     mean, variance = normal(batch, HIDDEN), normal(batch, HIDDEN).square()
     project = Project(normal(HIDDEN, query_heads, shape.head_dim), Rope(lengths))
     hidden = HiddenDistribution(mean, variance, project)
-    measured = random_statistics(shape, parts.get("layers", [parts.get("layer", 0)]))
+    measured = random_statistics(shape, tuple(parts.get("layers", [parts.get("layer", 0)])))
     features: dict[Feature[Any], Any] = {
         SUM: columns,
         MAX: columns / (1 + columns),

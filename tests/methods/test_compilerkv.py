@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keepset import Budget, KeepsetError, Observation
@@ -19,9 +19,9 @@ from keepset.core.tables import Tables, save
 from keepset.methods.compilerkv import CompilerKV
 from tests.core.test_tables import random_tables
 from tests.methods.naive import DTYPES, Shape, kept, length_of, observe, window_attention
+from tests.tiers import examples
 
 pytestmark = pytest.mark.filterwarnings("ignore:compilerkv has no tables", "ignore:The tables")
-examples = settings(max_examples=60, deadline=None, derandomize=True)
 WINDOW = 5
 
 
@@ -118,7 +118,7 @@ def written(folder: Path, layers: int, heads: int, seed: int = 0) -> tuple[Table
     return tables, str(path)
 
 
-@examples
+@examples(60)
 @given(
     case=cases(),
     switches=st.fixed_dictionaries(
@@ -150,7 +150,7 @@ def test_equations_6_to_16(
                 assert kept(keep_set, seen, request, head) == sorted(stay)
 
 
-@examples
+@examples(60)
 @given(case=cases(), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 9))
 def test_scores_where_heads_hold_different_entries(
     folder: Path, case: tuple[Shape, int, Budget, list[float], int], dtype: torch.dtype, seed: int
@@ -173,7 +173,7 @@ def test_scores_where_heads_hold_different_entries(
         observe(shape, window=WINDOW, layer=i, layers=range(layers), seed=i, dtype=dtype, positions=positions())
         for i in range(layers)
     ]
-    received = method._received(observations)
+    received = method.received_attention(observations)
     for layer, seen in enumerate(observations):
         row = torch.zeros(shape.batch, dtype=torch.long)
         scores = method._utility(seen, received, tables, row)
@@ -194,7 +194,7 @@ def test_one_layers_score_is_what_it_selects_by() -> None:
         torch.testing.assert_close(scores[request, :, :length].tolist(), expected, rtol=1e-4, atol=1e-6)
 
 
-@examples
+@examples(60)
 @given(case=cases(), seed=st.integers(0, 5))
 def test_with_exact_counts_the_threshold_changes_nothing(
     folder: Path, case: tuple[Shape, int, Budget, list[float], int], seed: int
@@ -299,7 +299,7 @@ def renormalised(attention: torch.Tensor, stay: list[int]) -> torch.Tensor:
     return masked / masked.sum(-1, keepdim=True).clamp(min=1e-300)
 
 
-@examples
+@examples(60)
 @given(
     length=st.integers(1, 14),
     heads=st.integers(1, 4),
@@ -329,7 +329,7 @@ def frobenius(observation: Observation, stay: list[int]) -> tuple[float, list[fl
     return sum(errors) / len(errors), lost
 
 
-@examples
+@examples(60)
 @given(length=st.integers(6, 24), keep=st.integers(WINDOW, 24), heads=st.integers(1, 4), seed=st.integers(0, 99))
 def test_the_error_is_within_what_the_dropped_mass_allows(length: int, keep: int, heads: int, seed: int) -> None:
     """The proof's steps hold with their constants: |E|_F <= sqrt(2 sum X^2) <= sqrt(2 rows) max X.

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keepset import Budget, KeepSet, KeepsetError, Observation, Recipe
@@ -14,6 +14,7 @@ from keepset.core.features.model_statistics import ModelStatistics
 from keepset.core.statistics import Statistics
 from keepset.methods.duo_attention import DuoAttention
 from tests.methods.naive import Shape, kept, observe, random_statistics
+from tests.tiers import examples
 
 LAYERS = (1, 4, 6)
 
@@ -48,7 +49,7 @@ def naive(gates: list[float], length: int, total: int, always: int) -> list[int]
     return counts
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@examples(100)
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=3),
     layers=st.integers(1, 3),

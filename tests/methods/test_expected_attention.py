@@ -108,7 +108,7 @@ def test_scores_are_the_gaussian_expectation_times_the_values_norm(
 @pytest.mark.parametrize("skip", [0, 4])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_statistics_of_a_file_take_the_place_of_the_texts_own(shape: Shape, skip: int) -> None:
-    measured = random_statistics(shape, [0], gain=1.0)
+    measured = random_statistics(shape, (0,), gain=1.0)
     observation = observe(shape, skips=(), features={ModelStatistics("file"): measured})
     layer, batch = measured.layers[0], (shape.batch, -1, -1)
     lengths = tuple(observation.lengths.tolist())

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -29,6 +29,7 @@ from tests.methods.naive import (
     softmax,
     window_attention,
 )
+from tests.tiers import examples
 
 FUTURE = 3
 NO_BUDGET = Budget()
@@ -151,7 +152,7 @@ def test_blocks_of_samples_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 # --- line 2: the nucleus
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@examples(200)
 @given(weights=st.lists(st.integers(0, 9), min_size=1, max_size=12), tenths=st.integers(0, 10))
 def test_the_nucleus_is_the_smallest_set_that_reaches_its_mass(weights: list[int], tenths: int) -> None:
     """In whole numbers, a total of a power of two, so that no rounding decides."""
@@ -277,7 +278,7 @@ def test_keys_that_overflowed_go_to_the_samples_that_look_their_way() -> None:
     assert scores[0, :, 7].floor().tolist() == towards.tolist() and towards.unique().numel() == 2
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(60)
 @given(
     lengths=st.lists(st.integers(1, 24), min_size=1, max_size=3),
     heads=st.integers(1, 3),

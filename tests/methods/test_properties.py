@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from keepset import METHODS, Budget, KeepSet, Method, Observation
@@ -25,6 +25,7 @@ from tests.methods.naive import (
     length_of,
     observe,
 )
+from tests.tiers import examples
 
 SMALL = {
     "snapkv": dict(window=3, kernel=3),
@@ -43,7 +44,6 @@ INSIDE = ["keydiff", "lagkv", "r_kv", "rpc", "chunkkv", "ams"]
 
 every_method = pytest.mark.parametrize("name", [*sorted(METHODS), *(f"adakv({scorer})" for scorer in INSIDE)])
 # The same examples in every run: a near tie must not fail once in a thousand runs.
-examples = settings(max_examples=40, deadline=None, derandomize=True)
 
 
 def make(name: str) -> Method:
@@ -150,7 +150,7 @@ def always(case: Case, observation: Observation, request: int, head: int) -> lis
 
 
 @every_method
-@examples
+@examples(40)
 @given(case=cases())
 def test_keeps_exactly_what_was_asked_for(name: str, case: Case) -> None:
     method, observations = make(name), case.observations()
@@ -182,7 +182,7 @@ def test_keeps_exactly_what_was_asked_for(name: str, case: Case) -> None:
 
 
 @every_method
-@examples
+@examples(40)
 @given(case=cases())
 def test_keeps_sorted_existing_entries_and_what_always_stays(name: str, case: Case) -> None:
     observations = case.observations()
@@ -197,7 +197,7 @@ def test_keeps_sorted_existing_entries_and_what_always_stays(name: str, case: Ca
 
 
 @every_method
-@examples
+@examples(40)
 @given(data=st.data(), recent=st.integers(0, 5), more=st.integers(0, 20), seed=st.integers(0, 1000))
 def test_keeps_a_protected_prompt_and_exactly_its_number(
     name: str, data: st.DataObject, recent: int, more: int, seed: int
@@ -242,7 +242,7 @@ def test_keeps_a_protected_prompt_and_exactly_its_number(
 
 
 @every_method
-@examples
+@examples(40)
 @given(case=cases(), beyond=st.integers(0, 3))
 def test_keeps_all_under_a_full_budget(name: str, case: Case, beyond: int) -> None:
     observations = case.observations()
@@ -258,7 +258,7 @@ def test_keeps_all_under_a_full_budget(name: str, case: Case, beyond: int) -> No
 
 
 @every_method
-@examples
+@examples(40)
 @given(case=cases(dtypes=[torch.float32]))
 def test_every_request_is_decided_by_itself(name: str, case: Case) -> None:
     method, observations = make(name), case.observations()
@@ -271,7 +271,7 @@ def test_every_request_is_decided_by_itself(name: str, case: Case) -> None:
 
 
 @every_method
-@examples
+@examples(40)
 @given(case=cases(dtypes=[torch.float32]), data=st.data())
 def test_permuting_the_batch_permutes_the_answer(name: str, case: Case, data: st.DataObject) -> None:
     order = data.draw(st.permutations(range(case.shape.batch)))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from keepset import Recipe
 from keepset.paged.admission import Footprint, required_blocks
 from keepset.paged.eviction_schedule import EvictionSchedule
+from tests.tiers import examples
 
 LAYERS = (0, 1)
 RECIPES = [
@@ -61,7 +62,7 @@ def situations(draw: st.DrawFn) -> tuple[EvictionSchedule, list[Footprint], int]
 KNORM = EvictionSchedule(Recipe.parse("knorm(keep=16, every=16)"), 0, LAYERS, 3, 4)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(situations())
 @example((KNORM, [], 64))
 @example((KNORM, [Footprint(20, 20)], 64))

@@ -6,14 +6,15 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-import tests.vllm.methods  # noqa: F401
+import tests.paged.methods  # noqa: F401
 from keepset import Observation, Recipe
 from keepset.core.features.moments import QueryDistribution, QueryMoments
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.grouping import GROUPS, group_of, one_table
+from tests.tiers import examples
 
 LAYERS = (0, 1, 2, 3, 5)
 KV_HEADS, GROUP, DIM = 3, 2, 4
@@ -115,7 +116,7 @@ def timeline_of(recipe: Recipe, layer: int, block: int) -> EvictionSchedule:
     return EvictionSchedule(recipe, layer, LAYERS, KV_HEADS, block)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     recipes(),
     st.sampled_from(LAYERS),
@@ -151,7 +152,7 @@ def test_counts_are_those_of_a_request_that_runs(
         assert eviction_schedule.held(prompt, length) == -(-length // block) - freed
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(recipes(), st.integers(1, 60), st.integers(0, 60))
 def test_events_follow_one_another(recipe: Recipe, prompt: int, length: int) -> None:
     eviction_schedule = timeline_of(recipe, 0, 4)
@@ -164,7 +165,7 @@ def test_events_follow_one_another(recipe: Recipe, prompt: int, length: int) -> 
     )
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(recipes(), st.integers(1, 80), st.sampled_from([1, 4, 8]))
 def test_no_compression_writes_to_what_is_shared(recipe: Recipe, prompt: int, block: int) -> None:
     """A compression packs what stays into the blocks that are not freed, so the first of those is where it writes."""
@@ -191,7 +192,7 @@ def test_no_compression_writes_to_what_is_shared(recipe: Recipe, prompt: int, bl
     assert shareable <= max(min(prompt, first) - needs.window, 0)
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(recipes(), st.integers(1, 80))
 def test_something_is_shared_where_it_can_be(recipe: Recipe, prompt: int) -> None:
     eviction_schedule = timeline_of(recipe, LAYERS[0], 4)

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keepset.paged.query_windows import Capture, Windows
+from tests.tiers import examples
 
 LAYERS, WINDOW, BLOCK = 2, 6, 4
 
@@ -80,7 +81,7 @@ class Pool:
                         assert torch.equal(read[place], request.query(position, layer)[0])
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.data(), st.integers(1, 4))
 def test_records_follow_requests(data: st.DataObject, most: int) -> None:
     pool = Pool(most)

@@ -2,13 +2,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keepset.paged.subpages import Layout, blocks_needed, entries, slots, tables
 from tests.paged.allocator import POISON, Allocator, Row
-
-examples = settings(max_examples=150, deadline=None)
+from tests.tiers import examples
 
 
 def as_layout(rows: list[Row]) -> Layout:
@@ -73,7 +72,7 @@ def compress(row: Row, data: st.DataObject, block_size: int) -> None:
         row.states[index] = allocator.layout
 
 
-@examples
+@examples(150)
 @given(
     data=st.data(),
     kv_heads=st.sampled_from([1, 2, 3, 8]),
@@ -102,7 +101,7 @@ def test_tables_and_slots_are_those_of_an_allocator(
         check(rows, block_size, spare=0)
 
 
-@examples
+@examples(150)
 @given(
     data=st.data(),
     kv_heads=st.sampled_from([1, 3, 8]),

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from keepset import models
 
@@ -15,6 +16,17 @@ if TYPE_CHECKING:
 
 
 LAYERS = 8
+TINY = LlamaConfig(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    vocab_size=512,
+    max_position_embeddings=512,
+    initializer_range=0.2,  # so that attention has its favourites, and logits a clear first
+)
 
 
 class _WithoutVLLM(pytest.Module):
@@ -22,7 +34,7 @@ class _WithoutVLLM(pytest.Module):
         pytest.skip("vLLM is not installed: pip install 'keepset[vllm]', see the README", allow_module_level=True)
 
 
-def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Accumulators) -> pytest.Module | None:
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
     """Without vLLM there is nothing to test here: most of these modules cannot even be imported."""
     if importlib.util.find_spec("vllm") is None:
         return _WithoutVLLM.from_parent(parent, path=module_path)
@@ -72,3 +84,27 @@ def shallow_oracle(shallow: Path) -> Oracle:
     from tests.vllm.oracle import Oracle
 
     return Oracle(models.load(str(shallow))[0], BLOCK)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a random model that takes no time, without a tokenizer."""
+    folder = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(0)
+    LlamaForCausalLM(TINY).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny: Path) -> PreTrainedModel:
+    """That one, loaded: shared, so leave it as it is."""
+    return LlamaForCausalLM.from_pretrained(tiny).eval()
+
+
+@pytest.fixture(scope="session")
+def tiny_oracle(tiny: Path) -> Oracle:
+    """The reference of that one."""
+    from tests.vllm.engine import BLOCK
+    from tests.vllm.oracle import Oracle
+
+    return Oracle(LlamaForCausalLM.from_pretrained(tiny).eval(), BLOCK)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -63,7 +65,7 @@ class Scenario:
         }
         if self.recipe is not None:
             engine["additional_config"] = {"keepset": self.recipe}
-            import tests.vllm.methods  # noqa: F401
+            import tests.paged.methods  # noqa: F401
             from keepset.vllm.validation import CONNECTOR
 
             if not Recipe.parse(self.recipe).method.fixed_total:
@@ -143,25 +145,65 @@ def run(*scenarios: Scenario, env: dict[str, str] | None = None) -> list[Result]
 
 def raw(*scenarios: Scenario, env: dict[str, str] | None = None) -> list[Any]:
     """The same, where an engine may end with an error's text."""
-    environment = os.environ | {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-    }
-    environment.pop("KEEPSET_STATS_DIR", None)
     with TemporaryDirectory() as folder:
-        asked, answered = Path(folder) / "in.json", Path(folder) / "out.json"
-        asked.write_text(json.dumps([scenario.as_json() for scenario in scenarios]))
-        job = subprocess.run(
-            [sys.executable, "-m", "tests.vllm.job", str(asked), str(answered)],
-            cwd=ROOT,
-            env=environment | (env or {}),
-            capture_output=True,
-            text=True,
-            timeout=540,
-            check=False,
-        )
-        assert job.returncode == 0 and answered.is_file(), job.stdout[-4000:] + job.stderr[-8000:]
+        log, answered = Path(folder) / "log", Path(folder) / "answer.json"
+        job = {
+            "scenarios": [scenario.as_json() for scenario in scenarios],
+            "env": env or {},
+            "log": str(log),
+            "answer": str(answered),
+        }
+        code = _Server.get().do(job)
+        assert code == 0 and answered.is_file(), log.read_text()[-12000:]
         return json.loads(answered.read_text())
+
+
+class _Server:
+    """The process that runs this one's engines, see `tests.vllm.job`."""
+
+    _running: _Server | None = None
+
+    def __init__(self) -> None:
+        environment = os.environ | {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+        }
+        environment.pop("KEEPSET_STATS_DIR", None)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.vllm.job"],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    @classmethod
+    def get(cls) -> _Server:
+        """The one that is running, or a new one."""
+        if cls._running is None:
+            cls._running = cls()
+            atexit.register(cls._running.stop)
+        return cls._running
+
+    def do(self, job: dict[str, Any]) -> int:
+        """Runs a job; its exit code."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        try:
+            print(json.dumps(job), file=stdin, flush=True)
+            return int(stdout.readline())
+        except BaseException:  # a test that took too long, for one
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Ends it, and the engines that it runs."""
+        _Server._running = None
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()

@@ -1,7 +1,9 @@
-"""Runs one engine after another in a process of its own: `python -m tests.vllm.job <in.json> <out.json>`.
+"""Runs engines in processes of their own: `python -m tests.vllm.job`, which `tests.vllm.engine.raw` talks to.
 
-The input is a list of scenarios; see `tests.vllm.engine.Scenario`. Whatever a scenario ends with, its result or the
-text of its error, is at its place in the output.
+Importing vLLM takes longer than most of what is tested here, so it is done once: each job, a line of the standard
+input, runs in a fork of this process, and its exit code is a line of the output. A job is one engine after another: a
+list of scenarios, see `tests.vllm.engine.Scenario`. Whatever a scenario ends with, its result or the text of its
+error, is at its place in the job's answer.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from typing import Any
 
 import torch
 
-import tests.vllm.methods  # noqa: F401  # here, so that processes that are spawned from this one know them too
+import tests.paged.methods  # noqa: F401  # here, so that processes that are spawned from this one know them too
 
 
 class Watch:
@@ -210,8 +212,28 @@ def keep_async_scheduling() -> None:
     torch.cuda.stream = lambda *_: contextlib.nullcontext()
 
 
-def main() -> None:
-    scenarios = json.loads(Path(sys.argv[1]).read_text())
+def load_vllm() -> None:
+    """All that engines need of it; and what each engine would do once more to the whole process is done here."""
+    from vllm import LLM, SamplingParams  # noqa: F401
+    from vllm.model_executor.models import llama  # noqa: F401
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.attention.backends import cpu_attn  # noqa: F401
+    from vllm.v1.engine import core
+    from vllm.v1.worker import cpu_worker, gpu_worker  # noqa: F401
+
+    # A search through all names of all modules for kernels to replace.
+    CpuPlatform.register_triton_kernel_overrides()
+    CpuPlatform.register_triton_kernel_overrides = lambda _: None
+    # Nothing that has been imported is garbage: to look through it takes longer than an engine's start.
+    gc.collect()
+    gc.freeze()
+    gc.unfreeze = core.freeze_gc_heap = gpu_worker.freeze_gc_heap = lambda: None
+
+
+def answer(job: dict[str, Any]) -> None:
+    """Runs a job's scenarios."""
+    os.environ.update(job["env"])
+    scenarios = job["scenarios"]
     if any(scenario["stub_streams"] for scenario in scenarios):
         keep_async_scheduling()
     if backends := {scenario["backend"] for scenario in scenarios} - {None}:
@@ -225,7 +247,35 @@ def main() -> None:
             results.append(run(scenario))
         except Exception:
             results.append(traceback.format_exc())
-    Path(sys.argv[2]).write_text(json.dumps(results))
+    Path(job["answer"]).write_text(json.dumps(results))
+
+
+def fork(job: dict[str, Any]) -> int:
+    """Runs a job in a process of its own, whose output goes to the job's log."""
+    process = os.fork()
+    if process:
+        return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    code = 1
+    try:
+        log, nothing = os.open(job["log"], os.O_WRONLY | os.O_CREAT), os.open(os.devnull, os.O_RDONLY)
+        for stream, file in enumerate((nothing, log, log)):
+            os.dup2(file, stream)
+        answer(job)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def main() -> None:
+    codes = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever vLLM has to say
+    load_vllm()
+    for line in sys.stdin:
+        print(fork(json.loads(line)), file=codes, flush=True)
 
 
 if __name__ == "__main__":

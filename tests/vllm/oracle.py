@@ -19,6 +19,7 @@ from transformers.models.llama.modeling_llama import rotate_half
 from keepset import Observation, Recipe
 from keepset.core.features.attention_columns import AttentionColumns
 from keepset.core.features.moments import HiddenDistribution, HiddenMoments, QueryDistribution, QueryMoments
+from tests.paged.reference import blocks_gone, is_executed, newest_event
 
 NAME = "one_head_at_a_time"
 _REMEMBERED = 6
@@ -193,10 +194,8 @@ class Oracle:
         for index, layer in enumerate(self._layers):
             old = [[position for position in head.positions if position < at] for head in layer.heads]
             answer = [chosen.positions(index, 0, number).tolist() for number in range(len(old))]
-            if method.fixed_total:
-                average = -(-sum(map(len, answer)) // len(answer))
-                if at - average < (1 if method.equal_heads else self.block_size) or answer == old:
-                    continue
+            if method.fixed_total and not is_executed(recipe, self.block_size, at, old, answer):
+                continue
             kept[index] = answer
             if not method.fixed_total and not self._fits(layer, [len(head) for head in answer], at, length):
                 left.append(index)
@@ -297,27 +296,12 @@ class Oracle:
         }
 
     def _fits(self, layer: Layer, kept: list[int], at: int, length: int) -> bool:
-        """Whether what stays fits into the blocks that the layer still has, now and with every token to come.
-
-        A block is one page of each head, and a page belongs to one head. Notes how many blocks are not needed.
-        """
-        size, heads = self.block_size, len(kept)
-        gone = min(
-            -(-(length + more) // size) - -(-sum(-(-(count + length - at + more) // size) for count in kept) // heads)
-            for more in range(2 * size)
-        )
+        """Whether what stays fits into the blocks that the layer still has. Notes how many are not needed."""
+        gone = blocks_gone(self.block_size, kept, at, length)
         if gone < layer.blocks_gone:
             return False
         layer.blocks_gone = gone
         return True
-
-
-def newest_event(recipe: Recipe, prompt: int, start: int, stop: int) -> int:
-    """The newest event point in (start, stop]; 0 where there is none."""
-    every, points = recipe.schedule.every, [prompt] if recipe.schedule.prefill else []
-    if every is not None:
-        points += range(prompt + every, stop + 1, every)
-    return max((point for point in points if start < point <= stop), default=0)
 
 
 def _hidden_moments(rows: Tensor) -> tuple[Tensor, Tensor]:

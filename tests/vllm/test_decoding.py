@@ -12,6 +12,8 @@ from tests.vllm.compared import CHUNKED, Embedded, asks, check_cache, check_orac
 from tests.vllm.engine import Ask, Scenario, layers_of, raw
 from tests.vllm.oracle import Oracle
 
+pytestmark = pytest.mark.full
+
 SHORT_TOO = (300, 60, 517, 150)
 EVERY = [
     "snapkv(window=16, keep=96, every=24)",

@@ -19,6 +19,8 @@ from tests.vllm.compared import CHUNKED, Embedded, asks, check_cache, check_orac
 from tests.vllm.engine import Ask, Result, Scenario, raw
 from tests.vllm.oracle import Oracle
 
+pytestmark = pytest.mark.full
+
 LENGTHS = (300, 517, 150, 700)
 AFTER_PREFILL = [
     "streaming_llm(keep=96)",

@@ -10,6 +10,8 @@ from tests.vllm.compared import CHUNKED, asks, check_oracle
 from tests.vllm.engine import Scenario, run
 from tests.vllm.oracle import Oracle
 
+pytestmark = pytest.mark.full
+
 RECIPES = [
     "snapkv(window=16, keep=96, every=24)",
     "adakv(snapkv(window=16), keep=96, every=17)",

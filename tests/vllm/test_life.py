@@ -15,8 +15,11 @@ import pytest
 import torch
 
 from keepset import Recipe
+from tests.vllm.compared import check_oracle
 from tests.vllm.engine import BLOCK, Ask, Result, Scenario, raw
 from tests.vllm.oracle import Oracle
+
+pytestmark = pytest.mark.full
 
 EVENTFUL = [
     "snapkv(window=16, keep=96, every=24)",
@@ -114,16 +117,6 @@ def others(essay: list[int], shallow: Path) -> dict[str, Any]:
     )
 
 
-def check(oracle: Oracle, recipe: str, some: list[Ask], engine: Result) -> None:
-    for index, ask in enumerate(some):
-        tokens = engine.tokens[index] or []
-        assert ask.abort is not None or len(tokens) == ask.max_tokens
-        replay = oracle.replay(Recipe.parse(recipe), ask.ids, tokens, engine.steps_of(index))
-        assert replay.best == tokens
-        assert engine.events_of(index) == replay.events
-    engine.check_nothing_left()
-
-
 @pytest.mark.parametrize("recipe", EVENTFUL)
 def test_preemptions_aborts_and_arrivals(
     recipe: str, disturbed: dict[str, Any], essay: list[int], shallow_oracle: Oracle
@@ -132,7 +125,7 @@ def test_preemptions_aborts_and_arrivals(
     assert engine.preemptions[:3] == [2, 2, 2] and engine.preemptions[5] == 1
     assert engine.tokens[3] and len(engine.tokens[3]) < some[3].max_tokens
     assert engine.log[4] and not engine.tokens[4]
-    check(shallow_oracle, recipe, some, engine)
+    check_oracle(shallow_oracle, recipe, some, engine)
 
 
 def test_a_preempted_request_chooses_anew(disturbed: dict[str, Any]) -> None:
@@ -156,7 +149,7 @@ def test_a_pool_that_is_too_small_for_all(
         # What requests will hold at the worst moment is known when one is admitted: none is thrown out again.
         assert sum(engine.preemptions) == 0
         assert min(step["free"] for step in engine.steps) < 6
-    check(shallow_oracle, recipe, cramped(essay), engine)
+    check_oracle(shallow_oracle, recipe, cramped(essay), engine)
 
 
 def test_a_preempted_request_and_a_prefix_cache(
@@ -164,7 +157,7 @@ def test_a_preempted_request_and_a_prefix_cache(
 ) -> None:
     engine = result(crowded, "shared")
     assert sum(engine.preemptions) > 0
-    check(shallow_oracle, CRAMPED[0], cramped(essay), engine)
+    check_oracle(shallow_oracle, CRAMPED[0], cramped(essay), engine)
 
 
 @pytest.mark.parametrize("recipe", SHARING)
@@ -176,13 +169,13 @@ def test_prefixes_are_shared_with_compressed_requests(
     # The first request was compressed before the others came, and is compressed again while they run.
     assert first < engine.log[1][0][0] or not Recipe.parse(recipe).schedule.prefill
     assert engine.cached == SHARING[recipe]
-    check(shallow_oracle, recipe, sharing(essay), engine)
+    check_oracle(shallow_oracle, recipe, sharing(essay), engine)
 
 
 def test_the_least_urgent_gives_way(others: dict[str, Any], essay: list[int], shallow_oracle: Oracle) -> None:
     engine = result(others, URGENT)
     assert engine.preemptions[0] > 0 and engine.preemptions[1:] == [0, 0]
-    check(shallow_oracle, URGENT, urgent(essay), engine)
+    check_oracle(shallow_oracle, URGENT, urgent(essay), engine)
 
 
 def test_the_pages_of_a_long_prompt_go_at_once(others: dict[str, Any]) -> None:

@@ -11,6 +11,8 @@ from keepset import Recipe
 from tests.vllm.engine import Ask, Result, Scenario, run
 from tests.vllm.oracle import Oracle, Replay
 
+pytestmark = pytest.mark.full
+
 RECIPES = ["snapkv(window=16, keep=96, every=24)", "mass(share=0.8, every=24)"]
 ENGINE: dict[str, Any] = {"max_num_batched_tokens": 256, "max_num_seqs": 8}
 AHEAD = ENGINE | {

@@ -21,8 +21,7 @@ from keepset.vllm import validation as refusals
 from keepset.vllm.compat import ONE_ROTATION, rotary_table
 from keepset.vllm.settings import recipe_of
 from keepset.vllm.validation import CONNECTOR, check, check_layer
-from tests.vllm.engine import Ask, Scenario, raw
-from tests.vllm.methods import Mass
+from tests.paged.methods import Mass
 
 
 def config(**changes: Any) -> Any:
@@ -231,26 +230,6 @@ def test_rotations_that_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
             found("llama", *ropes)
     with pytest.raises(KeepsetError, match="and not gemma3: choose another method"):
         found("gemma3", rope())
-
-
-def test_engines_that_are_refused_say_why() -> None:
-    ask = [Ask([1, 2, 3], 1)]
-    answers = raw(
-        Scenario("gvote", ask, engine={"enforce_eager": False}),
-        Scenario("pyramid(snapkv, keep=128)", ask, engine={"enable_prefix_caching": True}),
-        Scenario("snapkv(keep=0.25)", ask, engine={"kv_cache_dtype": "fp8"}),
-        Scenario("mass", ask, engine={"kv_transfer_config": None}),
-        Scenario(None, ask, engine={"additional_config": {"keepset": "snapkv(kep=0.25)"}}),
-    )
-    sentences = [
-        "KeepsetError: keepset cannot serve gvote: compiled code does not show the hidden states that it looks at",
-        "KeepsetError: keepset cannot serve pyramid(snapkv, keep=128): its layers keep different numbers of entries",
-        "KeepsetError: keepset cannot serve snapkv(keep=0.25): a quantized KV cache (fp8",
-        "KeepsetError: keepset cannot serve mass: how much it keeps depends on the data",
-        "KeepsetError: snapkv has no parameter 'kep'",
-    ]
-    for answer, sentence in zip(answers, sentences, strict=True):
-        assert isinstance(answer, str) and sentence in answer, answer
 
 
 @pytest.mark.parametrize("recipe", ["h2o(keep=96, every=24)", "gvote(every=24)"])

@@ -21,6 +21,8 @@ from keepset.serving.command import command
 from keepset.serving.metrics import read
 from keepset.serving.server import Server, free_port
 
+pytestmark = pytest.mark.full
+
 REQUESTS = 500
 AT_ONCE = 40
 # So few that requests wait and are preempted: each may need 12, and the pool has 47.

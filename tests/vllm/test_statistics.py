@@ -17,6 +17,8 @@ from tests.vllm.compared import Embedded, check_cache, fed
 from tests.vllm.engine import Ask, Result, Scenario, run
 from tests.vllm.test_refusals import config
 
+pytestmark = pytest.mark.full
+
 RECIPES = [
     "triattention(stats={file!r}, keep=96, every=12)",
     "adakv(triattention(stats={file!r}), keep=0.3)",

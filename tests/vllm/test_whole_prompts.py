@@ -13,6 +13,8 @@ from tests.vllm.compared import CHUNKED, asks, check_cache, check_oracle, fed, r
 from tests.vllm.engine import Ask, Scenario, raw
 from tests.vllm.oracle import Oracle
 
+pytestmark = pytest.mark.full
+
 ONCE = ["gvote", "kvcompose(task='self', keep=0.25)"]
 """Undisturbed."""
 AGAIN = {

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
-from keepset.bench.analysis.rows import Figure, Row
+from keepset.bench.analysis.rows import Figure, TableRow
 from keepset.bench.analysis.summary import TOLERANCES, Summary, Trade
 from keepset.bench.cell import FULL
 
@@ -30,7 +30,7 @@ def to_csv(summary: Summary) -> str:
     """Rows and averages, one line each; a text that a spreadsheet would take for a formula begins with `'`."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    names = [field.name for field in fields(Row)]
+    names = [field.name for field in fields(TableRow)]
     writer.writerow(part for name in names for part in _columns(name))
     for row in (*summary.rows, *summary.averages):
         writer.writerow(cell for name in names for cell in _cells(name, getattr(row, name)))
@@ -59,7 +59,7 @@ def to_latex(summary: Summary) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _scores(rows: Sequence[Row]) -> str:
+def _scores(rows: Sequence[TableRow]) -> str:
     own = {row.requested for row in rows if row.recipe != FULL}
     budgets = sorted(own, key=lambda keep: (keep is None, isinstance(keep, int), -(keep or 0)))
     lines = []
@@ -67,16 +67,16 @@ def _scores(rows: Sequence[Row]) -> str:
         here = [row for row in rows if row.task == task]
         full = "".join(f", {FULL} {_score(row)}" for row in here if row.recipe == FULL)
         examples = max(row.examples_of for row in here)
-        said = rf"\textit{{{escape(task)}}}, {examples} example{'' if examples == 1 else 's'}{full}"
-        lines += [r"\midrule", rf"\multicolumn{{{len(budgets) + 1}}}{{l}}{{{said}}} \\"]
+        title = rf"\textit{{{escape(task)}}}, {examples} example{'' if examples == 1 else 's'}{full}"
+        lines += [r"\midrule", rf"\multicolumn{{{len(budgets) + 1}}}{{l}}{{{title}}} \\"]
         for method in dict.fromkeys(row.method for row in here if row.recipe != FULL):
-            found = {row.requested: _score(row) for row in here if row.method == method}
-            lines.append(_line([rf"\texttt{{{escape(method)}}}", *(found.get(keep, "--") for keep in budgets)]))
+            scores = {row.requested: _score(row) for row in here if row.method == method}
+            lines.append(_line([rf"\texttt{{{escape(method)}}}", *(scores.get(keep, "--") for keep in budgets)]))
     head = ["method", *("own budget" if keep is None else f"keep {keep}" for keep in budgets)]
     return _tabular(head, lines)
 
 
-def _score(row: Row) -> str:
+def _score(row: TableRow) -> str:
     if row.score is None:
         return "failed" if row.tasks_of == 1 else f"{row.tasks} of {row.tasks_of} tasks"
     marks = r"\dagger" if row.failed else ""
@@ -96,9 +96,9 @@ def _trades(trades: Sequence[Trade]) -> str:
             mark = r"$^{\dagger}$" if trade.failed else ""
             cells = [rf"\texttt{{{escape(trade.method)}}}{mark}", f"{trade.smallest:.3g}", _percent(trade.area)]
             for tolerance in TOLERANCES:
-                found = reach.get(tolerance)
-                sign = r"$\geq$ " if found and found.at_least else ""
-                cells.append(sign + _percent(None if found is None else found.removed))
+                within = reach.get(tolerance)
+                sign = r"$\geq$ " if within and within.at_least else ""
+                cells.append(sign + _percent(None if within is None else within.removed))
             lines.append(_line(cells))
     losses = (rf"removed, loss $\leq$ {tolerance:.0%}".replace("%", r"\,\%") for tolerance in TOLERANCES)
     return _tabular(["method", "from keep", "AUC", *losses], lines)

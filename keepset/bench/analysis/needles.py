@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
 from keepset.bench.analysis.rows import by_example
 from keepset.bench.cell import Cell
@@ -31,10 +30,6 @@ class NeedleMap:
     scores: list[list[float | None]]
     examples: list[list[int]]
 
-    def to_json(self) -> dict[str, Any]:
-        """All of it."""
-        return asdict(self)
-
 
 def needle_maps(cells: Iterable[Cell]) -> list[NeedleMap]:
     """Maps of all recipes on the tasks whose examples say a depth, from 0 to 1, and a length.
@@ -42,16 +37,16 @@ def needle_maps(cells: Iterable[Cell]) -> list[NeedleMap]:
     An example counts once in its square, with the mean of its seeds; a recipe's error is no answer. Where a recipe
     failed throughout, it has no map.
     """
-    found: dict[tuple[str, str], list[Cell]] = {}
+    by_recipe: dict[tuple[str, str], list[Cell]] = {}
     lengths: dict[str, set[float]] = {}
     for cell in cells:
         if _place(cell) is not None:
             task = cell.task.partition("@")[0]
-            found.setdefault((task, cell.recipe), []).append(cell)
+            by_recipe.setdefault((task, cell.recipe), []).append(cell)
             lengths.setdefault(task, set()).add(float(cell.facts["length"]))
     return [
         _map(task, recipe, sorted(lengths[task]), each)
-        for (task, recipe), each in found.items()
+        for (task, recipe), each in by_recipe.items()
         if any(cell.outcome for cell in each)
     ]
 

@@ -1,15 +1,15 @@
-"""`Row`: what a recipe's cells on one task come to, or its rows on the tasks of a group."""
+"""`TableRow`: what a recipe's cells on one task come to, or its rows on the tasks of a group."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from statistics import fmean
 from typing import Any
 
 from keepset.bench.analysis import intervals
 from keepset.bench.analysis.intervals import Interval
-from keepset.bench.cell import Cell
+from keepset.bench.cell import Cell, Outcome
 
 Cells = Mapping[tuple[int, str], Cell]
 """A recipe's cells on one task, by seed and example."""
@@ -30,7 +30,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """One recipe on one task, or averaged over the tasks of a group.
 
     An example counts once, with the mean of its seeds; one on which the recipe failed counts as not answered, in the
@@ -73,20 +73,15 @@ class Row:
     select_seconds: float | None = None
     decode_seconds: float | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """All of it."""
-        return asdict(self)
+
+_COSTS = tuple(each.name for each in fields(Outcome) if each.name not in ("scores", "replies"))
 
 
-_COSTS = ("keep", "kv_bytes", "kv_bytes_full", "tokens", "finished", "repetition")
-_SECONDS = ("prefill_seconds", "select_seconds", "decode_seconds")
-
-
-def row(cells: Cells, baseline: Cells | None, examples: Collection[str]) -> Row:
+def table_row(cells: Cells, baseline: Cells | None, examples: Collection[str]) -> TableRow:
     """What a recipe's cells come to, beside those of what it is compared with."""
     first = next(iter(cells.values()))
     failures = [cell for cell in cells.values() if cell.outcome is None]
-    made = Row(
+    row = TableRow(
         task=first.task,
         recipe=first.recipe,
         method=first.method,
@@ -100,27 +95,23 @@ def row(cells: Cells, baseline: Cells | None, examples: Collection[str]) -> Row:
     )
     outcomes = [cell.outcome for cell in cells.values() if cell.outcome is not None]
     if not outcomes:
-        return made
-    costs: dict[str, Any] = {
-        name: fmean(getattr(outcome, name) for outcome in outcomes) for name in (*_COSTS, *_SECONDS)
-    }
+        return row
     scores = by_example((example, cell.score) for (_, example), cell in cells.items())
-    made = replace(made, **costs, share=_ratio(costs), score=Figure.of(fmean(scores), intervals.of_score(scores)))
+    row = replace(row, **_costs(outcomes), score=Figure.of(fmean(scores), intervals.of_score(scores)))
     if baseline is None or not any(cell.outcome for cell in baseline.values()):
-        return made
+        return row
     both = [unit for unit in cells if unit in baseline]
     differences = by_example((unit[1], cells[unit].score - baseline[unit].score) for unit in both)
     if not differences:
-        return made
+        return row
     figure = Figure.of(fmean(differences), intervals.of_difference(differences))
-    return replace(made, difference=figure, pairs=len(differences))
+    return replace(row, difference=figure, pairs=len(differences))
 
 
-def average(group: str, rows: Sequence[Row], tasks: int) -> Row:
+def average(group: str, rows: Sequence[TableRow], tasks: int) -> TableRow:
     """A recipe's rows on a group's tasks, each of which counts the same; without a score where it lacks one."""
     scored = [each for each in rows if each.score is not None]
-    error = next((each.error for each in rows if each.error is not None), None)
-    made = Row(
+    row = TableRow(
         task=group,
         recipe=rows[0].recipe,
         method=rows[0].method,
@@ -130,40 +121,40 @@ def average(group: str, rows: Sequence[Row], tasks: int) -> Row:
         examples_of=sum(each.examples_of for each in rows),
         cut=sum(each.cut for each in rows),
         failed=sum(each.failed for each in rows),
-        error=error,
+        error=next((each.error for each in rows if each.error is not None), None),
         tasks=len(scored),
         tasks_of=tasks,
     )
     if len(scored) < tasks:
-        return made
-    costs: dict[str, Any] = {name: fmean(getattr(each, name) for each in scored) for name in (*_COSTS, *_SECONDS)}
+        return row
     compared = all(each.difference is not None for each in scored)
     return replace(
-        made,
-        **costs,
-        share=_ratio(costs),
-        score=_mean(scored, lambda each: each.score),
-        difference=_mean(scored, lambda each: each.difference) if compared else None,
+        row,
+        **_costs(scored),
+        score=_mean(each.score for each in scored),
+        difference=_mean(each.difference for each in scored) if compared else None,
         pairs=sum(each.pairs for each in scored) if compared else 0,
     )
 
 
 def by_example(values: Iterable[tuple[str, float]]) -> list[float]:
     """The mean of each example's values, in the order of the examples' first ones."""
-    found: dict[str, list[float]] = {}
+    by_id: dict[str, list[float]] = {}
     for example, value in values:
-        found.setdefault(example, []).append(value)
-    return [fmean(each) for each in found.values()]
+        by_id.setdefault(example, []).append(value)
+    return [fmean(each) for each in by_id.values()]
 
 
-def _mean(rows: Sequence[Row], figure: Callable[[Row], Figure | None]) -> Figure:
+def _mean(figures: Iterable[Figure | None]) -> Figure:
     parts = []
-    for each in rows:
-        found = figure(each)
-        assert found is not None and found.low is not None and found.high is not None
-        parts.append((found.value, Interval(found.low, found.high)))
+    for figure in figures:
+        assert figure is not None and figure.low is not None and figure.high is not None
+        parts.append((figure.value, Interval(figure.low, figure.high)))
     return Figure.of(fmean(value for value, _ in parts), intervals.of_average(parts))
 
 
-def _ratio(costs: Mapping[str, float]) -> float | None:
-    return costs["kv_bytes"] / costs["kv_bytes_full"] if costs["kv_bytes_full"] else None
+def _costs(parts: Sequence[Outcome] | Sequence[TableRow]) -> dict[str, Any]:
+    """Means of bytes, seconds and the like."""
+    costs = {name: fmean(getattr(part, name) for part in parts) for name in _COSTS}
+    full = costs["kv_bytes_full"]
+    return {**costs, "share": costs["kv_bytes"] / full if full else None}

@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 
 from keepset.bench.analysis.curves import Curve, area, compression
-from keepset.bench.analysis.groups import group_of
 from keepset.bench.analysis.needles import NeedleMap, needle_maps
-from keepset.bench.analysis.rows import Cells, Figure, Row, average, by_example, row
+from keepset.bench.analysis.rows import Cells, Figure, TableRow, average, by_example, table_row
 from keepset.bench.cell import FULL, Cell
+from keepset.bench.tasks import longbench, ruler
 from keepset.errors import KeepsetError
+from keepset.recipe import Recipe
 
+_BENCHMARKS = {"ruler": ruler.NAMES, "longbench": longbench.NAMES}
 TOLERANCES = (0.1, 0.2)
 """Relative losses of accuracy for which it is said how much can go: those of KVCompose's Table 2."""
 
@@ -49,30 +51,20 @@ class Trade:
     area: Figure | None
     reach: list[Reach]
 
-    def to_json(self) -> dict[str, Any]:
-        """All of it."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class Summary:
     """All figures of a sweep; `baseline` is what differences are to."""
 
     baseline: str
-    rows: list[Row]
-    averages: list[Row]
+    rows: list[TableRow]
+    averages: list[TableRow]
     trades: list[Trade]
     needles: list[NeedleMap]
 
     def to_json(self) -> dict[str, Any]:
         """As `keepset results --json` prints it."""
-        return {
-            "baseline": self.baseline,
-            "rows": [each.to_json() for each in self.rows],
-            "averages": [each.to_json() for each in self.averages],
-            "trades": [each.to_json() for each in self.trades],
-            "needles": [each.to_json() for each in self.needles],
-        }
+        return asdict(self)
 
 
 def summarise(cells: Sequence[Cell], baseline: str | None = None) -> Summary:
@@ -91,7 +83,7 @@ def summarise(cells: Sequence[Cell], baseline: str | None = None) -> Summary:
         tasks.setdefault(cell.task, {}).setdefault(cell.recipe, {})[cell.seed, cell.example] = cell
     groups: dict[str, list[str]] = {}
     for task in tasks:
-        if (group := group_of(task)) is not None:
+        if (group := benchmark_of(task)) is not None:
             groups.setdefault(group, []).append(task)
     groups = {group: members for group, members in groups.items() if len(members) > 1}
 
@@ -113,10 +105,14 @@ def summarise(cells: Sequence[Cell], baseline: str | None = None) -> Summary:
     )
 
 
+def benchmark_of(task: str) -> str | None:
+    """The benchmark whose tasks a task is averaged with, at the same length; None without one."""
+    name, at, length = task.partition("@")
+    return next((f"{benchmark}{at}{length}" for benchmark, names in _BENCHMARKS.items() if name in names), None)
+
+
 def _known(baseline: str, cells: Sequence[Cell]) -> str:
     """The baseline as cells write it."""
-    from keepset.recipe import Recipe
-
     names = dict.fromkeys(name for cell in cells for name in (cell.method, cell.recipe))
     text = baseline if baseline in names else str(Recipe.parse(baseline))
     if text not in names:
@@ -125,9 +121,9 @@ def _known(baseline: str, cells: Sequence[Cell]) -> str:
     return text
 
 
-def _rows(recipes: Mapping[str, Cells], baseline: str) -> list[Row]:
+def _rows(recipes: Mapping[str, Cells], baseline: str) -> list[TableRow]:
     examples = {example for cells in recipes.values() for _, example in cells}
-    return [row(cells, _against(recipes, name, baseline), examples) for name, cells in recipes.items()]
+    return [table_row(cells, _against(recipes, name, baseline), examples) for name, cells in recipes.items()]
 
 
 def _against(recipes: Mapping[str, Cells], recipe: str, baseline: str) -> Cells | None:
@@ -142,12 +138,12 @@ def _against(recipes: Mapping[str, Cells], recipe: str, baseline: str) -> Cells 
     return None
 
 
-def _averages(group: str, tasks: Sequence[Mapping[str, Row]]) -> list[Row]:
+def _averages(group: str, tasks: Sequence[Mapping[str, TableRow]]) -> list[TableRow]:
     recipes = dict.fromkeys(recipe for rows in tasks for recipe in rows)
     return [average(group, [rows[recipe] for rows in tasks if recipe in rows], len(tasks)) for recipe in recipes]
 
 
-def _trades(name: str, tasks: Sequence[tuple[Mapping[str, Cells], Mapping[str, Row]]]) -> list[Trade]:
+def _trades(name: str, tasks: Sequence[tuple[Mapping[str, Cells], Mapping[str, TableRow]]]) -> list[Trade]:
     """The curves of all methods that have two budgets or more; one budget makes no curve."""
     if any(FULL not in rows or rows[FULL].score is None for _, rows in tasks):
         return []
@@ -156,12 +152,12 @@ def _trades(name: str, tasks: Sequence[tuple[Mapping[str, Cells], Mapping[str, R
         everywhere = all(recipe in rows and rows[recipe].score is not None for _, rows in tasks)
         if everywhere and recipe != FULL and first.requested is not None:
             budgets.setdefault(first.method, []).append(recipe)
-    made = (_trade(name, method, recipes, tasks) for method, recipes in budgets.items() if len(recipes) > 1)
-    return [trade for trade in made if trade is not None]
+    trades = (_trade(name, method, recipes, tasks) for method, recipes in budgets.items() if len(recipes) > 1)
+    return [trade for trade in trades if trade is not None]
 
 
 def _trade(
-    name: str, method: str, recipes: Sequence[str], tasks: Sequence[tuple[Mapping[str, Cells], Mapping[str, Row]]]
+    name: str, method: str, recipes: Sequence[str], tasks: Sequence[tuple[Mapping[str, Cells], Mapping[str, TableRow]]]
 ) -> Trade | None:
     keeps = {recipe: fmean(rows[recipe].keep or 0.0 for _, rows in tasks) for recipe in recipes}
     points = [FULL, *sorted(recipes, key=lambda recipe: -keeps[recipe])]
@@ -173,9 +169,9 @@ def _trade(
     surface = area(curve)
     reaches = []
     for tolerance in TOLERANCES:
-        if (found := compression(curve, tolerance)) is not None:
-            at_least = found[0] >= 1 - smallest - 1e-9
-            reaches.append(Reach(tolerance, Figure.of(*found), at_least))
+        if (removed := compression(curve, tolerance)) is not None:
+            at_least = removed[0] >= 1 - smallest - 1e-9
+            reaches.append(Reach(tolerance, Figure.of(*removed), at_least))
     return Trade(
         name,
         method,

@@ -83,9 +83,9 @@ def next_query(
     del whole
     masked = Recorder(model, method.needs, on_layer)
     masked.prefill(ids[:, :-1])
-    found = {}
+    agreements = {}
     for observation in masked.observations:
         both = torch.cat([method.queries(observation), newest[observation.layer]], 2)
         attention = query_logits(observation, observation.by_query_group(both)).softmax(-1)[0].flatten(0, 1)
-        found[observation.layer] = agreement(attention[:, :-1], attention[:, -1], method.p_nuc)
-    return found
+        agreements[observation.layer] = agreement(attention[:, :-1], attention[:, -1], method.p_nuc)
+    return agreements

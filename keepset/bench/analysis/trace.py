@@ -6,16 +6,17 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from keepset.bench.analysis.segments import HeadSegments, head_segments
-from keepset.bench.analysis.snapshot import Snapshot
+from keepset.allocators.ams import Segments
+from keepset.bench.analysis.diagnostics import Snapshot
 from keepset.core.budget import Budget
 from keepset.core.keep_set import KeepSet
+from keepset.core.method import Method
 from keepset.core.observation import Observation
 from keepset.hf.cache import Cache
 from keepset.recipe import Recipe
@@ -24,24 +25,63 @@ if TYPE_CHECKING:
     import transformers
 
 
+@runtime_checkable
+class Segmented(Protocol):
+    """A method that can tell its segments at an event, as `ams` does."""
+
+    def segments(self, observation: Observation, budget: Budget) -> Segments:
+        """Mass and segment of every entry, and how many entries each segment was to keep."""
+        ...
+
+
+class HeadSegments(NamedTuple):
+    """One head's mass and segments at an event: what Figure 3 of Yang and Shen (AMS) draws.
+
+    Attributes:
+        mass: of every entry, in the order of the cache.
+        ends: one past each segment's last entry.
+        quotas: how many entries each segment was to keep.
+    """
+
+    mass: Float[Tensor, " entries"]
+    ends: Int[Tensor, " segments"]
+    quotas: Int[Tensor, " segments"]
+
+
+def head_segments(method: Method, observation: Observation, budget: Budget) -> list[HeadSegments] | None:
+    """The first request's segments, head by head; None where the method has none to tell.
+
+    Only the outermost method is asked: one inside another divides what that one leaves it, which it cannot know.
+    Segments without entries are left out.
+    """
+    if not isinstance(method, Segmented):
+        return None
+    segments = method.segments(observation, budget)
+    heads = []
+    for head, valid in enumerate(observation.valid[0]):
+        quotas = segments.quotas[0, head]
+        sizes = segments.segment[0, head][valid].long().bincount(minlength=quotas.shape[0])
+        real = sizes > 0
+        heads.append(HeadSegments(segments.mass[0, head][valid].float(), sizes.cumsum(0)[real], quotas[real]))
+    return heads
+
+
 @dataclass(frozen=True, eq=False)
-class Moment:
+class TraceEvent(Snapshot):
     """One event of a trace.
 
     Attributes:
-        snapshot: what stayed.
         entries: entries that there were, over all layers and KV heads.
         segments: of every layer, head by head; empty where the method tells none.
     """
 
-    snapshot: Snapshot
     entries: int
     segments: dict[int, list[HeadSegments]]
 
     @property
     def length(self) -> int:
         """Tokens of the text by then."""
-        return int(self.snapshot.lengths[0])
+        return int(self.lengths[0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,14 +92,14 @@ class Trace:
         recipe: canonical text.
         ids: the prompt's tokens and those that followed.
         prompt: how many of them are the prompt.
-        moments: the events.
+        events: the compressions.
         tokens_per_second: after the first token, observing not counted; None for a text that was only followed.
     """
 
     recipe: str
     ids: Int[Tensor, " tokens"]
     prompt: int
-    moments: Sequence[Moment]
+    events: Sequence[TraceEvent]
     tokens_per_second: float | None
 
 
@@ -124,13 +164,13 @@ class Tracer:
     @property
     def trace(self) -> Trace:
         """What there is so far."""
-        moments = [
-            Moment(Snapshot.of(event.keep_set, event.length), event.entries, self._segments[event.length])
+        events = [
+            TraceEvent(event.keep_set, torch.tensor([event.length]), event.entries, self._segments[event.length])
             for event in self._cache.events
             if event.keep_set is not None
         ]
         speed = (len(self._clock) - 2) / (self._clock[-1] - self._clock[1]) if len(self._clock) > 2 else None
-        return Trace(str(self._recipe), torch.tensor(self._ids), self._prompt, moments, speed)
+        return Trace(str(self._recipe), torch.tensor(self._ids), self._prompt, events, speed)
 
     def _begin(self, ids: Tensor, prompt: int) -> None:
         self._cache.reset()
@@ -140,7 +180,7 @@ class Tracer:
 
     def _observe(self, observation: Observation, budget: Budget, keep_set: KeepSet) -> None:
         start = time.perf_counter()
-        told = head_segments(self._recipe.method, observation, budget)
-        if told is not None:
-            self._segments[int(observation.lengths[0])][observation.layer] = told
+        segments = head_segments(self._recipe.method, observation, budget)
+        if segments is not None:
+            self._segments[int(observation.lengths[0])][observation.layer] = segments
         self._observing += time.perf_counter() - start

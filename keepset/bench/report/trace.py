@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from keepset.bench.report.html import pack
+from keepset.bench.report.compare import pack
 from keepset.bench.report.page import assemble
 
 Head = tuple[Tensor, Tensor, Tensor]

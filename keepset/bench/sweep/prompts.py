@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Asked:
+class TokenizedQuestion:
     """A question of a prompt.
 
     Attributes:
@@ -37,20 +37,17 @@ class Prompt:
     """
 
     ids: tuple[int, ...]
-    asked: tuple[Asked, ...]
+    questions: tuple[TokenizedQuestion, ...]
     cut: int = 0
 
 
 class Prompts:
     """Makes the prompts of examples.
 
-    Context, question and the answer's prefix are one text, tokenized as lm-evaluation-harness does: with the
-    tokenizer's own special tokens, unless the text begins with one; white space before a choice belongs to the choice;
-    and where there is no text at all, the first token is that of a text's beginning. In a chat, context and question
-    are a user's message in the model's template, and the prefix begins the assistant's answer.
-
-    A prompt that the model's context does not hold, together with the answer, loses the middle of its own context, as
-    in LongBench (Bai and others 2023, arXiv:2308.14508).
+    Context, question and the answer's prefix are one text, tokenized as lm-evaluation-harness does: white space before
+    a choice belongs to the choice. In a chat, context and question are a user's message in the model's template, and
+    the prefix begins the assistant's answer. A prompt that the model's context does not hold, together with the answer,
+    loses the middle of its own context, as in LongBench (Bai and others 2023, arXiv:2308.14508).
 
     Args:
         agnostic: only the context is prompt; each question follows it, tokenized by itself.
@@ -91,32 +88,34 @@ class Prompts:
                 f"Example {example.id} has no context that could be compressed before its question is known: evaluate "
                 "it with the question as part of the prompt."
             )
-        asked = tuple(self._following(question) for question in example.questions)
-        whole = Prompt(self._encode(self._before + example.context, self._special), asked)
+        questions = tuple(self._following(question) for question in example.questions)
+        whole = Prompt(self._encode(self._before + example.context, self._special), questions)
         return [self._fitted(whole, example, (), answer)]
 
     def _aware(self, example: Example, question: Question, answer: int) -> Prompt:
         end = self._end(question)
         text, choices = self._before + example.context + end, question.choices
         ids = self._encode(text.rstrip() if choices else text, self._special)
-        asked = Asked(question, (), self._choices(text, ids, question, self._special))
-        return self._fitted(Prompt(ids or self._begin(), (asked,)), example, self._encode(end, special=False), answer)
+        tokenized = TokenizedQuestion(question, (), self._choices(text, ids, question, self._special))
+        return self._fitted(
+            Prompt(ids or self._begin(), (tokenized,)), example, self._encode(end, special=False), answer
+        )
 
-    def _following(self, question: Question) -> Asked:
+    def _following(self, question: Question) -> TokenizedQuestion:
         text = self._end(question)
         ids = self._encode(text.rstrip() if question.choices else text, special=False)
-        return Asked(question, ids, self._choices(text, ids, question, special=False))
+        return TokenizedQuestion(question, ids, self._choices(text, ids, question, special=False))
 
     def _end(self, question: Question) -> str:
         return question.text + self._after + question.prefix
 
     def _choices(self, text: str, ids: Sequence[int], question: Question, special: bool) -> tuple[tuple[int, ...], ...]:
         """What every choice adds to the tokens of the text without the white space at its end."""
-        found = tuple(self._encode(text + choice, special and bool(ids))[len(ids) :] for choice in question.choices)
-        for choice, tokens in zip(question.choices, found, strict=True):
+        choices = tuple(self._encode(text + choice, special and bool(ids))[len(ids) :] for choice in question.choices)
+        for choice, tokens in zip(question.choices, choices, strict=True):
             if not tokens:
                 raise KeepsetError(f"The choice {choice!r} has no tokens, so it has no likelihood: leave it out.")
-        return found
+        return choices
 
     def _fitted(self, prompt: Prompt, example: Example, end: Sequence[int], answer: int) -> Prompt:
         """The prompt without the middle of its context, if it is too long.
@@ -124,7 +123,7 @@ class Prompts:
         Args:
             end: what of the prompt is not context, but follows it.
         """
-        after = max(len(asked.ids) + max(map(len, asked.choices), default=answer) for asked in prompt.asked)
+        after = max(len(each.ids) + max(map(len, each.choices), default=answer) for each in prompt.questions)
         excess = 0 if self._longest is None else len(prompt.ids) + after - self._longest
         if excess <= 0:
             return prompt

@@ -18,7 +18,7 @@ from keepset import models
 from keepset.bench.cell import Cell
 from keepset.bench.sweep.runner import Runner
 from keepset.bench.sweep.store import Store
-from keepset.bench.sweep.sweep import POLL, Group, Lost, Runs, claimed, work
+from keepset.bench.sweep.sweep import POLL, Group, Runs, Skipped, claimed, work
 from keepset.errors import KeepsetError
 
 if TYPE_CHECKING:
@@ -57,14 +57,16 @@ def check_installed() -> None:
         ) from None
 
 
-def run(store: Store, groups: Sequence[Group], make: Maker, nbytes: int, on_cells: Callable[[int], None]) -> list[Lost]:
+def run(
+    store: Store, groups: Sequence[Group], make: Maker, nbytes: int, on_cells: Callable[[int], None]
+) -> list[Skipped]:
     """What `sweep.run` does, by the workers of a Ray cluster: the one that is set up, or one on this machine.
 
     Args:
         nbytes: memory that a worker is given for its model and caches.
     """
 
-    lost: list[Lost] = []
+    skipped: list[Skipped] = []
     flying: dict[ray.ObjectRefGenerator[Any], Group] = {}
     claims = claimed(store, groups, on_cells)
     claim: tuple[Group, list[str]] | tuple[()] | None = None
@@ -77,14 +79,14 @@ def run(store: Store, groups: Sequence[Group], make: Maker, nbytes: int, on_cell
             if not flying and claim is None:
                 time.sleep(POLL)
             for stream in _ready(flying):
-                made = _next(stream, flying[stream].task.name)
-                if isinstance(made, Lost):
-                    lost.append(made)
-                elif made is not None and store.save(made):
+                result = _next(stream, flying[stream].task.name)
+                if isinstance(result, Skipped):
+                    skipped.append(result)
+                elif result is not None and store.save(result):
                     on_cells(1)
                 else:
                     store.release(flying.pop(stream).key)
-    return lost
+    return skipped
 
 
 @contextmanager
@@ -112,7 +114,7 @@ def _on_workers(nbytes: int) -> Callable[[Maker, Group, list[str]], ray.ObjectRe
     return ray.remote(num_cpus=1, memory=min(nbytes, int(most)), num_returns="streaming")(_cells).remote
 
 
-def _cells(make: Maker, group: Group, recipes: Sequence[str]) -> Iterator[Cell | Lost]:
+def _cells(make: Maker, group: Group, recipes: Sequence[str]) -> Iterator[Cell | Skipped]:
     yield from work(_made(make), group, recipes)
 
 
@@ -128,7 +130,7 @@ def _ready(streams: Collection[ray.ObjectRefGenerator[Any]]) -> list[ray.ObjectR
     return ray.wait(list(streams), num_returns=1, timeout=POLL)[0] if streams else []
 
 
-def _next(stream: ray.ObjectRefGenerator[Any], task: str) -> Cell | Lost | None:
+def _next(stream: ray.ObjectRefGenerator[Any], task: str) -> Cell | Skipped | None:
     """What a worker has made; None at the group's end."""
     import ray
     from ray.exceptions import RayError, RayTaskError
@@ -142,4 +144,4 @@ def _next(stream: ray.ObjectRefGenerator[Any], task: str) -> Cell | Lost | None:
             raise error.cause from None
         raise
     except RayError as error:
-        return Lost(task, "the rest of an example", f"its worker is gone ({type(error).__name__})")
+        return Skipped(task, "the rest of an example", f"its worker is gone ({type(error).__name__})")

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from keepset.bench.candidate import Candidate
 from keepset.bench.cell import Cell, Outcome
-from keepset.bench.sweep.asking import Asker
-from keepset.bench.sweep.holding import nbytes_full
-from keepset.bench.sweep.memory import is_out_of_memory
-from keepset.bench.sweep.prefill import Prefill, Start
+from keepset.bench.memory import is_out_of_memory, nbytes_full
+from keepset.bench.sweep.evaluate import Evaluator
 from keepset.bench.sweep.prompts import Prompts
 from keepset.bench.tasks.task import Example, Task
 from keepset.errors import KeepsetError
+from keepset.hf.cache import Cache
 from keepset.hf.join import can_join
+from keepset.hf.prompt_session import CachedPrompt, PromptSession
 from keepset.offline.compile.seen import refuse_seen
+from keepset.recipe import Recipe
 
 if TYPE_CHECKING:
     import transformers
@@ -28,18 +30,14 @@ if TYPE_CHECKING:
 TOGETHER = 4
 """As many full caches may be held by candidates that are asked as a batch."""
 
-Ask = Callable[[Sequence[Start]], list[list[Outcome]]]
-"""From prompts that are cached, each candidate's way, to the outcomes of their questions."""
-
 
 class Runner:
     """Asks the same of every candidate, so that cells differ by nothing but the recipe.
 
-    A prompt is prefilled once for all recipes that compress its end; recipes that compress while decoding (`every=`)
-    have a prefill of their own. The first token of an answer is foretold by the whole prompt, as in `generate`;
-    where a question follows a compressed context, by what was kept of it. Answers are the most likely tokens; with a
-    temperature they are drawn from all tokens, by the seed, the example and the question alone, so that all candidates
-    have the same luck. Whatever else the model's generation config says, other than what ends an answer, is left out.
+    The first token of an answer is predicted by the whole prompt, as in `generate`; where a question follows a
+    compressed context, by what was kept of it. Answers are the most likely tokens; with a temperature they are drawn by
+    the seed, the example and the question alone, so that all candidates have the same luck. Of the model's generation
+    config only what ends an answer counts.
 
     Args:
         model: a causal language model.
@@ -68,62 +66,80 @@ class Runner:
             )
         longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         self._prompts = Prompts(tokenizer, agnostic=agnostic, chat=chat, longest=longest)
-        self._model, self._asker = model, Asker(model, tokenizer, temperature)
+        self._model, self._evaluator = model, Evaluator(model, tokenizer, temperature)
 
     def run(self, task: Task, example: Example, candidates: Sequence[Candidate], seed: int) -> Iterator[Cell]:
         """A cell for every candidate, in their order; what cannot be had is a cell with an error."""
-        contenders = [_Contender(_unseen(candidate, example)) for candidate in candidates]
+        runs = [_Run(candidate, candidate.error) for candidate in candidates]
+        for run in runs:
+            run.check(lambda recipe: refuse_seen(recipe, _text(example)))
         try:
             prompts = self._prompts.of(example, task.generation.tokens)
         except KeepsetError as error:
-            for contender in contenders:
-                contender.fail(error)
-                yield contender.cell(task, example, seed)
+            for run in runs:
+                run.fail(error)
+                yield run.cell(task, example, seed)
             return
+        for run in runs:
+            run.check(lambda recipe: Cache(self._model, recipe).stop_watching())
         if cut := max(prompt.cut for prompt in prompts):
             example = replace(example, facts={**example.facts, "cut": cut})
-        asked = 0
+        questions = 0
         for prompt in prompts:
             ids = torch.tensor([prompt.ids], device=self._model.device)
-            prefill = Prefill(self._model, ids, [contender.candidate for contender in contenders])
-            ask = partial(self._asker.ask, task, prompt, (seed, example.id), asked)
-            batched = not task.decodes and not any(question.choices for question in prompt.asked)
-            for group in _groups(prefill, contenders, batched):
-                _ask(ask, prefill, group)
+            sharing = [run.candidate.recipe for run in runs if run.error is None and run.every is None]
+            session = PromptSession(self._model, ids, [recipe for recipe in sharing if recipe is not None])
+            evaluate = partial(self._evaluator.evaluate, task, prompt, (seed, example.id), questions)
+            batched = not task.decodes and not any(question.choices for question in prompt.questions)
+            for group in _groups(session, runs, batched):
+                _evaluate(evaluate, session, group)
                 if prompt is prompts[-1]:
-                    yield from (contender.cell(task, example, seed) for contender in group)
-            asked += len(prompt.asked)
+                    yield from (run.cell(task, example, seed) for run in group)
+            questions += len(prompt.questions)
 
 
-class _Contender:
+@dataclass
+class _Run:
     """A candidate on one example, and what has become of it so far."""
 
-    def __init__(self, candidate: Candidate) -> None:
-        self.candidate = candidate
-        self.outcomes: list[Outcome] = []
-        self.start: Start | None = None
+    candidate: Candidate
+    error: str | None
+    outcomes: list[Outcome] = field(default_factory=list)
+    cached: CachedPrompt | None = None
 
-    def begin(self, prefill: Prefill) -> None:
-        """Caches the prompt its way, unless it has."""
-        if self.start is not None:
-            return
-        try:
-            self.start = prefill.start(self.candidate)
-        except KeepsetError as error:
-            self.fail(error)
+    @property
+    def every(self) -> int | None:
+        """After how many tokens it compresses again while decoding."""
+        return None if self.candidate.recipe is None else self.candidate.recipe.schedule.every
 
-    def hand_over(self) -> Start:
+    def check(self, check: Callable[[Recipe], None]) -> None:
+        """Whether the recipe passes."""
+        if self.error is None and self.candidate.recipe is not None:
+            with self._failing():
+                check(self.candidate.recipe)
+
+    def begin(self, session: PromptSession) -> None:
+        """Caches the prompt its way, unless it has or cannot."""
+        if self.cached is None and self.error is None:
+            recipe = self.candidate.recipe
+            with self._failing():
+                if recipe is None or recipe.schedule.every is None:
+                    self.cached = session.compress(recipe)
+                else:
+                    self.cached = session.compress_alone(recipe)
+
+    def hand_over(self) -> CachedPrompt:
         """What it has begun, which is somebody else's now: the cache goes as soon as it is used up."""
-        assert self.start is not None
-        start, self.start = self.start, None
-        return start
+        assert self.cached is not None
+        cached, self.cached = self.cached, None
+        return cached
 
     def fail(self, error: KeepsetError) -> None:
         """It cannot be had: the first reason stays."""
-        self.candidate = replace(self.candidate, error=self.candidate.error or str(error))
+        self.error = self.error or str(error)
 
     def cell(self, task: Task, example: Example, seed: int) -> Cell:
-        """What is told of it."""
+        """What came of it."""
         return Cell(
             task=task.name,
             seed=seed,
@@ -133,34 +149,41 @@ class _Contender:
             requested=self.candidate.requested,
             facts=example.facts,
             metric=task.metric,
-            outcome=_mean(self.outcomes) if self.candidate.error is None else None,
-            error=self.candidate.error,
+            outcome=_mean(self.outcomes) if self.error is None else None,
+            error=self.error,
         )
 
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except KeepsetError as error:
+            self.fail(error)
 
-def _groups(prefill: Prefill, contenders: Sequence[_Contender], batched: bool) -> Iterator[list[_Contender]]:
+
+def _groups(session: PromptSession, runs: Sequence[_Run], batched: bool) -> Iterator[list[_Run]]:
     """All of them, begun: neighbours together where they may be asked as a batch and do not hold too much."""
-    group: list[_Contender] = []
-    for contender in contenders:
-        alone = not batched or _compresses_again(contender.candidate)
-        if group and (alone or not _joins(group) or not (_begins(contender, prefill) and _fits(contender, group))):
+    group: list[_Run] = []
+    for run in runs:
+        alone = not batched or run.every is not None
+        if group and (alone or not _joins(group) or not (_begins(run, session) and _fits(run, group))):
             yield group
             group = []
-        contender.begin(prefill)
-        group.append(contender)
+        run.begin(session)
+        group.append(run)
     if group:
         yield group
 
 
-def _joins(group: Sequence[_Contender]) -> bool:
+def _joins(group: Sequence[_Run]) -> bool:
     """Whether what has begun can be asked together with others."""
-    return all(can_join(contender.start.cache) for contender in group if contender.start is not None)
+    return all(can_join(run.cached.cache) for run in group if run.cached is not None)
 
 
-def _begins(contender: _Contender, prefill: Prefill) -> bool:
+def _begins(run: _Run, session: PromptSession) -> bool:
     """Whether memory is enough for it beside those that have begun."""
     try:
-        contender.begin(prefill)
+        run.begin(session)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -168,23 +191,25 @@ def _begins(contender: _Contender, prefill: Prefill) -> bool:
     return True
 
 
-def _fits(contender: _Contender, group: Sequence[_Contender]) -> bool:
+def _fits(run: _Run, group: Sequence[_Run]) -> bool:
     """Whether a group that it joins does not hold too much; one that cannot be had is no burden."""
-    if contender.start is None:
+    if run.cached is None:
         return True
-    cache = contender.start.cache
-    others = (other.start.cache.nbytes for other in group if other.start is not None)
+    cache = run.cached.cache
+    others = (other.cached.cache.nbytes for other in group if other.cached is not None)
     return sum(others, cache.nbytes) <= TOGETHER * nbytes_full(cache)
 
 
-def _ask(ask: Ask, prefill: Prefill, group: Sequence[_Contender]) -> None:
-    """Asks all that have begun; one after another if one spoils it for the others, or memory is not enough."""
-    begun = [contender for contender in group if contender.start is not None]
+def _evaluate(
+    evaluate: Callable[[Sequence[CachedPrompt]], list[list[Outcome]]], session: PromptSession, group: Sequence[_Run]
+) -> None:
+    """Evaluates all that have begun; one after another if one spoils it for the others, or memory is not enough."""
+    begun = [run for run in group if run.cached is not None]
     if not begun:
         return
     try:
-        for contender, outcomes in zip(begun, ask([contender.hand_over() for contender in begun]), strict=True):
-            contender.outcomes += outcomes
+        for run, outcomes in zip(begun, evaluate([run.hand_over() for run in begun]), strict=True):
+            run.outcomes += outcomes
         return
     except KeepsetError as error:
         if len(begun) == 1:
@@ -192,43 +217,26 @@ def _ask(ask: Ask, prefill: Prefill, group: Sequence[_Contender]) -> None:
     except (MemoryError, RuntimeError) as error:
         if len(begun) == 1 or not is_out_of_memory(error):
             raise
-    for contender in begun:
-        contender.begin(prefill)
-        _ask(ask, prefill, [contender])
+    for run in begun:
+        run.begin(session)
+        _evaluate(evaluate, session, [run])
 
 
-def _compresses_again(candidate: Candidate) -> bool:
-    """Whether it does while decoding."""
-    return candidate.recipe is not None and candidate.recipe.schedule.every is not None
-
-
-def _unseen(candidate: Candidate, example: Example) -> Candidate:
-    """The candidate; with an error if its tables were compiled from this very text."""
-    if candidate.recipe is None or candidate.error is not None:
-        return candidate
-    try:
-        refuse_seen(candidate.recipe, "".join([example.context, *(question.text for question in example.questions)]))
-    except KeepsetError as error:
-        return replace(candidate, error=str(error))
-    return candidate
+def _text(example: Example) -> str:
+    return "".join([example.context, *(question.text for question in example.questions)])
 
 
 def _mean(outcomes: Sequence[Outcome]) -> Outcome:
     """The means of all figures, and all replies."""
-
-    def mean(name: str) -> float:
-        return fmean(getattr(outcome, name) for outcome in outcomes)
-
+    means: dict[str, Any] = {
+        each.name: fmean(getattr(outcome, each.name) for outcome in outcomes)
+        for each in fields(Outcome)
+        if each.name not in ("scores", "replies")
+    }
+    for name in ("kv_bytes", "kv_bytes_full"):
+        means[name] = round(means[name])
     return Outcome(
         scores={name: fmean(outcome.scores[name] for outcome in outcomes) for name in outcomes[0].scores},
         replies=[reply for outcome in outcomes for reply in outcome.replies],
-        keep=mean("keep"),
-        kv_bytes=round(mean("kv_bytes")),
-        kv_bytes_full=round(mean("kv_bytes_full")),
-        tokens=mean("tokens"),
-        finished=mean("finished"),
-        repetition=mean("repetition"),
-        prefill_seconds=mean("prefill_seconds"),
-        select_seconds=mean("select_seconds"),
-        decode_seconds=mean("decode_seconds"),
+        **means,
     )

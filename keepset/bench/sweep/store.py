@@ -13,6 +13,8 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,7 +23,8 @@ from uuid import uuid4
 
 from keepset.bench.cell import Cell
 from keepset.bench.sweep.owner import Owner
-from keepset.errors import KeepsetError
+from keepset.errors import CorruptFileError, KeepsetError
+from keepset.recipe import Recipe
 
 Key = tuple[str, int, str]
 """What tells a group: the task's name, the seed, the example's id."""
@@ -131,8 +134,10 @@ class Store:
         mine = self.configuration
         differs = [name for name, value in configuration.items() if mine.get(name) != value]
         if differs:
-            said = "; ".join(f"{name}: {_word(mine.get(name))}, not {_word(configuration[name])}" for name in differs)
-            raise KeepsetError(f"{str(self.path)!r} was begun otherwise ({said}): go on as there, or {_ADVICE}.")
+            difference = "; ".join(
+                f"{name}: {_word(mine.get(name))}, not {_word(configuration[name])}" for name in differs
+            )
+            raise KeepsetError(f"{str(self.path)!r} was begun otherwise ({difference}): go on as there, or {_ADVICE}.")
 
     def register(self, task: str, seed: int, ids: Sequence[str], digest: str) -> None:
         """Notes which examples a task has under a seed.
@@ -161,7 +166,7 @@ class Store:
         """Group and recipe of every cell that is there."""
         with _sentences(self.path):
             rows = self._database.execute("SELECT task, seed, example, recipe FROM cells")
-            return {((task, seed, example), recipe) for task, seed, example, recipe in rows}
+            return {((task, seed, example), _canonical(recipe)) for task, seed, example, recipe in rows}
 
     def cells(self) -> list[Cell]:
         """All that is there: by example, in the order of its task, then by recipe, in the order of their first cells.
@@ -173,7 +178,7 @@ class Store:
             rows = self._database.execute("SELECT cell FROM cells ORDER BY rowid").fetchall()
             known = self._database.execute("SELECT task, seed, ids FROM examples ORDER BY rowid").fetchall()
         try:
-            cells = [Cell.from_json(json.loads(text)) for (text,) in rows]
+            cells = [_renamed(Cell.from_json(json.loads(text))) for (text,) in rows]
             keys = [(task, seed, example) for task, seed, ids in known for example in json.loads(ids)]
             place = {key: at for at, key in enumerate(keys)}
             rank = {recipe: at for at, recipe in enumerate(dict.fromkeys(cell.recipe for cell in cells))}
@@ -187,11 +192,11 @@ class Store:
         None where another process is at work on the group; that of a process that is gone is taken over.
         """
         with self._transaction() as database:
-            found = database.execute(f"SELECT token, host, pid, started, beat FROM claims WHERE {_GROUP}", key)
-            if (claim := found.fetchone()) is not None and self._is_held(*claim):
+            claims = database.execute(f"SELECT token, host, pid, started, beat FROM claims WHERE {_GROUP}", key)
+            if (claim := claims.fetchone()) is not None and self._is_held(*claim):
                 return None
             database.execute(f"DELETE FROM claims WHERE {_GROUP}", key)
-            have = {name for (name,) in database.execute(f"SELECT recipe FROM cells WHERE {_GROUP}", key)}
+            have = {_canonical(name) for (name,) in database.execute(f"SELECT recipe FROM cells WHERE {_GROUP}", key)}
             missing = [recipe for recipe in recipes if recipe not in have]
             if missing:
                 me = self._owner
@@ -247,7 +252,7 @@ class Store:
     def _read(self) -> None:
         (version,) = self._database.execute("PRAGMA user_version").fetchone()
         if version != FORMAT:
-            raise KeepsetError(
+            raise CorruptFileError(
                 f"{str(self.path)!r} is of another version of keepset (format {version}, this one's is {FORMAT}): "
                 f"use that version, or {_ADVICE}."
             )
@@ -284,6 +289,19 @@ class Store:
                 if self._database.in_transaction:
                     self._database.execute("ROLLBACK")
                 raise
+
+
+@cache
+def _canonical(text: str) -> str:
+    """A recipe's or a method's text as it is written today: a file may be older than a method's name."""
+    try:
+        return str(Recipe.parse(text))
+    except KeepsetError:  # the full cache, or a recipe that was refused
+        return text
+
+
+def _renamed(cell: Cell) -> Cell:
+    return replace(cell, recipe=_canonical(cell.recipe), method=_canonical(cell.method))
 
 
 def _connect(path: Path, *, writes: bool) -> sqlite3.Connection:
@@ -325,7 +343,7 @@ def _sentences(path: Path) -> Iterator[None]:
 
 
 def _no_sweep(path: Path) -> KeepsetError:
-    return KeepsetError(f"{str(path)!r} is damaged, or no file of `keepset eval`: {_ADVICE}.")
+    return CorruptFileError(f"{str(path)!r} is damaged, or no file of `keepset eval`: {_ADVICE}.")
 
 
 def _word(value: Any) -> str:

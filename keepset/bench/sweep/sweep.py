@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from keepset.bench.candidate import Candidate
 from keepset.bench.cell import Cell
-from keepset.bench.sweep.memory import is_out_of_memory
+from keepset.bench.memory import is_out_of_memory
 from keepset.bench.sweep.store import Key, Store
 from keepset.bench.tasks.task import Example, Task
 from keepset.errors import KeepsetError
@@ -64,7 +64,7 @@ class Grid:
         Raises:
             KeepsetError: a task's data are bad, or not those that the file has cells of.
         """
-        found = []
+        groups = []
         for task in self.tasks:
             for seed in self.seeds:
                 examples = task.examples(tokenizer, limit=self.limit, seed=seed)
@@ -72,15 +72,15 @@ class Grid:
                 if len(set(ids)) < len(ids):
                     raise KeepsetError(f"{task.name} has several examples of one id: give each an id of its own.")
                 store.register(task.name, seed, ids, digest(task, examples))
-                found += [Group(task, seed, example, self.candidates[task.name]) for example in examples]
-        return found
+                groups += [Group(task, seed, example, self.candidates[task.name]) for example in examples]
+        return groups
 
     def of(self, cells: Sequence[Cell]) -> list[Cell]:
         """Those cells that are asked for, in the order of tasks and candidates."""
-        asked = [(task.name, candidate.text) for task in self.tasks for candidate in self.candidates[task.name]]
-        place = {names: at for at, names in enumerate(asked)}
-        found = [cell for cell in cells if (cell.task, cell.recipe) in place and cell.seed in self.seeds]
-        return sorted(found, key=lambda cell: place[cell.task, cell.recipe])
+        wanted = [(task.name, candidate.text) for task in self.tasks for candidate in self.candidates[task.name]]
+        place = {names: at for at, names in enumerate(wanted)}
+        chosen = [cell for cell in cells if (cell.task, cell.recipe) in place and cell.seed in self.seeds]
+        return sorted(chosen, key=lambda cell: place[cell.task, cell.recipe])
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Lost:
+class Skipped:
     """Stands for cells that could not be made this time. They are not written, so that the next run tries again."""
 
     task: str
@@ -124,32 +124,32 @@ def count(groups: Sequence[Group], done: Collection[tuple[Key, str]] | None = No
 
 def digest(task: Task, examples: Sequence[Example]) -> str:
     """Of all that a task asks; what its targets hold that JSON cannot say counts by its type."""
-    asked = [asdict(task.generation), task.metric, [asdict(example) for example in examples]]
-    text = json.dumps(asked, sort_keys=True, default=lambda value: type(value).__qualname__)
+    content = [asdict(task.generation), task.metric, [asdict(example) for example in examples]]
+    text = json.dumps(content, sort_keys=True, default=lambda value: type(value).__qualname__)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def run(store: Store, groups: Sequence[Group], runner: Runs, on_cells: Callable[[int], None]) -> list[Lost]:
+def run(store: Store, groups: Sequence[Group], runner: Runs, on_cells: Callable[[int], None]) -> list[Skipped]:
     """Makes all cells that are missing, together with whoever else is at it; those that could not be had come back.
 
     Args:
         on_cells: told how many more cells of the groups are there.
     """
-    lost = []
+    skipped = []
     for claim in claimed(store, groups, on_cells):
         if claim is None:
             time.sleep(POLL)
             continue
         group, missing = claim
-        for made in work(runner, group, missing):
-            if isinstance(made, Lost):
-                lost.append(made)
-            elif store.save(made):
+        for result in work(runner, group, missing):
+            if isinstance(result, Skipped):
+                skipped.append(result)
+            elif store.save(result):
                 on_cells(1)
             else:
                 break
         store.release(group.key)
-    return lost
+    return skipped
 
 
 def claimed(
@@ -175,7 +175,7 @@ def claimed(
             yield None
 
 
-def work(runner: Runs, group: Group, recipes: Sequence[str]) -> Iterator[Cell | Lost]:
+def work(runner: Runs, group: Group, recipes: Sequence[str]) -> Iterator[Cell | Skipped]:
     """The group's cells of these recipes, as they are made.
 
     Where memory is not enough the recipe that is next is left out, and the others share a prefill of their own.
@@ -190,5 +190,5 @@ def work(runner: Runs, group: Group, recipes: Sequence[str]) -> Iterator[Cell | 
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-        lost, *left = left
-        yield Lost(group.task.name, lost.text, "memory was not enough")
+        skipped, *left = left
+        yield Skipped(group.task.name, skipped.text, "memory was not enough")

@@ -43,13 +43,13 @@ def agree(gold: str, solution: str) -> bool:
         try:
             cast(IO[str], process.stdin).write(json.dumps([_final(gold), _final(solution)]) + "\n")
             cast(IO[str], process.stdin).flush()
-            said = _line(process)
+            verdict = _line(process)
         except BrokenPipeError:
-            said = ""
-        if not said:
+            verdict = ""
+        if not verdict:
             process.kill()
             process.wait()
-        return said == "true\n"
+        return verdict == "true\n"
 
 
 def start() -> None:

@@ -1,16 +1,13 @@
-"""Which benchmarks there are, by name: keepset's own, then every task of lm-evaluation-harness."""
+"""Keepset's own benchmarks. A module has `NAMES`, as users write them, and `make(name, settings)`, a list of tasks."""
 
 from __future__ import annotations
 
-import difflib
-import importlib.util
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from keepset.bench.tasks.task import Task
 from keepset.errors import KeepsetError
+
+MODULES = ("reasoning", "ruler", "needle", "longbench")
 
 
 @dataclass(frozen=True)
@@ -33,49 +30,3 @@ class Settings:
             raise KeepsetError(f"There is no folder {str(self.data)!r} to take data from: give one that exists.")
         if not self.lengths or min(self.lengths) < 1:
             raise KeepsetError(f"lengths={self.lengths} are no lengths in tokens: give whole numbers such as 4096.")
-
-
-_OWN = ("reasoning", "ruler", "needle", "longbench")
-
-
-def find(names: Sequence[str], settings: Settings) -> list[Task]:
-    """The tasks that these names stand for, in order; a group's name stands for all of its tasks.
-
-    A name can also be the path of a task's YAML file, written for lm-evaluation-harness. A task that is named twice,
-    by itself or by groups, comes once.
-
-    Raises:
-        KeepsetError: a name is unknown, or its task cannot be used; the message names the nearest ones.
-    """
-    if not names:
-        raise KeepsetError("There is no task to evaluate: name one, such as gsm8k.")
-    found: dict[str, Task] = {}
-    for name in names:
-        own = next((module for module in map(_module, _OWN) if name in module.NAMES), None)
-        for task in _others(name, settings) if own is None else own.make(name, settings):
-            found.setdefault(task.name, task)
-    return list(found.values())
-
-
-def _others(name: str, settings: Settings) -> list[Task]:
-    own = [known for module in map(_module, _OWN) for known in module.NAMES]
-    if importlib.util.find_spec("lm_eval") is None:
-        raise KeepsetError(
-            f'There is no task {name!r} without lm-evaluation-harness: pip install "keepset[eval]"{_nearest(name, own)}'
-        )
-    harness = _module("lm_eval")
-    if not harness.knows(name, settings):
-        raise KeepsetError(f"There is no task {name!r}{_nearest(name, [*own, *harness.names(settings)])}")
-    tasks: list[Task] = harness.make(name, settings)
-    return tasks
-
-
-def _nearest(name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, dict.fromkeys(known), n=3, cutoff=0.5)
-    return (
-        f"; did you mean {', '.join(map(repr, close))}?" if close else "; name one such as gsm8k, ruler or hellaswag."
-    )
-
-
-def _module(name: str) -> Any:
-    return importlib.import_module(f"keepset.bench.tasks.{name}")

@@ -1,18 +1,20 @@
-"""`Row`: one item of a data set, from a user's JSONL file or from the hub, with where it stands for messages."""
+"""Items of a data set, from a user's JSONL file or from the hub, with where each stands for messages."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from keepset.errors import KeepsetError
+from keepset.errors import CorruptFileError, KeepsetError
 from keepset.texts import json_lines
 
 
 @dataclass(frozen=True)
-class Row:
+class DataRecord:
     """One item.
 
     Attributes:
@@ -45,7 +47,7 @@ class Row:
         raise KeepsetError(f"{self.where} lacks the field {wanted}: it has {there}.")
 
 
-def rows(folder: Path, name: str) -> list[Row]:
+def records(folder: Path, name: str) -> list[DataRecord]:
     """The lines of `<name>.jsonl` in a folder; empty ones are left out.
 
     Raises:
@@ -55,17 +57,37 @@ def rows(folder: Path, name: str) -> list[Row]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
-        raise KeepsetError(f"{path.name} is not encoded in UTF-8: save it as such.") from None
+        raise CorruptFileError(f"{path.name} is not encoded in UTF-8: save it as such.") from None
     except OSError:
         raise KeepsetError(
             f"There is no {path.name} that can be read in {str(folder)!r}: put the data of {name} there, one JSON "
             "object per line."
         ) from None
-    found = []
+    items = []
     for number, fields in json_lines(text):
         if fields is None:
-            raise KeepsetError(f"{path.name}, line {number}, is not a JSON object: write one on each line.")
-        found.append(Row(f"{path.name}, line {number},", fields))
-    if not found:
-        raise KeepsetError(f"{path.name} is empty: put one JSON object on each line.")
-    return found
+            raise CorruptFileError(f"{path.name}, line {number}, is not a JSON object: write one on each line.")
+        items.append(DataRecord(f"{path.name}, line {number},", fields))
+    if not items:
+        raise CorruptFileError(f"{path.name} is empty: put one JSON object on each line.")
+    return items
+
+
+def own_records(folder: Path | None, name: str) -> list[DataRecord] | None:
+    """The same of a user's folder; None without one, or where it has no such file."""
+    return records(folder, name) if folder is not None and (folder / f"{name}.jsonl").is_file() else None
+
+
+def extra(module: str) -> ModuleType:
+    """A module that `keepset[eval]` installs.
+
+    Raises:
+        KeepsetError: it is not installed.
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise KeepsetError(
+            f"This task needs {module.partition('.')[0]}, which cannot be imported ({error}): run "
+            '`pip install "keepset[eval]"`.'
+        ) from error

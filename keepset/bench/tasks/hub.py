@@ -9,14 +9,13 @@ from contextlib import contextmanager
 
 from huggingface_hub import constants, get_session
 
-from keepset.bench.tasks.data import Row
-from keepset.bench.tasks.extra import extra
+from keepset.bench.tasks.data import DataRecord, extra
 from keepset.errors import KeepsetError
 
 _SECONDS = 5
 
 
-def download(name: str, path: str, subset: str | None, split: str) -> list[Row]:
+def download(name: str, path: str, subset: str | None, split: str) -> list[DataRecord]:
     """The items of a data set, for the task of this name.
 
     Raises:
@@ -24,7 +23,7 @@ def download(name: str, path: str, subset: str | None, split: str) -> list[Row]:
     """
     with loading(name):
         items = extra("datasets").load_dataset(path, subset, split=split)
-        return [Row(f"{path}, item {index},", item) for index, item in enumerate(items)]
+        return [DataRecord(f"{path}, item {index},", item) for index, item in enumerate(items)]
 
 
 @contextmanager

@@ -20,8 +20,7 @@ from lm_eval.tasks._factory import TaskFactory
 from lm_eval.tasks._index import Entry, Kind
 
 from keepset.bench.tasks.catalogue import Settings
-from keepset.bench.tasks.data import rows
-from keepset.bench.tasks.extra import extra
+from keepset.bench.tasks.data import extra, records
 from keepset.bench.tasks.hub import loading
 from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task
 from keepset.errors import KeepsetError
@@ -68,11 +67,9 @@ def make(name: str, settings: Settings) -> list[Task]:
 class HarnessTask(Task):
     """A task of lm-evaluation-harness (Gao and others, 2021): context, question and choices are its prompt, verbatim.
 
-    The context ends with the passage that an item brings (`context`, `passage`, `article`, `document`, `story` or
-    `paragraph`, and `input` beside a `question`), where one is in the prompt; else with the examples before the
+    The context ends with the passage that an item brings, where one is in the prompt; else with the examples before the
     question. The metric is the first of the task's that is a mean over items and higher when better, by its first
-    filter. Scores are those of greedy answers, whatever the task says of sampling. Where it is sent to another process,
-    that one makes it anew.
+    filter. Where it is sent to another process, that one makes it anew.
 
     Args:
         task: the harness's.
@@ -125,25 +122,25 @@ class HarnessTask(Task):
         """
         replies = [reply] if isinstance(reply, str) else reply
         instances = [Instance("", question.target, (), index, resps=[one]) for index, one in enumerate(replies)]
-        found: dict[str, float] = {}
+        figures: dict[str, float] = {}
         for ensemble in self._task._filters:
             ensemble.apply(instances)
             answered = [instance.filtered_resps[ensemble.name] for instance in instances]
             scores = self._task.process_results(question.target, answered)
-            found |= {f"{key},{ensemble.name}": float(scores[key]) for key in self._metrics if key in scores}
-        if self.metric not in found or not all(0 <= score <= 1 for score in found.values()):
-            said = ", ".join(f"{key} of {score:g}" for key, score in found.items()) or "nothing"
-            raise KeepsetError(f"{self.name} scores an answer with {said}: {self.metric} must be from 0 to 1.")
-        return found
+            figures |= {f"{key},{ensemble.name}": float(scores[key]) for key in self._metrics if key in scores}
+        if self.metric not in figures or not all(0 <= score <= 1 for score in figures.values()):
+            wrong = ", ".join(f"{key} of {score:g}" for key, score in figures.items()) or "nothing"
+            raise KeepsetError(f"{self.name} scores an answer with {wrong}: {self.metric} must be from 0 to 1.")
+        return figures
 
     def _example(self, index: int, doc: Any) -> Example:
         task = self._task
         prefix = task.doc_to_prefix(doc) or ""
         prompt = task.fewshot_context(doc, num_fewshot=task.config.num_fewshot or 0, gen_prefix=prefix)
-        made = task.construct_requests(
+        built = task.construct_requests(
             doc=doc, ctx=prompt, metadata=(self.name, index, 1), apply_chat_template=False, chat_template=None
         )
-        instances = made if isinstance(made, list) else [made]
+        instances = built if isinstance(built, list) else [built]
         kinds = {instance.request_type for instance in instances}
         if len(kinds) > 1 or any(instance.args[0] != prompt for instance in instances):
             raise KeepsetError(
@@ -178,9 +175,9 @@ def _check_kind(name: str, task: Any) -> None:
         raise KeepsetError(f"{name} {reason}: leave it out.")
 
 
-def _split(prompt: str, asked: str, doc: Any) -> tuple[str, str]:
+def _split(prompt: str, question: str, doc: Any) -> tuple[str, str]:
     """Context and text, which begins with the white space between the two."""
-    end = start = max(prompt.rfind(asked), 0) if asked else 0
+    end = start = max(prompt.rfind(question), 0) if question else 0
     # Elsewhere an input is the question.
     fields = (*_DOCUMENTS, "input") if "question" in doc else _DOCUMENTS
     for passage in (doc[field].strip() for field in fields if isinstance(doc.get(field), str)):
@@ -251,11 +248,11 @@ def _read(data: Path, files: dict[str, str], **_: Any) -> Any:
     """A data set for every split; every line must have the first one's fields."""
     splits = {}
     for split, name in files.items():
-        found = rows(data, name)
-        for row in found:
-            if missing := found[0].fields.keys() - row.fields.keys():
-                row.first(*sorted(missing))
-        splits[split] = extra("datasets").Dataset.from_list([dict(row.fields) for row in found])
+        items = records(data, name)
+        for item in items:
+            if missing := items[0].fields.keys() - item.fields.keys():
+                item.first(*sorted(missing))
+        splits[split] = extra("datasets").Dataset.from_list([dict(item.fields) for item in items])
     return splits
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from keepset.bench.tasks.catalogue import Settings
-from keepset.bench.tasks.data import Row, rows
-from keepset.bench.tasks.extra import extra
+from keepset.bench.tasks.data import DataRecord, extra, own_records
 from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task
 from keepset.errors import KeepsetError
 
@@ -52,30 +51,26 @@ class LongBenchTask(Task):
         self, tokenizer: transformers.PreTrainedTokenizerBase, *, limit: int | None = None, seed: int = 0
     ) -> Sequence[Example]:
         """From the folder's `qasper.jsonl`, as the authors' archive has it; where there is none, from the hub."""
-        folder, file = self._folder, f"{self._data_set}.jsonl"
-        if folder is not None and (folder / file).is_file():
-            found = rows(folder, self._data_set)
-        else:
-            found = _download(self._config)
-        return [self._example(index, row) for index, row in enumerate(found[:limit])]
+        items = own_records(self._folder, self._data_set) or _download(self._config)
+        return [self._example(index, item) for index, item in enumerate(items[:limit])]
 
     def judge(self, question: Question, reply: Reply) -> dict[str, float]:
         """The best score of all right answers."""
-        said = str(reply)
+        answer = str(reply)
         if self._data_set in _FIRST_LINE:
-            said = said.lstrip("\n").split("\n")[0]
+            answer = answer.lstrip("\n").split("\n")[0]
         module, _, function = self._config["process_results"].rpartition(".")
-        scores = getattr(extra(f"lm_eval.tasks.longbench.{module}"), function)(question.target, [said])
+        scores = getattr(extra(f"lm_eval.tasks.longbench.{module}"), function)(question.target, [answer])
         return {self.metric: float(scores[self.metric])}
 
-    def _example(self, index: int, row: Row) -> Example:
+    def _example(self, index: int, row: DataRecord) -> Example:
         render = extra("lm_eval.utils").apply_template
         fields = {"question": row.first("question", "input")}
         before, _, after = self._config["doc_to_text"].partition(_CONTEXT)
         target = {"answers": row["answers"], "all_classes": row.fields.get("all_classes")}
         question = Question(render(after, fields), target=target)
         try:
-            right = isinstance(row["answers"], list) and all(self.judge(question, said) for said in row["answers"])
+            right = isinstance(row["answers"], list) and all(self.judge(question, answer) for answer in row["answers"])
         except (TypeError, AttributeError, IndexError):
             right = False
         if not right or not row["answers"]:
@@ -95,10 +90,10 @@ def _config(data_set: str) -> dict[str, Any]:
     return config
 
 
-def _download(config: dict[str, Any]) -> list[Row]:
+def _download(config: dict[str, Any]) -> list[DataRecord]:
     from keepset.bench.tasks.hub import loading
 
     name = config["dataset_name"]
     with loading(name):
-        found: Iterable[Any] = extra("datasets").load_dataset(config["dataset_path"], name, split=config["test_split"])
-    return [Row(f"{name}, row {number},", dict(fields)) for number, fields in enumerate(found, 1)]
+        items: Iterable[Any] = extra("datasets").load_dataset(config["dataset_path"], name, split=config["test_split"])
+    return [DataRecord(f"{name}, row {number},", dict(fields)) for number, fields in enumerate(items, 1)]

@@ -47,7 +47,7 @@ class NeedleTask(Task):
     ) -> Sequence[Example]:
         """Refuses a length that is too short."""
         space = room(tokenizer, self.length, _TOKENS)
-        made, guess = [], None
+        examples, guess = [], None
         for index in range(EXAMPLES if limit is None else limit):
             fitted = fit(
                 lambda size, index=index: self._example(size, index, seed),
@@ -59,8 +59,8 @@ class NeedleTask(Task):
             if fitted is None:
                 raise KeepsetError(f"{self.length} tokens leave no room for a needle and a text: ask for more.")
             guess, example = fitted
-            made.append(example)
-        return made
+            examples.append(example)
+        return examples
 
     def judge(self, question: Question, reply: Reply) -> dict[str, float]:
         """Whether the number is in the reply."""

@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from keepset.bench.tasks import answers
 from keepset.bench.tasks.catalogue import Settings
-from keepset.bench.tasks.data import Row, rows
+from keepset.bench.tasks.data import DataRecord, own_records
 from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task
 
 if TYPE_CHECKING:
     import transformers
 
 
-@dataclass(frozen=True)
-class _Source:
-    """Where a data set lies on the hub (where lm-evaluation-harness finds it), and how long its answers may be."""
-
-    path: str
-    subset: str | None
-    split: str
-    tokens: int
-
-
-_SOURCES = {
-    "gsm8k": _Source("openai/gsm8k", "main", "test", 1024),
-    "math500": _Source("HuggingFaceH4/MATH-500", None, "test", 16384),
-    "aime24": _Source("Maxwell-Jia/AIME_2024", None, "train", 32768),
-    "aime25": _Source("math-ai/aime25", None, "test", 32768),
+_SOURCES: dict[str, tuple[str, str | None, str, int]] = {
+    "gsm8k": ("openai/gsm8k", "main", "test", 1024),
+    "math500": ("HuggingFaceH4/MATH-500", None, "test", 16384),
+    "aime24": ("Maxwell-Jia/AIME_2024", None, "train", 32768),
+    "aime25": ("math-ai/aime25", None, "test", 32768),
 }
+"""Where a data set lies on the hub (where lm-evaluation-harness finds it): path, subset, split; tokens of an answer."""
 _ASK = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 
 NAMES = tuple(_SOURCES)
@@ -50,18 +40,15 @@ class Reasoning(Task):
     """A problem whose final answer is an expression: Cobbe and others 2021 (arXiv:2110.14168), Lightman and others 2023
     (arXiv:2305.20050), and the American Invitational Mathematics Examination.
 
-    The prompt is the problem and a request for steps and a boxed answer, without examples: what reasoning models are
-    asked (DeepSeek-R1, arXiv:2501.12948); `prompt` of a data file is taken as it is. All of it is the question, since
-    nothing of a problem can be compressed before it is known. An answer is right if math-verify finds its last box, or
-    the last expression of one without a box, equal to the gold one; so `accuracy` is pass@1. Longest answers: 32768 for
-    AIME and 1024 for GSM8K, as lm-evaluation-harness has them (the latter for Llama's instruct models); MATH-500 has
-    none there: 16384, as in R-KV's scripts (arXiv:2505.24133).
+    All of a problem is the question, asked as reasoning models are (DeepSeek-R1, arXiv:2501.12948); `accuracy` is
+    pass@1. Longest answers are those of lm-evaluation-harness; of MATH-500, which has none there, those of R-KV's
+    scripts (arXiv:2505.24133).
     """
 
     def __init__(self, name: str, settings: Settings) -> None:
         self.name = name
         self.metric = "accuracy"
-        self.generation = Generation(_SOURCES[name].tokens)
+        self.generation = Generation(_SOURCES[name][-1])
         self.decodes = True
         self._folder = settings.data
 
@@ -69,12 +56,10 @@ class Reasoning(Task):
         self, tokenizer: transformers.PreTrainedTokenizerBase, *, limit: int | None = None, seed: int = 0
     ) -> Sequence[Example]:
         """From the folder's file, or where there is none from the hub; in the order of the data, whatever the seed."""
-        folder = self._folder
-        there = folder is not None and (folder / f"{self.name}.jsonl").is_file()
-        found = rows(folder, self.name) if folder is not None and there else _download(self.name)
+        items = own_records(self._folder, self.name) or _download(self.name)
         return [
             Example(id=str(index), context="", questions=(Question(_prompt(row), target=_gold(row)),))
-            for index, row in enumerate(found[:limit])
+            for index, row in enumerate(items[:limit])
         ]
 
     def judge(self, question: Question, reply: Reply) -> dict[str, float]:
@@ -82,20 +67,19 @@ class Reasoning(Task):
         return {"accuracy": float(answers.agree(question.target, str(reply)))}
 
 
-def _download(name: str) -> list[Row]:
+def _download(name: str) -> list[DataRecord]:
     from keepset.bench.tasks.hub import download
 
-    source = _SOURCES[name]
-    return download(name, source.path, source.subset, source.split)
+    return download(name, *_SOURCES[name][:3])
 
 
-def _prompt(row: Row) -> str:
+def _prompt(row: DataRecord) -> str:
     if row.fields.get("prompt") is not None:
         return str(row["prompt"])
     return str(row.first("question", "problem", "Problem")) + _ASK
 
 
-def _gold(row: Row) -> str:
+def _gold(row: DataRecord) -> str:
     answer = str(row.first("answer", "Answer", "solution"))
     # GSM8K's ends a solution.
     answer = answer.rpartition("####")[2].strip()

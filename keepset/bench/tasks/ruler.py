@@ -64,9 +64,9 @@ class RulerTask(Task):
         """Refuses a length that is too short; questions whose own documents do not fit are left out."""
         draws = self._draws(self._length, self._settings)
         space = room(tokenizer, self._length, self.generation.tokens)
-        made: list[Example] = []
+        examples: list[Example] = []
         index, guess, wanted = 0, None, EXAMPLES if limit is None else limit
-        while len(made) < wanted and index != draws.questions:
+        while len(examples) < wanted and index != draws.questions:
             fitted = fit(
                 lambda size, index=index: self._example(draws, size, index, seed),
                 lambda example: measure(tokenizer, example),
@@ -77,24 +77,24 @@ class RulerTask(Task):
             )
             if fitted is not None:
                 guess, example = fitted
-                made.append(example)
-            elif draws.questions is None or (index == draws.questions - 1 and not made):
+                examples.append(example)
+            elif draws.questions is None or (index == draws.questions - 1 and not examples):
                 least = measure(tokenizer, self._example(draws, draws.smallest, index, seed)) + self._length - space
                 raise KeepsetError(
                     f"{self.name} is too short: such an example takes {least} tokens with this tokenizer, its answer "
                     "and a chat template included; ask for a longer one."
                 )
             index += 1
-        return made
+        return examples
 
     def judge(self, question: Question, reply: Reply) -> dict[str, float]:
         """The share of the answers that are in the reply, in any case; of several answers to a question one is enough.
 
         That is the paper's metric. lm-evaluation-harness asks for all answers to a question.
         """
-        said = str(reply).lower()
-        found = [float(answer.lower() in said) for answer in question.target]
-        return {"match": max(found) if self._any else sum(found) / len(found)}
+        text = str(reply).lower()
+        hits = [float(answer.lower() in text) for answer in question.target]
+        return {"match": max(hits) if self._any else sum(hits) / len(hits)}
 
     def _example(self, draws: Draws, size: int, index: int, seed: int) -> Example:
         drawn = draws.draw(size, index, seed)

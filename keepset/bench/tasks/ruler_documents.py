@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from keepset import texts
-from keepset.bench.tasks.extra import extra
+from keepset.bench.tasks.data import extra
 from keepset.bench.tasks.ruler_draws import Draw, Draws, cut, seeded
 from keepset.errors import KeepsetError
 
@@ -79,16 +79,16 @@ def _squad(data: Any) -> list[Entry]:
         for paragraph in article["paragraphs"]:
             needed = paragraph["context"]
             related = [document for document in documents if document != needed]
-            for asked in paragraph["qas"]:
-                if not asked.get("is_impossible"):
-                    entries.append((asked["question"], [a["text"] for a in asked["answers"]], [needed], related))
+            for item in paragraph["qas"]:
+                if not item.get("is_impossible"):
+                    entries.append((item["question"], [a["text"] for a in item["answers"]], [needed], related))
     return entries
 
 
 def _hotpot(data: Any) -> list[Entry]:
     return [
-        (asked["question"], [asked["answer"]], [f"{title}\n{''.join(said)}" for title, said in asked["context"]], [])
-        for asked in data
+        (item["question"], [item["answer"]], [f"{title}\n{''.join(text)}" for title, text in item["context"]], [])
+        for item in data
     ]
 
 

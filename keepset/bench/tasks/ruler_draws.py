@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 
-from keepset.bench.tasks.extra import extra
+from keepset.bench.tasks.data import extra
 
 QUESTION = "\nQuestion:"
 
@@ -109,9 +109,9 @@ def _no_tokens(text: str) -> SimpleNamespace:
 
 def cut(text: str, question: str, answers: Sequence[str]) -> Draw:
     """The parts of a text in which the question begins so."""
-    context, found, rest = text.rpartition(question)
-    asked, answer, prefix = rest.rpartition(" Answer:")
-    return Draw(context, found + asked, (answer + prefix).rstrip(), tuple(answers))
+    context, begin, rest = text.rpartition(question)
+    words, answer, prefix = rest.rpartition(" Answer:")
+    return Draw(context, begin + words, (answer + prefix).rstrip(), tuple(answers))
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Literal
 from uuid import UUID
 
 from keepset import texts
-from keepset.bench.tasks.extra import extra
+from keepset.bench.tasks.data import extra
 from keepset.bench.tasks.ruler_draws import Draw, Draws
 
 
@@ -48,8 +48,8 @@ class Needles(Draws):
         places = [len(hay) * step // 39 for step in range(40)] if self.haystack == "essays" else range(size)
         for place, needle in zip(sorted(chance.sample(places, len(needles)), reverse=True), needles, strict=True):
             hay.insert(place, needle)
-        asked = chance.sample(list(known), self.queries)
-        return self._ask(asked, (" " if self.haystack == "essays" else "\n").join(hay), known)
+        chosen = chance.sample(list(known), self.queries)
+        return self._draw(chosen, (" " if self.haystack == "essays" else "\n").join(hay), known)
 
     def _hay(self, size: int, chance: random.Random) -> list[str]:
         if self.haystack == "essays":
@@ -61,17 +61,17 @@ class Needles(Draws):
     def _needle(self, key: str, value: str) -> str:
         return f"One of the special magic {self.value} for {key} is: {value}."
 
-    def _ask(self, asked: Sequence[str], hay: str, known: dict[str, list[str]]) -> Draw:
+    def _draw(self, chosen: Sequence[str], hay: str, known: dict[str, list[str]]) -> Draw:
         single = self.queries * self.values == 1
         what = self.value[:-1] if single else self.value
         some, all_of, are = ("A", "is", "is") if single else ("Some", "are all", "are")
-        query = asked[0] if len(asked) == 1 else f"{', '.join(asked[:-1])}, and {asked[-1]}"
+        query = chosen[0] if len(chosen) == 1 else f"{', '.join(chosen[:-1])}, and {chosen[-1]}"
         return Draw(
             context=f"{some} special magic {what} {are} hidden within the following text. Make sure to memorize it. "
             f"I will quiz you about the {what} afterwards.\n{hay}",
             question=f"\nWhat {all_of} the special magic {what} for {query} mentioned in the provided text?",
             prefix=f" The special magic {what} for {query} mentioned in the provided text {are}",
-            answers=tuple(value for name in asked for value in known[name]),
+            answers=tuple(value for name in chosen for value in known[name]),
         )
 
 

@@ -13,46 +13,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked of a context.
-
-    Attributes:
-        text: what follows the context, verbatim: with all white space that stands between the two.
-        target: what `Task.judge` compares an answer with; only the task knows its type.
-        prefix: how the model's answer begins, given to it.
-        choices: continuations whose likelihoods are compared, instead of an answer that is generated.
-    """
+    """What is asked of a context."""
 
     text: str
+    """What follows the context, verbatim: with all white space that stands between the two."""
     target: Any
+    """What `Task.judge` compares an answer with; only the task knows its type."""
     prefix: str = ""
+    """How the model's answer begins, given to it."""
     choices: tuple[str, ...] = ()
+    """Continuations whose likelihoods are compared, instead of an answer that is generated."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """A context and what is asked of it.
-
-    Attributes:
-        id: the same in every run with the same data, settings and seed, and only this example's.
-        context: the text that can be compressed before a question is known; without one, the text that comes first.
-        questions: at least one; each is asked of the same context.
-        facts: what figures are drawn over, such as the depth of a needle.
-    """
+    """A context and what is asked of it."""
 
     id: str
+    """The same in every run with the same data, settings and seed, and only this example's."""
     context: str
+    """What can be compressed before a question is known; without one, the text that comes first."""
     questions: tuple[Question, ...]
+    """At least one; each is asked of the same context."""
     facts: Mapping[str, float | str] = field(default_factory=dict)
+    """What figures are drawn over, such as the depth of a needle."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """How an answer is generated.
-
-    Attributes:
-        tokens: at most so many.
-        until: texts that end an answer and do not belong to it, beside the model's own end.
-    """
+    """How an answer is generated: `tokens` at most, ended by a text of `until`, which does not belong to it."""
 
     tokens: int
     until: tuple[str, ...] = ()
@@ -63,29 +52,21 @@ Reply = str | list[tuple[float, bool]]
 
 
 class Task(ABC):
-    """A benchmark.
-
-    Attributes:
-        name: as it was asked for, with `@` and the length where a task has lengths: `niah_single_1@4096`.
-        metric: which of the judge's scores tables show.
-        generation: how answers are generated.
-        decodes: answers are long, and what a recipe is worth shows while decoding.
-    """
+    """A benchmark."""
 
     name: str
+    """As it was asked for, with `@` and the length where a task has lengths: `niah_single_1@4096`."""
     metric: str
+    """Which of the judge's scores tables show."""
     generation: Generation
     decodes: bool = False
+    """Answers are long, and what a recipe is worth shows while decoding."""
 
     @abstractmethod
     def examples(
         self, tokenizer: transformers.PreTrainedTokenizerBase, *, limit: int | None = None, seed: int = 0
     ) -> Sequence[Example]:
-        """The first `limit` examples, or all; generated ones are drawn by the seed, whatever the limit.
-
-        Raises:
-            KeepsetError: the data are missing or damaged.
-        """
+        """The first `limit` examples, or all; generated ones are drawn by the seed, whatever the limit."""
 
     @abstractmethod
     def judge(self, question: Question, reply: Reply) -> dict[str, float]:

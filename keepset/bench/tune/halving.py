@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean
+from typing import Any
 
 from keepset.bench.analysis.intervals import Interval, of_difference, of_mean, of_score
+from keepset.bench.compare.comparison import Measurement
 from keepset.recipe import Recipe
 
 ROUNDS = (2, 4, 8, 16)
@@ -21,60 +23,41 @@ PREFILL = 10
 """How many measurements of a recipe the prefill of a piece, second passes included, takes about as long as."""
 
 
-@dataclass(frozen=True)
-class Figures:
-    """One recipe on one piece.
-
-    Attributes:
-        kl: mean KL(full || compressed) over the piece's continuation, in nats.
-        top1: share of its tokens after which both caches prefer the same next token.
-        found: which of the piece's facts were found; empty where none are hidden.
-        keep: fraction of the entries that stayed.
-        kv_bytes, kv_bytes_full: allocated after compression, and before.
-        prefill_seconds, prefill_seconds_full: of a prefill with this recipe, and with the full cache.
-    """
-
-    kl: float
-    top1: float
-    found: tuple[bool, ...]
-    keep: float
-    kv_bytes: int
-    kv_bytes_full: int
-    prefill_seconds: float
-    prefill_seconds_full: float
-
-
 @dataclass(eq=False)
-class Entry:
-    """A recipe in the race: its figures so far, piece by piece, or why it is out of it."""
+class Contender:
+    """A recipe in the race: what was measured so far, piece by piece, or why it is out of it."""
 
     recipe: Recipe
-    figures: list[Figures] = field(default_factory=list)
+    figures: list[Measurement] = field(default_factory=list)
     error: str | None = None
 
     def mean(self, name: str) -> float:
         """Of one of the figures."""
-        return fmean(getattr(figures, name) for figures in self.figures)
+        return fmean(self.values(name))
+
+    def values(self, name: str) -> list[Any]:
+        """One of the figures, of every piece."""
+        return [getattr(figures, name) for figures in self.figures]
 
     @property
     def kl(self) -> tuple[float, Interval | None]:
         """Mean and interval over pieces."""
-        values = [figures.kl for figures in self.figures]
+        values = self.values("kl")
         return fmean(values), of_mean(values)
 
     @property
     def found(self) -> tuple[float, Interval | None] | None:
         """Share of the facts and its interval over pieces; None where none were hidden."""
-        values = [fmean(figures.found) for figures in self.figures if figures.found]
+        values = [fmean(figures.facts_found) for figures in self.figures if figures.facts_found]
         return (fmean(values), of_score(values)) if values else None
 
-    def first(self, pieces: int) -> Entry:
+    def first(self, pieces: int) -> Contender:
         """The same as if it had been measured on so many pieces."""
-        return Entry(self.recipe, self.figures[:pieces], self.error)
+        return Contender(self.recipe, self.figures[:pieces], self.error)
 
 
-Measure = Callable[[int, Sequence[Recipe]], Iterator[Figures | str]]
-"""Of the piece with this number: each recipe's figures in turn, or the sentence that says why there are none."""
+Measure = Callable[[int, Sequence[Recipe]], Iterator[Measurement]]
+"""Of the piece with this number: each recipe's figures in turn, or why there are none."""
 Grow = Callable[[Sequence[Recipe]], Sequence[Recipe]]
 """From the recipes of the first round, the best first, to more that join them."""
 
@@ -82,9 +65,8 @@ Grow = Callable[[Sequence[Recipe]], Sequence[Recipe]]
 class Halving:
     """The race (Jamieson & Talwalkar 2016, arXiv:1502.07943).
 
-    In every round the better half of the recipes goes on and the text doubles, so that all rounds cost about the same.
-    Figures stay: whoever is still there has been measured on all pieces so far, and recipes are compared on the same
-    ones. After the first pieces `grow` may add recipes, which are measured on these pieces before anyone is out.
+    In every round the better half of the recipes goes on and the text doubles. Recipes are compared on the same pieces.
+    After the first ones `grow` may add recipes, which are measured on these before anyone is out.
 
     Attributes:
         entries: all that have ever been in the race, in the order in which they came.
@@ -106,7 +88,7 @@ class Halving:
     ) -> None:
         self._measure, self._grow, self._by_found, self._on_step = measure, grow, by_found, on_step
         self._rounds = [count for count in ROUNDS if count < pieces] + [pieces]
-        self.entries = [Entry(recipe) for recipe in recipes]
+        self.entries = [Contender(recipe) for recipe in recipes]
         self.alive = list(self.entries)
         self.round, self.done = 1, 0
         first, entries = self._rounds[0], len(self.alive)
@@ -127,7 +109,7 @@ class Halving:
         first = self._rounds[0]
         self._run(self.alive, 0, first)
         known = {entry.recipe for entry in self.entries}
-        more = [Entry(recipe) for recipe in self._grow([e.recipe for e in self.ranked()]) if recipe not in known]
+        more = [Contender(recipe) for recipe in self._grow([e.recipe for e in self.ranked()]) if recipe not in known]
         self.planned = self.done + _cost(first, len(more)) + self._later(1, len(self.alive) + len(more))
         self.entries += more
         self._run(more, 0, first)
@@ -138,25 +120,25 @@ class Halving:
             self.alive = self.ranked()[: _half(len(self.alive))]
             self._run(self.alive, before, after)
 
-    def ranked(self) -> list[Entry]:
+    def ranked(self) -> list[Contender]:
         """Those in the race that have figures, the best first."""
         return ranked([e for e in self.alive if e.figures and e.error is None], by_found=self._by_found())
 
-    def tied(self) -> list[Entry]:
+    def tied(self) -> list[Contender]:
         """The best and those that cannot be told from it, the best first."""
         return tied(self.ranked(), by_found=self._by_found())
 
-    def _run(self, entries: list[Entry], before: int, after: int) -> None:
+    def _run(self, entries: list[Contender], before: int, after: int) -> None:
         for piece in range(before, after):
             running = [entry for entry in entries if entry.error is None]
             if not running:
                 break
             self.done += PREFILL
-            for entry, told in zip(running, self._measure(piece, [e.recipe for e in running]), strict=True):
-                if isinstance(told, str):
-                    entry.error = told
+            for entry, row in zip(running, self._measure(piece, [e.recipe for e in running]), strict=True):
+                if row.error is not None:
+                    entry.error = row.error
                 else:
-                    entry.figures.append(told)
+                    entry.figures.append(row)
                 self.done += 1
                 self._on_step()
         self.alive = [entry for entry in self.alive if entry.error is None]
@@ -170,7 +152,7 @@ class Halving:
         return cost
 
 
-def ranked(entries: Sequence[Entry], *, by_found: bool) -> list[Entry]:
+def ranked(entries: Sequence[Contender], *, by_found: bool) -> list[Contender]:
     """The best first, on the pieces that all of them have been measured on.
 
     By KL; where facts count, first come all that cannot be told from the one that finds most, by KL, then the others,
@@ -179,17 +161,17 @@ def ranked(entries: Sequence[Entry], *, by_found: bool) -> list[Entry]:
     pieces = min((len(entry.figures) for entry in entries), default=0)
     if not pieces:
         return list(entries)
-    seen = {entry: entry.first(pieces) for entry in entries}
-    order = sorted(entries, key=lambda entry: _or_last(seen[entry].mean("kl")))
+    alike = {entry: entry.first(pieces) for entry in entries}
+    order = sorted(entries, key=lambda entry: _or_last(alike[entry].mean("kl")))
     if not by_found:
         return order
-    most = max(order, key=lambda entry: _found(seen[entry]))
-    near = [entry for entry in order if not _finds_more(seen[most], seen[entry])]
+    most = max(order, key=lambda entry: _found(alike[entry]))
+    near = [entry for entry in order if not _finds_more(alike[most], alike[entry])]
     rest = [entry for entry in order if entry not in near]
-    return near + sorted(rest, key=lambda entry: -_found(seen[entry]))
+    return near + sorted(rest, key=lambda entry: -_found(alike[entry]))
 
 
-def tied(order: Sequence[Entry], *, by_found: bool) -> list[Entry]:
+def tied(order: Sequence[Contender], *, by_found: bool) -> list[Contender]:
     """The first of these, and the others that neither facts nor KL tell from it."""
     if not order:
         return []
@@ -203,28 +185,28 @@ def tied(order: Sequence[Entry], *, by_found: bool) -> list[Entry]:
     ]
 
 
-def _is_nearer(best: Entry, other: Entry) -> bool:
+def _is_nearer(best: Contender, other: Contender) -> bool:
     """Whether the difference in KL on the same pieces is above zero with its whole interval."""
     if len(best.figures) < LEAST:
         return False
-    differences = [theirs.kl - ours.kl for ours, theirs in zip(best.figures, other.figures, strict=True)]
+    differences = [theirs - ours for ours, theirs in zip(best.values("kl"), other.values("kl"), strict=True)]
     if not all(map(math.isfinite, differences)):
         return not math.isfinite(other.mean("kl"))
     interval = of_mean(differences)
     return interval is not None and interval.low > 0
 
 
-def _finds_more(best: Entry, other: Entry) -> bool:
+def _finds_more(best: Contender, other: Contender) -> bool:
     """The same of the facts that are found; of few pieces, facts are compared one by one."""
-    pairs = list(zip(best.figures, other.figures, strict=True))
-    differences = [fmean(a.found) - fmean(b.found) for a, b in pairs if a.found]
+    pairs = list(zip(best.values("facts_found"), other.values("facts_found"), strict=True))
+    differences = [fmean(a) - fmean(b) for a, b in pairs if a]
     if len(differences) < LEAST:
-        differences = [float(x) - float(y) for a, b in pairs for x, y in zip(a.found, b.found, strict=True)]
+        differences = [float(x) - float(y) for a, b in pairs for x, y in zip(a, b, strict=True)]
     interval = of_difference(differences)
     return interval is not None and interval.low > 0
 
 
-def _found(entry: Entry) -> float:
+def _found(entry: Contender) -> float:
     return entry.found[0] if entry.found is not None else 0.0
 
 

@@ -32,7 +32,7 @@ _ROOM = {False: 1, True: 512}
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class TextPiece:
     """What recipes are measured on.
 
     Attributes:
@@ -55,7 +55,7 @@ def cut(
     retrieval: bool,
     longest: int | None,
     seed: int,
-) -> list[Piece]:
+) -> list[TextPiece]:
     """`PIECES` pieces, in an order that the seed decides.
 
     They are as long as the texts, all together, and the model's context allow, and overlap no more than they must.
@@ -90,7 +90,7 @@ def cut(
         if retrieval:
             pieces.append(_with_facts(tokenizer, body, after, chance))
         else:
-            pieces.append(Piece(torch.tensor([begin + body]), torch.tensor([after])))
+            pieces.append(TextPiece(torch.tensor([begin + body]), torch.tensor([after])))
     return pieces
 
 
@@ -112,7 +112,7 @@ def _split(ids: list[int]) -> tuple[list[int], list[int]]:
 
 def _with_facts(
     tokenizer: transformers.PreTrainedTokenizerBase, body: list[int], after: list[int], chance: random.Random
-) -> Piece:
+) -> TextPiece:
     """A piece whose prompt begins a user's message, with facts at evenly spaced depths."""
     text, facts = str(tokenizer.decode(body)), []
     for number, city in enumerate(chance.sample(CITIES, FACTS)):
@@ -121,8 +121,8 @@ def _with_facts(
         facts.append(fact)
     parts = [chat_parts(tokenizer, text, fact.question) for fact in facts]
     questions = tuple(
-        f"{asked}{'' if asked[-1].isspace() else ' '}{fact.opening}"
-        for (_, asked), fact in zip(parts, facts, strict=True)
+        f"{question}{'' if question[-1].isspace() else ' '}{fact.opening}"
+        for (_, question), fact in zip(parts, facts, strict=True)
     )
     prompt = tokenizer(parts[0][0], add_special_tokens=False, verbose=False)["input_ids"]
-    return Piece(torch.tensor([prompt]), torch.tensor([after]), tuple(facts), questions)
+    return TextPiece(torch.tensor([prompt]), torch.tensor([after]), tuple(facts), questions)

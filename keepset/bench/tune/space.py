@@ -15,19 +15,19 @@ from keepset.recipe import Recipe
 from keepset.registry import METHODS
 
 EXTRA = (
-    "received(statistic='mean'), received(statistic='rms'), received(statistic='rms', sinks=4, recent=32), "
-    "pool(received, sinks=4, recent=32), pool(received(statistic='mean'), sinks=4, recent=32), "
-    "pool(received(statistic='rms'), sinks=4, recent=32), kvcompose(structured=False), gvote(sinks=4, recent=32)"
+    "second_pass(statistic='mean'), second_pass(statistic='rms'), second_pass(statistic='rms', sinks=4, recent=32), "
+    "pool(second_pass, sinks=4, recent=32), pool(second_pass(statistic='mean'), sinks=4, recent=32), "
+    "pool(second_pass(statistic='rms'), sinks=4, recent=32), kvcompose(structured=False), gvote(sinks=4, recent=32)"
 )
 """Beside the catalogue's defaults: other statistics of a second pass, under an even budget and in one pool."""
 COMPOSED = 3
 """So many of the best scorers get allocators."""
 
 
-def catalogue() -> list[Recipe]:
+def scorers() -> list[Recipe]:
     """Every scorer as its paper has it, and `EXTRA`; without a budget."""
-    scorers = [name for name, kind in METHODS.items() if not issubclass(kind, Allocator)]
-    return Recipe.parse_list(", ".join([*scorers, EXTRA]))
+    names = [name for name, kind in METHODS.items() if not issubclass(kind, Allocator)]
+    return Recipe.parse_list(", ".join([*names, EXTRA]))
 
 
 def with_budget(recipes: Iterable[Recipe], keep: int | float) -> tuple[list[Recipe], dict[Recipe, str]]:
@@ -47,17 +47,17 @@ def compositions(best: Sequence[Recipe]) -> list[Recipe]:
     Left out are scorers that look at nothing, which no allocator can divide anything by; `uniform`, which changes
     nothing about a scorer that keeps the same number everywhere; and what the catalogue has under a name of its own.
     """
-    named = {Recipe(r.method.composition, r.budget) for r in catalogue() if isinstance(r.method, Preset)}
+    named = {Recipe(r.method.composition, r.budget) for r in scorers() if isinstance(r.method, Preset)}
     composed: dict[type[Method], list[Recipe]] = {}
     for recipe in best:
         scorer = _scorer(recipe.method)
         if type(scorer) in composed or not scorer.needs_budget or isinstance(scorer, StreamingLLM | Random):
             continue
-        if found := _composed(scorer, recipe):
-            composed[type(scorer)] = found
+        if recipes := _composed(scorer, recipe):
+            composed[type(scorer)] = recipes
         if len(composed) == COMPOSED:
             break
-    return [recipe for found in composed.values() for recipe in found if recipe.without_budget() not in named]
+    return [recipe for recipes in composed.values() for recipe in recipes if recipe.without_budget() not in named]
 
 
 def composed_at_most() -> int:
@@ -75,14 +75,14 @@ def _scorer(method: Method) -> Method:
 
 
 def _composed(scorer: Method, recipe: Recipe) -> list[Recipe]:
-    found, budget = [], recipe.budget
+    recipes, budget = [], recipe.budget
     # What always stays is the composition's own choice, unless the recipe says otherwise than its method.
     sinks = None if budget.sinks == recipe.method.sinks else budget.sinks
     recent = None if budget.recent == recipe.method.recent else budget.recent
     for kind in _allocators():
         with suppress(KeepsetError):
-            found.append(Recipe.of(kind(scorer), keep=budget.keep, sinks=sinks, recent=recent))
-    return found
+            recipes.append(Recipe.of(kind(scorer), keep=budget.keep, sinks=sinks, recent=recent))
+    return recipes
 
 
 def _allocators() -> list[type[Allocator]]:

@@ -2,151 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, TypeVar
-
-import torch
-from jaxtyping import Float
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from keepset.bench.analysis.intervals import Interval, of_score
-from keepset.bench.compare import needs_of
-from keepset.bench.fidelity import kl, mean
 from keepset.bench.tune import space
-from keepset.bench.tune.halving import LEAST, Entry, Figures, Halving
-from keepset.bench.tune.pieces import ANSWER_TOKENS, Piece
+from keepset.bench.tune.halving import LEAST, Contender, Halving
+from keepset.bench.tune.measure import Measurer
+from keepset.bench.tune.pieces import TextPiece
 from keepset.errors import KeepsetError
 from keepset.hf.cache import Cache
-from keepset.hf.prompt_cache import PromptCache
-from keepset.hf.recorder import Recorder
-from keepset.methods.streaming_llm import StreamingLLM
 from keepset.recipe import Recipe
 
 if TYPE_CHECKING:
     import transformers
-
-
-class Measurer:
-    """Measures recipes on pieces: one prefill serves all of them.
-
-    Attributes:
-        full_found: by piece, which of its facts the full cache finds.
-        full_bytes: by piece, of the full cache.
-    """
-
-    def __init__(
-        self,
-        model: transformers.PreTrainedModel,
-        tokenizer: transformers.PreTrainedTokenizerBase,
-        pieces: Sequence[Piece],
-        keep: int | float,
-    ) -> None:
-        self._model, self._tokenizer, self._pieces, self._keep = model, tokenizer, pieces, keep
-        self.full_found: dict[int, list[bool]] = {}
-        self.full_bytes: dict[int, int] = {}
-        # Cold caches, thread pools and allocators would be booked on the first prefill that is timed.
-        with torch.no_grad():
-            model(pieces[0].prompt[:, :64])
-
-    def __call__(self, number: int, recipes: Sequence[Recipe]) -> Iterator[Figures | str]:
-        """Each recipe's figures on one piece, or why there are none."""
-        piece = self._pieces[number]
-        try:
-            recorder = Recorder(self._model, needs_of(recipes))
-            recorder.prefill(piece.prompt)
-        except KeepsetError as error:
-            if len(recipes) == 1:
-                yield str(error)
-                return
-            # What one of them looks at cannot be had of this prompt: that must not stop the others.
-            for recipe in recipes:
-                yield from self(number, [recipe])
-            return
-        with _freed(recorder):
-            with _freed(self._compressed(Recipe.of(StreamingLLM(), keep=1.0), recorder)) as whole:
-                reference = self._continue(piece, whole)
-                if number not in self.full_bytes:
-                    self.full_bytes[number] = recorder.nbytes_full
-                    self.full_found[number] = self._ask(piece, whole)
-            for recipe in recipes:
-                try:
-                    with _freed(self._compressed(recipe, recorder)) as cache:
-                        yield self._figures(piece, recipe, recorder, cache, reference)
-                except KeepsetError as error:
-                    yield str(error)
-            recorder.observations.clear()
-
-    def _compressed(self, recipe: Recipe, recorder: Recorder) -> Cache:
-        return Cache.from_prompt(self._model, recipe, recorder, recorder.observations)
-
-    def _figures(
-        self, piece: Piece, recipe: Recipe, recorder: Recorder, cache: Cache, reference: Float[Tensor, "n vocabulary"]
-    ) -> Figures | str:
-        (event,) = cache.events
-        kept = event.kept / event.entries
-        length = piece.prompt.shape[1]
-        if not recipe.method.needs_budget:
-            most = self._keep if isinstance(self._keep, float) else self._keep / length
-            if kept > most:
-                return f"{recipe} chooses itself how much it keeps, and kept {kept:.0%}: that is more than {most:.0%}."
-        nbytes = cache.nbytes
-        logits = self._continue(piece, cache)
-        return Figures(
-            kl=mean(kl(reference, logits)),
-            top1=float((logits.argmax(-1) == reference.argmax(-1)).double().mean()),
-            found=tuple(self._ask(piece, cache)),
-            keep=kept,
-            kv_bytes=nbytes,
-            kv_bytes_full=recorder.nbytes_full,
-            prefill_seconds=recorder.seconds_for(recipe.method.needs) + event.seconds,
-            prefill_seconds_full=recorder.seconds,
-        )
-
-    @torch.no_grad()
-    def _continue(self, piece: Piece, cache: Cache) -> Float[Tensor, "n vocabulary"]:
-        """Logits after each token of the continuation, teacher-forced, on a fork of this cache."""
-        with _freed(cache.fork()) as fork:
-            return self._model(piece.continuation, past_key_values=fork, use_cache=True).logits[0]
-
-    @torch.no_grad()
-    def _ask(self, piece: Piece, cache: Cache) -> list[bool]:
-        """Which facts greedy answers hold: all questions at once, each on a fork of this cache."""
-        if not piece.facts:
-            return []
-        questions = [self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in piece.questions]
-        longest = max(map(len, questions))
-        ids = torch.tensor([[0] * (longest - len(row)) + row for row in questions])
-        seen = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in questions])
-        ends = self._model.generation_config.eos_token_id
-        generate: Any = self._model.generate
-        asked = cache.ask(ids, seen)
-        with _freed(asked["past_key_values"]):
-            answers = generate(
-                **asked,
-                max_new_tokens=ANSWER_TOKENS,
-                do_sample=False,
-                temperature=None,
-                top_p=None,
-                top_k=None,
-                pad_token_id=ends[0] if isinstance(ends, list) else ends,
-            )
-        told = self._tokenizer.batch_decode(answers[:, longest:], skip_special_tokens=True)
-        return [fact.answer in answer for fact, answer in zip(piece.facts, told, strict=True)]
-
-
-_AnyCache = TypeVar("_AnyCache", bound=PromptCache)
-
-
-@contextmanager
-def _freed(cache: _AnyCache) -> Iterator[_AnyCache]:
-    """The cache, which lets go of its tensors then: it and its layers know each other, so they would stay a while."""
-    try:
-        yield cache
-    finally:
-        cache.reset()
-        cache.stop_watching()
 
 
 class Tuner:
@@ -163,7 +33,7 @@ class Tuner:
         self,
         model: transformers.PreTrainedModel,
         tokenizer: transformers.PreTrainedTokenizerBase,
-        pieces: Sequence[Piece],
+        pieces: Sequence[TextPiece],
         keep: int | float,
         name: str,
         on_step: Callable[[], None] = lambda: None,
@@ -176,7 +46,7 @@ class Tuner:
         self._model, self._pieces, self._keep, self._name = model, pieces, keep, name
         self._measurer = Measurer(model, tokenizer, pieces, keep)
         self.unfit: dict[str, str] = {}
-        recipes, unfit = space.with_budget(space.catalogue(), keep)
+        recipes, unfit = space.with_budget(space.scorers(), keep)
         self.unfit.update((recipe.text(keep), why) for recipe, why in unfit.items())
         self.race = Halving(
             self._measurer,
@@ -189,7 +59,7 @@ class Tuner:
         )
 
     @property
-    def asked(self) -> bool:
+    def has_facts(self) -> bool:
         """Whether facts are hidden in the pieces."""
         return bool(self._pieces[0].facts)
 
@@ -217,7 +87,7 @@ class Tuner:
     @property
     def full_found(self) -> tuple[float, Interval | None] | None:
         """Share of the facts that the full cache finds, and its interval over pieces; None where none are hidden."""
-        values = [fmean(found) for found in self._measurer.full_found.values() if found]
+        values = [fmean(facts) for facts in self._measurer.full_found.values() if facts]
         return (fmean(values), of_score(values)) if values else None
 
     def _runnable(self, recipes: Sequence[Recipe]) -> list[Recipe]:
@@ -252,7 +122,7 @@ class Tuner:
             "measured": race.pieces,
             "full": {
                 "kv_bytes": round(fmean(full.values())) if full else None,
-                **({"found": _figure(self.full_found)} if self.asked else {}),
+                **({"found": _figure(self.full_found)} if self.has_facts else {}),
             },
             "recipe": None if chosen is None else str(chosen.recipe),
             "tied": [str(entry.recipe) for entry in tied] if race.pieces >= LEAST else [],
@@ -261,40 +131,40 @@ class Tuner:
             "dropped": [{"recipe": recipe, "reason": reason} for recipe, reason in self.dropped.items()],
         }
 
-    def _chosen(self, tied: Sequence[Entry]) -> Entry | None:
+    def _chosen(self, tied: Sequence[Contender]) -> Contender | None:
         """Of what cannot be told apart the one with the cheapest prefill; None while too little is known."""
         if self.race.pieces < LEAST:
             return None
         return min(tied, key=lambda entry: entry.first(self.race.pieces).mean("prefill_seconds"), default=None)
 
-    def _verdict(self, tied: Sequence[Entry], chosen: Entry | None) -> list[str]:
-        said, pieces = [], self.race.pieces
+    def _verdict(self, tied: Sequence[Contender], chosen: Contender | None) -> list[str]:
+        sentences, pieces = [], self.race.pieces
         if chosen is None:
-            said.append(f"Measured on {pieces} pieces: too few to name a recipe.")
+            sentences.append(f"Measured on {pieces} pieces: too few to name a recipe.")
         elif len(tied) == 1:
-            said.append(f"Use {chosen.recipe}: the best of {_many(self.race.entries)} on {pieces} pieces.")
+            sentences.append(f"Use {chosen.recipe}: the best of {_many(self.race.entries)} on {pieces} pieces.")
         else:
             rest = ", ".join(str(entry.recipe) for entry in tied if entry is not chosen)
-            said.append(
+            sentences.append(
                 f"There is no winner: {pieces} pieces cannot tell {chosen.recipe} from {rest}. "
                 f"Use {chosen.recipe}, whose prefill is the cheapest of these {len(tied)}."
             )
-        if self.asked and self._measurer.full_found and not self.retrieves:
-            said.append(
+        if self.has_facts and self._measurer.full_found and not self.retrieves:
+            sentences.append(
                 "The full cache finds none of the facts either, so retrieval says nothing: the order is by KL alone."
             )
-        return said
+        return sentences
 
 
-def _row(entry: Entry, *, alive: bool) -> dict[str, Any]:
-    found = entry.found
+def _row(entry: Contender, *, alive: bool) -> dict[str, Any]:
+    share = entry.found
     return {
         "recipe": str(entry.recipe),
         "pieces": len(entry.figures),
         "finalist": alive,
         "kl": _figure(entry.kl),
         "top1": entry.mean("top1"),
-        **({} if found is None else {"found": _figure(found)}),
+        **({} if share is None else {"found": _figure(share)}),
         **{name: entry.mean(name) for name in _MEANS},
     }
 
@@ -308,5 +178,5 @@ def _figure(figure: tuple[float, Interval | None] | None) -> dict[str, float | N
     return {"mean": value, "low": low, "high": high}
 
 
-def _many(entries: Sequence[Entry]) -> str:
+def _many(entries: Sequence[Contender]) -> str:
     return f"{sum(entry.error is None for entry in entries)} recipes"

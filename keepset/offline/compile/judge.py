@@ -17,10 +17,8 @@ from keepset.core.budget import Budget
 from keepset.core.observation import Observation
 from keepset.core.tables import Tables
 from keepset.errors import KeepsetError
-from keepset.hf.cache import Cache
-from keepset.hf.recorder import Recorder
+from keepset.hf.prompt_session import CachedPrompt, PromptSession
 from keepset.methods.compilerkv import CompilerKV
-from keepset.methods.streaming_llm import StreamingLLM
 from keepset.offline.compile.corpus import Context
 from keepset.recipe import Recipe
 
@@ -53,15 +51,13 @@ class Judge:
     """
 
     def __init__(self, model: transformers.PreTrainedModel, method: CompilerKV, context: Context) -> None:
-        self._model, self._context = model, context
         self._method = dataclasses.replace(method, elastic=True, gate=True)
-        self._recorder = Recorder(model, self._method.needs)
         ids = context.ids.to(model.device)[None]
-        self._recorder.prefill(ids[:, : context.tokens])
+        self._session = PromptSession(model, ids[:, : context.tokens], [Recipe.of(self._method)])
         self._following = ids[:, context.tokens :]
-        seen = self._recorder.observations
-        self._received = self._method._received(seen)
-        entropy, perplexity = self._method._risk(seen[0], self._received)
+        observations = self._session.observations
+        self._received = self._method.received_attention(observations)
+        entropy, perplexity = self._method.risk(observations[0], self._received)
         # As Tables.bins has it: what is no number is the highest risk.
         self.risk = float(entropy.nan_to_num(torch.inf)), float(perplexity.nan_to_num(torch.inf))
 
@@ -73,33 +69,27 @@ class Judge:
         """
         known = {field.name: getattr(self._method, field.name) for field in dataclasses.fields(CompilerKV)}
         method = _Given(**{**known, "elastic": elastic}, given=tables, received=self._received, signals=self._signals)
-        cache = self._cache(Recipe(method, Budget(keep, recent=method.window)))
-        assert cache.keep_set is not None
-        kept = float(cache.keep_set.counts.double().mean())
-        told, full = self._continue(cache), self._full
-        after = self._following[0, 1:, None]
-        said = float((told - full).gather(1, after).mean())
-        expected = -float(F.kl_div(told, full, log_target=True, reduction="none").sum(-1).mean())
+        prompt = self._session.compress(Recipe(method, Budget(keep, recent=method.window)))
+        keep_set = prompt.event.keep_set
+        assert keep_set is not None
+        compressed, full = self._log_probabilities(prompt), self._full
+        said = float((compressed - full).gather(1, self._following[0, 1:, None]).mean())
+        expected = -float(F.kl_div(compressed, full, log_target=True, reduction="none").sum(-1).mean())
         if not torch.tensor([said, expected]).isfinite().all():
             raise KeepsetError("Some of the model's logits are not finite numbers: no tables can be compiled.")
-        return Verdict(said, expected, kept)
+        return Verdict(said, expected, float(keep_set.counts.double().mean()))
 
     @cached_property
     def _signals(self) -> dict[int, Tensor]:
-        return {seen.layer: self._method._signal(seen, self._received) for seen in self._recorder.observations}
+        return {each.layer: self._method.signal(each, self._received) for each in self._session.observations}
 
     @cached_property
     def _full(self) -> Float[Tensor, "n vocabulary"]:
-        return self._continue(self._cache(Recipe.of(StreamingLLM(), keep=1.0)))
+        return self._log_probabilities(self._session.compress(None))
 
-    def _cache(self, recipe: Recipe) -> Cache:
-        return Cache.from_prompt(self._model, recipe, self._recorder, self._recorder.observations)
-
-    @torch.no_grad()
-    def _continue(self, cache: Cache) -> Float[Tensor, "n vocabulary"]:
-        """Log-probabilities of all tokens that follow but the first, which the prompt's own logits predict alike."""
-        logits = self._model(self._following[:, :-1], past_key_values=cache, use_cache=True).logits
-        return logits[0].float().log_softmax(-1)
+    def _log_probabilities(self, prompt: CachedPrompt) -> Float[Tensor, "n vocabulary"]:
+        """Of all tokens that follow but the first, which the prompt's own logits predict alike."""
+        return prompt.follow(self._following[:, :-1]).float().log_softmax(-1)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -113,13 +103,16 @@ class _Given(CompilerKV):
     def __post_init__(self) -> None:
         """Nothing to check: a recipe was the source of all parameters."""
 
-    def _tables(self, observation: Observation) -> Tables:
+    def tables_for(self, observation: Observation) -> Tables:
+        """Those that are tried."""
         return self.given
 
-    def _received(self, observations: object) -> Float[Tensor, "batch positions"]:  # type: ignore[override]
+    def received_attention(self, observations: object) -> Float[Tensor, "batch positions"]:
+        """As it was of all layers."""
         return self.received
 
-    def _signal(
+    def signal(
         self, observation: Observation, received: Float[Tensor, "batch positions"]
     ) -> Float[Tensor, "batch kv_heads _ entries"]:
+        """As it was of the layer."""
         return self.signals[observation.layer]

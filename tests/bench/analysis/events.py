@@ -6,14 +6,11 @@ import random
 from dataclasses import dataclass
 
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 
 from keepset import KeepSet
-from keepset.bench.analysis.snapshot import Snapshot
+from keepset.bench.analysis.diagnostics import Snapshot
 from keepset.core.keep_set import LayerKeepSet
-
-examples = settings(max_examples=60, deadline=None)
 
 Sets = list[list[list[set[int]]]]  # [layer][request][head] -> kept positions
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from keepset.bench.analysis.attention_mass import attention_kept
+from keepset.bench.analysis.diagnostics import attention_kept
 from tests.methods.naive import DTYPES, SHAPES, Shape, length_of, observe, tolerance, window_attention
 
 

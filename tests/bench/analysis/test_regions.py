@@ -9,13 +9,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from keepset import KeepsetError
-from keepset.bench.analysis.bursts import dropped, gone, longest_run
-from keepset.bench.analysis.middle import middle_retention
-from keepset.bench.analysis.wipeout import wipeout_rate
-from tests.bench.analysis.events import Event, examples, histories, same
+from keepset.bench.analysis.diagnostics import dropped, gone, longest_run, middle_retention, wipeout_rate
+from tests.bench.analysis.events import Event, histories, same
+from tests.tiers import examples
 
 
-@examples
+@examples(60, derandomize=False)
 @given(events=histories(), region=st.sampled_from([1, 2, 5, 16, 100]))
 def test_wipeout_counts_regions_of_which_nothing_is_left(events: list[Event], region: int) -> None:
     def naive(kept: set[int], length: int) -> float:
@@ -37,7 +36,7 @@ def test_a_region_has_tokens(region: int) -> None:
         wipeout_rate(Event([[[{0}]]], [1]).snapshot, region)
 
 
-@examples
+@examples(60, derandomize=False)
 @given(events=histories())
 def test_middle_retention_is_the_share_of_the_middle_third(events: list[Event]) -> None:
     def naive(kept: set[int], length: int) -> float:
@@ -57,7 +56,7 @@ def true_at(flags: Tensor) -> list[list[list[set[int]]]]:
     return [[[set(row.nonzero()[:, 0].tolist()) for row in heads] for heads in b] for b in flags]
 
 
-@examples
+@examples(60, derandomize=False)
 @given(events=histories())
 def test_dropped_is_what_was_there_before_and_is_not_now(events: list[Event]) -> None:
     earlier = None
@@ -77,7 +76,7 @@ def test_dropped_is_what_was_there_before_and_is_not_now(events: list[Event]) ->
         earlier = event
 
 
-@examples
+@examples(60, derandomize=False)
 @given(rows=st.lists(st.lists(st.booleans(), min_size=9, max_size=9), min_size=1, max_size=4))
 def test_longest_run(rows: list[list[bool]]) -> None:
     def naive(row: list[bool]) -> int:

@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepset import KeepsetError
-from keepset.bench.analysis.repetition import repetition_rate
-from tests.bench.analysis.events import examples
+from keepset.bench.analysis.diagnostics import repetition_rate
+from tests.tiers import examples
 
 
-@examples
+@examples(60, derandomize=False)
 @given(ids=st.lists(st.integers(0, 3), max_size=30), n=st.integers(1, 5))
 def test_share_of_ngrams_that_occurred_before(ids: list[int], n: int) -> None:
     grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]

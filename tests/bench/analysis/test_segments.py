@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from keepset import Budget, Observation
-from keepset.bench.analysis.segments import head_segments
+from keepset.bench.analysis.trace import head_segments
 from keepset.methods.tova import TOVA
 from tests.methods.naive import Given
 

@@ -10,11 +10,12 @@ import torch
 from hypothesis import given
 
 from keepset import KeepsetError
-from keepset.bench.analysis.stability import by_depth, retained_iou
-from tests.bench.analysis.events import Event, examples, histories, same
+from keepset.bench.analysis.diagnostics import by_depth, retained_iou
+from tests.bench.analysis.events import Event, histories, same
+from tests.tiers import examples
 
 
-@examples
+@examples(60, derandomize=False)
 @given(events=histories())
 def test_iou_is_over_positions_that_existed_before(events: list[Event]) -> None:
     for earlier, later in pairwise(events):

@@ -9,15 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepset.bench.analysis import intervals
-from keepset.bench.analysis.groups import group_of
-from keepset.bench.analysis.rows import Row
-from keepset.bench.analysis.summary import Summary, summarise
+from keepset.bench.analysis.rows import TableRow
+from keepset.bench.analysis.summary import Summary, benchmark_of, summarise
 from keepset.bench.cell import FULL, Cell
 from keepset.errors import KeepsetError
 from tests.bench.analysis.cells import FULL_BYTES, cell, cells
 
 
-def by_name(rows: list[Row]) -> dict[tuple[str, str], Row]:
+def by_name(rows: list[TableRow]) -> dict[tuple[str, str], TableRow]:
     return {(row.task, row.recipe): row for row in rows}
 
 
@@ -279,6 +278,6 @@ def test_an_empty_sweep() -> None:
 
 
 def test_groups() -> None:
-    assert group_of("ruler_vt@128") == "ruler@128"
-    assert group_of("longbench_qasper") == "longbench"
-    assert group_of("gsm8k") is None and group_of("needle@128") is None
+    assert benchmark_of("ruler_vt@128") == "ruler@128"
+    assert benchmark_of("longbench_qasper") == "longbench"
+    assert benchmark_of("gsm8k") is None and benchmark_of("needle@128") is None

@@ -12,7 +12,7 @@ import torch
 
 import keepset
 from keepset import Budget, Observation, Recipe
-from keepset.bench.analysis.repetition import repetition_rate
+from keepset.bench.analysis.diagnostics import repetition_rate
 from keepset.bench.analysis.trace import Tracer
 from keepset.bench.analysis.trace_figures import figures
 from keepset.methods.tova import TOVA
@@ -48,10 +48,10 @@ def test_events_are_those_of_a_cache(text: str) -> None:
     assert torch.equal(trace.ids, expected) and trace.prompt == LENGTH
     assert trace.recipe == str(recipe) and sum(tokens) == NEW
     assert trace.tokens_per_second is not None and trace.tokens_per_second > 0
-    assert [moment.length for moment in trace.moments] == [event.length for event in cache.events]
-    for moment, event in zip(trace.moments, cache.events, strict=True):
-        assert event.keep_set is not None and same_keep_set(moment.snapshot.keep_set, event.keep_set)
-        assert moment.entries == event.entries and moment.segments == {}
+    assert [mine.length for mine in trace.events] == [event.length for event in cache.events]
+    for mine, event in zip(trace.events, cache.events, strict=True):
+        assert event.keep_set is not None and same_keep_set(mine.keep_set, event.keep_set)
+        assert mine.entries == event.entries and mine.segments == {}
 
 
 @pytest.mark.parametrize("text", RECIPES)
@@ -65,10 +65,10 @@ def test_following_is_feeding_one_by_one(text: str) -> None:
             model(part, past_key_values=cache, use_cache=True)
     trace = tracer.trace
     assert torch.equal(trace.ids, ids[0]) and trace.tokens_per_second is None
-    assert [moment.length for moment in trace.moments] == [event.length for event in cache.events]
-    assert len(trace.moments) > 2
-    for moment, event in zip(trace.moments, cache.events, strict=True):
-        assert event.keep_set is not None and same_keep_set(moment.snapshot.keep_set, event.keep_set)
+    assert [mine.length for mine in trace.events] == [event.length for event in cache.events]
+    assert len(trace.events) > 2
+    for mine, event in zip(trace.events, cache.events, strict=True):
+        assert event.keep_set is not None and same_keep_set(mine.keep_set, event.keep_set)
 
 
 def test_segments_of_every_layer() -> None:
@@ -76,10 +76,10 @@ def test_segments_of_every_layer() -> None:
     tracer = Tracer(model, Recipe.of(Halves(), keep=9, every=4))
     tracer.generate(ids, max_new_tokens=8, **OPTIONS)
     trace = tracer.trace
-    assert [moment.length for moment in trace.moments] == [19, 23]
-    for moment, entries in zip(trace.moments, (19, 13), strict=True):
-        assert list(moment.segments) == [0, 1, 2, 3]
-        for head in (head for heads in moment.segments.values() for head in heads):
+    assert [mine.length for mine in trace.events] == [19, 23]
+    for mine, entries in zip(trace.events, (19, 13), strict=True):
+        assert list(mine.segments) == [0, 1, 2, 3]
+        for head in (head for heads in mine.segments.values() for head in heads):
             assert head.ends.tolist() == [entries // 2, entries]
             assert head.quotas.tolist() == [4, 5] and head.mass.shape == (entries,)
     assert figures(trace)["segments"] == pytest.approx({"count": 2, "length": (19 + 13) / 4})
@@ -95,8 +95,8 @@ def test_figures_are_means_over_sets() -> None:
     assert [row["length"] for row in told["events"]] == lengths
     layers, heads = 4, 2
     kept = [
-        [[set(moment.snapshot.keep_set.positions(i, 0, h).tolist()) for h in range(heads)] for i in range(layers)]
-        for moment in trace.moments
+        [[set(mine.keep_set.positions(i, 0, h).tolist()) for h in range(heads)] for i in range(layers)]
+        for mine in trace.events
     ]
 
     def mean(values: list[float]) -> float:
@@ -149,15 +149,15 @@ def test_segments_of_ams_are_those_that_it_kept_by() -> None:
     tracer = Tracer(tiny("llama"), recipe)
     tracer.follow(prompt(1, 60)[0], 30)
     trace = tracer.trace
-    assert [moment.length for moment in trace.moments] == [30, 36, 42, 48, 54, 60]
+    assert [mine.length for mine in trace.events] == [30, 36, 42, 48, 54, 60]
     held = {(layer, head): list(range(30)) for layer in range(4) for head in range(2)}
-    for moment in trace.moments:
+    for mine in trace.events:
         for (layer, head), positions in held.items():
-            told = moment.segments[layer][head]
-            stays = set(moment.snapshot.keep_set.positions(layer, 0, head).tolist())
+            told = mine.segments[layer][head]
+            stays = set(mine.keep_set.positions(layer, 0, head).tolist())
             starts = [0, *told.ends.tolist()[:-1]]
             parts = [positions[start:end] for start, end in zip(starts, told.ends.tolist(), strict=True)]
             assert told.ends[-1] == len(positions) == len(told.mass)
             assert [len(stays & set(part)) for part in parts] == told.quotas.tolist()
             assert float(told.mass.sum()) == pytest.approx(1, abs=1e-5)
-            held[layer, head] = sorted(stays) + list(range(moment.length, moment.length + 6))
+            held[layer, head] = sorted(stays) + list(range(mine.length, mine.length + 6))

@@ -3,7 +3,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from keepset.bench.report.latency import render
+from keepset.bench.report.page import assemble
+
+
+def render(result: dict[str, Any]) -> str:
+    return assemble("latency", "keepset bench latency", result)
+
 
 EVIL = "</script><img src=x onerror=window.pwned=1><b>&lt; %{x} $data"
 
@@ -36,7 +41,11 @@ def test_text_is_only_in_the_data_block() -> None:
 
 
 def test_plots_and_table(load: Any) -> None:
-    page = load(render(result(row("full cache", 10, None), row("full cache", 20, None), row(EVIL, 10, None, EVIL))))
+    page = load(
+        render(
+            result(row("full cache", 10, None), row("full cache", 20, None), row(EVIL, 10, None, EVIL)),
+        )
+    )
     page.wait_for_selector("#seconds .point")
     (trace,) = page.evaluate("document.getElementById('first_seconds').data")
     assert (trace["x"], trace["y"]) == ([10, 20], [2, 2])
@@ -55,6 +64,9 @@ def test_plots_and_table(load: Any) -> None:
 
 
 def test_nothing_overflows_the_page(load: Any) -> None:
-    page = load(render(result(row("a", 10), row(EVIL, 10))), viewport={"width": 400, "height": 800})
+    page = load(
+        render(result(row("a", 10), row(EVIL, 10))),
+        viewport={"width": 400, "height": 800},
+    )
     page.wait_for_selector("#seconds .point")
     assert page.evaluate("document.documentElement.scrollWidth") <= 400

@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 
-from keepset.bench.report.tune import render
+from keepset.bench.report.page import assemble
+
+
+def render(result: dict[str, Any]) -> str:
+    return assemble("tune", "keepset tune", result)
+
 
 EVIL = "</script><img src=x onerror=window.pwned=1><b>&lt; %{x} $data"
 

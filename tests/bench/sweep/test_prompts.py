@@ -38,20 +38,20 @@ WHERE = Question("\nWhere? ", 0, choices=(" here", "there", "\n"))
 def test_a_question_that_is_known_belongs_to_the_prompt() -> None:
     one, other = prompts(example("Long text.", WHAT, Question("", "y")))
     assert (text(one.ids), text(other.ids)) == ("Long text. What? It ", "Long text.")
-    assert [asked.ids for asked in one.asked + other.asked] == [(), ()]
+    assert [asked.ids for asked in one.questions + other.questions] == [(), ()]
 
 
 def test_a_question_that_is_not_known_follows() -> None:
     [found] = prompts(example("Long text.", WHAT, WHERE), agnostic=True)
     assert text(found.ids) == "Long text."
-    assert [text(asked.ids) for asked in found.asked] == [" What? It ", "\nWhere?"]
-    assert [asked.question for asked in found.asked] == [WHAT, WHERE]
+    assert [text(asked.ids) for asked in found.questions] == [" What? It ", "\nWhere?"]
+    assert [asked.question for asked in found.questions] == [WHAT, WHERE]
 
 
 def test_white_space_before_a_choice_belongs_to_the_choice() -> None:
     for agnostic in (False, True):
         [found] = prompts(example("Long text.", WHERE), agnostic=agnostic)
-        [asked] = found.asked
+        [asked] = found.questions
         assert text(found.ids + asked.ids) == "Long text.\nWhere?"
         assert list(map(text, asked.choices)) == ["  here", " there", " \n"]
 
@@ -61,8 +61,8 @@ def test_a_chat_has_the_answers_beginning_after_its_template() -> None:
     assert text(aware.ids) == "^U:Long text. What?.\nA: It "
     [agnostic] = prompts(example("Long text.", WHAT, WHERE), TALKS, chat=True, agnostic=True)
     assert text(agnostic.ids) == "^U:Long text."
-    assert [text(asked.ids) for asked in agnostic.asked] == [" What?.\nA: It ", "\nWhere? .\nA:"]
-    assert list(map(text, agnostic.asked[1].choices)) == [" here", "there", "\n"]
+    assert [text(asked.ids) for asked in agnostic.questions] == [" What?.\nA: It ", "\nWhere? .\nA:"]
+    assert list(map(text, agnostic.questions[1].choices)) == [" here", "there", "\n"]
 
 
 def test_special_tokens_are_the_tokenizers_own_and_come_once() -> None:
@@ -70,10 +70,10 @@ def test_special_tokens_are_the_tokenizers_own_and_come_once() -> None:
     assert text(prompts(example("ab", WHAT), BEGINS)[0].ids) == "^ab What? It "
     assert text(prompts(example("<bos>ab", WHAT), BEGINS)[0].ids) == "^ab What? It "
     [agnostic] = prompts(example("ab", WHAT, WHERE), BEGINS, agnostic=True)
-    assert text(agnostic.ids) == "^ab" and text(agnostic.asked[0].ids) == " What? It "
-    assert list(map(text, agnostic.asked[1].choices)) == ["  here", " there", " \n"]
+    assert text(agnostic.ids) == "^ab" and text(agnostic.questions[0].ids) == " What? It "
+    assert list(map(text, agnostic.questions[1].choices)) == ["  here", " there", " \n"]
     [scored] = prompts(example("ab", WHERE), BEGINS)
-    assert text(scored.ids) == "^ab\nWhere?" and text(scored.asked[0].choices[0]) == "  here"
+    assert text(scored.ids) == "^ab\nWhere?" and text(scored.questions[0].choices[0]) == "  here"
 
 
 def test_where_there_is_no_text_a_text_begins() -> None:
@@ -81,7 +81,7 @@ def test_where_there_is_no_text_a_text_begins() -> None:
     for tokenizer in (PLAIN, BEGINS):
         [found] = prompts(empty, tokenizer)
         assert text(found.ids) == "^"
-        assert list(map(text, found.asked[0].choices)) == [" a", " bc"]
+        assert list(map(text, found.questions[0].choices)) == [" a", " bc"]
 
 
 @given(st.integers(0, 60), st.integers(0, 6), st.integers(1, 6), st.integers(12, 60), st.booleans(), st.booleans())
@@ -101,7 +101,7 @@ def test_what_is_too_long_loses_the_middle_of_its_context(
             prompts(of, TALKS, **options)
         return
     [found] = prompts(of, TALKS, **options)
-    said = text(found.ids + found.asked[0].ids)
+    said = text(found.ids + found.questions[0].ids)
     left = length if length <= room else room
     head, tail = (left + 1) // 2, left // 2
     kept = context if left == length else context[:head] + context[length - tail :]

@@ -18,8 +18,9 @@ from keepset.bench.sweep import ray_sweep, sweep
 from keepset.bench.sweep.ray_sweep import Loads
 from keepset.bench.sweep.runner import Runner
 from keepset.bench.sweep.store import Store
-from keepset.bench.sweep.sweep import Grid, Lost
-from keepset.bench.tasks.catalogue import Settings, find
+from keepset.bench.sweep.sweep import Grid, Skipped
+from keepset.bench.tasks.catalogue import Settings
+from keepset.bench.tasks.find import find
 from keepset.bench.tasks.task import Example, Task
 from keepset.errors import KeepsetError
 from keepset.recipe import Recipe
@@ -71,7 +72,7 @@ class Ends(Scripted):
             yield made
 
 
-def run(path: Path, make: Any, asked: Grid, tokenizer: Any = None) -> tuple[list[Lost], list[int]]:
+def run(path: Path, make: Any, asked: Grid, tokenizer: Any = None) -> tuple[list[Skipped], list[int]]:
     told: list[int] = []
     with Store.begin(path, "model", CONFIGURATION) as store:
         groups = asked.groups(store, tokenizer)
@@ -120,7 +121,7 @@ def test_what_workers_die_of_again_and_again_is_left_out(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(ray, "get", get)
     stream = iter([ray.exceptions.WorkerCrashedError()])
-    left_out = Lost("needle@256", "the rest of an example", "its worker is gone (WorkerCrashedError)")
+    left_out = Skipped("needle@256", "the rest of an example", "its worker is gone (WorkerCrashedError)")
     assert ray_sweep._next(stream, "needle@256") == left_out  # type: ignore[arg-type]
     assert ray_sweep._next(stream, "needle@256") is None  # type: ignore[arg-type]
 

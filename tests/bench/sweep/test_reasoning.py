@@ -17,7 +17,8 @@ from keepset.bench.cell import FULL
 from keepset.bench.sweep.runner import Runner
 from keepset.bench.sweep.store import Store
 from keepset.bench.sweep.sweep import Grid, run
-from keepset.bench.tasks.catalogue import Settings, find
+from keepset.bench.tasks.catalogue import Settings
+from keepset.bench.tasks.find import find
 from keepset.bench.tasks.task import Generation
 from tests.bench.sweep.sweeping import CONFIGURATION
 from tests.cli.conftest import tiny_model

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 import keepset
 from keepset import KeepsetError, Recipe
-from keepset.bench.analysis.repetition import repetition_rate
+from keepset.bench.analysis.diagnostics import repetition_rate
 from keepset.bench.candidate import Candidate, candidates
 from keepset.bench.cell import FULL, Cell
 from keepset.bench.sweep.runner import TOGETHER, Runner

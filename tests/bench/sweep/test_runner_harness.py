@@ -11,7 +11,8 @@ import pytest
 
 from keepset.bench.candidate import candidates
 from keepset.bench.sweep.runner import Runner
-from keepset.bench.tasks.catalogue import Settings, find
+from keepset.bench.tasks.catalogue import Settings
+from keepset.bench.tasks.find import find
 from keepset.recipe import Recipe
 from tests.bench.sweep.letters import letters
 from tests.hf.models import tiny

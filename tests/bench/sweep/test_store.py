@@ -84,6 +84,16 @@ def test_cells_come_in_the_order_of_examples_and_recipes_however_they_were_writt
         ]
 
 
+def test_recipes_that_were_written_otherwise_are_those_of_today(path: Path) -> None:
+    """As where a method was renamed since."""
+    old, today = "snapkv(keep=0.50, window=64)", "snapkv(keep=0.5)"
+    put(path, cell(old, method="snapkv(window=64)"), cell("full cache", method="full cache"))
+    with begin(path) as store:
+        assert store.done() == {(KEY, today), (KEY, "full cache")}
+        assert store.claim(KEY, [today, "tova(keep=0.5)"]) == ["tova(keep=0.5)"]
+        assert [(each.recipe, each.method) for each in store.cells()] == [(today, "snapkv"), ("full cache",) * 2]
+
+
 def test_reads_while_another_writes(path: Path) -> None:
     put(path, cell())
     with begin(path) as writer, Store.open(path) as reader:

@@ -17,7 +17,7 @@ from keepset.bench.candidate import Candidate
 from keepset.bench.cell import FULL, Cell
 from keepset.bench.sweep import sweep as sweep_module
 from keepset.bench.sweep.store import Store
-from keepset.bench.sweep.sweep import Grid, Lost, run
+from keepset.bench.sweep.sweep import Grid, Skipped, run
 from keepset.bench.tasks.task import Example, Question, Task
 from keepset.errors import KeepsetError
 from tests.bench.sweep.sweeping import CONFIGURATION, Counting, Scripted, cell, grid, sweep
@@ -166,7 +166,7 @@ def test_where_memory_is_not_enough_the_others_are_made_and_the_next_run_tries_a
     with Store.begin(path, "model", CONFIGURATION) as store:
         groups = asked.groups(store, None)  # type: ignore[arg-type]
         lost = run(store, groups, Large(notes), lambda _: None)
-        assert lost == [Lost("counting@8", RECIPES[1], "memory was not enough")]
+        assert lost == [Skipped("counting@8", RECIPES[1], "memory was not enough")]
         assert len(store.done()) == 8 and not asked.is_done(store)
         assert run(store, groups, Scripted(notes), lambda _: None) == []
         assert asked.is_done(store)

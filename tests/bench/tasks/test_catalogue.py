@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from keepset import KeepsetError
-from keepset.bench.tasks.catalogue import Settings, find
+from keepset.bench.tasks.catalogue import Settings
+from keepset.bench.tasks.find import find
 
 pytest.importorskip("lm_eval", reason='pip install "keepset[eval]"')
 

@@ -9,7 +9,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from keepset import KeepsetError
-from keepset.bench.tasks.catalogue import Settings, find
+from keepset.bench.tasks.catalogue import Settings
+from keepset.bench.tasks.find import find
 
 pytest.importorskip("datasets", reason='pip install "keepset[eval]"')
 

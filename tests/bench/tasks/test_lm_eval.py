@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from keepset import KeepsetError
-from keepset.bench.tasks.catalogue import Settings, find
+from keepset.bench.tasks.catalogue import Settings
+from keepset.bench.tasks.find import find
 from keepset.bench.tasks.task import Question, Reply, Task
 
 pytest.importorskip("lm_eval", reason='pip install "keepset[eval]"')

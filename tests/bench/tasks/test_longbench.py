@@ -11,7 +11,8 @@ import pytest
 
 from keepset import KeepsetError
 from keepset.bench.tasks import hub, longbench
-from keepset.bench.tasks.catalogue import Settings, find
+from keepset.bench.tasks.catalogue import Settings
+from keepset.bench.tasks.find import find
 from keepset.bench.tasks.task import Task
 
 pytest.importorskip("lm_eval", reason='pip install "keepset[eval]"')

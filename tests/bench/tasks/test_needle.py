@@ -10,7 +10,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from keepset import KeepsetError
-from keepset.bench.tasks.catalogue import Settings, find
+from keepset.bench.tasks.catalogue import Settings
+from keepset.bench.tasks.find import find
 from keepset.bench.tasks.task import Example, Task
 from keepset.texts import chat_parts, essay, essays
 

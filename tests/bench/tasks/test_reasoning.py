@@ -13,7 +13,8 @@ import pytest
 
 from keepset import KeepsetError
 from keepset.bench.tasks import answers, reasoning
-from keepset.bench.tasks.catalogue import Settings, find
+from keepset.bench.tasks.catalogue import Settings
+from keepset.bench.tasks.find import find
 from keepset.bench.tasks.task import Example, Question, Task
 
 pytest.importorskip("math_verify", reason='pip install "keepset[eval]"')

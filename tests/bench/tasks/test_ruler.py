@@ -15,7 +15,8 @@ import pytest
 
 from keepset import KeepsetError, texts
 from keepset.bench.tasks import ruler, ruler_needles
-from keepset.bench.tasks.catalogue import Settings, find
+from keepset.bench.tasks.catalogue import Settings
+from keepset.bench.tasks.find import find
 from keepset.bench.tasks.ruler_draws import FrequentWords
 from keepset.bench.tasks.task import Example, Question, Task
 

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepset.bench.tune.halving import FINALISTS, PREFILL, ROUNDS, Entry, Figures, Halving, ranked, tied
+from keepset.bench.compare.comparison import Measurement
+from keepset.bench.tune.halving import FINALISTS, PREFILL, ROUNDS, Contender, Halving, ranked, tied
 from keepset.recipe import Recipe
 
 PIECES = ROUNDS[-1]
@@ -22,34 +23,45 @@ def recipes(count: int) -> list[Recipe]:
     return [Recipe.parse(f"random(seed={number}, keep=0.25)") for number in range(count)]
 
 
-def figures(kl: float, found: Sequence[bool] = (), seconds: float = 1.0) -> Figures:
-    return Figures(kl, 0.9, tuple(found), 0.25, 25, 100, seconds, 1.0)
+def figures(kl: float, found: Sequence[bool] = (), seconds: float = 1.0) -> Measurement:
+    return Measurement(
+        *("", ""),
+        kl=kl,
+        top1=0.9,
+        facts_found=tuple(found),
+        keep=0.25,
+        kv_bytes=25,
+        kv_bytes_full=100,
+        prefill_seconds=seconds,
+        prefill_seconds_full=1.0,
+    )
 
 
-def entry(number: int, kls: Sequence[float], found: Sequence[Sequence[bool]] = (), seconds: float = 1.0) -> Entry:
+def entry(number: int, kls: Sequence[float], found: Sequence[Sequence[bool]] = (), seconds: float = 1.0) -> Contender:
     facts = list(found) or [()] * len(kls)
     rows = [figures(kl, told, seconds) for kl, told in zip(kls, facts, strict=True)]
-    return Entry(recipes(number + 1)[number], rows)
+    return Contender(recipes(number + 1)[number], rows)
 
 
 class Made:
     """Figures from a formula of the recipe's number and the piece's, and how often each recipe was asked for."""
 
-    def __init__(self, formula: Callable[[int, int], Figures | str]) -> None:
+    def __init__(self, formula: Callable[[int, int], Measurement | str]) -> None:
         self.formula, self.asked, self.pieces = formula, Counter[int](), Counter[int]()
 
-    def __call__(self, piece: int, told: Sequence[Recipe]) -> Iterator[Figures | str]:
+    def __call__(self, piece: int, told: Sequence[Recipe]) -> Iterator[Measurement]:
         self.pieces[piece] += 1
         for recipe in told:
             number = recipe.method.seed
             self.asked[number] += 1
-            yield self.formula(number, piece)
+            made = self.formula(number, piece)
+            yield Measurement("", "", error=made) if isinstance(made, str) else made
 
 
-def noisy(best: int, seed: int) -> Callable[[int, int], Figures]:
+def noisy(best: int, seed: int) -> Callable[[int, int], Measurement]:
     """A recipe is worse the further its number is from the best's; pieces differ tenfold, and a little by chance."""
 
-    def formula(number: int, piece: int) -> Figures:
+    def formula(number: int, piece: int) -> Measurement:
         chance = random.Random(f"{seed} {number} {piece}")
         return figures(10 ** (piece % 3 / 2 - 2) * (1 + abs(number - best)) * chance.uniform(0.9, 1.1))
 
@@ -116,7 +128,7 @@ def test_any_number_of_pieces_is_used(pieces: int) -> None:
 
 
 def test_what_fails_leaves_the_race_with_its_reason() -> None:
-    def formula(number: int, piece: int) -> Figures | str:
+    def formula(number: int, piece: int) -> Measurement | str:
         if number == 1 or (number == 4 and piece == 5):
             return f"{number} cannot"
         return noisy(4, 0)(number, piece)
@@ -156,7 +168,7 @@ def test_more_recipes_join_after_the_first_round_and_catch_up() -> None:
 
 
 def test_stopped_halfway_it_knows_what_it_has_measured() -> None:
-    def formula(number: int, piece: int) -> Figures | str:
+    def formula(number: int, piece: int) -> Measurement | str:
         if (number, piece) == (3, 5):
             raise KeyboardInterrupt
         return "no" if (number, piece) == (4, 4) else noisy(3, 0)(number, piece)

@@ -14,10 +14,11 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import keepset
-from keepset.bench.tune import space, tune
-from keepset.bench.tune.halving import Figures
-from keepset.bench.tune.pieces import ANSWER_TOKENS, Piece
-from keepset.bench.tune.tune import Measurer, Tuner
+from keepset.bench.compare.comparison import Measurement
+from keepset.bench.tune import space
+from keepset.bench.tune.measure import Measurer
+from keepset.bench.tune.pieces import ANSWER_TOKENS, TextPiece
+from keepset.bench.tune.tune import Tuner
 from keepset.core.features.second_pass import SecondPass
 from keepset.errors import KeepsetError
 from keepset.hf.recorder import Recorder
@@ -41,14 +42,14 @@ class Numbers:
         return [" ".join(str(token) for token in row if token != 2) for row in rows.tolist()]
 
 
-def piece(number: int = 0, answers: Sequence[str] = ()) -> Piece:
+def piece(number: int = 0, answers: Sequence[str] = ()) -> TextPiece:
     ids = prompt(1, LENGTH + AFTER, seed=number)
     facts = tuple(Needle("", "", answer) for answer in answers)
     questions = tuple(" ".join(map(str, prompt(1, 3 + i, seed=90 + i)[0].tolist())) for i in range(len(facts)))
-    return Piece(ids[:, :LENGTH], ids[:, LENGTH:], facts, questions)
+    return TextPiece(ids[:, :LENGTH], ids[:, LENGTH:], facts, questions)
 
 
-def measurer(*pieces: Piece, keep: int | float = 0.9, architecture: str = "llama") -> Measurer:
+def measurer(*pieces: TextPiece, keep: int | float = 0.9, architecture: str = "llama") -> Measurer:
     return Measurer(tiny(architecture), Numbers(), pieces, keep)  # type: ignore[arg-type]
 
 
@@ -56,7 +57,7 @@ def measurer(*pieces: Piece, keep: int | float = 0.9, architecture: str = "llama
 
 
 @torch.no_grad()
-def followed(model: Any, cache: Any, one: Piece) -> list[list[float]]:
+def followed(model: Any, cache: Any, one: TextPiece) -> list[list[float]]:
     """Log-probabilities after each token of the continuation, one at a time, after a prefill of its own."""
     model(one.prompt, past_key_values=cache)
     steps = [model(token[None, None], past_key_values=cache).logits[0, -1] for token in one.continuation[0]]
@@ -71,7 +72,7 @@ def test_figures_are_those_of_a_run_of_its_own(architecture: str) -> None:
     found = list(measurer(piece(1), one, architecture=architecture)(1, RECIPES))
     assert len(found) == len(RECIPES)
     for recipe, figures in zip(RECIPES, found, strict=True):
-        assert isinstance(figures, Figures)
+        assert figures.error is None
         cache = keepset.Cache(model, recipe)
         with torch.no_grad():
             model(one.prompt, past_key_values=cache)
@@ -82,11 +83,11 @@ def test_figures_are_those_of_a_run_of_its_own(architecture: str) -> None:
         assert figures.kl == pytest.approx(fmean(divergences), rel=1e-3, abs=1e-6)
         assert figures.top1 == pytest.approx(fmean(a.index(max(a)) == b.index(max(b)) for a, b in pairs))
         assert (figures.keep, figures.kv_bytes) == (event.kept / event.entries, cache.nbytes)
-        assert figures.kv_bytes_full == event.nbytes_before and figures.found == ()
+        assert figures.kv_bytes_full == event.nbytes_before and figures.facts_found == ()
         assert figures.prefill_seconds > figures.prefill_seconds_full > 0
 
 
-def said(cache: Any, one: Piece, question: str) -> list[int]:
+def said(cache: Any, one: TextPiece, question: str) -> list[int]:
     """Greedy tokens after prompt and question, of this question alone."""
     model = tiny("llama")
     ids = torch.cat([one.prompt, torch.tensor([list(map(int, question.split()))])], 1)
@@ -107,13 +108,15 @@ def test_facts_are_asked_of_what_each_recipe_kept() -> None:
     one = piece(answers=[" ".join(map(str, tokens)) for tokens in whole[:3]] + ["never"])
     measure = measurer(one)
     figures = list(measure(0, RECIPES))
-    assert measure.full_found == {0: [True, True, True, False]}
+    assert measure.full_found == {0: (True, True, True, False)}
     lost = 0
     for recipe, told in zip(RECIPES, figures, strict=True):
-        assert isinstance(told, Figures)
+        assert told.error is None and told.facts_found is not None
         answers = [" ".join(map(str, said(keepset.Cache(tiny("llama"), recipe), one, text))) for text in one.questions]
-        assert list(told.found) == [fact.answer in answer for fact, answer in zip(one.facts, answers, strict=True)]
-        lost += 3 - sum(told.found)
+        assert list(told.facts_found) == [
+            fact.answer in answer for fact, answer in zip(one.facts, answers, strict=True)
+        ]
+        lost += 3 - sum(told.facts_found)
     assert lost > 0
 
 
@@ -145,8 +148,8 @@ def test_what_chooses_its_own_number_must_stay_within_the_budget() -> None:
     recipes = Recipe.parse_list("gvote(p_nuc=0.1), gvote(p_nuc=0.99), tova(keep=0.3)")
     for keep in (0.9, 45):
         few, many, tova = measurer(piece(), keep=keep)(0, recipes)
-        assert isinstance(few, Figures) and few.keep < 0.9 and isinstance(tova, Figures)
-        assert many == "gvote(p_nuc=0.99) chooses itself how much it keeps, and kept 100%: that is more than 90%."
+        assert few.error is None and few.keep < 0.9 and tova.error is None
+        assert many.error == "gvote(p_nuc=0.99) chooses itself how much it keeps, and kept 100%: that is more than 90%."
 
 
 def test_a_prefill_that_one_recipe_spoils_serves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,8 +162,8 @@ def test_a_prefill_that_one_recipe_spoils_serves_the_others(monkeypatch: pytest.
 
     monkeypatch.setattr(Recorder, "prefill", picky)
     told = list(measurer(piece())(0, RECIPES))
-    assert [isinstance(each, str) for each in told] == [False, False, True, False, False]
-    assert told[2] == "No second pass here."
+    assert [each.error is not None for each in told] == [False, False, True, False, False]
+    assert told[2].error == "No second pass here."
 
 
 # --- the race
@@ -174,21 +177,32 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Figures by a recipe's text: KL and, where given, prefill seconds and facts found; others fail."""
     table: dict[str, Any] = {}
 
-    def measure(self: Measurer, number: int, recipes: Sequence[Recipe]) -> Iterator[Figures | str]:
+    def measure(self: Measurer, number: int, recipes: Sequence[Recipe]) -> Iterator[Measurement]:
         self.full_bytes[number] = 100
-        self.full_found[number] = list(table.get("full", ()))
+        self.full_found[number] = tuple(table.get("full", ()))
         for recipe in recipes:
             if (row := table.get(str(recipe))) is None:
-                yield f"{recipe} is not wanted."
+                yield Measurement(str(recipe), "", error=f"{recipe} is not wanted.")
             else:
                 kl, seconds, found = (*row, *(1.0, ())[len(row) - 1 :])
-                yield Figures(kl * (1 + number), 0.5, tuple(found), 0.3, 30, 100, seconds, 1.0)
+                yield Measurement(
+                    str(recipe),
+                    "",
+                    kl=kl * (1 + number),
+                    top1=0.5,
+                    facts_found=tuple(found),
+                    keep=0.3,
+                    kv_bytes=30,
+                    kv_bytes_full=100,
+                    prefill_seconds=seconds,
+                    prefill_seconds_full=1.0,
+                )
 
-    monkeypatch.setattr(tune.Measurer, "__call__", measure)
+    monkeypatch.setattr(Measurer, "__call__", measure)
     return table
 
 
-def tuner(pieces: Sequence[Piece] = PIECES, keep: int | float = 0.3) -> Tuner:
+def tuner(pieces: Sequence[TextPiece] = PIECES, keep: int | float = 0.3) -> Tuner:
     return Tuner(tiny("llama"), Numbers(), pieces, keep, "tiny")  # type: ignore[arg-type]
 
 
@@ -203,7 +217,7 @@ def test_a_winner_is_named(made: dict[str, Any]) -> None:
     assert told["rows"][0]["kl"]["mean"] == pytest.approx(0.45)
     assert all(each["reason"].endswith("is not wanted.") for each in told["dropped"])
     tried = {*(row["recipe"] for row in told["rows"]), *(each["recipe"] for each in told["dropped"])}
-    assert {str(r.with_keep(0.3) if r.method.needs_budget else r) for r in space.catalogue()} <= tried
+    assert {str(r.with_keep(0.3) if r.method.needs_budget else r) for r in space.scorers()} <= tried
 
 
 def test_of_what_is_tied_the_cheapest_is_used(made: dict[str, Any]) -> None:
@@ -250,7 +264,7 @@ def test_nothing_can_run(made: dict[str, Any]) -> None:
 
 def test_what_the_model_lacks_is_never_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     recipes = "tova, qfilter(stats='absent.safetensors'), snapkv"
-    monkeypatch.setattr(space, "catalogue", lambda: Recipe.parse_list(recipes))
+    monkeypatch.setattr(space, "scorers", lambda: Recipe.parse_list(recipes))
     one = tuner(keep=9)
     assert [str(entry.recipe) for entry in one.race.entries] == ["tova(keep=9)"]
     assert list(one.unfit) == ["snapkv(keep=9)", "qfilter(stats='absent.safetensors', keep=9)"]
@@ -266,7 +280,7 @@ def test_a_budget_that_drops_nothing_is_refused(keep: int | float) -> None:
 
 
 def test_a_race_for_real(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(space, "catalogue", lambda: Recipe.parse_list("random, h2o, received(statistic='rms'), gvote"))
+    monkeypatch.setattr(space, "scorers", lambda: Recipe.parse_list("random, h2o, second_pass(statistic='rms'), gvote"))
     steps: list[None] = []
     one = Tuner(tiny("llama"), Numbers(), PIECES[:4], 0.3, "tiny", lambda: steps.append(None))  # type: ignore[arg-type]
     one.run()

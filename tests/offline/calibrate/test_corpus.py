@@ -4,12 +4,13 @@ import hashlib
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keepset import KeepsetError
 from keepset.offline.calibrate.corpus import SHORTEST, Corpus, default_texts
 from keepset.texts import essay
+from tests.tiers import examples
 
 
 class Tokenizer:
@@ -31,7 +32,7 @@ def draw(texts: list[str], bos: int | None = None, tokens: int = 10**6, length: 
     return Corpus.draw(Tokenizer(bos), texts, tokens=tokens, length=length, seed=seed)  # type: ignore[arg-type]
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60, derandomize=False)
 @given(
     counts=st.lists(st.integers(0, 90), min_size=1, max_size=4),
     bos=st.sampled_from([None, 999]),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keepset import KeepsetError, Recipe
@@ -16,6 +16,7 @@ from keepset.core.tables import save
 from keepset.offline.compile.corpus import Corpus, read_texts
 from keepset.offline.compile.seen import marks, refuse_seen, was_seen
 from tests.core.test_tables import PROVENANCE, random_tables
+from tests.tiers import examples
 
 TOKENS, CONTINUATION = 8, 3
 
@@ -115,7 +116,7 @@ def test_bad_files_in_one_sentence(tmp_path: Path, name: str, content: bytes | N
     assert because in str(caught.value) and str(caught.value).endswith(".") and "\n" not in str(caught.value)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@examples(30)
 @given(first=st.integers(0, 600), length=st.integers(300, 400), seed=st.integers(0, 99))
 def test_a_shared_passage_is_known_wherever_it_was_cut(first: int, length: int, seed: int) -> None:
     text = words(1000, f"s{seed}.").split()

@@ -7,10 +7,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keepset.offline.compile.cql import Logged, best, learn
+from tests.tiers import examples
 
 STATES, ACTIONS = 3, 4
 
@@ -64,7 +65,7 @@ def test_one_reward_teaches_every_decision_its_share() -> None:
     assert torch.equal(best(q), true.argmax(1))
 
 
-@settings(max_examples=3, deadline=None, derandomize=True)
+@examples(3)
 @given(seed=st.integers(0, 99), alpha=st.sampled_from([0.0, 0.3]), decay=st.sampled_from([0.01, 0.3]))
 def test_no_other_values_are_better_by_the_formula(seed: int, alpha: float, decay: float) -> None:
     """Equation 4 with its sum over every joint action: what was learned cannot be improved by a step anywhere."""

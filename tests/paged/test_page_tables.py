@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keepset.paged import subpages
 from keepset.paged.page_tables import RaggedStep, RaggedTables
 from tests.paged.allocator import POISON, Row
+from tests.tiers import examples
 
 WIDTH = 16
 
@@ -82,7 +83,7 @@ class Batch:
         return torch.tensor([self.rows[r].block_table() for r in order], dtype=torch.int32)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     data=st.data(),
     kv_heads=st.sampled_from([1, 2, 3, 8]),

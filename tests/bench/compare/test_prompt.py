@@ -12,13 +12,9 @@ from transformers import DynamicCache
 
 import keepset
 from keepset.bench.candidate import grid
-from keepset.bench.compare import Comparer, Row, needs_of
-from keepset.bench.text_task import ANSWER_TOKENS, Task
-from keepset.core.feature import Needs
-from keepset.core.features.attention_columns import AttentionColumns
-from keepset.core.features.moments import QueryMoments
-from keepset.core.features.recent_queries import RecentQueries
-from keepset.kernels.statistic import ColumnStatistic
+from keepset.bench.compare.comparison import Measurement
+from keepset.bench.compare.prompt import PromptComparer
+from keepset.bench.compare.text_task import ANSWER_TOKENS, TextTask
 from keepset.texts import Needle
 from tests.hf.models import full, generate, prompt, recipe, tiny
 
@@ -40,19 +36,19 @@ class Numbers:
         return " ".join(map(str, ids))
 
 
-def task(answer: str | None = None) -> Task:
+def task(answer: str | None = None) -> TextTask:
     ids = prompt(1, LENGTH + AFTER)
     needle = None if answer is None else Needle("", "Which?", answer)
     question = None if answer is None else prompt(1, 5, seed=1)
-    return Task(ids[:, :LENGTH], ids[:, LENGTH:], question, needle)
+    return TextTask(ids[:, :LENGTH], ids[:, LENGTH:], question, needle)
 
 
-def comparer(recipes: list[keepset.Recipe], architecture: str = "llama", answer: str | None = None) -> Comparer:
-    return Comparer(tiny(architecture), Numbers(), task(answer), architecture, needs_of(recipes))
+def comparer(recipes: list[keepset.Recipe], architecture: str = "llama", answer: str | None = None) -> PromptComparer:
+    return PromptComparer(tiny(architecture), Numbers(), task(answer), architecture, recipes)
 
 
 @pytest.fixture(scope="module")
-def measured() -> dict[str, tuple[Row, Tensor]]:
+def measured() -> dict[str, tuple[Measurement, Tensor]]:
     """Every recipe's row and what it kept, all from one prefill."""
     one = comparer(EVERY)
     rows = list(one.run(grid(EVERY, [])))
@@ -93,7 +89,9 @@ def best(step: list[float]) -> int:
 
 
 @every_recipe
-def test_figures_are_those_of_a_run_of_its_own(text: keepset.Recipe, measured: dict[str, tuple[Row, Tensor]]) -> None:
+def test_figures_are_those_of_a_run_of_its_own(
+    text: keepset.Recipe, measured: dict[str, tuple[Measurement, Tensor]]
+) -> None:
     row, kept = measured[str(text)]
     model = tiny("llama")
     expected = reference()
@@ -210,11 +208,3 @@ def test_a_recipe_that_cannot_run_does_not_stop_the_others() -> None:
     first, second = comparer(recipes).run(grid(recipes, []))
     assert "leave every= out" in str(first.error) and first.keep is None
     assert second.error is None and second.kl is not None
-
-
-def test_needs_of_all_serve_each() -> None:
-    recipes = keepset.Recipe.parse_list("tova, snapkv(window=8), h2o, expected_attention(skip=4), knorm")
-    needs = needs_of(recipes)
-    assert needs == Needs(RecentQueries(8), AttentionColumns(ColumnStatistic.SUM), QueryMoments(4))
-    assert needs.buffer == 256
-    assert needs_of([]) == Needs()

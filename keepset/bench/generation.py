@@ -1,4 +1,4 @@
-"""Answers, token by token, on a cache that is there; they end where a task says."""
+"""What a model says after a cache: greedy tokens, answers that end where a task says, likelihoods of given texts."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from keepset.bench.tasks.task import Generation
+from keepset.bench.tasks.task import Generation, Reply
 from keepset.hf.cache import Cache
 
 if TYPE_CHECKING:
@@ -20,6 +21,36 @@ if TYPE_CHECKING:
 
 Pick = Callable[[Float[Tensor, "1 vocabulary"]], Int[Tensor, "1 1"]]
 """From logits to a token."""
+
+
+@torch.no_grad()
+def greedy(
+    model: transformers.PreTrainedModel,
+    cache: Any,
+    ids: Int[Tensor, "1 n"],
+    count: int,
+    on_token: Callable[[], None] = lambda: None,
+) -> tuple[list[int], float]:
+    """The `count` most likely tokens after `ids`, ends of text included, and the seconds that they took.
+
+    Args:
+        cache: any of transformers'; it holds what comes before `ids`, and grows.
+    """
+    logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    new: list[int] = []
+    start = time.perf_counter()
+    for _ in range(count):
+        token = logits[:, -1].argmax(-1, keepdim=True)
+        new.append(int(token))
+        logits = model(token, past_key_values=cache, use_cache=True).logits
+        on_token()
+    return new, time.perf_counter() - start
+
+
+def end_tokens(model: transformers.PreTrainedModel) -> list[int]:
+    """Those that end a text, as the model's generation config has them."""
+    ends = model.generation_config.eos_token_id
+    return [ends] if isinstance(ends, int) else list(ends or ())
 
 
 class Ending:
@@ -35,8 +66,7 @@ class Ending:
         tokenizer: transformers.PreTrainedTokenizerBase,
         generation: Generation,
     ) -> None:
-        ends = model.generation_config.eos_token_id
-        self._ends = {*([ends] if isinstance(ends, int) else ends or []), tokenizer.eos_token_id}
+        self._ends = {*end_tokens(model), tokenizer.eos_token_id}
         self._tokenizer, self._tokens = tokenizer, generation.tokens
         self._until = [text for text in generation.until if text]
         # A newest token of no bytes, or half a character before the text, must not hide it.
@@ -65,15 +95,20 @@ class Ending:
 
 
 @dataclass
-class Said:
-    """The tokens of one answer, its end included.
+class Answer:
+    """One answer, generated or chosen.
 
     Attributes:
+        ids: the tokens that were generated, the end included.
         seconds: they took; of the time of answers that were decoded together, an even share.
+        reply: its text without the end; of choices their likelihoods.
+        finished: whether it ended by itself, or at a text of `until`.
     """
 
     ids: list[int] = field(default_factory=list)
     seconds: float = 0.0
+    reply: Reply = ""
+    finished: bool = True
 
 
 @torch.no_grad()
@@ -84,15 +119,15 @@ def generate(
     picks: Sequence[Pick],
     ending: Ending,
     on_token: Callable[[], None] = lambda: None,
-) -> list[Said]:
+) -> list[Answer]:
     """One answer for each request of the cache, which they leave when they are at their end.
 
     Args:
-        first: the logits of each answer's first token, which whatever was cached last has told.
+        first: the logits of each answer's first token, predicted by whatever was cached last.
         picks: of each answer.
         on_token: is called whenever the cache has grown.
     """
-    answers = [Said() for _ in picks]
+    answers = [Answer() for _ in picks]
     going, logits, began = list(range(len(picks))), first, time.perf_counter()
     while True:
         for row, answer in enumerate(going):
@@ -102,13 +137,16 @@ def generate(
         for answer in going:
             answers[answer].seconds += (began - before) / len(going)
         if not stay:
-            return answers
+            break
         if len(stay) < len(going):
             cache.batch_select_indices(torch.tensor(stay))
             going = [going[row] for row in stay]
         tokens = torch.tensor([[answers[answer].ids[-1]] for answer in going], device=logits.device)
         logits = model(tokens, past_key_values=cache, use_cache=True).logits[:, -1]
         on_token()
+    for each in answers:
+        each.reply, each.finished = ending.answer(each.ids)
+    return answers
 
 
 def picker(temperature: float, device: torch.device, *draw: object) -> Pick:
@@ -124,3 +162,51 @@ def picker(temperature: float, device: torch.device, *draw: object) -> Pick:
         return (weights / torch.empty_like(weights).exponential_(generator=generator)).argmax(-1, keepdim=True)
 
     return drawn
+
+
+@torch.no_grad()
+def likelihoods(
+    model: transformers.PreTrainedModel,
+    cache: Cache,
+    first: Float[Tensor, "1 vocabulary"],
+    continuations: Sequence[Sequence[int]],
+    together: int,
+    dtype: torch.dtype | None = None,
+) -> list[tuple[float, bool]]:
+    """Of every continuation its log-likelihood, and whether greedy decoding would say it; all run on forks.
+
+    Args:
+        first: the logits of the first token, predicted by whatever was cached last.
+        together: how many of them run at once.
+        dtype: of the softmax; that of the logits if none.
+    """
+    tokens = [torch.tensor(continuation, device=first.device) for continuation in continuations]
+    scores: list[tuple[float, bool]] = []
+    for start in range(0, len(tokens), together):
+        part = tokens[start : start + together]
+        logits = _follow(model, cache, first, pad_sequence([row[:-1] for row in part], batch_first=True))
+        for row, target in zip(logits, part, strict=True):
+            own = row[: len(target)]
+            likely = own.log_softmax(-1, dtype).gather(-1, target[:, None])
+            scores.append((float(likely.sum()), bool((own.argmax(-1) == target).all())))
+    return scores
+
+
+def _follow(
+    model: transformers.PreTrainedModel,
+    cache: Cache,
+    first: Float[Tensor, "1 vocabulary"],
+    tokens: Int[Tensor, "rows n"],
+) -> Float[Tensor, "rows n_and_one vocabulary"]:
+    """The logits after the cache and after every token; shorter rows are padded at their end, unseen by them."""
+    logits, (rows, length) = [first.expand(len(tokens), 1, -1)], tokens.shape
+    if length:
+        fork = cache.fork()
+        try:
+            # Not batch_repeat_interleave: layers with convolutions have none.
+            fork.reorder_cache(torch.LongTensor([0] * rows))
+            chunks = tokens.split(cache.schedule.every or length, 1)
+            logits += [model(chunk, past_key_values=fork, use_cache=True).logits for chunk in chunks]
+        finally:
+            fork.stop_watching()
+    return torch.cat(logits, 1)

@@ -13,13 +13,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import DynamicCache
 
-from keepset.bench import full_cache
-from keepset.bench.compare import Comparison, Row, RowByRow
-from keepset.bench.fidelity import kl, mean, nll
-from keepset.bench.greedy import greedy
-from keepset.bench.text_task import ANSWER_TOKENS
+from keepset.bench.compare.comparison import Comparer, Comparison, Measurement
+from keepset.bench.compare.fidelity import kl, mean, nll
+from keepset.bench.compare.text_task import ANSWER_TOKENS
+from keepset.bench.generation import greedy
+from keepset.bench.memory import dynamic_nbytes
 from keepset.errors import KeepsetError
 from keepset.hf.cache import Cache
+from keepset.hf.prompt_session import warm_up
 from keepset.hf.store import SLACK
 from keepset.recipe import Recipe
 
@@ -30,7 +31,7 @@ DRIFT_TOKENS = 256
 """Tokens of the text for one figure of the drift."""
 
 
-def pieces(tokens: int, every: int | None) -> list[slice]:
+def feed_slices(tokens: int, every: int | None) -> list[slice]:
     """Parts of the text after the prompt that may be fed at once, as if token by token.
 
     They end at each event and one token before it, where a cache is largest, and are no longer than what a store
@@ -66,18 +67,18 @@ class _Run:
 
     def mean_bytes(self, counted: slice) -> int:
         """Over the counted tokens."""
-        held = self.nbytes[counted]
-        return round(sum(held) / len(held))
+        nbytes = self.nbytes[counted]
+        return round(sum(nbytes) / len(nbytes))
 
 
-class DecodeComparer(RowByRow):
+class DecodeComparer(Comparer):
     """Measures recipes against the full cache while a prompt and the text after it pass through both.
 
     Figures are those of the tokens after the recipe's first event: what came before could not differ.
 
     Attributes:
         comparison: its rows' `keep` and `kept` are what a cache holds at the end, of all tokens; `kv_bytes` is the
-            mean of what it holds after each token, all queries that its piece recorded for an event included.
+            mean of what it holds after each token, all queries that were recorded for an event included.
     """
 
     def __init__(
@@ -88,12 +89,11 @@ class DecodeComparer(RowByRow):
         name: str,
     ) -> None:
         self._model, self._prompt, self._text = model, prompt, text
-        with torch.no_grad():
-            model(prompt[:, :64])  # Cold caches, thread pools and allocators would be booked on the first prefill.
+        warm_up(model, prompt)
         full = DynamicCache(config=model.config)
-        self._full = self._feed(full, lambda: full_cache.nbytes(full), None)
+        self._full = self._feed(full, lambda: dynamic_nbytes(full), None)
         before, n = prompt.shape[1], text.shape[1]
-        per_token = full_cache.nbytes(full) / (before + n)
+        per_token = dynamic_nbytes(full) / (before + n)
         self._full = replace(self._full, nbytes=[round(per_token * (before + i)) for i in range(1, n + 1)])
         self.comparison = Comparison(
             model=name,
@@ -111,7 +111,7 @@ class DecodeComparer(RowByRow):
             drift_tokens=DRIFT_TOKENS,
         )
 
-    def _row(self, row: Row, recipe: Recipe) -> tuple[Row, Bool[Tensor, "layers kv_heads tokens"]]:
+    def _measure(self, row: Measurement, recipe: Recipe) -> tuple[Measurement, Bool[Tensor, "layers kv_heads tokens"]]:
         cache = Cache(self._model, recipe)
         run = self._feed(cache, lambda: cache.nbytes, recipe.schedule.every)
         counted = self._counted(cache)
@@ -119,7 +119,7 @@ class DecodeComparer(RowByRow):
         drift = kl(full.logits, run.logits)
         nll_delta = nll(run.logits, self._text[0]) - nll(full.logits, self._text[0])
         same = run.logits.argmax(-1) == full.logits.argmax(-1)
-        kept = _held(cache, self._prompt.shape[1] + self._text.shape[1])
+        kept = _kept(cache, self._prompt.shape[1] + self._text.shape[1])
         row = replace(
             row,
             keep=float(kept.double().mean()),
@@ -158,14 +158,14 @@ class DecodeComparer(RowByRow):
         prefill_seconds = time.perf_counter() - start
         logits: list[Tensor] = []
         held: list[int] = []
-        for piece in pieces(self._text.shape[1], every):
-            ids = self._text[:, piece]
+        for part in feed_slices(self._text.shape[1], every):
+            ids = self._text[:, part]
             logits.append(self._model(ids, past_key_values=cache, use_cache=True).logits[0])
             held += [nbytes()] * ids.shape[1]
         return _Run(torch.cat(logits), held, prefill_seconds)
 
 
-def _held(cache: Cache, length: int) -> Bool[Tensor, "layers kv_heads tokens"]:
+def _kept(cache: Cache, length: int) -> Bool[Tensor, "layers kv_heads tokens"]:
     """What the newest event kept, and all that came after it."""
     keep_set, since = cache.keep_set, cache.events[-1].length
     assert keep_set is not None

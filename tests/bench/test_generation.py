@@ -8,18 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import keepset
-from keepset.bench.analysis.repetition import repetition_rate
-from keepset.bench.sweep.generation import Ending, generate, picker
+from keepset.bench.analysis.diagnostics import repetition_rate
+from keepset.bench.generation import Ending, generate, picker
 from keepset.bench.tasks.task import Generation
 from keepset.hf.cache import Cache
 from keepset.hf.join import join
 from tests.bench.sweep.asked import scripted, watched
 from tests.bench.sweep.letters import letters
 from tests.hf.models import prompt, tiny
+from tests.tiers import examples
 
 TOKENIZER = letters()
 END = "<eos>"
@@ -62,7 +63,7 @@ def test_an_answer_ends_at_its_end(text: str, generation: Generation, answer: st
 SPANS = st.tuples(st.integers(0, 14), st.integers(1, 5))
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40, derandomize=False)
 @given(st.text("ab\né", min_size=12, max_size=12), st.lists(SPANS, min_size=1, max_size=3))
 def test_no_token_more_than_an_end_needs(text: str, spans: list[tuple[int, int]]) -> None:
     until = [text[start : start + length] or "abab" for start, length in spans]

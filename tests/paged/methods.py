@@ -76,3 +76,17 @@ class Loud(Method):
 
     def remember(self, observation: Observation, scores: Tensor) -> dict[str, Tensor]:
         return {"stayed": observation.state.get("stayed", torch.zeros_like(scores)) + 1}
+
+
+@register
+@dataclass(frozen=True)
+class Dated(Method):
+    """Keeps what an entry's original position alone says, in no order: one that is off by one changes everything."""
+
+    name: ClassVar[str] = "dated"
+    paper: ClassVar[str] = "none"
+
+    def score(self, observation: Observation) -> Tensor:
+        heads = torch.arange(observation.positions.shape[1])[:, None]
+        angles = (observation.positions * 12.9898 + heads + observation.layer).double()
+        return angles.sin().mul(43758.5453).frac().abs().float()

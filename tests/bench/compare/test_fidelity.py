@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from keepset.bench.fidelity import kl, mean, nll
+from keepset.bench.compare.fidelity import kl, mean, nll
 
 
 def log_probabilities(logits: list[float]) -> list[float]:

@@ -9,8 +9,12 @@ import torch
 from torch import Tensor
 
 import keepset
-from keepset.bench.compare import needs_of
-from keepset.hf.recorder import Recorder
+from keepset.core.feature import Needs
+from keepset.core.features.attention_columns import AttentionColumns
+from keepset.core.features.moments import QueryMoments
+from keepset.core.features.recent_queries import RecentQueries
+from keepset.hf.prompt_session import PromptSession, needs_of
+from keepset.kernels.statistic import ColumnStatistic
 from tests.hf.models import left_padded, prompt, recipe, same_keep_set, tiny
 
 LENGTH = 60
@@ -30,12 +34,12 @@ def follow(model: Any, cache: Any, ids: Tensor) -> Tensor:
 @architectures
 def test_shared_prefill_is_as_good_as_ones_own(architecture: str) -> None:
     model, ids, after = tiny(architecture), prompt(1, LENGTH), prompt(1, 9, seed=1)
-    recorder = Recorder(model, needs_of(RECIPES))
-    first = recorder.prefill(ids)
+    session = PromptSession(model, ids, RECIPES)
     for text in RECIPES:
-        shared = keepset.Cache.from_prompt(model, text, recorder, recorder.observations)
+        cached = session.compress(text)
+        shared = cached.cache
         own = keepset.Cache(model, text)
-        torch.testing.assert_close(follow(model, own, ids)[:, -1], first, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(follow(model, own, ids)[:, -1], cached.logits, rtol=1e-4, atol=1e-5)
         assert same_keep_set(shared.keep_set, own.keep_set), text
         assert (shared.nbytes, shared.get_seq_length()) == (own.nbytes, LENGTH)
         torch.testing.assert_close(follow(model, shared, after), follow(model, own, after), rtol=1e-4, atol=1e-5)
@@ -43,18 +47,19 @@ def test_shared_prefill_is_as_good_as_ones_own(architecture: str) -> None:
 
 def test_a_recipe_leaves_the_prompt_as_it_was() -> None:
     model, ids = tiny("gemma3"), prompt(1, LENGTH)
-    recorder = Recorder(model, needs_of(RECIPES))
-    recorder.prefill(ids)
+    session = PromptSession(model, ids, RECIPES)
     once, again = (
-        [
-            follow(
-                model, keepset.Cache.from_prompt(model, text, recorder, recorder.observations), prompt(1, 30, seed=1)
-            )
-            for text in RECIPES
-        ]
-        for _ in range(2)
+        [follow(model, session.compress(text).cache, prompt(1, 30, seed=1)) for text in RECIPES] for _ in range(2)
     )
     assert all(map(torch.equal, once, again))
+
+
+def test_needs_of_all_serve_each() -> None:
+    recipes = keepset.Recipe.parse_list("tova, snapkv(window=8), h2o, expected_attention(skip=4), knorm")
+    needs = needs_of(recipes)
+    assert needs == Needs(RecentQueries(8), AttentionColumns(ColumnStatistic.SUM), QueryMoments(4))
+    assert needs.buffer == 256
+    assert needs_of([]) == Needs()
 
 
 # --- copies

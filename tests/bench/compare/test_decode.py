@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 import keepset
-from keepset.bench import decode
 from keepset.bench.candidate import grid
-from keepset.bench.compare import Row
-from keepset.bench.decode import DecodeComparer, pieces
-from keepset.bench.greedy import greedy
+from keepset.bench.compare import decode
+from keepset.bench.compare.comparison import Measurement
+from keepset.bench.compare.decode import DecodeComparer, feed_slices
+from keepset.bench.generation import greedy
 from keepset.hf.store import SLACK
 from tests.hf.models import full, prompt, tiny
 
@@ -73,7 +73,7 @@ def comparer(architecture: str = "llama") -> DecodeComparer:
     return DecodeComparer(tiny(architecture), ids[:, :BEFORE], ids[:, BEFORE:], architecture)
 
 
-def measured(text: str, architecture: str = "llama") -> Row:
+def measured(text: str, architecture: str = "llama") -> Measurement:
     (row,) = comparer(architecture).run(grid([keepset.Recipe.parse(text)], []))
     return row
 
@@ -176,7 +176,7 @@ def test_what_fails_is_a_row_and_the_others_go_on() -> None:
 
 @given(st.integers(1, 300), st.none() | st.integers(1, 310))
 def test_pieces_end_at_events_and_before_them(tokens: int, every: int | None) -> None:
-    parts = pieces(tokens, every)
+    parts = feed_slices(tokens, every)
     assert [i for part in parts for i in range(tokens)[part]] == list(range(tokens))
     ends = {part.stop for part in parts}
     for event in range(every or tokens, tokens + 1, every or tokens):

@@ -1,4 +1,4 @@
-"""`Task`: a prompt, the text that follows it, and a question whose answer is known."""
+"""`TextTask`: a prompt, the text that follows it, and a question whose answer is known."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Task:
+class TextTask:
     """What a comparison runs.
 
     Attributes:
@@ -29,11 +29,11 @@ class Task:
 
     prompt: Int[Tensor, "1 tokens"]
     continuation: Int[Tensor, "1 n"]
-    question: Int[Tensor, "1 asked"] | None = None
+    question: Int[Tensor, "1 m"] | None = None
     needle: Needle | None = None
 
 
-def make_task(
+def make_text_task(
     tokenizer: transformers.PreTrainedTokenizerBase,
     text: str,
     *,
@@ -42,7 +42,7 @@ def make_task(
     needle: Needle | None = None,
     depth: float = 0.5,
     longest: int | None = None,
-) -> Task:
+) -> TextTask:
     """Cuts a text into a prompt of about `tokens` tokens and a continuation.
 
     With a needle its sentence is inserted at `depth` of the prompt, unless it is empty because the text
@@ -51,8 +51,10 @@ def make_task(
     Raises:
         KeepsetError: the text or the model's context is too short.
     """
-    asked = _ids(tokenizer, chat_parts(tokenizer, "", needle.question)[1]) if needle is not None else None
-    after = max(continuation, _length(asked) + ANSWER_TOKENS) if asked is not None else continuation + ANSWER_TOKENS
+    question = _ids(tokenizer, chat_parts(tokenizer, "", needle.question)[1]) if needle is not None else None
+    after = (
+        max(continuation, _length(question) + ANSWER_TOKENS) if question is not None else continuation + ANSWER_TOKENS
+    )
     check_fits(tokens, after, longest)
     body = _ids(tokenizer, text)
     around = _length(_ids(tokenizer, _wrap(tokenizer, "", needle)))
@@ -70,10 +72,10 @@ def make_task(
     start = str(tokenizer.decode(body[0, :length]))
     if needle is not None and needle.sentence:
         start = insert(start, needle, depth)
-    return Task(
+    return TextTask(
         prompt=_ids(tokenizer, _wrap(tokenizer, start, needle), special=needle is None),
         continuation=body[:, length : length + continuation],
-        question=asked,
+        question=question,
         needle=needle,
     )
 

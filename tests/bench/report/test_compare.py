@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from keepset.bench.report import html
+from keepset.bench.report import compare
 from keepset.bench.report.page import script_json, write
 from keepset.errors import KeepsetError
 
@@ -126,12 +126,12 @@ def test_json_has_words_for_what_is_not_finite() -> None:
 @pytest.mark.parametrize("tokens", [1, 7, 8, 25])
 def test_bits_come_back(tokens: int) -> None:
     mask = torch.rand(3, 2, tokens) < 0.5
-    bits = np.unpackbits(np.frombuffer(base64.b64decode(html.pack(mask)), np.uint8), count=mask.numel())
+    bits = np.unpackbits(np.frombuffer(base64.b64decode(compare.pack(mask)), np.uint8), count=mask.numel())
     assert torch.equal(torch.from_numpy(bits).bool().view_as(mask), mask)
 
 
 def test_page_holds_user_text_only_in_its_data_block() -> None:
-    page = html.render(comparison(), TOKENS, masks())
+    page = compare.render(comparison(), TOKENS, masks())
     block = data_block(page)
     assert json.loads(block)["tokens"] == TOKENS
     assert "pwned" in block
@@ -143,18 +143,18 @@ def test_page_holds_user_text_only_in_its_data_block() -> None:
 
 def test_page_needs_only_the_required_keys() -> None:
     rows = [{"recipe": "tova(keep=0.5)", "keep": 0.5, "kv_bytes": 1, "kv_bytes_full": 2, "kl": 0.1}]
-    assert "<!doctype html>" in html.render({"model": "m", "tokens": 1, "rows": rows}, ["a"], [None])
+    assert "<!doctype html>" in compare.render({"model": "m", "tokens": 1, "rows": rows}, ["a"], [None])
 
 
 def test_masks_must_fit_the_rows_and_the_tokens() -> None:
     two = {"model": "m", "tokens": 2, "rows": [{"recipe": "a"}, {"recipe": "b"}]}
     mask = torch.ones(1, 1, 2, dtype=torch.bool)
     with pytest.raises(KeepsetError, match="each of 2 rows, not 1"):
-        html.render(two, ["a", "b"], [mask])
+        compare.render(two, ["a", "b"], [mask])
     with pytest.raises(KeepsetError, match="one common shape"):
-        html.render(two, ["a", "b", "c"], [mask, None])
+        compare.render(two, ["a", "b", "c"], [mask, None])
     with pytest.raises(KeepsetError, match="one common shape"):
-        html.render(two, ["a", "b"], [mask, mask.repeat(2, 1, 1)])
+        compare.render(two, ["a", "b"], [mask, mask.repeat(2, 1, 1)])
 
 
 def test_write_replaces_and_leaves_nothing_else(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_write_that_fails_says_so_and_keeps_the_old(tmp_path: Path, monkeypatch:
 
 @pytest.fixture
 def page(load: Any) -> Any:
-    page = load(html.render(comparison(), TOKENS, masks()))
+    page = load(compare.render(comparison(), TOKENS, masks()))
     page.wait_for_selector("#plot .point")
     return page
 
@@ -325,7 +325,7 @@ def test_drift_has_a_line_per_recipe(load: Any) -> None:
     ran = [item for item in compared["rows"] if "kl" in item]
     for i, item in enumerate(ran):
         item["kl_drift"], item["kv_bytes_peak"] = [0.1 * (i + 1), 0.0, float("nan")], 2_000_000
-    page = load(html.render(compared, TOKENS, masks()))
+    page = load(compare.render(compared, TOKENS, masks()))
     page.wait_for_selector("#drift-plot .point")
     lines = page.evaluate("document.getElementById('drift-plot').data.map(t => [t.x, t.y, t.visible, t.line.dash])")
     assert len(lines) == len(ran)
@@ -359,14 +359,14 @@ def test_plot_labels_are_text(page: Any) -> None:
 
 @pytest.mark.parametrize("width", [400, 1280])
 def test_nothing_overflows_the_page(load: Any, width: int) -> None:
-    page = load(html.render(comparison(), TOKENS, masks()), viewport={"width": width, "height": 800})
+    page = load(compare.render(comparison(), TOKENS, masks()), viewport={"width": width, "height": 800})
     page.wait_for_selector("#plot .point")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
 def test_policy_stops_foreign_scripts(browser: Any, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
-    write(path, html.render(comparison(), TOKENS, masks()))
+    write(path, compare.render(comparison(), TOKENS, masks()))
     page = browser.new_page()
     page.goto(path.as_uri())
     page.evaluate(
@@ -379,11 +379,11 @@ def test_policy_stops_foreign_scripts(browser: Any, tmp_path: Path) -> None:
 
 def test_sparse_comparisons_load(load: Any) -> None:
     bare = {"recipe": "tova(keep=0.5)", "keep": 0.5, "kv_bytes": 1, "kv_bytes_full": 2, "kl": 0.1}
-    page = load(html.render({"model": "m", "tokens": 2, "rows": [bare]}, ["a", "b"], [torch.ones(1, 1, 2)]))
+    page = load(compare.render({"model": "m", "tokens": 2, "rows": [bare]}, ["a", "b"], [torch.ones(1, 1, 2)]))
     page.wait_for_selector("#plot .point")
     assert page.locator("#rows thead").text_content().count("Needle") == 0
     broken = {"recipe": "tova(", "error": "it has no end"}
-    page = load(html.render({"model": "m", "tokens": 2, "needle": None, "rows": [broken]}, ["a", "b"], [None]))
+    page = load(compare.render({"model": "m", "tokens": 2, "needle": None, "rows": [broken]}, ["a", "b"], [None]))
     assert page.locator("#rows td.failed").text_content() == "failed: it has no end"
     assert page.locator("#recipe").is_disabled()
     assert page.locator("#text").text_content() == "ab"
@@ -395,7 +395,7 @@ def test_long_text(load: Any) -> None:
     tokens = [f" word{i}" if i % 40 else "\n\n" for i in range(2048)]
     kept = [torch.rand(30, 3, 2048) < (i + 1) / 31 for i in range(30)]
     rows = [row(f"m{i % 10}(keep={i})", f"m{i % 10}", 1 / (i + 1), (i + 1) / 31) for i in range(30)]
-    content = html.render({"model": "m", "tokens": 2048, "rows": rows}, tokens, kept)
+    content = compare.render({"model": "m", "tokens": 2048, "rows": rows}, tokens, kept)
     assert len(content.encode()) - len(get_plotlyjs().encode()) < 1_500_000
     page = load(content)
     assert page.locator("#text").text_content() == "".join(tokens)

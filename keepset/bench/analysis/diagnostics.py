@@ -1,0 +1,153 @@
+"""What KeepSets tell: wiped-out regions, gaps, the middle, stability, attention kept; and how much a text repeats."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from keepset.core.keep_set import KeepSet, LayerKeepSet
+from keepset.errors import KeepsetError
+
+REGION = 16
+"""Tokens of a region."""
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """One event.
+
+    Attributes:
+        keep_set: what stayed.
+        lengths: tokens that each request has had so far, dropped ones included, padding not.
+    """
+
+    keep_set: KeepSet
+    lengths: Int[Tensor, " batch"]
+
+    def kept(self) -> Bool[Tensor, "layers batch kv_heads positions"]:
+        """True at every position that stayed; there are as many positions as the longest text has."""
+        return self.keep_set.mask(int(self.lengths.max())).to(self.lengths.device)
+
+    def exists(self) -> Bool[Tensor, "batch positions"]:
+        """True at every position that a request has had."""
+        return torch.arange(int(self.lengths.max()), device=self.lengths.device) < self.lengths[:, None]
+
+
+def wipeout_rate(snapshot: Snapshot, region: int = REGION) -> Float[Tensor, "layers batch kv_heads"]:
+    """Share of the text's regions of which an event has kept nothing (Yang and Shen, AMS, appendix C).
+
+    The paper gives the rate and no definition. Here regions are `region` tokens long, counted from the text's first
+    token; a shorter one at the end counts as well. They are regions of the whole text so far: what an
+    earlier event wiped out stays wiped out. The default is the shortest segment of the paper's Table 15.
+    """
+    if region < 1:
+        raise KeepsetError(f"region={region} is not a number of tokens: use an integer from 1.")
+    kept = snapshot.kept()
+    missing = -kept.shape[-1] % region
+    alive = F.pad(kept, (0, missing)).unflatten(-1, (-1, region)).any(-1).sum(-1)
+    regions = (snapshot.lengths + region - 1) // region
+    return 1 - alive / regions[:, None]
+
+
+def middle_retention(snapshot: Snapshot) -> Float[Tensor, "layers batch kv_heads"]:
+    """Share of the middle third of the text so far that is kept (Yang and Shen, AMS, Figure 4a).
+
+    The paper does not say where the middle begins. Here a third of the positions, rounded down, is left out at
+    either end.
+    """
+    kept = snapshot.kept()
+    edge = (snapshot.lengths // 3)[:, None]
+    at = torch.arange(kept.shape[-1], device=kept.device)
+    middle = (at >= edge) & (at < snapshot.lengths[:, None] - edge)
+    return (kept & middle[:, None]).sum(-1) / middle.sum(-1)[:, None]
+
+
+def gone(snapshot: Snapshot) -> Bool[Tensor, "layers batch kv_heads positions"]:
+    """Positions of the text that this event or one before it has dropped."""
+    return ~snapshot.kept() & snapshot.exists()[:, None]
+
+
+def dropped(snapshot: Snapshot, earlier: Snapshot | None = None) -> Bool[Tensor, "layers batch kv_heads positions"]:
+    """Positions that this event itself has dropped: one row of the map in Figure 2 (Yang and Shen, AMS).
+
+    `earlier` is the event before it; None at the first, which had the whole text.
+    """
+    lost = gone(snapshot)
+    if earlier is not None:
+        lost[..., : int(earlier.lengths.max())] &= ~gone(earlier)
+    return lost
+
+
+def longest_run(flags: Bool[Tensor, "*rows positions"]) -> Int[Tensor, "*rows"]:
+    """Length of the longest stretch of neighbours that are all true.
+
+    Of `gone` it is the longest gap that a head has in its text.
+    """
+    count = torch.arange(1, flags.shape[-1] + 1, device=flags.device)
+    last_false = count.expand_as(flags).masked_fill(flags, 0).cummax(-1).values
+    runs = count - last_false
+    return torch.cat([runs, runs.new_zeros(*flags.shape[:-1], 1)], -1).amax(-1)
+
+
+def retained_iou(earlier: Snapshot, later: Snapshot) -> Float[Tensor, "layers batch kv_heads"]:
+    """Intersection over union of what two consecutive events kept (Yang and Shen, AMS, Table 14, Figure 5).
+
+    The paper does not say over which positions. Here they are those that existed at the earlier event, so that
+    tokens which came in between are no change. As nothing that was dropped comes back, this is the share of the
+    earlier set that survived; 1 where that was empty. `KeepSet.iou` compares the whole sets.
+    """
+    if bool((later.lengths < earlier.lengths).any()):
+        raise KeepsetError("The later event's text is shorter than the earlier one's: give them in their order.")
+    before = earlier.kept()
+    after = later.keep_set.mask(before.shape[-1]).to(before.device) & earlier.exists()[:, None]
+    if before.shape != after.shape:
+        raise KeepsetError("Only events with the same layers, requests and KV heads can be compared.")
+    union = (before | after).sum(-1)
+    return (before & after).sum(-1) / union.clamp(min=1) + (union == 0).float()
+
+
+def by_depth(values: Float[Tensor, " layers *rest"]) -> dict[str, float]:
+    """Means over the early, middle and late layers (Table 14).
+
+    The paper cuts its 28 layers into 8, 12 and 8 and gives no rule. Here early and late are a third of the layers
+    each, rounded, and the middle is the rest; stages without layers are left out.
+    """
+    third = round(values.shape[0] / 3)
+    middle = values.shape[0] - 2 * third
+    stages = zip(("early", "middle", "late"), torch.split(values, [third, middle, third]), strict=True)
+    return {name: float(part.mean()) for name, part in stages if part.shape[0]}
+
+
+def attention_kept(
+    attention: Float[Tensor, "batch query_heads window entries"],
+    positions: Int[Tensor, "batch kv_heads entries"],
+    kept: LayerKeepSet,
+) -> Float[Tensor, "batch kv_heads"]:
+    """Share of the window's attention that falls on kept entries, all queries of a KV head's group together.
+
+    `attention` and `positions` are those of an Observation of the layer (`window_attention`, `positions`).
+    1 where nobody attends to anything.
+    """
+    batch, kv_heads, _ = positions.shape
+    stays = kept.mask(int(positions.max()) + 1).gather(-1, positions.long().clamp(min=0))
+    mass = attention.float().reshape(batch, kv_heads, -1, attention.shape[-1]).sum(2)
+    total = mass.sum(-1)
+    return ((mass * stays).sum(-1) / total).masked_fill(total == 0, 1.0)
+
+
+def repetition_rate(ids: Int[Tensor, " tokens"], n: int = 4) -> float:
+    """Share of a text's n-grams that have occurred in it before; 0 for a text shorter than n.
+
+    Yang and Shen (AMS, Figure 4b, Table 9) give the rate without n or formula; 4 is what is
+    usual for degenerate repetition. Give the generated tokens alone: a prompt's repetitions are not the model's.
+    """
+    if n < 1:
+        raise KeepsetError(f"n={n} is not a length of n-grams: use an integer from 1.")
+    if ids.shape[0] < n:
+        return 0.0
+    grams = ids.unfold(0, n, 1)
+    return 1 - grams.unique(dim=0).shape[0] / grams.shape[0]

@@ -1,0 +1,1 @@
+"""Fidelity to the full cache: recipes on one text, after a prompt and while decoding."""

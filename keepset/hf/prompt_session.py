@@ -1,0 +1,192 @@
+"""`PromptSession`: one prefill of a prompt, from which any number of recipes choose what they keep."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from keepset.core.feature import Needs
+from keepset.core.observation import Observation
+from keepset.errors import KeepsetError
+from keepset.hf.cache import Cache, Event
+from keepset.hf.recorder import Recorder
+from keepset.methods.streaming_llm import StreamingLLM
+from keepset.recipe import Recipe
+
+if TYPE_CHECKING:
+    import transformers
+
+_KEEP_ALL = Recipe.of(StreamingLLM(), keep=1.0)
+
+
+@dataclass(frozen=True, eq=False)
+class CachedPrompt:
+    """A prompt as one recipe caches it.
+
+    Attributes:
+        model: whose prompt it is.
+        cache: what may follow goes there, or on forks of it.
+        logits: what the prompt's last token predicts, before anything was dropped.
+        prefill_seconds: of a prefill with this recipe alone, its selection not counted.
+        prefill_seconds_full: of one that collects nothing.
+        kv_bytes_full: bytes of the whole prompt's keys and values in the layers that can be compressed; None where
+            the recipe had a prefill of its own.
+        is_full: it drops nothing and stands for the full cache.
+    """
+
+    model: transformers.PreTrainedModel
+    cache: Cache
+    logits: Float[Tensor, "1 vocabulary"]
+    prefill_seconds: float
+    prefill_seconds_full: float
+    kv_bytes_full: int | None
+    is_full: bool
+
+    @property
+    def event(self) -> Event:
+        """The one compression of a prompt at its end."""
+        (event,) = self.cache.events
+        return event
+
+    @torch.no_grad()
+    def follow(self, ids: Int[Tensor, "1 n"]) -> Float[Tensor, "n vocabulary"]:
+        """Logits after each of these tokens, teacher-forced, on a fork: the cache stays as it is."""
+        with freed(self.cache.fork()) as fork:
+            return self.model(ids, past_key_values=fork, use_cache=True).logits[0]
+
+
+class PromptSession:
+    """The prefill of one prompt, run once for all recipes that compress its end.
+
+    Exact, because a prompt is compressed after its attention. It runs when it is first needed.
+
+    Args:
+        model: a decoder-only transformers model.
+        ids: the prompt, `[1, tokens]`.
+        recipes: all that will be asked for; what they look at is collected together.
+        on_layer: is called after each layer of a prefill.
+    """
+
+    def __init__(
+        self,
+        model: transformers.PreTrainedModel,
+        ids: Int[Tensor, "1 tokens"],
+        recipes: Sequence[Recipe] = (),
+        on_layer: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._model, self._ids, self._recipes, self._on_layer = model, ids, recipes, on_layer
+        self._shared: tuple[Recorder, Tensor] | None = None
+        self._shares = True
+
+    @property
+    def observations(self) -> list[Observation]:
+        """What the shared prefill has seen, layer by layer.
+
+        Raises:
+            KeepsetError: what one of the recipes looks at cannot be had of this prompt.
+        """
+        return self._prefill()[0].observations
+
+    def prefill(self) -> None:
+        """Runs the shared prefill now, for whoever wants no recipe to have another.
+
+        Raises:
+            KeepsetError: what one of the recipes looks at cannot be had of this prompt.
+        """
+        self._prefill()
+
+    def compress(self, recipe: Recipe | None) -> CachedPrompt:
+        """The prompt as this recipe leaves it; without one, as the full cache has it.
+
+        Where what one recipe looks at spoils the shared prefill, each has one of its own.
+
+        Args:
+            recipe: compresses the prompt only.
+
+        Raises:
+            KeepsetError: it cannot be had.
+        """
+        chosen = recipe or _KEEP_ALL
+        recorder, logits = self._recorded(chosen)
+        cache = Cache.from_prompt(self._model, chosen, recorder, recorder.observations)
+        seconds, nbytes = recorder.seconds_for(chosen.method.needs), recorder.nbytes_full
+        if not self._shares:
+            _free(recorder)
+        return CachedPrompt(self._model, cache, logits, seconds, recorder.seconds, nbytes, recipe is None)
+
+    @torch.no_grad()
+    def compress_alone(self, recipe: Recipe) -> CachedPrompt:
+        """The same after a prefill of its own, for recipes that go on compressing while decoding.
+
+        Raises:
+            KeepsetError: it cannot be had.
+        """
+        cache = Cache(self._model, recipe)
+        began = time.perf_counter()
+        try:
+            logits = self._model(self._ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+        except BaseException:
+            cache.stop_watching()
+            raise
+        seconds = time.perf_counter() - began - sum(event.seconds for event in cache.events)
+        return CachedPrompt(self._model, cache, logits, seconds, seconds, None, False)
+
+    def close(self) -> None:
+        """Lets go of the shared prefill's tensors, on which no cache depends."""
+        if self._shared is not None:
+            _free(self._shared[0])
+
+    def _prefill(self) -> tuple[Recorder, Tensor]:
+        if self._shared is None:
+            self._shared = self._record(self._recipes)
+        return self._shared
+
+    def _recorded(self, recipe: Recipe) -> tuple[Recorder, Tensor]:
+        if self._shares:
+            try:
+                return self._prefill()
+            except KeepsetError:
+                self._shares = False
+        return self._record([recipe])
+
+    def _record(self, recipes: Sequence[Recipe]) -> tuple[Recorder, Tensor]:
+        recorder = Recorder(self._model, needs_of(recipes), self._on_layer)
+        try:
+            return recorder, recorder.prefill(self._ids)
+        finally:
+            recorder.stop_watching()
+
+
+def needs_of(recipes: Sequence[Recipe]) -> Needs:
+    """What one prefill has to collect to serve all these recipes."""
+    return reduce(or_, (recipe.method.needs for recipe in recipes), Needs())
+
+
+def warm_up(model: transformers.PreTrainedModel, ids: Int[Tensor, "1 tokens"]) -> None:
+    """Cold caches, thread pools and allocators would be booked on the first prefill that is timed."""
+    with torch.no_grad():
+        model(ids[:, :64])
+
+
+@contextmanager
+def freed(cache: Cache) -> Iterator[Cache]:
+    """The cache, which lets go of its tensors then: it and its layers know each other, so they would stay a while."""
+    try:
+        yield cache
+    finally:
+        cache.reset()
+        cache.stop_watching()
+
+
+def _free(recorder: Recorder) -> None:
+    recorder.reset()
+    recorder.observations.clear()

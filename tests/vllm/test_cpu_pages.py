@@ -1,0 +1,406 @@
+"""Pages of vLLM's CPU backend, held against the kernels that write and read them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from vllm import _custom_ops as ops
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+from keepset import KeepsetError
+from keepset.paged.pages import CPUPages, packing
+from keepset.paged.subpages import Layout, blocks_needed, entries, slots, tables
+from tests.paged.pages import (
+    DTYPES,
+    check_entries_may_be_views_of_larger_tensors,
+    check_only_the_given_slots_are_written,
+    random,
+    seeded,
+)
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+"""Rounding of outputs of about 1; the kernel itself sums in float32."""
+
+
+def official_write(cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor, isa: str) -> None:
+    """As `CPUAttentionBackendImpl.do_kv_cache_update` does it: keys `[tokens, heads, head_dim]`, slots of blocks."""
+    blocks, kv_heads, block_size, _ = cache.shape
+    key_cache, value_cache = cache.view(blocks, kv_heads, block_size * 2, -1).chunk(2, dim=2)
+    ops.cpu_attn_reshape_and_cache(keys, values, key_cache, value_cache, slots, isa)
+
+
+def official_attention(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, table: Tensor, lengths: Tensor, starts: Tensor, isa: str
+) -> Tensor:
+    """Causal attention by vLLM's own kernel, as `CPUAttentionBackendImpl.forward` calls it."""
+    # The kernel goes by addresses: views of larger tensors would be read wrongly without an error.
+    table, lengths, starts = (part.int().contiguous() for part in (table, lengths, starts))
+    plan = ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=len(lengths),
+        num_heads=query.shape[1],
+        num_kv_heads=key_cache.shape[1],
+        head_dim=query.shape[2],
+        seq_lens=lengths,
+        dtype=query.dtype,
+        query_start_loc=starts,
+        causal=True,
+        sliding_window_size=-1,
+        isa=isa,
+        enable_kv_split=True,
+    )
+    output = torch.empty_like(query)
+    ops.cpu_attention_with_kv_cache(
+        query=query,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        output=output,
+        query_start_loc=starts,
+        seq_lens=lengths,
+        scale=query.shape[2] ** -0.5,
+        causal=True,
+        alibi_slopes=None,
+        sliding_window=-1,
+        block_table=table,
+        softcap=0.0,
+        scheduler_metadata=plan,
+        s_aux=None,
+    )
+    return output
+
+
+def naive_attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Of the newest queries `[n, group, head_dim]` over one head's entries, the n newest of them their own."""
+    rows = []
+    for i, query in enumerate(queries.double()):
+        seen = len(keys) - len(queries) + 1 + i
+        logits = query @ keys[:seen].double().T / math.sqrt(keys.shape[-1])
+        rows.append(logits.softmax(-1) @ values[:seen].double())
+    return torch.stack(rows)
+
+
+def close(output: Tensor, expected: Tensor) -> bool:
+    return bool((output.double() - expected).abs().max() < TOLERANCE[output.dtype])
+
+
+# --- reading and writing
+
+
+@pytest.mark.cross
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("block_size", [32, 128])
+@pytest.mark.parametrize("kv_heads", [1, 3, 8])
+def test_what_vllm_writes_is_read_and_the_other_way_round(
+    dtype: torch.dtype, head_dim: int, block_size: int, kv_heads: int
+) -> None:
+    generator = seeded(head_dim + kv_heads)
+    isa = _get_attn_isa(dtype, block_size, head_dim)
+    keys, values = (random(2 * block_size, kv_heads, head_dim, dtype=dtype, generator=generator) for _ in range(2))
+    blocks = torch.tensor([3, 1])
+    cache = torch.zeros(5, kv_heads, block_size, 2 * head_dim, dtype=dtype)
+    of_tokens = (blocks[:, None] * block_size + torch.arange(block_size)).flatten()
+    official_write(cache, keys, values, of_tokens, isa)
+
+    pages = CPUPages(cache, isa)
+    assert (pages.kv_heads, pages.block_size, pages.head_dim) == (kv_heads, block_size, head_dim)
+    subpages = blocks * kv_heads + torch.arange(kv_heads)[:, None]
+    read = pages.read(subpages)
+    assert [part.dtype for part in read] == [dtype, dtype]
+    assert torch.equal(read[0], keys.transpose(0, 1))
+    assert torch.equal(read[1], values.transpose(0, 1))
+
+    # The same entries written head by head, in no order, make the same bytes.
+    same = torch.zeros_like(cache)
+    of_heads = (subpages[..., None] * block_size + torch.arange(block_size)).flatten()
+    order = torch.randperm(len(of_heads), generator=generator)
+    CPUPages(same, isa).write(read[0].flatten(0, 1)[order], read[1].flatten(0, 1)[order], of_heads[order])
+    assert torch.equal(same, cache)
+
+
+@pytest.mark.cross
+@pytest.mark.parametrize("isa", ["vec", "vec16"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_bit_pattern_survives(isa: str, dtype: torch.dtype) -> None:
+    """Copies are copies: NaN, infinities, subnormal numbers and negative zero too."""
+    bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    limits = torch.iinfo(bits)
+    numbers = torch.randint(limits.min, limits.max, (2, 64, 64), dtype=bits, generator=seeded(0))
+    pages = CPUPages(torch.zeros(2, 1, 32, 128, dtype=dtype), isa)
+    pages.write(numbers[0].view(dtype), numbers[1].view(dtype), torch.arange(64))
+    keys, values = pages.read(torch.arange(2))
+    assert torch.equal(keys.view(bits), numbers[0])
+    assert torch.equal(values.view(bits), numbers[1])
+
+
+def test_rows_of_pages_of_any_shape() -> None:
+    pages = CPUPages(random(4, 2, 32, 128, dtype=torch.float32, generator=seeded(1)), "vec")
+    subpages = torch.tensor([[[0, 7], [3, 3]], [[5, 1], [2, 6]], [[4, 0], [1, 1]]], dtype=torch.int32)
+    keys, values = pages.read(subpages)
+    assert keys.shape == values.shape == (3, 2, 64, 64)
+    for row in range(3):
+        for column in range(2):
+            own = pages.read(subpages[row, column].long())
+            assert torch.equal(keys[row, column], own[0]) and torch.equal(values[row, column], own[1])
+    assert [part.shape for part in pages.read(torch.zeros(2, 0, dtype=torch.long))] == [(2, 0, 64)] * 2
+
+
+def test_only_the_given_slots_are_written() -> None:
+    cache = torch.ones(3, 2, 32, 64)
+    check_only_the_given_slots_are_written(CPUPages(cache, "vec"), cache)
+
+
+def test_entries_may_be_views_of_larger_tensors() -> None:
+    check_entries_may_be_views_of_larger_tensors(CPUPages(torch.zeros(1, 1, 32, 64), "vec"))
+
+
+# --- the packing
+
+
+def test_packing_is_whatever_the_kernel_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a kernel that scatters both keys and values: no instruction set is like that."""
+    key_order, value_order = (torch.randperm(32 * 16, generator=seeded(seed)) for seed in (3, 4))
+
+    def scatter(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, isa: str) -> None:
+        for entry, slot in enumerate(slots.tolist()):
+            for numbers, cache, order in ((keys, key_cache, key_order), (values, value_cache, value_order)):
+                page = torch.zeros(32 * 16, dtype=cache.dtype)
+                at = order[slot % 32 * 16 : slot % 32 * 16 + 16]
+                page[:] = cache[slot // 32].flatten()
+                page[at] = numbers[entry, 0]
+                cache[slot // 32] = page.view(1, 32, 16)
+
+    monkeypatch.setattr(ops, "cpu_attn_reshape_and_cache", scatter)
+    pages = CPUPages(torch.zeros(2, 3, 32, 32), "scattered")
+    keys, values = (random(64, 16, dtype=torch.float32, generator=seeded(seed)) for seed in (5, 6))
+    pages.write(keys, values, torch.arange(32, 96))
+    found = pages.read(torch.tensor([1, 2]))
+    assert torch.equal(found[0], keys) and torch.equal(found[1], values)
+
+
+@pytest.mark.parametrize("fault", ["drops a number", "doubles a number", "rounds"])
+def test_packing_that_loses_something_is_refused(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    def faulty(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, isa: str) -> None:
+        key_cache[0, 0], value_cache[0, 0] = keys[:, 0], values[:, 0]
+        if fault == "drops a number":
+            value_cache[0, 0, 7, 3] = 0
+        elif fault == "doubles a number":
+            key_cache[0, 0, 7, 3] = key_cache[0, 0, 9, 5]
+        else:
+            key_cache.div_(2, rounding_mode="floor").mul_(2)
+
+    monkeypatch.setattr(ops, "cpu_attn_reshape_and_cache", faulty)
+    with pytest.raises(
+        KeepsetError, match=r"^vLLM packs KV cache pages of 32 x 48 torch.float32 for 'faulty' in a way"
+    ):
+        packing(32, 48, torch.float32, "faulty")
+
+
+def test_packing_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = packing(32, 112, torch.float32, "vec16")
+    monkeypatch.delattr(ops, "cpu_attn_reshape_and_cache")
+    assert packing(32, 112, torch.float32, "vec16") is first
+    CPUPages(torch.zeros(1, 1, 32, 224), "vec16")
+
+
+def test_what_the_kernel_would_not_notice_is_refused() -> None:
+    pages = CPUPages(torch.zeros(1, 1, 32, 128, dtype=torch.bfloat16), "vec")
+    half, whole, first = torch.zeros(1, 64, dtype=torch.bfloat16), torch.zeros(1, 64), torch.zeros(1, dtype=torch.long)
+    for keys, values in ((whole, half), (half, whole)):
+        with pytest.raises(KeepsetError, match=r"holds torch\.bfloat16: keys and values must have the same dtype"):
+            pages.write(keys, values, first)
+    with pytest.raises(KeepsetError, match="must be contiguous"):
+        CPUPages(torch.zeros(2, 32, 3, 128).transpose(1, 2), "vec")
+
+
+# --- attention after a compaction
+
+
+class Case:
+    """Requests in a paged cache, block ids in no order, and what each of them keeps."""
+
+    def __init__(
+        self, dtype: torch.dtype, head_dim: int, block_size: int, kv_heads: int, group: int, lengths: list[int]
+    ) -> None:
+        self.generator = seeded(head_dim + 7 * group + kv_heads)
+        self.dtype, self.head_dim, self.block_size = dtype, head_dim, block_size
+        self.kv_heads, self.group, self.lengths = kv_heads, group, torch.tensor(lengths)
+        self.isa = _get_attn_isa(dtype, block_size, head_dim)
+        self.width = max(lengths) // block_size + 2
+        blocks = len(lengths) * self.width + 1
+        ids = 1 + torch.randperm(blocks - 1, generator=self.generator)
+        self.block_table = ids.view(len(lengths), self.width).int()
+        self.cache = random(blocks, kv_heads, block_size, 2 * head_dim, dtype=dtype, generator=self.generator)
+        self.pages = CPUPages(self.cache, self.isa)
+        self.keys: list[list[Tensor]] = []
+        self.values: list[list[Tensor]] = []
+        for row, length in enumerate(lengths):
+            keys, values = self.new(length), self.new(length)
+            at = torch.arange(length)
+            official_write(self.cache, keys, values, self.block_slots(row, at), self.isa)
+            self.keys.append(list(keys.unbind(1)))
+            self.values.append(list(values.unbind(1)))
+
+    def new(self, tokens: int) -> Tensor:
+        return random(tokens, self.kv_heads, self.head_dim, dtype=self.dtype, generator=self.generator)
+
+    def block_slots(self, row: int, at: Tensor) -> Tensor:
+        size = self.block_size
+        return self.block_table[row, at // size].long() * size + at % size
+
+    def keep(self, row: int, head: int, count: int) -> Tensor:
+        """Random survivors, taken over into what attention is compared with."""
+        kept = torch.randperm(len(self.keys[row][head]), generator=self.generator)[:count].sort().values
+        self.keys[row][head] = self.keys[row][head][kept]
+        self.values[row][head] = self.values[row][head][kept]
+        return kept
+
+    def append(self, row: int, keys: Tensor, values: Tensor) -> None:
+        for head in range(self.kv_heads):
+            self.keys[row][head] = torch.cat((self.keys[row][head], keys[:, head]))
+            self.values[row][head] = torch.cat((self.values[row][head], values[:, head]))
+
+    def queries(self, tokens: int) -> Tensor:
+        shape = (tokens, self.kv_heads, self.group, self.head_dim)
+        return random(*shape, dtype=self.dtype, generator=self.generator)
+
+    def expected(self, row: int, queries: Tensor) -> Tensor:
+        heads = zip(queries.unbind(1), self.keys[row], self.values[row], strict=True)
+        return torch.stack([naive_attention(*head) for head in heads], dim=1)
+
+
+CASES = [
+    # dtype, head_dim, block_size, kv_heads, group
+    (torch.float32, 64, 32, 3, 3),
+    (torch.float32, 128, 128, 1, 8),
+    (torch.float32, 80, 32, 8, 1),
+    (torch.float32, 256, 128, 3, 1),
+    (torch.bfloat16, 64, 128, 3, 3),
+    (torch.bfloat16, 128, 32, 8, 8),
+    (torch.bfloat16, 96, 32, 1, 1),
+    (torch.float16, 32, 32, 8, 3),
+    (torch.float16, 80, 128, 3, 8),
+]
+
+CaseArguments = tuple[torch.dtype, int, int, int, int]
+
+
+@pytest.mark.cross
+@pytest.mark.parametrize("arguments", CASES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_uniform_compaction_is_attention_over_what_was_kept(arguments: CaseArguments, tokens: int) -> None:
+    """Survivors packed to the end of the blocks; vLLM's own call with the table shifted and the length shorter."""
+    lengths = [150, 97, 300]
+    case = Case(*arguments, lengths)
+    size, kv_heads = case.block_size, case.kv_heads
+    heads = torch.arange(kv_heads)
+    shifted, queries, new_lengths = torch.zeros_like(case.block_table), [], []
+    for row, (length, keep) in enumerate(zip(lengths, (40, 97, 33), strict=True)):
+        dropped = length - keep
+        skip = dropped // size
+        used = torch.arange(-(-length // size))
+        subpages = case.block_table[row, used] * kv_heads + heads[:, None]
+        keys, values = case.pages.read(subpages)
+        kept = torch.stack([case.keep(row, head, keep) for head in range(kv_heads)])
+        at = skip * size + torch.arange(keep)
+        place = (case.block_table[row, at // size].long() * kv_heads + heads[:, None]) * size + at % size
+        kept = kept[..., None].expand(-1, -1, case.head_dim)
+        case.pages.write(keys.gather(1, kept).flatten(0, 1), values.gather(1, kept).flatten(0, 1), place.flatten())
+        # Tokens that follow are written by vLLM's own call, `dropped % size` slots before their logical place.
+        new_keys, new_values = case.new(tokens), case.new(tokens)
+        at = torch.arange(length, length + tokens) - dropped % size
+        official_write(case.cache, new_keys, new_values, case.block_slots(row, at), case.isa)
+        case.append(row, new_keys, new_values)
+        shifted[row, : case.width - skip] = case.block_table[row, skip:]
+        queries.append(case.queries(tokens))
+        new_lengths.append(keep + tokens)
+    key_cache, value_cache = case.cache.view(-1, kv_heads, 2 * size, case.head_dim).chunk(2, dim=2)
+    output = official_attention(
+        torch.cat(queries).flatten(1, 2),
+        key_cache,
+        value_cache,
+        shifted,
+        torch.tensor(new_lengths),
+        torch.arange(len(lengths) + 1) * tokens,
+        case.isa,
+    )
+    for row, own in enumerate(output.view(len(lengths), tokens, kv_heads, case.group, case.head_dim)):
+        assert close(own, case.expected(row, queries[row]))
+
+
+@pytest.mark.cross
+@pytest.mark.parametrize("arguments", CASES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_ragged_compaction_is_attention_over_what_was_kept(arguments: CaseArguments, tokens: int) -> None:
+    """Every head its own count; folded, one table row per (request, head). Twice, with tokens before and between."""
+    lengths = torch.tensor([150, 97, 300])
+    case = Case(*arguments, lengths.tolist())
+    size, kv_heads, rows = case.block_size, case.kv_heads, len(lengths)
+    layout = Layout(torch.zeros(rows, 1, kv_heads, dtype=torch.long), *torch.zeros(2, rows, 1, dtype=torch.long))
+    for event in range(3):
+        queries = case.queries(rows * tokens)
+        batch = torch.arange(rows).repeat_interleave(tokens)
+        positions = (lengths[:, None] + torch.arange(tokens)).flatten()
+        new_keys, new_values = case.new(rows * tokens), case.new(rows * tokens)
+        held = entries(layout, lengths + tokens)
+        table = tables(layout, held, case.block_table, size, -(-int(held.max()) // size))
+        place = slots(layout, table, positions, batch, size)[0]
+        case.pages.write(new_keys.flatten(0, 1), new_values.flatten(0, 1), place)
+        for row in range(rows):
+            case.append(row, new_keys[batch == row], new_values[batch == row])
+        lengths = lengths + tokens
+
+        # Requests of one head each: row by row, head by head, and the queries with them.
+        by_head = queries.unflatten(0, (rows, tokens)).transpose(1, 2)
+        output = official_attention(
+            by_head.flatten(0, 2),
+            *case.pages.folded(),
+            table[:, 0].flatten(0, 1),
+            held[:, 0].flatten(),
+            torch.arange(rows * kv_heads + 1) * tokens,
+            case.isa,
+        )
+        for row, own in enumerate(output.view(by_head.shape).transpose(1, 2)):
+            assert close(own, case.expected(row, queries.unflatten(0, (rows, tokens))[row]))
+
+        # The middle request stays whole until the second event.
+        chosen = [0, 2] if event == 0 else [0, 1, 2]
+        layout = compact(case, layout, lengths, chosen)
+
+
+def compact(case: Case, layout: Layout, lengths: Tensor, chosen: list[int]) -> Layout:
+    """An event for some requests: random counts, entries moved from where they are to where the new layout has them."""
+    size = case.block_size
+    counts, length, first = (part.clone() for part in layout)
+    for row in chosen:
+        now = Layout(*(part[row : row + 1] for part in layout))
+        held = entries(now, lengths[row : row + 1])
+        table = tables(now, held, case.block_table[row : row + 1], size, -(-int(held.max()) // size))[0, 0]
+        keys, values = case.pages.read(table)
+        kept = [
+            case.keep(row, head, min(n, count))
+            for head, n in enumerate(held[0, 0].tolist())
+            for count in torch.randint(0, 70, (1,), generator=case.generator).tolist()
+        ]
+        counts[row, 0] = torch.tensor([len(own) for own in kept])
+        length[row] = lengths[row]
+        need = int(blocks_needed(counts[row, 0], length[row, 0], size))
+        first[row] = -(-int(lengths[row]) // size) - need
+        assert first[row] >= now.first[0, 0]
+        new = Layout(counts[row : row + 1], length[row : row + 1], first[row : row + 1])
+        most = -(-int(new.counts.max()) // size)
+        places = tables(new, new.counts, case.block_table[row : row + 1], size, most)[0, 0].long()
+        at = torch.cat(
+            [
+                places[head, torch.arange(len(own)) // size] * size + torch.arange(len(own)) % size
+                for head, own in enumerate(kept)
+            ]
+        )
+        case.pages.write(
+            torch.cat([keys[head, own] for head, own in enumerate(kept)]),
+            torch.cat([values[head, own] for head, own in enumerate(kept)]),
+            at,
+        )
+    return Layout(counts, length, first)
