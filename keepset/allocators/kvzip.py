@@ -41,10 +41,8 @@ class KVZip(Preset):
     chunk: int = parameter(2048, minimum=0)
     uniform: bool = parameter(False)
 
-    @property
-    def sinks(self) -> int:
-        """Four, as in kvpress: what a chat template's opening is where there is one."""
-        return 4
+    sinks: ClassVar[int] = 4
+    """Four, as in kvpress: what a chat template's opening is where there is one."""
 
     @property
     def composition(self) -> Method:

@@ -44,10 +44,8 @@ class Pool(Allocator):
                     f"{self.name} says how much every head keeps, and {inner.name} says so too: leave one of them out."
                 )
 
-    @property
-    def equal_layers(self) -> bool:
-        """They differ, as heads do."""
-        return False
+    equal_layers: ClassVar[bool] = False
+    """They differ, as heads do."""
 
     def select(self, observation: Observation, budget: Budget) -> KeepSet:
         """What stays of one layer that is alone."""

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -17,33 +17,33 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from keepset.core.feature import Feature
-from keepset.core.shapes import QueryHeadScores
+from keepset.core.shapes import HiddenStates, Queries, QueryHeadScores
 
 Turn = Callable[[Tensor], Tensor]
 """From rows `[batch, query_heads, n, head_dim]` before rotation to the same at some rotation."""
 
-Entries = Sequence[tuple[Float[Tensor, "kv_heads entries head_dim"], Tensor | slice]]
+Entries = Sequence[tuple[Float[Tensor, "kv_heads _ head_dim"], Tensor | slice]]
 """For every request the keys of its valid entries, and which of a chunk's queries are its own."""
 
 
-class QuerySource(Protocol):
+class QuerySource(ABC):
     """What knows how a layer makes its queries and rotates them."""
 
     @property
-    def hidden(self) -> Float[Tensor, "batch n hidden"]:
+    @abstractmethod
+    def hidden(self) -> HiddenStates:
         """Hidden states that entered the layer's attention with this chunk."""
 
-    def undo(
-        self, queries: Float[Tensor, "batch query_heads n head_dim"], positions: Int[Tensor, "batch n"]
-    ) -> Float[Tensor, "batch query_heads n head_dim"]:
+    @abstractmethod
+    def undo(self, queries: Queries, positions: Int[Tensor, "batch n"]) -> Queries:
         """This chunk's queries as they were before rotation, float32."""
 
+    @abstractmethod
     def ahead(self, lengths: Int[Tensor, " batch"], future: int) -> Turn:
         """Rotates rows by the mean rotation of the `future` positions from each request's length on."""
 
-    def queries(
-        self, hidden: Float[Tensor, "batch n hidden"], lengths: Int[Tensor, " batch"], future: int
-    ) -> Float[Tensor, "batch query_heads n head_dim"]:
+    @abstractmethod
+    def queries(self, hidden: HiddenStates, lengths: Int[Tensor, " batch"], future: int) -> Queries:
         """Queries that the layer makes of other hidden states, at that rotation."""
 
 
@@ -60,7 +60,7 @@ class Chunk:
         source: where somebody looks at queries before rotation or at hidden states.
     """
 
-    queries: Float[Tensor, "batch query_heads n head_dim"]
+    queries: Queries
     entries: Callable[[], Entries]
     positions: Int[Tensor, "batch n"]
     valid: Bool[Tensor, "batch n"] | None
@@ -154,17 +154,18 @@ def widened(columns: Sequence[Float[Tensor, "query_heads _"]], width: int) -> Qu
 
 
 class Ahead:
-    """Rotates rows of requests of these lengths ahead, the same place only once.
-
-    Called with rows `[batch, query_heads, n, head_dim]` before rotation and the number of future positions.
-    """
+    """What a layer's queries would be at the positions that follow requests of these lengths."""
 
     def __init__(self, source: QuerySource, lengths: Int[Tensor, " batch"]) -> None:
         self._source, self._lengths = source, lengths
         self._turns: dict[int, Turn] = {}
 
-    def __call__(self, rows: Tensor, future: int) -> Tensor:
-        """The rows at the mean rotation of so many positions ahead."""
+    def rotate(self, rows: Tensor, future: int) -> Tensor:
+        """Rows before rotation at the mean rotation of so many positions; that is made only once."""
         if future not in self._turns:
             self._turns[future] = self._source.ahead(self._lengths, future)
         return self._turns[future](rows)
+
+    def queries(self, hidden: Tensor, future: int) -> Tensor:
+        """Queries that the layer makes of other hidden states, at that rotation."""
+        return self._source.queries(hidden, self._lengths, future)

@@ -14,3 +14,9 @@ Quotas = Int[Tensor, "batch kv_heads"]
 
 Mask = Bool[Tensor, "batch kv_heads entries"]
 """Which entries are meant."""
+
+Queries = Float[Tensor, "batch query_heads n head_dim"]
+"""Some queries of every request."""
+
+HiddenStates = Float[Tensor, "batch n hidden"]
+"""As many hidden states that enter a layer's attention."""

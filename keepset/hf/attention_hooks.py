@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from keepset.core.accumulate import Turn
+from keepset.core.accumulate import QuerySource, Turn
 from keepset.core.rope import inverse, mean_rotation, positions_ahead, undone_right
+from keepset.core.shapes import HiddenStates, Queries
 from keepset.errors import UnsupportedModelError
 from keepset.hf.attention import capturing
 from keepset.hf.hooks import ModelHooks, weakly
@@ -96,7 +97,7 @@ class AttentionHooks(ModelHooks):
             self._rotary_calls = [*self._rotary_calls[-1:], _Call(module, args, kwargs, output)]
 
 
-class LayerInput:
+class LayerInput(QuerySource):
     """The input of one attention module in one forward, and what can be computed from it."""
 
     def __init__(self, call: _Call, rotary: _Call | None) -> None:
@@ -105,7 +106,7 @@ class LayerInput:
         self._rotation: Rotation | None = call.kwargs.get("position_embeddings")
 
     @property
-    def hidden(self) -> Float[Tensor, "batch n hidden"]:
+    def hidden(self) -> HiddenStates:
         """Hidden states that enter the layer's attention."""
         hidden = self._call.kwargs.get("hidden_states")
         return self._call.args[0] if hidden is None else hidden
@@ -144,9 +145,7 @@ class LayerInput:
         cos, sin = rotary.forward(*map(ahead, call.args), **{k: ahead(v) for k, v in call.kwargs.items()})
         return mean_rotation(cos.float(), sin.float())
 
-    def replay(
-        self, hidden: Float[Tensor, "batch n hidden"], rotation: Rotation | None
-    ) -> Float[Tensor, "batch query_heads n head_dim"]:
+    def replay(self, hidden: HiddenStates, rotation: Rotation | None) -> Queries:
         """Queries that the module makes of other hidden states, under another rotation.
 
         The module itself runs again, so its norms, biases and fused projections all apply.
@@ -166,18 +165,14 @@ class LayerInput:
             self._call.module.forward(*args, **kwargs)
         return captured[0]
 
-    def unrotate(
-        self, queries: Float[Tensor, "batch query_heads n head_dim"], first: int = 0
-    ) -> Float[Tensor, "batch query_heads n head_dim"]:
+    def unrotate(self, queries: Queries, first: int = 0) -> Queries:
         """This forward's queries from the `first` on as they were before rotation, float32."""
         if self.rotation is None:
             return queries.float()
         cos, sin = (part[:, first : first + queries.shape[2]].float() for part in self.rotation)
         return self.rotate(queries.float(), inverse(cos, sin))
 
-    def undo(
-        self, queries: Float[Tensor, "batch query_heads n head_dim"], positions: Int[Tensor, "batch n"]
-    ) -> Float[Tensor, "batch query_heads n head_dim"]:
+    def undo(self, queries: Queries, positions: Int[Tensor, "batch n"]) -> Queries:
         """This forward's first queries as they were before rotation, float32."""
         return self.unrotate(queries)
 
@@ -186,15 +181,11 @@ class LayerInput:
         rotation = self.future_rotation(lengths, future)
         return lambda rows: self.rotate(rows, rotation)
 
-    def queries(
-        self, hidden: Float[Tensor, "batch n hidden"], lengths: Int[Tensor, " batch"], future: int
-    ) -> Float[Tensor, "batch query_heads n head_dim"]:
+    def queries(self, hidden: HiddenStates, lengths: Int[Tensor, " batch"], future: int) -> Queries:
         """Queries that the layer makes of other hidden states, at that rotation."""
         return self.replay(hidden, self.future_rotation(lengths, future))
 
-    def rotate(
-        self, queries: Float[Tensor, "batch query_heads n head_dim"], rotation: Rotation | None
-    ) -> Float[Tensor, "batch query_heads n head_dim"]:
+    def rotate(self, queries: Queries, rotation: Rotation | None) -> Queries:
         """Rotates with the model's own function, so with its layout and its share of rotated dimensions."""
         if rotation is None:
             return queries
@@ -206,7 +197,7 @@ class LayerInput:
             )
         return function(queries, queries[:, :0], *rotation)[0]
 
-    def check_rotation(self, queries: Float[Tensor, "batch query_heads n head_dim"]) -> None:
+    def check_rotation(self, queries: Queries) -> None:
         """Compares a few queries with what the module itself makes without rotation.
 
         Unrotated ones must be equal; where they are equal as they are, this layer does not rotate (some models

@@ -42,20 +42,14 @@ class DuoAttention(Method):
         """The gates."""
         return Needs(ModelStatistics(self.stats))
 
-    @property
-    def equal_layers(self) -> bool:
-        """A layer keeps more where more of its heads retrieve."""
-        return False
+    equal_layers: ClassVar[bool] = False
+    """A layer keeps more where more of its heads retrieve."""
 
-    @property
-    def sinks(self) -> int:
-        """As the gates were measured."""
-        return 16
+    sinks: ClassVar[int] = 16
+    """As the gates were measured."""
 
-    @property
-    def recent(self) -> int:
-        """As the gates were measured."""
-        return 64
+    recent: ClassVar[int] = 64
+    """As the gates were measured."""
 
     def score(self, observation: Observation) -> Scores:
         """The later, the better."""

@@ -53,15 +53,11 @@ class PromptQueries(Method):
         once_more = Needs(PromptQueryAttention(self.stride))
         return once_more | _AGAIN.needs if self.second_pass else once_more
 
-    @property
-    def sinks(self) -> int:
-        """Four, as in StreamingLLM."""
-        return 4
+    sinks: ClassVar[int] = 4
+    """Four, as in StreamingLLM."""
 
-    @property
-    def recent(self) -> int:
-        """Eight: neighbours, which no token asked from afar shows."""
-        return 8
+    recent: ClassVar[int] = 8
+    """Eight: neighbours, which no token asked from afar shows."""
 
     def score(self, observation: Observation) -> Scores:
         """Root mean square of what would be received, and of what is."""

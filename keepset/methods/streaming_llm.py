@@ -21,10 +21,8 @@ class StreamingLLM(Method):
     name: ClassVar[str] = "streaming_llm"
     paper: ClassVar[str] = "arXiv:2309.17453"
 
-    @property
-    def sinks(self) -> int:
-        """The paper's four."""
-        return 4
+    sinks: ClassVar[int] = 4
+    """The paper's four."""
 
     def score(self, observation: Observation) -> Scores:
         """The later, the better."""

@@ -29,10 +29,8 @@ class TOVA(Method):
         """The newest query."""
         return Needs(RecentQueries(1))
 
-    @property
-    def recent(self) -> int:
-        """The newest token."""
-        return 1
+    recent: ClassVar[int] = 1
+    """The newest token."""
 
     def score(self, observation: Observation) -> Scores:
         """Mean attention of the newest query."""

@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.core import accumulate
-from keepset.core.accumulate import Accumulators, Entries, Turn
+from keepset.core.accumulate import Accumulators, Entries, QuerySource, Turn
 from keepset.core.feature import Feature
 from keepset.core.features.model_statistics import ModelStatistics
 from keepset.core.rope import RotaryTable
+from keepset.core.shapes import HiddenStates, Queries
 from keepset.core.statistics import load
 from keepset.paged.pages import Pages
 from keepset.paged.planner import Chunk, Event, Planner
 
 
+@runtime_checkable
 class LayerInput(Protocol):
     """The hidden states that enter a layer's attention, and what the layer makes of others; an engine gives it."""
 
     hidden: Float[Tensor, "n hidden"] | None
 
-    def queries(self, hidden: Float[Tensor, "batch n hidden"]) -> Float[Tensor, "batch query_heads n head_dim"]:
+    def queries(self, hidden: HiddenStates) -> Queries:
         """Queries that the layer makes of these hidden states, before rotation."""
 
-    def check(
-        self, queries: Float[Tensor, "batch query_heads n head_dim"], hidden: Float[Tensor, "batch n hidden"]
-    ) -> None:
+    def check(self, queries: Queries, hidden: HiddenStates) -> None:
         """Refuses a model whose queries before rotation are not what `queries` makes of their hidden states."""
 
 
@@ -108,7 +108,7 @@ class Observer:
 
 
 @dataclass(frozen=True)
-class _QuerySource:
+class _QuerySource(QuerySource):
     """How a layer makes and rotates queries; `tokens` of the forward under way are the chunk's."""
 
     rotation: RotaryTable
@@ -116,20 +116,16 @@ class _QuerySource:
     tokens: slice
 
     @property
-    def hidden(self) -> Float[Tensor, "batch n hidden"]:
+    def hidden(self) -> HiddenStates:
         assert self.layer_input is not None and self.layer_input.hidden is not None
         return self.layer_input.hidden[None, self.tokens]
 
-    def undo(
-        self, queries: Float[Tensor, "batch query_heads n head_dim"], positions: Int[Tensor, "batch n"]
-    ) -> Float[Tensor, "batch query_heads n head_dim"]:
+    def undo(self, queries: Queries, positions: Int[Tensor, "batch n"]) -> Queries:
         return self.rotation.undo(queries, positions.clamp(min=0))  # what is before a text's beginning counts nowhere
 
     def ahead(self, lengths: Int[Tensor, " batch"], future: int) -> Turn:
         return lambda rows: self.rotation.rotate_ahead(rows, lengths, future)
 
-    def queries(
-        self, hidden: Float[Tensor, "batch n hidden"], lengths: Int[Tensor, " batch"], future: int
-    ) -> Float[Tensor, "batch query_heads n head_dim"]:
+    def queries(self, hidden: HiddenStates, lengths: Int[Tensor, " batch"], future: int) -> Queries:
         assert self.layer_input is not None
         return self.rotation.rotate_ahead(self.layer_input.queries(hidden).float(), lengths, future)

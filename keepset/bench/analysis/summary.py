@@ -15,7 +15,6 @@ from keepset.bench.analysis.rows import Cells, Figure, TableRow, average, by_exa
 from keepset.bench.cell import FULL, Cell
 from keepset.bench.tasks import longbench, ruler
 from keepset.errors import KeepsetError
-from keepset.recipe import Recipe
 
 _BENCHMARKS = {"ruler": ruler.NAMES, "longbench": longbench.NAMES}
 TOLERANCES = (0.1, 0.2)
@@ -113,6 +112,8 @@ def benchmark_of(task: str) -> str | None:
 
 def _known(baseline: str, cells: Sequence[Cell]) -> str:
     """The baseline as cells write it."""
+    from keepset.recipe import Recipe  # loads torch, which no more than this takes
+
     names = dict.fromkeys(name for cell in cells for name in (cell.method, cell.recipe))
     text = baseline if baseline in names else str(Recipe.parse(baseline))
     if text not in names:

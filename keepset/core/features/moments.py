@@ -6,13 +6,13 @@ import copy
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.core.accumulate import Accumulator, Ahead, Chunk, QuerySource
-from keepset.core.feature import Feature
+from keepset.core.feature import Feature, Value
 from keepset.kernels.moments import Moments
 
 _WHOLE_PROMPT = "looks at moments over the whole prompt, "
@@ -54,8 +54,28 @@ class HiddenDistribution:
     queries: Rotate
 
 
+class _OfRows(Feature[Value]):
+    """Moments of one row per token; `full` says whether the covariance is a matrix or its diagonal."""
+
+    unrotated = True
+    full: ClassVar[bool] = False
+
+    skip: int
+
+    @abstractmethod
+    def rows(self, chunk: Chunk, source: QuerySource) -> Float[Tensor, "batch heads n dim"]: ...
+
+    @abstractmethod
+    def distribution(self, moments: Moments, ahead: Ahead) -> Value: ...
+
+    @classmethod
+    def accumulator(cls, features: Sequence[Self]) -> Accumulator:
+        """Rows are made once for all."""
+        return _Moments(features)
+
+
 @dataclass(frozen=True)
-class QueryMoments(Feature[QueryDistribution]):
+class QueryMoments(_OfRows[QueryDistribution]):
     """Mean and covariance of each query head's queries before rotation.
 
     Attributes:
@@ -65,7 +85,7 @@ class QueryMoments(Feature[QueryDistribution]):
     """
 
     label = "query moments"
-    unrotated = True
+    full = True
 
     skip: int
     buffer: int = field(default=0, compare=False)
@@ -80,14 +100,17 @@ class QueryMoments(Feature[QueryDistribution]):
         """The longer buffer."""
         return max(self, other, key=lambda feature: feature.buffer)
 
-    @classmethod
-    def accumulator(cls, features: Sequence[QueryMoments]) -> Accumulator:
-        """Rotation is undone once."""
-        return _OfQueries(features)
+    def rows(self, chunk: Chunk, source: QuerySource) -> Float[Tensor, "batch heads n dim"]:
+        """Queries before rotation."""
+        return source.undo(chunk.queries, chunk.positions)
+
+    def distribution(self, moments: Moments, ahead: Ahead) -> QueryDistribution:
+        """Of the queries."""
+        return QueryDistribution(moments.mean, moments.covariance, ahead.rotate)
 
 
 @dataclass(frozen=True)
-class HiddenMoments(Feature[HiddenDistribution]):
+class HiddenMoments(_OfRows[HiddenDistribution]):
     """Mean and variance of the hidden states that enter the layer's attention.
 
     Attributes:
@@ -95,37 +118,34 @@ class HiddenMoments(Feature[HiddenDistribution]):
     """
 
     label = "hidden-state moments"
-    unrotated = True
     hidden_states = True
     prompt_only = f"{_WHOLE_PROMPT}and only there"
 
     skip: int
 
-    @classmethod
-    def accumulator(cls, features: Sequence[HiddenMoments]) -> Accumulator:
-        """Of whatever is skipped."""
-        return _OfHidden(features)
+    def rows(self, chunk: Chunk, source: QuerySource) -> Float[Tensor, "batch heads n dim"]:
+        """Hidden states, as if of one head."""
+        return source.hidden[:, None, : chunk.queries.shape[2]].float()
+
+    def distribution(self, moments: Moments, ahead: Ahead) -> HiddenDistribution:
+        """Of the hidden states."""
+        return HiddenDistribution(moments.mean[:, 0], moments.covariance[:, 0], ahead.queries)
 
 
 class _Moments(Accumulator):
-    full: ClassVar[bool]
-
-    def __init__(self, features: Sequence[Any]) -> None:
+    def __init__(self, features: Sequence[_OfRows[Any]]) -> None:
         self._moments = {feature: Moments() for feature in features}
         self._source: QuerySource
 
-    @abstractmethod
-    def rows(self, chunk: Chunk, source: QuerySource) -> Float[Tensor, "batch heads n dim"]:
-        """What they are moments of."""
-
     def add(self, chunk: Chunk) -> None:
         assert chunk.source is not None
-        self._source, rows = chunk.source, self.rows(chunk, chunk.source)
+        self._source, kind = chunk.source, next(iter(self._moments))
+        rows = kind.rows(chunk, chunk.source)
         self._moments = {feature: copy.copy(moments) for feature, moments in self._moments.items()}
         for feature, moments in self._moments.items():
-            moments.add(rows, chunk.counted(feature.skip), self.full)
+            moments.add(rows, chunk.counted(feature.skip), kind.full)
 
-    def joined(self, others: Sequence[_Moments]) -> Any:
+    def joined(self, others: Sequence[_Moments]) -> _Moments:
         twin = copy.copy(self)
         twin._moments = {
             feature: moments.joined([other._moments[feature] for other in others])
@@ -133,34 +153,6 @@ class _Moments(Accumulator):
         }
         return twin
 
-
-class _OfQueries(_Moments):
-    full = True
-
-    def rows(self, chunk: Chunk, source: QuerySource) -> Float[Tensor, "batch heads n dim"]:
-        return source.undo(chunk.queries, chunk.positions)
-
     def values(self, lengths: Int[Tensor, " batch"], width: int) -> Mapping[Feature[Any], Any]:
-        rotate = Ahead(self._source, lengths)
-        return {
-            feature: QueryDistribution(moments.mean, moments.covariance, rotate)
-            for feature, moments in self._moments.items()
-        }
-
-
-class _OfHidden(_Moments):
-    full = False
-
-    def rows(self, chunk: Chunk, source: QuerySource) -> Float[Tensor, "batch heads n dim"]:
-        return source.hidden[:, None, : chunk.queries.shape[2]].float()
-
-    def values(self, lengths: Int[Tensor, " batch"], width: int) -> Mapping[Feature[Any], Any]:
-        source = self._source
-
-        def queries(hidden: Tensor, future: int) -> Tensor:
-            return source.queries(hidden, lengths, future)
-
-        return {
-            feature: HiddenDistribution(moments.mean[:, 0], moments.covariance[:, 0], queries)
-            for feature, moments in self._moments.items()
-        }
+        ahead = Ahead(self._source, lengths)
+        return {feature: feature.distribution(moments, ahead) for feature, moments in self._moments.items()}
