@@ -21,9 +21,8 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 import keepset
 from keepset.core.keep_set import KeepSet, LayerKeepSet
-from keepset.core.tensor_file import opened
-from keepset.core.tensor_file import write as write_tensors
-from keepset.errors import CorruptFileError, KeepsetError, UnsupportedModelError
+from keepset.core.tensor_file import TensorFile
+from keepset.errors import KeepsetError, UnsupportedModelError
 from keepset.hf.fingerprint import fingerprint
 from keepset.hf.layer import KeepLayer
 from keepset.hf.progress import Progress
@@ -35,9 +34,16 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 """Of the file; raise it with every change to what is written."""
-_METADATA = "keepset_context"
 _ADVICE = "give a file that keepset.Cache.save or keepset context build has written"
-_AGAIN = "build it again"
+_FILE = TensorFile(
+    "keepset_context",
+    FORMAT,
+    foreign=f"{{path}} is no saved context: {_ADVICE}.",
+    unreadable=f"{{path}} is damaged or no saved context: {_ADVICE}.",
+    other="{path} has format {found} of saved contexts, and this keepset reads format {version}: build it again, or "
+    "use the version of keepset that wrote it.",
+    damaged="{path} is damaged: build it again.",
+)
 
 
 @dataclass(frozen=True)
@@ -145,7 +151,7 @@ def write(path: Path, context: Context, model: transformers.PreTrainedModel, nam
         "layers": len(context.layers),
         "event": context.event,
     }
-    write_tensors(path, tensors, _METADATA, {**metadata, "digest": _digest(metadata, tensors)})
+    _FILE.write(path, tensors, {**metadata, "digest": _digest(metadata, tensors)})
 
 
 def header(path: Path) -> Header:
@@ -226,21 +232,9 @@ def _digest(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
 
 def _opened(path: Path) -> AbstractContextManager[tuple[Any, dict[str, Any]]]:
     """A file and its metadata; whatever goes wrong with them is told in one sentence."""
-    shown = str(path)
     if not path.is_file():
-        raise KeepsetError(f"There is no file {shown!r}: {_ADVICE}.")
-    return opened(
-        path,
-        _METADATA,
-        FORMAT,
-        foreign=f"{shown!r} is no saved context: {_ADVICE}.",
-        unreadable=f"{shown!r} is damaged or no saved context: {_ADVICE}.",
-        other=lambda version: (
-            f"{shown!r} has format {version} of saved contexts, and this keepset reads format {FORMAT}: {_AGAIN}, or "
-            "use the version of keepset that wrote it."
-        ),
-        damaged=f"{shown!r} is damaged: {_AGAIN}.",
-    )
+        raise KeepsetError(f"There is no file {str(path)!r}: {_ADVICE}.")
+    return _FILE.opened(path)
 
 
 def _check_model(path: Path, theirs: Mapping[str, str], ours: Mapping[str, str]) -> None:
@@ -250,4 +244,4 @@ def _check_model(path: Path, theirs: Mapping[str, str], ours: Mapping[str, str])
     # The first says it: what follows from it, such as the weights, differs too.
     name = other[0]
     differs = "weights differ" if name == "weights" else f"{name} differs: {theirs[name]} there, {ours[name]} here"
-    raise CorruptFileError(f"{str(path)!r} is a context of another model, whose {differs}; load that model.")
+    raise KeepsetError(f"{str(path)!r} is a context of another model, whose {differs}; load that model.")
