@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import sys
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from keepset.core.rope import inverse, mean_rotation, positions_ahead, undone_ri
 from keepset.core.shapes import HiddenStates, Queries
 from keepset.errors import UnsupportedModelError
 from keepset.hf.attention import capturing
-from keepset.hf.hooks import remove, weakly
+from keepset.hf.hooks import ModelHooks, weakly
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines, `[batch, n, rotary_dim]`."""
@@ -40,51 +39,24 @@ class _Calls(threading.local):
     paused: bool = False
 
 
-class AttentionHooks:
+class AttentionHooks(ModelHooks):
     """Forward hooks that remember the newest call of an attention module and of the rotary embedding.
 
-    Installed only for methods that look at hidden states, and removed with `close` once nothing more is
-    compressed. The model holds the hooks, but not the AttentionHooks: they go with it.
+    Installed only for methods that look at hidden states, and removed with `close` once nothing more is compressed.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
-        self._local = _Calls()
-        self._rotary_calls: list[_Call] = []
-        self._handles: list[RemovableHandle] = []
-        weakref.finalize(self, remove, self._handles)
-        self.open()
-
-    def fork(self) -> AttentionHooks:
-        """The same for another cache."""
-        model = self._model()
-        assert model is not None
-        twin = AttentionHooks(model)
-        if not self._handles:
-            twin.close()
-        return twin
-
-    def open(self) -> None:
-        """Installs the hooks where they are not."""
-        model = self._model()
-        if self._handles or model is None:
-            return
-        enter, rotated = weakly(self._enter), weakly(self._rotated)
-        for module in model.modules():
-            if hasattr(module, "layer_idx"):
-                self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-            elif "RotaryEmbedding" in type(module).__name__:
-                self._handles.append(module.register_forward_hook(rotated, with_kwargs=True))
-
-    def close(self) -> None:
-        """Removes the hooks and forgets what they saw."""
-        remove(self._handles)
-        self.forget()
 
     def forget(self) -> None:
         """Lets go of the calls that were seen, and of the hidden states that they hold."""
-        self._rotary_calls = []
-        self._local.attention = None
+        self._rotary_calls: list[_Call] = []
+        self._local = _Calls()
+
+    def _installed(self, model: nn.Module) -> Iterator[RemovableHandle]:
+        enter, rotated = weakly(self._enter), weakly(self._rotated)
+        for module in model.modules():
+            if hasattr(module, "layer_idx"):
+                yield module.register_forward_pre_hook(enter, with_kwargs=True)
+            elif "RotaryEmbedding" in type(module).__name__:
+                yield module.register_forward_hook(rotated, with_kwargs=True)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
