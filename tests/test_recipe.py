@@ -494,7 +494,7 @@ def test_a_name_is_registered_once() -> None:
     ("former", "plain"),
     [
         ("received(statistic='rms', keep=0.5)", "second_pass(statistic='rms', keep=0.5)"),
-        ("pool(echo(stride=4), keep=9)", "pool(prompt_queries(stride=4), keep=9)"),
+        ("pool(echo(stride=4), keep=90)", "pool(prompt_queries(stride=4), keep=90)"),
         ("composite(scorer=received, keep=9)", "composite(second_pass, keep=9)"),
     ],
 )
