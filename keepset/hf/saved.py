@@ -22,10 +22,9 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 import keepset
 from keepset.core.keep_set import KeepSet, LayerKeepSet
 from keepset.core.tensor_file import TensorFile
-from keepset.errors import KeepsetError
+from keepset.errors import KeepsetError, UnsupportedModelError
 from keepset.hf.fingerprint import fingerprint
 from keepset.hf.layer import KeepLayer
-from keepset.hf.padding import Padding
 from keepset.hf.progress import Progress
 from keepset.hf.store import EntryStore
 from keepset.hf.window import QueryWindow
@@ -86,7 +85,7 @@ def tensors_of(layer: Any) -> dict[str, Tensor]:
     """All that a layer of a cache holds.
 
     Raises:
-        KeepsetError: it is of a kind that is not saved.
+        UnsupportedModelError: it is of a kind that is not saved.
     """
     if isinstance(layer, KeepLayer):
         assert layer.store is not None
@@ -99,7 +98,7 @@ def tensors_of(layer: Any) -> dict[str, Tensor]:
         # What lies before the window is there only while a draft may be taken back.
         first = max(layer.keys.shape[2] - layer.sliding_window + 1, 0)
         return {"keys": layer.keys[:, :, first:], "values": layer.values[:, :, first:]}
-    raise KeepsetError(
+    raise UnsupportedModelError(
         f"The model has a {type(layer).__name__} among the layers of its cache, and keepset saves only those with "
         "keys and values: this context cannot be saved."
     )
@@ -125,8 +124,8 @@ def write(path: Path, context: Context, model: transformers.PreTrainedModel, nam
     """
     progress = context.progress
     tensors = {"lengths": progress.lengths, "prompts": progress.prompts}
-    if (seen := progress.valid) is not None:
-        tensors["seen"] = seen
+    if progress.valid is not None:
+        tensors["seen"] = progress.valid
     for index, layer in enumerate(context.layers):
         tensors |= {f"{_LAYER}{index}.{name}": tensor for name, tensor in layer.items()}
     for kept in [] if context.keep_set is None else map(context.keep_set.layer, context.keep_set.layers):
@@ -169,7 +168,8 @@ def read(path: Path, model: transformers.PreTrainedModel) -> Context:
     """The context in a file, on this model's devices.
 
     Raises:
-        KeepsetError: it is no saved context that this version can read, it is damaged, or it is of another model.
+        KeepsetError: there is no such file, it is no saved context that this version can read, damaged, or of another
+            model.
     """
     with _opened(path) as (file, metadata):
         _check_model(path, metadata["fingerprint"], fingerprint(model))
@@ -185,17 +185,17 @@ def read(path: Path, model: transformers.PreTrainedModel) -> Context:
             for index in range(metadata["layers"])
         ]
         device = next((layer["counts"].device for layer in layers if "counts" in layer), model.device)
-        reached, seen = metadata["progress"], tensors.get("seen")
+        numbers, valid = metadata["progress"], tensors.get("seen")
         progress = Progress(
-            logical=reached["logical"],
-            prompt=reached["prompt"],
+            logical=numbers["logical"],
+            prompt=numbers["prompt"],
             lengths=tensors["lengths"].to(device),
             prompts=tensors["prompts"].to(device),
-            padding=Padding([] if seen is None else [seen.to(device)]),
-            compressed_at=reached["compressed_at"],
+            valid=None if valid is None else valid.to(device),
+            compressed_at=numbers["compressed_at"],
         )
         event, keep_set = metadata["event"], _keep_set(layers)
-        return Context(metadata["recipe"], progress, reached["next_event"], event, keep_set, layers)
+        return Context(metadata["recipe"], progress, numbers["next_event"], event, keep_set, layers)
 
 
 _LAYER = "layers."
