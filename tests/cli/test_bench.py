@@ -193,6 +193,7 @@ main()
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("how", ["--slow", "--silent"])
 def test_interrupted(how: str, number: signal.Signals, tmp_path: Path) -> None:

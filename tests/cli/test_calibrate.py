@@ -49,6 +49,7 @@ def test_gates_can_be_left_out(run: Run) -> None:
     assert (done.code, done.out) == (2, "") and "'a' do not say which heads retrieve" in done.err
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("text", "tiny")
 def test_essays_unless_texts_are_given(run: Run) -> None:
     assert run("calibrate", "--out", "a", "--tokens", "64", "--length", "32").code == 0

@@ -48,6 +48,7 @@ def test_writes_a_file_that_recipes_can_name(run: Run, tiny_folder: Path) -> Non
     assert (done.code, done.err) == (0, "") and "of 72 prompt tokens" in done.out
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("text", "tiny")
 def test_an_interrupted_run_goes_on_and_ends_with_the_same_bytes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("compile", "--out", "whole", *SMALL).code == 0

@@ -301,6 +301,7 @@ def test_ray_that_is_not_there_is_said(run: Run, stub: type[Stub], monkeypatch: 
     check_refused(run, "eval", "counting", "--ray", because='Ray is not installed: run `pip install "keepset[ray]"`')
 
 
+@pytest.mark.full
 def test_ctrl_c_in_a_process_of_its_own(tiny_folder: Path, tmp_path: Path) -> None:
     words = ["eval", "needle", "--lengths", "256", "--model", str(tiny_folder), "--recipes", "knorm"]
     process = subprocess.Popen(

@@ -19,6 +19,7 @@ def start(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("command", "sentence"),
     [

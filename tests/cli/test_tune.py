@@ -97,6 +97,7 @@ def test_table_with_facts(run: Run) -> None:
     assert "(keep=64)" in rows[4] and "retrieval says nothing" in rows[5] and len(rows) == 6
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("small")
 def test_several_texts_and_the_same_seed_twice(run: Run) -> None:
     Path("other").write_text(texts.essay("worked")[5000:8000], encoding="utf-8")

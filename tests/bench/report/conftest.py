@@ -14,6 +14,14 @@ from keepset.bench.report.page import write
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The fast tier opens the page of latencies; all others are of the full one."""
+    for item in items:
+        if "browser" in getattr(item, "fixturenames", ()) and item.path.name != "test_latency.py":
+            item.add_marker(pytest.mark.full)
+
+
 # Not for longer than this folder's tests: while it is open, nothing else can run an event loop.
 @pytest.fixture(scope="package")
 def browser() -> Any:

@@ -87,6 +87,7 @@ def test_finds_what_was_planted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bellman[-1] < bellman[0] / 4
 
 
+@pytest.mark.full
 def test_a_price_makes_thresholds_strict(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where thresholds change nothing else, equation 14 alone decides; at no price the first of equal ones is taken."""
 
@@ -111,6 +112,7 @@ def contents(tables: Tables, path: Path) -> bytes:
     return path.read_bytes()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("global_mean", [True, False])
 def test_the_same_seed_the_same_tables(global_mean: bool, tmp_path: Path) -> None:
     method = CompilerKV(window=WINDOW, global_mean=global_mean)
@@ -122,6 +124,7 @@ def test_the_same_seed_the_same_tables(global_mean: bool, tmp_path: Path) -> Non
     assert alike == global_mean  # heads that share a KV head
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("after", [1, 7])
 def test_an_interrupted_compilation_goes_on(after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, log = tiny("llama"), tmp_path / "log"

@@ -40,6 +40,7 @@ def test_finds_the_best_action_where_all_were_tried(seed: int, alpha: float) -> 
     assert curve[-1].bellman < curve[0].bellman / 5
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(3))
 def test_an_action_without_data_is_not_preferred_as_plain_regression_does(seed: int) -> None:
     true, logged = bandit(seed, covered=ACTIONS - 1)
@@ -65,6 +66,7 @@ def test_one_reward_teaches_every_decision_its_share() -> None:
     assert torch.equal(best(q), true.argmax(1))
 
 
+@pytest.mark.full
 @examples(3)
 @given(seed=st.integers(0, 99), alpha=st.sampled_from([0.0, 0.3]), decay=st.sampled_from([0.01, 0.3]))
 def test_no_other_values_are_better_by_the_formula(seed: int, alpha: float, decay: float) -> None:
@@ -104,6 +106,7 @@ def test_states_that_share_a_feature_learn_from_one_another() -> None:
     assert best(q).tolist() == [2, 0]
 
 
+@pytest.mark.full
 def test_the_same_again_and_the_first_of_equal_ones() -> None:
     _, logged = joint(1, 50, 4, 3)
     runs = [learn(logged, alone(4), torch.zeros(4, 3), alpha=0.1, decay=0.1) for _ in range(2)]
