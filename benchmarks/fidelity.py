@@ -22,7 +22,7 @@ RECIPES = (
     "streaming_llm, random, knorm, keydiff, lagkv, tova, snapkv, h2o, expected_attention, pyramid(snapkv), "
     "chunkkv(snapkv), adakv(snapkv), adakv(expected_attention), criticalkv(snapkv), zigzag(snapkv), dynamic(snapkv), "
     "duo_attention, kvzip, kvcompose, kvcompose(floor=0.2), kvcompose(structured=False), kvcompose(task='self'), "
-    "pool(received(statistic='rms'), sinks=4, recent=32), pool(echo), reread, glance, gvote"
+    "pool(second_pass(statistic='rms'), sinks=4, recent=32), pool(prompt_queries), reread, glance, gvote"
 )
 KEEPS = (0.5, 0.25, 0.1)
 

@@ -15,8 +15,8 @@ from keepset.core.keep_set import KeepSet
 from keepset.core.method import Allocator, Method
 from keepset.core.observation import Observation
 from keepset.core.schedule import Schedule
-from keepset.errors import KeepsetError, RecipeError
-from keepset.registry import METHODS
+from keepset.errors import BudgetError, RecipeError
+from keepset.registry import METHODS, find
 
 _BUDGET = tuple(f.name for f in dataclasses.fields(Budget))
 _SCHEDULE = tuple(f.name for f in dataclasses.fields(Schedule))
@@ -37,13 +37,13 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if self.schedule.every is not None and isinstance(self.budget.keep, float):
-            raise KeepsetError(
+            raise BudgetError(
                 f"keep={self.budget.keep!r} does not go with every={self.schedule.every}, because a fraction of what "
                 "is left would shrink at every event: use a whole number of entries such as 512."
             )
         if self.budget.protect_prompt:
             if self.schedule.every is None:
-                raise KeepsetError(
+                raise BudgetError(
                     "protect_prompt=True keeps the whole prompt, so that only what follows it can be dropped: add "
                     "every=256, or another number of tokens, or leave it out."
                 )
@@ -76,20 +76,20 @@ class Recipe:
         """The recipe that a text describes.
 
         Raises:
-            KeepsetError: the text is no call expression, or a name or value in it is unknown or out of
+            RecipeError: the text is no call expression, or a name or value in it is unknown or out of
                 range; the message names the nearest one.
         """
         text = text.strip()
         try:
             node = ast.parse(text, mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError):
-            raise KeepsetError(f"{_quote(text)} is not a recipe: {_EXAMPLE}.") from None
+            raise RecipeError(f"{_quote(text)} is not a recipe: {_EXAMPLE}.") from None
         outer = {} if isinstance(node, ast.Name) else _keywords(node, text)
         method = _method(node, text, skip=(*_BUDGET, *_SCHEDULE))
         options = {name: _literal(outer[name], name, text) for name in (*_BUDGET, *_SCHEDULE) if name in outer}
         for name, value in options.items():
             if value is None:
-                raise KeepsetError(f"{name}=None says nothing: leave {name} out.")
+                raise RecipeError(f"{name}=None says nothing: leave {name} out.")
         return cls.of(method, **options)
 
     @classmethod
@@ -97,14 +97,14 @@ class Recipe:
         """Recipes separated by commas: `"snapkv, adakv(snapkv)"`.
 
         Raises:
-            KeepsetError: as `parse` does, or when there is none.
+            RecipeError: as `parse` does, or when there is none.
         """
         try:
             node = ast.parse(f"[{text.strip()}]", mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             node = None
         if not isinstance(node, ast.List) or not node.elts:
-            raise KeepsetError(f"{_quote(text)} is no list of recipes: {_EXAMPLE}, separated by commas.")
+            raise RecipeError(f"{_quote(text)} is no list of recipes: {_EXAMPLE}, separated by commas.")
         return [cls.parse(ast.unparse(element)) for element in node.elts]
 
     def __str__(self) -> str:
@@ -142,15 +142,13 @@ class Recipe:
         """This recipe.
 
         Raises:
-            KeepsetError: its method needs a budget and it has none.
+            BudgetError: its method needs a budget and it has none.
         """
         if self.method.needs_budget and self.budget.keep is None:
             if self.schedule.every is not None:
                 example = self.text(max(512, self.budget.sinks + self.budget.recent))
-                raise KeepsetError(f"{self} says not how much to keep: write {example}.")
-            raise KeepsetError(
-                f"{self} says not how much to keep: write {self.with_keep(0.25)}; for keep, {KEEP_HELP}."
-            )
+                raise BudgetError(f"{self} says not how much to keep: write {example}.")
+            raise BudgetError(f"{self} says not how much to keep: write {self.with_keep(0.25)}; for keep, {KEEP_HELP}.")
         return self
 
 
@@ -162,16 +160,9 @@ def check_schedule(recipe: Recipe) -> None:
     """
     if recipe.schedule.every is None:
         return
-    needs = recipe.method.needs
-    if needs.columns or needs.second_passes or needs.echoes:
-        raise RecipeError(f"{recipe} looks at the attention of the whole prompt, and only there: leave every= out.")
-    if needs.perplexity:
-        raise RecipeError(f"{recipe} looks at the prompt's perplexity, and only there: leave every= out.")
-    if needs.hidden_moments or (needs.query_moments and not needs.buffer):
-        raise RecipeError(
-            f"{recipe} looks at moments over the whole prompt, and Needs(buffer=...) does not say over how many of "
-            "the newest queries to take them later: leave every= out."
-        )
+    for feature in recipe.method.needs:
+        if feature.prompt_only:
+            raise RecipeError(f"{recipe} {feature.prompt_only}: leave every= out.")
 
 
 _EXAMPLE = "write a method with its parameters, such as snapkv(keep=0.25) or adakv(snapkv, keep=512)"
@@ -179,9 +170,9 @@ _EXAMPLE = "write a method with its parameters, such as snapkv(keep=0.25) or ada
 
 def _method(node: ast.expr, text: str, skip: Iterable[str] = ()) -> Method:
     name, arguments, keywords = _call(node, text)
-    kind = METHODS.get(name)
+    kind = find(name)
     if kind is None:
-        raise KeepsetError(f"There is no method {name!r}{_nearest(name, METHODS)}")
+        raise RecipeError(f"There is no method {name!r}{_nearest(name, METHODS)}")
     parameters = [f.name for f in dataclasses.fields(kind)]
     values: dict[str, Any] = {}
     for keyword, value in keywords.items():
@@ -190,18 +181,18 @@ def _method(node: ast.expr, text: str, skip: Iterable[str] = ()) -> Method:
         elif keyword not in skip:
             known = [p for p in parameters if p != "scorer"] + list(skip)
             where = "" if skip or keyword not in (*_BUDGET, *_SCHEDULE) else " inside another method"
-            raise KeepsetError(f"{name} has no parameter {keyword!r}{where}{_nearest(keyword, known)}")
+            raise RecipeError(f"{name} has no parameter {keyword!r}{where}{_nearest(keyword, known)}")
     if len(arguments) > 1 or (arguments and not issubclass(kind, Allocator)):
         takes = (
             "takes one method, then named parameters" if issubclass(kind, Allocator) else "takes only named parameters"
         )
-        raise KeepsetError(f"{name} {takes}: {_EXAMPLE}.")
+        raise RecipeError(f"{name} {takes}: {_EXAMPLE}.")
     if arguments and "scorer" in values:
-        raise KeepsetError(f"{name} divides the budget of one method: give it once.")
+        raise RecipeError(f"{name} divides the budget of one method: give it once.")
     if arguments:
         values["scorer"] = _method(arguments[0], text)
     if issubclass(kind, Allocator) and "scorer" not in values:
-        raise KeepsetError(f"{name} divides the budget of another method: write for example {name}(snapkv, keep=0.25).")
+        raise RecipeError(f"{name} divides the budget of another method: write for example {name}(snapkv, keep=0.25).")
     return kind(**values)
 
 
@@ -210,18 +201,18 @@ def _call(node: ast.expr, text: str) -> tuple[str, list[ast.expr], dict[str, ast
         return node.id, [], {}
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         return node.func.id, node.args, _keywords(node, text)
-    raise KeepsetError(f"{_quote(text)} is not a recipe: {_EXAMPLE}.")
+    raise RecipeError(f"{_quote(text)} is not a recipe: {_EXAMPLE}.")
 
 
 def _keywords(node: ast.expr, text: str) -> dict[str, ast.expr]:
     if not isinstance(node, ast.Call):
-        raise KeepsetError(f"{_quote(text)} is not a recipe: {_EXAMPLE}.")
+        raise RecipeError(f"{_quote(text)} is not a recipe: {_EXAMPLE}.")
     keywords: dict[str, ast.expr] = {}
     for keyword in node.keywords:
         if keyword.arg is None:
-            raise KeepsetError(f"{_quote(text)} is not a recipe: {_EXAMPLE}.")
+            raise RecipeError(f"{_quote(text)} is not a recipe: {_EXAMPLE}.")
         if keyword.arg in keywords:
-            raise KeepsetError(f"{keyword.arg} is given twice: write it once.")
+            raise RecipeError(f"{keyword.arg} is given twice: write it once.")
         keywords[keyword.arg] = keyword.value
     return keywords
 
@@ -240,11 +231,11 @@ def _literal(node: ast.expr, name: str, text: str) -> Any:
     value = node.value if isinstance(node, ast.Constant) else ...
     if isinstance(value, int | float) and not isinstance(value, bool):
         if (isinstance(value, int) and value.bit_length() > 63) or not math.isfinite(value):
-            raise KeepsetError(f"{name}={source} is too large a number.")
+            raise RecipeError(f"{name}={source} is too large a number.")
         return sign * value
     if sign == 1 and (value is None or isinstance(value, bool | str)):
         return value
-    raise KeepsetError(f"{name}={source} is not a plain value: write a number, True, False or a text in quotes.")
+    raise RecipeError(f"{name}={source} is not a plain value: write a number, True, False or a text in quotes.")
 
 
 def _parameters(method: Method) -> list[str]:

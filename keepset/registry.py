@@ -1,4 +1,4 @@
-"""Which methods there are. A new one is a file in `methods/` or `allocate/` and one line here."""
+"""Which methods there are. A new one is a file in `methods/` or `allocators/` and one line here."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from keepset.allocators.pyramid import Pyramid
 from keepset.allocators.reread import Reread
 from keepset.allocators.uniform import Uniform
 from keepset.allocators.zigzag import ZigZag
+from keepset.core.former_names import FORMER_NAMES
 from keepset.core.method import Allocator, Method
-from keepset.errors import KeepsetError
+from keepset.errors import RecipeError
 from keepset.methods.compilerkv import CompilerKV
 from keepset.methods.duo_attention import DuoAttention
 from keepset.methods.expected_attention import ExpectedAttention
@@ -85,11 +86,26 @@ METHODS: Mapping[str, type[Method]] = MappingProxyType(_methods)
 
 
 def register(method: type[Method]) -> type[Method]:
-    """Adds a method of your own, usable as a class decorator; its name is then known in recipe texts."""
+    """Adds a method of your own; its name is then known in recipe texts.
+
+    Args:
+        method: with a name that no other has.
+
+    Returns:
+        The method, so that this can be a class decorator.
+
+    Raises:
+        RecipeError: another method has this name.
+    """
     if METHODS.get(method.name, method) is not method:
-        raise KeepsetError(f"A method named {method.name!r} is registered already: choose another name.")
+        raise RecipeError(f"A method named {method.name!r} is registered already: choose another name.")
     _methods[method.name] = method
     return method
+
+
+def find(name: str) -> type[Method] | None:
+    """The method of this name, or that was of this name once; None where there is none."""
+    return METHODS.get(name) or METHODS.get(FORMER_NAMES.get(name, ""))
 
 
 def catalogue() -> list[dict[str, Any]]:

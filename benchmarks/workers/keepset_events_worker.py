@@ -8,8 +8,9 @@ from torch import Tensor
 
 from keepset.allocators.ams import AMS
 from keepset.core.budget import Budget
+from keepset.core.features.moments import QueryDistribution, QueryMoments
 from keepset.core.method import Method
-from keepset.core.observation import Observation, QueryMoments
+from keepset.core.observation import Observation
 from keepset.hf.store import EntryStore
 from keepset.kernels.moments import Moments
 from keepset.methods.expected_attention import ExpectedAttention
@@ -86,9 +87,9 @@ def expected_attention(tokens: int, keep: int) -> events.Run:
     def run() -> EntryStore:
         moments = Moments()
         moments.add(queries, torch.ones(1, events.BUFFER, dtype=torch.bool), full=True)
-        found = QueryMoments(moments.mean, moments.covariance, rotate)
+        found = QueryDistribution(moments.mean, moments.covariance, rotate)
         observation = Observation(
-            keys=seen.keys, values=seen.values, positions=seen.positions, query_moments={method.skip: found}
+            keys=seen.keys, values=seen.values, positions=seen.positions, features={QueryMoments(method.skip): found}
         )
         return pack(observation, method.select(observation, budget).layer(0).indices, keep)
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-from jaxtyping import Bool, Float, Int
-from torch import Tensor
 
-from keepset.core.budget import Budget
+from keepset.core.keep_set import LayerKeepSet, Layout
 from keepset.core.method import Allocator, parameter
-from keepset.core.observation import Observation
+from keepset.core.ranking import Ranking
 from keepset.core.select import round_to_total, top_mask
+from keepset.core.shapes import Quotas
 
 
 @dataclass(frozen=True)
@@ -26,31 +25,24 @@ class AdaKV(Allocator):
     """
 
     name: ClassVar[str] = "adakv"
-    layout: ClassVar[str] = "head-ragged"
+    layout: ClassVar[Layout] = Layout.HEAD_RAGGED
     paper: ClassVar[str] = "arXiv:2407.11550"
 
     floor: float = parameter(0.2, minimum=0.0, maximum=1.0)
 
-    def choose(
-        self,
-        observation: Observation,
-        budget: Budget,
-        ranked: Float[Tensor, "batch kv_heads entries"],
-        quotas: Int[Tensor, "batch kv_heads"],
-    ) -> Bool[Tensor, "batch kv_heads entries"]:
+    def choose(self, ranking: Ranking) -> LayerKeepSet:
         """The layer's total, divided among its heads."""
-        quotas = _filled(quotas, ranked.isneginf().logical_not().sum(-1))
+        scores = ranking.scores
+        quotas = _filled(ranking.quotas, scores.isneginf().logical_not().sum(-1))
         total = quotas.sum(-1)
         # Entry after entry, all heads of each: equal scores are then shared, not taken by the last head.
-        pool = ranked.transpose(1, 2)
+        pool = scores.transpose(1, 2)
         adaptive = top_mask(pool.flatten(1), total).view_as(pool).sum(1)
         shares = torch.lerp(adaptive.double(), quotas.double(), self.floor)
-        return self.scorer.choose(observation, budget, ranked, round_to_total(shares, total))
+        return self.scorer.choose(replace(ranking, quotas=round_to_total(shares, total)))
 
 
-def _filled(
-    quotas: Int[Tensor, "batch kv_heads"], existing: Int[Tensor, "batch kv_heads"]
-) -> Int[Tensor, "batch kv_heads"]:
+def _filled(quotas: Quotas, existing: Quotas) -> Quotas:
     """Quotas that sum to what all heads may keep together, though some hold less than their share.
 
     The largest is everybody's share, cut to what a head holds. Without this, heads that were given little at one

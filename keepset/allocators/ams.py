@@ -6,15 +6,19 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from keepset.allocators import segments
 from keepset.core.budget import Budget
+from keepset.core.feature import Needs
+from keepset.core.features.recent_queries import RecentQueries
+from keepset.core.keep_set import LayerKeepSet
 from keepset.core.method import Allocator, parameter
-from keepset.core.observation import Needs, Observation
-from keepset.core.select import top_mask
-from keepset.errors import KeepsetError
+from keepset.core.observation import Observation
+from keepset.core.ranking import Ranking
+from keepset.core.shapes import Quotas, Scores
+from keepset.errors import RecipeError
 
 _EPSILON = 1e-12
 
@@ -28,7 +32,7 @@ class Segments(NamedTuple):
         quotas: entries that every segment keeps; segments that do not exist keep none.
     """
 
-    mass: Float[Tensor, "batch kv_heads entries"]
+    mass: Scores
     segment: Int[Tensor, "batch kv_heads entries"]
     quotas: Int[Tensor, "batch kv_heads segments"]
 
@@ -77,13 +81,13 @@ class AMS(Allocator):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_segment < 2 * self.min_segment:
-            raise KeepsetError(
+            raise RecipeError(
                 f"ams: max_segment={self.max_segment} is less than twice min_segment={self.min_segment}, "
                 "so that a segment could be too long to stay and too short to divide: raise it."
             )
         for inner in self.inner():
             if inner.chooses:
-                raise KeepsetError(
+                raise RecipeError(
                     f"ams chooses inside each segment, so it cannot wrap {inner.name}, which chooses too: wrap a "
                     f"scorer, as in ams(tova), and put ams inside, as in {inner.name}(ams(tova)), if you want both."
                 )
@@ -91,7 +95,7 @@ class AMS(Allocator):
     @property
     def needs(self) -> Needs:
         """The window's queries, and what the scorer needs."""
-        return self.scorer.needs | Needs(window=self.window if self._uses_mass else 0)
+        return self.scorer.needs | Needs(*([RecentQueries(self.window)] if self._uses_mass else []))
 
     @property
     def sinks(self) -> int:
@@ -107,34 +111,27 @@ class AMS(Allocator):
     def _uses_mass(self) -> bool:
         return self.segmented and (self.weighted or self.adaptive)
 
-    def choose(
-        self,
-        observation: Observation,
-        budget: Budget,
-        ranked: Float[Tensor, "batch kv_heads entries"],
-        quotas: Int[Tensor, "batch kv_heads"],
-    ) -> Bool[Tensor, "batch kv_heads entries"]:
+    def choose(self, ranking: Ranking) -> LayerKeepSet:
         """The best entries of every segment."""
         if not self.segmented:
-            return top_mask(ranked, quotas)
+            return ranking.best()
+        observation, quotas = ranking.observation, ranking.quotas
         mass, credit = self._mass(observation)
-        if credit is not None:
-            # Where all may stay there was no event.
-            eventful = (quotas < observation.valid.sum(-1))[..., None]
-            before = observation.state.get("credit")
-            observation.state["credit"] = credit.where(eventful, 0.0 if before is None else before)
-        segment, ends, parts = self._divided(observation, budget, mass, quotas)
-        return segments.top_of_segments(ranked, segment, ends, parts)
+        segment, ends, parts = self._divided(observation, ranking.budget, mass, quotas)
+        mask = segments.top_of_segments(ranking.scores, segment, ends, parts)
+        if credit is None:
+            return ranking.keep(mask)
+        # Where all may stay there was no event.
+        eventful = (quotas < observation.valid.sum(-1))[..., None]
+        return ranking.keep(mask, credit=credit.where(eventful, observation.state.get("credit", 0.0)))
 
     def segments(self, observation: Observation, budget: Budget) -> Segments:
-        """Mass, segments and quotas at this event, for who wants to look at them; nothing is changed."""
+        """Mass, segments and quotas at this event, for who wants to look at them."""
         mass, _ = self._mass(observation)
         segment, _, parts = self._divided(observation, budget, mass, self.quotas(observation, budget))
         return Segments(mass, segment, parts)
 
-    def _mass(
-        self, observation: Observation
-    ) -> tuple[Float[Tensor, "batch kv_heads entries"], Float[Tensor, "batch kv_heads entries"] | None]:
+    def _mass(self, observation: Observation) -> tuple[Scores, Scores | None]:
         """The mass that counts, and the entries' new credit."""
         valid = observation.valid
         if not self._uses_mass:
@@ -148,7 +145,7 @@ class AMS(Allocator):
         credit = (self.decay * before + (1 - self.decay) * mass).where(before > 0, mass)
         return self.mix * mass + (1 - self.mix) * _distribution(credit), credit
 
-    def _usage(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+    def _usage(self, observation: Observation) -> Scores:
         """Mean attention of the window's queries; for those that came before an entry, the window's best counts."""
         received = observation.by_query_group(observation.window_usage(self.window)).mean(2) / self.window
         received = received.nan_to_num(0.0, 0.0, 0.0).masked_fill(~observation.valid, 0.0)
@@ -161,8 +158,8 @@ class AMS(Allocator):
         self,
         observation: Observation,
         budget: Budget,
-        mass: Float[Tensor, "batch kv_heads entries"],
-        quotas: Int[Tensor, "batch kv_heads"],
+        mass: Scores,
+        quotas: Quotas,
     ) -> tuple[
         Int[Tensor, "batch kv_heads entries"],
         Int[Tensor, "batch kv_heads segments"],
@@ -188,5 +185,5 @@ class AMS(Allocator):
         return segment, ends, parts
 
 
-def _distribution(values: Float[Tensor, "batch kv_heads entries"]) -> Float[Tensor, "batch kv_heads entries"]:
+def _distribution(values: Scores) -> Scores:
     return values / values.sum(-1, keepdim=True).clamp(min=_EPSILON**2)

@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
-from torch import Tensor
 
-from keepset.core.budget import Budget
+from keepset.core.keep_set import LayerKeepSet
 from keepset.core.method import Allocator, parameter
-from keepset.core.observation import Observation
+from keepset.core.ranking import Ranking
 from keepset.core.select import RECENT_RANK, top_mask
 
 
@@ -34,16 +32,10 @@ class ChunkKV(Allocator):
         super().__post_init__()
         self._check_chooses_alone()
 
-    def choose(
-        self,
-        observation: Observation,
-        budget: Budget,
-        ranked: Float[Tensor, "batch kv_heads entries"],
-        quotas: Int[Tensor, "batch kv_heads"],
-    ) -> Bool[Tensor, "batch kv_heads entries"]:
+    def choose(self, ranking: Ranking) -> LayerKeepSet:
         """Chunk after chunk, and the best of the last."""
-        entries = ranked.shape[-1]
-        padded = F.pad(ranked.double(), (0, -entries % self.chunk), value=float("-inf"))
+        entries = ranking.scores.shape[-1]
+        padded = F.pad(ranking.scores.double(), (0, -entries % self.chunk), value=float("-inf"))
         chunks = padded.unflatten(-1, (-1, self.chunk))
         counted = (chunks < RECENT_RANK) & ~chunks.isneginf()
         mean = chunks.masked_fill(~counted, 0.0).sum(-1) / counted.sum(-1)
@@ -51,4 +43,4 @@ class ChunkKV(Allocator):
         best = mean.argsort(dim=-1, stable=True).argsort(dim=-1)
         within = chunks.argsort(dim=-1, stable=True).argsort(dim=-1)
         order = (best[..., None] * self.chunk + within).double().where(counted, chunks)
-        return top_mask(order.flatten(-2)[..., :entries], quotas)
+        return ranking.keep(top_mask(order.flatten(-2)[..., :entries], ranking.quotas))

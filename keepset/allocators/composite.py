@@ -12,8 +12,9 @@ from torch import Tensor
 
 from keepset.allocators.layers import LayerAllocator
 from keepset.core.method import parameter
-from keepset.core.observation import Observation
 from keepset.core.pool import padded, pooled_counts
+from keepset.core.ranking import Ranking
+from keepset.core.shapes import Scores
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,10 @@ class Composite(LayerAllocator):
     floor: float = parameter(0.0, minimum=0.0, maximum=1.0)
 
     def divided(
-        self,
-        observations: Sequence[Observation],
-        ranked: Sequence[Float[Tensor, "batch kv_heads _"]],
-        rest: Int[Tensor, " batch"],
-        room: Int[Tensor, "batch layers"],
+        self, rankings: Sequence[Ranking], rest: Int[Tensor, " batch"], room: Int[Tensor, "batch layers"]
     ) -> Int[Tensor, "batch layers"]:
         """By the best composite tokens of all layers; those that always stay are the first of each."""
+        ranked = [ranking.scores for ranking in rankings]
         values = torch.stack([self._composite(order) for order in padded(ranked)], 1)
         # Heads that hold different numbers after an event have as many tokens as they hold on average.
         held = torch.stack([-(-order.isneginf().logical_not().sum((1, 2)) // order.shape[1]) for order in ranked], -1)
@@ -56,7 +54,7 @@ class Composite(LayerAllocator):
         least = (self.floor * even[:, None]).floor().long().minimum(room)
         return pooled_counts(values, rest, least)
 
-    def _composite(self, ranked: Float[Tensor, "batch kv_heads entries"]) -> Float[Tensor, "batch entries"]:
+    def _composite(self, ranked: Scores) -> Float[Tensor, "batch entries"]:
         """What each rank is worth, best first; -inf where no head has one. In double: many of the largest floats."""
         best_first = ranked.double().sort(dim=-1, descending=True).values
         if self.aggregate_head == "max":

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
-from jaxtyping import Bool, Float, Int
-from torch import Tensor
-
-from keepset.core.budget import Budget
+from keepset.core.budget import share_of
+from keepset.core.feature import Needs
+from keepset.core.features.output_projection import OutputProjection
+from keepset.core.keep_set import LayerKeepSet
 from keepset.core.method import Allocator, parameter
-from keepset.core.observation import Needs, Observation
+from keepset.core.ranking import Ranking
 from keepset.core.select import LARGEST_SCORE, RECENT_RANK, top_mask
 
 _EPSILON = 1e-4
@@ -39,21 +39,15 @@ class CriticalKV(Allocator):
     @property
     def needs(self) -> Needs:
         """The output projection, and what the scorer needs."""
-        return replace(self.scorer.needs, output_projection=True)
+        return self.scorer.needs | Needs(OutputProjection())
 
-    def choose(
-        self,
-        observation: Observation,
-        budget: Budget,
-        ranked: Float[Tensor, "batch kv_heads entries"],
-        quotas: Int[Tensor, "batch kv_heads"],
-    ) -> Bool[Tensor, "batch kv_heads entries"]:
+    def choose(self, ranking: Ranking) -> LayerKeepSet:
         """The best by score, then the best by score and projected value."""
-        # As in Budget: 0.29 * 100 is 28.999...96 in binary.
-        first = top_mask(ranked, (quotas.double() * self.alpha + 1e-9).floor().long())
-        norms = observation.by_query_group(observation.projected_norms(1)).mean(2)
+        ranked, observation = ranking.scores, ranking.observation
+        first = top_mask(ranked, share_of(ranking.quotas, self.alpha))
+        norms = observation.by_query_group(OutputProjection().norms(observation, 1)).mean(2)
         scored = (ranked.abs() <= LARGEST_SCORE) & ~norms.isnan()
         lowest = ranked.where(scored, 0.0).amin(-1, keepdim=True).clamp(max=0.0)
         weighed = ((ranked - lowest + _EPSILON) * norms).clamp(max=LARGEST_SCORE)
         order = weighed.where(scored, ranked.clamp(max=-LARGEST_SCORE)).masked_fill(first, RECENT_RANK)
-        return top_mask(order.where(ranked < RECENT_RANK, ranked), quotas)
+        return ranking.keep(top_mask(order.where(ranked < RECENT_RANK, ranked), ranking.quotas))

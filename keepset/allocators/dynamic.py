@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.allocators.layers import LayerAllocator, divide
 from keepset.core.method import parameter
-from keepset.core.observation import Observation
-from keepset.core.pool import pooled_counts
+from keepset.core.pool import padded, pooled_counts
+from keepset.core.ranking import Ranking
 from keepset.core.select import RECENT_RANK
 
 
@@ -39,13 +38,10 @@ class Dynamic(LayerAllocator):
     interval: int = parameter(4, minimum=1)
 
     def divided(
-        self,
-        observations: Sequence[Observation],
-        ranked: Sequence[Float[Tensor, "batch kv_heads _"]],
-        rest: Int[Tensor, " batch"],
-        room: Int[Tensor, "batch layers"],
+        self, rankings: Sequence[Ranking], rest: Int[Tensor, " batch"], room: Int[Tensor, "batch layers"]
     ) -> Int[Tensor, "batch layers"]:
         """After the last update."""
+        ranked = [ranking.scores for ranking in rankings]
         layers, heads = len(ranked), ranked[0].shape[1]
         mean = rest.double() / layers
         held = (mean[:, None] * self.r_max).ceil().long().minimum(room)
@@ -62,7 +58,5 @@ class Dynamic(LayerAllocator):
 
 def _stacked(ranked: Sequence[Float[Tensor, "batch kv_heads _"]]) -> Float[Tensor, "batch parts entries"]:
     """Scores of every head of every layer, without what always stays, -inf where there is no entry."""
-    longest = max(order.shape[-1] for order in ranked)
-    none = float("-inf")
-    divisible = [order.masked_fill(order >= RECENT_RANK, none) for order in ranked]
-    return torch.cat([F.pad(order, (0, longest - order.shape[-1]), value=none) for order in divisible], 1)
+    divisible = [order.masked_fill(order >= RECENT_RANK, float("-inf")) for order in ranked]
+    return torch.cat(padded(divisible), 1)

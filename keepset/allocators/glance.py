@@ -1,4 +1,4 @@
-"""Glance: a quarter of the prompt's own queries look at it once more, and all heads share one budget."""
+"""Glance: a preset of `prompt_queries` for prompts that are answered directly."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from keepset.methods.prompt_queries import PromptQueries
 
 @dataclass(frozen=True)
 class Glance(Preset):
-    """Keeps what a quarter of the prompt's own queries would look at right after it: `pool(echo(stride=4))`.
+    """Keeps what a quarter of the prompt's own queries would look at right after it.
 
-    For a prompt that is answered directly. It takes one pass, and adds a sixth to its time at 2048 tokens; `echo` says
-    why it works, and docs/results.md what was measured. A fact that is asked for out of nowhere takes a
-    second pass: `reread`.
+    A preset: `pool(prompt_queries(stride=4))`, for a prompt that is answered directly. It takes one pass and little
+    time beside it; `prompt_queries` says why it works, and docs/results.md what was measured. A fact that is asked for
+    out of nowhere takes a second pass: `reread`.
     """
 
     name: ClassVar[str] = "glance"

@@ -8,6 +8,7 @@ from typing import ClassVar
 from keepset.allocators.composite import Composite
 from keepset.allocators.pool import Pool
 from keepset.allocators.preset import Preset
+from keepset.core.keep_set import Layout
 from keepset.core.method import Method, parameter
 from keepset.methods.second_pass import SecondPassAttention
 
@@ -16,26 +17,25 @@ from keepset.methods.second_pass import SecondPassAttention
 class KVCompose(Preset):
     """Keeps the best composite tokens of all layers (KVCompose 2025, arXiv:2509.05165, sections 3.2 and 3.3).
 
-    It is `composite(received(mean_term=True))` under the paper's name, or `pool(received(mean_term=True), floor=0.0)`
-    where it is unstructured (A.2), and keeps exactly the budget of all layers together. Aggregates are the paper's:
-    the maximum over the task's tokens, means elsewhere; `received` and `composite` say what each parameter does.
+    A preset: what a second pass over the prompt attends to, divided among layers by composite tokens.
+    It is `composite(second_pass(mean_term=True))` under the paper's name, or, where it is unstructured (A.2),
+    `pool(second_pass(mean_term=True), floor=0.0)`, and keeps exactly the budget of all layers together. Aggregates are
+    the paper's: the maximum over the task's tokens, means elsewhere; `second_pass` and `composite` say what each
+    parameter does.
 
     At small budgets the paper's pure pool starves most layers. Some heads look for a token's earlier occurrence: when
-    the context runs again, every entry is found by its own copy, and nearly all of their maxima are close to one. Of
-    2048 tokens of an essay under `keep=0.1` two of SmolLM2's layers kept 85 % and 63 %, and twelve no more than ten
-    entries (in chunks of 512). A `floor` mends a little of it, because inside a layer, too, those maxima rank entries;
-    a statistic that knows how often mends most. Over six essays KL under `keep=0.1` is 0.091 for this method, 0.078
-    with `floor=0.2`, 0.035 for `pool(received(statistic='rms'), sinks=4, recent=32)`, and 0.069 for SnapKV.
+    the context runs again, every entry is found by its own copy, and nearly all of their maxima are close to one. A
+    `floor` mends a little of it, because inside a layer, too, those maxima rank entries; a statistic that knows how
+    often mends most: `pool(second_pass(statistic='rms'), sinks=4, recent=32)`. docs/results.md has the figures.
 
     Chosen here: the paper does not say how the context is fed again. `chunk` tokens of it at a time follow the prompt,
     and see all of it and one another. With 0 it runs in one piece, as in a port to kvpress: that takes longer, reaches
-    positions of twice the prompt, and was no closer to the full cache (another essay, `keep=0.25`: KL 0.031, in chunks
-    of 512 0.028, of 128 0.027; `task="self"`, which takes one pass only, 0.186). The port also lets the first layer
-    keep as much as any; the paper does not.
+    positions of twice the prompt, and was no closer to the full cache. The port also lets the first layer keep as much
+    as any; the paper does not.
     """
 
     name: ClassVar[str] = "kvcompose"
-    layout: ClassVar[str] = "layer-ragged"
+    layout: ClassVar[Layout] = Layout.LAYER_RAGGED
     paper: ClassVar[str] = "arXiv:2509.05165"
 
     task: str = parameter("context", choices=("context", "self"))

@@ -15,6 +15,7 @@ from keepset.methods.second_pass import SecondPassAttention
 class KVZip(Preset):
     """Keeps what is looked at when the model is asked to repeat its prompt (Kim et al. 2025, arXiv:2505.23416).
 
+    A preset: one pool of all heads of all layers, by the most that a second pass which repeats the prompt attends to.
     After the prompt, chunk by chunk, run words that ask to repeat it, the chat template's turn change, and the chunk.
     An entry's score is the most that it receives, over these tokens and the query group, of a softmax over the first
     entries, its chunk's and these tokens. The best of all heads of all layers stay, without a floor.
@@ -40,10 +41,8 @@ class KVZip(Preset):
     chunk: int = parameter(2048, minimum=0)
     uniform: bool = parameter(False)
 
-    @property
-    def sinks(self) -> int:
-        """Four, as in kvpress: what a chat template's opening is where there is one."""
-        return 4
+    sinks: ClassVar[int] = 4
+    """Four, as in kvpress: what a chat template's opening is where there is one."""
 
     @property
     def composition(self) -> Method:

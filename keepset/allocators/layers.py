@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -12,12 +12,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.core.budget import Budget
-from keepset.core.keep_set import KeepSet
+from keepset.core.keep_set import KeepSet, Layout
 from keepset.core.method import Allocator
 from keepset.core.observation import Observation
 from keepset.core.pool import total_entries
+from keepset.core.ranking import Ranking
 from keepset.core.select import round_to_total
-from keepset.errors import KeepsetError
+from keepset.errors import RecipeError
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class LayerAllocator(Allocator):
     layers is exactly what the budget says of all of them, as far as that is a multiple of the number of heads.
     """
 
-    layout: ClassVar[str] = "layer-ragged"
+    layout: ClassVar[Layout] = Layout.LAYER_RAGGED
     across_layers: ClassVar[bool] = True
     counts_from_data: ClassVar[bool] = True
 
@@ -36,17 +37,13 @@ class LayerAllocator(Allocator):
         super().__post_init__()
         for inner in self.inner():
             if inner.across_layers or not inner.equal_layers:
-                raise KeepsetError(
+                raise RecipeError(
                     f"{self.name} says how much every layer keeps, and so does {inner.name}: leave one of them out."
                 )
 
     @abstractmethod
     def divided(
-        self,
-        observations: Sequence[Observation],
-        ranked: Sequence[Float[Tensor, "batch kv_heads _"]],
-        rest: Int[Tensor, " batch"],
-        room: Int[Tensor, "batch layers"],
+        self, rankings: Sequence[Ranking], rest: Int[Tensor, " batch"], room: Int[Tensor, "batch layers"]
     ) -> Int[Tensor, "batch layers"]:
         """The `rest` of every request, divided among its layers, none of which takes more than its `room`."""
 
@@ -57,16 +54,16 @@ class LayerAllocator(Allocator):
     def select_all(self, observations: Sequence[Observation], budget: Budget) -> KeepSet:
         """What stays of all layers."""
         scorer, heads = self.scorer, observations[0].keys.shape[1]
-        ranked = [scorer.ranked(seen, budget, scorer.quotas(seen, budget)) for seen in observations]
+        rankings = [scorer.ranked(seen, budget, scorer.quotas(seen, budget)) for seen in observations]
         existing = torch.stack([-(-seen.valid.sum((1, 2)) // heads) for seen in observations], -1)
         total = (total_entries(observations, budget) // heads).clamp(min=len(observations)).minimum(existing.sum(-1))
         always = torch.stack([budget.always(seen) for seen in observations], -1).clamp(min=1)
         always = always.minimum(existing).minimum(total[:, None] // len(observations))
-        counts = always + self.divided(observations, ranked, total - always.sum(-1), existing - always)
+        counts = always + self.divided(rankings, total - always.sum(-1), existing - always)
         parts = []
-        for seen, order, count in zip(observations, ranked, counts.unbind(-1), strict=True):
-            quotas = seen.valid.sum(-1).minimum(count[:, None])
-            parts.append(seen.keep(scorer.choose(seen, budget, order, quotas)).layer(seen.layer))
+        for ranking, count in zip(rankings, counts.unbind(-1), strict=True):
+            quotas = ranking.observation.valid.sum(-1).minimum(count[:, None])
+            parts.append(scorer.choose(replace(ranking, quotas=quotas)))
         return KeepSet(parts)
 
 

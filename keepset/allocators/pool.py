@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 
 from keepset.core.budget import Budget
-from keepset.core.keep_set import KeepSet
+from keepset.core.keep_set import KeepSet, Layout
 from keepset.core.method import Allocator, parameter
 from keepset.core.observation import Observation
 from keepset.core.pool import padded, pooled_counts, total_entries
-from keepset.errors import KeepsetError
+from keepset.errors import RecipeError
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Pool(Allocator):
     """
 
     name: ClassVar[str] = "pool"
-    layout: ClassVar[str] = "head-ragged"
+    layout: ClassVar[Layout] = Layout.HEAD_RAGGED
     paper: ClassVar[str] = "arXiv:2509.05165"
     across_layers: ClassVar[bool] = True
     counts_from_data: ClassVar[bool] = True
@@ -40,14 +40,12 @@ class Pool(Allocator):
         super().__post_init__()
         for inner in self.inner():
             if inner.across_layers or not (inner.equal_layers and inner.equal_heads):
-                raise KeepsetError(
+                raise RecipeError(
                     f"{self.name} says how much every head keeps, and {inner.name} says so too: leave one of them out."
                 )
 
-    @property
-    def equal_layers(self) -> bool:
-        """They differ, as heads do."""
-        return False
+    equal_layers: ClassVar[bool] = False
+    """They differ, as heads do."""
 
     def select(self, observation: Observation, budget: Budget) -> KeepSet:
         """What stays of one layer that is alone."""
@@ -56,16 +54,13 @@ class Pool(Allocator):
     def select_all(self, observations: Sequence[Observation], budget: Budget) -> KeepSet:
         """What stays of all layers."""
         scorer = self.scorer
-        ranked = [scorer.ranked(seen, budget, scorer.quotas(seen, budget)) for seen in observations]
+        rankings = [scorer.ranked(seen, budget, scorer.quotas(seen, budget)) for seen in observations]
         # In double, which has room above what always stays.
-        values = torch.cat(padded(ranked), 1).double()
+        values = torch.cat(padded([ranking.scores for ranking in rankings]), 1).double()
         existing = values.isneginf().logical_not().sum(-1)
         parts = existing.shape[-1]
         total = total_entries(observations, budget).clamp(min=parts).minimum(existing.sum(-1))
         least = (self.floor * total.double() / parts).floor().long().clamp(min=1)[:, None].minimum(existing)
         counts = pooled_counts(values, total, least).unflatten(1, (len(observations), -1))
-        kept = [
-            seen.keep(scorer.choose(seen, budget, order, quotas)).layer(seen.layer)
-            for seen, order, quotas in zip(observations, ranked, counts.unbind(1), strict=True)
-        ]
-        return KeepSet(kept)
+        chosen = zip(rankings, counts.unbind(1), strict=True)
+        return KeepSet([scorer.choose(replace(ranking, quotas=quotas)) for ranking, quotas in chosen])

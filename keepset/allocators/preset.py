@@ -1,4 +1,4 @@
-"""`Preset`: a method that is others put together, under a name of its own."""
+"""`Preset`: other methods put together, under a name of its own."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
-from jaxtyping import Float
-from torch import Tensor
-
 from keepset.core.budget import Budget
-from keepset.core.keep_set import KeepSet
+from keepset.core.feature import Needs
+from keepset.core.keep_set import KeepSet, Layout
 from keepset.core.method import Method
-from keepset.core.observation import Needs, Observation
+from keepset.core.observation import Observation
+from keepset.core.shapes import Scores
 
 
 class Preset(Method):
-    """Decides as its `composition` does, over all heads of all layers."""
+    """Other methods put together under a name of its own: decides as its `composition` does.
 
-    layout: ClassVar[str] = "head-ragged"
+    A subclass defines `composition`, and parameters of its own where its paper has some.
+    """
+
+    layout: ClassVar[Layout] = Layout.HEAD_RAGGED
     across_layers: ClassVar[bool] = True
     counts_from_data: ClassVar[bool] = True
 
@@ -52,7 +54,7 @@ class Preset(Method):
         """As what it is made of."""
         return self.composition.recent
 
-    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+    def score(self, observation: Observation) -> Scores:
         """As what it is made of."""
         return self.composition.score(observation)
 

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from jaxtyping import Int
-from torch import Tensor
 
 from keepset.core.budget import Budget
+from keepset.core.keep_set import Layout
 from keepset.core.method import Allocator, parameter
 from keepset.core.observation import Observation
-from keepset.errors import KeepsetError
+from keepset.core.shapes import Quotas
+from keepset.errors import RecipeError
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Pyramid(Allocator):
     """
 
     name: ClassVar[str] = "pyramid"
-    layout: ClassVar[str] = "layer-ragged"
+    layout: ClassVar[Layout] = Layout.LAYER_RAGGED
     paper: ClassVar[str] = "arXiv:2406.02069"
 
     beta: float = parameter(20.0, minimum=1.0)
@@ -34,9 +34,9 @@ class Pyramid(Allocator):
     def __post_init__(self) -> None:
         super().__post_init__()
         if any(isinstance(inner, Pyramid) for inner in self.inner()):
-            raise KeepsetError("pyramid: one pyramid inside another has no exact total: use it once.")
+            raise RecipeError("pyramid: one pyramid inside another has no exact total: use it once.")
 
-    def quotas(self, observation: Observation, budget: Budget) -> Int[Tensor, "batch kv_heads"]:
+    def quotas(self, observation: Observation, budget: Budget) -> Quotas:
         """Entries of this layer, for every request and KV head."""
         average = self.scorer.quotas(observation, budget)
         existing = observation.valid.sum(-1)
@@ -54,7 +54,7 @@ class Pyramid(Allocator):
         first = (2 * rest - rest / self.beta).minimum(room)
         step = 2 * (first - rest) / (layers - 1)
 
-        def before(depth: int) -> Int[Tensor, "batch kv_heads"]:
+        def before(depth: int) -> Quotas:
             """Entries of the first `depth` layers; rounding sums instead of layers keeps the total."""
             return (depth * first - step * (depth * (depth - 1) / 2) + 1e-6).floor().long()
 

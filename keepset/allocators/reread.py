@@ -1,4 +1,4 @@
-"""Reread: the prompt looks at itself once more, and all heads share one budget."""
+"""Reread: a preset of `prompt_queries` with a second pass, for contexts that are asked about later."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from keepset.methods.prompt_queries import PromptQueries
 
 @dataclass(frozen=True)
 class Reread(Preset):
-    """Keeps what the prompt looks at when it comes once more, right after itself: `pool(echo(second_pass=True))`.
+    """Keeps what the prompt looks at when it comes once more, right after itself.
 
-    For a context that is asked about later: every token is looked for, so facts are found that nobody has come back
-    to yet. Heads that look far get many entries, heads that look at the first and newest tokens few. It takes two
-    passes, as `kvzip` and `kvcompose` do; `pool(echo)` takes one and is as near to texts that go on, but finds fewer
-    facts in little room. `echo` says why it works, and docs/results.md what was measured.
+    A preset: `pool(prompt_queries(second_pass=True))`, for a context that is asked about later: every token is looked
+    for, so facts are found that nobody has come back to yet. Heads that look far get many entries, heads that look at
+    the first and newest tokens few. It takes two passes, as `kvzip` and `kvcompose` do; `pool(prompt_queries)` takes
+    one and is as near to texts that go on, but finds fewer facts in little room. `prompt_queries` says why it works,
+    and docs/results.md what was measured.
     """
 
     name: ClassVar[str] = "reread"

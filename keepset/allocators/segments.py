@@ -9,17 +9,18 @@ from math import ceil
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.core.select import round_to_total
+from keepset.core.shapes import Mask, Quotas, Scores
 
 _BY_RADIX = 1 << 15
 """So many whole numbers torch sorts by radix on a CPU, if they are a single row; fewer are sorted sooner in rows."""
 
 
 def cut_by_mass(
-    filled: Float[Tensor, "batch kv_heads entries"],
+    filled: Scores,
     order: Int[Tensor, "batch kv_heads entries"],
     share: float,
     shortest: int,
@@ -55,7 +56,7 @@ def members(
 
 
 def sums(
-    filled: Float[Tensor, "batch kv_heads entries"],
+    filled: Scores,
     order: Int[Tensor, "batch kv_heads entries"],
     ends: Int[Tensor, "batch kv_heads segments"],
 ) -> Float[Tensor, "batch kv_heads segments"]:
@@ -65,7 +66,7 @@ def sums(
 
 
 def divide(
-    quotas: Int[Tensor, "batch kv_heads"],
+    quotas: Quotas,
     mass: Float[Tensor, "batch kv_heads segments"],
     length: Float[Tensor, "batch kv_heads segments"],
     minimum: Float[Tensor, "batch kv_heads segments"],
@@ -87,11 +88,11 @@ def divide(
 
 
 def top_of_segments(
-    ranked: Float[Tensor, "batch kv_heads entries"],
+    ranked: Scores,
     segment: Int[Tensor, "batch kv_heads entries"],
     ends: Int[Tensor, "batch kv_heads segments"],
     quotas: Int[Tensor, "batch kv_heads segments"],
-) -> Bool[Tensor, "batch kv_heads entries"]:
+) -> Mask:
     """The `quotas` best entries of every segment; of equal ones the later, and of holes (-inf) none.
 
     One sort of whole numbers, which are in the order of (segment, score); floating-point numbers of one sign are in

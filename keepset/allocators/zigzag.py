@@ -11,8 +11,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.allocators.layers import LayerAllocator, divide
+from keepset.core.feature import Needs
+from keepset.core.features.recent_queries import RecentQueries
 from keepset.core.method import parameter
-from keepset.core.observation import Needs, Observation
+from keepset.core.observation import Observation
+from keepset.core.ranking import Ranking
 
 
 @dataclass(frozen=True)
@@ -39,19 +42,15 @@ class ZigZag(LayerAllocator):
     @property
     def needs(self) -> Needs:
         """The window's queries, and what the scorer needs."""
-        return self.scorer.needs | Needs(window=self.window)
+        return self.scorer.needs | Needs(RecentQueries(self.window))
 
     def divided(
-        self,
-        observations: Sequence[Observation],
-        ranked: Sequence[Float[Tensor, "batch kv_heads _"]],
-        rest: Int[Tensor, " batch"],
-        room: Int[Tensor, "batch layers"],
+        self, rankings: Sequence[Ranking], rest: Int[Tensor, " batch"], room: Int[Tensor, "batch layers"]
     ) -> Int[Tensor, "batch layers"]:
         """By uncertainty, above what every layer gets."""
-        minima = torch.stack([self._minimum(seen) for seen in observations], -1)
+        minima = torch.stack([self._minimum(ranking.observation) for ranking in rankings], -1)
         uncertainty = minima / minima.sum(-1, keepdim=True)
-        return divide(torch.lerp(uncertainty, torch.full_like(uncertainty, 1 / len(ranked)), self.floor), rest, room)
+        return divide(torch.lerp(uncertainty, torch.full_like(uncertainty, 1 / len(rankings)), self.floor), rest, room)
 
     def _minimum(self, observation: Observation) -> Float[Tensor, " batch"]:
         """A layer's minimum budget to maintain attention."""

@@ -1,1 +1,1 @@
-"""What recipes are worth: fidelity to the full cache on a text."""
+"""What recipes are worth: fidelity on a text, benchmarks, latency; and the recipe that suits a text."""

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from keepset.bench.tasks.task import Generation
+from keepset.bench.tasks.task import Generation, Reply
 from keepset.hf.cache import Cache
 
 if TYPE_CHECKING:
@@ -95,15 +95,20 @@ class Ending:
 
 
 @dataclass
-class Generated:
-    """The tokens of one answer, its end included.
+class Answer:
+    """One answer, generated or chosen.
 
     Attributes:
+        ids: the tokens that were generated, the end included.
         seconds: they took; of the time of answers that were decoded together, an even share.
+        reply: its text without the end; of choices their likelihoods.
+        finished: whether it ended by itself, or at a text of `until`.
     """
 
     ids: list[int] = field(default_factory=list)
     seconds: float = 0.0
+    reply: Reply = ""
+    finished: bool = True
 
 
 @torch.no_grad()
@@ -114,7 +119,7 @@ def generate(
     picks: Sequence[Pick],
     ending: Ending,
     on_token: Callable[[], None] = lambda: None,
-) -> list[Generated]:
+) -> list[Answer]:
     """One answer for each request of the cache, which they leave when they are at their end.
 
     Args:
@@ -122,7 +127,7 @@ def generate(
         picks: of each answer.
         on_token: is called whenever the cache has grown.
     """
-    answers = [Generated() for _ in picks]
+    answers = [Answer() for _ in picks]
     going, logits, began = list(range(len(picks))), first, time.perf_counter()
     while True:
         for row, answer in enumerate(going):
@@ -132,13 +137,16 @@ def generate(
         for answer in going:
             answers[answer].seconds += (began - before) / len(going)
         if not stay:
-            return answers
+            break
         if len(stay) < len(going):
             cache.batch_select_indices(torch.tensor(stay))
             going = [going[row] for row in stay]
         tokens = torch.tensor([[answers[answer].ids[-1]] for answer in going], device=logits.device)
         logits = model(tokens, past_key_values=cache, use_cache=True).logits[:, -1]
         on_token()
+    for each in answers:
+        each.reply, each.finished = ending.answer(each.ids)
+    return answers
 
 
 def picker(temperature: float, device: torch.device, *draw: object) -> Pick:

@@ -141,7 +141,7 @@ def main() -> None:
     try:
         cli_evaluate()
     except KeepsetError as error:
-        print(f"keepset: {' '.join(str(error).splitlines())}", file=sys.stderr)
+        sys.stderr.write(f"keepset: {' '.join(str(error).splitlines())}\n")
         sys.exit(2)
 
 

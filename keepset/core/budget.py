@@ -9,7 +9,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from keepset.core.observation import Observation
-from keepset.errors import KeepsetError
+from keepset.errors import BudgetError
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,20 +35,20 @@ class Budget:
         for name in ("sinks", "recent"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < LIMIT:
-                raise KeepsetError(f"{name}={value!r} is not a number of tokens: use an integer from 0.")
+                raise BudgetError(f"{name}={value!r} is not a number of tokens: use an integer from 0.")
         if not isinstance(self.protect_prompt, bool):
-            raise KeepsetError(f"protect_prompt={self.protect_prompt!r} is neither True nor False.")
+            raise BudgetError(f"protect_prompt={self.protect_prompt!r} is neither True nor False.")
         if self.keep is None:
             return
         if isinstance(self.keep, bool) or not isinstance(self.keep, int | float):
-            raise KeepsetError(f"keep={self.keep!r} is not a number: {KEEP_HELP}.")
+            raise BudgetError(f"keep={self.keep!r} is not a number: {KEEP_HELP}.")
         if isinstance(self.keep, float) and not 0 < self.keep <= 1:
-            raise KeepsetError(f"keep={self.keep!r} is out of range: {KEEP_HELP}.")
+            raise BudgetError(f"keep={self.keep!r} is out of range: {KEEP_HELP}.")
         if isinstance(self.keep, int):
             if not 1 <= self.keep < LIMIT:
-                raise KeepsetError(f"keep={self.keep} is out of range: {KEEP_HELP}.")
+                raise BudgetError(f"keep={self.keep} is out of range: {KEEP_HELP}.")
             if self.keep < self.sinks + self.recent:
-                raise KeepsetError(
+                raise BudgetError(
                     f"keep={self.keep} is below the {self.sinks + self.recent} entries that always stay "
                     f"(sinks={self.sinks}, recent={self.recent}): raise keep, or lower those."
                 )
@@ -69,11 +69,7 @@ class Budget:
         existing = observation.valid.sum(-1)
         if self.keep is None:
             return existing
-        if isinstance(self.keep, int):
-            wanted = self.aim(observation)[:, None]
-        else:
-            # 0.29 * 100 is 28.999...96 in binary; no text is long enough for 1e-9 to matter.
-            wanted = (existing.double() * self.keep + 1e-9).floor().long()
+        wanted = self.aim(observation)[:, None] if isinstance(self.keep, int) else share_of(existing, self.keep)
         return torch.minimum(wanted.clamp(min=1), existing)
 
     def first(self, observation: Observation) -> Int[Tensor, " batch"]:
@@ -98,6 +94,12 @@ class Budget:
     def is_recent(self, observation: Observation) -> Bool[Tensor, "batch kv_heads entries"]:
         """The newest tokens that always stay."""
         return observation.positions >= observation.lengths[:, None, None] - self.recent
+
+
+def share_of(counts: Int[Tensor, "*shape"], share: float) -> Int[Tensor, "*shape"]:
+    """This share of each of these numbers, rounded down."""
+    # 0.29 * 100 is 28.999...96 in binary; no text is long enough for 1e-9 to matter.
+    return (counts.double() * share + 1e-9).floor().long()
 
 
 LIMIT = 2**63

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from keepset.errors import KeepsetError
+
+
+class Layout(StrEnum):
+    """Where counts of kept entries may differ."""
+
+    DENSE = "dense"
+    LAYER_RAGGED = "layer-ragged"
+    HEAD_RAGGED = "head-ragged"
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,6 +32,8 @@ class LayerKeepSet:
         packed_positions: original position of every kept entry, counted from its request's first token.
         counts: kept entries of every request and KV head.
         entry_bytes: bytes of one entry of one KV head, its key and its value.
+        state: the method's own numbers for every entry of the observation, `[batch, kv_heads, entries]`, which move
+            with those that stay: the next observation has them.
     """
 
     layer: int
@@ -30,6 +41,7 @@ class LayerKeepSet:
     packed_positions: Int[Tensor, " kept"]
     counts: Int[Tensor, "batch kv_heads"]
     entry_bytes: int
+    state: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def from_mask(
@@ -38,16 +50,19 @@ class LayerKeepSet:
         mask: Bool[Tensor, "batch kv_heads entries"],
         positions: Int[Tensor, "batch kv_heads entries"],
         entry_bytes: int,
+        state: Mapping[str, Tensor] | None = None,
     ) -> LayerKeepSet:
         """The entries where `mask` is true."""
         # One search in one dimension: searching costs more than all else here.
         kept = mask.flatten().nonzero()[:, 0]
         indices = kept % mask.shape[-1]
-        return cls(layer, indices, positions.flatten().index_select(0, kept).int(), mask.sum(-1), entry_bytes)
+        return cls(
+            layer, indices, positions.flatten().index_select(0, kept).int(), mask.sum(-1), entry_bytes, state or {}
+        )
 
     def settled(self) -> LayerKeepSet:
         """The same for the records, once a runtime has executed it: four bytes an entry, indices into the text."""
-        return replace(self, indices=self.packed_positions)
+        return replace(self, indices=self.packed_positions, state={})
 
     @property
     def cu_seqlens(self) -> Int[Tensor, " heads_plus_1"]:
@@ -100,7 +115,7 @@ class KeepSet:
         self._layers = {kept.layer: kept for kept in sorted(layers, key=lambda kept: kept.layer)}
 
     def __repr__(self) -> str:
-        return f"KeepSet({len(self._layers)} layers, {self.entries} entries, layout={self.layout!r})"
+        return f"KeepSet({len(self._layers)} layers, {self.entries} entries, layout='{self.layout}')"
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -137,12 +152,12 @@ class KeepSet:
         return sum(kept.nbytes for kept in self._layers.values())
 
     @property
-    def layout(self) -> str:
-        """`dense`, `layer-ragged` or `head-ragged`: what the counts allow."""
+    def layout(self) -> Layout:
+        """The simplest that the counts allow."""
         counts = self.counts
         if bool((counts != counts[:, :, :1]).any()):
-            return "head-ragged"
-        return "layer-ragged" if bool((counts != counts[:1]).any()) else "dense"
+            return Layout.HEAD_RAGGED
+        return Layout.LAYER_RAGGED if bool((counts != counts[:1]).any()) else Layout.DENSE
 
     def union(self, other: KeepSet) -> KeepSet:
         """Entries that either set keeps. Both must come from the same observation."""

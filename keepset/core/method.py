@@ -6,18 +6,20 @@ import dataclasses
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, get_type_hints
 
-from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from keepset.core.budget import Budget
-from keepset.core.keep_set import KeepSet
-from keepset.core.observation import Needs, Observation
-from keepset.core.select import ranked_scores, top_mask
-from keepset.errors import KeepsetError
+from keepset.core.feature import Needs
+from keepset.core.keep_set import KeepSet, LayerKeepSet, Layout
+from keepset.core.observation import Observation
+from keepset.core.ranking import Ranking
+from keepset.core.select import ranked_scores
+from keepset.core.shapes import Quotas, Scores
+from keepset.errors import RecipeError
 
 
 def parameter(
@@ -44,7 +46,7 @@ class Method(ABC):
 
     name: ClassVar[str]
     family: ClassVar[str] = "scorer"
-    layout: ClassVar[str] = "dense"
+    layout: ClassVar[Layout] = Layout.DENSE
     paper: ClassVar[str]
     across_layers: ClassVar[bool] = False
     needs_budget: ClassVar[bool] = True
@@ -62,12 +64,12 @@ class Method(ABC):
     @property
     def equal_heads(self) -> bool:
         """Whether all KV heads of a layer keep the same number of entries."""
-        return self.layout != "head-ragged"
+        return self.layout != Layout.HEAD_RAGGED
 
     @property
     def equal_layers(self) -> bool:
         """Whether all layers keep the same number of entries."""
-        return self.layout != "layer-ragged"
+        return self.layout != Layout.LAYER_RAGGED
 
     @property
     def fixed_total(self) -> bool:
@@ -94,39 +96,41 @@ class Method(ABC):
         return 0
 
     @abstractmethod
-    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+    def score(self, observation: Observation) -> Scores:
         """How much each entry is worth keeping; higher is better."""
 
-    def quotas(self, observation: Observation, budget: Budget) -> Int[Tensor, "batch kv_heads"]:
+    def remember(self, observation: Observation, scores: Scores) -> Mapping[str, Tensor]:
+        """The method's own numbers per entry after this event, `[batch, kv_heads, entries]`, by names of its choice.
+
+        They move with the entries, and at the next event they are `observation.state`. By default what there was.
+
+        Args:
+            observation: as `score` was given it.
+            scores: what `score` has answered.
+        """
+        return observation.state
+
+    def quotas(self, observation: Observation, budget: Budget) -> Quotas:
         """How many entries the average head of this layer keeps, for every request and KV head."""
         return budget.quotas(observation)
 
-    def ranked(
-        self, observation: Observation, budget: Budget, quotas: Int[Tensor, "batch kv_heads"]
-    ) -> Float[Tensor, "batch kv_heads entries"]:
-        """Scores with what always stays above the rest, and holes below everything."""
-        return ranked_scores(self.score(observation), observation, budget)
+    def ranked(self, observation: Observation, budget: Budget, quotas: Quotas) -> Ranking:
+        """The layer's entries in order: scores with what always stays above the rest, and holes below everything."""
+        scores = self.score(observation)
+        order = ranked_scores(scores, observation, budget)
+        return Ranking(observation, budget, order, quotas, self.remember(observation, scores))
 
-    def choose(
-        self,
-        observation: Observation,
-        budget: Budget,
-        ranked: Float[Tensor, "batch kv_heads entries"],
-        quotas: Int[Tensor, "batch kv_heads"],
-    ) -> Bool[Tensor, "batch kv_heads entries"]:
+    def choose(self, ranking: Ranking) -> LayerKeepSet:
         """From ranking and quotas to what stays: the best entries of every head."""
-        return top_mask(ranked, quotas)
+        return ranking.best()
 
     def select(self, observation: Observation, budget: Budget) -> KeepSet:
-        """What stays of one layer."""
-        quotas = self.quotas(observation, budget)
-        ranked = self.ranked(observation, budget, quotas)
-        return observation.keep(self.choose(observation, budget, ranked, quotas))
+        """What stays of one layer, and the method's numbers of it."""
+        return KeepSet([self.choose(self.ranked(observation, budget, self.quotas(observation, budget)))])
 
     def select_all(self, observations: Sequence[Observation], budget: Budget) -> KeepSet:
         """What stays of all layers."""
-        kept = [self.select(observation, budget) for observation in observations]
-        return KeepSet([part.layer(part.layers[0]) for part in kept])
+        return KeepSet([self.select(seen, budget).layer(seen.layer) for seen in observations])
 
     def _check(self, field: dataclasses.Field[Any]) -> None:
         value = getattr(self, field.name)
@@ -134,18 +138,18 @@ class Method(ABC):
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             object.__setattr__(self, field.name, value := float(value))
         if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
-            raise KeepsetError(f"{self.name}: {field.name}={value!r} is not {_ARTICLES.get(kind, 'a method')}.")
+            raise RecipeError(f"{self.name}: {field.name}={value!r} is not {_ARTICLES.get(kind, 'a method')}.")
         if kind is float and not math.isfinite(value):
-            raise KeepsetError(f"{self.name}: {field.name}={value!r} is not a finite number.")
+            raise RecipeError(f"{self.name}: {field.name}={value!r} is not a finite number.")
         low, high = field.metadata.get("minimum"), field.metadata.get("maximum")
         if (low is not None and value < low) or (high is not None and value > high):
-            raise KeepsetError(f"{self.name}: {field.name}={value!r} is out of range: use {_range(low, high)}.")
+            raise RecipeError(f"{self.name}: {field.name}={value!r} is out of range: use {_range(low, high)}.")
         if field.metadata.get("odd") and value % 2 == 0:
-            raise KeepsetError(f"{self.name}: {field.name}={value} has no middle: use an odd number.")
+            raise RecipeError(f"{self.name}: {field.name}={value} has no middle: use an odd number.")
         choices = field.metadata.get("choices")
         if choices and value not in choices:
             known = ", ".join(map(repr, choices))
-            raise KeepsetError(f"{self.name}: {field.name}={value!r} is none of its choices: use one of {known}.")
+            raise RecipeError(f"{self.name}: {field.name}={value!r} is none of its choices: use one of {known}.")
 
 
 @dataclass(frozen=True)
@@ -160,12 +164,12 @@ class Allocator(Method):
         super().__post_init__()
         if isinstance(self.scorer, Allocator) and self.scorer.across_layers and not self.across_layers:
             inner = self.scorer.name
-            raise KeepsetError(
+            raise RecipeError(
                 f"{self.name} looks at one layer alone, and {inner} at all of them together: put {self.name} inside, "
                 f"as in {inner}({self.name}(snapkv)), or leave one of them out."
             )
         if not isinstance(self.scorer, Allocator) and (self.scorer.across_layers or not self.scorer.equal_layers):
-            raise KeepsetError(
+            raise RecipeError(
                 f"{self.scorer.name} says itself how much every head keeps, which {self.name} cannot divide again: "
                 "use it alone."
             )
@@ -174,7 +178,7 @@ class Allocator(Method):
         """Refuses a method inside that chooses the entries of every head, as this one does."""
         for inner in self.inner():
             if inner.chooses:
-                raise KeepsetError(
+                raise RecipeError(
                     f"{self.name} chooses the entries of every head itself, and so does {inner.name}: put {self.name} "
                     f"inside, as in adakv({self.name}(snapkv)), or leave one of them out."
                 )
@@ -215,29 +219,21 @@ class Allocator(Method):
         """As the scorer's."""
         return self.scorer.recent
 
-    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+    def score(self, observation: Observation) -> Scores:
         """The scorer's scores."""
         return self.scorer.score(observation)
 
-    def quotas(self, observation: Observation, budget: Budget) -> Int[Tensor, "batch kv_heads"]:
+    def quotas(self, observation: Observation, budget: Budget) -> Quotas:
         """The scorer's quotas."""
         return self.scorer.quotas(observation, budget)
 
-    def ranked(
-        self, observation: Observation, budget: Budget, quotas: Int[Tensor, "batch kv_heads"]
-    ) -> Float[Tensor, "batch kv_heads entries"]:
+    def ranked(self, observation: Observation, budget: Budget, quotas: Quotas) -> Ranking:
         """The scorer's ranking."""
         return self.scorer.ranked(observation, budget, quotas)
 
-    def choose(
-        self,
-        observation: Observation,
-        budget: Budget,
-        ranked: Float[Tensor, "batch kv_heads entries"],
-        quotas: Int[Tensor, "batch kv_heads"],
-    ) -> Bool[Tensor, "batch kv_heads entries"]:
+    def choose(self, ranking: Ranking) -> LayerKeepSet:
         """The scorer's choice."""
-        return self.scorer.choose(observation, budget, ranked, quotas)
+        return self.scorer.choose(ranking)
 
 
 @functools.cache

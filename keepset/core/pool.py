@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keepset.core.budget import Budget
+from keepset.core.budget import Budget, share_of
 from keepset.core.observation import Observation
 from keepset.core.select import top_mask
 
@@ -24,8 +24,7 @@ def total_entries(observations: Sequence[Observation], budget: Budget) -> Int[Te
     if budget.keep is None:
         return existing
     if isinstance(budget.keep, float):
-        # As in Budget: 0.29 * 100 is 28.999...96 in binary.
-        return (existing.double() * budget.keep + 1e-9).floor().long().clamp(min=1)
+        return share_of(existing, budget.keep).clamp(min=1)
     heads = sum(observation.keys.shape[1] for observation in observations)
     return (budget.aim(observations[0]) * heads).minimum(existing)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from keepset.errors import KeepsetError
+from keepset.errors import BudgetError
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,10 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if not isinstance(self.prefill, bool):
-            raise KeepsetError(f"prefill={self.prefill!r} is neither True nor False.")
+            raise BudgetError(f"prefill={self.prefill!r} is neither True nor False.")
         if self.every is not None and (
             not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1
         ):
-            raise KeepsetError(f"every={self.every!r} is not a number of tokens: use an integer from 1.")
+            raise BudgetError(f"every={self.every!r} is not a number of tokens: use an integer from 1.")
         if not self.prefill and self.every is None:
-            raise KeepsetError("prefill=False needs every=..., or nothing is ever compressed.")
+            raise BudgetError("prefill=False needs every=..., or nothing is ever compressed.")

@@ -12,7 +12,7 @@ from uuid import uuid4
 
 from torch import Tensor
 
-from keepset.errors import KeepsetError
+from keepset.errors import CorruptFileError, KeepsetError
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], name: str, metadata: Mapping[str, Any]) -> None:
@@ -57,7 +57,7 @@ def opened(
         other: that for a file of this other format.
 
     Raises:
-        KeepsetError: one of these; also where what is done with the file raises as damaged contents do.
+        CorruptFileError: one of these; also where what is done with the file raises as damaged contents do.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -65,14 +65,14 @@ def opened(
         with safe_open(path, framework="pt") as file:
             written = (file.metadata() or {}).get(name)
             if written is None:
-                raise KeepsetError(foreign)
+                raise CorruptFileError(foreign)
             metadata = json.loads(written)
             if metadata["format"] != version:
-                raise KeepsetError(other(metadata["format"]))
+                raise CorruptFileError(other(metadata["format"]))
             yield file, metadata
-    except KeepsetError:
+    except CorruptFileError:
         raise
     except (OSError, SafetensorError):
-        raise KeepsetError(unreadable or foreign) from None
+        raise CorruptFileError(unreadable or foreign) from None
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
-        raise KeepsetError(damaged) from None
+        raise CorruptFileError(damaged) from None

@@ -7,15 +7,18 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from keepset.core.accumulate import QuerySource, Turn
+from keepset.core.rope import inverse, mean_rotation, positions_ahead, undone_right
+from keepset.core.shapes import HiddenStates, Queries
 from keepset.errors import KeepsetError
 from keepset.hf.attention import capturing
 from keepset.hf.hooks import remove, weakly
@@ -122,7 +125,7 @@ class AttentionHooks:
             self._rotary_calls = [*self._rotary_calls[-1:], _Call(module, args, kwargs, output)]
 
 
-class LayerInput:
+class LayerInput(QuerySource):
     """The input of one attention module in one forward, and what can be computed from it."""
 
     def __init__(self, call: _Call, rotary: _Call | None) -> None:
@@ -131,7 +134,7 @@ class LayerInput:
         self._rotation: Rotation | None = call.kwargs.get("position_embeddings")
 
     @property
-    def hidden(self) -> Float[Tensor, "batch n hidden"]:
+    def hidden(self) -> HiddenStates:
         """Hidden states that enter the layer's attention."""
         hidden = self._call.kwargs.get("hidden_states")
         return self._call.args[0] if hidden is None else hidden
@@ -154,7 +157,7 @@ class LayerInput:
         """
         if self._rotary is None or not self._rotates:
             return None
-        positions = lengths[:, None] + torch.arange(future, device=lengths.device)
+        positions = positions_ahead(lengths, future)
 
         def ahead(value: Any) -> Any:
             if not isinstance(value, Tensor):
@@ -168,11 +171,9 @@ class LayerInput:
         rotary._buffers = dict(rotary._buffers)
         call = self._rotary
         cos, sin = rotary.forward(*map(ahead, call.args), **{k: ahead(v) for k, v in call.kwargs.items()})
-        return cos.float().mean(1, keepdim=True), sin.float().mean(1, keepdim=True)
+        return mean_rotation(cos.float(), sin.float())
 
-    def replay(
-        self, hidden: Float[Tensor, "batch n hidden"], rotation: Rotation | None
-    ) -> Float[Tensor, "batch query_heads n head_dim"]:
+    def replay(self, hidden: HiddenStates, rotation: Rotation | None) -> Queries:
         """Queries that the module makes of other hidden states, under another rotation.
 
         The module itself runs again, so its norms, biases and fused projections all apply.
@@ -192,20 +193,27 @@ class LayerInput:
             self._call.module.forward(*args, **kwargs)
         return captured[0]
 
-    def unrotate(
-        self, queries: Float[Tensor, "batch query_heads n head_dim"], first: int = 0
-    ) -> Float[Tensor, "batch query_heads n head_dim"]:
+    def unrotate(self, queries: Queries, first: int = 0) -> Queries:
         """This forward's queries from the `first` on as they were before rotation, float32."""
         if self.rotation is None:
             return queries.float()
         cos, sin = (part[:, first : first + queries.shape[2]].float() for part in self.rotation)
-        # Scaled rotations (YaRN) are not orthogonal; dividing by the squared scale inverts them too.
-        scale = cos.square() + sin.square()
-        return self.rotate(queries.float(), (cos / scale, -sin / scale))
+        return self.rotate(queries.float(), inverse(cos, sin))
 
-    def rotate(
-        self, queries: Float[Tensor, "batch query_heads n head_dim"], rotation: Rotation | None
-    ) -> Float[Tensor, "batch query_heads n head_dim"]:
+    def undo(self, queries: Queries, positions: Int[Tensor, "batch n"]) -> Queries:
+        """This forward's first queries as they were before rotation, float32."""
+        return self.unrotate(queries)
+
+    def ahead(self, lengths: Int[Tensor, " batch"], future: int) -> Turn:
+        """Rotates rows by the mean rotation of the `future` positions from each request's length on."""
+        rotation = self.future_rotation(lengths, future)
+        return lambda rows: self.rotate(rows, rotation)
+
+    def queries(self, hidden: HiddenStates, lengths: Int[Tensor, " batch"], future: int) -> Queries:
+        """Queries that the layer makes of other hidden states, at that rotation."""
+        return self.replay(hidden, self.future_rotation(lengths, future))
+
+    def rotate(self, queries: Queries, rotation: Rotation | None) -> Queries:
         """Rotates with the model's own function, so with its layout and its share of rotated dimensions."""
         if rotation is None:
             return queries
@@ -217,7 +225,7 @@ class LayerInput:
             )
         return function(queries, queries[:, :0], *rotation)[0]
 
-    def check_rotation(self, queries: Float[Tensor, "batch query_heads n head_dim"]) -> None:
+    def check_rotation(self, queries: Queries) -> None:
         """Compares a few queries with what the module itself makes without rotation.
 
         Unrotated ones must be equal; where they are equal as they are, this layer does not rotate (some models
@@ -233,19 +241,11 @@ class LayerInput:
         few, hidden = queries[:, :, first:], self.hidden[:, first : queries.shape[2]]
         cos, sin = (part[:, first : queries.shape[2]] for part in self.rotation)
         plain = self.replay(hidden, (torch.ones_like(cos), torch.zeros_like(sin))).float()
-        tolerance = 1e-3 if queries.dtype == torch.float32 else 5e-2
-
-        def is_plain(queries: Tensor) -> bool:
-            scale = float(plain.nan_to_num(0.0, 0.0, 0.0).abs().max() + 1e-6)
-            return torch.allclose(queries.float(), plain, rtol=tolerance, atol=tolerance * scale)
-
-        try:
-            undone = self.unrotate(few, first)
-        except RuntimeError:  # The module gives its rotation only a part of each query.
-            undone = torch.full_like(plain, torch.nan)
-        if is_plain(undone):
-            return
-        if not is_plain(few):
+        # The module may give its rotation only a part of each query.
+        with suppress(RuntimeError):
+            if undone_right(self.unrotate(few, first), plain, queries.dtype):
+                return
+        if not undone_right(few, plain, queries.dtype):
             raise KeepsetError(
                 f"{type(self._call.module).__name__} rotates queries in a way that keepset cannot undo; methods "
                 "that look at future queries do not support this model."

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from keepset.core.budget import Budget
+from keepset.core.features.second_pass import SecondPass
 from keepset.core.keep_set import KeepSet, LayerKeepSet
 from keepset.core.observation import Observation
 from keepset.errors import KeepsetError
@@ -99,7 +100,7 @@ class Cache(PromptCache):
         check_schedule(self.recipe)
         needs = self.recipe.method.needs
         tasks = [task_tokens] if isinstance(task_tokens, Tensor) else task_tokens or []
-        if task_tokens is not None and not needs.second_passes:
+        if task_tokens is not None and not needs.of(SecondPass):
             raise KeepsetError(f"{self.recipe.method.name} is not aware of a task: leave task_tokens out.")
         if task_tokens is not None and not tasks:
             raise KeepsetError("task_tokens has no task: give the tokens of one, or leave it out.")
@@ -171,7 +172,7 @@ class Cache(PromptCache):
             cache.progress = prompt.progress.fork()
             for layer in cache.kept_layers.values():
                 layer.logical = cache.progress.logical
-            cache._choose(list(map(_copied, observations)))
+            cache._choose(list(observations))
         return cache
 
     @property
@@ -283,7 +284,6 @@ class Cache(PromptCache):
         method, budget, length = self.recipe.method, self.recipe.budget, self.progress.compressed_at
         chosen = self._unfinished.setdefault(length, [])
         for group in [observations] if method.across_layers else [[observation] for observation in observations]:
-            before = [] if self._observer is None else list(map(_copied, group))
             counts = [int(observation.valid.sum()) for observation in group]
             nbytes = sum(count * seen.entry_bytes for count, seen in zip(counts, group, strict=True))
             start = time.perf_counter()
@@ -293,7 +293,7 @@ class Cache(PromptCache):
             kept = [keep_set.layer(observation.layer).settled() for observation in group]
             chosen.append(_Chosen(kept, sum(counts), nbytes, time.perf_counter() - start))
             if self._observer is not None:
-                for observation in before:
+                for observation in group:
                     self._observer(observation, budget, keep_set)
         parts = [part for some in chosen for part in some.kept]
         if len(parts) == len(self.kept_layers):
@@ -320,10 +320,3 @@ class Cache(PromptCache):
 
 
 _FIGURES = ("length", "entries", "kept", "nbytes_before", "seconds")
-
-
-def _copied(observation: Observation) -> Observation:
-    """The observation with a state of its own, which a method may write into."""
-    copied = copy.copy(observation)
-    copied.state = dict(observation.state)
-    return copied

@@ -112,7 +112,7 @@ class KeepLayer(CacheLayerMixin):
     def keep(self, observation: Observation, kept: LayerKeepSet) -> None:
         """Stores exactly these entries of the observed ones, and the tokens after them that nobody looked at."""
         columns = {"keys": observation.keys, "values": observation.values, "positions": observation.positions.int()}
-        self.store = EntryStore.pack({**columns, **observation.state}, kept.indices, kept.counts)
+        self.store = EntryStore.pack({**columns, **kept.state}, kept.indices, kept.counts)
         if self._beyond is not None:
             self.store.append(self._beyond.key, self._beyond.value, self._beyond.positions, self._beyond.valid)
             self._beyond = None
@@ -129,7 +129,7 @@ class KeepLayer(CacheLayerMixin):
         """Makes the batch consist of these rows."""
         if self.store is None:
             return
-        if self.prompt is not None and self.prompt.collector is not None:
+        if self.prompt is not None and self.prompt.needs:
             raise KeepsetError("A batch cannot be reordered before its prompt is complete.")
         rows = beam_idx.nonzero()[:, 0] if beam_idx.dtype == torch.bool else beam_idx
         self.store.reorder(rows.tolist())
@@ -154,8 +154,8 @@ class KeepLayer(CacheLayerMixin):
         return twin
 
     def _attend_first(self, forward: Forward) -> tuple[Tensor, Forward]:
-        """Attention of the first tokens over themselves, and their log-sum-exp where column statistics need it."""
-        if self.prompt is not None and self.prompt.columns and forward.valid is None:
+        """Attention of the first tokens over themselves, and their log-sum-exp where it saves work."""
+        if self.prompt is not None and self.prompt.needs.log_sum_exp and forward.valid is None:
             rows = zip(forward.query, forward.key, forward.value, strict=True)
             parts = [causal_attention(q, k, v, forward.scaling) for q, k, v in rows]
             output = torch.stack([output for output, _ in parts]).transpose(1, 2).contiguous()

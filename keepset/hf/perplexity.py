@@ -1,10 +1,10 @@
-"""`Perplexity`: how well the model foretold a prompt's newest tokens, from the logits of its own forward."""
+"""`PerplexityHooks`: how well the model foretold a prompt's newest tokens, from the logits of its own forward."""
 
 from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Collection
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,11 +12,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from keepset.core.features.perplexity import Perplexity
 from keepset.errors import KeepsetError
 from keepset.hf.hooks import remove, weakly
 
 
-class Perplexity:
+class PerplexityHooks:
     """Hooks around the whole model that see its logits for the newest tokens of the calls that go with one cache.
 
     Who calls the model may ask for the last token's logits only, as `generate` does. Then the model is asked for as
@@ -27,8 +28,9 @@ class Perplexity:
         watching: whether a call of the model is under way.
     """
 
-    def __init__(self, model: nn.Module, past: Any, windows: Collection[int]) -> None:
-        self._model, self._past, self._windows = weakref.ref(model), weakref.ref(past), windows
+    def __init__(self, model: nn.Module, past: Any, needs: Sequence[Perplexity]) -> None:
+        self._model, self._past, self._needs = weakref.ref(model), weakref.ref(past), needs
+        self._longest = max(needed.tokens for needed in needs)
         self._handles: list[RemovableHandle] = []
         weakref.finalize(self, remove, self._handles)
         self._forget()
@@ -46,11 +48,11 @@ class Perplexity:
         remove(self._handles)
         self._forget()
 
-    def fork(self, past: Any) -> Perplexity:
+    def fork(self, past: Any) -> PerplexityHooks:
         """The same for another cache."""
         model = self._model()
         assert model is not None
-        twin = Perplexity(model, past, self._windows)
+        twin = PerplexityHooks(model, past, self._needs)
         twin._losses, twin._last = copy.copy(self._losses), copy.copy(self._last)
         if not self._handles:
             twin.close()
@@ -78,7 +80,7 @@ class Perplexity:
         self._asked = kwargs.get("logits_to_keep", 0)
         if isinstance(self._asked, int) and self._asked == 0:
             return None
-        least = max(self._windows) + 1
+        least = self._longest + 1
         enough = isinstance(self._asked, int) and _ends_with_tokens(kwargs.get("attention_mask"), self._ids)
         return args, {**kwargs, "logits_to_keep": max(self._asked, least) if enough else 0}
 
@@ -103,7 +105,7 @@ class Perplexity:
         elif 0 < asked < logits.shape[1]:
             output.logits = logits[:, -asked:].clone()
         self._ids = None
-        past.called({window: self._of(window) for window in self._windows})
+        past.called({needed: self._of(needed.tokens) for needed in self._needs})
         return output
 
     def _add(
@@ -124,7 +126,7 @@ class Perplexity:
             known = torch.cat([last[row] if whole else own[:0], own])
             told = known[:-1].float().log_softmax(-1)
             losses = -told.gather(-1, tokens[len(tokens) - len(told) :, None].to(told.device))[:, 0]
-            self._losses[row] = torch.cat([self._losses[row], losses])[-max(self._windows) :]
+            self._losses[row] = torch.cat([self._losses[row], losses])[-self._longest :]
             self._last.append(known[-1:].clone())
 
 

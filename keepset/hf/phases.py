@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from keepset.core.observation import Needs
-from keepset.hf.accumulate import Accumulators, Chunk
+from keepset.core.accumulate import Accumulators, Chunk, Entries
+from keepset.core.feature import Feature, Needs
+from keepset.core.features.recent_queries import RecentQueries
 from keepset.hf.forward import Forward
 from keepset.hf.store import EntryStore
 from keepset.hf.window import QueryWindow
@@ -27,32 +29,32 @@ class LayerEvent:
         columns: keys, values, positions and the method's own, `[batch, kv_heads, entries, ...]`; without positions
             where all entries are there.
         exists: which of them exist; None when all do.
-        collected: the other keyword arguments of an Observation.
+        others: newest queries and scaling, as an Observation's keyword arguments.
+        features: what was collected of the others.
         beyond: the tokens of the same forward that follow the event, which nobody looks at.
-        seconds: that each kind of statistic took to collect.
+        seconds: that each kind of feature took to collect.
     """
 
     length: int
     lengths: Int[Tensor, " batch"]
     columns: dict[str, Tensor]
     exists: Bool[Tensor, "batch kv_heads entries"] | None
-    collected: dict[str, Any]
+    others: dict[str, Any]
+    features: dict[Feature[Any], Any]
     beyond: Forward | None = None
-    seconds: Mapping[str, float] = field(default_factory=dict)
+    seconds: Mapping[Hashable, float] = field(default_factory=dict)
 
 
 class PromptPhase:
     """The prompt, in one forward or in chunks: its end is the event.
 
     Attributes:
-        collector: of what the method looks at beside the entries, where there is such.
-        columns: whether it looks at statistics of attention's columns, which need the log-sum-exp.
+        needs: what the method looks at beside the entries.
     """
 
     def __init__(self, needs: Needs, length: int) -> None:
-        self._length = length
-        self.collector = None if needs == Needs() else Accumulators(needs)
-        self.columns = bool(needs.columns)
+        self.needs, self._length = needs, length
+        self._window, self._accumulators = QueryWindow(), Accumulators(needs)
 
     def split(self, forward: Forward) -> tuple[Forward, Forward | None]:
         """The prompt's part of a forward, and drafts (assisted generation) that follow it: they see what is left."""
@@ -72,31 +74,27 @@ class PromptPhase:
         Args:
             store: of all entries; None where the forward is all there is.
         """
-        if self.collector is None and forward.end < self._length:
+        if not self.needs and forward.end < self._length:
             return None
         columns, exists = _entries(forward, store)
-        if self.collector is not None:
-            self.collector.add(
-                Chunk(
-                    queries=forward.query,
-                    rows=_rows(columns["keys"], exists, forward),
-                    positions=forward.positions,
-                    valid=forward.valid,
-                    scaling=forward.scaling,
-                    lse=forward.lse,
-                    layer_input=forward.layer_input,
-                )
-            )
+        if size := self.needs.window:
+            with self._accumulators.timed(RecentQueries):
+                self._window.add(forward.query, forward.positions, forward.valid, size)
+                self._window.keep(size)
+        entries = partial(_rows, columns["keys"], exists, forward)
+        lse, source = forward.lse, forward.layer_input
+        chunk = Chunk(forward.query, entries, forward.positions, forward.valid, forward.scaling, lse, source)
+        self._accumulators.add(chunk)
         if forward.end < self._length:
             return None
-        collected = {} if self.collector is None else self.collector.parts(forward.lengths)
-        seconds = {} if self.collector is None else dict(self.collector.seconds)
-        return LayerEvent(self._length, forward.lengths, columns, exists, collected, seconds=seconds)
+        others = {"scaling": forward.scaling, **self._window.parts(size)}
+        features, seconds = self._accumulators.values(forward.lengths), self._accumulators.seconds
+        return LayerEvent(self._length, forward.lengths, columns, exists, others, features, seconds=seconds)
 
     def fork(self) -> PromptPhase:
         """An independent copy."""
         twin = copy.copy(self)
-        twin.collector = None if self.collector is None else self.collector.fork()
+        twin._window, twin._accumulators = self._window.fork(), self._accumulators.fork()
         return twin
 
 
@@ -115,7 +113,7 @@ class DecodingPhase:
 
     def __init__(self, needs: Needs, every: int, next_event: int) -> None:
         self._needs, self._every = needs, every
-        self._size = max(needs.window, needs.buffer if needs.query_moments else 0)
+        self._size = max(needs.window, needs.buffer)
         self.next = next_event
         self.window = QueryWindow()
 
@@ -147,7 +145,8 @@ class DecodingPhase:
         if beyond is not None and store is not None:
             store.crop(beyond.counts().tolist())
         columns, exists = _entries(seen, store)
-        event = LayerEvent(point, seen.lengths, columns, exists, self._collected(seen), beyond)
+        others = {"scaling": forward.scaling, **self.window.parts(self._needs.window)}
+        event = LayerEvent(point, seen.lengths, columns, exists, others, self._features(seen), beyond)
         self.next = point + self._every
         self.window.keep(self._size if forward.padded else self._size - self._every)
         if beyond is not None:
@@ -167,19 +166,14 @@ class DecodingPhase:
         twin.window = self.window.fork()
         return twin
 
-    def _collected(self, forward: Forward) -> dict[str, Any]:
-        """What the method looks at, as an Observation's keyword arguments."""
-        collected: dict[str, Any] = {}
-        if self._needs.window and (newest := self.window.newest(self._needs.window)) is not None:
-            collected |= {"queries": newest.queries, "query_positions": newest.positions}
-        layer_input = forward.layer_input
-        if layer_input is not None and (buffer := self.window.newest(self._needs.buffer)) is not None:
-            collector = Accumulators(Needs(query_moments=self._needs.query_moments))
-            recorded = layer_input.rotated_by(buffer.rotation)
-            chunk = Chunk(buffer.queries, [], buffer.positions, None, forward.scaling, layer_input=recorded)
-            collector.add(chunk)
-            collected |= collector.parts(forward.lengths)
-        return collected
+    def _features(self, forward: Forward) -> dict[Feature[Any], Any]:
+        """What is made of the newest queries."""
+        newest, layer_input = Accumulators(feature for feature in self._needs if feature.buffer), forward.layer_input
+        if layer_input is None or not newest or (buffer := self.window.newest(self._needs.buffer)) is None:
+            return {}
+        source = layer_input.rotated_by(buffer.rotation)
+        newest.add(Chunk(buffer.queries, list, buffer.positions, None, forward.scaling, source=source))
+        return newest.values(forward.lengths)
 
 
 def _entries(
@@ -191,9 +185,7 @@ def _entries(
     return (store or forward.pack()).padded()
 
 
-def _rows(
-    keys: Tensor, exists: Bool[Tensor, "batch kv_heads entries"] | None, forward: Forward
-) -> list[tuple[Tensor, Tensor | slice]]:
+def _rows(keys: Tensor, exists: Bool[Tensor, "batch kv_heads entries"] | None, forward: Forward) -> Entries:
     """For every request its keys without holes, and which of the chunk's queries are real."""
     if not forward.padded or exists is None:
         return [(row, slice(None)) for row in keys]

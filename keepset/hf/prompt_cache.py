@@ -16,7 +16,12 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from keepset.core.observation import Needs, Observation
+from keepset.core.feature import Feature, Needs
+from keepset.core.features.model_statistics import ModelStatistics
+from keepset.core.features.output_projection import OutputProjection
+from keepset.core.features.perplexity import Perplexity
+from keepset.core.features.second_pass import SecondPass
+from keepset.core.observation import Observation
 from keepset.core.schedule import Schedule
 from keepset.core.statistics import Statistics, load
 from keepset.errors import KeepsetError
@@ -25,7 +30,7 @@ from keepset.hf.attention_hooks import AttentionHooks
 from keepset.hf.forward import Forward
 from keepset.hf.layer import KeepLayer
 from keepset.hf.mask import MaskRule
-from keepset.hf.perplexity import Perplexity
+from keepset.hf.perplexity import PerplexityHooks
 from keepset.hf.phases import DecodingPhase, LayerEvent, PromptPhase
 from keepset.hf.progress import Progress
 from keepset.hf.projection import output_projection
@@ -46,7 +51,7 @@ class PromptCache(TransformersCache, ABC):
     Attributes:
         needs: what its layers collect.
         schedule: when its layers are observed.
-        statistics: those of the model that are needed, by the files that hold them.
+        statistics: those of the model that are needed.
         kept_layers: the layers that may be compressed, by their indices; others, such as sliding windows, stay
             transformers' own.
         compressed_layers: their indices.
@@ -78,14 +83,14 @@ class PromptCache(TransformersCache, ABC):
             needs = Needs()
         super().__init__(layers=[self.kept_layers.get(index, layer) for index, layer in enumerate(layers)])
         self.needs, self.schedule, self.prompt_length = needs, schedule or Schedule(), prompt_length
-        self.statistics: Mapping[str, Statistics] = {
-            file: load(file, model.config.name_or_path or "") for file in needs.statistics
+        self.statistics: dict[Feature[Any], Statistics] = {
+            feature: load(feature.file, model.config.name_or_path or "") for feature in needs.of(ModelStatistics)
         }
         self.compressed_layers = tuple(self.kept_layers)
         self.progress: Progress | None = None
-        self._hooks = AttentionHooks(model) if needs.hidden_states else None
-        self._second = SecondPasses(model, self, needs, tasks) if needs.second_passes else None
-        self._perplexity = Perplexity(model, self, needs.perplexity) if needs.perplexity else None
+        self._hooks = AttentionHooks(model) if needs.unrotated else None
+        self._second = SecondPasses(model, self, needs, tasks) if needs.of(SecondPass) else None
+        self._perplexity = PerplexityHooks(model, self, needs.of(Perplexity)) if needs.of(Perplexity) else None
         self._waits_for_all_layers = self._second is not None
         self._waiting: list[tuple[KeepLayer, LayerEvent]] = []
         self._attending = False
@@ -249,10 +254,9 @@ class PromptCache(TransformersCache, ABC):
             raise KeepsetError("This recipe looks at the model's logits: call the model, not only its decoder.")
         if event.length == self.progress.prompt < self.progress.logical:
             self._check_drafts()
-        event.collected["scaling"] = forward.scaling
-        if self.needs.output_projection:
+        for feature in self.needs.of(OutputProjection):
             heads, size = forward.query.shape[1], forward.value.shape[-1]
-            event.collected["output_projection"] = output_projection(forward.module, heads, size)
+            event.features[feature] = output_projection(forward.module, heads, size)
         self._waiting.append((layer, event))
         if self._waits_for_all_layers and len(self._waiting) < len(self.kept_layers):
             return
@@ -261,7 +265,7 @@ class PromptCache(TransformersCache, ABC):
             with nullcontext() if self._hooks is None else self._hooks.paused():
                 passes = self._second.run(entries, self.progress, self.layers)
             for kept, each in self._waiting:
-                each.collected["second_passes"] = passes[kept.index]
+                each.features.update(passes[kept.index])
         if self._perplexity is None:
             self._observe()
 
@@ -279,11 +283,11 @@ class PromptCache(TransformersCache, ABC):
             valid=event.exists,
             lengths=event.lengths,
             prompts=self.progress.prompts,
-            statistics=self.statistics,
+            features={**self.statistics, **event.features},
             layer=layer.index,
             layers=self.compressed_layers,
             state=state,
-            **event.collected,
+            **event.others,
         )
 
     @abstractmethod
@@ -320,10 +324,10 @@ class PromptCache(TransformersCache, ABC):
 
     # --- around the forwards
 
-    def called(self, perplexities: Mapping[int, Tensor]) -> None:
+    def called(self, perplexities: Mapping[Feature[Any], Tensor]) -> None:
         """The model's call is over, and its logits said this of the newest tokens: completes what waited for it."""
         for _, event in self._waiting:
-            event.collected["perplexities"] = perplexities
+            event.features.update(perplexities)
         self._observe()
 
     def stop_watching(self) -> None:

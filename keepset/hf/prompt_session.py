@@ -14,7 +14,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keepset.core.observation import Needs, Observation
+from keepset.core.feature import Needs
+from keepset.core.observation import Observation
 from keepset.errors import KeepsetError
 from keepset.hf.cache import Cache, Event
 from keepset.hf.recorder import Recorder

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keepset.core.observation import Needs, Observation, SecondPass
+from keepset.core.feature import Needs
+from keepset.core.observation import Observation
 from keepset.hf.forward import Forward
 from keepset.hf.layer import KeepLayer
 from keepset.hf.phases import LayerEvent
 from keepset.hf.prompt_cache import PromptCache
-from keepset.hf.second_pass import way
 
 if TYPE_CHECKING:
     import transformers
@@ -31,7 +31,7 @@ class Recorder(PromptCache):
     Attributes:
         observations: one per layer, once `prefill` has run; they hold the layers' entries.
         seconds: of the prefill alone, collecting not counted.
-        collecting: seconds that each kind of statistic, and each way of a second pass, took.
+        collecting: seconds that features took, by `Feature.cost`.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Recorder(PromptCache):
         super().__init__(model, needs)
         self._model, self._on_layer = model, on_layer
         self.observations: list[Observation] = []
-        self.collecting: Counter[str | SecondPass] = Counter()
+        self.collecting: Counter[Hashable] = Counter()
         self.seconds = 0.0
 
     @torch.no_grad()
@@ -61,10 +61,7 @@ class Recorder(PromptCache):
 
     def seconds_for(self, needs: Needs) -> float:
         """Seconds that a prefill takes which collects only for these needs."""
-        moments = needs.query_moments or needs.hidden_moments
-        wanted = {"window": needs.window, "columns": needs.columns, "moments": moments, "echoes": needs.echoes}
-        once = sum(self.collecting[kind] for kind, is_wanted in wanted.items() if is_wanted)
-        return self.seconds + once + sum(self.collecting[kind] for kind in set(map(way, needs.second_passes)))
+        return self.seconds + sum(self.collecting[cost] for cost in {feature.cost for feature in needs})
 
     def _reached(self, layer: KeepLayer, forward: Forward, event: LayerEvent) -> None:
         self._on_layer()

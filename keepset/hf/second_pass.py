@@ -7,7 +7,6 @@ import time
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +16,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import CacheLayerMixin
 
-from keepset.core.observation import Needs, SecondPass, SecondPassColumns
+from keepset.core.feature import Feature, Needs
+from keepset.core.features.second_pass import SecondPass, SecondPassColumns
 from keepset.errors import KeepsetError
 from keepset.hf.attention import hand_over
 from keepset.hf.mask import KeepsetLength, MaskRule
@@ -42,13 +42,13 @@ class SecondPasses:
     at those entries.
 
     Attributes:
-        seconds: that each pass took, by `way(...)` of it.
+        seconds: that each pass took, by its `cost`.
     """
 
     def __init__(self, model: transformers.PreTrainedModel, past: Any, needs: Needs, tasks: Sequence[Tensor]) -> None:
-        self._needs, self._model = needs, weakref.ref(model)
+        self._needs, self._model = needs.of(SecondPass), weakref.ref(model)
         self._tasks = [check_task(task, model) for task in tasks]
-        self._repeat = Repeat.of(model) if any(needed.repeat for needed in needs.second_passes) else None
+        self._repeat = Repeat.of(model) if any(needed.repeat for needed in self._needs) else None
         if self._repeat and tasks:
             raise KeepsetError("A prompt that is to be repeated is its own task: leave task_tokens out.")
         self._inputs = PromptInputs(model.get_decoder(), past)
@@ -71,7 +71,7 @@ class SecondPasses:
 
     def run(
         self, entries: Mapping[int, Entries], progress: Progress, layers: Sequence[Any]
-    ) -> dict[int, dict[SecondPass, SecondPassColumns]]:
+    ) -> dict[int, dict[Feature[Any], SecondPassColumns]]:
         """What the entries of each layer receive in every pass that is needed.
 
         Args:
@@ -80,15 +80,15 @@ class SecondPasses:
             layers: of the cache; those that keepset leaves alone are copied, never changed.
         """
         groups: dict[SecondPass, set[str]] = {}
-        for needed in self._needs.second_passes:
-            groups.setdefault(way(needed), set()).update(needed.statistics)
-        passes: dict[int, dict[SecondPass, SecondPassColumns]] = {index: {} for index in entries}
+        for needed in self._needs:
+            groups.setdefault(needed.cost, set()).update(needed.statistics)
+        passes: dict[int, dict[Feature[Any], SecondPassColumns]] = {index: {} for index in entries}
         for kind, names in groups.items():
             start = time.perf_counter()
             per_layer = self._run(kind, names, entries, progress, layers)
             self.seconds[kind] = time.perf_counter() - start
-            for needed in self._needs.second_passes:
-                if way(needed) == kind:
+            for needed in self._needs:
+                if needed.cost == kind:
                     for index, columns in per_layer.items():
                         part = {name: columns.statistics[name] for name in needed.statistics}
                         passes[index][needed] = SecondPassColumns(part, columns.tokens, columns.opening)
@@ -248,11 +248,6 @@ class _Entries(CacheLayerMixin):
         if self.last:
             raise _Done
         return output.transpose(0, 1)[None].contiguous()
-
-
-def way(needed: SecondPass) -> SecondPass:
-    """The same pass whatever is asked of it: such passes are run as one."""
-    return replace(needed, statistics=frozenset())
 
 
 def check_task(task: Any, model: transformers.PreTrainedModel) -> Int[Tensor, "batch tokens"]:

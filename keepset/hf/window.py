@@ -75,6 +75,11 @@ class QueryWindow:
         rotation = (newest["cos"], newest["sin"]) if "cos" in newest else None
         return Queries(newest["queries"].transpose(1, 2), newest["positions"], rotation)
 
+    def parts(self, size: int) -> dict[str, Tensor]:
+        """The newest `size` queries as an Observation's keyword arguments."""
+        newest = self.newest(size) if size else None
+        return {} if newest is None else {"queries": newest.queries, "query_positions": newest.positions}
+
     def keep(self, size: int) -> None:
         """Forgets all but the newest `size` queries of each request."""
         if size <= 0:

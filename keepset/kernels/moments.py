@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -37,6 +40,14 @@ class Moments:
             count = total
         self._count, self._mean, self._scatter = count, mean, scatter
 
+    def joined(self, others: Sequence[Moments]) -> Moments:
+        """Those of this one's batch, and of others' after it."""
+        every, joined = (self, *others), Moments()
+        joined._count = torch.cat([moments._counted for moments in every])
+        joined._mean = torch.cat([moments._mean for moments in every])
+        joined._scatter = torch.cat([moments._scatter for moments in every])
+        return joined
+
     @property
     def mean(self) -> Float[Tensor, "batch heads dim"]:
         """Zero where nothing was counted."""
@@ -45,6 +56,10 @@ class Moments:
     @property
     def covariance(self) -> Float[Tensor, "batch heads *dims"]:
         """Divided by the count, as for a whole population; `[dim, dim]` of a request's head, or its diagonal."""
-        assert self._count is not None
-        count = self._count.clamp(min=1)
+        count = self._counted.clamp(min=1)
         return self._scatter / count.view(*count.shape, *(1,) * (self._scatter.ndim - count.ndim))
+
+    @property
+    def _counted(self) -> Tensor:
+        assert self._count is not None
+        return self._count

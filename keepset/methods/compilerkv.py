@@ -11,10 +11,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.core.budget import Budget
+from keepset.core.feature import Needs
+from keepset.core.features.perplexity import Perplexity
+from keepset.core.features.recent_queries import RecentQueries
 from keepset.core.keep_set import KeepSet
 from keepset.core.method import Method, parameter
-from keepset.core.observation import Needs, Observation
+from keepset.core.observation import Observation
 from keepset.core.select import ranked_scores, top_mask
+from keepset.core.shapes import Quotas, Scores
 from keepset.core.tables import Tables, load, neutral, say_neutral
 
 THRESHOLD = 0.9
@@ -71,7 +75,8 @@ class CompilerKV(Method):
         """The window's queries, and its perplexity where that decides something."""
         if self._reads and self.tables:
             load(self.tables)  # or its own sentence, before a prompt has run for nothing
-        return Needs(window=self.window, perplexity=frozenset({self.window} if self._gated else ()))
+        window = Needs(RecentQueries(self.window))
+        return window | Needs(Perplexity(self.window)) if self._gated else window
 
     @property
     def equal_layers(self) -> bool:
@@ -88,7 +93,7 @@ class CompilerKV(Method):
         """The window."""
         return self.window
 
-    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+    def score(self, observation: Observation) -> Scores:
         """Equation 10 for a layer that is alone, under the tables' smallest budget."""
         tables = self.tables_for(observation)
         first = tables.budgets.new_zeros(len(observation.keys), device=observation.keys.device)
@@ -147,7 +152,7 @@ class CompilerKV(Method):
         received: Float[Tensor, "batch positions"],
         tables: Tables,
         row: Int[Tensor, " batch"],
-    ) -> Float[Tensor, "batch kv_heads entries"]:
+    ) -> Scores:
         """Equations 9 and 10."""
         weights = tables.weights.to(row.device)[row, observation.depth]
         if not self.head_table:
@@ -189,7 +194,7 @@ class CompilerKV(Method):
         """Equations 11 to 13: the entropy of what is received, and the window's perplexity."""
         share = received / received.sum(-1, keepdim=True)
         entropy = -torch.xlogy(share, share).sum(-1)
-        return entropy, observation.perplexity(self.window).to(entropy.device)
+        return entropy, observation[Perplexity(self.window)].to(entropy.device)
 
 
 def _places(observation: Observation, longest: int) -> Int[Tensor, "batch kv_heads entries"]:
@@ -197,7 +202,7 @@ def _places(observation: Observation, longest: int) -> Int[Tensor, "batch kv_hea
     return observation.positions.long().clamp(0, longest - 1)
 
 
-def _relative_norms(observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+def _relative_norms(observation: Observation) -> Scores:
     """Equation 7: lengths of values, over their mean in the head."""
     norms = torch.linalg.vector_norm(observation.values.float(), dim=-1).masked_fill(~observation.valid, 0.0)
     mean = norms.sum(-1, keepdim=True) / observation.valid.sum(-1, keepdim=True)
@@ -205,9 +210,7 @@ def _relative_norms(observation: Observation) -> Float[Tensor, "batch kv_heads e
     return torch.where(mean == 0, 1.0, norms / mean)
 
 
-def candidates(
-    observation: Observation, budget: Budget, threshold: Float[Tensor, " batch"]
-) -> Int[Tensor, "batch kv_heads"]:
+def candidates(observation: Observation, budget: Budget, threshold: Float[Tensor, " batch"]) -> Quotas:
     """What always stays, and how many of the rest rank above the threshold; of these one in any case."""
     existing = observation.valid
     always = ((budget.is_sink(observation) | budget.is_recent(observation)) & existing).sum(-1)

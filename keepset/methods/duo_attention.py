@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from jaxtyping import Float, Int
-from torch import Tensor
-
-from keepset.core.budget import Budget
+from keepset.core.budget import Budget, share_of
+from keepset.core.feature import Needs
+from keepset.core.features.model_statistics import ModelStatistics
+from keepset.core.keep_set import Layout
 from keepset.core.method import Method, parameter
-from keepset.core.observation import Needs, Observation
+from keepset.core.observation import Observation
+from keepset.core.shapes import Quotas, Scores
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class DuoAttention(Method):
     """
 
     name: ClassVar[str] = "duo_attention"
-    layout: ClassVar[str] = "head-ragged"
+    layout: ClassVar[Layout] = Layout.HEAD_RAGGED
     paper: ClassVar[str] = "arXiv:2410.10819"
     # The lengths say it all, but only together with the gates, which a paged runtime's scheduler does not have.
     counts_from_data: ClassVar[bool] = True
@@ -39,37 +40,30 @@ class DuoAttention(Method):
     @property
     def needs(self) -> Needs:
         """The gates."""
-        return Needs(statistics=frozenset({self.stats}))
+        return Needs(ModelStatistics(self.stats))
 
-    @property
-    def equal_layers(self) -> bool:
-        """A layer keeps more where more of its heads retrieve."""
-        return False
+    equal_layers: ClassVar[bool] = False
+    """A layer keeps more where more of its heads retrieve."""
 
-    @property
-    def sinks(self) -> int:
-        """As the gates were measured."""
-        return 16
+    sinks: ClassVar[int] = 16
+    """As the gates were measured."""
 
-    @property
-    def recent(self) -> int:
-        """As the gates were measured."""
-        return 64
+    recent: ClassVar[int] = 64
+    """As the gates were measured."""
 
-    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+    def score(self, observation: Observation) -> Scores:
         """The later, the better."""
         return observation.positions.float()
 
-    def quotas(self, observation: Observation, budget: Budget) -> Int[Tensor, "batch kv_heads"]:
+    def quotas(self, observation: Observation, budget: Budget) -> Quotas:
         """Everything for retrieval heads, what streaming heads have for the others."""
-        gates = observation.retrieval(self.stats)
+        gates = ModelStatistics(self.stats).retrieval(observation)
         existing, lengths, heads = observation.valid.sum(-1), observation.lengths, gates.numel()
         if budget.keep is None:
             return existing
         if isinstance(budget.keep, float):
             lengths = existing.amax(-1)
-            # As in Budget: 0.29 * 100 is 28.999...96 in binary.
-            total = (lengths.double() * heads * budget.keep + 1e-9).floor().long().clamp(min=heads)
+            total = share_of(lengths * heads, budget.keep).clamp(min=heads)
         else:
             total = budget.aim(observation).minimum(lengths) * heads
         least = budget.always(observation).minimum(lengths).minimum(total // heads)

@@ -9,8 +9,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from keepset.core.feature import Needs
+from keepset.core.features.model_statistics import ModelStatistics
+from keepset.core.features.moments import QueryDistribution, QueryMoments
 from keepset.core.method import Method, parameter
-from keepset.core.observation import Needs, Observation, QueryMoments
+from keepset.core.observation import Observation
+from keepset.core.shapes import Scores
 
 
 @dataclass(frozen=True)
@@ -49,17 +53,17 @@ class ExpectedAttention(Method):
     def needs(self) -> Needs:
         """Moments of the queries before rotation: the text's own, or those of a file."""
         if self.stats:
-            return Needs(statistics=frozenset({self.stats}))
-        return Needs(query_moments=frozenset({self.skip}), buffer=self.buffer)
+            return Needs(ModelStatistics(self.stats))
+        return Needs(QueryMoments(self.skip, self.buffer))
 
     @property
     def sinks(self) -> int:
         """The tokens that the statistics leave out."""
         return self.skip
 
-    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+    def score(self, observation: Observation) -> Scores:
         """Expected attention times the norm of the value."""
-        moments = self._measured(observation) if self.stats else observation.moments(self.skip)
+        moments = self._measured(observation) if self.stats else observation[QueryMoments(self.skip)]
         mean, covariance = moments.ahead(self.future)
         keys = observation.keys.float()
         scaling = observation.scaling
@@ -73,14 +77,14 @@ class ExpectedAttention(Method):
             return attention + self.epsilon
         return (attention + self.epsilon) * observation.values.float().norm(dim=-1)
 
-    def _measured(self, observation: Observation) -> QueryMoments:
-        measured, lengths = observation.measured(self.stats), observation.lengths
+    def _measured(self, observation: Observation) -> QueryDistribution:
+        measured, lengths = ModelStatistics(self.stats).layer(observation), observation.lengths
 
         def rotate(rows: Tensor, future: int) -> Tensor:
             return measured.rotate(rows, lengths[:, None] + torch.arange(future, device=rows.device))
 
         batch = (len(lengths), -1, -1)
-        return QueryMoments(measured.mean.expand(*batch), measured.covariance.expand(*batch, -1), rotate)
+        return QueryDistribution(measured.mean.expand(*batch), measured.covariance.expand(*batch, -1), rotate)
 
 
 _BLOCK = 2**18

@@ -10,11 +10,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from keepset.core.budget import Budget
+from keepset.core.feature import Needs
+from keepset.core.features.moments import HiddenMoments
+from keepset.core.features.recent_queries import RecentQueries
+from keepset.core.keep_set import LayerKeepSet, Layout
 from keepset.core.method import Method, parameter
-from keepset.core.observation import Needs, Observation
+from keepset.core.observation import Observation
+from keepset.core.ranking import Ranking
 from keepset.core.select import top_mask
-from keepset.errors import KeepsetError
+from keepset.core.shapes import Scores
 from keepset.methods.noise import normal, stream
 
 
@@ -43,7 +47,7 @@ class GVote(Method):
     """
 
     name: ClassVar[str] = "gvote"
-    layout: ClassVar[str] = "head-ragged"
+    layout: ClassVar[Layout] = Layout.HEAD_RAGGED
     paper: ClassVar[str] = "arXiv:2509.03136"
     needs_budget: ClassVar[bool] = False
     counts_from_data: ClassVar[bool] = True
@@ -57,9 +61,9 @@ class GVote(Method):
     @property
     def needs(self) -> Needs:
         """The newest query, and moments of the hidden states."""
-        return Needs(window=1, hidden_moments=frozenset({self.skip}))
+        return Needs(RecentQueries(1), HiddenMoments(self.skip))
 
-    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+    def score(self, observation: Observation) -> Scores:
         """Votes plus the samples' mean attention, which without a vote is below 1."""
         queries = observation.by_query_group(self.queries(observation))
         steps = self.step_budgets(observation)
@@ -71,15 +75,9 @@ class GVote(Method):
             scores += _best(logits, steps).sum((2, 3)) + logits.softmax(-1).sum((2, 3)) / (group * samples)
         return scores
 
-    def choose(
-        self,
-        observation: Observation,
-        budget: Budget,
-        ranked: Float[Tensor, "batch kv_heads entries"],
-        quotas: Int[Tensor, "batch kv_heads"],
-    ) -> Bool[Tensor, "batch kv_heads entries"]:
+    def choose(self, ranking: Ranking) -> LayerKeepSet:
         """Whatever has a vote or always stays, as far as a cap allows."""
-        return (ranked >= 1) & top_mask(ranked, quotas)
+        return ranking.keep((ranking.scores >= 1) & top_mask(ranking.scores, ranking.quotas))
 
     def step_budgets(self, observation: Observation) -> Int[Tensor, "batch kv_heads group"]:
         """B_step of every query head: how many entries the newest query needs."""
@@ -89,12 +87,7 @@ class GVote(Method):
 
     def hidden_states(self, observation: Observation) -> Float[Tensor, "batch samples hidden"]:
         """Samples of what may enter the layer's attention."""
-        moments = observation.hidden_moments.get(self.skip)
-        if moments is None:
-            raise KeepsetError(
-                "This method samples hidden states: give "
-                f"Observation(hidden_moments={{{self.skip}: ...}}, future_queries=...)."
-            )
+        moments = observation[HiddenMoments(self.skip)]
         rows = torch.arange(self.samples, device=moments.mean.device)
         noise = normal(stream(self.seed, observation.layer, rows), moments.mean.shape[-1])
         return moments.mean[:, None] + moments.variance.sqrt()[:, None] * noise
@@ -102,9 +95,7 @@ class GVote(Method):
     def queries(self, observation: Observation) -> Float[Tensor, "batch query_heads samples head_dim"]:
         """The queries that the model makes of them."""
         hidden = self.hidden_states(observation)
-        if observation.future_queries is None:
-            raise KeepsetError("This method samples future queries: give Observation(future_queries=...).")
-        return observation.future_queries(hidden.to(observation.keys.dtype), self.future)
+        return observation[HiddenMoments(self.skip)].queries(hidden.to(observation.keys.dtype), self.future)
 
 
 def nucleus(attention: Float[Tensor, "*rows entries"], mass: float) -> Int[Tensor, "*rows"]:

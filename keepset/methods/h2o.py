@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from jaxtyping import Float, Int
-from torch import Tensor
-
-from keepset.core.budget import Budget
+from keepset.core.budget import Budget, share_of
+from keepset.core.feature import Needs
+from keepset.core.features.attention_columns import AttentionColumns
 from keepset.core.method import Method, parameter
-from keepset.core.observation import Needs, Observation
+from keepset.core.observation import Observation
+from keepset.core.ranking import Ranking
 from keepset.core.select import RECENT_RANK
+from keepset.core.shapes import Quotas, Scores
+from keepset.kernels.statistic import ColumnStatistic
+
+_RECEIVED = AttentionColumns(ColumnStatistic.SUM)
 
 
 @dataclass(frozen=True)
@@ -33,18 +37,16 @@ class H2O(Method):
     @property
     def needs(self) -> Needs:
         """Column sums of the prompt's attention."""
-        return Needs(columns=frozenset({"sum"}))
+        return Needs(_RECEIVED)
 
-    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+    def score(self, observation: Observation) -> Scores:
         """Attention received."""
-        return observation.by_query_group(observation.columns("sum")).sum(2)
+        return observation.by_query_group(observation[_RECEIVED]).sum(2)
 
-    def ranked(
-        self, observation: Observation, budget: Budget, quotas: Int[Tensor, "batch kv_heads"]
-    ) -> Float[Tensor, "batch kv_heads entries"]:
+    def ranked(self, observation: Observation, budget: Budget, quotas: Quotas) -> Ranking:
         """The newest share of the quota above every heavy hitter."""
-        ranked = super().ranked(observation, budget, quotas)
-        # As in Budget: 0.29 * 100 is 28.999...96 in binary.
-        newest = (quotas.double() * self.recent_share + 1e-9).floor().long()
+        ranking = super().ranked(observation, budget, quotas)
+        newest = share_of(quotas, self.recent_share)
         is_newest = observation.positions >= observation.lengths[:, None, None] - newest[..., None]
-        return ranked.clamp(min=RECENT_RANK).where(is_newest & observation.valid, ranked)
+        raised = ranking.scores.clamp(min=RECENT_RANK).where(is_newest & observation.valid, ranking.scores)
+        return replace(ranking, scores=raised)

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch.nn.functional as F
-from jaxtyping import Float
-from torch import Tensor
 
 from keepset.core.method import Method
 from keepset.core.observation import Observation
+from keepset.core.shapes import Scores
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class KeyDiff(Method):
     name: ClassVar[str] = "keydiff"
     paper: ClassVar[str] = "arXiv:2504.15364"
 
-    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+    def score(self, observation: Observation) -> Scores:
         """Minus the cosine to the mean direction."""
         directions = F.normalize(observation.keys.float(), dim=-1)
         directions = directions.masked_fill(~observation.valid[..., None], 0.0)

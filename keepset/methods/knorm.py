@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from jaxtyping import Float
-from torch import Tensor
-
 from keepset.core.method import Method
 from keepset.core.observation import Observation
+from keepset.core.shapes import Scores
 
 
 @dataclass(frozen=True)
@@ -19,6 +17,6 @@ class Knorm(Method):
     name: ClassVar[str] = "knorm"
     paper: ClassVar[str] = "arXiv:2406.11430"
 
-    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+    def score(self, observation: Observation) -> Scores:
         """Minus the key's norm."""
         return -observation.keys.float().norm(dim=-1)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
+from keepset.core.shapes import Scores
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class LagKV(Method):
         """The last partition: nothing follows to compare it with."""
         return self.lag
 
-    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+    def score(self, observation: Observation) -> Scores:
         """Rank of the information within the partition, in [0, 1); 1 outside."""
         scores = torch.ones(observation.valid.shape, device=observation.keys.device)
         count = (scores.shape[-1] - self.skip) // self.lag

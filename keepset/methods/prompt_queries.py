@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from jaxtyping import Float
-from torch import Tensor
-
+from keepset.core.feature import Needs
+from keepset.core.features.prompt_queries import PromptQueryAttention
 from keepset.core.method import Method, parameter
-from keepset.core.observation import Needs, Observation
+from keepset.core.observation import Observation
+from keepset.core.shapes import Scores
 from keepset.methods.second_pass import SecondPassAttention
 
 _AGAIN = SecondPassAttention(statistic="rms", chunk=0)
@@ -32,8 +32,8 @@ class PromptQueries(Method):
     first order; a mean alone overrates what everyone looks at a little, a maximum what one looks at once.
 
     With `second_pass=True` the prompt really comes once more, on top of its own cache (or the questions come that the
-    cache was given), as in `received(statistic='rms')`, and half of what is paid then is added. Now queries know what
-    they repeat, which finds facts that nobody comes back to; those of the first pass still tell what is looked at
+    cache was given), as in `second_pass(statistic='rms')`, and half of what is paid then is added. Now queries know
+    what they repeat, which finds facts that nobody comes back to; those of the first pass still tell what is looked at
     otherwise. Either alone is worse in one of both: docs/results.md.
 
     Attributes:
@@ -41,7 +41,7 @@ class PromptQueries(Method):
         second_pass: whether the prompt runs once more, too.
     """
 
-    name: ClassVar[str] = "echo"
+    name: ClassVar[str] = "prompt_queries"
     paper: ClassVar[str] = "none"
 
     stride: int = parameter(1, minimum=1)
@@ -50,20 +50,16 @@ class PromptQueries(Method):
     @property
     def needs(self) -> Needs:
         """The prompt's queries once more, and a second pass where it is wanted."""
-        echoes = Needs(echoes=frozenset({self.stride}))
-        return echoes | _AGAIN.needs if self.second_pass else echoes
+        once_more = Needs(PromptQueryAttention(self.stride))
+        return once_more | _AGAIN.needs if self.second_pass else once_more
 
-    @property
-    def sinks(self) -> int:
-        """Four, as in StreamingLLM."""
-        return 4
+    sinks: ClassVar[int] = 4
+    """Four, as in StreamingLLM."""
 
-    @property
-    def recent(self) -> int:
-        """Eight: neighbours, which no token asked from afar shows."""
-        return 8
+    recent: ClassVar[int] = 8
+    """Eight: neighbours, which no token asked from afar shows."""
 
-    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+    def score(self, observation: Observation) -> Scores:
         """Root mean square of what would be received, and of what is."""
-        scores = observation.by_query_group(observation.echo(self.stride).sqrt()).mean(2)
+        scores = observation.by_query_group(observation[PromptQueryAttention(self.stride)].sqrt()).mean(2)
         return scores + _WEIGHT * _AGAIN.score(observation) if self.second_pass else scores

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from jaxtyping import Float
-from torch import Tensor
-
+from keepset.core.feature import Needs
+from keepset.core.features.model_statistics import ModelStatistics
 from keepset.core.method import Method, parameter
-from keepset.core.observation import Needs, Observation
+from keepset.core.observation import Observation
+from keepset.core.shapes import Scores
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class QFilter(Method):
     @property
     def needs(self) -> Needs:
         """The directions."""
-        return Needs(statistics=frozenset({self.stats}))
+        return Needs(ModelStatistics(self.stats))
 
-    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+    def score(self, observation: Observation) -> Scores:
         """The key's projection on its head's direction."""
-        direction = observation.measured(self.stats).direction
+        direction = ModelStatistics(self.stats).layer(observation).direction
         return (observation.keys.float() @ direction[..., None])[..., 0]

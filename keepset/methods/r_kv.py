@@ -7,11 +7,12 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
-from torch import Tensor
 
+from keepset.core.feature import Needs
+from keepset.core.features.recent_queries import RecentQueries
 from keepset.core.method import Method, parameter
-from keepset.core.observation import Needs, Observation
+from keepset.core.observation import Observation
+from keepset.core.shapes import Scores
 
 _BLOCK = 2**20
 """Similarities at a time, of all heads together."""
@@ -45,18 +46,18 @@ class RKV(Method):
     @property
     def needs(self) -> Needs:
         """The window's queries."""
-        return Needs(window=self.window)
+        return Needs(RecentQueries(self.window))
 
     @property
     def recent(self) -> int:
         """The window."""
         return self.window
 
-    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+    def score(self, observation: Observation) -> Scores:
         """Importance less redundancy."""
         return self.mix_lambda * self._importance(observation) - (1 - self.mix_lambda) * self._redundancy(observation)
 
-    def _importance(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+    def _importance(self, observation: Observation) -> Scores:
         newest, at = observation.newest_queries(self.window)
         queries = observation.by_query_group(newest * observation.scaling)
         logits = (queries.flatten(2, 3) @ observation.keys.transpose(-1, -2)).float()
@@ -69,7 +70,7 @@ class RKV(Method):
         received = attention.sum(2) / exists.sum(2).clamp(min=1)
         return F.max_pool1d(received, self.kernel, stride=1, padding=self.kernel // 2)
 
-    def _redundancy(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+    def _redundancy(self, observation: Observation) -> Scores:
         directions = F.normalize(observation.keys.float(), dim=-1)
         directions = directions.masked_fill(~observation.valid[..., None], 0.0)
         others = directions.sum(2, keepdim=True) - directions

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
+from keepset.core.shapes import Scores
 from keepset.methods.noise import draw, stream
 
 
@@ -27,7 +26,7 @@ class Random(Method):
 
     seed: int = parameter(0, minimum=0, maximum=2**31 - 1)
 
-    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+    def score(self, observation: Observation) -> Scores:
         """Uniform in [0, 1)."""
         heads = torch.arange(observation.keys.shape[1], device=observation.keys.device)
         streams = stream(self.seed, observation.layer, heads)[:, None]

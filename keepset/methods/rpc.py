@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from jaxtyping import Float
-from torch import Tensor
-
 from keepset.core.method import parameter
 from keepset.core.observation import Observation
+from keepset.core.shapes import Scores
 from keepset.methods.snapkv import SnapKV
 
 
@@ -32,5 +30,5 @@ class RPC(SnapKV):
     window: int = parameter(32, minimum=1)
     kernel: int = parameter(7, minimum=1, odd=True)
 
-    def _received(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+    def _received(self, observation: Observation) -> Scores:
         return observation.mean_over_heads(super()._received(observation))

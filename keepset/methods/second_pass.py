@@ -1,4 +1,4 @@
-"""SecondPassAttention attention: what entries receive of a task's tokens, or of the prompt's own."""
+"""SecondPassAttention: what entries receive of a task's tokens, or of the prompt's own."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
+from keepset.core.feature import Needs
+from keepset.core.features.attention_columns import AttentionColumns
+from keepset.core.features.output_projection import OutputProjection
+from keepset.core.features.second_pass import SecondPass
 from keepset.core.method import Method, parameter
-from keepset.core.observation import Needs, Observation, SecondPass
-from keepset.errors import KeepsetError
+from keepset.core.observation import Observation
+from keepset.core.shapes import QueryHeadScores, Scores
+from keepset.errors import RecipeError
+from keepset.kernels.statistic import ColumnStatistic
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ class SecondPassAttention(Method):
             head's output projection makes of it.
     """
 
-    name: ClassVar[str] = "received"
+    name: ClassVar[str] = "second_pass"
     paper: ClassVar[str] = "arXiv:2509.05165"
 
     task: str = parameter("context", choices=("context", "repeat", "self"))
@@ -46,29 +50,26 @@ class SecondPassAttention(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.task == "self" and self.statistic == "rms":
-            raise KeepsetError(f"{self.name}: statistic='rms' needs a second pass: use task='context', or 'mean'.")
+            raise RecipeError(f"{self.name}: statistic='rms' needs a second pass: use task='context', or 'mean'.")
 
     @property
     def needs(self) -> Needs:
         """Columns of the prompt's own attention, or of a second pass; the output projection to weigh values with."""
-        columns = frozenset({_COLUMN[self.statistic]})
-        projected = self.values == "projected"
-        if self.task == "self":
-            return Needs(columns=columns, output_projection=projected)
-        return Needs(second_passes=frozenset({self._second_pass}), output_projection=projected)
+        columns = AttentionColumns(_COLUMN[self.statistic]) if self.task == "self" else self._second_pass
+        return Needs(columns, *([OutputProjection()] if self.values == "projected" else []))
 
-    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+    def score(self, observation: Observation) -> Scores:
         """Equations 14 to 16."""
         received = self._received(observation)
         if self.values == "projected":
-            received = received * observation.projected_norms(2)
+            received = received * OutputProjection().norms(observation, 2)
         grouped = observation.by_query_group(received)
         scores = grouped.amax(2) if self.aggregate_group == "max" else grouped.mean(2)
         if self.values == "norm":
             scores = scores * observation.values.float().norm(dim=-1)
         if self.mean_term:
             scores = scores + observation.mean_over_heads(scores)
-        opening = observation.second_pass(self._second_pass).opening if self.task == "repeat" else None
+        opening = observation[self._second_pass].opening if self.task == "repeat" else None
         if opening is None:
             return scores
         return scores.masked_fill(observation.positions < opening[:, None, None], float("inf"))
@@ -77,19 +78,19 @@ class SecondPassAttention(Method):
     def _second_pass(self) -> SecondPass:
         return SecondPass(frozenset({_COLUMN[self.statistic]}), self.chunk, repeat=self.task == "repeat")
 
-    def _received(self, observation: Observation) -> Float[Tensor, "batch query_heads entries"]:
+    def _received(self, observation: Observation) -> QueryHeadScores:
         """Equation 14."""
         column = _COLUMN[self.statistic]
         if self.task == "self":
-            columns, tokens = observation.columns(column), observation.lengths
+            columns, tokens = observation[AttentionColumns(column)], observation.lengths
         else:
-            told = observation.second_pass(self._second_pass)
-            columns, tokens = told.statistics[column], told.tokens
+            received = observation[self._second_pass]
+            columns, tokens = received.statistics[column], received.tokens
         if self.statistic == "max":
             return columns
         mean = columns / tokens[:, None, None]
         return torch.sqrt(mean) if self.statistic == "rms" else mean
 
 
-_COLUMN = {"max": "max", "mean": "sum", "rms": "square"}
+_COLUMN = {"max": ColumnStatistic.MAX, "mean": ColumnStatistic.SUM, "rms": ColumnStatistic.SQUARE}
 """What is streamed for each statistic."""

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch.nn.functional as F
-from jaxtyping import Float
-from torch import Tensor
 
+from keepset.core.feature import Needs
+from keepset.core.features.recent_queries import RecentQueries
 from keepset.core.method import Method, parameter
-from keepset.core.observation import Needs, Observation
+from keepset.core.observation import Observation
+from keepset.core.shapes import Scores
 
 
 @dataclass(frozen=True)
@@ -31,18 +32,18 @@ class SnapKV(Method):
     @property
     def needs(self) -> Needs:
         """The window's queries."""
-        return Needs(window=self.window)
+        return Needs(RecentQueries(self.window))
 
     @property
     def recent(self) -> int:
         """The window."""
         return self.window
 
-    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+    def score(self, observation: Observation) -> Scores:
         """Pooled mean attention of the window's queries."""
         received = self._received(observation)
         in_window = observation.positions >= observation.lengths[:, None, None] - self.window
         return F.avg_pool1d(received.masked_fill(in_window, 0.0), self.kernel, stride=1, padding=self.kernel // 2)
 
-    def _received(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+    def _received(self, observation: Observation) -> Scores:
         return observation.by_query_group(observation.window_usage(self.window)).mean(2) / self.window

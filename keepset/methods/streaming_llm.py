@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from jaxtyping import Float
-from torch import Tensor
-
 from keepset.core.method import Method
 from keepset.core.observation import Observation
+from keepset.core.shapes import Scores
 
 
 @dataclass(frozen=True)
@@ -23,11 +21,9 @@ class StreamingLLM(Method):
     name: ClassVar[str] = "streaming_llm"
     paper: ClassVar[str] = "arXiv:2309.17453"
 
-    @property
-    def sinks(self) -> int:
-        """The paper's four."""
-        return 4
+    sinks: ClassVar[int] = 4
+    """The paper's four."""
 
-    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+    def score(self, observation: Observation) -> Scores:
         """The later, the better."""
         return observation.positions.float()

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from jaxtyping import Float
-from torch import Tensor
-
+from keepset.core.feature import Needs
+from keepset.core.features.recent_queries import RecentQueries
 from keepset.core.method import Method
-from keepset.core.observation import Needs, Observation
+from keepset.core.observation import Observation
+from keepset.core.shapes import Scores
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,11 @@ class TOVA(Method):
     @property
     def needs(self) -> Needs:
         """The newest query."""
-        return Needs(window=1)
+        return Needs(RecentQueries(1))
 
-    @property
-    def recent(self) -> int:
-        """The newest token."""
-        return 1
+    recent: ClassVar[int] = 1
+    """The newest token."""
 
-    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+    def score(self, observation: Observation) -> Scores:
         """Mean attention of the newest query."""
         return observation.mean_over_heads(observation.by_query_group(observation.window_usage(1)).mean(2))

@@ -9,8 +9,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from keepset.core.feature import Needs
+from keepset.core.features.model_statistics import ModelStatistics
 from keepset.core.method import Method, parameter
-from keepset.core.observation import Needs, Observation
+from keepset.core.observation import Observation
+from keepset.core.shapes import Scores
 from keepset.core.statistics import LayerStatistics
 
 
@@ -45,11 +48,11 @@ class TriAttention(Method):
     @property
     def needs(self) -> Needs:
         """Centres and norms of the queries, and the frequencies."""
-        return Needs(statistics=frozenset({self.stats}))
+        return Needs(ModelStatistics(self.stats))
 
-    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+    def score(self, observation: Observation) -> Scores:
         """Standardised per query head; of a group the largest."""
-        measured, keys = observation.measured(self.stats), observation.keys.float()
+        measured, keys = ModelStatistics(self.stats).layer(observation), observation.keys.float()
         offsets = 2 ** torch.arange(self.horizon.bit_length(), device=keys.device)
         centre = measured.mean[None, :, None].expand(len(keys), -1, -1, -1)
         ahead = measured.rotate(centre, observation.lengths[:, None] + offsets)[:, :, 0]

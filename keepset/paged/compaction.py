@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,7 +132,7 @@ class Compactor:
             return
         target = after.reshape(-1).index_select(0, heads * after.shape[-1] + rank // size) * size + rank % size
         reached.pages.write(_rows(found.keys, index), _rows(found.values, index), target)
-        self._remember(reached.pages.slots, target, heads, index, found)
+        self._remember(reached.pages.slots, target, heads, index, found, kept.state)
         if self._counted:
             stays, total = int(left.sum()), int(entries.sum())
             seconds = time.perf_counter() - start
@@ -147,19 +148,14 @@ class Compactor:
     def _select(self, observation: Observation, event: Event) -> LayerKeepSet:
         """The recipe's choice, which must be of the size that the scheduler counts with."""
         method, budget = self.recipe.method, self.recipe.budget
-        state = dict(observation.state)
         kept = method.select(observation, budget).layer(self.layer)
         if as_counted(kept, event, method.equal_heads):
             return kept
         # A request that starts again after a preemption has more to choose from than one that was compressed all
         # along, so a number that depends on it comes out differently. How many stay must not.
-        observation.state.clear()
-        observation.state.update(state)
         assert event.keep is not None
         share = torch.full_like(kept.counts, event.keep)
-        return observation.keep(
-            method.choose(observation, budget, method.ranked(observation, budget, share), share)
-        ).layer(self.layer)
+        return method.choose(method.ranked(observation, budget, share))
 
     def _remember(
         self,
@@ -168,12 +164,13 @@ class Compactor:
         heads: Int[Tensor, " kept"],
         index: Int[Tensor, " kept"],
         found: Found,
+        state: Mapping[str, Tensor],
     ) -> None:
         """Writes what belongs to the entries that stay beside them."""
         if self._positions is None:
             self._positions = torch.zeros(slots, dtype=torch.int32, device=target.device)
         self._positions[target] = found.positions.reshape(-1)[index].int()
-        for name, column in found.observation.state.items():
+        for name, column in state.items():
             if name not in self._state:
                 self._state[name] = column.new_zeros(slots)
             within = index - heads * found.keys.shape[2]

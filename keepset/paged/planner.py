@@ -11,11 +11,12 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from keepset.core.accumulate import Accumulators
 from keepset.errors import KeepsetError
 from keepset.paged.freed_blocks import freed_blocks
 from keepset.paged.page_tables import RaggedStep, RaggedTables
 from keepset.paged.per_head import PerHeadSequences
-from keepset.paged.prompt import Prompt, Prompts, looks_at_all
+from keepset.paged.prompt import Prompts, looks_at_all
 from keepset.paged.query_windows import Capture, Record, Windows
 from keepset.vllm.spec import KeepSpec
 
@@ -188,7 +189,7 @@ class Planner:
         self.needs = needs = recipe.method.needs
         self._collects = looks_at_all(needs) and recipe.schedule.prefill
         # What the moments of a decode-time event cover is recorded like a window.
-        buffer = needs.buffer if needs.query_moments and recipe.schedule.every is not None else 0
+        buffer = needs.buffer if recipe.schedule.every is not None else 0
         self.window = max(needs.window, buffer)
         self.windows = Windows(len(layers), max(self.window, 1), requests)
         self.ragged = (
@@ -273,7 +274,7 @@ class Planner:
     def _chunk(self, row: Row, record: Record, blocks: Int[Tensor, " width"]) -> Chunk:
         until = min(row.prompt, row.after)
         if record.prompt is None:
-            record.prompt = Prompts([Prompt(self.needs) for _ in self.layers])
+            record.prompt = Prompts([Accumulators(self.needs) for _ in self.layers])
         if record.prompt.tokens == row.before:
             record.prompt.tokens = until
         # Nothing has compressed a prompt before its end.

@@ -96,7 +96,7 @@ def _needed(recipe: Recipe, options: Sequence[str]) -> list[str]:
         words.append("--no-enable-prefix-caching")
     if not method.fixed_total:
         words += ["--kv-transfer-config", json.dumps(CONNECTOR)]
-    if method.needs.hidden_moments and not given(options, "--enforce-eager"):
+    if method.needs.hidden_states and not given(options, "--enforce-eager"):
         words.append("--enforce-eager")
     return words
 

@@ -254,7 +254,7 @@ class KeepImpl:
     def _see(self, planner: Planner, place: int, query: Tensor) -> Observer:
         if self._observer is None:
             rotation = None
-            if planner.needs.hidden_states:
+            if planner.needs.unrotated:
                 rotation = rotary_table(planner.model_type, query.shape[-1], query.dtype)
             self._observer = Observer(planner, place, self.scale, rotation, self.source)
         return self._observer

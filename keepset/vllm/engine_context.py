@@ -32,7 +32,7 @@ class EngineContext:
         self._layers: dict[str, int] = {}
         self._asked = 0
         self.barrier = LayerBarrier() if recipe.method.across_layers else None
-        self._tap = tap() if recipe.method.needs.hidden_moments else None
+        self._tap = tap() if recipe.method.needs.hidden_states else None
 
     @property
     def layers(self) -> dict[str, int]:

@@ -16,6 +16,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
 from keepset.core.rope import undone_right
+from keepset.core.shapes import HiddenStates, Queries
 from keepset.errors import UnsupportedModelError
 
 
@@ -41,7 +42,7 @@ class LayerInput:
     def _enter(self, projection: nn.Module, args: tuple[Any, ...]) -> None:
         (self.hidden,) = args
 
-    def queries(self, hidden: Float[Tensor, "batch n hidden"]) -> Float[Tensor, "batch query_heads n head_dim"]:
+    def queries(self, hidden: HiddenStates) -> Queries:
         """Queries that the layer makes of these hidden states, before rotation."""
         module = self._module()
         # `forward`, because calling it would run the hook.
@@ -51,9 +52,7 @@ class LayerInput:
         queries = queries if norm is None else norm(queries)
         return queries.unflatten(0, hidden.shape[:2]).transpose(1, 2)
 
-    def check(
-        self, queries: Float[Tensor, "batch query_heads n head_dim"], hidden: Float[Tensor, "batch n hidden"]
-    ) -> None:
+    def check(self, queries: Queries, hidden: HiddenStates) -> None:
         """Compares, once, queries before rotation with what comes of their hidden states.
 
         Raises:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from keepset.core.features.model_statistics import ModelStatistics
 from keepset.core.statistics import load
 from keepset.errors import KeepsetError
 from keepset.paged.grouping import one_table
@@ -64,14 +65,9 @@ def _of_version() -> Iterator[str]:
 def _of_recipe(recipe: Recipe) -> Iterator[str]:
     method, needs = recipe.method, recipe.method.needs
     check_schedule(recipe)  # or its own sentence
-    if needs.second_passes:
-        yield f"{method.name} has tokens look at the prompt a second time, for which vLLM has no step."
-    if needs.echoes:
-        yield f"{method.name} asks the prompt's queries once more, which was not tried under vLLM yet."
-    if needs.output_projection:
-        yield f"{method.name} looks at the output projection, which attention layers do not see."
-    if needs.perplexity:
-        yield f"{method.name} looks at the prompt's perplexity, which attention layers do not see."
+    for feature in needs:
+        if feature.transformers_only:
+            yield f"{method.name} {feature.transformers_only.format(engine='vLLM')}."
     if method.across_layers and method.fixed_total and not method.equal_layers:
         yield (
             f"{method.name} looks across layers whose quotas differ, so that events are not the same for all; "
@@ -79,8 +75,8 @@ def _of_recipe(recipe: Recipe) -> Iterator[str]:
         )
     if method.across_layers and method.fixed_total and method.equal_layers:
         yield f"{method.name} looks across layers and keeps equally many in each, which was not tried under vLLM yet."
-    for file in needs.statistics:
-        load(file)  # or its own sentence: the engine's processes know none but those in files
+    for statistics in needs.of(ModelStatistics):
+        load(statistics.file)  # or its own sentence: the engine's processes know none but those in files
 
 
 def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
@@ -100,7 +96,7 @@ def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
         yield "context parallelism divides a request's entries; use tensor parallelism."
     if getattr(parallel, "use_ubatching", False) or getattr(parallel, "enable_dbo", False):
         yield "micro-batch overlap runs two batches at once; leave enable_dbo out."
-    if recipe.method.needs.hidden_moments and not config.model_config.enforce_eager:
+    if recipe.method.needs.hidden_states and not config.model_config.enforce_eager:
         yield "compiled code does not show the hidden states that it looks at; give --enforce-eager."
     if cache.cache_dtype not in _WHOLE:
         yield f"a quantized KV cache ({cache.cache_dtype}) cannot be compressed; use kv_cache_dtype auto."
@@ -113,7 +109,7 @@ def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
 def _of_ranks(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
     if config.parallel_config.tensor_parallel_size == 1:
         return
-    if recipe.method.needs.statistics:
+    if recipe.method.needs.of(ModelStatistics):
         yield "its statistics are of all heads, of which with tensor parallelism a process holds a part; use one GPU."
     if recipe.method.across_layers:
         yield "it compares all heads, of which with tensor parallelism a process holds a part; use one GPU."

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from keepset import Budget, KeepsetError, Observation, Recipe
 from keepset.allocators.ams import AMS
-from keepset.core.observation import QueryMoments
+from keepset.core.features.moments import QueryDistribution, QueryMoments
+from keepset.core.keep_set import LayerKeepSet
 from keepset.methods.tova import TOVA
 from tests.allocators.test_segments import lengths_of, naive_cuts, naive_shares
 from tests.methods.naive import EXACT, SHAPES, Given, Shape, kept, length_of, observe, window_attention
@@ -106,7 +108,8 @@ def test_credit_lives_with_its_entries() -> None:
     first = [[naive_mass(observation, method, request, head) for head in range(2)] for request in range(2)]
     recipe = Recipe(method, budget)
     keep = recipe.select(observation)
-    credit = observation.state["credit"]
+    credit = keep.layer(0).state["credit"]
+    assert not observation.state
     for request in range(2):
         for head in range(2):
             found = credit[request, head, : shape.lengths[request]]
@@ -119,25 +122,25 @@ def test_credit_lives_with_its_entries() -> None:
             stayed = kept(keep, observation, request, head)
             order[request, head] = torch.tensor([*stayed, *range(shape.lengths[request], shape.lengths[request] + 3)])
             old[request, head, :6] = credit[request, head, stayed]
-    later = observe(Shape((9, 9), 2, 3, 4, 4), seed=5, positions=order, valid=torch.ones(2, 2, 9, dtype=torch.bool))
-    later.state["credit"] = old.clone()
+    valid = torch.ones(2, 2, 9, dtype=torch.bool)
+    later = observe(Shape((9, 9), 2, 3, 4, 4), seed=5, positions=order, valid=valid, state={"credit": old.clone()})
     looked = method.segments(later, budget).mass
+    after = recipe.select(later).layer(0).state["credit"]
     assert torch.equal(later.state["credit"], old)
-    recipe.select(later)
     for request in range(2):
         for head in range(2):
             now = naive_mass(later, method, request, head)
             before = old[request, head].tolist()
             new = [0.7 * b + 0.3 * m if b else m for b, m in zip(before, now, strict=True)]
-            torch.testing.assert_close(later.state["credit"][request, head], torch.tensor(new), **EXACT)
+            torch.testing.assert_close(after[request, head], torch.tensor(new), **EXACT)
             mixed = [0.6 * m + 0.4 * c / sum(new) for m, c in zip(now, new, strict=True)]
             torch.testing.assert_close(looked[request, head], torch.tensor(mixed), **EXACT)
 
 
 def test_where_all_may_stay_there_was_no_event() -> None:
     observation = observe(Shape((12, 5), 2, 2, 4, 4))
-    Recipe(AMS(TOVA(), **SMALL), Budget(5, sinks=1, recent=1)).select(observation)
-    assert observation.state["credit"][0].all() and not observation.state["credit"][1].any()
+    credit = Recipe(AMS(TOVA(), **SMALL), Budget(5, sinks=1, recent=1)).select(observation).layer(0).state["credit"]
+    assert credit[0].all() and not credit[1].any()
 
 
 @examples(150)
@@ -162,7 +165,7 @@ def test_a_whole_event(
         observation.keys.zero_()
     if spoilt == "nan":
         observation.keys[:, 0, 0] = math.nan
-    observation.state["scores"] = scores
+    observation = replace(observation, state={"scores": scores})
     method = AMS(Given(), credit=False, min_quota=least, **SMALL)
     keep = max(keep, sinks + recent)
     budget = Budget(keep, sinks, recent)
@@ -207,15 +210,14 @@ def test_switches() -> None:
     spread = [(q - 1) / size for q, size in zip(by_length.quotas[0, 0].tolist(), sizes, strict=True) if size]
     middle = spread[1:-1]  # those without sinks and suffix
     assert max(middle) - min(middle) < 2 / min(size for size in sizes if size)
-    Recipe(AMS(scorer, window=8, credit=False), budget).select(observation)
-    assert "credit" not in observation.state
+    keep_set = Recipe(AMS(scorer, window=8, credit=False), budget).select(observation)
+    assert "credit" not in keep_set.layer(0).state
     assert AMS(scorer, weighted=False, adaptive=False).needs.window == 1
 
 
 def test_a_region_of_low_scores_is_not_wiped_out() -> None:
     """What a global top-k drops whole keeps its share of what it receives."""
-    observation = observe(Shape((200,), 1, 2, 8, 8))
-    observation.state["scores"] = torch.arange(200.0)[None, None]
+    observation = observe(Shape((200,), 1, 2, 8, 8), state={"scores": torch.arange(200.0)[None, None]})
     budget = Budget(40, sinks=0, recent=0)
     plain = kept(Recipe(Given(), budget).select(observation), observation, 0, 0)
     ams = kept(Recipe(AMS(Given(), window=8), budget).select(observation), observation, 0, 0)
@@ -287,21 +289,33 @@ def test_an_event_does_not_wait_for_a_device_nor_loop_over_heads() -> None:
 
 
 @pytest.mark.parametrize("scorer", ["tova", "expected_attention", "snapkv", "keydiff", "knorm", "r_kv", "rpc"])
-def test_nothing_is_asked_of_a_device(scorer: str) -> None:
+def test_nothing_is_asked_of_a_device(scorer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors without contents run through a whole choice: whatever needed a value would fail."""
+
+    @dataclass
+    class Chosen(Exception):  # noqa: N818
+        mask: torch.Tensor
+        state: dict[str, torch.Tensor]
+
+    def chosen(layer: int, mask: torch.Tensor, *rest: Any) -> None:
+        raise Chosen(mask, rest[-1])
+
+    monkeypatch.setattr(LayerKeepSet, "from_mask", chosen)
     made = observe(Shape((200, 200), 2, 2, 8, 8), window=16)
-    moments = made.query_moments[4]
-    bare = QueryMoments(moments.mean.to("meta"), moments.covariance.to("meta"), lambda rows, future: rows)
+    moments = made[QueryMoments(4)]
+    bare = QueryDistribution(moments.mean.to("meta"), moments.covariance.to("meta"), lambda rows, future: rows)
     assert made.queries is not None
     observation = Observation(
         keys=made.keys.to("meta"),
         values=made.values.to("meta"),
         queries=made.queries.to("meta"),
-        query_moments={4: bare},
+        features={QueryMoments(4): bare},
     )
     recipe = Recipe.parse(f"ams({scorer}, window=8, keep=80)")
     method, budget = recipe.method, recipe.budget
     quotas = method.quotas(observation, budget)
-    chosen = method.choose(observation, budget, method.ranked(observation, budget, quotas), quotas)
-    assert chosen.is_meta and chosen.shape == observation.valid.shape
-    assert observation.state["credit"].is_meta
+    ranking = method.ranked(observation, budget, quotas)
+    with pytest.raises(Chosen) as caught:
+        method.choose(ranking)
+    assert caught.value.mask.is_meta and caught.value.mask.shape == observation.valid.shape
+    assert caught.value.state["credit"].is_meta

@@ -13,6 +13,7 @@ from keepset import Budget, Recipe
 from keepset.allocators.glance import Glance
 from keepset.allocators.preset import Preset
 from keepset.allocators.reread import Reread
+from keepset.core.features.prompt_queries import PromptQueryAttention
 from keepset.methods.prompt_queries import PromptQueries
 from tests.allocators.test_kvcompose import budgets, pooled, sets_of
 from tests.methods.naive import Shape, observe
@@ -29,7 +30,7 @@ from tests.tiers import examples
     seed=st.integers(0, 99),
     recipe=st.sampled_from([(Glance(), PromptQueries(stride=4)), (Reread(), PromptQueries(second_pass=True))]),
 )
-def test_one_pool_of_echoes(
+def test_one_pool_of_prompt_queries(
     budget: Budget,
     lengths: list[int],
     heads: tuple[int, int],
@@ -42,7 +43,13 @@ def test_one_pool_of_echoes(
     draw = torch.Generator().manual_seed(seed)
     squares = torch.rand(layers, shape.batch, heads[0] * heads[1], shape.entries, generator=draw)
     observations = [
-        observe(shape, seed=seed + layer, layer=layer, layers=range(layers), echoes={scorer.stride: squares[layer]})
+        observe(
+            shape,
+            seed=seed + layer,
+            layer=layer,
+            layers=range(layers),
+            features={PromptQueryAttention(scorer.stride): squares[layer]},
+        )
         for layer in range(layers)
     ]
     for request in range(shape.batch):
@@ -51,7 +58,7 @@ def test_one_pool_of_echoes(
 
 
 @pytest.mark.parametrize(
-    "name, whole", [("glance", "pool(echo(stride=4))"), ("reread", "pool(echo(second_pass=True))")]
+    "name, whole", [("glance", "pool(prompt_queries(stride=4))"), ("reread", "pool(prompt_queries(second_pass=True))")]
 )
 def test_a_name_stands_for_what_it_is_made_of(name: str, whole: str) -> None:
     named: Any = Recipe.parse(f"{name}(keep=0.5)")

@@ -13,6 +13,7 @@ from keepset.allocators.adakv import AdaKV
 from keepset.allocators.ams import AMS
 from keepset.allocators.chunkkv import ChunkKV
 from keepset.allocators.criticalkv import CriticalKV
+from keepset.core.features.output_projection import OutputProjection
 from keepset.methods.knorm import Knorm
 from keepset.methods.snapkv import SnapKV
 from tests.methods.naive import DTYPES, EXACT, SHAPES, Given, Shape, kept, length_of, observe
@@ -21,9 +22,9 @@ from tests.tiers import examples
 
 def projected_norm(observation: Observation, request: int, query_head: int, entry: int, order: int) -> float:
     """The norm of one value times the projection's weights, number by number."""
-    group = observation.output_projection.shape[0] // observation.keys.shape[1]
+    group = observation[OutputProjection()].shape[0] // observation.keys.shape[1]
     value = observation.values[request, query_head // group, entry].double().tolist()
-    weights = observation.output_projection[query_head].double().tolist()
+    weights = observation[OutputProjection()][query_head].double().tolist()
     made = [sum(v * row[out] for v, row in zip(value, weights, strict=True)) for out in range(len(weights[0]))]
     return sum(abs(number) ** order for number in made) ** (1 / order)
 
@@ -35,9 +36,9 @@ def projected_norm(observation: Observation, request: int, query_head: int, entr
 def test_projected_norms_match_the_naive_formula(
     shape: Shape, dtype: torch.dtype, order: int, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("keepset.core.observation._BLOCK", block)
+    monkeypatch.setattr("keepset.core.features.output_projection.BLOCK", block)
     observation = observe(shape, dtype=dtype)
-    norms = observation.projected_norms(order)
+    norms = OutputProjection().norms(observation, order)
     assert norms.dtype == torch.float32
     assert norms.shape == (shape.batch, shape.kv_heads * shape.group, shape.entries)
     for request in range(shape.batch):
@@ -78,8 +79,8 @@ def test_matches_the_two_stages_written_out(case: tuple[Shape, Tensor, int, int]
     powers = torch.randint(-1, 2, observation.values.shape[:3], generator=torch.Generator().manual_seed(keep))
     observation.values[..., :] = 0.0
     observation.values[..., 0] = 2.0**powers
-    observation.output_projection = torch.zeros_like(observation.output_projection)
-    observation.output_projection[:, 0, 1] = -1.0
+    weights = observation[OutputProjection()].zero_()
+    weights[:, 0, 1] = -1.0
     keep_set = CriticalKV(Given(), alpha=quarters / 4).select(observation, Budget(keep))
     for request, length in enumerate(shape.lengths):
         for head in range(shape.kv_heads):
@@ -156,6 +157,6 @@ def test_refuses_to_choose_for_one_that_chooses() -> None:
 
 def test_says_what_it_needs() -> None:
     observation = Observation(keys=torch.ones(1, 1, 4, 2), values=torch.ones(1, 1, 4, 2))
-    with pytest.raises(KeepsetError, match=r"give Observation\(output_projection=\.\.\.\)"):
+    with pytest.raises(KeepsetError, match=r"give Observation\(features=\{OutputProjection\(\): \.\.\.\}\)"):
         CriticalKV(Knorm()).select(observation, Budget(2))
     assert CriticalKV(SnapKV()).needs.names() == ["window of 64 queries", "output projection"]

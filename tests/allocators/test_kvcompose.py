@@ -249,7 +249,7 @@ def test_layouts_follow_the_parameters() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["kvcompose(keep=0.25)", "pool(received(statistic='rms'), keep=0.25, sinks=4, recent=32)"]
+    "text", ["kvcompose(keep=0.25)", "pool(second_pass(statistic='rms'), keep=0.25, sinks=4, recent=32)"]
 )
 def test_recipes(text: str) -> None:
     assert str(Recipe.parse(text)) == text

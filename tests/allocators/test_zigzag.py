@@ -51,11 +51,10 @@ def test_layers_get_equation_six(
     lengths: list[int], heads: tuple[int, int], layers: int, keep: int, floor: float, dtype: torch.dtype
 ) -> None:
     shape = Shape(tuple(lengths), *heads, 3, 2)
-    observations = [
-        observe(shape, seed=layer, layer=layer, layers=range(layers), dtype=dtype) for layer in range(layers)
+    observations = [  # of some layers attention is spread, of others it is sharp
+        observe(shape, seed=layer, layer=layer, layers=range(layers), dtype=dtype, scaling=0.1 + 2.0 * layer)
+        for layer in range(layers)
     ]
-    for observation in observations:  # of some layers attention is spread, of others it is sharp
-        observation.scaling = 0.1 + 2.0 * observation.layer
     method = ZigZag(Knorm(), window=3, floor=floor)
     counts = method.select_all(observations, Budget(keep)).counts
     for request, length in enumerate(lengths):

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from keepset import texts
 from keepset.bench.compare.comparison import Measurement
+from keepset.bench.tune import measure as module
 from keepset.bench.tune import space
-from keepset.bench.tune import tune as module
 from keepset.cli import console
 from keepset.recipe import Recipe
 from tests.cli.conftest import Run

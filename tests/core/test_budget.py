@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -78,7 +79,7 @@ def test_a_protected_prompt_stays_and_counts(lengths: list[int], data: st.DataOb
     prompts = [data.draw(st.integers(1, length)) for length in lengths]
     keep = data.draw(st.integers(max(1, sinks + recent), 70))
     seen, batch = observation(*lengths), Budget(keep, sinks, recent, protect_prompt=True)
-    seen.prompts = torch.tensor(prompts)
+    seen = replace(seen, prompts=torch.tensor(prompts))
     for request, (length, prompt) in enumerate(zip(lengths, prompts, strict=True)):
         assert batch.quotas(seen)[request].tolist() == [min(max(keep, prompt + recent), length)] * 2
         first = [entry for entry in marked(batch.is_sink(seen), request) if entry < length]

@@ -4,8 +4,23 @@ import pytest
 import torch
 
 from keepset import KeepsetError, Observation
-from keepset.core.observation import Needs, QueryMoments
-from tests.methods.naive import DTYPES, EXACT, SHAPES, Rope, Shape, length_of, observe, tolerance, window_attention
+from keepset.core.feature import Needs
+from keepset.core.features.moments import HiddenMoments, QueryDistribution, QueryMoments
+from keepset.core.features.prompt_queries import PromptQueryAttention
+from keepset.core.features.recent_queries import RecentQueries
+from tests.methods.naive import (
+    DTYPES,
+    EXACT,
+    MAX,
+    SHAPES,
+    SUM,
+    Rope,
+    Shape,
+    length_of,
+    observe,
+    tolerance,
+    window_attention,
+)
 
 
 def bare(**parts: object) -> Observation:
@@ -87,7 +102,7 @@ def check_usage(observation: Observation, window: int) -> None:
 def test_window_usage_is_attention_summed(
     shape: Shape, block: int, window: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("keepset.core.observation._BLOCK", block)
+    monkeypatch.setattr("keepset.core.observation.BLOCK", block)
     check_usage(observe(shape, dtype=dtype), window)
 
 
@@ -124,7 +139,7 @@ def test_moments_ahead_are_rotated_on_both_sides() -> None:
     draw = torch.Generator().manual_seed(0)
     mean, half = torch.randn(2, 4, size, generator=draw), torch.randn(2, 4, size, size, generator=draw)
     covariance = half @ half.transpose(-1, -2)
-    ahead_mean, ahead_covariance = QueryMoments(mean, covariance, rope).ahead(future)
+    ahead_mean, ahead_covariance = QueryDistribution(mean, covariance, rope).ahead(future)
     for request in range(2):
         basis = torch.eye(size).expand(2, 1, size, size)
         rotation = rope(basis, future)[request, 0].T  # its columns are the rotated unit vectors
@@ -151,13 +166,14 @@ def test_holes_are_never_kept() -> None:
 
 
 def test_needs_of_two_methods_serve_both() -> None:
-    one = Needs(window=3, columns=frozenset({"sum"}), query_moments=frozenset({4}))
-    two = Needs(window=8, columns=frozenset({"max"}), hidden_moments=frozenset({2}))
+    one = Needs(RecentQueries(3), SUM, QueryMoments(4))
+    two = Needs(RecentQueries(8), MAX, HiddenMoments(2))
     both = one | two
-    assert both == Needs(8, frozenset({"sum", "max"}), frozenset({4}), frozenset({2}))
-    assert both.hidden_states and one.hidden_states and two.hidden_states
-    assert not Needs(window=3, columns=frozenset({"sum"})).hidden_states
-    assert both.names() == ["window of 8 queries", "column max", "column sum", "query moments", "hidden-state moments"]
+    assert both == Needs(HiddenMoments(2), QueryMoments(4), MAX, SUM, RecentQueries(8)) != one
+    assert both.unrotated and one.unrotated and two.unrotated
+    assert both.hidden_states and two.hidden_states and not one.hidden_states
+    assert not Needs(RecentQueries(3), SUM).unrotated
+    assert both.names() == ["window of 8 queries", "column sum", "query moments", "column max", "hidden-state moments"]
     assert Needs().names() == []
 
 
@@ -166,10 +182,10 @@ def test_needs_of_two_methods_serve_both() -> None:
     [
         (lambda: bare().window_attention(2), "queries=..."),
         (lambda: bare().window_usage(2), "queries=..."),
-        (lambda: bare().columns("sum"), "column_sum=..."),
-        (lambda: bare().columns("max"), "column_max=..."),
-        (lambda: bare().moments(4), "query_moments={4: ...}"),
-        (lambda: bare().echo(4), "echoes={4: ...}"),
+        (lambda: bare()[SUM], "features={AttentionColumns(statistic="),
+        (lambda: bare()[MAX], "looks at column max"),
+        (lambda: bare()[QueryMoments(4)], "features={QueryMoments(skip=4"),
+        (lambda: bare()[PromptQueryAttention(4)], "features={PromptQueryAttention(stride=4): ...}"),
         (lambda: bare(layer=3, layers=[0, 1]), "Layer 3 is not among the observed layers (0, 1)"),
     ],
 )

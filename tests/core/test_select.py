@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -92,7 +93,7 @@ def test_a_suffix_over_the_sinks_changes_nothing() -> None:
 
 def test_a_protected_prompt_is_above_the_suffix_the_first_token_first() -> None:
     seen = observation(9)
-    seen.prompts = torch.tensor([5])
+    seen = replace(seen, prompts=torch.tensor([5]))
     ranked = ranked_scores(torch.arange(9.0).expand(1, 1, 9), seen, Budget(7, 1, 2, protect_prompt=True))[0, 0]
     assert ranked.argsort(descending=True).tolist()[:5] == [0, 1, 2, 3, 4]
     assert ranked[4] > ranked[7] == ranked[8] > ranked[6] > ranked[5]

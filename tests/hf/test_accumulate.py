@@ -14,10 +14,15 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 import keepset
+from keepset.core.feature import Needs
+from keepset.core.features.moments import HiddenMoments, QueryMoments
+from keepset.core.features.prompt_queries import PromptQueryAttention
+from keepset.core.features.recent_queries import RecentQueries
 from keepset.core.method import Method
-from keepset.core.observation import Needs, Observation
+from keepset.core.observation import Observation
 from keepset.hf.recorder import Recorder
 from tests.hf.models import generate, left_padded, prompt, tiny
+from tests.methods.naive import MAX, SUM
 
 LENGTH, WINDOW, FUTURE = 36, 8, 5
 SKIPS = (0, 3, 10)
@@ -36,9 +41,8 @@ class Looking(Method):
 
     @property
     def needs(self) -> Needs:
-        skips = frozenset(SKIPS)
-        columns, asked = frozenset({"sum", "max"}), frozenset(ASKED)
-        return Needs(WINDOW, columns, query_moments=skips, hidden_moments=skips, echoes=asked)
+        moments = (of(skip) for skip in SKIPS for of in (QueryMoments, HiddenMoments))
+        return Needs(RecentQueries(WINDOW), SUM, MAX, *moments, *map(PromptQueryAttention, ASKED))
 
     def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
         self.shown[observation.layer] = observation
@@ -159,7 +163,7 @@ def test_what_is_shown(architecture: str, padding: list[int], chunk: int | None)
             check_columns(seen, expected, row)
             check_moments(seen, expected, row)
             check_future(seen, expected, row)
-            check_echoes(seen, expected, row)
+            check_prompt_queries(seen, expected, row)
 
 
 def check_entries(seen: Observation, expected: Naive, row: int) -> None:
@@ -187,8 +191,8 @@ def check_window(seen: Observation, expected: Naive, row: int) -> None:
 
 def check_columns(seen: Observation, expected: Naive, row: int) -> None:
     n = expected.keys.shape[1]
-    for name, statistic in (("sum", expected.attention.sum(1)), ("max", expected.attention.amax(1))):
-        columns = seen.columns(name)[row]
+    for name, statistic in ((SUM, expected.attention.sum(1)), (MAX, expected.attention.amax(1))):
+        columns = seen[name][row]
         assert columns.shape[-1] == seen.keys.shape[2]
         assert_close(columns[:, :n], statistic)
         assert columns[:, n:].abs().sum() == 0
@@ -197,7 +201,7 @@ def check_columns(seen: Observation, expected: Naive, row: int) -> None:
 def check_moments(seen: Observation, expected: Naive, row: int) -> None:
     for skip in SKIPS:
         hidden = expected.hidden[skip:]
-        moments, of_hidden = seen.moments(skip), seen.hidden_moments[skip]
+        moments, of_hidden = seen[QueryMoments(skip)], seen[HiddenMoments(skip)]
         if not len(hidden):
             assert moments.mean[row].abs().sum() == 0 and of_hidden.mean[row].abs().sum() == 0
             continue
@@ -216,10 +220,10 @@ def check_moments(seen: Observation, expected: Naive, row: int) -> None:
 
 def check_future(seen: Observation, expected: Naive, row: int) -> None:
     hidden = torch.randn(2, 3, expected.hidden.shape[-1], generator=torch.Generator().manual_seed(0))
-    assert_close(seen.future_queries(hidden, FUTURE)[row], expected.ahead(expected.projected(hidden[row])))
+    assert_close(seen[HiddenMoments(0)].queries(hidden, FUTURE)[row], expected.ahead(expected.projected(hidden[row])))
 
 
-def check_echoes(seen: Observation, expected: Naive, row: int) -> None:
+def check_prompt_queries(seen: Observation, expected: Naive, row: int) -> None:
     """Each query at the position after the prompt, over all keys, one by one."""
     heads, n, _ = expected.queries.shape
     group = heads // len(expected.keys)
@@ -231,25 +235,25 @@ def check_echoes(seen: Observation, expected: Naive, row: int) -> None:
             for head in range(heads):
                 logits = expected.keys[head // group] @ query[head] * expected.module.scaling
                 squares[head] += logits.softmax(-1).square() / len(asked)
-        echo = seen.echo(every)[row]
-        assert echo.shape[-1] == seen.keys.shape[2] and echo[:, n:].abs().sum() == 0
-        torch.testing.assert_close(echo[:, :n], squares, rtol=1e-3, atol=2e-6)
+        asked_again = seen[PromptQueryAttention(every)][row]
+        assert asked_again.shape[-1] == seen.keys.shape[2] and asked_again[:, n:].abs().sum() == 0
+        torch.testing.assert_close(asked_again[:, :n], squares, rtol=1e-3, atol=2e-6)
 
 
 def test_a_model_without_rotation_shows_its_queries() -> None:
     observations = shown("gpt2", [0, 7])
     for seen in observations.values():
-        mean, _ = seen.moments(0).ahead(FUTURE)
-        assert torch.equal(mean, seen.moments(0).mean)
+        mean, _ = seen[QueryMoments(0)].ahead(FUTURE)
+        assert torch.equal(mean, seen[QueryMoments(0)].mean)
 
 
-def test_echoes_are_of_a_prompt_and_their_time_is_its_methods() -> None:
+def test_prompt_queries_are_of_a_prompt_and_their_time_is_its_methods() -> None:
     model = tiny("llama")
     with pytest.raises(keepset.KeepsetError, match="leave every= out"):
-        keepset.Cache(model, "echo(keep=20, every=8)")
-    recorder = Recorder(model, Needs(echoes=frozenset({2}), query_moments=frozenset({0})))
+        keepset.Cache(model, "prompt_queries(keep=20, every=8)")
+    recorder = Recorder(model, Needs(PromptQueryAttention(2), QueryMoments(0)))
     recorder.prefill(prompt(1, LENGTH))
-    moments, both = (recorder.seconds_for(needs) for needs in (Needs(query_moments=frozenset({0})), recorder.needs))
+    moments, both = (recorder.seconds_for(needs) for needs in (Needs(QueryMoments(0)), recorder.needs))
     assert recorder.seconds < moments < both
 
 
@@ -258,7 +262,7 @@ def test_only_what_is_needed_is_collected() -> None:
     class Modest(Looking):
         @property
         def needs(self) -> Needs:
-            return Needs(window=2)
+            return Needs(RecentQueries(2))
 
     generate(
         tiny("llama"),
@@ -267,5 +271,4 @@ def test_only_what_is_needed_is_collected() -> None:
         max_new_tokens=1,
     )
     seen = Looking.shown[0]
-    assert seen.queries.shape[2] == 2 and seen.column_sum is None and seen.column_max is None
-    assert not seen.query_moments and not seen.hidden_moments and seen.future_queries is None
+    assert seen.queries.shape[2] == 2 and not seen.features

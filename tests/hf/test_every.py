@@ -18,8 +18,11 @@ from transformers import AttentionInterface
 
 import keepset
 from keepset.core.budget import Budget
+from keepset.core.feature import Needs
+from keepset.core.features.moments import HiddenMoments, QueryDistribution, QueryMoments
+from keepset.core.features.recent_queries import RecentQueries
 from keepset.core.method import Method
-from keepset.core.observation import Needs, Observation, QueryMoments
+from keepset.core.observation import Observation
 from keepset.core.select import ranked_scores, top_mask
 from tests.hf.models import extended, full, generate, left_padded, prompt, same_keep_set, tiny
 from tests.hf.test_exactness import bytes_of_entries, reachable
@@ -140,7 +143,7 @@ class Naive:
                 chosen = keep_set.positions(seen.layer, 0, head).tolist()
                 assert set(chosen) <= set(kept)
                 layer.kept[head] = chosen + [p for p in kept if p >= point]
-                for name, column in seen.state.items():
+                for name, column in keep_set.layer(seen.layer).state.items():
                     layer.state.setdefault(name, torch.zeros(len(layer.kept), 1000))
                     exists = seen.valid[0, head]
                     layer.state[name][head, seen.positions[0, head, exists]] = column[0, head, exists]
@@ -155,11 +158,10 @@ class Naive:
         valid = torch.arange(most) < torch.tensor([len(head) for head in kept])[:, None]
         heads = torch.arange(len(kept))[:, None]
         first = max(0, point - needs.window)
-        moments = None
-        if needs.query_moments:
-            (skip,) = needs.query_moments
-            start = skip if point == self.prompt else max(skip, point - needs.buffer)
-            moments = {skip: self.moments(layer, start, point)}
+        features = {}
+        for of in needs.of(QueryMoments):
+            start = of.skip if point == self.prompt else max(of.skip, point - of.buffer)
+            features[of] = self.moments(layer, start, point)
         return Observation(
             keys=(layer.keys[heads, padded] * valid[..., None])[None],
             values=(layer.values[heads, padded] * valid[..., None])[None],
@@ -169,14 +171,14 @@ class Naive:
             valid=valid[None],
             lengths=torch.tensor([point]),
             prompts=torch.tensor([self.prompt]),
-            query_moments=moments,
+            features=features,
             scaling=getattr(layer.module, "scaling", None),
             layer=index,
             layers=compressed,
             state={name: (column[heads, padded] * valid)[None] for name, column in layer.state.items()},
         )
 
-    def moments(self, layer: Layer, start: int, point: int) -> QueryMoments:
+    def moments(self, layer: Layer, start: int, point: int) -> QueryDistribution:
         module = layer.module
         queries = module.q_proj(layer.hidden[start:point]).unflatten(-1, (-1, module.head_dim))
         if hasattr(module, "q_norm"):
@@ -194,7 +196,7 @@ class Naive:
             return torch.stack(turned).mean(0)
 
         covariance = torch.stack([head.T.cov(correction=0) for head in queries])
-        return QueryMoments(queries.mean(1)[None], covariance[None], ahead)
+        return QueryDistribution(queries.mean(1)[None], covariance[None], ahead)
 
 
 def _naive_attention(
@@ -234,15 +236,17 @@ class Habit(Method):
 
     @property
     def needs(self) -> Needs:
-        return Needs(window=3)
+        return Needs(RecentQueries(3))
 
     def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
         now = observation.by_query_group(observation.window_attention(3)).sum((2, 3))
         worth = observation.state.get("worth", torch.zeros_like(now))
         age = observation.state.get("age", torch.zeros_like(now))
         self.ages.update(age[observation.valid].tolist())
-        observation.state["worth"], observation.state["age"] = 0.7 * worth + now, age + 1
-        return observation.state["worth"]
+        return 0.7 * worth + now
+
+    def remember(self, observation: Observation, scores: Tensor) -> dict[str, Tensor]:
+        return {"worth": scores, "age": observation.state.get("age", torch.zeros_like(scores)) + 1}
 
 
 @dataclass(frozen=True)
@@ -709,7 +713,7 @@ class OfHidden(Method):
 
     @property
     def needs(self) -> Needs:
-        return Needs(hidden_moments=frozenset({0}))
+        return Needs(HiddenMoments(0))
 
     def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
         return observation.positions.float()
@@ -721,7 +725,7 @@ class WithoutBuffer(OfHidden):
 
     @property
     def needs(self) -> Needs:
-        return Needs(query_moments=frozenset({0}))
+        return Needs(QueryMoments(0))
 
 
 @pytest.mark.parametrize("method", [OfHidden(), WithoutBuffer()])
@@ -745,5 +749,5 @@ def test_buffer_is_of_one_token_at_least() -> None:
 
 
 def test_window_and_buffer_serve_one_method_each_in_its_length() -> None:
-    needs = Needs(window=3, buffer=9) | Needs(window=5, buffer=2, query_moments=frozenset({4}))
-    assert (needs.window, needs.buffer) == (5, 9)
+    needs = Needs(RecentQueries(3), QueryMoments(4, buffer=9)) | Needs(RecentQueries(5), QueryMoments(4, buffer=2))
+    assert (needs.window, needs.buffer) == (5, 9) and len(needs) == 2

@@ -312,8 +312,10 @@ class Crediting(Method):
     paper: ClassVar[str] = "none"
 
     def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
-        observation.state["credit"] = origin(observation.positions, [0, 1])
         return -observation.keys.float().norm(dim=-1)
+
+    def remember(self, observation: Observation, scores: Tensor) -> dict[str, Tensor]:
+        return {"credit": origin(observation.positions, [0, 1])}
 
 
 def origin(positions: Tensor, requests: list[int]) -> Tensor:
@@ -323,7 +325,7 @@ def origin(positions: Tensor, requests: list[int]) -> Tensor:
 
 
 @padded_or_not
-def test_what_a_method_writes_moves_with_the_entries(padding: list[int]) -> None:
+def test_what_a_method_remembers_moves_with_the_entries(padding: list[int]) -> None:
     cache, _ = compressed("llama", keepset.Recipe.of(Crediting(), keep=12), padding)
     cache.crop(-2)
     requests = [0, 1]

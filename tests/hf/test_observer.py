@@ -21,10 +21,8 @@ class Counting(TOVA):
 
     name: ClassVar[str] = "counting"
 
-    def score(self, observation: Observation) -> Tensor:
-        seen = observation.state.get("seen", torch.zeros(observation.valid.shape))
-        observation.state["seen"] = seen + 1
-        return super().score(observation)
+    def remember(self, observation: Observation, scores: Tensor) -> dict[str, Tensor]:
+        return {"seen": observation.state.get("seen", torch.zeros_like(scores)) + 1}
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ def test_observer_sees_what_the_method_saw(method: TOVA) -> None:
             kept = keep_set.layer(layer).settled()
             assert event.keep_set is not None
             assert same_keep_set(KeepSet([kept]), KeepSet([event.keep_set.layer(layer)]))
-            # As it was before the method wrote into it: what is new has no number yet.
+            # As it was before the event: what is new has no number yet.
             state = observation.state.get("seen")
             if number == 0:
                 assert state is None

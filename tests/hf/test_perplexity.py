@@ -16,8 +16,11 @@ from torch import Tensor
 
 import keepset
 from keepset import KeepsetError
+from keepset.core.feature import Needs
+from keepset.core.features.perplexity import Perplexity
+from keepset.core.features.second_pass import SecondPass
 from keepset.core.method import Method
-from keepset.core.observation import Needs, Observation, SecondPass
+from keepset.core.observation import Observation
 from keepset.hf.recorder import Recorder
 from tests.hf.models import full, generate, left_padded, prompt, same_keep_set, tiny
 
@@ -38,7 +41,7 @@ class Foretold(Method):
 
     @property
     def needs(self) -> Needs:
-        return self.more | Needs(perplexity=self.windows)
+        return self.more | Needs(*map(Perplexity, self.windows))
 
     def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
         self.shown[observation.layer] = observation
@@ -65,7 +68,7 @@ def check(model: Any, ids: Tensor, mask: Tensor, tolerance: float = 1e-4) -> Non
     for observation in Foretold.shown.values():
         for window in WINDOWS:
             own = [expected(model, row[real.bool()], window) for row, real in zip(ids, mask, strict=True)]
-            torch.testing.assert_close(observation.perplexity(window), torch.tensor(own), rtol=tolerance, atol=0.0)
+            torch.testing.assert_close(observation[Perplexity(window)], torch.tensor(own), rtol=tolerance, atol=0.0)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe"])
@@ -116,13 +119,13 @@ def test_short_prompts(length: int) -> None:
 def test_with_a_second_pass_and_in_a_shared_prefill() -> None:
     model, ids = tiny("llama"), prompt(1, LENGTH)
     again = SecondPass(frozenset({"sum"}))
-    generate(model, ids, cache_of(model, more=Needs(second_passes=frozenset({again}))), max_new_tokens=1)
+    generate(model, ids, cache_of(model, more=Needs(again)), max_new_tokens=1)
     check(model, ids, torch.ones_like(ids))
-    assert all(seen.second_pass(again) for seen in Foretold.shown.values())
-    recorder = Recorder(model, Needs(perplexity=frozenset(WINDOWS)))
+    assert all(seen[again] for seen in Foretold.shown.values())
+    recorder = Recorder(model, Needs(*map(Perplexity, WINDOWS)))
     recorder.prefill(ids)
     for seen in recorder.observations:
-        assert torch.equal(seen.perplexity(8), Foretold.shown[0].perplexity(8))
+        assert torch.equal(seen[Perplexity(8)], Foretold.shown[0][Perplexity(8)])
 
 
 def test_nothing_stays_on_the_model_and_a_cache_can_begin_again() -> None:
@@ -170,5 +173,5 @@ def test_what_cannot_be_told_is_refused() -> None:
         model(ids, past_key_values=cache_of(model, prompt_length=LENGTH - 2))
     with pytest.raises(KeepsetError, match="the prompt's perplexity, and only there: leave every= out"):
         keepset.Cache(model, keepset.Recipe.of(Foretold(), keep=4, every=8))
-    with pytest.raises(KeepsetError, match=r"give Observation\(perplexities=\{8: ...\}\)"):
-        Observation(keys=torch.zeros(1, 1, 1, 1), values=torch.zeros(1, 1, 1, 1)).perplexity(8)
+    with pytest.raises(KeepsetError, match=r"give Observation\(features=\{Perplexity\(tokens=8\): ...\}\)"):
+        Observation(keys=torch.zeros(1, 1, 1, 1), values=torch.zeros(1, 1, 1, 1))[Perplexity(8)]

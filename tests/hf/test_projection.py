@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import keepset
+from keepset.core.features.output_projection import OutputProjection
 from keepset.hf.projection import output_projection
 from tests.hf.models import ARCHITECTURES, generate, prompt, tiny
 
@@ -60,7 +61,7 @@ def test_an_event_sees_the_layers_own_weights(text: str) -> None:
     seen: dict[int, torch.Tensor] = {}
 
     def observer(observation: Any, budget: Any, keep_set: Any) -> None:
-        seen[observation.layer] = observation.output_projection
+        seen[observation.layer] = observation[OutputProjection()]
 
     cache = keepset.Cache(model, text, observer=observer)
     generate(model, prompt(1, 30), cache, max_new_tokens=8)

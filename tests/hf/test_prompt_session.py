@@ -9,8 +9,12 @@ import torch
 from torch import Tensor
 
 import keepset
-from keepset.core.observation import Needs
+from keepset.core.feature import Needs
+from keepset.core.features.attention_columns import AttentionColumns
+from keepset.core.features.moments import QueryMoments
+from keepset.core.features.recent_queries import RecentQueries
 from keepset.hf.prompt_session import PromptSession, needs_of
+from keepset.kernels.statistic import ColumnStatistic
 from tests.hf.models import left_padded, prompt, recipe, same_keep_set, tiny
 
 LENGTH = 60
@@ -53,7 +57,8 @@ def test_a_recipe_leaves_the_prompt_as_it_was() -> None:
 def test_needs_of_all_serve_each() -> None:
     recipes = keepset.Recipe.parse_list("tova, snapkv(window=8), h2o, expected_attention(skip=4), knorm")
     needs = needs_of(recipes)
-    assert needs == Needs(8, frozenset({"sum"}), frozenset({4}), buffer=256)
+    assert needs == Needs(RecentQueries(8), AttentionColumns(ColumnStatistic.SUM), QueryMoments(4))
+    assert needs.buffer == 256
     assert needs_of([]) == Needs()
 
 

@@ -171,7 +171,7 @@ def test_the_words_of_a_real_model() -> None:
 
 @pytest.mark.parametrize("statistic", ["mean", "rms"])
 def test_other_statistics(statistic: str) -> None:
-    recipe = f"received(task='repeat', statistic='{statistic}', aggregate_group='max', chunk=12, keep=9)"
+    recipe = f"second_pass(task='repeat', statistic='{statistic}', aggregate_group='max', chunk=12, keep=9)"
     model, ids = tiny("llama"), prompt(1, LENGTH)
     found, cache = observed(model, recipe, ids, [0])
     context = ids[0].tolist()

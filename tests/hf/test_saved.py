@@ -28,7 +28,7 @@ RECIPES = {
     "regions": "ams(snapkv(window=4), window=5, kernel=3, sinks=2, recent=4, keep=12)",
     "statistics": "qfilter(keep=12)",
     "chance": "random(keep=12)",
-    "second pass": "received(keep=12)",
+    "second pass": "second_pass(keep=12)",
     "all layers at once": "kvcompose(keep=0.5)",
     "no budget": "gvote(samples=2, future=8)",
 }

@@ -14,8 +14,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 import keepset
+from keepset.core.feature import Needs
+from keepset.core.features.moments import HiddenMoments, QueryMoments
+from keepset.core.features.second_pass import SecondPass
 from keepset.core.method import Method
-from keepset.core.observation import Needs, Observation, SecondPass
+from keepset.core.observation import Observation
 from keepset.hf.recorder import Recorder
 from tests.hf.models import ARCHITECTURES, full, generate, left_padded, prompt, tiny
 
@@ -37,7 +40,7 @@ class Again(Method):
 
     @property
     def needs(self) -> Needs:
-        return self.more | Needs(second_passes=self.passes)
+        return self.more | Needs(*self.passes)
 
     def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
         self.shown[observation.layer] = observation
@@ -80,7 +83,7 @@ def check(seen: dict[int, Observation], model: Any, padding: list[int], tasks: A
             runs = [dict(zip(seen, run, strict=True)) for run in runs]
         for layer, observation in seen.items():
             paid = torch.cat([run[layer] for run in runs], 1)
-            told = observation.second_pass(which)
+            told = observation[which]
             expected = {"sum": paid.sum(1), "max": paid.amax(1), "square": paid.square().sum(1)}
             assert set(told.statistics) == which.statistics
             for name, columns in told.statistics.items():
@@ -136,7 +139,7 @@ def test_one_question_serves_the_whole_batch_and_beams_repeat_theirs() -> None:
     check(shown(model, PADDING, task_tokens=one), model, PADDING, lambda request, _: [one[0]])
     cache = keepset.Cache(model, again(), task_tokens=two)
     generate(model, prompt(2, LENGTH), cache, max_new_tokens=2, num_beams=3, output_logits=False)
-    rows = Again.shown[0].second_pass(WHOLE).statistics["sum"]
+    rows = Again.shown[0][WHOLE].statistics["sum"]
     assert rows.shape[0] == 6
     for request in range(2):
         (paid,) = attention(model, prompt(2, LENGTH)[request], two[request])[:1]
@@ -149,7 +152,7 @@ def test_several_passes_in_one_prefill_are_as_each_alone() -> None:
     together = shown(tiny("llama"), PADDING, WHOLE, CHUNKED, fewer)
     for which in (WHOLE, CHUNKED, fewer):
         for layer, observation in shown(tiny("llama"), PADDING, which).items():
-            told, alone = together[layer].second_pass(which), observation.second_pass(which)
+            told, alone = together[layer][which], observation[which]
             assert set(told.statistics) == which.statistics
             assert all(torch.equal(told.statistics[name], alone.statistics[name]) for name in which.statistics)
 
@@ -159,7 +162,7 @@ def test_a_prompt_of_one_token() -> None:
     Again.shown.clear()
     generate(model, prompt(1, 1), keepset.Cache(model, again(keep=1)), max_new_tokens=1)
     (paid, *_) = attention(model, prompt(1, 1)[0], prompt(1, 1)[0])
-    torch.testing.assert_close(Again.shown[0].second_pass(WHOLE).statistics["max"][0], paid[:, 0])
+    torch.testing.assert_close(Again.shown[0][WHOLE].statistics["max"][0], paid[:, 0])
 
 
 def test_bfloat16() -> None:
@@ -206,7 +209,7 @@ def dynamic() -> Any:
 
 
 def test_hidden_states_that_a_method_looks_at_are_those_of_the_prompt() -> None:
-    more = Needs(query_moments=frozenset({0}), hidden_moments=frozenset({0}))
+    more = Needs(QueryMoments(0), HiddenMoments(0))
     model, hidden = tiny("llama"), torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(0))
 
     def ahead(passes: frozenset[SecondPass]) -> list[Tensor]:
@@ -216,7 +219,8 @@ def test_hidden_states_that_a_method_looks_at_are_those_of_the_prompt() -> None:
         return [
             part
             for seen in Again.shown.values()
-            for part in (*seen.moments(0).ahead(5), seen.hidden_moments[0].mean, seen.future_queries(hidden, 5))
+            for of_hidden in [seen[HiddenMoments(0)]]
+            for part in (*seen[QueryMoments(0)].ahead(5), of_hidden.mean, of_hidden.queries(hidden, 5))
         ]
 
     for ours, alone in zip(ahead(frozenset({WHOLE})), ahead(frozenset()), strict=True):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import keepset
 from keepset import KeepsetError
-from keepset.core.observation import Needs
+from keepset.core.feature import Needs
 from keepset.core.statistics import load, save
 from keepset.hf.recorder import Recorder
 from keepset.offline.calibrate.corpus import Corpus

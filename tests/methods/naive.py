@@ -6,19 +6,28 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from keepset import METHODS, Method, Observation
+from keepset.core.feature import Feature
+from keepset.core.features.attention_columns import AttentionColumns
+from keepset.core.features.model_statistics import ModelStatistics
+from keepset.core.features.moments import HiddenDistribution, HiddenMoments, QueryDistribution, QueryMoments
+from keepset.core.features.output_projection import OutputProjection
+from keepset.core.features.prompt_queries import PromptQueryAttention
+from keepset.core.features.second_pass import SecondPass, SecondPassColumns
 from keepset.core.method import Allocator
-from keepset.core.observation import HiddenMoments, QueryMoments, SecondPass, SecondPassColumns
 from keepset.core.statistics import LayerStatistics, Statistics
+from keepset.kernels.statistic import ColumnStatistic
 
 ROPE_BASE = 100.0
 HIDDEN = 7
 """Size of hidden states."""
+SUM, MAX = AttentionColumns(ColumnStatistic.SUM), AttentionColumns(ColumnStatistic.MAX)
 
 
 @dataclass(frozen=True)
@@ -143,7 +152,7 @@ def observe(
     skips: Sequence[int] = (4,),
     seed: int = 0,
     positions: Tensor | None = None,
-    **parts: object,
+    **parts: Any,
 ) -> Observation:
     """Random tensors for everything that a method may ask for.
 
@@ -172,45 +181,45 @@ def observe(
         queries[request, :, : max(0, window - lengths[request])] = math.nan
     projection = torch.randn(query_heads, shape.value_dim, 5, generator=torch.Generator().manual_seed(seed + 99))
     half = normal(batch, query_heads, shape.head_dim, shape.head_dim) * 0.4
-    moments = QueryMoments(normal(batch, query_heads, shape.head_dim), half @ half.transpose(-1, -2), Rope(lengths))
-    hidden = HiddenMoments(normal(batch, HIDDEN), normal(batch, HIDDEN).square())
+    moments = QueryDistribution(
+        normal(batch, query_heads, shape.head_dim), half @ half.transpose(-1, -2), Rope(lengths)
+    )
+    mean, variance = normal(batch, HIDDEN), normal(batch, HIDDEN).square()
+    project = Project(normal(HIDDEN, query_heads, shape.head_dim), Rope(lengths))
+    hidden = HiddenDistribution(mean, variance, project)
+    measured = random_statistics(shape, tuple(parts.get("layers", [parts.get("layer", 0)])))
+    features: dict[Feature[Any], Any] = {
+        SUM: columns,
+        MAX: columns / (1 + columns),
+        **{QueryMoments(skip): moments for skip in skips},
+        **{HiddenMoments(skip): hidden for skip in skips},
+        OutputProjection(): projection.to(dtype),
+        **dict.fromkeys(of_methods(SecondPass), of_a_second_pass(columns)),
+        **dict.fromkeys(of_methods(PromptQueryAttention), (columns / (1 + columns)).square()),
+        ModelStatistics(""): measured,
+    }
     options = dict(
         keys=keys,
         values=values,
         queries=queries,
         valid=None if set(shape.lengths) == {shape.entries} else valid,
         positions=positions,
-        column_sum=columns,
-        column_max=columns / (1 + columns),
-        query_moments=dict.fromkeys(skips, moments),
-        hidden_moments=dict.fromkeys(skips, hidden),
-        future_queries=Project(normal(HIDDEN, query_heads, shape.head_dim), Rope(lengths)),
-        output_projection=projection.to(dtype),
-        second_passes=dict.fromkeys(second_passes(), of_a_second_pass(columns)),
-        echoes=dict.fromkeys(echoes(), (columns / (1 + columns)).square()),
-        statistics={"": random_statistics(shape, tuple(parts.get("layers", [parts.get("layer", 0)])))},  # type: ignore[arg-type]
     )
-    return Observation(**{**options, **parts})
+    return Observation(**{**options, **parts, "features": {**features, **parts.get("features", {})}})
 
 
 @cache
-def second_passes() -> frozenset[SecondPass]:
-    """Those that registered methods ask for by default."""
-    kinds = [kind for kind in METHODS.values() if not issubclass(kind, Allocator)]
-    return frozenset(needed for kind in kinds for needed in kind().needs.second_passes)
-
-
-@cache
-def echoes() -> frozenset[int]:
-    """Of how many tokens one is asked once more by registered methods' defaults."""
-    kinds = [kind for kind in METHODS.values() if not issubclass(kind, Allocator)]
-    return frozenset(every for kind in kinds for every in kind().needs.echoes)
+def of_methods(kind: type[Feature[Any]]) -> list[Feature[Any]]:
+    """What registered methods look at of this kind by default."""
+    kinds = [method for method in METHODS.values() if not issubclass(method, Allocator)]
+    return [feature for method in kinds for feature in method().needs.of(kind)]
 
 
 def of_a_second_pass(columns: Tensor, tokens: int = 7) -> SecondPassColumns:
     """What entries received of so many tokens, from some positive numbers."""
     largest = columns / (1 + columns)
-    statistics = {"sum": largest * (1 + tokens) / 2, "max": largest, "square": largest.square() * (1 + tokens) / 2}
+    received = [largest * (1 + tokens) / 2, largest, largest.square() * (1 + tokens) / 2]
+    statistics = dict(zip((ColumnStatistic.SUM, ColumnStatistic.MAX, ColumnStatistic.SQUARE), received, strict=True))
     return SecondPassColumns(statistics, torch.full(columns.shape[:1], tokens))
 
 
@@ -227,23 +236,7 @@ def alone(observation: Observation, request: int) -> Observation:
         values=observation.values[row, :, entries],
         queries=queries[row, :, queries.shape[2] - window :],
         positions=None if newest == length else observation.positions[row, :, entries],
-        column_sum=observation.columns("sum")[row, :, entries],
-        column_max=observation.columns("max")[row, :, entries],
-        query_moments={
-            skip: QueryMoments(moments.mean[row], moments.covariance[row], Rope((newest,)))
-            for skip, moments in observation.query_moments.items()
-        },
-        hidden_moments=hidden_of(observation, [request]),
-        future_queries=Project(projection(observation), Rope((newest,))),
-        statistics=observation.statistics,
-        second_passes={
-            needed: SecondPassColumns(
-                {name: column[row, :, entries] for name, column in told.statistics.items()}, told.tokens[row]
-            )
-            for needed, told in observation.second_passes.items()
-        },
-        output_projection=observation.output_projection,
-        echoes={every: column[row, :, entries] for every, column in observation.echoes.items()},
+        features=features_of(observation, [request], entries),
         state={name: column[row, :, entries] for name, column in observation.state.items()},
         scaling=observation.scaling,
         layer=observation.layer,
@@ -251,18 +244,30 @@ def alone(observation: Observation, request: int) -> Observation:
     )
 
 
-def hidden_of(observation: Observation, requests: list[int]) -> dict[int, HiddenMoments]:
-    """Moments of the hidden states of some requests."""
-    return {
-        skip: HiddenMoments(moments.mean[requests], moments.variance[requests])
-        for skip, moments in observation.hidden_moments.items()
-    }
+def features_of(observation: Observation, requests: list[int], entries: slice = slice(None)) -> dict[Feature[Any], Any]:
+    """What some requests of a batch have, of some of their entries."""
+    rope = Rope(tuple(observation.lengths[requests].tolist()))
+
+    def part(feature: Feature[Any], value: Any) -> Any:
+        if isinstance(value, QueryDistribution):
+            return QueryDistribution(value.mean[requests], value.covariance[requests], rope)
+        if isinstance(value, HiddenDistribution):
+            project = Project(value.queries.weights, rope)  # type: ignore[attr-defined]
+            return HiddenDistribution(value.mean[requests], value.variance[requests], project)
+        if isinstance(value, SecondPassColumns):
+            columns = {name: column[requests][..., entries] for name, column in value.statistics.items()}
+            return SecondPassColumns(columns, value.tokens[requests])
+        of_entries = isinstance(feature, AttentionColumns | PromptQueryAttention)
+        return value[requests][..., entries] if of_entries else value
+
+    return {feature: part(feature, value) for feature, value in observation.features.items()}
 
 
 def projection(observation: Observation) -> Tensor:
     """What its hidden states are multiplied with, `[hidden, query_heads, head_dim]`."""
-    assert isinstance(observation.future_queries, Project)
-    return observation.future_queries.weights
+    (hidden, *_) = (value for value in observation.features.values() if isinstance(value, HiddenDistribution))
+    assert isinstance(hidden.queries, Project)
+    return hidden.queries.weights
 
 
 def length_of(observation: Observation, request: int) -> int:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from keepset import Budget, KeepsetError, Observation
 from keepset.allocators.pool import Pool
+from keepset.core.features.perplexity import Perplexity
 from keepset.core.tables import Tables, save
 from keepset.methods.compilerkv import CompilerKV
 from tests.core.test_tables import random_tables
@@ -27,9 +28,9 @@ WINDOW = 5
 def layers_of(
     shape: Shape, layers: int, perplexities: Sequence[float], seed: int = 0, **parts: Any
 ) -> list[Observation]:
-    told = {WINDOW: torch.tensor(perplexities)}
+    told = {Perplexity(WINDOW): torch.tensor(perplexities)}
     return [
-        observe(shape, window=WINDOW, layer=i, layers=range(layers), seed=seed + i, perplexities=told, **parts)
+        observe(shape, window=WINDOW, layer=i, layers=range(layers), seed=seed + i, features=told, **parts)
         for i in range(layers)
     ]
 
@@ -264,18 +265,18 @@ def test_values_of_length_zero_are_equal() -> None:
 
 def test_what_it_needs_and_says(tmp_path: Path) -> None:
     assert CompilerKV().needs.window == CompilerKV().recent == 64
-    assert not CompilerKV(gate=True).needs.perplexity
-    assert not CompilerKV(elastic=True, gate=False).needs.perplexity
-    assert CompilerKV(elastic=True, window=7).needs.perplexity == {7}
+    assert not CompilerKV(gate=True).needs.of(Perplexity)
+    assert not CompilerKV(elastic=True, gate=False).needs.of(Perplexity)
+    assert CompilerKV(elastic=True, window=7).needs.of(Perplexity) == [Perplexity(7)]
     assert CompilerKV().fixed_total and CompilerKV().equal_layers and CompilerKV().equal_heads
     elastic = CompilerKV(elastic=True)
     assert elastic.equal_heads and not elastic.fixed_total and not elastic.equal_layers
     with pytest.raises(KeepsetError, match="There is no file 'absent' with tables"):
         _ = CompilerKV("absent").needs
-    assert not CompilerKV("absent", head_table=False).needs.perplexity  # which reads none
+    assert not CompilerKV("absent", head_table=False).needs.of(Perplexity)  # which reads none
     with pytest.raises(KeepsetError, match="says itself how much every head keeps"):
         Pool(CompilerKV())
-    with pytest.raises(KeepsetError, match="perplexities="):
+    with pytest.raises(KeepsetError, match=r"features=\{Perplexity"):
         elastic.select_all([observe(Shape((9,), 1, 2, 4, 4))], Budget(5))
     seen = layers_of(Shape((9,), 1, 2, 4, 4), 2, [1.0])
     save(random_tables(7, 5), tmp_path / "other")

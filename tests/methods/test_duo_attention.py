@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 from keepset import Budget, KeepSet, KeepsetError, Observation, Recipe
 from keepset.allocators.adakv import AdaKV
 from keepset.allocators.pyramid import Pyramid
+from keepset.core.features.model_statistics import ModelStatistics
 from keepset.core.statistics import Statistics
 from keepset.methods.duo_attention import DuoAttention
 from tests.methods.naive import Shape, kept, observe, random_statistics
@@ -22,8 +25,8 @@ def model(lengths: tuple[int, ...], gates: list[list[float]]) -> list[Observatio
     shape = Shape(lengths, len(gates[0]), 2, 3, 2)
     measured = random_statistics(shape, layers)
     retrieval = {layer: torch.tensor(row) for layer, row in zip(layers, gates, strict=True)}
-    statistics = {"": Statistics(measured.layers, retrieval=retrieval)}
-    return [observe(shape, layer=layer, layers=layers, statistics=statistics) for layer in layers]
+    statistics = {ModelStatistics(""): Statistics(measured.layers, retrieval=retrieval)}
+    return [observe(shape, layer=layer, layers=layers, features=statistics) for layer in layers]
 
 
 def naive(gates: list[float], length: int, total: int, always: int) -> list[int]:
@@ -115,10 +118,11 @@ def test_layers_apart_decide_as_all_together() -> None:
 
 def test_statistics_without_gates_are_refused() -> None:
     observation = model((10,), [[0.5]])[0]
-    observation.statistics = {"": Statistics(observation.statistics[""].layers, name="old.safetensors")}
+    old = Statistics(observation[ModelStatistics("")].layers, name="old.safetensors")
+    observation = replace(observation, features={ModelStatistics(""): old})
     with pytest.raises(KeepsetError, match=r"'old\.safetensors' do not say which heads retrieve"):
         DuoAttention().select(observation, Budget(4))
-    with pytest.raises(KeepsetError, match=r"give Observation\(statistics="):
+    with pytest.raises(KeepsetError, match=r"give Observation\(features=\{ModelStatistics"):
         DuoAttention(stats="mine").select(observation, Budget(4))
 
 

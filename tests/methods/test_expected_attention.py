@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from keepset import Budget, KeepsetError, Observation
-from keepset.core.observation import Needs, QueryMoments
+from keepset.core.feature import Needs
+from keepset.core.features.model_statistics import ModelStatistics
+from keepset.core.features.moments import QueryDistribution, QueryMoments
 from keepset.methods import expected_attention
 from keepset.methods.expected_attention import ExpectedAttention
 from tests.methods.naive import (
@@ -51,7 +53,7 @@ def transposed(a: Matrix) -> Matrix:
 
 
 def naive_scores(observation: Observation, method: ExpectedAttention, request: int, head: int) -> list[float]:
-    moments = observation.query_moments[method.skip]
+    moments = observation[QueryMoments(method.skip)]
     group = moments.mean.shape[1] // observation.keys.shape[1]
     length, size = length_of(observation, request), observation.keys.shape[-1]
     keys = observation.keys[request, head, :length].double().tolist()
@@ -107,12 +109,12 @@ def test_scores_are_the_gaussian_expectation_times_the_values_norm(
 @pytest.mark.parametrize("shape", SHAPES)
 def test_statistics_of_a_file_take_the_place_of_the_texts_own(shape: Shape, skip: int) -> None:
     measured = random_statistics(shape, (0,), gain=1.0)
-    observation = observe(shape, skips=(), statistics={"file": measured})
+    observation = observe(shape, skips=(), features={ModelStatistics("file"): measured})
     layer, batch = measured.layers[0], (shape.batch, -1, -1)
     lengths = tuple(observation.lengths.tolist())
-    moments = QueryMoments(layer.mean.expand(*batch), layer.covariance.expand(*batch, -1), Rope(lengths))
+    moments = QueryDistribution(layer.mean.expand(*batch), layer.covariance.expand(*batch, -1), Rope(lengths))
     method = ExpectedAttention(future=7, skip=skip)
-    own = observe(shape, skips=(), query_moments={skip: moments})
+    own = observe(shape, skips=(), features={QueryMoments(skip): moments})
     expected = [
         [naive_scores(own, method, request, h) for h in range(shape.kv_heads)] for request in range(shape.batch)
     ]
@@ -120,7 +122,7 @@ def test_statistics_of_a_file_take_the_place_of_the_texts_own(shape: Shape, skip
 
 
 def test_a_file_saves_the_collecting() -> None:
-    assert ExpectedAttention(stats="file").needs == Needs(statistics=frozenset({"file"}))
+    assert ExpectedAttention(stats="file").needs == Needs(ModelStatistics("file"))
 
 
 def test_the_models_own_scaling_is_used() -> None:
@@ -132,7 +134,7 @@ def test_the_models_own_scaling_is_used() -> None:
 def test_expected_attention_is_what_sampled_queries_pay_on_average() -> None:
     size, draws = 4, 200_000
     observation = observe(Shape((12,), 1, 1, size, size), scaling=0.4, skips=(0,))
-    moments = observation.query_moments[0]
+    moments = observation[QueryMoments(0)]
     rotation = torch.tensor(mean_rotation(size, 12, 3), dtype=torch.float64)
     factor = torch.linalg.cholesky(moments.covariance[0, 0].double())
     noise = torch.randn(draws, size, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -150,8 +152,12 @@ def test_the_first_tokens_that_the_statistics_leave_out_stay() -> None:
 
 
 def test_moments_are_asked_for() -> None:
-    observation = observe(Shape((6,), 1, 1, 4, 4), query_moments={4: QueryMoments(*_zeros(), lambda rows, _: rows)})
-    with pytest.raises(KeepsetError, match="query_moments"):
+    observation = observe(
+        Shape((6,), 1, 1, 4, 4), features={QueryMoments(4): QueryDistribution(*_zeros(), lambda rows, _: rows)}
+    )
+    with pytest.raises(
+        KeepsetError, match=r"looks at query moments: give Observation\(features=\{QueryMoments\(skip=3"
+    ):
         ExpectedAttention(skip=3).score(observation)
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from keepset import Budget, KeepsetError, Observation, Recipe
-from keepset.core.observation import HiddenMoments
+from keepset.core.features.moments import HiddenDistribution, HiddenMoments
 from keepset.methods.gvote import GVote, nucleus
 from keepset.methods.noise import normal, stream
 from tests.methods.naive import (
@@ -40,11 +41,11 @@ class Sampled(GVote):
     name = "sampled"
 
     def hidden_states(self, observation: Observation) -> Tensor:
-        moments, rows = observation.hidden_moments[self.skip], range(len(observation.keys))
+        moments, rows = observation[HiddenMoments(self.skip)], range(len(observation.keys))
         return torch.tensor([drawn(moments, row, self.samples) for row in rows], dtype=torch.float32)
 
 
-def drawn(moments: HiddenMoments, request: int, samples: int) -> list[list[float]]:
+def drawn(moments: HiddenDistribution, request: int, samples: int) -> list[list[float]]:
     """Hidden states of one request, number by number."""
     noise = torch.randn(samples, HIDDEN, generator=torch.Generator().manual_seed(3), dtype=torch.float64).tolist()
     mean, variance = moments.mean[request].tolist(), moments.variance[request].tolist()
@@ -68,7 +69,7 @@ def sampled_logits(observation: Observation, request: int, query_head: int, meth
     head = query_head // (observation.queries.shape[1] // observation.keys.shape[1])  # type: ignore[union-attr]
     keys = observation.keys[request, head, :length].double().tolist()
     rows = []
-    for hidden in drawn(observation.hidden_moments[method.skip], request, method.samples):
+    for hidden in drawn(observation[HiddenMoments(method.skip)], request, method.samples):
         plain = [dot(hidden, weights[:, place].tolist()) for place in range(weights.shape[1])]
         query = rope(torch.tensor(plain, dtype=torch.float64)[None, None, None], method.future).flatten().tolist()
         rows.append([dot(query, key) * observation.scaling for key in keys])
@@ -117,7 +118,8 @@ def test_is_algorithm_1_after_an_earlier_compression_and_with_another_scaling(sh
     positions = 2 * torch.arange(shape.entries).expand(shape.batch, shape.kv_heads, -1) + 1
     observation = observe(shape, skips=(2,), positions=positions, scaling=0.9, window=1)
     method = Sampled(0.8, 4, FUTURE, skip=0)
-    observation.hidden_moments[0] = observation.hidden_moments[2]  # type: ignore[index]
+    features = {**observation.features, HiddenMoments(0): observation[HiddenMoments(2)]}
+    observation = replace(observation, features=features)
     keep_set = method.select(observation, NO_BUDGET)
     for request in range(shape.batch):
         for head in range(shape.kv_heads):
@@ -195,7 +197,10 @@ def test_a_prompt_without_statistics_stays_whole() -> None:
 def test_samples_have_the_asked_mean_and_variance() -> None:
     count = 4096
     mean, variance = torch.tensor([[2.0, -1.0, 0.0, 5.0]]), torch.tensor([[4.0, 0.25, 1.0, 0.0]])
-    observation = observe(Shape((9,), 1, 1, 2, 2), hidden_moments={4: HiddenMoments(mean, variance)})
+    observation = observe(
+        Shape((9,), 1, 1, 2, 2),
+        features={HiddenMoments(4): HiddenDistribution(mean, variance, lambda hidden, _: hidden)},
+    )
     (hidden,) = GVote(samples=count).hidden_states(observation).double()
     # Five standard errors of a mean, of a variance and of a correlation.
     off = 5 / math.sqrt(count)
@@ -337,8 +342,5 @@ def test_bad_parameters(text: str, because: str) -> None:
 
 def test_says_what_is_missing() -> None:
     observation = observe(Shape((9,), 1, 1, 2, 2))
-    with pytest.raises(KeepsetError, match=r"give Observation\(hidden_moments=\{2: \.\.\.\}, future_queries="):
+    with pytest.raises(KeepsetError, match=r"give Observation\(features=\{HiddenMoments\(skip=2\): \.\.\.\}\)"):
         GVote(skip=2).score(observation)
-    observation.future_queries = None
-    with pytest.raises(KeepsetError, match=r"give Observation\(future_queries="):
-        GVote().score(observation)

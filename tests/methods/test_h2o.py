@@ -3,14 +3,14 @@ import torch
 
 from keepset import Budget
 from keepset.methods.h2o import H2O
-from tests.methods.naive import DTYPES, EXACT, SHAPES, Shape, check_scores, kept, length_of, observe, softmax
+from tests.methods.naive import DTYPES, EXACT, SHAPES, SUM, Shape, check_scores, kept, length_of, observe, softmax
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_scores_are_the_groups_column_sums(shape: Shape, dtype: torch.dtype) -> None:
     observation = observe(shape, dtype=dtype)
-    columns = observation.columns("sum").double().tolist()
+    columns = observation[SUM].double().tolist()
     group = range(shape.group)
     expected = [
         [
@@ -29,7 +29,7 @@ def test_keeps_half_newest_half_heavy_hitters_of_the_whole_causal_attention() ->
     for query in range(length):
         for entry, weight in enumerate(softmax(logits[query][: query + 1])):
             received[entry] += weight
-    observation = observe(Shape((length,), 1, 1, 4, 4), column_sum=torch.tensor([[received]]))
+    observation = observe(Shape((length,), 1, 1, 4, 4), features={SUM: torch.tensor([[received]])})
 
     newest = set(range(length - keep // 2, length))
     others = sorted(set(range(length)) - newest, key=lambda entry: received[entry], reverse=True)
@@ -43,6 +43,6 @@ def test_keeps_half_newest_half_heavy_hitters_of_the_whole_causal_attention() ->
 )
 def test_the_newest_share_is_exact(keep: int, share: float, newest: int) -> None:
     falling = torch.arange(700.0, 0, -1).view(1, 1, -1)
-    observation = observe(Shape((700,), 1, 1, 1, 1), column_sum=falling)
+    observation = observe(Shape((700,), 1, 1, 1, 1), features={SUM: falling})
     expected = [*range(keep - newest), *range(700 - newest, 700)]
     assert kept(H2O(recent_share=share).select(observation, Budget(keep)), observation, 0, 0) == expected

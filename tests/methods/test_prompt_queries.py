@@ -7,7 +7,11 @@ import math
 import pytest
 import torch
 
-from keepset.core.observation import Needs, Observation, SecondPass
+from keepset.core.feature import Needs
+from keepset.core.features.prompt_queries import PromptQueryAttention
+from keepset.core.features.second_pass import SecondPass
+from keepset.core.observation import Observation
+from keepset.kernels.statistic import ColumnStatistic
 from keepset.methods.prompt_queries import PromptQueries
 from tests.methods.naive import EXACT, SHAPES, Shape, check_scores, length_of, observe, of_a_second_pass
 
@@ -15,9 +19,10 @@ from tests.methods.naive import EXACT, SHAPES, Shape, check_scores, length_of, o
 def naive_scores(method: PromptQueries, observation: Observation, request: int) -> list[list[float]]:
     """Scores of one request, `[kv_heads][entries]`."""
     kv_heads, length = observation.keys.shape[1], length_of(observation, request)
-    received = [[math.sqrt(square) for square in row] for row in observation.echoes[method.stride][request].tolist()]
-    for needed in method.needs.second_passes:
-        told = observation.second_passes[needed]
+    squares = observation[PromptQueryAttention(method.stride)]
+    received = [[math.sqrt(square) for square in row] for row in squares[request].tolist()]
+    for needed in method.needs.of(SecondPass):
+        told = observation[needed]
         for row, squares in zip(received, told.statistics["square"][request].tolist(), strict=True):
             for entry, square in enumerate(squares):
                 row[entry] += math.sqrt(square / int(told.tokens[request])) / 2
@@ -34,18 +39,16 @@ def test_scores_are_the_groups_mean_root_of_mean_squares(shape: Shape, method: P
     query_heads = shape.kv_heads * shape.group
     draw = torch.Generator().manual_seed(5)
     squares, columns = torch.rand(2, shape.batch, query_heads, shape.entries, generator=draw)
-    observation = observe(shape, echoes={method.stride: squares, 2: squares + 1})
-    observation.second_passes.update(dict.fromkeys(method.needs.second_passes, of_a_second_pass(columns)))
+    passes = dict.fromkeys(method.needs.of(SecondPass), of_a_second_pass(columns))
+    asked = {PromptQueryAttention(method.stride): squares, PromptQueryAttention(2): squares + 1}
+    observation = observe(shape, features={**asked, **passes})
     expected = [naive_scores(method, observation, request) for request in range(shape.batch)]
     check_scores(method, observation, expected, **EXACT)
 
 
 def test_the_prompts_queries_are_needed_and_first_and_newest_stay() -> None:
-    assert PromptQueries(stride=3).needs == Needs(echoes=frozenset({3})) and PromptQueries().needs == Needs(
-        echoes=frozenset({1})
-    )
-    assert PromptQueries().needs.hidden_states
-    assert PromptQueries(second_pass=True).needs == Needs(
-        echoes=frozenset({1}), second_passes=frozenset({SecondPass(frozenset({"square"}), chunk=0)})
-    )
+    assert PromptQueries(stride=3).needs == Needs(PromptQueryAttention(3))
+    assert PromptQueries().needs == Needs(PromptQueryAttention(1)) and PromptQueries().needs.unrotated
+    squares = SecondPass(frozenset({ColumnStatistic.SQUARE}), chunk=0)
+    assert PromptQueries(second_pass=True).needs == Needs(PromptQueryAttention(1), squares)
     assert (PromptQueries().sinks, PromptQueries().recent) == (4, 8)

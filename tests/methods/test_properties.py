@@ -12,19 +12,18 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from keepset import METHODS, Budget, KeepSet, Method, Observation
+from keepset.core.features.prompt_queries import PromptQueryAttention
+from keepset.core.features.second_pass import SecondPassColumns
 from keepset.core.method import Allocator
-from keepset.core.observation import QueryMoments, SecondPassColumns
 from tests.methods.naive import (
     DTYPES,
-    Project,
-    Rope,
+    SUM,
     Shape,
     alone,
-    hidden_of,
+    features_of,
     kept,
     length_of,
     observe,
-    projection,
 )
 from tests.tiers import examples
 
@@ -289,9 +288,10 @@ def test_permuting_the_batch_permutes_the_answer(name: str, case: Case, data: st
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_numbers_that_overflowed_change_no_count(name: str, poison: float) -> None:
     observation = observe(Shape((20, 13), 2, 2, 4, 4))
-    told = [tensor for seen in observation.second_passes.values() for tensor in seen.statistics.values()]
-    told += observation.echoes.values()
-    for tensor in (observation.keys, observation.values, observation.columns("sum"), *told):
+    passes = [value for value in observation.features.values() if isinstance(value, SecondPassColumns)]
+    told = [tensor for seen in passes for tensor in seen.statistics.values()]
+    told += [value for feature, value in observation.features.items() if isinstance(feature, PromptQueryAttention)]
+    for tensor in (observation.keys, observation.values, observation[SUM], *told):
         tensor[0, 0, 3] = poison
         tensor[1, :, 5:] = poison
     method = make(name)
@@ -313,27 +313,7 @@ def permuted(observation: Observation, order: list[int]) -> Observation:
         valid=observation.valid[order],
         lengths=observation.lengths[order],
         query_positions=observation.query_positions[order],
-        column_sum=observation.columns("sum")[order],
-        column_max=observation.columns("max")[order],
-        query_moments={
-            skip: QueryMoments(
-                moments.mean[order],
-                moments.covariance[order],
-                Rope(tuple(observation.lengths[order].tolist())),
-            )
-            for skip, moments in observation.query_moments.items()
-        },
-        hidden_moments=hidden_of(observation, order),
-        future_queries=Project(projection(observation), Rope(tuple(observation.lengths[order].tolist()))),
-        statistics=observation.statistics,
-        second_passes={
-            needed: SecondPassColumns(
-                {name: column[order] for name, column in told.statistics.items()}, told.tokens[order]
-            )
-            for needed, told in observation.second_passes.items()
-        },
-        output_projection=observation.output_projection,
-        echoes={stride: column[order] for stride, column in observation.echoes.items()},
+        features=features_of(observation, order),
         layer=observation.layer,
         layers=observation.layers,
     )

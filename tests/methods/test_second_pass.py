@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from keepset import KeepsetError, Observation
-from keepset.core.observation import Needs
+from keepset.core.feature import Needs
+from keepset.core.features.attention_columns import AttentionColumns
+from keepset.core.features.output_projection import OutputProjection
+from keepset.core.features.second_pass import SecondPass
+from keepset.kernels.statistic import ColumnStatistic
 from keepset.methods.second_pass import SecondPassAttention
-from tests.methods.naive import EXACT, SHAPES, Shape, check_scores, dot, length_of, observe, of_a_second_pass
+from tests.methods.naive import EXACT, MAX, SHAPES, SUM, Shape, check_scores, dot, length_of, observe, of_a_second_pass
 
 OPTIONS = [
     dict(task=task, statistic=statistic, aggregate_group=group, mean_term=mean_term, values=values)
@@ -33,13 +38,12 @@ OPTIONS = [
 ]
 
 
-def received_of(method: SecondPassAttention, shape: Shape, **options: object) -> Observation:
+def received_of(method: SecondPassAttention, shape: Shape, **options: Any) -> Observation:
     """A random observation with what this method looks at."""
-    observation = observe(shape, **options)  # type: ignore[arg-type]
-    columns = torch.rand(observation.column_sum.shape, generator=torch.Generator().manual_seed(3)) + 0.1
-    for needed in method.needs.second_passes:
-        observation.second_passes[needed] = of_a_second_pass(columns)
-    return observation
+    size = (shape.batch, shape.kv_heads * shape.group, shape.entries)
+    columns = torch.rand(size, generator=torch.Generator().manual_seed(3)) + 0.1
+    passes = dict.fromkeys(method.needs.of(SecondPass), of_a_second_pass(columns))
+    return observe(shape, features=passes, **options)
 
 
 def naive_scores(method: SecondPassAttention, observation: Observation, request: int) -> list[list[float]]:
@@ -50,11 +54,11 @@ def naive_scores(method: SecondPassAttention, observation: Observation, request:
         return columns[request, :, :length].double().tolist()
 
     if method.task == "self":
-        received = numbers(observation.columns({"max": "max", "mean": "sum"}[method.statistic]))
+        received = numbers(observation[{"max": MAX, "mean": SUM}[method.statistic]])
         tokens = int(observation.lengths[request])
     else:
-        (needed,) = method.needs.second_passes
-        told = observation.second_passes[needed]
+        (needed,) = method.needs.of(SecondPass)
+        told = observation[needed]
         (name,) = needed.statistics
         received, tokens = numbers(told.statistics[name]), int(told.tokens[request])
     if method.statistic == "mean":
@@ -64,7 +68,7 @@ def naive_scores(method: SecondPassAttention, observation: Observation, request:
     group = len(received) // kv_heads
     for head, row in enumerate(received):
         values = observation.values[request, head // group, :length].double().tolist()
-        weights = observation.output_projection[head].double().T.tolist()
+        weights = observation[OutputProjection()][head].double().T.tolist()
         for entry, value in enumerate(values):
             if method.values == "norm":
                 row[entry] *= math.sqrt(dot(value, value))
@@ -94,14 +98,14 @@ def test_equations_14_to_16(shape: Shape, options: dict[str, object]) -> None:
 def test_only_what_is_looked_at_is_needed() -> None:
     for task, statistic, values in product(("context", "self"), ("max", "mean"), ("none", "norm", "projected")):
         needs = SecondPassAttention(task=task, statistic=statistic, values=values, chunk=5).needs
-        column = frozenset({"max" if statistic == "max" else "sum"})
-        assert needs.output_projection == (values == "projected")
+        column = ColumnStatistic.MAX if statistic == "max" else ColumnStatistic.SUM
+        assert bool(needs.of(OutputProjection)) == (values == "projected")
         if task == "self":
-            assert needs.columns == column and not needs.second_passes
+            assert needs.of(AttentionColumns) == [AttentionColumns(column)] and not needs.of(SecondPass)
         else:
-            (needed,) = needs.second_passes
-            assert needed.statistics == column and needed.chunk == 5 and not needs.columns
-    assert Needs(second_passes=SecondPassAttention().needs.second_passes) == SecondPassAttention().needs
+            (needed,) = needs.of(SecondPass)
+            assert needed.statistics == {column} and needed.chunk == 5 and not needs.of(AttentionColumns)
+    assert Needs(*SecondPassAttention().needs.of(SecondPass)) == SecondPassAttention().needs
 
 
 def test_a_root_of_squares_needs_a_second_pass() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from keepset import Budget, Observation
+from keepset.core.features.model_statistics import ModelStatistics
 from keepset.core.statistics import LayerStatistics, Statistics
 from keepset.methods.triattention import TriAttention
 from tests.methods.naive import DTYPES, EXACT, SHAPES, Shape, check_scores, kept, length_of, observe
@@ -27,7 +28,7 @@ def pair(row: list[float], first: int, second: int | None) -> complex:
 
 def naive_scores(observation: Observation, horizon: int, request: int, query_head: int) -> list[float]:
     """Of one query head, standardised: keys un-rotated, then the series term by term."""
-    measured = observation.statistics[""].layers[observation.layer]
+    measured = observation[ModelStatistics("")].layers[observation.layer]
     head = query_head * observation.keys.shape[1] // len(measured.mean)
     length, now = length_of(observation, request), int(observation.lengths[request])
     keys = observation.keys[request, head, :length].double().tolist()
@@ -88,7 +89,7 @@ def test_positions_after_a_compression_are_the_original_ones() -> None:
     check_scores(TriAttention(horizon=64), observation, expected, **{**EXACT, "rtol": 2e-3, "atol": 2e-4})
 
 
-def one_plane(mean: float, norm: float, frequency: float) -> dict[str, Statistics]:
+def one_plane(mean: float, norm: float, frequency: float) -> dict[ModelStatistics, Statistics]:
     layer = LayerStatistics(
         direction=torch.zeros(1, 2),
         mean=torch.tensor([[mean, 0.0]]),
@@ -98,7 +99,7 @@ def one_plane(mean: float, norm: float, frequency: float) -> dict[str, Statistic
         frequency=torch.tensor([-frequency, frequency]),
         gain=torch.ones(2),
     )
-    return {"": Statistics({0: layer})}
+    return {ModelStatistics(""): Statistics({0: layer})}
 
 
 def rotated(length: int, frequency: float) -> torch.Tensor:
@@ -111,7 +112,7 @@ def test_concentrated_queries_prefer_a_distance() -> None:
     # One turn in 16 positions: keys 16 before the next query but one, at position 24, point its way.
     frequency = math.tau / 16
     keys = rotated(23, frequency)
-    observation = Observation(keys=keys, values=keys, statistics=one_plane(1.0, 1.0, frequency))
+    observation = Observation(keys=keys, values=keys, features=one_plane(1.0, 1.0, frequency))
     keep_set = TriAttention(horizon=1).select(observation, Budget(1))
     assert kept(keep_set, observation, 0, 0) == [8]
 
@@ -120,7 +121,7 @@ def test_spread_queries_look_at_norms_alone() -> None:
     keys = rotated(12, 0.7)
     keys[0, 0, 5] *= 3
     keys[0, 0, 2] *= 2
-    observation = Observation(keys=keys, values=keys, statistics=one_plane(0.0, 1.0, 0.7))
+    observation = Observation(keys=keys, values=keys, features=one_plane(0.0, 1.0, 0.7))
     assert kept(TriAttention().select(observation, Budget(2)), observation, 0, 0) == [2, 5]
 
 
@@ -137,7 +138,7 @@ def test_planes_need_not_be_halves() -> None:
     """Neighbours as partners: the same model with its numbers in another order keeps the same."""
     observation = observe(Shape((15,), 2, 2, 6, 4))
     order = [0, 3, 1, 4, 2, 5]
-    layer = observation.statistics[""].layers[0]
+    layer = observation[ModelStatistics("")].layers[0]
     place = torch.tensor(order).argsort()
     turned = replace(
         layer,
@@ -149,7 +150,6 @@ def test_planes_need_not_be_halves() -> None:
         frequency=layer.frequency[order],
         gain=layer.gain[order],
     )
-    other = Observation(
-        keys=observation.keys[..., order], values=observation.values, statistics={"": Statistics({0: turned})}
-    )
+    features = {ModelStatistics(""): Statistics({0: turned})}
+    other = Observation(keys=observation.keys[..., order], values=observation.values, features=features)
     torch.testing.assert_close(TriAttention().score(other), TriAttention().score(observation), rtol=1e-5, atol=1e-5)

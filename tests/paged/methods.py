@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from keepset.core.budget import Budget
+from keepset.core.feature import Needs
+from keepset.core.features.recent_queries import RecentQueries
 from keepset.core.keep_set import KeepSet
 from keepset.core.method import Method, parameter
-from keepset.core.observation import Needs, Observation
+from keepset.core.observation import Observation
 from keepset.registry import register
 
 
@@ -31,7 +33,7 @@ class Mass(Method):
 
     @property
     def needs(self) -> Needs:
-        return Needs(window=self.window)
+        return Needs(RecentQueries(self.window))
 
     @property
     def recent(self) -> int:
@@ -60,7 +62,7 @@ class Loud(Method):
 
     @property
     def needs(self) -> Needs:
-        return Needs(window=self.window)
+        return Needs(RecentQueries(self.window))
 
     @property
     def recent(self) -> int:
@@ -70,8 +72,10 @@ class Loud(Method):
         stayed = observation.state.get("stayed")
         stayed = observation.keys.new_zeros(observation.valid.shape) if stayed is None else stayed
         attention = observation.by_query_group(observation.window_attention(self.window)).amax((2, 3))
-        observation.state["stayed"] = stayed + 1
         return attention * observation.values.float().norm(dim=-1) * (1 + stayed)
+
+    def remember(self, observation: Observation, scores: Tensor) -> dict[str, Tensor]:
+        return {"stayed": observation.state.get("stayed", torch.zeros_like(scores)) + 1}
 
 
 @register

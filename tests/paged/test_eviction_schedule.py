@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import tests.paged.methods  # noqa: F401
 from keepset import Observation, Recipe
-from keepset.core.observation import QueryMoments
+from keepset.core.features.moments import QueryDistribution, QueryMoments
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.grouping import GROUPS, group_of, one_table
 from tests.tiers import examples
@@ -74,7 +74,7 @@ class Naive:
 
         needs = self.recipe.method.needs
         window = torch.arange(self.length - needs.window, self.length)
-        moments = QueryMoments(
+        moments = QueryDistribution(
             normal(1, KV_HEADS * GROUP, DIM), normal(1, KV_HEADS * GROUP, DIM, DIM), lambda rows, future: rows
         )
         observation = Observation(
@@ -86,7 +86,7 @@ class Naive:
             prompts=torch.tensor([prompt]),
             queries=normal(1, KV_HEADS * GROUP, needs.window, DIM) if needs.window else None,
             query_positions=window[None] if needs.window else None,
-            query_moments=dict.fromkeys(needs.query_moments, moments),
+            features=dict.fromkeys(needs.of(QueryMoments), moments),
             layer=self.layer,
             layers=LAYERS,
         )
@@ -181,7 +181,7 @@ def test_no_compression_writes_to_what_is_shared(recipe: Recipe, prompt: int, bl
     assert shareable is not None
     assert 0 <= shareable <= untouched
     needs = recipe.method.needs
-    if needs.query_moments:
+    if needs.of(QueryMoments):
         assert shareable == 0
     first = (
         eviction_schedule.next_event(prompt, prompt - 1)

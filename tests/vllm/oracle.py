@@ -6,7 +6,7 @@ It takes the steps that the engine took, with the engine's own tokens, and knows
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -17,7 +17,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.models.llama.modeling_llama import rotate_half
 
 from keepset import Observation, Recipe
-from keepset.core.observation import HiddenMoments, QueryMoments
+from keepset.core.features.attention_columns import AttentionColumns
+from keepset.core.features.moments import HiddenDistribution, HiddenMoments, QueryDistribution, QueryMoments
 from tests.paged.reference import blocks_gone, is_executed, newest_event
 
 NAME = "one_head_at_a_time"
@@ -199,7 +200,7 @@ class Oracle:
             if not method.fixed_total and not self._fits(layer, [len(head) for head in answer], at, length):
                 left.append(index)
                 continue
-            self._remember(index, layer.heads, observations[index].state)
+            self._remember(index, layer.heads, chosen.layer(index).state)
             newer = [[position for position in head.positions if position >= at] for head in layer.heads]
             layer.heads = [head.only(stay + new) for head, stay, new in zip(layer.heads, answer, newer, strict=True)]
         if kept:
@@ -224,7 +225,18 @@ class Oracle:
                 column[0, number, :have] = torch.tensor([memory.get(position, 0.0) for position in head.positions])
         needs = recipe.method.needs
         window = torch.arange(at - needs.window, at)
-        columns = self._columns(layer, at) if needs.columns else None
+        features: dict[Any, Any] = {
+            of: self._moments(layer, of.skip, of.buffer, at, prompt) for of in needs.of(QueryMoments)
+        }
+        for columns in needs.of(AttentionColumns):
+            attention = self._columns(layer, at)
+            statistic = attention.sum(1) if columns.statistic == "sum" else attention.amax(1)
+            features[columns] = statistic[None].float()
+        for hidden in needs.of(HiddenMoments):
+            mean, variance = _hidden_moments(layer.hidden[hidden.skip : at].double())
+            features[hidden] = HiddenDistribution(
+                mean, variance, lambda rows, future: self._future_queries(index, rows, at, future)
+            )
         return Observation(
             keys=keys,
             values=values,
@@ -232,11 +244,7 @@ class Oracle:
             valid=valid,
             queries=_at(layer.queries, window)[None] if needs.window else None,
             query_positions=window[None] if needs.window else None,
-            column_sum=None if columns is None else columns.sum(1)[None].float(),
-            column_max=None if columns is None else columns.amax(1)[None].float(),
-            hidden_moments={skip: _hidden_moments(layer.hidden[skip:at].double()) for skip in needs.hidden_moments},
-            future_queries=lambda hidden, future: self._future_queries(index, hidden, at, future),
-            query_moments={skip: self._moments(layer, skip, needs.buffer, at, prompt) for skip in needs.query_moments},
+            features=features,
             lengths=torch.tensor([at]),
             prompts=torch.tensor([prompt]),
             scaling=heads[0].keys.shape[-1] ** -0.5,
@@ -259,7 +267,7 @@ class Oracle:
         heads = projected.view(hidden.shape[1], self.model.config.num_attention_heads, -1).transpose(0, 1)
         return (heads @ self._mean_rotation(at, future, heads.shape[-1]))[None]
 
-    def _moments(self, layer: Layer, skip: int, buffer: int, at: int, prompt: int) -> QueryMoments:
+    def _moments(self, layer: Layer, skip: int, buffer: int, at: int, prompt: int) -> QueryDistribution:
         """Of the whole prompt at its end, of the newest queries later."""
         first = max(skip, 0 if at == prompt else at - buffer)
         rows = layer.unrotated[:, first:at].double()
@@ -270,7 +278,7 @@ class Oracle:
         def rotate(vectors: Tensor, future: int) -> Tensor:
             return vectors @ self._mean_rotation(at, future, vectors.shape[-1])
 
-        return QueryMoments(mean[None].float(), covariance[None].float(), rotate)
+        return QueryDistribution(mean[None].float(), covariance[None].float(), rotate)
 
     @cache  # noqa: B019  # there is one oracle
     def _mean_rotation(self, at: int, future: int, width: int) -> Tensor:
@@ -279,7 +287,7 @@ class Oracle:
         cos, sin = self.model.model.rotary_emb(unit, torch.arange(at, at + future)[None])
         return sum(unit * cos[0, t] + rotate_half(unit) * sin[0, t] for t in range(future)) / future
 
-    def _remember(self, index: int, heads: list[Head], state: dict[str, Tensor]) -> None:
+    def _remember(self, index: int, heads: list[Head], state: Mapping[str, Tensor]) -> None:
         self._memory[index] = {
             name: [
                 dict(zip(head.positions, column[0, number].tolist(), strict=False)) for number, head in enumerate(heads)
@@ -296,9 +304,9 @@ class Oracle:
         return True
 
 
-def _hidden_moments(rows: Tensor) -> HiddenMoments:
+def _hidden_moments(rows: Tensor) -> tuple[Tensor, Tensor]:
     rows = rows if len(rows) else rows.new_zeros(1, rows.shape[1])
-    return HiddenMoments(rows.mean(0)[None].float(), rows.var(0, unbiased=False)[None].float())
+    return rows.mean(0)[None].float(), rows.var(0, unbiased=False)[None].float()
 
 
 def _at(rows: Tensor, positions: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 
 import keepset
 from keepset import Recipe
-from keepset.core.observation import Needs
+from keepset.core.feature import Needs
 from keepset.hf.recorder import Recorder
 from tests.vllm.compared import CHUNKED, Embedded, asks, check_cache, check_oracle, fed, result
 from tests.vllm.conftest import LAYERS

@@ -10,8 +10,12 @@ import pytest
 
 from keepset import KeepsetError, Recipe
 from keepset.allocators.pool import Pool
-from keepset.core.observation import Needs, SecondPass
+from keepset.core.feature import Needs
+from keepset.core.features.output_projection import OutputProjection
+from keepset.core.features.perplexity import Perplexity
+from keepset.core.features.second_pass import SecondPass
 from keepset.core.rope import RotaryTable
+from keepset.kernels.statistic import ColumnStatistic
 from keepset.methods.snapkv import SnapKV
 from keepset.vllm import validation as refusals
 from keepset.vllm.compat import ONE_ROTATION, rotary_table
@@ -128,12 +132,9 @@ def test_a_configuration_that_is_served(recipe: str, changes: dict[str, Any]) ->
 @pytest.mark.parametrize(
     ("needs", "sentence"),
     [
-        (
-            Needs(second_passes=frozenset({SecondPass(frozenset({"max"}))})),
-            "mine has tokens look at the prompt a second",
-        ),
-        (Needs(output_projection=True), "mine looks at the output projection"),
-        (Needs(perplexity=frozenset({8})), "mine looks at the prompt's perplexity"),
+        (Needs(SecondPass(frozenset({ColumnStatistic.MAX}))), "mine has tokens look at the prompt a second"),
+        (Needs(OutputProjection()), "mine looks at the output projection"),
+        (Needs(Perplexity(8)), "mine looks at the prompt's perplexity"),
     ],
 )
 def test_methods_that_paged_attention_cannot_feed(needs: Needs, sentence: str) -> None:

@@ -1,1 +1,1 @@
-"""What the cells of a sweep come to: intervals, tables, curves, needle maps."""
+"""What KeepSets and a sweep's cells come to: diagnostics, traces, intervals, tables, curves, needle maps."""

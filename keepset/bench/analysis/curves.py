@@ -29,12 +29,9 @@ class Curve:
 def area(curve: Curve) -> tuple[float, Interval] | None:
     """Area under accuracy over keep (KVCompose's AUC, 2025, arXiv:2509.05165), as a mean score from 0 to 1.
 
-    Trapezoids between the measured keeps, from the smallest to 1.0, where the full cache's score stands, divided by
-    that width: the mean accuracy, were every keep from the smallest on as likely. The paper says neither the rule nor
-    the range. Areas compare where the smallest keep is the same. Of a group it is the mean over the tasks.
-
-    The area is a mean over examples of each one's own area, so its interval is that of a mean score. None where no
-    budget dropped anything.
+    Trapezoids from the smallest keep to 1.0, divided by that width; the paper says neither the rule nor the range. Of a
+    group it is the mean over the tasks. It is a mean over examples of each one's own area, so its interval is that of
+    a mean score. None where no budget dropped anything.
     """
     keeps = curve.keeps
     width = keeps[0] - keeps[-1]
@@ -56,14 +53,10 @@ def compression(curve: Curve, tolerance: float) -> tuple[float, Interval | None]
     """The largest share of entries that can go with a relative loss of accuracy of at most `tolerance`.
 
     KVCompose's Table 2, equations 6 to 8 and 10: the loss is (full cache's score - score) / full cache's score, its
-    mean over the tasks of a group; a task on which the full cache scores nothing has none to lose, and is left out.
-    Between two measured budgets the loss is taken to be linear. (The paper does not say so, but its figures are no
-    measured ratios, and those below the first, 3.5 and 6.9 % for losses of 10 and 20 %, are on a line.) Where the loss
-    rises and falls again, the largest share counts, as in equation 7. Beyond the smallest budget nothing is known:
-    there the answer means "at least".
-
-    The interval is a bootstrap over examples, all budgets of an example drawn together; None where no draw differs,
-    which does not mean that it is certain. None altogether where the full cache scores nothing at all.
+    mean over the tasks of a group on which the full cache scores anything. Between two budgets it is taken to be
+    linear, as the paper's figures suggest. Beyond the smallest budget nothing is known: there the answer means "at
+    least". The interval is a bootstrap over examples, all budgets of an example drawn together; None where no draw
+    differs. None altogether where the full cache scores nothing at all.
     """
     if not all(map(len, curve.scores)) or not any(scores[:, 0].any() for scores in curve.scores):
         return None

@@ -77,7 +77,7 @@ class TableRow:
 _COSTS = tuple(each.name for each in fields(Outcome) if each.name not in ("scores", "replies"))
 
 
-def row(cells: Cells, baseline: Cells | None, examples: Collection[str]) -> TableRow:
+def table_row(cells: Cells, baseline: Cells | None, examples: Collection[str]) -> TableRow:
     """What a recipe's cells come to, beside those of what it is compared with."""
     first = next(iter(cells.values()))
     failures = [cell for cell in cells.values() if cell.outcome is None]

@@ -11,11 +11,10 @@ import numpy as np
 
 from keepset.bench.analysis.curves import Curve, area, compression
 from keepset.bench.analysis.needles import NeedleMap, needle_maps
-from keepset.bench.analysis.rows import Cells, Figure, TableRow, average, by_example, row
+from keepset.bench.analysis.rows import Cells, Figure, TableRow, average, by_example, table_row
 from keepset.bench.cell import FULL, Cell
 from keepset.bench.tasks import longbench, ruler
 from keepset.errors import KeepsetError
-from keepset.recipe import Recipe
 
 _BENCHMARKS = {"ruler": ruler.NAMES, "longbench": longbench.NAMES}
 TOLERANCES = (0.1, 0.2)
@@ -113,6 +112,8 @@ def benchmark_of(task: str) -> str | None:
 
 def _known(baseline: str, cells: Sequence[Cell]) -> str:
     """The baseline as cells write it."""
+    from keepset.recipe import Recipe  # loads torch, which no more than this takes
+
     names = dict.fromkeys(name for cell in cells for name in (cell.method, cell.recipe))
     text = baseline if baseline in names else str(Recipe.parse(baseline))
     if text not in names:
@@ -123,7 +124,7 @@ def _known(baseline: str, cells: Sequence[Cell]) -> str:
 
 def _rows(recipes: Mapping[str, Cells], baseline: str) -> list[TableRow]:
     examples = {example for cells in recipes.values() for _, example in cells}
-    return [row(cells, _against(recipes, name, baseline), examples) for name, cells in recipes.items()]
+    return [table_row(cells, _against(recipes, name, baseline), examples) for name, cells in recipes.items()]
 
 
 def _against(recipes: Mapping[str, Cells], recipe: str, baseline: str) -> Cells | None:

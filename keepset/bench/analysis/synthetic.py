@@ -10,7 +10,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keepset.core.observation import Needs
+from keepset.core.feature import Needs
+from keepset.core.features.recent_queries import RecentQueries
 from keepset.core.select import top_mask
 from keepset.errors import KeepsetError
 from keepset.hf.recorder import Recorder
@@ -76,7 +77,7 @@ def next_query(
             f"{ids.shape[1]} tokens are too few: statistics leave out the first {method.skip} and the last, "
             f"so give {method.skip + 3} or more."
         )
-    whole = Recorder(model, Needs(window=1), on_layer)
+    whole = Recorder(model, Needs(RecentQueries(1)), on_layer)
     whole.prefill(ids)
     newest = {observation.layer: observation.newest_queries(1)[0] for observation in whole.observations}
     del whole

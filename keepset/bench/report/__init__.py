@@ -1,1 +1,1 @@
-"""What people read: the HTML report of a comparison."""
+"""What people read: HTML pages, each one file that needs nothing else."""

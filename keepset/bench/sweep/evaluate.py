@@ -6,7 +6,6 @@ import copy
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ import torch
 
 from keepset.bench.analysis.diagnostics import repetition_rate
 from keepset.bench.cell import Outcome
-from keepset.bench.generation import Ending, Generated, generate, likelihoods, picker
+from keepset.bench.generation import Answer, Ending, generate, likelihoods, picker
 from keepset.bench.memory import CacheMemory
 from keepset.bench.sweep.prompts import Prompt, TokenizedQuestion
 from keepset.bench.tasks.task import Reply, Task
@@ -78,13 +77,12 @@ class Evaluator:
                             keep=memory.keep,
                             kv_bytes=memory.nbytes,
                             kv_bytes_full=memory.nbytes_full,
-                            tokens=len(answer.generated.ids),
+                            tokens=len(answer.ids),
                             finished=float(answer.finished),
-                            repetition=repetition_rate(torch.tensor(answer.generated.ids, dtype=torch.long)),
+                            repetition=repetition_rate(torch.tensor(answer.ids, dtype=torch.long)),
                             prefill_seconds=cached[row].prefill_seconds,
                             select_seconds=memory.select_seconds,
-                            decode_seconds=answer.generated.seconds
-                            - (memory.select_seconds - begun[row].select_seconds),
+                            decode_seconds=answer.seconds - (memory.select_seconds - begun[row].select_seconds),
                         )
                     )
         finally:
@@ -100,7 +98,7 @@ class Evaluator:
         cache: Cache,
         look: Callable[[], None],
         draw: tuple[object, ...],
-    ) -> list[_Answer]:
+    ) -> list[Answer]:
         """To one question, on a cache that is its own; `look` is called whenever the cache has grown."""
         began = time.perf_counter()
         if question.ids:
@@ -111,25 +109,15 @@ class Evaluator:
             logits = torch.cat([each.logits for each in cached])
         if question.choices:
             reply = likelihoods(self._model, cache, logits, question.choices, TOGETHER)
-            return [_Answer(reply, True, Generated(seconds=time.perf_counter() - began))]
+            return [Answer(seconds=time.perf_counter() - began, reply=reply)]
         question_seconds = (time.perf_counter() - began) / len(cached)
         ending = Ending(self._model, self._tokenizer, task.generation)
         # One each: all have the same luck.
         picks = [picker(self._temperature, logits.device, *draw) for _ in cached]
-        answers = []
-        for generated in generate(self._model, cache, logits, picks, ending, look):
-            generated.seconds += question_seconds
-            answers.append(_Answer(*ending.answer(generated.ids), generated))
+        answers = generate(self._model, cache, logits, picks, ending, look)
+        for answer in answers:
+            answer.seconds += question_seconds
         return answers
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """To one question; a reply with choices has no tokens."""
-
-    reply: Reply
-    finished: bool
-    generated: Generated
 
 
 def _plain(reply: Reply) -> Any:

@@ -44,13 +44,10 @@ class Prompt:
 class Prompts:
     """Makes the prompts of examples.
 
-    Context, question and the answer's prefix are one text, tokenized as lm-evaluation-harness does: with the
-    tokenizer's own special tokens, unless the text begins with one; white space before a choice belongs to the choice;
-    and where there is no text at all, the first token is that of a text's beginning. In a chat, context and question
-    are a user's message in the model's template, and the prefix begins the assistant's answer.
-
-    A prompt that the model's context does not hold, together with the answer, loses the middle of its own context, as
-    in LongBench (Bai and others 2023, arXiv:2308.14508).
+    Context, question and the answer's prefix are one text, tokenized as lm-evaluation-harness does: white space before
+    a choice belongs to the choice. In a chat, context and question are a user's message in the model's template, and
+    the prefix begins the assistant's answer. A prompt that the model's context does not hold, together with the answer,
+    loses the middle of its own context, as in LongBench (Bai and others 2023, arXiv:2308.14508).
 
     Args:
         agnostic: only the context is prompt; each question follows it, tokenized by itself.

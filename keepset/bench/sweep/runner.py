@@ -34,11 +34,10 @@ TOGETHER = 4
 class Runner:
     """Asks the same of every candidate, so that cells differ by nothing but the recipe.
 
-    A prompt is prefilled once for all recipes that compress its end; recipes that compress while decoding (`every=`)
-    have a prefill of their own. The first token of an answer is foretold by the whole prompt, as in `generate`;
-    where a question follows a compressed context, by what was kept of it. Answers are the most likely tokens; with a
-    temperature they are drawn from all tokens, by the seed, the example and the question alone, so that all candidates
-    have the same luck. Whatever else the model's generation config says, other than what ends an answer, is left out.
+    The first token of an answer is predicted by the whole prompt, as in `generate`; where a question follows a
+    compressed context, by what was kept of it. Answers are the most likely tokens; with a temperature they are drawn by
+    the seed, the example and the question alone, so that all candidates have the same luck. Of the model's generation
+    config only what ends an answer counts.
 
     Args:
         model: a causal language model.

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sqlite3
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,8 +23,8 @@ from uuid import uuid4
 
 from keepset.bench.cell import Cell
 from keepset.bench.sweep.owner import Owner
+from keepset.core.former_names import FORMER_NAMES
 from keepset.errors import CorruptFileError, KeepsetError
-from keepset.recipe import Recipe
 
 Key = tuple[str, int, str]
 """What tells a group: the task's name, the seed, the example's id."""
@@ -50,6 +50,7 @@ CREATE TABLE claims (
     host TEXT NOT NULL, pid INTEGER NOT NULL, started TEXT, beat REAL NOT NULL, PRIMARY KEY (task, seed, example)
 )
 """
+_FORMER_METHOD = re.compile(rf"\b({'|'.join(FORMER_NAMES)})(?=[(,)]|$)")
 _GROUP = "task = ? AND seed = ? AND example = ?"
 
 
@@ -291,13 +292,9 @@ class Store:
                 raise
 
 
-@cache
 def _canonical(text: str) -> str:
     """A recipe's or a method's text as it is written today: a file may be older than a method's name."""
-    try:
-        return str(Recipe.parse(text))
-    except KeepsetError:  # the full cache, or a recipe that was refused
-        return text
+    return _FORMER_METHOD.sub(lambda match: FORMER_NAMES[match[0]], text)
 
 
 def _renamed(cell: Cell) -> Cell:

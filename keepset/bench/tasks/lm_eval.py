@@ -67,11 +67,9 @@ def make(name: str, settings: Settings) -> list[Task]:
 class HarnessTask(Task):
     """A task of lm-evaluation-harness (Gao and others, 2021): context, question and choices are its prompt, verbatim.
 
-    The context ends with the passage that an item brings (`context`, `passage`, `article`, `document`, `story` or
-    `paragraph`, and `input` beside a `question`), where one is in the prompt; else with the examples before the
+    The context ends with the passage that an item brings, where one is in the prompt; else with the examples before the
     question. The metric is the first of the task's that is a mean over items and higher when better, by its first
-    filter. Scores are those of greedy answers, whatever the task says of sampling. Where it is sent to another process,
-    that one makes it anew.
+    filter. Where it is sent to another process, that one makes it anew.
 
     Args:
         task: the harness's.

@@ -40,12 +40,9 @@ class Reasoning(Task):
     """A problem whose final answer is an expression: Cobbe and others 2021 (arXiv:2110.14168), Lightman and others 2023
     (arXiv:2305.20050), and the American Invitational Mathematics Examination.
 
-    The prompt is the problem and a request for steps and a boxed answer, without examples: what reasoning models are
-    asked (DeepSeek-R1, arXiv:2501.12948); `prompt` of a data file is taken as it is. All of it is the question, since
-    nothing of a problem can be compressed before it is known. An answer is right if math-verify finds its last box, or
-    the last expression of one without a box, equal to the gold one; so `accuracy` is pass@1. Longest answers: 32768 for
-    AIME and 1024 for GSM8K, as lm-evaluation-harness has them (the latter for Llama's instruct models); MATH-500 has
-    none there: 16384, as in R-KV's scripts (arXiv:2505.24133).
+    All of a problem is the question, asked as reasoning models are (DeepSeek-R1, arXiv:2501.12948); `accuracy` is
+    pass@1. Longest answers are those of lm-evaluation-harness; of MATH-500, which has none there, those of R-KV's
+    scripts (arXiv:2505.24133).
     """
 
     def __init__(self, name: str, settings: Settings) -> None:

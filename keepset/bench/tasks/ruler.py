@@ -97,6 +97,5 @@ class RulerTask(Task):
         return {"match": max(hits) if self._any else sum(hits) / len(hits)}
 
     def _example(self, draws: Draws, size: int, index: int, seed: int) -> Example:
-        drawn = draws.draw(size, index, seed)
-        question = Question(drawn.question, target=drawn.answers, prefix=drawn.prefix)
-        return Example(str(index), drawn.context, (question,), {"length": self._length})
+        context, question = draws.draw(size, index, seed)
+        return Example(str(index), context, (question,), {"length": self._length})

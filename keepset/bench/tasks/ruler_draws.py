@@ -6,22 +6,16 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 
 from keepset.bench.tasks.data import extra
+from keepset.bench.tasks.task import Question
 
 QUESTION = "\nQuestion:"
 
 
-@dataclass(frozen=True)
-class Draw:
-    """An example: the text up to the question, the question, how its answer begins, and what it contains."""
-
-    context: str
-    question: str
-    prefix: str
-    answers: tuple[str, ...]
+Draw = tuple[str, Question]
+"""An example: the text up to the question, and the question, whose target is what an answer contains."""
 
 
 class Draws(ABC):
@@ -111,7 +105,7 @@ def cut(text: str, question: str, answers: Sequence[str]) -> Draw:
     """The parts of a text in which the question begins so."""
     context, begin, rest = text.rpartition(question)
     words, answer, prefix = rest.rpartition(" Answer:")
-    return Draw(context, begin + words, (answer + prefix).rstrip(), tuple(answers))
+    return context, Question(begin + words, target=tuple(answers), prefix=(answer + prefix).rstrip())
 
 
 @contextmanager

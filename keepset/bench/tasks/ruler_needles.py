@@ -14,6 +14,7 @@ from uuid import UUID
 from keepset import texts
 from keepset.bench.tasks.data import extra
 from keepset.bench.tasks.ruler_draws import Draw, Draws
+from keepset.bench.tasks.task import Question
 
 
 @dataclass(frozen=True)
@@ -66,12 +67,14 @@ class Needles(Draws):
         what = self.value[:-1] if single else self.value
         some, all_of, are = ("A", "is", "is") if single else ("Some", "are all", "are")
         query = chosen[0] if len(chosen) == 1 else f"{', '.join(chosen[:-1])}, and {chosen[-1]}"
-        return Draw(
-            context=f"{some} special magic {what} {are} hidden within the following text. Make sure to memorize it. "
-            f"I will quiz you about the {what} afterwards.\n{hay}",
-            question=f"\nWhat {all_of} the special magic {what} for {query} mentioned in the provided text?",
+        context = (
+            f"{some} special magic {what} {are} hidden within the following text. Make sure to memorize it. "
+            f"I will quiz you about the {what} afterwards.\n{hay}"
+        )
+        return context, Question(
+            f"\nWhat {all_of} the special magic {what} for {query} mentioned in the provided text?",
+            target=tuple(value for name in chosen for value in known[name]),
             prefix=f" The special magic {what} for {query} mentioned in the provided text {are}",
-            answers=tuple(value for name in chosen for value in known[name]),
         )
 
 

@@ -65,9 +65,8 @@ Grow = Callable[[Sequence[Recipe]], Sequence[Recipe]]
 class Halving:
     """The race (Jamieson & Talwalkar 2016, arXiv:1502.07943).
 
-    In every round the better half of the recipes goes on and the text doubles, so that all rounds cost about the same.
-    Figures stay: whoever is still there has been measured on all pieces so far, and recipes are compared on the same
-    ones. After the first pieces `grow` may add recipes, which are measured on these pieces before anyone is out.
+    In every round the better half of the recipes goes on and the text doubles. Recipes are compared on the same pieces.
+    After the first ones `grow` may add recipes, which are measured on these before anyone is out.
 
     Attributes:
         entries: all that have ever been in the race, in the order in which they came.

@@ -15,9 +15,9 @@ from keepset.recipe import Recipe
 from keepset.registry import METHODS
 
 EXTRA = (
-    "received(statistic='mean'), received(statistic='rms'), received(statistic='rms', sinks=4, recent=32), "
-    "pool(received, sinks=4, recent=32), pool(received(statistic='mean'), sinks=4, recent=32), "
-    "pool(received(statistic='rms'), sinks=4, recent=32), kvcompose(structured=False), gvote(sinks=4, recent=32)"
+    "second_pass(statistic='mean'), second_pass(statistic='rms'), second_pass(statistic='rms', sinks=4, recent=32), "
+    "pool(second_pass, sinks=4, recent=32), pool(second_pass(statistic='mean'), sinks=4, recent=32), "
+    "pool(second_pass(statistic='rms'), sinks=4, recent=32), kvcompose(structured=False), gvote(sinks=4, recent=32)"
 )
 """Beside the catalogue's defaults: other statistics of a second pass, under an even budget and in one pool."""
 COMPOSED = 3

@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 import keepset
-from keepset.core.observation import Needs, Observation
+from keepset.core.feature import Needs
+from keepset.core.features.moments import QueryMoments
+from keepset.core.features.recent_queries import RecentQueries
+from keepset.core.observation import Observation
 from keepset.core.statistics import LayerStatistics, Statistics
 from keepset.errors import KeepsetError
 from keepset.hf.prompt_cache import PromptCache
@@ -37,7 +40,7 @@ class _Layer:
     def add(self, observation: Observation) -> None:
         """One passage."""
         assert observation.queries is not None
-        moments = observation.moments(SKIP)
+        moments = observation[QueryMoments(SKIP)]
         mean, covariance = moments.mean[0].cpu().double(), moments.covariance[0].cpu().double()
         queries = observation.queries[0, :, SKIP:].cpu().double()
         count = queries.shape[1]
@@ -102,18 +105,18 @@ def measure(
     def probed(observation: Observation) -> None:
         _, kv_heads, _, head_dim = observation.keys.shape
         unit = torch.eye(head_dim, device=observation.keys.device)
-        layers[observation.layer] = _Layer(describe(observation.moments(0).rotate, unit), kv_heads)
+        layers[observation.layer] = _Layer(describe(observation[QueryMoments(0)].rotate, unit), kv_heads)
 
     def run(ids: Tensor, needs: Needs, heard: Callable[[Observation], None]) -> None:
         listener = _Listener(model, needs, heard)
         model(ids.to(model.device)[None], past_key_values=listener, use_cache=True, logits_to_keep=1)
         listener.stop_watching()
 
-    run(corpus.passages[0][:PROBE], Needs(query_moments=frozenset({0})), probed)
+    run(corpus.passages[0][:PROBE], Needs(QueryMoments(0)), probed)
     if not layers:
         raise KeepsetError(f"{type(model).__name__} has no layer that keepset compresses: there is nothing to measure.")
     for passage in corpus.passages:
-        needs = Needs(window=len(passage), query_moments=frozenset({SKIP}))
+        needs = Needs(RecentQueries(len(passage)), QueryMoments(SKIP))
         run(passage, needs, lambda observation: layers[observation.layer].add(observation))
         on_passage()
     measured = {index: layer.statistics() for index, layer in sorted(layers.items())}

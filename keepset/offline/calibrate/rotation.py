@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keepset.core.observation import Rotate
+from keepset.core.features.moments import Rotate
 from keepset.errors import KeepsetError
 
 PROBE = 2

@@ -417,7 +417,7 @@ def test_a_prefill_that_cannot_be_shared_is_not(monkeypatch: pytest.MonkeyPatch)
     original = Recorder.prefill
 
     def prefill(self: Recorder, ids: Any) -> Any:
-        if self.needs.hidden_states:
+        if self.needs.unrotated:
             raise KeepsetError("Hidden states cannot be seen.")
         return original(self, ids)
 

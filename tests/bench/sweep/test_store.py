@@ -17,6 +17,7 @@ from keepset.bench.sweep import owner, store
 from keepset.bench.sweep.owner import Owner
 from keepset.bench.sweep.store import LEASE, Store
 from keepset.errors import KeepsetError
+from keepset.recipe import Recipe
 
 CONFIGURATION = {"weights": "0a1b", "--limit": None, "--agnostic": False, "--temperature": 0.0}
 KEY = ("gsm8k", 0, "a")
@@ -86,12 +87,16 @@ def test_cells_come_in_the_order_of_examples_and_recipes_however_they_were_writt
 
 def test_recipes_that_were_written_otherwise_are_those_of_today(path: Path) -> None:
     """As where a method was renamed since."""
-    old, today = "snapkv(keep=0.50, window=64)", "snapkv(keep=0.5)"
-    put(path, cell(old, method="snapkv(window=64)"), cell("full cache", method="full cache"))
+    old = ["pool(received(statistic='rms'), keep=0.5)", "adakv(echo, keep=40)", "kvcompose(structured=False, keep=40)"]
+    today = [str(Recipe.parse(text)) for text in old]
+    assert today != old
+    methods = [text.replace(", keep=0.5", "").replace(", keep=40", "") for text in old]
+    put(path, *(cell(recipe, method=method) for recipe, method in zip(old, methods, strict=True)))
     with begin(path) as store:
-        assert store.done() == {(KEY, today), (KEY, "full cache")}
-        assert store.claim(KEY, [today, "tova(keep=0.5)"]) == ["tova(keep=0.5)"]
-        assert [(each.recipe, each.method) for each in store.cells()] == [(today, "snapkv"), ("full cache",) * 2]
+        assert store.done() == {(KEY, text) for text in today}
+        assert store.claim(KEY, [*today, "echo"]) == ["echo"]
+        assert [each.recipe for each in store.cells()] == today
+        assert [each.method for each in store.cells()] == [str(Recipe.parse(method)) for method in methods]
 
 
 def test_reads_while_another_writes(path: Path) -> None:

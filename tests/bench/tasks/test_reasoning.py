@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +170,7 @@ def test_missing_fields_are_one_sentence(tmp_path: Path, name: str, item: dict[s
 def test_without_file_and_hub_it_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "_answers", lambda: False)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
-    monkeypatch.setitem(reasoning._SOURCES, "gsm8k", replace(reasoning._SOURCES["gsm8k"], path="no-owner/no-data"))
+    monkeypatch.setitem(reasoning._SOURCES, "gsm8k", ("no-owner/no-data", "main", "test", 1024))
     [made] = find(["gsm8k"], Settings(data=tmp_path))
     with pytest.raises(KeepsetError, match=r"gsm8k cannot be loaded .*or give a folder with gsm8k\.jsonl as data"):
         made.examples(None)  # type: ignore[arg-type]

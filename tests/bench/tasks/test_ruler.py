@@ -182,10 +182,10 @@ def test_frequent_words_are_the_most_frequent_after_the_dots(length: int, tokeni
 def test_the_third_most_frequent_word_is_known_at_every_size() -> None:
     draws = FrequentWords(1000)
     for size in range(draws.smallest - 1, 300):
-        drawn = draws.draw(size, 0, 0)
-        ranked = Counter(drawn.context.split("coded words. ")[1].split()).most_common()
+        context, question = draws.draw(size, 0, 0)
+        ranked = Counter(context.split("coded words. ")[1].split()).most_common()
         assert (ranked[3][1] > ranked[4][1]) == (size >= draws.smallest)
-        assert size < draws.smallest or [word for word, _ in ranked[1:4]] == list(drawn.answers)
+        assert size < draws.smallest or [word for word, _ in ranked[1:4]] == list(question.target)
 
 
 def squad(folder: Path) -> None:

@@ -35,16 +35,17 @@ def test_one_budget_for_all_but_those_that_take_none(keep: int | float) -> None:
 def test_compositions_are_of_the_best_scorers_alone_or_inside_a_recipe() -> None:
     text = (
         "gvote, streaming_llm(keep=0.25), random(keep=0.25), duo_attention(keep=0.25), "
-        "pool(received(statistic='rms'), keep=0.25, sinks=4, recent=32), received(keep=0.25), "
+        "pool(second_pass(statistic='rms'), keep=0.25, sinks=4, recent=32), second_pass(keep=0.25), "
         "kvcompose(structured=False, keep=0.25), adakv(chunkkv(h2o), keep=0.25), tova(keep=0.25), snapkv(keep=0.25)"
     )
     found = compositions(Recipe.parse_list(text))
     assert len(set(found)) == len(found) == composed_at_most()
     inner = {recipe.method.scorer for recipe in found if isinstance(recipe.method, Allocator)}
-    assert inner == {Recipe.parse(each).method for each in ("received(statistic='rms')", "h2o", "tova")}
+    assert inner == {Recipe.parse(each).method for each in ("second_pass(statistic='rms')", "h2o", "tova")}
     texts = list(map(str, found))
     assert (
-        "dynamic(received(statistic='rms'), keep=0.25, sinks=4, recent=32)" in texts and "ams(tova, keep=0.25)" in texts
+        "dynamic(second_pass(statistic='rms'), keep=0.25, sinks=4, recent=32)" in texts
+        and "ams(tova, keep=0.25)" in texts
     )
     assert not any(recipe.method.name == "uniform" for recipe in found)
     assert [Recipe.parse(each) for each in texts] == found
@@ -53,7 +54,7 @@ def test_compositions_are_of_the_best_scorers_alone_or_inside_a_recipe() -> None
 def test_scorers_inside_named_compositions_count() -> None:
     named = Recipe.parse("kvcompose(keep=0.25)")
     scorers = {recipe.method.scorer for recipe in compositions([named]) if isinstance(recipe.method, Allocator)}
-    assert scorers == {Recipe.parse("received(mean_term=True)").method}
+    assert scorers == {Recipe.parse("second_pass(mean_term=True)").method}
 
 
 def test_few_recipes_give_few_compositions() -> None:
@@ -64,9 +65,9 @@ def test_few_recipes_give_few_compositions() -> None:
 
 
 def test_what_has_a_name_of_its_own_is_not_composed_again() -> None:
-    """`kvcompose` is `composite(received(mean_term=True))`."""
-    found = list(map(str, compositions([Recipe.parse("received(mean_term=True, keep=0.3)")])))
-    assert "composite(received(mean_term=True), keep=0.3)" not in found
-    assert "pool(received(mean_term=True), keep=0.3)" in found and len(found) == composed_at_most() / 3 - 1
-    others = list(map(str, compositions([Recipe.parse("received(mean_term=True, keep=0.3, sinks=4)")])))
-    assert "composite(received(mean_term=True), keep=0.3, sinks=4)" in others
+    """`kvcompose` is `composite(second_pass(mean_term=True))`."""
+    found = list(map(str, compositions([Recipe.parse("second_pass(mean_term=True, keep=0.3)")])))
+    assert "composite(second_pass(mean_term=True), keep=0.3)" not in found
+    assert "pool(second_pass(mean_term=True), keep=0.3)" in found and len(found) == composed_at_most() / 3 - 1
+    others = list(map(str, compositions([Recipe.parse("second_pass(mean_term=True, keep=0.3, sinks=4)")])))
+    assert "composite(second_pass(mean_term=True), keep=0.3, sinks=4)" in others

@@ -15,9 +15,11 @@ from transformers import DynamicCache
 
 import keepset
 from keepset.bench.compare.comparison import Measurement
-from keepset.bench.tune import space, tune
+from keepset.bench.tune import space
+from keepset.bench.tune.measure import Measurer
 from keepset.bench.tune.pieces import ANSWER_TOKENS, TextPiece
-from keepset.bench.tune.tune import Measurer, Tuner
+from keepset.bench.tune.tune import Tuner
+from keepset.core.features.second_pass import SecondPass
 from keepset.errors import KeepsetError
 from keepset.hf.recorder import Recorder
 from keepset.recipe import Recipe
@@ -154,7 +156,7 @@ def test_a_prefill_that_one_recipe_spoils_serves_the_others(monkeypatch: pytest.
     prefill = Recorder.prefill
 
     def picky(self: Recorder, ids: Tensor) -> Tensor:
-        if self.needs.second_passes:
+        if self.needs.of(SecondPass):
             raise KeepsetError("No second pass here.")
         return prefill(self, ids)
 
@@ -196,7 +198,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
                     prefill_seconds_full=1.0,
                 )
 
-    monkeypatch.setattr(tune.Measurer, "__call__", measure)
+    monkeypatch.setattr(Measurer, "__call__", measure)
     return table
 
 
@@ -278,7 +280,7 @@ def test_a_budget_that_drops_nothing_is_refused(keep: int | float) -> None:
 
 
 def test_a_race_for_real(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(space, "scorers", lambda: Recipe.parse_list("random, h2o, received(statistic='rms'), gvote"))
+    monkeypatch.setattr(space, "scorers", lambda: Recipe.parse_list("random, h2o, second_pass(statistic='rms'), gvote"))
     steps: list[None] = []
     one = Tuner(tiny("llama"), Numbers(), PIECES[:4], 0.3, "tiny", lambda: steps.append(None))  # type: ignore[arg-type]
     one.run()

@@ -1,0 +1,97 @@
+"""`Measurer`: what recipes make of one piece of a text, whose prompt runs once for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from keepset.bench.compare.comparison import Measurement, measure
+from keepset.bench.generation import end_tokens
+from keepset.bench.tune.pieces import ANSWER_TOKENS, TextPiece
+from keepset.errors import BudgetError, KeepsetError
+from keepset.hf.cache import Cache
+from keepset.hf.prompt_session import PromptSession, freed, warm_up
+from keepset.recipe import Recipe
+
+if TYPE_CHECKING:
+    import transformers
+
+
+class Measurer:
+    """Measures recipes on pieces: one prefill serves all of them.
+
+    Attributes:
+        full_found: by piece, which of its facts the full cache finds.
+        full_bytes: by piece, of the full cache.
+    """
+
+    def __init__(
+        self,
+        model: transformers.PreTrainedModel,
+        tokenizer: transformers.PreTrainedTokenizerBase,
+        pieces: Sequence[TextPiece],
+        keep: int | float,
+    ) -> None:
+        self._model, self._tokenizer, self._pieces, self._keep = model, tokenizer, pieces, keep
+        self.full_found: dict[int, tuple[bool, ...]] = {}
+        self.full_bytes: dict[int, int] = {}
+        warm_up(model, pieces[0].prompt)
+
+    def __call__(self, number: int, recipes: Sequence[Recipe]) -> Iterator[Measurement]:
+        """Each recipe's figures on one piece, or why there are none."""
+        piece = self._pieces[number]
+        session = PromptSession(self._model, piece.prompt, recipes)
+        try:
+            full = session.compress(None)
+            with freed(full.cache):
+                reference = full.follow(piece.continuation)
+                if number not in self.full_bytes:
+                    self.full_bytes[number] = full.event.nbytes_before
+                    self.full_found[number] = self._ask(piece, full.cache)
+            for recipe in recipes:
+                row = Measurement(str(recipe), str(recipe.without_budget()))
+                try:
+                    prompt = session.compress(recipe)
+                    with freed(prompt.cache):
+                        self._check_share(recipe, prompt.event.kept / prompt.event.entries, piece)
+                        row = measure(row, prompt, reference, piece.continuation)
+                        yield replace(row, facts_found=self._ask(piece, prompt.cache))
+                except KeepsetError as error:
+                    yield replace(row, error=str(error))
+        finally:
+            session.close()
+
+    def _check_share(self, recipe: Recipe, kept: float, piece: TextPiece) -> None:
+        """Refuses what chooses its own number and keeps more than the budget."""
+        most = self._keep if isinstance(self._keep, float) else self._keep / piece.prompt.shape[1]
+        if not recipe.method.needs_budget and kept > most:
+            raise BudgetError(
+                f"{recipe} chooses itself how much it keeps, and kept {kept:.0%}: that is more than {most:.0%}."
+            )
+
+    @torch.no_grad()
+    def _ask(self, piece: TextPiece, cache: Cache) -> tuple[bool, ...]:
+        """Which facts greedy answers hold: all questions at once, each on a fork of this cache."""
+        if not piece.facts:
+            return ()
+        questions = [self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in piece.questions]
+        longest = max(map(len, questions))
+        ids = torch.tensor([[0] * (longest - len(row)) + row for row in questions])
+        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in questions])
+        generate: Any = self._model.generate
+        inputs = cache.ask(ids, mask)
+        with freed(inputs["past_key_values"]):
+            output = generate(
+                **inputs,
+                max_new_tokens=ANSWER_TOKENS,
+                do_sample=False,
+                temperature=None,
+                top_p=None,
+                top_k=None,
+                pad_token_id=next(iter(end_tokens(self._model)), None),
+            )
+        answers = self._tokenizer.batch_decode(output[:, longest:], skip_special_tokens=True)
+        return tuple(fact.answer in answer for fact, answer in zip(piece.facts, answers, strict=True))

@@ -1,0 +1,171 @@
+"""`Accumulators`: what a layer's prompt tells, taken in chunk by chunk, in the same way under every runtime."""
+
+from __future__ import annotations
+
+import copy
+import time
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from keepset.core.feature import Feature
+from keepset.core.shapes import HiddenStates, Queries, QueryHeadScores
+
+Turn = Callable[[Tensor], Tensor]
+"""From rows `[batch, query_heads, n, head_dim]` before rotation to the same at some rotation."""
+
+Entries = Sequence[tuple[Float[Tensor, "kv_heads _ head_dim"], Tensor | slice]]
+"""For every request the keys of its valid entries, and which of a chunk's queries are its own."""
+
+
+class QuerySource(ABC):
+    """What knows how a layer makes its queries and rotates them."""
+
+    @property
+    @abstractmethod
+    def hidden(self) -> HiddenStates:
+        """Hidden states that entered the layer's attention with this chunk."""
+
+    @abstractmethod
+    def undo(self, queries: Queries, positions: Int[Tensor, "batch n"]) -> Queries:
+        """This chunk's queries as they were before rotation, float32."""
+
+    @abstractmethod
+    def ahead(self, lengths: Int[Tensor, " batch"], future: int) -> Turn:
+        """Rotates rows by the mean rotation of the `future` positions from each request's length on."""
+
+    @abstractmethod
+    def queries(self, hidden: HiddenStates, lengths: Int[Tensor, " batch"], future: int) -> Queries:
+        """Queries that the layer makes of other hidden states, at that rotation."""
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """What one step brings to one layer: `n` new tokens after those that came before.
+
+    Attributes:
+        queries: after rotation.
+        entries: makes the entries so far, this chunk's included, for whom wants to see them.
+        positions, valid: of the new tokens; valid is None when all are.
+        scaling: what the model multiplies query-key products with.
+        lse: log-sum-exp of every query's logits where attention computed it already.
+        source: where somebody looks at queries before rotation or at hidden states.
+    """
+
+    queries: Queries
+    entries: Callable[[], Entries]
+    positions: Int[Tensor, "batch n"]
+    valid: Bool[Tensor, "batch n"] | None
+    scaling: float
+    lse: list[Tensor] | None = None
+    source: QuerySource | None = None
+
+    def counted(self, skip: int) -> Bool[Tensor, "batch n"]:
+        """Which of the tokens exist and are not among the first `skip`."""
+        counted = self.positions >= skip
+        return counted if self.valid is None else counted & self.valid
+
+
+class Accumulator(ABC):
+    """Collects all features of one kind. What `add` replaces it never writes into, so that copies may share it."""
+
+    @abstractmethod
+    def add(self, chunk: Chunk) -> None:
+        """Takes one chunk in."""
+
+    @abstractmethod
+    def joined(self, others: Sequence[Self]) -> Self:
+        """One of this one's requests and those of others after them."""
+
+    @abstractmethod
+    def values(self, lengths: Int[Tensor, " batch"], width: int) -> Mapping[Feature[Any], Any]:
+        """What was collected, for requests of these lengths, with a place for each of `width` entries."""
+
+
+class Accumulators:
+    """Everything that has an accumulator among `needs`, of one layer, over one or more chunks of a prompt.
+
+    `seconds` holds the time that each kind of feature took, so that a prefill which collects for many
+    methods at once can say what each of them would have cost.
+    """
+
+    def __init__(self, needs: Iterable[Feature[Any]]) -> None:
+        self.seconds: defaultdict[Hashable, float] = defaultdict(float)
+        kinds: defaultdict[type[Feature[Any]], list[Feature[Any]]] = defaultdict(list)
+        for feature in needs:
+            kinds[type(feature)].append(feature)
+        made = {kind: kind.accumulator(features) for kind, features in kinds.items()}
+        self._parts = {kind: part for kind, part in made.items() if part is not None}
+
+    def __bool__(self) -> bool:
+        """Whether anything is collected, which takes every token of a prompt."""
+        return bool(self._parts)
+
+    def add(self, chunk: Chunk) -> None:
+        """Takes one chunk in."""
+        for kind, part in self._parts.items():
+            with self.timed(kind):
+                part.add(chunk)
+
+    def fork(self) -> Self:
+        """An independent copy."""
+        twin = copy.copy(self)
+        twin.seconds = self.seconds.copy()
+        twin._parts = {kind: copy.copy(part) for kind, part in self._parts.items()}
+        return twin
+
+    def joined(self, others: Sequence[Accumulators]) -> Accumulators:
+        """Those of this one's requests and of others after them, each of which has come to its prompt's end."""
+        if not others:
+            return self
+        twin = self.fork()
+        for kind, part in self._parts.items():
+            twin._parts[kind] = part.joined([other._parts[kind] for other in others])
+        return twin
+
+    def values(self, lengths: Int[Tensor, " batch"], width: int = 0) -> dict[Feature[Any], Any]:
+        """What was collected of requests of these lengths, for at least `width` entries: an Observation's features."""
+        values: dict[Feature[Any], Any] = {}
+        for kind, part in self._parts.items():
+            with self.timed(kind):
+                values |= part.values(lengths, width)
+        return values
+
+    @contextmanager
+    def timed(self, cost: Hashable) -> Iterator[None]:
+        """Files the time inside under this cost."""
+        start = time.perf_counter()
+        yield
+        self.seconds[cost] += time.perf_counter() - start
+
+
+def widened(columns: Sequence[Float[Tensor, "query_heads _"]], width: int) -> QueryHeadScores:
+    """One column statistic of several requests, zero where a request has no entry."""
+    longest = max(width, *(column.shape[-1] for column in columns))
+    return torch.stack([F.pad(column, (0, longest - column.shape[-1])) for column in columns])
+
+
+class Ahead:
+    """What a layer's queries would be at the positions that follow requests of these lengths."""
+
+    def __init__(self, source: QuerySource, lengths: Int[Tensor, " batch"]) -> None:
+        self._source, self._lengths = source, lengths
+        self._turns: dict[int, Turn] = {}
+
+    def rotate(self, rows: Tensor, future: int) -> Tensor:
+        """Rows before rotation at the mean rotation of so many positions; that is made only once."""
+        if future not in self._turns:
+            self._turns[future] = self._source.ahead(self._lengths, future)
+        return self._turns[future](rows)
+
+    def queries(self, hidden: Tensor, future: int) -> Tensor:
+        """Queries that the layer makes of other hidden states, at that rotation."""
+        return self._source.queries(hidden, self._lengths, future)

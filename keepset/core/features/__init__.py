@@ -1,0 +1,1 @@
+"""What a method can look at besides entries, one file each."""

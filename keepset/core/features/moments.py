@@ -1,0 +1,158 @@
+"""`QueryMoments`, `HiddenMoments`: how a layer's queries before rotation, and its hidden states, are distributed."""
+
+from __future__ import annotations
+
+import copy
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from keepset.core.accumulate import Accumulator, Ahead, Chunk, QuerySource
+from keepset.core.feature import Feature, Value
+from keepset.kernels.moments import Moments
+
+_WHOLE_PROMPT = "looks at moments over the whole prompt, "
+
+Rotate = Callable[[Tensor, int], Tensor]
+"""`(rows [batch, query_heads, n, head_dim] before rotation, future) -> rows` at the mean rotation of the
+`future` positions that follow the request's last token."""
+
+
+@dataclass(frozen=True, eq=False)
+class QueryDistribution:
+    """Mean and covariance of a layer's queries before rotation, and the way to rotate them ahead."""
+
+    mean: Float[Tensor, "batch query_heads head_dim"]
+    covariance: Float[Tensor, "batch query_heads head_dim head_dim"]
+    rotate: Rotate
+
+    def ahead(
+        self, future: int
+    ) -> tuple[Float[Tensor, "batch query_heads head_dim"], Float[Tensor, "batch query_heads head_dim head_dim"]]:
+        """Both moments under the mean rotation R of the next `future` positions: R m and R C R'."""
+        mean = self.rotate(self.mean[:, :, None], future)[:, :, 0]
+        half = self.rotate(self.covariance, future)
+        return mean, self.rotate(half.transpose(-1, -2), future).transpose(-1, -2)
+
+
+@dataclass(frozen=True, eq=False)
+class HiddenDistribution:
+    """Mean and variance of the hidden states that enter a layer's attention, and the way to make queries of others.
+
+    Attributes:
+        mean, variance: per channel, of the population.
+        queries: `(hidden [batch, n, hidden], future) -> [batch, query_heads, n, head_dim]`: queries that these hidden
+            states would make at the mean rotation of the next `future` positions.
+    """
+
+    mean: Float[Tensor, "batch hidden"]
+    variance: Float[Tensor, "batch hidden"]
+    queries: Rotate
+
+
+class _OfRows(Feature[Value]):
+    """Moments of one row per token; `full` says whether the covariance is a matrix or its diagonal."""
+
+    unrotated = True
+    full: ClassVar[bool] = False
+
+    skip: int
+
+    @abstractmethod
+    def rows(self, chunk: Chunk, source: QuerySource) -> Float[Tensor, "batch heads n dim"]: ...
+
+    @abstractmethod
+    def distribution(self, moments: Moments, ahead: Ahead) -> Value: ...
+
+    @classmethod
+    def accumulator(cls, features: Sequence[Self]) -> Accumulator:
+        """Rows are made once for all."""
+        return _Moments(features)
+
+
+@dataclass(frozen=True)
+class QueryMoments(_OfRows[QueryDistribution]):
+    """Mean and covariance of each query head's queries before rotation.
+
+    Attributes:
+        skip: how many of the first tokens to leave out.
+        buffer: over how many of the newest queries they are taken at an event after the prompt; at the prompt's end
+            it is the whole prompt. 0: they do not exist at later events. Moments of another buffer are the same thing.
+    """
+
+    label = "query moments"
+    full = True
+
+    skip: int
+    buffer: int = field(default=0, compare=False)
+
+    @property
+    def prompt_only(self) -> str:
+        """Where nothing says of how many queries they are taken later."""
+        missing = "QueryMoments(buffer=...) does not say over how many of the newest queries to take them later"
+        return "" if self.buffer else f"{_WHOLE_PROMPT}and {missing}"
+
+    def merged(self, other: QueryMoments) -> QueryMoments:
+        """The longer buffer."""
+        return max(self, other, key=lambda feature: feature.buffer)
+
+    def rows(self, chunk: Chunk, source: QuerySource) -> Float[Tensor, "batch heads n dim"]:
+        """Queries before rotation."""
+        return source.undo(chunk.queries, chunk.positions)
+
+    def distribution(self, moments: Moments, ahead: Ahead) -> QueryDistribution:
+        """Of the queries."""
+        return QueryDistribution(moments.mean, moments.covariance, ahead.rotate)
+
+
+@dataclass(frozen=True)
+class HiddenMoments(_OfRows[HiddenDistribution]):
+    """Mean and variance of the hidden states that enter the layer's attention.
+
+    Attributes:
+        skip: how many of the first tokens to leave out.
+    """
+
+    label = "hidden-state moments"
+    hidden_states = True
+    prompt_only = f"{_WHOLE_PROMPT}and only there"
+
+    skip: int
+
+    def rows(self, chunk: Chunk, source: QuerySource) -> Float[Tensor, "batch heads n dim"]:
+        """Hidden states, as if of one head."""
+        return source.hidden[:, None, : chunk.queries.shape[2]].float()
+
+    def distribution(self, moments: Moments, ahead: Ahead) -> HiddenDistribution:
+        """Of the hidden states."""
+        return HiddenDistribution(moments.mean[:, 0], moments.covariance[:, 0], ahead.queries)
+
+
+class _Moments(Accumulator):
+    def __init__(self, features: Sequence[_OfRows[Any]]) -> None:
+        self._moments = {feature: Moments() for feature in features}
+        self._source: QuerySource
+
+    def add(self, chunk: Chunk) -> None:
+        assert chunk.source is not None
+        self._source, kind = chunk.source, next(iter(self._moments))
+        rows = kind.rows(chunk, chunk.source)
+        self._moments = {feature: copy.copy(moments) for feature, moments in self._moments.items()}
+        for feature, moments in self._moments.items():
+            moments.add(rows, chunk.counted(feature.skip), kind.full)
+
+    def joined(self, others: Sequence[_Moments]) -> _Moments:
+        twin = copy.copy(self)
+        twin._moments = {
+            feature: moments.joined([other._moments[feature] for other in others])
+            for feature, moments in self._moments.items()
+        }
+        return twin
+
+    def values(self, lengths: Int[Tensor, " batch"], width: int) -> Mapping[Feature[Any], Any]:
+        ahead = Ahead(self._source, lengths)
+        return {feature: feature.distribution(moments, ahead) for feature, moments in self._moments.items()}
