@@ -29,6 +29,14 @@ class Recipe:
     The text form is a call expression, `adakv(snapkv(window=32), keep=512)`: the method with its
     parameters, then those of the budget (`keep`, `sinks`, `recent`, `protect_prompt`) and of the schedule (`prefill`,
     `every`). It is parsed, never evaluated, and `Recipe.parse(str(recipe)) == recipe`.
+
+    Attributes:
+        method: what to keep.
+        budget: how much of it.
+        schedule: when.
+
+    Raises:
+        BudgetError: when it is made of a budget and a schedule that do not go together.
     """
 
     method: Method
@@ -62,7 +70,16 @@ class Recipe:
         prefill: bool = True,
         every: int | None = None,
     ) -> Recipe:
-        """A recipe with the method's own sinks and recent suffix where none are given."""
+        """A recipe with the method's own sinks and recent suffix where none are given.
+
+        Args:
+            method: with its parameters.
+            keep, sinks, recent, protect_prompt: of the budget; see `Budget`.
+            prefill, every: of the schedule; see `Schedule`.
+
+        Raises:
+            BudgetError: these do not go together.
+        """
         budget = Budget(
             keep,
             method.sinks if sinks is None else sinks,
@@ -75,9 +92,13 @@ class Recipe:
     def parse(cls, text: str) -> Recipe:
         """The recipe that a text describes.
 
+        Args:
+            text: a call expression, such as `adakv(snapkv(window=32), keep=512)`; methods may have former names.
+
         Raises:
             RecipeError: the text is no call expression, or a name or value in it is unknown or out of
                 range; the message names the nearest one.
+            BudgetError: budget or schedule cannot be.
         """
         text = text.strip()
         try:

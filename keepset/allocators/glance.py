@@ -13,9 +13,9 @@ from keepset.methods.prompt_queries import PromptQueries
 
 @dataclass(frozen=True)
 class Glance(Preset):
-    """Keeps what a quarter of the prompt's own queries would look at right after it.
+    """Keeps what a quarter of the prompt's queries would look at right after it: `pool(prompt_queries(stride=4))`.
 
-    A preset: `pool(prompt_queries(stride=4))`, for a prompt that is answered directly. It takes one pass and little
+    A preset, for a prompt that is answered directly. It takes one pass and little
     time beside it; `prompt_queries` says why it works, and docs/results.md what was measured. A fact that is asked for
     out of nowhere takes a second pass: `reread`.
     """

@@ -13,9 +13,9 @@ from keepset.methods.prompt_queries import PromptQueries
 
 @dataclass(frozen=True)
 class Reread(Preset):
-    """Keeps what the prompt looks at when it comes once more, right after itself.
+    """Keeps what the prompt looks at when it comes once more: `pool(prompt_queries(second_pass=True))`.
 
-    A preset: `pool(prompt_queries(second_pass=True))`, for a context that is asked about later: every token is looked
+    A preset, for a context that is asked about later: every token is looked
     for, so facts are found that nobody has come back to yet. Heads that look far get many entries, heads that look at
     the first and newest tokens few. It takes two passes, as `kvzip` and `kvcompose` do; `pool(prompt_queries)` takes
     one and is as near to texts that go on, but finds fewer facts in little room. `prompt_queries` says why it works,

@@ -24,6 +24,9 @@ class Budget:
             the suffix shrinks first.
         protect_prompt: the request's prompt always stays, like sinks. It counts towards `keep`, too; where both it and
             the recent suffix are more than that, they are what stays.
+
+    Raises:
+        BudgetError: when it is made of something that is out of range, or does not fit together.
     """
 
     keep: int | float | None = None

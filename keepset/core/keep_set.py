@@ -105,6 +105,12 @@ class KeepSet:
     """For every layer, request and KV head the sorted original positions that stay.
 
     Counts may be equal everywhere (dense), one per layer (layer-ragged) or one per head (head-ragged).
+
+    Args:
+        layers: parts of different layers, in any order.
+
+    Raises:
+        KeepsetError: there is none, or two are of one layer.
     """
 
     def __init__(self, layers: Sequence[LayerKeepSet]) -> None:

@@ -30,7 +30,17 @@ def parameter(
     odd: bool = False,
     choices: Sequence[str] = (),
 ) -> Any:
-    """A hyper-parameter of a method with its paper's default, and its range (both ends included) or its choices."""
+    """A hyper-parameter of a method: a dataclass field that says what it may be.
+
+    Args:
+        default: the paper's.
+        minimum, maximum: of numbers, both included.
+        odd: whether a whole number must have a middle.
+        choices: of texts.
+
+    Returns:
+        The field. A value that is out of range raises RecipeError when the method is made.
+    """
     allowed = {"minimum": minimum, "maximum": maximum, "odd": odd, "choices": tuple(choices)}
     return dataclasses.field(default=default, metadata=allowed)
 
@@ -42,6 +52,18 @@ class Method(ABC):
     The decision has four steps, and a method overrides those that its paper is about: `score` the entries,
     set `quotas` over layers and heads, order the entries (`ranked`), and `choose`. A scorer defines only the
     first. A method that looks across layers sets `across_layers` and overrides `select_all`.
+
+    Attributes:
+        name: in recipes.
+        family: `"scorer"` or `"allocator"`.
+        layout: where counts of kept entries may differ.
+        paper: where it is from; `"none"` where there is none.
+        across_layers: whether it chooses for all layers together, once the last one has been observed.
+        needs_budget: whether a recipe must say how much to keep.
+        counts_from_data: whether how many entries a layer keeps depends on more than lengths and budget.
+
+    Raises:
+        RecipeError: when it is made, of a parameter that is out of its range.
     """
 
     name: ClassVar[str]
@@ -97,7 +119,15 @@ class Method(ABC):
 
     @abstractmethod
     def score(self, observation: Observation) -> Scores:
-        """How much each entry is worth keeping; higher is better."""
+        """How much each entry is worth keeping; higher is better.
+
+        Args:
+            observation: one layer, of all requests of a batch.
+
+        Returns:
+            A number for every entry, of any floating-point type; what it says of holes does not count. NaN is worse
+            than every number.
+        """
 
     def remember(self, observation: Observation, scores: Scores) -> Mapping[str, Tensor]:
         """The method's own numbers per entry after this event, `[batch, kv_heads, entries]`, by names of its choice.
@@ -111,7 +141,11 @@ class Method(ABC):
         return observation.state
 
     def quotas(self, observation: Observation, budget: Budget) -> Quotas:
-        """How many entries the average head of this layer keeps, for every request and KV head."""
+        """How many entries the average head of this layer keeps, for every request and KV head.
+
+        Where `fixed_total` holds, it looks at lengths, positions and layers alone: a paged runtime's scheduler asks it
+        without keys.
+        """
         return budget.quotas(observation)
 
     def ranked(self, observation: Observation, budget: Budget, quotas: Quotas) -> Ranking:
@@ -125,11 +159,22 @@ class Method(ABC):
         return ranking.best()
 
     def select(self, observation: Observation, budget: Budget) -> KeepSet:
-        """What stays of one layer, and the method's numbers of it."""
+        """What stays of one layer, and what the method remembers of it.
+
+        Args:
+            observation: the layer, with all that the method `needs`.
+            budget: the recipe's.
+
+        Returns:
+            A KeepSet of this layer.
+
+        Raises:
+            KeepsetError: the observation lacks something that the method needs.
+        """
         return KeepSet([self.choose(self.ranked(observation, budget, self.quotas(observation, budget)))])
 
     def select_all(self, observations: Sequence[Observation], budget: Budget) -> KeepSet:
-        """What stays of all layers."""
+        """What stays of all layers, which are given in the model's order."""
         return KeepSet([self.select(seen, budget).layer(seen.layer) for seen in observations])
 
     def _check(self, field: dataclasses.Field[Any]) -> None:
@@ -154,7 +199,16 @@ class Method(ABC):
 
 @dataclass(frozen=True)
 class Allocator(Method):
-    """A method that divides a budget for another one, its `scorer`."""
+    """A method that divides a budget for another one.
+
+    It passes on every step that it does not override, so allocators nest in any order.
+
+    Attributes:
+        scorer: the method that it divides for.
+
+    Raises:
+        RecipeError: when it is made of a method that it does not go with.
+    """
 
     family: ClassVar[str] = "allocator"
 

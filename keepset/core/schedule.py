@@ -14,6 +14,9 @@ class Schedule:
     Attributes:
         prefill: once, at the prompt's end; a prefill in chunks counts as one.
         every: after every so many decoded tokens; None for never.
+
+    Raises:
+        BudgetError: when it is made so that nothing is ever compressed, or of what is no number of tokens.
     """
 
     prefill: bool = True

@@ -13,12 +13,19 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keepset.core.tensor_file import opened, write
+from keepset.core.tensor_file import TensorFile
 from keepset.errors import KeepsetError
 
 FORMAT = 2
 """Of the file; raise it with every change to what is written."""
-_METADATA = "keepset_statistics"
+_FILE = TensorFile(
+    "keepset_statistics",
+    FORMAT,
+    foreign="{path} is no file of keepset calibrate: give one that it has written.",
+    other="{path} has format {found} of statistics, and this keepset reads format {version}: run keepset calibrate "
+    "again.",
+    damaged="{path} is damaged: run keepset calibrate again.",
+)
 _RETRIEVAL = "retrieval"
 
 
@@ -151,17 +158,7 @@ def load(file: str, model: str = "") -> Statistics:
 # More than one recipe in a comparison may name another file.
 @lru_cache(maxsize=4)
 def _read(path: Path, modified: int, size: int) -> Statistics:
-    with opened(
-        path,
-        _METADATA,
-        FORMAT,
-        foreign=f"{str(path)!r} is no file of keepset calibrate: give one that it has written.",
-        other=lambda found: (
-            f"{str(path)!r} has format {found} of statistics, and this keepset reads format {FORMAT}: run keepset "
-            "calibrate again."
-        ),
-        damaged=f"{str(path)!r} is damaged: run keepset calibrate again.",
-    ) as (file, provenance):
+    with _FILE.opened(path) as (file, provenance):
         layers = {index: _layer(file, index) for index in provenance["model"]["layers"]}
         if not layers:
             raise ValueError
@@ -217,4 +214,4 @@ def save(statistics: Statistics, path: Path) -> None:
         for index, layer in statistics.layers.items()
         for name in FIELDS
     } | {f"layers.{index}.{_RETRIEVAL}": gate.clone() for index, gate in statistics.retrieval.items()}
-    write(path, tensors, _METADATA, {"format": FORMAT, **statistics.provenance})
+    _FILE.write(path, tensors, {"format": FORMAT, **statistics.provenance})

@@ -14,13 +14,20 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keepset.core.tensor_file import opened, write
+from keepset.core.tensor_file import TensorFile
 from keepset.errors import KeepsetError
 
 FORMAT = 1
 """Of the file; raise it with every change to what is written."""
 ENTROPY_BINS, PERPLEXITY_BINS = 20, 4
-_METADATA = "keepset_tables"
+_FILE = TensorFile(
+    "keepset_tables",
+    FORMAT,
+    foreign="{path} is no file of CompilerKV's tables: name one that keepset has written.",
+    other="{path} has format {found} of tables, and this keepset reads format {version}: compile them again with this "
+    "version.",
+    damaged="{path} is damaged: compile its tables again.",
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,9 +119,8 @@ def save(tables: Tables, path: Path) -> None:
     """
     layers, heads = tables.weights.shape[1:]
     shape = {"format": FORMAT, "layers": layers, "query_heads": heads}
-    write(
-        path, {name: getattr(tables, name).contiguous() for name in _TYPES}, _METADATA, {**tables.provenance, **shape}
-    )
+    tensors = {name: getattr(tables, name).contiguous() for name in _TYPES}
+    _FILE.write(path, tensors, {**tables.provenance, **shape})
 
 
 _TYPES = {
@@ -129,17 +135,7 @@ _TYPES = {
 
 @lru_cache(maxsize=4)
 def _read(path: Path, modified: int, size: int) -> Tables:
-    with opened(
-        path,
-        _METADATA,
-        FORMAT,
-        foreign=f"{str(path)!r} is no file of CompilerKV's tables: name one that keepset has written.",
-        other=lambda found: (
-            f"{str(path)!r} has format {found} of tables, and this keepset reads format {FORMAT}: compile them again "
-            "with this version."
-        ),
-        damaged=f"{str(path)!r} is damaged: compile its tables again.",
-    ) as (file, provenance):
+    with _FILE.opened(path) as (file, provenance):
         if not set(_TYPES) <= set(file.keys()):
             raise ValueError
         tables = Tables(**{name: file.get_tensor(name) for name in _TYPES}, provenance=provenance, name=str(path))

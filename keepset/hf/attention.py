@@ -7,48 +7,47 @@ interface. It is not given the cache, so a layer that has just been updated is h
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
-from keepset.errors import KeepsetError
+from keepset.errors import UnsupportedModelError
 from keepset.hf.mask import MaskRule, mask_rule
 
 NAME = "keepset"
 """Name of the attention implementation."""
 
 
-class Attend(Protocol):
-    """The attention of a cache layer over its own entries."""
+class AttentionCall(NamedTuple):
+    """What transformers gives the attention function, for a layer that attends over its own entries.
 
-    def __call__(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rule: MaskRule | None,
-        scaling: float,
-        position_ids: Tensor | None,
-    ) -> Tensor:
-        """Attention output `[batch, n, query_heads, value_dim]`."""
+    Attributes:
+        module: the attention module under way.
+        query: `[batch, query_heads, n, head_dim]`, after rotation.
+        key, value: of the same tokens, `[batch, kv_heads, n, dim]`.
+        mask: as a rule, where there is one.
+    """
 
-
-class Updated(NamedTuple):
-    """A layer that has been given new keys and values, and whose attention has to follow."""
-
-    attend: Attend
+    module: nn.Module
+    query: Tensor
     key: Tensor
     value: Tensor
+    mask: MaskRule | None
+    scaling: float
+    position_ids: Tensor | None
+
+
+Attend = Callable[[AttentionCall], Tensor]
+"""Gives the attention's output, `[batch, n, query_heads, value_dim]`."""
 
 
 class _Local(threading.local):
-    updated: Updated | None = None
+    updated: tuple[Attend, Tensor, Tensor] | None = None
     captured: list[Tensor] | None = None
 
 
@@ -57,7 +56,7 @@ _local = _Local()
 
 def hand_over(attend: Attend, key: Tensor, value: Tensor) -> None:
     """Says who attends in the next call of the attention function, if that is given these keys."""
-    _local.updated = Updated(attend, key, value)
+    _local.updated = attend, key, value
 
 
 @contextmanager
@@ -87,22 +86,23 @@ def keepset_attention(
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
     for feature, name in _UNSUPPORTED.items():
         if kwargs.get(feature) is not None:
-            raise KeepsetError(f"keepset's attention does not support {name}, which this model uses.")
+            raise UnsupportedModelError(f"keepset's attention does not support {name}, which this model uses.")
     updated, _local.updated = _local.updated, None
-    if updated is None or updated.key is not key:
+    if updated is None or updated[1] is not key:
         mask = attention_mask.matrix if isinstance(attention_mask, MaskRule) else attention_mask
         return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
-    if updated.value is not value:
-        raise KeepsetError(
+    attend, _, cached = updated
+    if cached is not value:
+        raise UnsupportedModelError(
             f"{type(module).__name__} attends over other values than it caches, which keepset does not support."
         )
     if isinstance(attention_mask, Tensor):
-        raise KeepsetError(
+        raise UnsupportedModelError(
             "keepset.Cache takes a two-dimensional attention mask [batch, tokens]; this call brought a finished matrix."
         )
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
-    return updated.attend(module, query, key, value, attention_mask, scaling, kwargs.get("position_ids")), None
+    return attend(AttentionCall(module, query, key, value, attention_mask, scaling, kwargs.get("position_ids"))), None
 
 
 _UNSUPPORTED = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import sys
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -19,9 +18,9 @@ from torch.utils.hooks import RemovableHandle
 from keepset.core.accumulate import QuerySource, Turn
 from keepset.core.rope import inverse, mean_rotation, positions_ahead, undone_right
 from keepset.core.shapes import HiddenStates, Queries
-from keepset.errors import KeepsetError
+from keepset.errors import UnsupportedModelError
 from keepset.hf.attention import capturing
-from keepset.hf.hooks import remove, weakly
+from keepset.hf.hooks import ModelHooks, weakly
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines, `[batch, n, rotary_dim]`."""
@@ -40,51 +39,24 @@ class _Calls(threading.local):
     paused: bool = False
 
 
-class AttentionHooks:
+class AttentionHooks(ModelHooks):
     """Forward hooks that remember the newest call of an attention module and of the rotary embedding.
 
-    Installed only for methods that look at hidden states, and removed with `close` once nothing more is
-    compressed. The model holds the hooks, but not the AttentionHooks: they go with it.
+    Installed only for methods that look at hidden states, and removed with `close` once nothing more is compressed.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
-        self._local = _Calls()
-        self._rotary_calls: list[_Call] = []
-        self._handles: list[RemovableHandle] = []
-        weakref.finalize(self, remove, self._handles)
-        self.open()
-
-    def fork(self) -> AttentionHooks:
-        """The same for another cache."""
-        model = self._model()
-        assert model is not None
-        twin = AttentionHooks(model)
-        if not self._handles:
-            twin.close()
-        return twin
-
-    def open(self) -> None:
-        """Installs the hooks where they are not."""
-        model = self._model()
-        if self._handles or model is None:
-            return
-        enter, rotated = weakly(self._enter), weakly(self._rotated)
-        for module in model.modules():
-            if hasattr(module, "layer_idx"):
-                self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-            elif "RotaryEmbedding" in type(module).__name__:
-                self._handles.append(module.register_forward_hook(rotated, with_kwargs=True))
-
-    def close(self) -> None:
-        """Removes the hooks and forgets what they saw."""
-        remove(self._handles)
-        self.forget()
 
     def forget(self) -> None:
         """Lets go of the calls that were seen, and of the hidden states that they hold."""
-        self._rotary_calls = []
-        self._local.attention = None
+        self._rotary_calls: list[_Call] = []
+        self._local = _Calls()
+
+    def _installed(self, model: nn.Module) -> Iterator[RemovableHandle]:
+        enter, rotated = weakly(self._enter), weakly(self._rotated)
+        for module in model.modules():
+            if hasattr(module, "layer_idx"):
+                yield module.register_forward_pre_hook(enter, with_kwargs=True)
+            elif "RotaryEmbedding" in type(module).__name__:
+                yield module.register_forward_hook(rotated, with_kwargs=True)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -99,7 +71,7 @@ class AttentionHooks:
         """The input of the call of `module` that is under way."""
         call = self._local.attention
         if call is None or call.module is not module:
-            raise KeepsetError(
+            raise UnsupportedModelError(
                 f"keepset could not see the input of {type(module).__name__}; methods that look at hidden states "
                 "do not support this model."
             )
@@ -108,7 +80,7 @@ class AttentionHooks:
             cos = layer_input.rotation[0]
             rotary = next((c for c in reversed(self._rotary_calls) if c.output[0] is cos), None)
             if rotary is None:
-                raise KeepsetError(
+                raise UnsupportedModelError(
                     f"keepset could not find the rotary embedding of {type(module).__name__}; methods that look "
                     "at future queries do not support this model."
                 )
@@ -150,7 +122,7 @@ class LayerInput(QuerySource):
         other._rotation = rotation
         return other
 
-    def future_rotation(self, lengths: Int[Tensor, " batch"], future: int) -> Rotation | None:
+    def _future_rotation(self, lengths: Int[Tensor, " batch"], future: int) -> Rotation | None:
         """Mean cosines and sines over the `future` positions from `lengths` on, `[batch, 1, rotary_dim]`.
 
         Rotation is linear in them, so rotating with the mean is the mean of the rotations.
@@ -173,7 +145,7 @@ class LayerInput(QuerySource):
         cos, sin = rotary.forward(*map(ahead, call.args), **{k: ahead(v) for k, v in call.kwargs.items()})
         return mean_rotation(cos.float(), sin.float())
 
-    def replay(self, hidden: HiddenStates, rotation: Rotation | None) -> Queries:
+    def _replay(self, hidden: HiddenStates, rotation: Rotation | None) -> Queries:
         """Queries that the module makes of other hidden states, under another rotation.
 
         The module itself runs again, so its norms, biases and fused projections all apply.
@@ -193,33 +165,32 @@ class LayerInput(QuerySource):
             self._call.module.forward(*args, **kwargs)
         return captured[0]
 
-    def unrotate(self, queries: Queries, first: int = 0) -> Queries:
-        """This forward's queries from the `first` on as they were before rotation, float32."""
+    def _unrotate(self, queries: Queries, first: int) -> Queries:
         if self.rotation is None:
             return queries.float()
         cos, sin = (part[:, first : first + queries.shape[2]].float() for part in self.rotation)
-        return self.rotate(queries.float(), inverse(cos, sin))
+        return self._rotate(queries.float(), inverse(cos, sin))
 
     def undo(self, queries: Queries, positions: Int[Tensor, "batch n"]) -> Queries:
         """This forward's first queries as they were before rotation, float32."""
-        return self.unrotate(queries)
+        return self._unrotate(queries, 0)
 
     def ahead(self, lengths: Int[Tensor, " batch"], future: int) -> Turn:
         """Rotates rows by the mean rotation of the `future` positions from each request's length on."""
-        rotation = self.future_rotation(lengths, future)
-        return lambda rows: self.rotate(rows, rotation)
+        rotation = self._future_rotation(lengths, future)
+        return lambda rows: self._rotate(rows, rotation)
 
     def queries(self, hidden: HiddenStates, lengths: Int[Tensor, " batch"], future: int) -> Queries:
         """Queries that the layer makes of other hidden states, at that rotation."""
-        return self.replay(hidden, self.future_rotation(lengths, future))
+        return self._replay(hidden, self._future_rotation(lengths, future))
 
-    def rotate(self, queries: Queries, rotation: Rotation | None) -> Queries:
-        """Rotates with the model's own function, so with its layout and its share of rotated dimensions."""
+    def _rotate(self, queries: Queries, rotation: Rotation | None) -> Queries:
         if rotation is None:
             return queries
+        # The model's own function, so its layout and its share of rotated dimensions.
         function = getattr(sys.modules[type(self._call.module).__module__], "apply_rotary_pos_emb", None)
         if function is None:
-            raise KeepsetError(
+            raise UnsupportedModelError(
                 f"keepset could not find how {type(self._call.module).__name__} rotates queries; methods that "
                 "look at future queries do not support this model."
             )
@@ -232,7 +203,7 @@ class LayerInput(QuerySource):
         rotate in most layers only).
 
         Raises:
-            KeepsetError: neither is so: this model rotates in a way that keepset cannot undo.
+            UnsupportedModelError: neither is so: this model rotates in a way that keepset cannot undo.
         """
         if self.rotation is None:
             return
@@ -240,13 +211,13 @@ class LayerInput(QuerySource):
         first = max(queries.shape[2] - 4, 0)
         few, hidden = queries[:, :, first:], self.hidden[:, first : queries.shape[2]]
         cos, sin = (part[:, first : queries.shape[2]] for part in self.rotation)
-        plain = self.replay(hidden, (torch.ones_like(cos), torch.zeros_like(sin))).float()
+        plain = self._replay(hidden, (torch.ones_like(cos), torch.zeros_like(sin))).float()
         # The module may give its rotation only a part of each query.
         with suppress(RuntimeError):
-            if undone_right(self.unrotate(few, first), plain, queries.dtype):
+            if undone_right(self._unrotate(few, first), plain, queries.dtype):
                 return
         if not undone_right(few, plain, queries.dtype):
-            raise KeepsetError(
+            raise UnsupportedModelError(
                 f"{type(self._call.module).__name__} rotates queries in a way that keepset cannot undo; methods "
                 "that look at future queries do not support this model."
             )

@@ -105,7 +105,12 @@ class Cache(PromptCache):
         if task_tokens is not None and not tasks:
             raise KeepsetError("task_tokens has no task: give the tokens of one, or leave it out.")
         super().__init__(model, needs, prompt_length, self.recipe.schedule, tasks)
-        self._waits_for_all_layers |= self.recipe.method.across_layers
+        if self.recipe.method.across_layers:
+            self._waits_for_all_layers = True
+            self._no_drafts = self._no_drafts or (
+                f"{self.recipe.method.name} looks across layers, so it cannot take drafted tokens together with the "
+                "prompt"
+            )
         self.events: list[Event] = []
         self.history = history
         self._observer = observer
@@ -129,8 +134,8 @@ class Cache(PromptCache):
         cache.progress = context.progress
         for layer in cache.kept_layers.values():
             layer.decoding = cache._decoding(context.progress.prompt, context.next_event)
-        for held, tensors in zip(cache.layers, context.layers, strict=True):
-            saved.restore(held, tensors, context.progress.logical)
+        for restored, tensors in zip(cache.layers, context.layers, strict=True):
+            saved.restore(restored, tensors, context.progress.logical)
         if context.event is not None:
             cache.events.append(Event(keep_set=context.keep_set, **context.event))
         if cache.schedule.every is None:
@@ -185,7 +190,7 @@ class Cache(PromptCache):
         twin = copy.copy(self)
         twin.progress = None if self.progress is None else self.progress.fork()
         twin.events, twin._unfinished, twin._waiting = list(self.events), {}, []
-        twin._hooks = None if self._hooks is None else self._hooks.fork()
+        twin._hooks = None if self._hooks is None else self._hooks.fork(twin)
         twin._second = None if self._second is None else self._second.fork(twin)
         twin._perplexity = None if self._perplexity is None else self._perplexity.fork(twin)
         twin.kept_layers = {index: layer.fork() for index, layer in self.kept_layers.items()}
@@ -249,7 +254,7 @@ class Cache(PromptCache):
         if rows != requests:
             twin.batch_repeat_interleave(rows)
         new = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        before = new.new_ones(1, progress.logical) if (valid := progress.valid) is None else valid.to(new)
+        before = new.new_ones(1, progress.logical) if progress.valid is None else progress.valid.to(new)
         return {
             "input_ids": input_ids,
             "attention_mask": torch.cat([before.expand(rows, -1), new], 1),
@@ -285,7 +290,7 @@ class Cache(PromptCache):
         chosen = self._unfinished.setdefault(length, [])
         for group in [observations] if method.across_layers else [[observation] for observation in observations]:
             counts = [int(observation.valid.sum()) for observation in group]
-            nbytes = sum(count * seen.entry_bytes for count, seen in zip(counts, group, strict=True))
+            nbytes = sum(count * each.entry_bytes for count, each in zip(counts, group, strict=True))
             start = time.perf_counter()
             keep_set = method.select_all(group, budget)
             for observation in group:
@@ -309,14 +314,6 @@ class Cache(PromptCache):
         self.events.append(Event(length, keep_set, entries, keep_set.entries, nbytes, seconds))
         if self.schedule.every is None:
             self.stop_watching()
-
-    def _check_drafts(self) -> None:
-        super()._check_drafts()
-        if self.recipe.method.across_layers:
-            raise KeepsetError(
-                f"{self.recipe.method.name} looks across layers, so it cannot take drafted tokens together with the "
-                "prompt: leave assisted generation out."
-            )
 
 
 _FIGURES = ("length", "entries", "kept", "nbytes_before", "seconds")

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
+from keepset.hf.attention import AttentionCall
 from keepset.hf.attention_hooks import LayerInput, Rotation
-from keepset.hf.mask import MaskRule
 from keepset.hf.store import EntryStore
 
 
@@ -18,27 +18,24 @@ class Forward:
     """Queries, keys and values of `n` new tokens, after rotation.
 
     Attributes:
-        module: the attention module under way.
-        positions: counted from each request's first token; see `token_positions`.
+        call: of the attention function, which may have brought more tokens than these.
+        positions: counted from each request's first token; see `Progress`.
         valid: which tokens are no padding; None when all are.
         start: logical length of the cache before them.
         padded: whether the cache has any padding, theirs included.
-        mask: of the whole call, where it has one.
         layer_input: of the whole call, where somebody looks at it.
         rotation: of the queries, where somebody looks at it.
         lse: log-sum-exp of every query's logits, request by request, where attention has made it.
     """
 
-    module: nn.Module
+    call: AttentionCall
     query: Float[Tensor, "batch query_heads n head_dim"]
     key: Float[Tensor, "batch kv_heads n head_dim"]
     value: Float[Tensor, "batch kv_heads n value_dim"]
     positions: Int[Tensor, "batch n"]
     valid: Bool[Tensor, "batch n"] | None
-    scaling: float
     start: int
     padded: bool
-    mask: MaskRule | None = None
     layer_input: LayerInput | None = None
     rotation: Rotation | None = None
     lse: list[Tensor] | None = None

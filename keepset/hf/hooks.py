@@ -1,19 +1,58 @@
-"""Hooks on a model that do not keep alive whom they tell."""
+"""Hooks on a model that serve one cache and keep neither it nor themselves alive."""
 
 from __future__ import annotations
 
+import copy
 import weakref
-from collections.abc import Callable
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, Self
 
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 
-def remove(handles: list[RemovableHandle]) -> None:
-    """Takes these hooks away, and empties the list."""
-    for handle in handles:
-        handle.remove()
-    handles.clear()
+class ModelHooks(ABC):
+    """Hooks that the model holds, but not this: they go with it.
+
+    Args:
+        model: that is watched.
+        past: the cache whose calls are looked at.
+    """
+
+    def __init__(self, model: nn.Module, past: Any) -> None:
+        self._model, self._past = weakref.ref(model), weakref.ref(past)
+        self._handles: list[RemovableHandle] = []
+        weakref.finalize(self, _remove, self._handles)
+        self.forget()
+        self.open()
+
+    def open(self) -> None:
+        """Installs the hooks where they are not."""
+        model = self._model()
+        if not self._handles and model is not None:
+            self._handles.extend(self._installed(model))
+
+    def close(self) -> None:
+        """Removes the hooks and forgets what they saw."""
+        _remove(self._handles)
+        self.forget()
+
+    def fork(self, past: Any) -> Self:
+        """The same for another cache."""
+        twin = copy.copy(self)
+        twin._past, twin._handles = weakref.ref(past), []
+        weakref.finalize(twin, _remove, twin._handles)
+        if self._handles:
+            twin.open()
+        return twin
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Lets go of what was seen; what one of two forks has seen is never changed for the other."""
+
+    @abstractmethod
+    def _installed(self, model: nn.Module) -> Iterator[RemovableHandle]: ...
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -24,3 +63,9 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
         return None if (alive := reference()) is None else alive(*args)
 
     return call
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()

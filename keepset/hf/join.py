@@ -16,7 +16,7 @@ def can_join(cache: Cache) -> bool:
     if cache.schedule.every is not None or len(cache.kept_layers) < len(cache.layers):
         return False
     try:
-        return not cache.require_prompt().padding
+        return cache.require_prompt().valid is None
     except KeepsetError:
         return False
 

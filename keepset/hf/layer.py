@@ -23,20 +23,49 @@ from keepset.kernels.attention import ragged_attention
 from keepset.kernels.columns import causal_attention
 
 
-class KeepLayer(CacheLayerMixin):
-    """A cache layer that stores what it is told to keep, and attends over it.
+class LogicalLayer(CacheLayerMixin):
+    """A cache layer that tells transformers how many tokens there were, whatever it holds of them.
 
     Attributes:
-        logical: how many tokens have passed, dropped ones and padding included: what masks and positions count.
-        store: the entries; None before the first, and while an event of them is undecided.
-        prompt: collects until the prompt is complete.
-        decoding: collects for the events after it, where the recipe has such.
+        logical: tokens so far, dropped ones and padding included: what masks and positions count.
     """
 
     is_sliding = False
     is_compileable = False
     is_croppable = True
     supports_early_init = False
+    logical = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing is allocated before there are entries to store."""
+        self.is_initialized = True
+
+    def get_seq_length(self) -> int:
+        """Tokens so far."""
+        return KeepsetLength(self.logical)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Tokens after the next `query_length`, and offset."""
+        return self.logical + query_length, 0
+
+    def get_max_length(self) -> int:
+        """No limit."""
+        return -1
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """The new keys and values alone: what else there is, the attention function gets from the layer."""
+        self.lazy_initialization(key_states, value_states)
+        return key_states, value_states
+
+
+class KeepLayer(LogicalLayer):
+    """A layer that stores what it is told to keep, and attends over it.
+
+    Attributes:
+        store: the entries; None before the first, and while an event of them is undecided.
+        prompt: collects until the prompt is complete.
+        decoding: collects for the events after it, where the recipe has such.
+    """
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -51,31 +80,6 @@ class KeepLayer(CacheLayerMixin):
         self.decoding: DecodingPhase | None = None
         self._beyond: Forward | None = None
         self.is_initialized = False
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing is allocated before the first entries are stored."""
-        self.is_initialized = True
-
-    # --- transformers' side: everything logical
-
-    def get_seq_length(self) -> int:
-        """Tokens so far, dropped ones and padding included."""
-        return KeepsetLength(self.logical)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Logical length after the next `query_length` tokens, and offset."""
-        return self.logical + query_length, 0
-
-    def get_max_length(self) -> int:
-        """No limit."""
-        return -1
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """The new entries alone: `attend` stores them."""
-        self.lazy_initialization(key_states, value_states)
-        return key_states, value_states
-
-    # --- keepset's side
 
     @property
     def nbytes(self) -> int:
@@ -99,7 +103,7 @@ class KeepLayer(CacheLayerMixin):
         else:
             self.store.append(forward.key, forward.value, forward.positions, forward.valid)
             at = forward.positions if forward.length > 1 else None
-            output = ragged_attention(forward.query, self.store.spans(), forward.key.shape[1], forward.scaling, at)
+            output = ragged_attention(forward.query, self.store.spans(), forward.key.shape[1], forward.call.scaling, at)
         event = None if self.phase is None else self.phase.take(forward, self.store)
         if self.prompt is not None and self.decoding is not None:
             self.decoding.record(forward)
@@ -157,17 +161,17 @@ class KeepLayer(CacheLayerMixin):
         """Attention of the first tokens over themselves, and their log-sum-exp where it saves work."""
         if self.prompt is not None and self.prompt.needs.log_sum_exp and forward.valid is None:
             rows = zip(forward.query, forward.key, forward.value, strict=True)
-            parts = [causal_attention(q, k, v, forward.scaling) for q, k, v in rows]
+            parts = [causal_attention(q, k, v, forward.call.scaling) for q, k, v in rows]
             output = torch.stack([output for output, _ in parts]).transpose(1, 2).contiguous()
             return output, replace(forward, lse=[lse for _, lse in parts])
-        n, mask = forward.length, None if forward.mask is None else forward.mask.matrix
+        n, mask = forward.length, None if forward.call.mask is None else forward.call.mask.matrix
         output, _ = sdpa_attention_forward(
-            forward.module,
+            forward.call.module,
             forward.query,
             forward.key,
             forward.value,
             None if mask is None else mask[:, :, :n, :n],
             0.0,
-            forward.scaling,
+            forward.call.scaling,
         )
         return output, forward

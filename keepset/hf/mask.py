@@ -9,12 +9,11 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from keepset.errors import KeepsetError
+from keepset.errors import KeepsetError, UnsupportedModelError
 
 
 class KeepsetLength(int):
@@ -45,10 +44,11 @@ class MaskRule:
         """Which of the new tokens are no padding; None when all are.
 
         Raises:
-            KeepsetError: the mask is no causal one, or does not cover the cache.
+            UnsupportedModelError: the mask is no causal one.
+            KeepsetError: it does not cover the cache.
         """
         if self._arguments["mask_function"] is not causal_mask_function:
-            raise KeepsetError(
+            raise UnsupportedModelError(
                 "keepset.Cache supports plain causal attention with padding; this model or call asks for another mask."
             )
         if self._padding is None:
@@ -69,12 +69,3 @@ def mask_rule(**arguments: Any) -> MaskRule | Tensor | None:
     if isinstance(arguments["q_offset"], KeepsetLength):
         return MaskRule(arguments)
     return sdpa_mask(**arguments)
-
-
-def token_positions(
-    lengths: Int[Tensor, " batch"], valid: Bool[Tensor, "batch n"] | None, n: int
-) -> Int[Tensor, "batch n"]:
-    """Position of each new token, counted from its request's first; that of the token before, for padding."""
-    if valid is None:
-        return lengths[:, None] + torch.arange(n, device=lengths.device)
-    return lengths[:, None] + valid.long().cumsum(-1) - 1

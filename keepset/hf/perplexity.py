@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,62 +11,41 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from keepset.core.features.perplexity import Perplexity
-from keepset.errors import KeepsetError
-from keepset.hf.hooks import remove, weakly
+from keepset.errors import KeepsetError, UnsupportedModelError
+from keepset.hf.hooks import ModelHooks, weakly
 
 
-class PerplexityHooks:
+class PerplexityHooks(ModelHooks):
     """Hooks around the whole model that see its logits for the newest tokens of the calls that go with one cache.
 
     Who calls the model may ask for the last token's logits only, as `generate` does. Then the model is asked for as
-    many as are needed, and the caller gets those that it has asked for. The model holds the hooks, but neither this
-    nor the cache, whose `called` is called after every call.
+    many as are needed, and the caller gets those that it has asked for. The cache's `on_logits` is called after every
+    call.
 
     Attributes:
         watching: whether a call of the model is under way.
     """
 
     def __init__(self, model: nn.Module, past: Any, needs: Sequence[Perplexity]) -> None:
-        self._model, self._past, self._needs = weakref.ref(model), weakref.ref(past), needs
-        self._longest = max(needed.tokens for needed in needs)
-        self._handles: list[RemovableHandle] = []
-        weakref.finalize(self, remove, self._handles)
-        self._forget()
-        self.open()
+        self._needs, self._longest = needs, max(needed.tokens for needed in needs)
+        super().__init__(model, past)
 
-    def open(self) -> None:
-        """Installs the hooks where they are not."""
-        model = self._model()
-        if not self._handles and model is not None:
-            self._handles.append(model.register_forward_pre_hook(weakly(self._enter), with_kwargs=True))
-            self._handles.append(model.register_forward_hook(weakly(self._leave), with_kwargs=True))
-
-    def close(self) -> None:
-        """Removes the hooks and forgets what they saw."""
-        remove(self._handles)
-        self._forget()
-
-    def fork(self, past: Any) -> PerplexityHooks:
-        """The same for another cache."""
-        model = self._model()
-        assert model is not None
-        twin = PerplexityHooks(model, past, self._needs)
-        twin._losses, twin._last = copy.copy(self._losses), copy.copy(self._last)
-        if not self._handles:
-            twin.close()
-        return twin
-
-    def _of(self, window: int) -> Float[Tensor, " batch"]:
-        """Perplexity of each request's newest `window` tokens, the first of all left out: nothing foretells it."""
-        means = [row[-window:].mean() if len(row) else row.new_tensor(torch.inf) for row in self._losses]
-        return torch.stack(means).exp()
-
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Lets go of the logits that were seen."""
         self.watching = False
         self._ids: Tensor | None = None
         self._asked: int | Tensor = 0
         self._losses: list[Tensor] = []
         self._last: list[Tensor] = []
+
+    def _installed(self, model: nn.Module) -> Iterator[RemovableHandle]:
+        yield model.register_forward_pre_hook(weakly(self._enter), with_kwargs=True)
+        yield model.register_forward_hook(weakly(self._leave), with_kwargs=True)
+
+    def _of(self, window: int) -> Float[Tensor, " batch"]:
+        """Perplexity of each request's newest `window` tokens, the first of all left out: nothing foretells it."""
+        means = [row[-window:].mean() if len(row) else row.new_tensor(torch.inf) for row in self._losses]
+        return torch.stack(means).exp()
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.watching = kwargs.get("past_key_values") is self._past()
@@ -92,7 +69,7 @@ class PerplexityHooks:
         self.watching = False
         logits = getattr(output, "logits", None)
         if not isinstance(logits, Tensor):
-            raise KeepsetError(
+            raise UnsupportedModelError(
                 f"keepset could not see the logits of {type(module).__name__}, which this recipe looks at: call a "
                 "model with a language head, with return_dict=True."
             )
@@ -105,7 +82,7 @@ class PerplexityHooks:
         elif 0 < asked < logits.shape[1]:
             output.logits = logits[:, -asked:].clone()
         self._ids = None
-        past.called({needed: self._of(needed.tokens) for needed in self._needs})
+        past.on_logits({needed: self._of(needed.tokens) for needed in self._needs})
         return output
 
     def _add(
@@ -116,7 +93,7 @@ class PerplexityHooks:
     ) -> None:
         newest, whole = logits.shape[1], logits.shape[1] == ids.shape[1]
         batch = len(ids)
-        self._losses = self._losses or [logits.new_zeros(0, dtype=torch.float32) for _ in range(batch)]
+        self._losses = list(self._losses) or [logits.new_zeros(0, dtype=torch.float32)] * batch
         last = self._last or [logits[0, :0]] * batch
         self._last = []
         for row in range(batch):

@@ -56,16 +56,8 @@ class PromptPhase:
         self.needs, self._length = needs, length
         self._window, self._accumulators = QueryWindow(), Accumulators(needs)
 
-    def split(self, forward: Forward) -> tuple[Forward, Forward | None]:
-        """The prompt's part of a forward, and drafts (assisted generation) that follow it: they see what is left."""
-        return forward.split(self._length)
-
-    def records(self, forward: Forward) -> bool:
-        """Whether it looks at the rotation of a forward's queries."""
-        return True
-
-    def collects(self, forward: Forward) -> bool:
-        """Whether it looks at the input of the attention module."""
+    def looks_at(self, forward: Forward) -> bool:
+        """Whether it looks at a forward's queries, or at its end."""
         return True
 
     def take(self, forward: Forward, store: EntryStore | None) -> LayerEvent | None:
@@ -83,11 +75,11 @@ class PromptPhase:
                 self._window.keep(size)
         entries = partial(_rows, columns["keys"], exists, forward)
         lse, source = forward.lse, forward.layer_input
-        chunk = Chunk(forward.query, entries, forward.positions, forward.valid, forward.scaling, lse, source)
+        chunk = Chunk(forward.query, entries, forward.positions, forward.valid, forward.call.scaling, lse, source)
         self._accumulators.add(chunk)
         if forward.end < self._length:
             return None
-        others = {"scaling": forward.scaling, **self._window.parts(size)}
+        others = {"scaling": forward.call.scaling, **self._window.parts(size)}
         features, seconds = self._accumulators.values(forward.lengths), self._accumulators.seconds
         return LayerEvent(self._length, forward.lengths, columns, exists, others, features, seconds=seconds)
 
@@ -117,17 +109,9 @@ class DecodingPhase:
         self.next = next_event
         self.window = QueryWindow()
 
-    def split(self, forward: Forward) -> tuple[Forward, Forward | None]:
-        """All of it."""
-        return forward, None
-
-    def records(self, forward: Forward) -> bool:
-        """Whether the next event lies in a forward, or looks at its queries."""
+    def looks_at(self, forward: Forward) -> bool:
+        """Whether it looks at a forward's queries, or at its end."""
         return forward.end > self.next - max(self._size, 1) or (forward.padded and self._size > 0)
-
-    def collects(self, forward: Forward) -> bool:
-        """Whether there is an event in it."""
-        return forward.end >= self.next
 
     def take(self, forward: Forward, store: EntryStore | None) -> LayerEvent | None:
         """One forward, once its attention is done; the newest event that it reaches, older ones are passed over.
@@ -140,13 +124,13 @@ class DecodingPhase:
             self.record(forward)
             return None
         point = forward.end - (forward.end - self.next) % self._every
-        seen, beyond = forward.split(point)
-        self.record(seen)
+        until, beyond = forward.split(point)
+        self.record(until)
         if beyond is not None and store is not None:
             store.crop(beyond.counts().tolist())
-        columns, exists = _entries(seen, store)
-        others = {"scaling": forward.scaling, **self.window.parts(self._needs.window)}
-        event = LayerEvent(point, seen.lengths, columns, exists, others, self._features(seen), beyond)
+        columns, exists = _entries(until, store)
+        others = {"scaling": forward.call.scaling, **self.window.parts(self._needs.window)}
+        event = LayerEvent(point, until.lengths, columns, exists, others, self._features(until), beyond)
         self.next = point + self._every
         self.window.keep(self._size if forward.padded else self._size - self._every)
         if beyond is not None:
@@ -172,7 +156,7 @@ class DecodingPhase:
         if layer_input is None or not newest or (buffer := self.window.newest(self._needs.buffer)) is None:
             return {}
         source = layer_input.rotated_by(buffer.rotation)
-        newest.add(Chunk(buffer.queries, list, buffer.positions, None, forward.scaling, source=source))
+        newest.add(Chunk(buffer.queries, list, buffer.positions, None, forward.call.scaling, source=source))
         return newest.values(forward.lengths)
 
 

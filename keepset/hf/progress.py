@@ -9,9 +9,6 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from keepset.hf.mask import token_positions
-from keepset.hf.padding import Padding
-
 
 @dataclass(eq=False)
 class Progress:
@@ -20,16 +17,17 @@ class Progress:
     Attributes:
         logical, prompt: tokens of the cache and of its prompt, padding included.
         lengths, prompts: tokens of each request and of its prompt, padding left out.
-        padding: which tokens are no padding.
+        valid: which tokens are no padding; None while all are.
         compressed_at: the newest event's length, if there was one.
-        positions: of the newest forward's tokens, counted from each request's first token.
+        positions: of the newest forward's tokens, counted from each request's first; padding has that of the token
+            before.
     """
 
     logical: int
     prompt: int
     lengths: Int[Tensor, " batch"]
     prompts: Int[Tensor, " batch"]
-    padding: Padding
+    valid: Bool[Tensor, "batch logical"] | None = None
     compressed_at: int | None = None
     positions: Int[Tensor, "batch n"] | None = None
 
@@ -37,21 +35,28 @@ class Progress:
     def start(cls, prompt: int, batch: int, device: torch.device) -> Progress:
         """Before the first token."""
         none = torch.zeros(batch, dtype=torch.long, device=device)
-        return cls(0, prompt, none, none, Padding())
+        return cls(0, prompt, none, none)
 
-    def advance(self, n: int, valid: Bool[Tensor, "batch n"] | None) -> Int[Tensor, "batch n"]:
-        """Takes `n` more tokens, all of them real where `valid` is None; gives their positions."""
-        self.positions = token_positions(self.lengths, valid, n)
+    def advance(self, n: int, valid: Bool[Tensor, "batch n"] | None) -> None:
+        """Takes `n` more tokens, all of them real where `valid` is None."""
+        steps = torch.arange(n, device=self.lengths.device) if valid is None else valid.long().cumsum(-1) - 1
+        self.positions = self.lengths[:, None] + steps
         self.lengths = self.positions[:, -1] + 1
-        self.padding.note(valid, n, before=self.logical)
+        if valid is not None or self.valid is not None:
+            before, new = ((len(self.lengths), tokens) for tokens in (self.logical, n))
+            whole = self.lengths.new_ones(before, dtype=torch.bool) if self.valid is None else self.valid
+            self.valid = torch.cat([whole, whole.new_ones(new) if valid is None else valid], 1)
         if (left := self.prompt - self.logical) > 0:
             self.prompts = self.positions[:, min(left, n) - 1] + 1
         self.logical += n
-        return self.positions
 
     def crop(self, removed: int) -> Int[Tensor, " batch"]:
         """Takes back the newest tokens; gives how many of them were real in each request."""
-        real = self.padding.take_back(removed, len(self.lengths), self.lengths.device)
+        if self.valid is None:
+            real = torch.full_like(self.lengths, removed)
+        else:
+            real = self.valid[:, self.logical - removed :].sum(-1)
+            self.valid = self.valid[:, : self.logical - removed]
         self.lengths = self.lengths - real
         self.prompts = self.prompts.minimum(self.lengths)
         self.logical -= removed
@@ -60,15 +65,8 @@ class Progress:
     def reorder(self, rows: Int[Tensor, " rows"]) -> None:
         """Makes the batch consist of these requests."""
         self.lengths, self.prompts = self.lengths[rows], self.prompts[rows]
-        self.padding.reorder(rows)
+        self.valid = None if self.valid is None else self.valid[rows]
 
     def fork(self) -> Progress:
-        """An independent copy."""
-        twin = copy.copy(self)
-        twin.padding = self.padding.copy()
-        return twin
-
-    @property
-    def valid(self) -> Bool[Tensor, "batch logical"] | None:
-        """Which tokens so far are no padding; None when all are."""
-        return self.padding.valid(len(self.lengths), self.lengths.device) if self.padding else None
+        """An independent copy: none of the tensors is ever written into."""
+        return copy.copy(self)

@@ -6,7 +6,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from keepset.errors import KeepsetError
+from keepset.errors import UnsupportedModelError
 
 _NAMES = ("o_proj", "out_proj", "dense", "c_proj")
 
@@ -17,7 +17,7 @@ def output_projection(
     """A view of the output projection's weights: for every query head what its values are multiplied with.
 
     Raises:
-        KeepsetError: the module has no projection of this shape under a name that is known.
+        UnsupportedModelError: the module has no projection of this shape under a name that is known.
     """
     for name in _NAMES:
         projection = getattr(module, name, None)
@@ -28,7 +28,7 @@ def output_projection(
         inwards = weight if isinstance(projection, Conv1D) else weight.t()
         if inwards.shape[0] == query_heads * value_dim:
             return inwards.detach().unflatten(0, (query_heads, value_dim))
-    raise KeepsetError(
+    raise UnsupportedModelError(
         f"keepset could not find the output projection of {type(module).__name__} ({', '.join(_NAMES)}, with "
         "unquantized weights); methods that look at it do not support this model."
     )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Int
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
@@ -25,11 +25,10 @@ from keepset.core.observation import Observation
 from keepset.core.schedule import Schedule
 from keepset.core.statistics import Statistics, load
 from keepset.errors import KeepsetError
-from keepset.hf import attention
+from keepset.hf.attention import NAME, AttentionCall, hand_over
 from keepset.hf.attention_hooks import AttentionHooks
 from keepset.hf.forward import Forward
 from keepset.hf.layer import KeepLayer
-from keepset.hf.mask import MaskRule
 from keepset.hf.perplexity import PerplexityHooks
 from keepset.hf.phases import DecodingPhase, LayerEvent, PromptPhase
 from keepset.hf.progress import Progress
@@ -70,7 +69,7 @@ class PromptCache(TransformersCache, ABC):
             raise KeepsetError(f"prompt_length={prompt_length} is not a number of tokens: use an integer from 1.")
         config = model.config.get_text_config(decoder=True)
         check_model(model, config)
-        model.set_attn_implementation(attention.NAME)
+        model.set_attn_implementation(NAME)
 
         # transformers decides each layer's kind; only those that would grow without end are replaced.
         layers = DynamicCache(config=config).layers
@@ -88,10 +87,15 @@ class PromptCache(TransformersCache, ABC):
         }
         self.compressed_layers = tuple(self.kept_layers)
         self.progress: Progress | None = None
-        self._hooks = AttentionHooks(model) if needs.unrotated else None
+        self._hooks = AttentionHooks(model, self) if needs.unrotated else None
         self._second = SecondPasses(model, self, needs, tasks) if needs.of(SecondPass) else None
         self._perplexity = PerplexityHooks(model, self, needs.of(Perplexity)) if needs.of(Perplexity) else None
         self._waits_for_all_layers = self._second is not None
+        self._no_drafts: str | None = None
+        if self._second is not None:
+            self._no_drafts = "A second pass over the prompt cannot take drafted tokens together with it"
+        elif self._perplexity is not None:
+            self._no_drafts = "A prompt's perplexity cannot be told together with drafted tokens"
         self._waiting: list[tuple[KeepLayer, LayerEvent]] = []
         self._attending = False
 
@@ -112,7 +116,7 @@ class PromptCache(TransformersCache, ABC):
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if layer is not None:
             self._attending = True
-            attention.hand_over(partial(self._attend, layer), keys, values)
+            hand_over(partial(self._attend, layer), keys, values)
         return keys, values
 
     def reset(self) -> None:
@@ -194,51 +198,43 @@ class PromptCache(TransformersCache, ABC):
 
     # --- one forward of one layer
 
-    def _attend(
-        self,
-        layer: KeepLayer,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rule: MaskRule | None,
-        scaling: float,
-        position_ids: Tensor | None,
-    ) -> Tensor:
+    def _attend(self, layer: KeepLayer, call: AttentionCall) -> Tensor:
         """A layer's attention, and what follows from the events that it reaches by it."""
         self._attending = False
-        valid = None if rule is None else rule.valid
+        valid = None if call.mask is None else call.mask.valid
         if layer.index == self.compressed_layers[0]:
-            self._advance(query, valid, position_ids)
+            self._advance(call, valid)
         assert self.progress is not None and self.progress.positions is not None
-        positions, padded = self.progress.positions.to(query.device), bool(self.progress.padding)
-        forward = Forward(module, query, key, value, positions, valid, scaling, layer.logical, padded, rule)
-        if self._hooks is not None and layer.phase is not None and layer.phase.records(forward):
-            layer_input = self._hooks.layer_input(module)
+        positions, padded = self.progress.positions.to(call.query.device), self.progress.valid is not None
+        forward = Forward(call, call.query, call.key, call.value, positions, valid, layer.logical, padded)
+        phase = layer.phase
+        if self._hooks is not None and phase is not None and phase.looks_at(forward):
+            layer_input = self._hooks.layer_input(call.module)
             forward = replace(forward, layer_input=layer_input, rotation=layer_input.rotation)
-            if layer.phase.collects(forward):
-                layer_input.check_rotation(query)
-        outputs, parts = [], (forward, None) if layer.phase is None else layer.phase.split(forward)
-        for part in parts:
-            if part is not None:
-                output, event = layer.attend(part)
-                outputs.append(output)
-                if event is not None:
-                    self._reached(layer, part, event)
+            if isinstance(phase, PromptPhase) or forward.end >= phase.next:
+                layer_input.check_rotation(call.query)
+        # Drafts of assisted generation that follow the prompt see what its compression has left.
+        parts = forward.split(self.progress.prompt) if isinstance(phase, PromptPhase) else (forward, None)
+        outputs = []
+        for part in filter(None, parts):
+            output, event = layer.attend(part)
+            outputs.append(output)
+            if event is not None:
+                self._reached(layer, part, event)
         if layer.index == self.compressed_layers[-1] and self._hooks is not None:
             self._hooks.forget()
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
-    def _advance(self, query: Tensor, valid: Tensor | None, position_ids: Tensor | None) -> None:
+    def _advance(self, call: AttentionCall, valid: Tensor | None) -> None:
         """The first layer's part of a forward: counts the tokens for all."""
-        n = query.shape[2]
+        n = call.query.shape[2]
         if self.progress is None:
-            self.progress = Progress.start(self.prompt_length or n, len(query), query.device)
+            self.progress = Progress.start(self.prompt_length or n, len(call.query), call.query.device)
             for layer in self.kept_layers.values():
                 layer.prompt = PromptPhase(self.needs, self.progress.prompt) if self.schedule.prefill else None
                 layer.decoding = self._decoding(self.progress.prompt)
         elif n > 1:
-            _check_new(position_ids, self.progress.lengths, valid)
+            _check_new(call.position_ids, self.progress.lengths, valid)
         self.progress.advance(n, valid)
 
     def _decoding(self, event: int, next_event: int | None = None) -> DecodingPhase | None:
@@ -252,11 +248,11 @@ class PromptCache(TransformersCache, ABC):
         self.progress.compressed_at = event.length
         if self._perplexity is not None and not self._perplexity.watching:
             raise KeepsetError("This recipe looks at the model's logits: call the model, not only its decoder.")
-        if event.length == self.progress.prompt < self.progress.logical:
-            self._check_drafts()
+        if self._no_drafts is not None and event.length == self.progress.prompt < self.progress.logical:
+            raise KeepsetError(f"{self._no_drafts}: leave assisted generation out.")
         for feature in self.needs.of(OutputProjection):
             heads, size = forward.query.shape[1], forward.value.shape[-1]
-            event.features[feature] = output_projection(forward.module, heads, size)
+            event.features[feature] = output_projection(forward.call.module, heads, size)
         self._waiting.append((layer, event))
         if self._waits_for_all_layers and len(self._waiting) < len(self.kept_layers):
             return
@@ -297,24 +293,12 @@ class PromptCache(TransformersCache, ABC):
         They are of all layers where somebody looks at all of them, else of as many as have come.
         """
 
-    def _check_drafts(self) -> None:
-        """Refuses draft tokens in the same forward as the prompt, where they are in the way."""
-        if self._second is not None:
-            raise KeepsetError(
-                "A second pass over the prompt cannot take drafted tokens together with it: leave assisted generation "
-                "out."
-            )
-        if self._perplexity is not None:
-            raise KeepsetError(
-                "A prompt's perplexity cannot be told together with drafted tokens: leave assisted generation out."
-            )
-
     def _check_update(self, requests: int) -> None:
         if self._attending:
             raise KeepsetError(
-                f"keepset.Cache needs the attention implementation {attention.NAME!r}, but another one ran: "
+                f"keepset.Cache needs the attention implementation {NAME!r}, but another one ran: "
                 f"do not change it after creating the cache, or call "
-                f"model.set_attn_implementation({attention.NAME!r})."
+                f"model.set_attn_implementation({NAME!r})."
             )
         if self.progress is not None and len(self.progress.lengths) != requests:
             raise KeepsetError(
@@ -324,8 +308,8 @@ class PromptCache(TransformersCache, ABC):
 
     # --- around the forwards
 
-    def called(self, perplexities: Mapping[Feature[Any], Tensor]) -> None:
-        """The model's call is over, and its logits said this of the newest tokens: completes what waited for it."""
+    def on_logits(self, perplexities: Mapping[Feature[Any], Tensor]) -> None:
+        """The model's call is over: completes the observations that waited for its logits."""
         for _, event in self._waiting:
             event.features.update(perplexities)
         self._observe()
@@ -360,6 +344,6 @@ def _check_new(position_ids: Tensor | None, lengths: Int[Tensor, " batch"], vali
 
 def _nbytes(layer: Any) -> int:
     """Bytes that another kind of layer holds: a sliding window may be a view of the whole prompt."""
-    held = [x for part in vars(layer).values() for x in (part.values() if isinstance(part, dict) else [part])]
-    storages = [tensor.untyped_storage() for tensor in held if isinstance(tensor, Tensor)]
+    values = [x for part in vars(layer).values() for x in (part.values() if isinstance(part, dict) else [part])]
+    storages = [tensor.untyped_storage() for tensor in values if isinstance(tensor, Tensor)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

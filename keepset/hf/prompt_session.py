@@ -179,7 +179,7 @@ def warm_up(model: transformers.PreTrainedModel, ids: Int[Tensor, "1 tokens"]) -
 
 @contextmanager
 def freed(cache: Cache) -> Iterator[Cache]:
-    """The cache, which lets go of its tensors then: it and its layers know each other, so they would stay a while."""
+    """The cache, which lets go of its tensors then, whoever still names it."""
     try:
         yield cache
     finally:
@@ -189,4 +189,5 @@ def freed(cache: Cache) -> Iterator[Cache]:
 
 def _free(recorder: Recorder) -> None:
     recorder.reset()
+    recorder.stop_watching()  # a cache that is new again watches for a prompt
     recorder.observations.clear()

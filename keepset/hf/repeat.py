@@ -74,8 +74,8 @@ class Repeat:
         start = prefix
         for own in prompt[prefix:].split(chunk or len(prompt)):
             words = [*self.part, *before] if start > prefix else self.whole
-            asked = torch.tensor([*words, *self.turn], dtype=own.dtype, device=own.device)
-            yield torch.cat([asked, own]), SoftmaxScope(prefix or min(_SINKS, start), start, start + len(own))
+            instruction = torch.tensor([*words, *self.turn], dtype=own.dtype, device=own.device)
+            yield torch.cat([instruction, own]), SoftmaxScope(prefix or min(_SINKS, start), start, start + len(own))
             before, start = own[-_REMINDER:].tolist(), start + len(own)
 
 
@@ -89,11 +89,11 @@ def _words(name: str) -> Repeat:
     opening, turn = "", _TURN
     if tokenizer.chat_template:
         marked = "keepset"
-        said = tokenizer.apply_chat_template(
+        chat = tokenizer.apply_chat_template(
             [{"role": "user", "content": marked}], tokenize=False, add_generation_prompt=True, enable_thinking=False
         )
-        opening, found, after = said.rpartition(marked)
-        turn = after if found else _TURN
+        opening, separator, after = chat.rpartition(marked)
+        turn = after if separator else _TURN
     return Repeat(ids(opening), ids(_WHOLE), ids(_PART), ids(turn))
 
 

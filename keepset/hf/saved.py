@@ -21,12 +21,10 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 import keepset
 from keepset.core.keep_set import KeepSet, LayerKeepSet
-from keepset.core.tensor_file import opened
-from keepset.core.tensor_file import write as write_tensors
-from keepset.errors import KeepsetError
+from keepset.core.tensor_file import TensorFile
+from keepset.errors import KeepsetError, UnsupportedModelError
 from keepset.hf.fingerprint import fingerprint
 from keepset.hf.layer import KeepLayer
-from keepset.hf.padding import Padding
 from keepset.hf.progress import Progress
 from keepset.hf.store import EntryStore
 from keepset.hf.window import QueryWindow
@@ -36,9 +34,16 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 """Of the file; raise it with every change to what is written."""
-_METADATA = "keepset_context"
 _ADVICE = "give a file that keepset.Cache.save or keepset context build has written"
-_AGAIN = "build it again"
+_FILE = TensorFile(
+    "keepset_context",
+    FORMAT,
+    foreign=f"{{path}} is no saved context: {_ADVICE}.",
+    unreadable=f"{{path}} is damaged or no saved context: {_ADVICE}.",
+    other="{path} has format {found} of saved contexts, and this keepset reads format {version}: build it again, or "
+    "use the version of keepset that wrote it.",
+    damaged="{path} is damaged: build it again.",
+)
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,7 @@ def tensors_of(layer: Any) -> dict[str, Tensor]:
     """All that a layer of a cache holds.
 
     Raises:
-        KeepsetError: it is of a kind that is not saved.
+        UnsupportedModelError: it is of a kind that is not saved.
     """
     if isinstance(layer, KeepLayer):
         assert layer.store is not None
@@ -93,7 +98,7 @@ def tensors_of(layer: Any) -> dict[str, Tensor]:
         # What lies before the window is there only while a draft may be taken back.
         first = max(layer.keys.shape[2] - layer.sliding_window + 1, 0)
         return {"keys": layer.keys[:, :, first:], "values": layer.values[:, :, first:]}
-    raise KeepsetError(
+    raise UnsupportedModelError(
         f"The model has a {type(layer).__name__} among the layers of its cache, and keepset saves only those with "
         "keys and values: this context cannot be saved."
     )
@@ -119,8 +124,8 @@ def write(path: Path, context: Context, model: transformers.PreTrainedModel, nam
     """
     progress = context.progress
     tensors = {"lengths": progress.lengths, "prompts": progress.prompts}
-    if (seen := progress.valid) is not None:
-        tensors["seen"] = seen
+    if progress.valid is not None:
+        tensors["seen"] = progress.valid
     for index, layer in enumerate(context.layers):
         tensors |= {f"{_LAYER}{index}.{name}": tensor for name, tensor in layer.items()}
     for kept in [] if context.keep_set is None else map(context.keep_set.layer, context.keep_set.layers):
@@ -146,7 +151,7 @@ def write(path: Path, context: Context, model: transformers.PreTrainedModel, nam
         "layers": len(context.layers),
         "event": context.event,
     }
-    write_tensors(path, tensors, _METADATA, {**metadata, "digest": _digest(metadata, tensors)})
+    _FILE.write(path, tensors, {**metadata, "digest": _digest(metadata, tensors)})
 
 
 def header(path: Path) -> Header:
@@ -163,7 +168,8 @@ def read(path: Path, model: transformers.PreTrainedModel) -> Context:
     """The context in a file, on this model's devices.
 
     Raises:
-        KeepsetError: it is no saved context that this version can read, it is damaged, or it is of another model.
+        KeepsetError: there is no such file, it is no saved context that this version can read, damaged, or of another
+            model.
     """
     with _opened(path) as (file, metadata):
         _check_model(path, metadata["fingerprint"], fingerprint(model))
@@ -179,17 +185,17 @@ def read(path: Path, model: transformers.PreTrainedModel) -> Context:
             for index in range(metadata["layers"])
         ]
         device = next((layer["counts"].device for layer in layers if "counts" in layer), model.device)
-        reached, seen = metadata["progress"], tensors.get("seen")
+        numbers, valid = metadata["progress"], tensors.get("seen")
         progress = Progress(
-            logical=reached["logical"],
-            prompt=reached["prompt"],
+            logical=numbers["logical"],
+            prompt=numbers["prompt"],
             lengths=tensors["lengths"].to(device),
             prompts=tensors["prompts"].to(device),
-            padding=Padding([] if seen is None else [seen.to(device)]),
-            compressed_at=reached["compressed_at"],
+            valid=None if valid is None else valid.to(device),
+            compressed_at=numbers["compressed_at"],
         )
         event, keep_set = metadata["event"], _keep_set(layers)
-        return Context(metadata["recipe"], progress, reached["next_event"], event, keep_set, layers)
+        return Context(metadata["recipe"], progress, numbers["next_event"], event, keep_set, layers)
 
 
 _LAYER = "layers."
@@ -226,21 +232,9 @@ def _digest(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
 
 def _opened(path: Path) -> AbstractContextManager[tuple[Any, dict[str, Any]]]:
     """A file and its metadata; whatever goes wrong with them is told in one sentence."""
-    shown = str(path)
     if not path.is_file():
-        raise KeepsetError(f"There is no file {shown!r}: {_ADVICE}.")
-    return opened(
-        path,
-        _METADATA,
-        FORMAT,
-        foreign=f"{shown!r} is no saved context: {_ADVICE}.",
-        unreadable=f"{shown!r} is damaged or no saved context: {_ADVICE}.",
-        other=lambda found: (
-            f"{shown!r} has format {found} of saved contexts, and this keepset reads format {FORMAT}: {_AGAIN}, or use "
-            "the version of keepset that wrote it."
-        ),
-        damaged=f"{shown!r} is damaged: {_AGAIN}.",
-    )
+        raise KeepsetError(f"There is no file {str(path)!r}: {_ADVICE}.")
+    return _FILE.opened(path)
 
 
 def _check_model(path: Path, theirs: Mapping[str, str], ours: Mapping[str, str]) -> None:

@@ -14,13 +14,12 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 from transformers.cache_utils import Cache as TransformersCache
-from transformers.cache_utils import CacheLayerMixin
 
 from keepset.core.feature import Feature, Needs
 from keepset.core.features.second_pass import SecondPass, SecondPassColumns
-from keepset.errors import KeepsetError
-from keepset.hf.attention import hand_over
-from keepset.hf.mask import KeepsetLength, MaskRule
+from keepset.errors import KeepsetError, UnsupportedModelError
+from keepset.hf.attention import AttentionCall, hand_over
+from keepset.hf.layer import LogicalLayer
 from keepset.hf.progress import Progress
 from keepset.hf.prompt_inputs import PromptInputs
 from keepset.hf.repeat import Repeat
@@ -111,20 +110,20 @@ class SecondPasses:
         for request in range(batch):
             own = prompt[request] if valid is None else prompt[request][valid[request]]
             parts = self._passes(kind, own, self._of_tasks(request, batch, own.device))
-            looked = {i: _Entries(layer, request, len(own), names) for i, layer in entries.items()}
-            looked[max(looked)].last = True
-            rest = {i: layer for i, layer in enumerate(layers) if i not in looked}
+            caches = {i: _Entries(layer, request, len(own), names) for i, layer in entries.items()}
+            caches[max(caches)].last = True
+            rest = {i: layer for i, layer in enumerate(layers) if i not in caches}
             # Layers that are not keepset's would let one part see another.
             for together in _calls(parts, 1 if rest else _TOGETHER):
-                for each in looked.values():
+                for each in caches.values():
                     each.pieces = [PackedSequence(len(part), among) for part, among in together]
                 copies = {i: _one_request(layer, request, len(own), valid) for i, layer in rest.items()}
                 self._call(
-                    [part for part, _ in together], len(own), [copies.get(i) or looked[i] for i in range(len(layers))]
+                    [part for part, _ in together], len(own), [copies.get(i) or caches[i] for i in range(len(layers))]
                 )
             tokens[request] = sum(len(part) for part, _ in parts)
             opening[request] = parts[0][1].start if parts[0][1] else 0
-            per_request.append({i: each.received for i, each in looked.items()})
+            per_request.append({i: each.received for i, each in caches.items()})
         return {
             i: SecondPassColumns(
                 {name: _stacked([r[i][name] for r in per_request], keys.shape[2]) for name in names}, tokens, opening
@@ -185,62 +184,36 @@ def _calls(
 
 
 class _Done(Exception):  # noqa: N818
-    """The last layer has been looked at: what the model would make of it nobody needs."""
+    """The last layer has been caches at: what the model would make of it nobody needs."""
 
 
-class _Entries(CacheLayerMixin):
+class _Entries(LogicalLayer):
     """One request's entries of one layer, which tokens look at without being added to them.
 
     Attributes:
         received: the named statistics of every entry's column, `[query_heads, entries]`.
         pieces: what runs now.
+        last: whether the pass is over with this layer.
     """
-
-    is_sliding = False
-    is_compileable = False
 
     def __init__(self, entries: Entries, request: int, length: int, names: Collection[str]) -> None:
         super().__init__()
         keys, values = entries
         self._entries = keys[request, :, :length], values[request, :, :length]
-        self._length, self._names = length, names
+        self.logical, self._names = length, names
         self.received: dict[str, Tensor] = {}
         self.pieces: list[PackedSequence] = []
         self.last = False
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do."""
-
-    def get_seq_length(self) -> int:
-        """The request's length, however many tokens have looked at it."""
-        return KeepsetLength(self._length)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The entries and the new tokens."""
-        return self._length + query_length, 0
-
-    def get_max_length(self) -> int:
-        """No limit."""
-        return -1
-
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Hands itself to the attention function."""
+        """Hands itself to the attention function; the new keys and values are not added."""
         hand_over(self._attend, key_states, value_states)
         return key_states, value_states
 
-    def _attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rule: MaskRule | None,
-        scaling: float,
-        position_ids: Tensor | None,
-    ) -> Tensor:
+    def _attend(self, call: AttentionCall) -> Tensor:
         """Attends, and notes what each entry receives."""
-        own = key[0], value[0]
-        output, new = second_pass_attention(query[0], self._entries, own, scaling, self._names, self.pieces)
+        own = call.key[0], call.value[0]
+        output, new = second_pass_attention(call.query[0], self._entries, own, call.scaling, self._names, self.pieces)
         self.received = {
             name: ColumnStatistic(name).merge(self.received[name], column) if self.received else column
             for name, column in new.items()
@@ -267,7 +240,7 @@ def check_task(task: Any, model: transformers.PreTrainedModel) -> Int[Tensor, "b
 def _check_positions(model: transformers.PreTrainedModel, length: int) -> None:
     longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if longest is not None and length > longest and not list(_rotary(model)):
-        raise KeepsetError(
+        raise UnsupportedModelError(
             f"A second pass after this prompt reaches a length of {length}, but {type(model).__name__} has learned "
             f"only {longest} positions: give a shorter prompt."
         )

@@ -66,8 +66,7 @@ class EntryStore:
         batch, kv_heads = counts.shape
         heads = torch.arange(batch * kv_heads, device=indices.device)
         rows = torch.repeat_interleave(heads, counts.flatten())
-        flat = {name: _pick(column, rows, indices) for name, column in columns.items()}
-        return cls(batch, kv_heads, _runs(counts.flatten().tolist()), flat)
+        return cls.of({name: _pick(column, rows, indices) for name, column in columns.items()}, counts)
 
     @classmethod
     def of(cls, columns: dict[str, Tensor], counts: Int[Tensor, "batch kv_heads"]) -> EntryStore:
@@ -127,9 +126,14 @@ class EntryStore:
         per_head = positions.int()[:, None].expand(-1, self.kv_heads, -1)
         new = {"keys": keys, "values": values, "positions": per_head}
         if valid is not None:
-            mask = valid[:, None].expand(-1, self.kv_heads, -1)
-            fresh = EntryStore.pack(new, mask.nonzero()[:, 2], mask.sum(-1))
-            self._concatenate(fresh)
+            columns, exists = self.padded()
+            joined = {}
+            for name, column in columns.items():
+                rows = new[name] if name in new else column.new_zeros(*per_head.shape)
+                joined[name] = torch.cat([column, rows], 2)
+            mask = torch.cat([exists, valid[:, None].expand(-1, self.kv_heads, -1)], 2)
+            packed = EntryStore.pack(joined, mask.nonzero()[:, 2], mask.sum(-1))
+            self._runs, self._columns = packed._runs, packed._columns
             return
         if any(run.count + n > run.capacity for run in self._runs):
             self._grow(max(n, SLACK))
@@ -167,10 +171,10 @@ class EntryStore:
 
     def reorder(self, requests: Sequence[int]) -> None:
         """Makes the batch consist of these requests, in this order; any may repeat or be missing."""
-        wanted = [request * self.kv_heads + head for request in requests for head in range(self.kv_heads)]
+        heads = [request * self.kv_heads + head for request in requests for head in range(self.kv_heads)]
         counts = self.counts
         self.batch = len(requests)
-        self._rebuild([(head, counts[head]) for head in wanted])
+        self._rebuild([(head, counts[head]) for head in heads])
 
     def crop(self, removed: Sequence[int]) -> None:
         """Drops each request's newest entries, so many per request, from all of its heads."""
@@ -199,20 +203,12 @@ class EntryStore:
             self._columns[name] = grown
         self._runs = runs
 
-    def _rebuild(self, wanted: Sequence[tuple[int, int]]) -> None:
+    def _rebuild(self, heads: Sequence[tuple[int, int]]) -> None:
         """Keeps the first `count` entries of each of these heads, in this order."""
         starts = [run.start + i * run.capacity for run in self._runs for i in range(run.heads)]
         for name, flat in self._columns.items():
-            self._columns[name] = torch.cat([flat[starts[h] : starts[h] + count] for h, count in wanted])
-        self._runs = _runs([count for _, count in wanted])
-
-    def _concatenate(self, other: EntryStore) -> None:
-        for name, flat in self._columns.items():
-            parts = []
-            for mine, theirs in zip(_heads(self._runs, flat), _heads_of(other, name, flat), strict=True):
-                parts += [mine, theirs]
-            self._columns[name] = torch.cat(parts)
-        self._runs = _runs([a + b for a, b in zip(self.counts, other.counts, strict=True)])
+            self._columns[name] = torch.cat([flat[starts[h] : starts[h] + count] for h, count in heads])
+        self._runs = _runs([count for _, count in heads])
 
 
 def _runs(counts: Sequence[int]) -> list[Run]:
@@ -226,19 +222,6 @@ def _runs(counts: Sequence[int]) -> list[Run]:
             runs.append(Run(head, 1, start, count, count))
         start += count
     return runs
-
-
-def _heads(runs: Sequence[Run], flat: Tensor) -> Iterator[Tensor]:
-    for run in runs:
-        yield from run.view(flat)
-
-
-def _heads_of(store: EntryStore, name: str, like: Tensor) -> Iterator[Tensor]:
-    if name in store._columns:
-        yield from _heads(store._runs, store._columns[name])
-        return
-    for count in store.counts:
-        yield like.new_zeros(count, *like.shape[1:])
 
 
 def _pick(column: Tensor, rows: Tensor, indices: Tensor) -> Tensor:

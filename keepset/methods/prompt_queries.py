@@ -51,7 +51,7 @@ class PromptQueries(Method):
     def needs(self) -> Needs:
         """The prompt's queries once more, and a second pass where it is wanted."""
         once_more = Needs(PromptQueryAttention(self.stride))
-        return once_more | _AGAIN.needs if self.second_pass else once_more
+        return _AGAIN.needs | once_more if self.second_pass else once_more
 
     sinks: ClassVar[int] = 4
     """Four, as in StreamingLLM."""

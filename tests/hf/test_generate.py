@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
@@ -444,3 +445,21 @@ def test_hooks_go_with_the_prompt_or_with_the_cache() -> None:
     del past
     gc.collect()
     assert hooks() == before
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [ADAKV, "expected_attention(future=16, keep=12)", "received(keep=12)", "snapkv(window=4, keep=12, every=4)"],
+)
+@torch.no_grad()
+def test_a_cache_that_nobody_holds_is_gone_at_once(recipe: str) -> None:
+    model, past = tiny("llama"), keepset.Cache(tiny("llama"), recipe)
+    gc.disable()
+    try:
+        for tokens in (LENGTH, 1):
+            model(prompt(1, tokens), past_key_values=past)
+        references = [weakref.ref(past), weakref.ref(past.fork()), weakref.ref(past.layers[0])]
+        del past
+        assert [reference() for reference in references] == [None] * 3
+    finally:
+        gc.enable()
