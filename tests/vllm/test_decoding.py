@@ -28,7 +28,7 @@ EVERY = [
 ]
 WHOLE = {EVERY[0]}
 """Those for the whole model; its first layers will do for the others, and are quicker."""
-AMS = ["ams(tova, keep=96, every=8)", "ams(expected_attention(buffer=64), keep=96, every=8)"]
+AMS = ["ams(tova, keep=96, every=4)", "ams(expected_attention(buffer=64), keep=96, every=4)"]
 LONG = "snapkv(window=16, keep=96, every=64)"
 
 
@@ -49,7 +49,7 @@ def reasoning(essay: list[int], shallow: Path, tiny: Path) -> dict[str, Any]:
 
 
 def thoughts(essay: list[int]) -> list[Ask]:
-    return asks(essay, (70, 150, 310), 256)
+    return asks(essay, (70, 150, 310), 128)
 
 
 def long() -> Ask:
