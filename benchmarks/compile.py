@@ -19,10 +19,10 @@ from keepset.bench.analysis import intervals
 from keepset.core.tables import Tables, save
 from keepset.methods.compilerkv import THRESHOLD, CompilerKV
 from keepset.offline.compile.compiler import POOL, Settings, compile_tables
-from keepset.offline.compile.corpus import Corpus
+from keepset.offline.compile.contamination import is_contaminated
+from keepset.offline.compile.corpus import ContextPool
 from keepset.offline.compile.judge import Judge, Verdict
 from keepset.offline.compile.risk import empty
-from keepset.offline.compile.seen import was_seen
 
 RECIPES = "compilerkv, compilerkv(global_mean=False)"
 REWARDS = ("expected", "said")
@@ -47,9 +47,9 @@ def main() -> int:
     halves = [[texts.essay(name) for name in names[first::2]] for first in (0, 1)]
     keeps = tuple(map(int, args.keeps.split(",")))
 
-    def corpus(half: int, continuation: int, count: int) -> Corpus:
+    def corpus(half: int, continuation: int, count: int) -> ContextPool:
         size = dict(tokens=args.tokens, continuation=continuation)
-        return Corpus.draw(tokenizer, halves[half], **size, count=count, seed=0)
+        return ContextPool.draw(tokenizer, halves[half], **size, count=count, seed=0)
 
     pool, held_out = corpus(0, args.continuation, POOL * args.contexts), corpus(1, args.measured, args.held_out)
     sections, data = [], []
@@ -84,7 +84,7 @@ def _measure(
     model: Any,
     tokenizer: Any,
     method: CompilerKV,
-    held_out: Corpus,
+    held_out: ContextPool,
     compiled: dict[str, Tables],
     keeps: tuple[int, ...],
     done: Callable[[], None],
@@ -95,7 +95,7 @@ def _measure(
     neutral = dataclasses.replace(plain, gate=torch.full_like(plain.gate, THRESHOLD))
     found: dict[str, list[dict[str, float]]] = {}
     for context in held_out.contexts:
-        if any(was_seen(tables, tokenizer.decode(context.ids)) for tables in compiled.values()):
+        if any(is_contaminated(tables, tokenizer.decode(context.ids)) for tables in compiled.values()):
             done()
             continue
         judge = Judge(model, method, context)

@@ -2,10 +2,10 @@
 
 import importlib.util
 import json
+import logging
 import os
 import re
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import transformers
 
     from keepset.core.statistics import Statistics
+
+logger = logging.getLogger(__name__)
 
 EMBEDDED = "SmolLM2-135M-Instruct"
 """The name of the embedded model."""
@@ -90,6 +92,11 @@ def _check_causal(source: str, config: "transformers.PretrainedConfig") -> None:
         )
 
 
+def context_length(model: "transformers.PreTrainedModel") -> int | None:
+    """How many tokens a model takes, prompt and answer together; None where it names no limit."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
 def embedded_folder() -> Path:
     """The folder of the embedded model, for engines that read folders; converted on first use.
 
@@ -112,7 +119,8 @@ def _embedded_statistics() -> Path:
         from keepset.offline.calibrate.corpus import default_corpus
         from keepset.offline.calibrate.measure import measure
 
-        print(f"keepset: measuring the embedded model's statistics, once, into {path}", file=sys.stderr)
+        # Shown where nobody has set logging up: it takes half a minute.
+        logger.warning("keepset: measuring the embedded model's statistics, once, into %s", path)
         model, tokenizer = load()
         save(_with_embedded_gates(measure(model, default_corpus(tokenizer))), path)
     return path
@@ -122,9 +130,12 @@ def _with_embedded_gates(measured: "Statistics") -> "Statistics":
     """The embedded model's gates, which take minutes to train: as `keepset calibrate` made them."""
     import torch
 
-    found = json.loads(Path(__file__).with_name("calibrate").joinpath("embedded_gates.json").read_text("utf-8"))
-    gates = {index: torch.tensor(found["retrieval"][index]) for index in measured.layers}
-    return replace(measured, retrieval=gates, provenance={**measured.provenance, "gates": found["provenance"]["gates"]})
+    file = Path(__file__).parent / "offline" / "calibrate" / "embedded_gates.json"
+    trained = json.loads(file.read_text("utf-8"))
+    gates = {index: torch.tensor(trained["retrieval"][index]) for index in measured.layers}
+    return replace(
+        measured, retrieval=gates, provenance={**measured.provenance, "gates": trained["provenance"]["gates"]}
+    )
 
 
 def _home() -> Path:

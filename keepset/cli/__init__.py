@@ -10,6 +10,7 @@ from keepset.cli.bench import bench
 from keepset.cli.calibrate import calibrate
 from keepset.cli.compare import compare
 from keepset.cli.compile import compile
+from keepset.cli.console import sanitize
 from keepset.cli.context import context
 from keepset.cli.demo import demo
 from keepset.cli.diagnose import diagnose
@@ -46,9 +47,7 @@ def main() -> None:
     try:
         app()
     except KeepsetError as error:
-        from keepset.cli.console import printable
-
-        print(f"keepset: {printable(' '.join(str(error).splitlines()))}", file=sys.stderr)
+        print(f"keepset: {sanitize(' '.join(str(error).splitlines()))}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

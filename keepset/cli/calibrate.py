@@ -7,12 +7,17 @@ from typing import Annotated
 
 import typer
 
+from keepset.cli.checks import check_tensor_file, check_whole
+from keepset.cli.console import counted, load, note, progress, say
+from keepset.cli.options import Force, Model
 from keepset.errors import KeepsetError
+from keepset.models import context_length
+from keepset.texts import read
 
 
 def calibrate(
     out: Annotated[Path, typer.Option(help="The file to write, such as stats.safetensors.")],
-    model: Annotated[str | None, typer.Option(help="A folder or a hub name; a small embedded model if none.")] = None,
+    model: Model = None,
     text: Annotated[
         list[Path] | None,
         typer.Option(metavar="<path>", help="A UTF-8 text file, as often as you like; essays if none."),
@@ -27,7 +32,7 @@ def calibrate(
             "512 tokens, trained on as DuoAttention's authors do, and costs about 4 forward passes over it."
         ),
     ] = 24,
-    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
+    force: Force = False,
 ) -> None:
     """Measure a model's queries over texts, for qfilter, triattention and expected_attention(stats=...).
 
@@ -37,49 +42,32 @@ def calibrate(
     Any coherent text will do; it should not be the one that you evaluate on. A recipe names the file:
     qfilter(stats='stats.safetensors', keep=0.25). It fits this model alone.
     """
-    from keepset.cli.console import check_out, err, load, printable, progress
-    from keepset.cli.console import out as results
-    from keepset.texts import read
-
-    for name, value, least in (
-        ("--tokens", tokens, 16),
-        ("--length", length, 16),
-        ("--seed", seed, 0),
-        ("--gate-steps", gate_steps, 0),
-    ):
-        if not least <= value < 2**63:
-            raise KeepsetError(f"{name} {value} is out of range: use a whole number from {least} to {2**63 - 1}.")
-    check_out(out, force)
-    given = [read(path) for path in text or []]
+    check_whole(2**63, tokens=(tokens, 16), length=(length, 16), seed=(seed, 0), gate_steps=(gate_steps, 0))
+    check_tensor_file(out, force)
+    own_texts = [read(path) for path in text or []]
 
     from keepset.core.statistics import save
-    from keepset.offline.calibrate.corpus import SHORTEST, Corpus, default_texts
+    from keepset.offline.calibrate.corpus import SHORTEST, Corpus
     from keepset.offline.calibrate.gates import with_gates
     from keepset.offline.calibrate.measure import measure
+    from keepset.offline.corpus import default_texts
 
-    texts = given or default_texts()
+    texts = own_texts or default_texts()
     loaded, tokenizer = load(model)
-    longest = getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
+    longest = context_length(loaded)
     if longest is not None and length > longest:
         raise KeepsetError(f"--length {length} is more than the model's context of {longest}: use {longest} or less.")
     corpus = Corpus.draw(tokenizer, texts, tokens=tokens, length=length, seed=seed)
     with progress() as bar:
-        passages = bar.add_task("passages", total=len(corpus.passages))
-        statistics = measure(loaded, corpus, lambda: bar.advance(passages))
+        statistics = measure(loaded, corpus, counted(bar, "passages", len(corpus.passages)))
         if gate_steps:
-            steps = bar.add_task("gates", total=gate_steps)
-            statistics = with_gates(
-                statistics, loaded, tokenizer, corpus, steps=gate_steps, on_step=lambda: bar.advance(steps)
-            )
+            advance = counted(bar, "gates", gate_steps)
+            statistics = with_gates(statistics, loaded, tokenizer, corpus, steps=gate_steps, on_step=advance)
     save(statistics, out)
     if tokens - corpus.tokens >= SHORTEST:
-        err.print(f"The texts had {corpus.tokens} tokens, fewer than the {tokens} asked for.", highlight=False)
-    results.print(
-        printable(
-            f"{out}: {len(statistics.layers)} layers of {statistics.provenance['model']['name']}, "
-            f"measured over {corpus.tokens} tokens in {len(corpus.passages)} passages"
-        ),
-        markup=False,
-        highlight=False,
+        note(f"The texts had {corpus.tokens} tokens, fewer than the {tokens} asked for.")
+    say(
+        f"{out}: {len(statistics.layers)} layers of {statistics.provenance['model']['name']}, "
+        f"measured over {corpus.tokens} tokens in {len(corpus.passages)} passages",
         soft_wrap=True,
     )

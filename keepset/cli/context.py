@@ -10,48 +10,44 @@ from typing import Annotated, Any
 
 import typer
 
+from keepset.cli.checks import check_fits_context, check_tensor_file, check_text
+from keepset.cli.console import counted, load, megabytes, progress, say
+from keepset.cli.options import Force, GenerationRecipe, MaxNewTokens, Model, SamplingSeed, Temperature, group
+from keepset.cli.sampling import Sampling
+from keepset.cli.streaming import generate_streamed
 from keepset.errors import KeepsetError
+from keepset.models import EMBEDDED
+from keepset.texts import chat_parts, read
 
-context = typer.Typer(
-    name="context",
-    help="Compress a text once and ask about it many times.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    add_completion=False,
-)
+context = group("context", "Compress a text once and ask about it many times.")
 
 
 @context.command()
 def build(
     text: Annotated[Path, typer.Option(help="A UTF-8 text file.")],
     out: Annotated[Path, typer.Option(help="The file to write, such as report.safetensors.")],
-    recipe: Annotated[str, typer.Option(help="What to keep, such as 'snapkv(keep=0.25)'.")] = "reread(keep=0.25)",
-    model: Annotated[str | None, typer.Option(help="A folder or a hub name; a small embedded model if none.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
+    recipe: GenerationRecipe = "reread(keep=0.25)",
+    model: Model = None,
+    force: Force = False,
 ) -> None:
     """Run a model over a text, compress what it caches, and write that to a file.
 
     The text stands where it does in keepset generate --text: in a user's message, before the question.
     """
-    from keepset.cli.console import check_out, load, megabytes, printable
-    from keepset.cli.console import out as results
-    from keepset.cli.sampling import check_fit
-    from keepset.models import EMBEDDED
     from keepset.recipe import Recipe
-    from keepset.texts import chat_parts, read
 
     parsed = Recipe.parse(recipe).require_budget()
-    check_out(out, force)
-    before = read(text)
+    check_tensor_file(out, force)
+    content = read(text)
 
     import torch
 
     from keepset.hf.cache import Cache
 
     loaded, tokenizer = load(model)
-    said, _ = chat_parts(tokenizer, before, "")
-    ids = tokenizer(said, add_special_tokens=False, return_tensors="pt", verbose=False)["input_ids"]
-    check_fit(loaded, ids.shape[1])
+    prompt, _ = chat_parts(tokenizer, content, "")
+    ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt", verbose=False)["input_ids"]
+    check_fits_context(loaded, ids.shape[1])
     cache = Cache(loaded, parsed)
     start = time.perf_counter()
     with torch.no_grad(), _layers_shown(loaded):
@@ -65,13 +61,9 @@ def build(
         event, keep_set = cache.events[-1], cache.keep_set
         left = event.nbytes_before if keep_set is None else keep_set.nbytes
         kept = f"{megabytes(event.nbytes_before)} of keys and values before, {megabytes(left)} after"
-    results.print(
-        printable(
-            f"{out}: {ids.shape[1]} tokens under {parsed} in {seconds:.1f} s; {kept}; "
-            f"the file has {megabytes(out.stat().st_size)}"
-        ),
-        markup=False,
-        highlight=False,
+    say(
+        f"{out}: {ids.shape[1]} tokens under {parsed} in {seconds:.1f} s; {kept}; "
+        f"the file has {megabytes(out.stat().st_size)}",
         soft_wrap=True,
     )
 
@@ -81,18 +73,12 @@ def ask(
     file: Annotated[Path, typer.Argument(help="A file that keepset context build has written.")],
     question: Annotated[str, typer.Argument(help="What to ask about the text.")],
     model: Annotated[str | None, typer.Option(help="Where the model is now, if not where the file says.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 200,
-    temperature: Annotated[float, typer.Option(help="0 for greedy decoding.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="For sampling.")] = 0,
+    max_new_tokens: MaxNewTokens = 200,
+    temperature: Temperature = 0.0,
+    seed: SamplingSeed = 0,
 ) -> None:
     """Answer a question about a text that was compressed before; the file stays as it is."""
-    from keepset.cli.console import check_said, load, out, printable
-    from keepset.cli.sampling import Sampling, check_fit
-    from keepset.cli.streaming import Generation
-    from keepset.models import EMBEDDED
-    from keepset.texts import chat_parts
-
-    check_said("The question", question)
+    check_text("The question", question)
     sampling = Sampling(max_new_tokens, temperature, seed)
 
     from keepset.hf import saved
@@ -105,27 +91,20 @@ def ask(
     loaded, tokenizer = load(None if name == EMBEDDED else name)
     _, rest = chat_parts(tokenizer, "", question)
     ids = tokenizer(rest, add_special_tokens=False, return_tensors="pt")["input_ids"].to(loaded.device)
-    check_fit(loaded, header.tokens + ids.shape[1], sampling.tokens)
+    check_fits_context(loaded, header.tokens + ids.shape[1], sampling.tokens)
     inputs = Cache.load(file, loaded).ask(ids)
-    result = Generation(loaded, tokenizer, inputs, sampling)(inputs.pop("past_key_values"))
-    out.print(
-        printable(
-            f"\n{header.recipe}: {header.tokens} tokens of context, {ids.shape[1]} of question; {result.summary()}"
-        ),
-        markup=False,
-        highlight=False,
-    )
+    cache = inputs.pop("past_key_values")
+    answer = generate_streamed(loaded, tokenizer, inputs, cache, sampling)
+    say(f"\n{header.recipe}: {header.tokens} tokens of context, {ids.shape[1]} of question; {answer.summary()}")
 
 
 @contextmanager
 def _layers_shown(model: Any) -> Iterator[None]:
     """Shows how many layers a forward has come through."""
-    from keepset.cli.console import progress
-
     layers = [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]
     with progress() as bar:
-        task = bar.add_task("layers", total=len(layers))
-        handles = [layer.register_forward_hook(lambda *_: bar.advance(task)) for layer in layers]
+        advance = counted(bar, "layers", len(layers))
+        handles = [layer.register_forward_hook(lambda *_: advance()) for layer in layers]
         try:
             yield
         finally:

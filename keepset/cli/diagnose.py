@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from keepset.errors import KeepsetError
+from keepset.cli.console import counted, load, print_json, progress, say, show, table
+from keepset.cli.options import Json, Model, OneText, group
+from keepset.errors import KeepsetError, RecipeError
+from keepset.models import EMBEDDED, context_length
+from keepset.texts import essay, read
 
 if TYPE_CHECKING:
     from keepset.bench.analysis.synthetic import Agreement
@@ -17,27 +19,16 @@ if TYPE_CHECKING:
 FIGURES = ("overlap", "usage", "needed", "correlation")
 PAPER = {"overlap": 0.929, "usage": 0.594, "needed": 0.4, "correlation": 0.7759}
 
-diagnose = typer.Typer(
-    name="diagnose",
-    help="Check what a method supposes.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    add_completion=False,
-)
-
-
-@diagnose.callback()
-def _diagnose() -> None:
-    """Check what a method supposes."""
+diagnose = group("diagnose", "Check what a method supposes.")
 
 
 @diagnose.command()
 def gvote(
     recipe: Annotated[str, typer.Option(help="gvote with its parameters, such as 'gvote(future=1)'.")] = "gvote",
-    text: Annotated[Path | None, typer.Option(help="A UTF-8 text file; an essay if none is given.")] = None,
+    text: OneText = None,
     tokens: Annotated[int, typer.Option(help="Tokens of the text to use at most.")] = 1024,
-    model: Annotated[str | None, typer.Option(help="A folder or a hub name; a small embedded model if none.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    model: Model = None,
+    as_json: Json = False,
 ) -> None:
     """Compare the attention of gvote's synthetic queries with that of the next query.
 
@@ -46,44 +37,40 @@ def gvote(
     """
     from keepset.methods.gvote import GVote
     from keepset.recipe import Recipe
-    from keepset.texts import essay, read
 
     parsed = Recipe.parse(recipe)
     method = parsed.method
     if not isinstance(method, GVote):
-        raise KeepsetError(f"--recipe {parsed} is not about synthetic queries: write gvote with its parameters.")
+        raise RecipeError(f"--recipe {parsed} is not about synthetic queries: write gvote with its parameters.")
     if parsed != Recipe.of(method):
-        raise KeepsetError(f"--recipe {parsed}: nothing is compressed here, so leave all but gvote's parameters out.")
+        raise RecipeError(f"--recipe {parsed}: nothing is compressed here, so leave all but gvote's parameters out.")
     if tokens < method.skip + 3:
         raise KeepsetError(f"--tokens {tokens} is too few for {parsed}: use {method.skip + 3} or more.")
     source = essay() if text is None else read(text)
 
     from keepset.bench.analysis.synthetic import next_query
-    from keepset.cli.console import load, progress
-    from keepset.models import EMBEDDED
 
     loaded, tokenizer = load(model)
     ids = tokenizer(source, return_tensors="pt", verbose=False)["input_ids"][:, :tokens]
-    config = loaded.config.get_text_config()
-    longest = getattr(config, "max_position_embeddings", None)
+    longest = context_length(loaded)
     if longest is not None and ids.shape[1] > longest:
         raise KeepsetError(f"--tokens {tokens} is more than the model's context of {longest}: use {longest} or less.")
     with progress() as bar:
-        layers = bar.add_task("layers of two prefills", total=2 * config.num_hidden_layers)
-        found = next_query(loaded, method, ids, lambda: bar.advance(layers))
-    told = _told(found)
-    result = {"model": model or EMBEDDED, "recipe": str(parsed), "tokens": ids.shape[1], **told, "paper": PAPER}
+        layers = loaded.config.get_text_config().num_hidden_layers
+        agreements = next_query(loaded, method, ids, counted(bar, "layers of two prefills", 2 * layers))
+    head = {"model": model or EMBEDDED, "recipe": str(parsed), "tokens": ids.shape[1]}
+    result = {**head, **_figures(agreements), "paper": PAPER}
     if as_json:
-        print(json.dumps(result, indent=2))
+        print_json(result)
     else:
         _print(result)
 
 
-def _told(found: dict[int, Agreement]) -> dict[str, Any]:
+def _figures(agreements: dict[int, Agreement]) -> dict[str, Any]:
     """Figures for JSON: of every layer and query head, and their means."""
     layers: list[dict[str, Any]] = [
         {"layer": layer, **{name: [_number(x) for x in getattr(each, name).tolist()] for name in FIGURES}}
-        for layer, each in found.items()
+        for layer, each in agreements.items()
     ]
     return {
         "layers": layers,
@@ -102,25 +89,17 @@ def _mean(numbers: list[float | None]) -> float | None:
 
 def _print(result: dict[str, Any]) -> None:
     """A row per layer, a digit per query head."""
-    from rich.table import Table
-
-    from keepset.cli.console import out, printable
-
-    out.print(
-        f"{printable(result['model'])}, {result['recipe']}: {result['tokens']} tokens, the last one masked.",
-        markup=False,
-        highlight=False,
-    )
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("layer", justify="right")
+    say(f"{result['model']}, {result['recipe']}: {result['tokens']} tokens, the last one masked.")
+    grid = table()
+    grid.add_column("layer", justify="right")
     for title in ("overlap", "usage"):
-        table.add_column(title, justify="right", no_wrap=True)
-        table.add_column("heads", overflow="fold")
+        grid.add_column(title, justify="right", no_wrap=True)
+        grid.add_column("heads", overflow="fold")
     for title in ("needed", "correlation"):
-        table.add_column(title, justify="right", no_wrap=True)
+        grid.add_column(title, justify="right", no_wrap=True)
     for layer in result["layers"]:
         mean = {name: _shown(_mean(layer[name])) for name in FIGURES}
-        table.add_row(
+        grid.add_row(
             str(layer["layer"]),
             mean["overlap"],
             _digits(layer["overlap"]),
@@ -131,14 +110,12 @@ def _print(result: dict[str, Any]) -> None:
         )
     for title, figures in (("mean", result["mean"]), ("paper", result["paper"])):
         shown = [_shown(figures[name]) for name in FIGURES]
-        table.add_row(title, shown[0], "", shown[1], "", *shown[2:])
-    out.print(table)
-    out.print(
+        grid.add_row(title, shown[0], "", shown[1], "", *shown[2:])
+    show(grid)
+    say(
         "overlap: the next query's attention on what a synthetic query needs; usage: the share of entries that is; "
         "needed: the share that the next query needs itself; correlation: of its attention with the mean of the "
-        "synthetic queries' (in the paper of one head). A digit is one head's tenths.",
-        markup=False,
-        highlight=False,
+        "synthetic queries' (in the paper of one head). A digit is one head's tenths."
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -11,7 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from keepset.errors import KeepsetError
+from keepset.cli.checks import check_writable
+from keepset.cli.console import load, note, print_json, progress, status
+from keepset.cli.numbers import parse_budgets
+from keepset.cli.options import Json, Model, Recipes, Temperature
+from keepset.cli.results import print_summary
+from keepset.cli.sampling import Sampling
+from keepset.errors import BudgetError, KeepsetError
+from keepset.models import EMBEDDED
 
 if TYPE_CHECKING:
     from keepset.bench.candidate import Candidate
@@ -36,7 +42,7 @@ def evaluate(
             "math500, aime24, aime25, or any task of lm-evaluation-harness.",
         ),
     ],
-    recipes: Annotated[str | None, typer.Option(help="Recipes, separated by commas; a choice if none.")] = None,
+    recipes: Recipes = None,
     keeps: Annotated[
         str | None,
         typer.Option(
@@ -54,27 +60,24 @@ def evaluate(
         bool, typer.Option("--no-chat", help="Ask verbatim, though the tokenizer has a chat template.")
     ] = False,
     data: Annotated[Path | None, typer.Option(help="A folder with the tasks' data, used in place of the hub.")] = None,
-    temperature: Annotated[float, typer.Option(help="0 for greedy decoding.")] = 0.0,
+    temperature: Temperature = 0.0,
     every: Annotated[
         int | None,
         typer.Option(help=f"In tasks that decode, for recipes that do not say it: after how many tokens. [{_EVERY}]"),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="A folder or a hub name; a small embedded model if none.")] = None,
+    model: Model = None,
     out: Annotated[Path, typer.Option(help="The sweep's file: begun, or gone on with.")] = Path("sweep.sqlite"),
     no_baselines: Annotated[
         bool, typer.Option("--no-baselines", help="Do not add random and streaming_llm under the same budgets.")
     ] = False,
     ray: Annotated[bool, typer.Option("--ray", help="Let the workers of a Ray cluster do it.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Measure recipes on benchmarks: every recipe and budget on every example, on one prefill of it.
 
     Each figure is written to a file as soon as it is there. The same command goes on where it was stopped; recipes,
     budgets, tasks, and seeds can be added to a file, and several processes may work on one at the same time.
     """
-    from keepset.cli.compare import check_writable
-    from keepset.cli.sampling import Sampling
-
     for name, value in (("limit", limit), ("every", every)):
         if value is not None and value < 1:
             raise KeepsetError(f"--{name} {value} is out of range: use an integer from 1.")
@@ -93,16 +96,16 @@ def evaluate(
     from keepset.bench.tasks.find import find
 
     names = [name.strip() for word in tasks for name in word.split(",") if name.strip()]
-    found = find(names, Settings(data, tuple(_whole(lengths, "lengths"))))
-    if every is not None and not any(task.decodes for task in found):
+    chosen = find(names, Settings(data, tuple(_whole(lengths, "lengths"))))
+    if every is not None and not any(task.decodes for task in chosen):
         raise KeepsetError("--every is for tasks that decode, such as gsm8k, and none of these does: leave it out.")
-    asked = {task.name: _candidates(task, recipes, keeps, every or _EVERY, not no_baselines) for task in found}
-    grid = Grid(found, numbers, asked, limit)
+    candidates = {task.name: _candidates(task, recipes, keeps, every or _EVERY, not no_baselines) for task in chosen}
+    grid = Grid(chosen, numbers, candidates, limit)
     settings = {"--agnostic": agnostic, "--limit": limit, "--temperature": temperature}
     if out.exists() and out.stat().st_size > 0:
         with Store.open(out) as store:
             store.check(settings)
-            same = store.model == _name(model) and store.configuration[_CHAT] is not no_chat
+            same = store.model == (model or EMBEDDED) and store.configuration[_CHAT] is not no_chat
             if same and grid.is_done(store):
                 raise typer.Exit(1 if _show(store, grid, as_json=as_json) else 0)
     _run(grid, out, model, settings, no_chat=no_chat, ray=ray, as_json=as_json)
@@ -115,14 +118,13 @@ def _run(
     from keepset.bench.sweep import ray_sweep, sweep
     from keepset.bench.sweep.runner import Runner
     from keepset.bench.sweep.store import Store
-    from keepset.cli.console import err, load, progress
     from keepset.hf.fingerprint import fingerprint
 
     loaded, tokenizer = load(model)
     chat = not no_chat and tokenizer.chat_template is not None
     asking = {"agnostic": settings["--agnostic"], "chat": chat, "temperature": settings["--temperature"]}
-    with Store.begin(out, _name(model), {**settings, _CHAT: chat, **fingerprint(loaded)}) as store:
-        with err.status("making examples"):
+    with Store.begin(out, model or EMBEDDED, {**settings, _CHAT: chat, **fingerprint(loaded)}) as store:
+        with status("making examples"):
             groups = grid.groups(store, tokenizer)
         left = sweep.unfinished(groups, store.done())
         total = sweep.count(groups)
@@ -136,11 +138,11 @@ def _run(
                     lost = sweep.run(store, left, Runner(loaded, tokenizer, **asking), advance)
         except KeyboardInterrupt:
             there = sweep.count(groups, store.done())
-            _say(f"stopped after {there} of {total} cells, which are in {str(out)!r}: the same command goes on")
+            note(f"stopped after {there} of {total} cells, which are in {str(out)!r}: the same command goes on")
             raise typer.Exit(130) from None
         failed = _show(store, grid, as_json=as_json)
     for each, times in Counter(lost).items():
-        _say(f"{each.task}: {each.recipe} was left out, {times} times ({each.reason}); the same command tries again")
+        note(f"{each.task}: {each.recipe} was left out, {times} times ({each.reason}); the same command tries again")
     if failed or lost:
         raise typer.Exit(1)
 
@@ -148,30 +150,29 @@ def _run(
 def _candidates(task: Task, recipes: str | None, keeps: str | None, every: int, baselines: bool) -> Sequence[Candidate]:
     """What a task is to show: the full cache, the recipes, and under the same budgets what every method has to beat."""
     from keepset.bench.candidate import candidates
-    from keepset.cli.budgets import keeps as budgets_in
     from keepset.recipe import Recipe
 
-    asked = Recipe.parse_list((DECODING if task.decodes else RECIPES) if recipes is None else recipes)
-    budgets = budgets_in((DECODING_KEEPS if task.decodes else KEEPS) if keeps is None else keeps)
-    open_ended = [recipe for recipe in asked if recipe.budget.keep is None and recipe.method.needs_budget]
-    named = [recipe.budget.keep for recipe in asked if recipe.budget.keep is not None]
+    requested = Recipe.parse_list((DECODING if task.decodes else RECIPES) if recipes is None else recipes)
+    budgets = parse_budgets((DECODING_KEEPS if task.decodes else KEEPS) if keeps is None else keeps)
+    open_ended = [recipe for recipe in requested if recipe.budget.keep is None and recipe.method.needs_budget]
+    named = [recipe.budget.keep for recipe in requested if recipe.budget.keep is not None]
     if task.decodes:
         budgets = [keep for keep in budgets if isinstance(keep, int)]
         named = [keep for keep in named if isinstance(keep, int)]
         if open_ended and not budgets:
-            raise KeepsetError(
+            raise BudgetError(
                 f"{task.name} is about decoding, where a fraction of what is left would shrink at every event: give "
                 f"whole numbers too, such as --keeps {DECODING_KEEPS}."
             )
     interval = every if task.decodes else None
-    found = candidates(asked, budgets, interval)
+    chosen = candidates(requested, budgets, interval)
     if baselines:
-        honest = (
+        baseline = (
             f"random(protect_prompt=True, every={every}), streaming_llm" if task.decodes else "random, streaming_llm"
         )
         under = [*named, *(budgets if open_ended or not named else [])]
-        found += candidates(Recipe.parse_list(honest), under, interval)
-    return list({candidate.text: candidate for candidate in found}.values())
+        chosen += candidates(Recipe.parse_list(baseline), under, interval)
+    return list({candidate.text: candidate for candidate in chosen}.values())
 
 
 def _show(store: Store, grid: Grid, *, as_json: bool) -> bool:
@@ -180,25 +181,11 @@ def _show(store: Store, grid: Grid, *, as_json: bool) -> bool:
 
     summary = summarise(grid.of(store.cells()))
     if as_json:
-        print(json.dumps(summary.to_json(), indent=2))
+        print_json(summary.to_json())
     else:
-        from keepset.cli.results import print_summary
-
         print_summary(summary)
-    _say(f"all figures are in {str(store.path)!r}: keepset results shows them again")
+    note(f"all figures are in {str(store.path)!r}: keepset results shows them again")
     return any(row.failed for row in summary.rows)
-
-
-def _say(sentence: str) -> None:
-    from keepset.cli.console import err, printable
-
-    err.print(printable(sentence), markup=False, highlight=False, soft_wrap=True)
-
-
-def _name(model: str | None) -> str:
-    from keepset.models import EMBEDDED
-
-    return model or EMBEDDED
 
 
 def _whole(text: str, option: str) -> list[int]:

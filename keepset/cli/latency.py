@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from keepset.cli.checks import check_fits_context, check_writable
+from keepset.cli.console import counted, load, megabytes, note, progress, sanitize, say, show, table, write
+from keepset.cli.options import JsonFile, Model, PlotsHtml
 from keepset.errors import KeepsetError
+from keepset.models import EMBEDDED
+from keepset.texts import essay, read
 
 if TYPE_CHECKING:
     from keepset.bench.latency import Timing
@@ -25,15 +31,14 @@ def latency(
     text: Annotated[
         Path | None, typer.Option(help="A UTF-8 text file for the prompts; essays if none is given.")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="A folder or a hub name; a small embedded model if none.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all that was measured to this file.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a report with plots to this file.")] = None,
+    model: Model = None,
+    json_file: JsonFile = None,
+    html: PlotsHtml = None,
 ) -> None:
     """Measure one request at a time: recipes beside the full cache, in turns.
 
     Every round generates the same number of tokens from the same prompt, greedily. Ctrl-C shows what is done.
     """
-    from keepset.cli.compare import check_writable
     from keepset.recipe import Recipe
 
     parsed = [recipe.require_budget() for recipe in Recipe.parse_list(recipes)]
@@ -41,28 +46,21 @@ def latency(
     for name, value in (("--output-tokens", output_tokens), ("--rounds", rounds)):
         if value < 1:
             raise KeepsetError(f"{name} {value} is too few: use an integer from 1.")
-    for file in (json_file, html):
-        if file is not None:
-            check_writable(file)
+    check_writable(json_file, html)
 
     from keepset.bench.latency import latency as measure
-    from keepset.cli.console import err, load, printable, progress
-    from keepset.cli.sampling import check_fit
-    from keepset.models import EMBEDDED
+    from keepset.bench.report.page import assemble
 
     loaded, tokenizer = load(model)
-    check_fit(loaded, max(lengths), output_tokens)
+    check_fits_context(loaded, max(lengths), output_tokens)
     prompts = _prompts(tokenizer, text, lengths, loaded.device)
     timings: list[Timing] = []
-    interrupted = False
-    try:
-        with progress() as bar:
-            steps = bar.add_task("generations", total=len(lengths) * (len(parsed) + 1) * (rounds + 1))
-            for made in measure(loaded, prompts, parsed, output_tokens, rounds):
-                timings = made
-                bar.advance(steps)
-    except KeyboardInterrupt:
-        interrupted = True
+    finished = False
+    with suppress(KeyboardInterrupt), progress() as bar:
+        advance = counted(bar, "generations", len(lengths) * (len(parsed) + 1) * (rounds + 1))
+        for timings in measure(loaded, prompts, parsed, output_tokens, rounds):  # noqa: B007
+            advance()
+        finished = True
     result = {
         "model": model or EMBEDDED,
         "device": str(loaded.device),
@@ -72,17 +70,10 @@ def latency(
         "rows": [timing.to_json() for timing in timings if timing.rounds or timing.error],
     }
     _print(result)
-    from keepset.bench.report.page import assemble, write
-
-    if json_file is not None:
-        write(json_file, json.dumps(result, indent=1) + "\n")
-    if html is not None:
-        write(html, assemble("latency", "keepset bench latency", result))
-    for file in (json_file, html):
-        if file is not None:
-            err.print(f"written: {printable(str(file))}", markup=False, highlight=False, soft_wrap=True)
-    if interrupted:
-        err.print("interrupted: this is what was measured until then", highlight=False)
+    write(json_file, lambda: json.dumps(result, indent=1) + "\n", "written")
+    write(html, lambda: assemble("latency", "keepset bench latency", result), "written")
+    if not finished:
+        note("interrupted: this is what was measured until then")
         raise typer.Exit(130)
     if any(timing.error for timing in timings):
         raise typer.Exit(1)
@@ -100,8 +91,7 @@ def _lengths(text: str) -> list[int]:
 
 def _prompts(tokenizer: Any, file: Path | None, lengths: Sequence[int], device: Any) -> list[Any]:
     """The text's first tokens, and shorter prompts of the same text."""
-    from keepset.offline.calibrate.corpus import default_texts
-    from keepset.texts import essay, read
+    from keepset.offline.corpus import default_texts
 
     whole = "\n\n".join([essay(), *default_texts()]) if file is None else read(file)
     ids = tokenizer(whole, return_tensors="pt", verbose=False)["input_ids"].to(device)
@@ -111,31 +101,26 @@ def _prompts(tokenizer: Any, file: Path | None, lengths: Sequence[int], device: 
 
 
 def _print(result: dict[str, Any]) -> None:
-    from rich.table import Table
     from rich.text import Text
 
-    from keepset.cli.console import megabytes, out, printable
-
-    out.print(
-        f"{printable(result['model'])} on {result['device']}, {result['dtype']}: {result['output_tokens']} tokens "
-        f"after the prompt, medians of {result['rounds']} rounds.",
-        markup=False,
-        highlight=False,
+    say(
+        f"{result['model']} on {result['device']}, {result['dtype']}: {result['output_tokens']} tokens "
+        f"after the prompt, medians of {result['rounds']} rounds."
     )
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    grid = table()
     for title in ("prompt", "recipe", "first token", "tokens/s", "latency", "KV cache", "peak memory"):
-        table.add_column(title, justify="left" if title == "recipe" else "right", overflow="fold")
+        grid.add_column(title, justify="left" if title == "recipe" else "right", overflow="fold")
     for row in result["rows"]:
+        named = str(row["prompt_tokens"]), sanitize(row["recipe"])
         if row["error"] is not None:
-            table.add_row(str(row["prompt_tokens"]), printable(row["recipe"]), Text(printable(row["error"]), "red"))
+            grid.add_row(*named, Text(sanitize(row["error"]), "red"))
             continue
-        table.add_row(
-            str(row["prompt_tokens"]),
-            printable(row["recipe"]),
+        grid.add_row(
+            *named,
             f"{row['first_seconds']:.2f} s",
             "-" if row["tokens_per_second"] is None else f"{row['tokens_per_second']:.1f}",
             f"{row['seconds']:.2f} s",
             megabytes(row["kv_bytes"]),
             "-" if row["peak_bytes"] is None else megabytes(row["peak_bytes"]),
         )
-    out.print(table)
+    show(grid)

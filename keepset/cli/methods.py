@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import json
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+from keepset.cli import console
+from keepset.cli.options import Json
 
 
-def methods(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-) -> None:
+def methods(as_json: Json = False) -> None:
     """List the methods: what they are, what they look at, their parameters and papers."""
-    from rich.table import Table
-    from rich.text import Text
-
-    from keepset.cli.console import out, printable
     from keepset.registry import catalogue
 
     entries = catalogue()
     if as_json:
-        print(json.dumps(entries, indent=2))
+        console.print_json(entries)
         return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("method and defaults", "kind", "looks at", "paper"):
-        table.add_column(title, overflow="fold")
+    table = console.table("method and defaults", "kind", "looks at", "paper")
     for entry in entries:
         cells = (
             f"{entry['name']}({_parameters(entry['parameters'])})",
@@ -32,8 +24,8 @@ def methods(
             ", ".join(entry["needs"]) or "keys, values",
             entry["paper"],
         )
-        table.add_row(*(Text(printable(cell)) for cell in cells))
-    out.print(table)
+        table.add_row(*map(console.cell, cells))
+    console.show(table)
 
 
 def _parameters(parameters: dict[str, Any]) -> str:

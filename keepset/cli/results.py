@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -10,9 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from keepset.cli.checks import check_writable
+from keepset.cli.console import cell, note, print_json, say, show, table, write
+from keepset.cli.options import Html, Json
 from keepset.errors import KeepsetError
 
 if TYPE_CHECKING:
+    from rich.table import Table
     from rich.text import Text
 
     from keepset.bench.analysis.rows import Figure, TableRow
@@ -28,102 +31,79 @@ def results(
             "not given."
         ),
     ] = None,
-    html: Annotated[Path | None, typer.Option(help="Write the report to this file.")] = None,
+    html: Html = None,
     csv: Annotated[Path | None, typer.Option(help="Write all rows to this file.")] = None,
     latex: Annotated[Path | None, typer.Option(help="Write the scores as LaTeX tables to this file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Show what recipes are worth on benchmarks: scores with intervals, differences, bytes, areas under curves.
 
     Differences are over the examples that both recipes were run on. Intervals are of 95 %, over examples.
     """
+    from keepset.bench.analysis.export import to_csv, to_latex
     from keepset.bench.analysis.summary import summarise
+    from keepset.bench.report.eval import render
     from keepset.bench.sweep.store import Store
-    from keepset.cli.compare import check_writable
-    from keepset.cli.console import err, printable
 
-    wanted = [path for path in (html, csv, latex) if path is not None]
-    if len({path.resolve() for path in (file, *wanted)}) <= len(wanted):
+    paths = [path for path in (html, csv, latex) if path is not None]
+    if len({path.resolve() for path in (file, *paths)}) <= len(paths):
         raise KeepsetError("--html, --csv, --latex and the sweep's file are the same in part: name different files.")
-    for path in wanted:
-        check_writable(path)
+    check_writable(*paths)
     with Store.open(file) as store:
         cells, model, configuration = store.cells(), store.model, store.configuration
     if not cells:
         raise KeepsetError(f"{str(file)!r} has no figures yet: let `keepset eval` make some first.")
     summary = summarise(cells, baseline)
     if as_json:
-        print(json.dumps(summary.to_json(), indent=2))
+        print_json(summary.to_json())
     else:
         print_summary(summary)
-    if wanted:
-        from keepset.bench.analysis.export import to_csv, to_latex
-        from keepset.bench.report.eval import render
-        from keepset.bench.report.page import write
-
-        if csv is not None:
-            write(csv, to_csv(summary))
-        if latex is not None:
-            write(latex, to_latex(summary))
-        if html is not None:
-            write(html, render(model, configuration, summary.to_json()))
-        said = ", ".join(str(path) for path in wanted)
-        err.print(f"written: {printable(said)}", markup=False, highlight=False, soft_wrap=True)
+    write(csv, lambda: to_csv(summary), described=None)
+    write(latex, lambda: to_latex(summary), described=None)
+    write(html, lambda: render(model, configuration, summary.to_json()), described=None)
+    if paths:
+        note(f"written: {', '.join(map(str, paths))}")
 
 
 def print_summary(summary: Summary) -> None:
     """The figures as tables; averages come last, where they are seen."""
-    from rich.table import Table
     from rich.text import Text
 
-    from keepset.cli.console import out, printable
-
-    def table(*titles: str) -> Table:
-        made = Table(box=None, pad_edge=False, header_style="bold")
-        made.add_column("", overflow="fold")
-        for title in titles:
-            made.add_column(title, justify="right", overflow="fold")
-        return made
-
-    rows = table("score (95 %)", "difference (95 %)", "kept", "bytes", "examples")
+    rows = _table("score (95 %)", "difference (95 %)", "kept", "bytes", "examples")
     for task, group in groupby((*summary.rows, *summary.averages), attrgetter("task")):
-        here = list(group)
-        cut = max(row.cut for row in here)
-        said = f", {cut} contexts cut to what the model takes" if cut else ""
-        rows.add_row(Text.assemble((printable(task), "bold"), said))
-        for row in here:
+        of_task = list(group)
+        cut = max(row.cut for row in of_task)
+        rows.add_row(
+            Text.assemble(cell(task, style="bold"), f", {cut} contexts cut to what the model takes" if cut else "")
+        )
+        for row in of_task:
             rows.add_row(_named(row), *_cells(row))
-    out.print(rows)
-    out.print(f"Differences are to {printable(summary.baseline)}.", markup=False, highlight=False)
+    show(rows)
+    say(f"Differences are to {summary.baseline}.")
     if not summary.trades:
         return
-    trades = table("area (95 %)", "from", *(f"can go, loss {each:.0%}" for each in _tolerances(summary)))
-    for task, found in groupby(summary.trades, attrgetter("task")):
-        trades.add_row(Text(printable(task), "bold"))
-        for trade in found:
-            name = Text(f"  {printable(trade.method)}")
-            if trade.failed:
-                name.append(f"\n  failures, counted as not answered: {trade.failed}", "red")
-            trades.add_row(name, *_over_budgets(trade, _tolerances(summary)))
-    out.print()
-    out.print(trades)
+    tolerances = sorted({each.tolerance for trade in summary.trades for each in trade.reach})
+    trades = _table("area (95 %)", "from", *(f"can go, loss {tolerance:.0%}" for tolerance in tolerances))
+    for task, of_recipes in groupby(summary.trades, attrgetter("task")):
+        trades.add_row(cell(task, style="bold"))
+        for trade in of_recipes:
+            failed = f"  failures, counted as not answered: {trade.failed}" if trade.failed else None
+            trades.add_row(cell(f"  {trade.method}", failed), *_over_budgets(trade, tolerances))
+    show()
+    show(trades)
 
 
-def _tolerances(summary: Summary) -> list[float]:
-    return sorted({each.tolerance for trade in summary.trades for each in trade.reach})
+def _table(*titles: str) -> Table:
+    grid = table("")
+    for title in titles:
+        grid.add_column(title, justify="right", overflow="fold")
+    return grid
 
 
 def _named(row: TableRow) -> Text:
-    from rich.text import Text
-
-    from keepset.cli.console import printable
-
-    name = Text(f"  {printable(row.recipe)}")
-    if row.tasks < row.tasks_of:
-        name.append(f"\n  a score on {row.tasks} of {row.tasks_of} tasks", "red")
-    if row.failed:
-        name.append(f"\n  failed on {row.failed} of {row.examples}: {printable(row.error or '')}", "red")
-    return name
+    errors = [f"  a score on {row.tasks} of {row.tasks_of} tasks"] if row.tasks < row.tasks_of else []
+    errors += [f"  failed on {row.failed} of {row.examples}: {row.error or ''}"] if row.failed else []
+    return cell(f"  {row.recipe}", "\n".join(errors) or None)
 
 
 def _cells(row: TableRow) -> list[str]:
@@ -138,8 +118,8 @@ def _over_budgets(trade: Trade, tolerances: list[float]) -> list[str]:
     reach = {each.tolerance: each for each in trade.reach}
     cells = [_shown(trade.area), f"{trade.smallest:.1%}"]
     for tolerance in tolerances:
-        found = reach.get(tolerance)
-        cells.append("" if found is None else (">= " if found.at_least else "") + _shown(found.removed))
+        at = reach.get(tolerance)
+        cells.append("" if at is None else (">= " if at.at_least else "") + _shown(at.removed))
     return cells
 
 

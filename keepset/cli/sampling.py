@@ -38,17 +38,3 @@ class Sampling:
         """For `model.generate`."""
         options: dict[str, Any] = {"do_sample": self.temperature > 0, "max_new_tokens": self.tokens}
         return {**options, "temperature": self.temperature} if self.temperature > 0 else options
-
-
-def check_fit(model: Any, length: int, new: int = 0) -> None:
-    """Refuses more tokens than the model's context takes: those of the prompt and new ones.
-
-    Raises:
-        KeepsetError: says how many there are.
-    """
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if longest is not None and length + new > longest:
-        more, advice = (f" and {new} new ones", " or ask for fewer tokens") if new else ("", "")
-        raise KeepsetError(
-            f"{length} tokens of prompt{more} do not fit the model's context of {longest}: give a shorter text{advice}."
-        )

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from keepset.cli.console import note
+
 
 def serve(
     words: Annotated[
@@ -28,18 +30,16 @@ def serve(
     This process becomes `vllm serve`, which gets every option that is not keepset's own. It listens on 127.0.0.1
     unless --host says otherwise. The model comes before vLLM's options.
     """
-    from keepset.cli.console import err, printable
     from keepset.recipe import Recipe
-    from keepset.serving.command import check_installed, command, hint, split
+    from keepset.serving.command import block_size_hint, check_installed, command, split
 
     parsed = None if recipe is None else Recipe.parse(recipe).require_budget()
     model, options = split(words or [])
     check_installed(parsed)
     line = command(model, parsed, options)
-    advice = hint(parsed, options)
-    for sentence in (shlex.join(line), advice):
+    for sentence in (shlex.join(line), block_size_hint(parsed, options)):
         if sentence is not None:
-            err.print(printable(sentence), markup=False, highlight=False, soft_wrap=True)
+            note(sentence)
     sys.stdout.flush()
     sys.stderr.flush()
     os.execvp(line[0], line)

@@ -6,11 +6,12 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from keepset.cli.console import megabytes, sanitize
 from keepset.cli.sampling import Sampling
 
 
 @dataclass
-class Result:
+class Generated:
     """What a generation took.
 
     Attributes:
@@ -25,8 +26,6 @@ class Result:
 
     def summary(self) -> str:
         """For a person."""
-        from keepset.cli.console import megabytes
-
         speed = (len(self.ids) - 1) / self.rest_seconds if len(self.ids) > 1 else float("nan")
         return (
             f"{megabytes(self.nbytes)} of KV cache at the end, first token after {self.first_seconds:.2f} s, "
@@ -34,30 +33,25 @@ class Result:
         )
 
 
-class Generation:
-    """One generation after another from the same prompt."""
+def generate_streamed(
+    model: Any, tokenizer: Any, inputs: Any, cache: Any, sampling: Sampling, show: bool = True
+) -> Generated:
+    """Generates on this cache, and shows the text or not."""
+    import torch
 
-    def __init__(self, model: Any, tokenizer: Any, inputs: Any, sampling: Sampling) -> None:
-        self._model, self._tokenizer, self._inputs = model, tokenizer, inputs
-        self._sampling = sampling
+    streamer = Streamer(tokenizer, show)
+    torch.manual_seed(sampling.seed)
+    start = time.perf_counter()
+    with torch.no_grad():
+        model.generate(**inputs, past_key_values=cache, streamer=streamer, **sampling.options)
+    stop = time.perf_counter()
+    nbytes = getattr(cache, "nbytes", None)
+    if nbytes is None:
+        from keepset.bench.memory import dynamic_nbytes
 
-    def __call__(self, cache: Any, show: bool = True) -> Result:
-        """Generates on this cache, and shows the text or not."""
-        import torch
-
-        streamer = Streamer(self._tokenizer, show)
-        torch.manual_seed(self._sampling.seed)
-        start = time.perf_counter()
-        with torch.no_grad():
-            self._model.generate(**self._inputs, past_key_values=cache, streamer=streamer, **self._sampling.options)
-        stop = time.perf_counter()
-        nbytes = getattr(cache, "nbytes", None)
-        if nbytes is None:
-            from keepset.bench.memory import dynamic_nbytes
-
-            nbytes = dynamic_nbytes(cache)
-        first = streamer.first or stop
-        return Result(streamer.ids, first - start, stop - first, nbytes)
+        nbytes = dynamic_nbytes(cache)
+    first = streamer.first or stop
+    return Generated(streamer.ids, first - start, stop - first, nbytes)
 
 
 class Streamer:
@@ -83,13 +77,11 @@ class Streamer:
         self._print(final=True)
 
     def _print(self, final: bool) -> None:
-        from keepset.cli.console import printable
-
         if not self._show:
             return
         text = self._tokenizer.decode(self.ids, skip_special_tokens=True)
         # The last character may be half of one until its next token comes.
         if not final and text.endswith("\N{REPLACEMENT CHARACTER}"):
             return
-        print(printable(text[len(self._printed) :]), end="", flush=True)
+        print(sanitize(text[len(self._printed) :]), end="", flush=True)
         self._printed = text

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from keepset.cli.checks import check_fits_context, check_text, check_writable
+from keepset.cli.console import counted, load, note, print_json, progress, say, show, table, write
+from keepset.cli.numbers import parse_indices
+from keepset.cli.options import Model, SamplingSeed, Temperature
+from keepset.cli.sampling import Sampling
 from keepset.errors import KeepsetError
+from keepset.models import EMBEDDED
+from keepset.texts import chat_parts, read
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from keepset.bench.analysis.trace import Trace, TraceEvent
-    from keepset.cli.sampling import Sampling
+    from keepset.bench.analysis.trace import Trace, TraceEvent, Tracer
+    from keepset.recipe import Recipe
 
 RECIPE = "ams(tova, window=32, keep=256, every=128)"
 REASON = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -34,22 +40,18 @@ def trace(
     ] = None,
     problem: Annotated[str | None, typer.Option(help="A problem to reason about step by step, as the prompt.")] = None,
     tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 512,
-    temperature: Annotated[float, typer.Option(help="0 for greedy decoding.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="For sampling.")] = 0,
+    temperature: Temperature = 0.0,
+    seed: SamplingSeed = 0,
     region: Annotated[int, typer.Option(help="Tokens of a region, for the wipe-out rate.")] = 16,
     layers: Annotated[
         str | None, typer.Option(help="Layers on the page, separated by commas, or all; three of them if not given.")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="A folder or a hub name; a small embedded model if none.")] = None,
+    model: Model = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     html: Annotated[Path | None, typer.Option(help="Write a page to look through the events.")] = None,
 ) -> None:
     """Generate under a recipe and tell what each compression kept: wiped-out regions, stability, the middle, gaps."""
-    from keepset.cli.compare import check_writable
-    from keepset.cli.console import check_said
-    from keepset.cli.sampling import Sampling
     from keepset.recipe import Recipe
-    from keepset.texts import read
 
     recipes = [Recipe.parse(each).require_budget() for each in (recipe, baseline) if each is not None]
     if prompt is not None and problem is not None:
@@ -58,87 +60,67 @@ def trace(
         raise KeepsetError("There is nothing to start from: give a prompt, --problem, or a file with --text.")
     if forced and baseline is None:
         raise KeepsetError("--forced says how the baseline is run: give one with --baseline.")
-    for name, said in (("The prompt", prompt), ("--problem", problem)):
-        if said is not None:
-            check_said(name, said)
+    check_text("The prompt", prompt)
+    check_text("--problem", problem)
     sampling = Sampling(tokens, temperature, seed, option="--tokens")
     if region < 1:
         raise KeepsetError(f"--region {region} is not a number of tokens: use an integer from 1.")
-    wanted = _layers(layers)
+    every_layer = layers is not None and layers.strip() == "all"
+    wanted = None if layers is None or every_layer else parse_indices(layers)
+    if layers is not None and not every_layer and wanted is None:
+        raise KeepsetError(f"--layers {layers!r} is no list of layers: write numbers such as 0,14,29, or all.")
     before = "" if text is None else read(text)
-    if html is not None:
-        check_writable(html)
-    asked = prompt if problem is None else f"{problem}\n{REASON}"
-    _run(recipes, before, asked, sampling, wanted, region, model, forced=forced, as_json=as_json, html=html)
+    check_writable(html)
 
-
-def _run(
-    recipes: list[Any],
-    before: str,
-    asked: str | None,
-    sampling: Sampling,
-    wanted: list[int] | None,
-    region: int,
-    model: str | None,
-    *,
-    forced: bool,
-    as_json: bool,
-    html: Path | None,
-) -> None:
     import torch
 
     from keepset.bench.analysis.trace import Tracer
     from keepset.bench.analysis.trace_figures import figures
-    from keepset.cli.console import err, load, printable, progress
-    from keepset.cli.sampling import check_fit
-    from keepset.models import EMBEDDED
 
     loaded, tokenizer = load(model)
-    ids = torch.tensor([_encoded(tokenizer, before, asked)])
-    check_fit(loaded, ids.shape[1], sampling.tokens)
-    tracers = [Tracer(loaded, recipe) for recipe in recipes]
-    shown = _shown(wanted, tracers[0].layers)
-    interrupted = False
-    try:
-        with progress() as bar:
-            for number, tracer in enumerate(tracers):
-                task = bar.add_task(str(recipes[number]), total=sampling.tokens)
-                tracer.on_token = partial(bar.advance, task)
-                torch.manual_seed(sampling.seed)
-                if forced and number:
-                    # The last token was never fed.
-                    first = tracers[0].trace
-                    tracer.follow(first.ids[:-1], first.prompt)
-                else:
-                    tracer.generate(ids, **sampling.options)
-    except KeyboardInterrupt:
-        interrupted = True
-    traces = [tracer.trace for tracer in tracers if tracer.trace.events or not interrupted]
+    ids = torch.tensor([_encoded(tokenizer, before, prompt if problem is None else f"{problem}\n{REASON}")])
+    check_fits_context(loaded, ids.shape[1], sampling.tokens)
+    tracers = [Tracer(loaded, each) for each in recipes]
+    compressed = list(tracers[0].layers)
+    shown = compressed if every_layer else _shown(wanted, compressed)
+    finished = False
+    with suppress(KeyboardInterrupt):
+        _run(tracers, recipes, ids, sampling, forced)
+        finished = True
+    traces = [tracer.trace for tracer in tracers if tracer.trace.events or finished]
     if not traces:
         raise KeyboardInterrupt
     runs = [{**figures(each, region), "text": _text(tokenizer, each)} for each in traces]
     result = {"model": model or EMBEDDED, "forced": forced, "runs": runs}
     if as_json:
-        print(json.dumps(result, indent=2))
+        print_json(result)
     else:
         for run in runs:
             print_run(run)
-    if html is not None:
-        from keepset.bench.report.page import write
-
-        write(html, _page(result, traces, tokenizer, shown))
-        err.print(f"report: {printable(str(html))}", markup=False, highlight=False, soft_wrap=True)
-    if interrupted:
-        err.print(
-            f"interrupted after {len(traces[-1].ids) - traces[-1].prompt} of {sampling.tokens} tokens", highlight=False
-        )
+    write(html, lambda: _page(result, traces, tokenizer, shown))
+    if not finished:
+        note(f"interrupted after {len(traces[-1].ids) - traces[-1].prompt} of {sampling.tokens} tokens")
         raise typer.Exit(130)
+
+
+def _run(tracers: list[Tracer], recipes: list[Recipe], ids: Any, sampling: Sampling, forced: bool) -> None:
+    """Generates under every recipe; a forced baseline follows the first one's tokens."""
+    import torch
+
+    with progress() as bar:
+        for number, tracer in enumerate(tracers):
+            tracer.on_token = counted(bar, str(recipes[number]), sampling.tokens)
+            torch.manual_seed(sampling.seed)
+            if forced and number:
+                # The last token was never fed.
+                first = tracers[0].trace
+                tracer.follow(first.ids[:-1], first.prompt)
+            else:
+                tracer.generate(ids, **sampling.options)
 
 
 def _encoded(tokenizer: Any, before: str, asked: str | None) -> list[int]:
     """A user's message, or a bare text where nothing is asked."""
-    from keepset.texts import chat_parts
-
     if asked is None:
         return tokenizer(before, verbose=False)["input_ids"]
     said = "".join(chat_parts(tokenizer, before, asked))
@@ -147,22 +129,12 @@ def _encoded(tokenizer: Any, before: str, asked: str | None) -> list[int]:
 
 def print_run(run: dict[str, Any]) -> None:
     """One recipe's events as a table, and what they come to."""
-    from rich.table import Table
-
-    from keepset.cli.console import out, printable
-
     generated = run["tokens"] - run["prompt_tokens"]
-    out.print(
-        f"{printable(run['recipe'])}: {run['prompt_tokens']} tokens of prompt, {generated} after it.",
-        markup=False,
-        highlight=False,
-    )
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("length", "kept per head", "of", "wipe-out", "IoU", "middle", "longest gap"):
-        table.add_column(title, justify="right", no_wrap=True)
+    say(f"{run['recipe']}: {run['prompt_tokens']} tokens of prompt, {generated} after it.")
+    grid = table(numbers=("length", "kept per head", "of", "wipe-out", "IoU", "middle", "longest gap"))
     heads = max(len(run["layers"]) * run["kv_heads"], 1)
     for event in run["events"]:
-        table.add_row(
+        grid.add_row(
             str(event["length"]),
             f"{event['kept'] / heads:.1f}",
             f"{event['entries'] / heads:.1f}",
@@ -172,10 +144,10 @@ def print_run(run: dict[str, Any]) -> None:
             f"{event['longest_gap']:.1f}",
         )
     if run["events"]:
-        out.print(table)
+        show(grid)
     else:
-        out.print("Nothing was compressed: the text is shorter than the recipe's first event.", highlight=False)
-    out.print(" ".join(_totals(run)) + "\n", markup=False, highlight=False)
+        say("Nothing was compressed: the text is shorter than the recipe's first event.")
+    say(" ".join(_totals(run)) + "\n")
 
 
 def _totals(run: dict[str, Any]) -> list[str]:
@@ -192,22 +164,14 @@ def _totals(run: dict[str, Any]) -> list[str]:
     return parts
 
 
-def _layers(text: str | None) -> list[int] | None:
-    """Layers as a user writes them; an empty list for all, None where nothing is said."""
-    if text is None or text.strip() == "all":
-        return None if text is None else []
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
-        raise KeepsetError(f"--layers {text!r} is no list of layers: write numbers such as 0,14,29, or all.")
-    return sorted({int(part) for part in parts})
-
-
-def _shown(wanted: list[int] | None, layers: Sequence[int]) -> list[int]:
+def _shown(wanted: list[int] | None, compressed: list[int]) -> list[int]:
+    """The layers that were asked for, or the first, one in the middle and the last."""
     if wanted is None:
-        return sorted({layers[0], layers[len(layers) // 2], layers[-1]}) if layers else []
-    if missing := [layer for layer in wanted if layer not in layers]:
-        raise KeepsetError(f"--layers: layer {missing[0]} is not compressed; there are {', '.join(map(str, layers))}.")
-    return wanted or list(layers)
+        return sorted({compressed[0], compressed[len(compressed) // 2], compressed[-1]}) if compressed else []
+    if missing := [layer for layer in wanted if layer not in compressed]:
+        there = ", ".join(map(str, compressed))
+        raise KeepsetError(f"--layers: layer {missing[0]} is not compressed; there are {there}.")
+    return wanted
 
 
 def _text(tokenizer: Any, trace: Trace) -> str:

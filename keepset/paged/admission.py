@@ -17,7 +17,7 @@ class Footprint(NamedTuple):
     length: int
 
 
-def required_blocks(eviction_schedule: EvictionSchedule, running: Sequence[Footprint], tokens: int, needed: int) -> int:
+def required_blocks(schedule: EvictionSchedule, running: Sequence[Footprint], tokens: int, needed: int) -> int:
     """Blocks that must be free now for a request of `tokens` tokens to be admitted.
 
     With compression every I tokens a request's blocks rise and fall. Looking ahead over one interval, in which
@@ -25,35 +25,35 @@ def required_blocks(eviction_schedule: EvictionSchedule, running: Sequence[Footp
     sum of everyone's worst. The newcomer holds its whole prompt for a step, and then what its compression leaves.
 
     Args:
-        eviction_schedule: when requests are compressed.
+        schedule: when requests are compressed.
         running: the requests that run.
         tokens: the newcomer's, all of which are computed in the next steps.
         needed: blocks that it needs for them.
     """
-    every = eviction_schedule.recipe.schedule.every
+    every = schedule.recipe.schedule.every
     assert every is not None
-    growth = _held(eviction_schedule, Footprint(tokens, 0), every + 1)
+    growth = _held(schedule, Footprint(tokens, 0), every + 1)
     growth[:2] = needed
     for request in running:
-        growth += _held(eviction_schedule, request, every + 1) - eviction_schedule.held(*request)
+        growth += _held(schedule, request, every + 1) - schedule.num_blocks(*request)
     return int(growth.max())
 
 
-def _held(eviction_schedule: EvictionSchedule, request: Footprint, steps: int) -> np.ndarray:
+def _held(schedule: EvictionSchedule, request: Footprint, steps: int) -> np.ndarray:
     """Blocks of a request now and after each of the next steps, one token each; a prompt's rest in the first."""
     prompt, length = request.prompt, max(request.length, request.prompt)
     ahead = int(request.length < prompt)
     held = np.empty(steps + 1, dtype=np.int64)
-    held[ahead] = eviction_schedule.held(prompt, length)
+    held[ahead] = schedule.num_blocks(prompt, length)
     done, last = 1, steps - ahead
     while done <= last:
         # What a step's event empties is freed when the next step is scheduled, and nothing between two events.
-        event = eviction_schedule.next_event(prompt, length + done - 1)
+        event = schedule.next_event(prompt, length + done - 1)
         until = last + 1 if event is None else min(event - length + 1, last + 1)
         lengths = length + np.arange(done, until)
-        freed = eviction_schedule.freed(prompt, length + done - 1)
-        held[ahead + done : ahead + until] = -(-lengths // eviction_schedule.block_size) - freed
+        freed = schedule.freed(prompt, length + done - 1)
+        held[ahead + done : ahead + until] = -(-lengths // schedule.block_size) - freed
         done = until
     if ahead:
-        held[:2] = -(-prompt // eviction_schedule.block_size)
+        held[:2] = -(-prompt // schedule.block_size)
     return held

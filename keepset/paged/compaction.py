@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,37 +14,36 @@ from torch import Tensor
 
 from keepset.core.keep_set import LayerKeepSet
 from keepset.core.observation import Observation
+from keepset.paged.engine import Pages
+from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.observer import Observer
-from keepset.paged.pages import Pages
-from keepset.paged.planner import Event, Planner
-from keepset.vllm.stats import worker_stats
+from keepset.paged.step import EvictionEvent, OccupiedPages
 
 logger = logging.getLogger(__name__)
 
+CountEviction = Callable[[int, int, int, float], None]
+"""Is told of a layer's compression: requests (0 in all layers but the first), entries kept, dropped, and seconds."""
+
 
 @dataclass(frozen=True)
-class Reached:
+class LayerEvent:
     """An event that a layer has reached, and what the layer alone knows of it.
 
     Attributes:
         event: it.
         pages: the layer's cache.
-        before: sub-pages that hold each head's entries.
-        counts: entries that each head kept at its event before.
-        entries: entries that each head has.
+        occupied: where its entries lie.
         parts: of the Observation, all but the entries.
     """
 
-    event: Event
+    event: EvictionEvent
     pages: Pages
-    before: Int[Tensor, "rows kv_heads pages"]
-    counts: Int[Tensor, "rows kv_heads"]
-    entries: Int[Tensor, "rows kv_heads"]
+    occupied: OccupiedPages
     parts: dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Found:
+class LayerEntries:
     """The entries of a layer at an event: all of them in keys, values and positions, in the observation up to it."""
 
     keys: Float[Tensor, "rows kv_heads places head_dim"]
@@ -60,45 +59,53 @@ class Compactor:
     original position, and whatever the method remembers of it. So all of it moves, and is forgotten, together.
 
     Args:
-        planner: of the layer's group.
-        name: the layer's.
+        schedule: of the layer's group.
+        layer: the layer's index in the model.
+        place: the layer's in its group.
         observer: collects what the recipe looks at.
-        counted: whether this process's compressions are counted; of several ranks, one's are.
+        count: is told of every compression; of several ranks, one's counts.
     """
 
-    def __init__(self, planner: Planner, name: str, observer: Observer, counted: bool) -> None:
-        self._planner, self._place, self.layer = planner, planner.place(name), planner.layers[name]
-        self._observer, self._counted = observer, counted
-        self.recipe, self.layers = planner.eviction_schedule.recipe, planner.all_layers
+    def __init__(
+        self,
+        schedule: EvictionSchedule,
+        layer: int,
+        place: int,
+        observer: Observer,
+        count: CountEviction | None,
+    ) -> None:
+        self.layer, self.layers, self.recipe = layer, schedule.layers, schedule.recipe
+        self._block_size, self._place, self._observer, self._count = schedule.block_size, place, observer, count
         self._positions: Tensor | None = None
         self._state: dict[str, Tensor] = {}
 
-    def compress(self, event: Event, pages: Pages) -> None:
+    def compress(self, event: EvictionEvent, pages: Pages) -> None:
         """Executes one event."""
         start = time.perf_counter()
-        reached = self.reach(event, pages)
-        found = self.look(reached)
-        self.execute(reached, found, self._select(found.observation, event), start)
+        reached = self.begin(event, pages)
+        entries = self.read(reached)
+        self.execute(reached, entries, self._select(entries.observation, event), start)
 
-    def reach(self, event: Event, pages: Pages) -> Reached:
+    def begin(self, event: EvictionEvent, pages: Pages) -> LayerEvent:
         """What this layer alone knows of an event; entries stay in their pages for now."""
-        before, counts, entries = self._planner.held(event, self._place)
-        width = self._width(event, before)
-        parts = self._observer.parts(event, width, unbroken=event.level and not event.compressed)
-        return Reached(event, pages, before, counts, entries, parts)
+        occupied = event.pages.occupied(self._place)
+        width = self._width(event, occupied.subpages)
+        parts = self._observer.parts(event, width, unbroken=event.equal_heads and not event.compressed)
+        return LayerEvent(event, pages, occupied, parts)
 
-    def look(self, reached: Reached) -> Found:
+    def read(self, reached: LayerEvent) -> LayerEntries:
         """What the method may look at: everything up to the event's point."""
-        event, size = reached.event, self._planner.block_size
-        keys, values = reached.pages.read(reached.before)
-        width = self._width(event, reached.before)
+        event, size = reached.event, self._block_size
+        subpages, kept, entries = reached.occupied
+        keys, values = reached.pages.read(subpages)
+        width = self._width(event, subpages)
         place = torch.arange(keys.shape[2], device=keys.device)
-        moved = place < reached.counts[..., None]
+        moved = place < kept[..., None]
         # Entries that came after the event before are whole: each lies as far behind its position as were dropped.
-        positions = place + (event.at + event.newer)[:, None, None] - reached.entries[..., None]
+        positions = place + (event.at + event.newer)[:, None, None] - entries[..., None]
         slots = None
         if self._positions is not None and event.compressed:
-            slots = (reached.before * size)[..., None] + torch.arange(size, device=keys.device)
+            slots = (subpages * size)[..., None] + torch.arange(size, device=keys.device)
             slots = slots.flatten(2)
             positions = torch.where(moved, self._positions[slots].long(), positions)
         state = {
@@ -110,7 +117,7 @@ class Compactor:
             keys=keys[:, :, :width],
             values=values[:, :, :width],
             positions=positions[..., :width] if event.compressed else None,
-            valid=None if event.level else (place < (reached.entries - event.newer)[..., None])[..., :width],
+            valid=None if event.equal_heads else (place < (entries - event.newer)[..., None])[..., :width],
             lengths=event.at,
             prompts=event.prompts,
             layer=self.layer,
@@ -118,34 +125,32 @@ class Compactor:
             state=state,
             **reached.parts,
         )
-        return Found(keys, values, positions, observation)
+        return LayerEntries(keys, values, positions, observation)
 
-    def execute(self, reached: Reached, found: Found, kept: LayerKeepSet, start: float) -> None:
+    def execute(self, reached: LayerEvent, entries: LayerEntries, kept: LayerKeepSet, start: float) -> None:
         """Packs what stays, and what came after the event; `start` is when the compression began."""
-        event, entries, size = reached.event, reached.entries, self._planner.block_size
-        places = found.keys.shape[2]
-        index, rank = _survivors(kept, entries, event.newer, places)
+        event, before, size = reached.event, reached.occupied.entries, self._block_size
+        places = entries.keys.shape[2]
+        index, rank = _survivors(kept, before, event.newer, places)
         heads = index // places
-        left = kept.counts + event.newer
-        after = self._planner.settle(event, self._place, left)
-        if after is None:
+        counts = kept.counts + event.newer
+        subpages = event.pages.reassign(self._place, counts)
+        if subpages is None:
             return
-        target = after.reshape(-1).index_select(0, heads * after.shape[-1] + rank // size) * size + rank % size
-        reached.pages.write(_rows(found.keys, index), _rows(found.values, index), target)
-        self._remember(reached.pages.slots, target, heads, index, found, kept.state)
-        if self._counted:
-            stays, total = int(left.sum()), int(entries.sum())
+        slots = subpages.reshape(-1).index_select(0, heads * subpages.shape[-1] + rank // size) * size + rank % size
+        reached.pages.write(_rows(entries.keys, index), _rows(entries.values, index), slots)
+        self._remember(reached.pages.slots, slots, heads, index, entries, kept.state)
+        if self._count is not None:
+            stays, total = int(counts.sum()), int(before.sum())
             seconds = time.perf_counter() - start
-            worker_stats().compressed(
-                len(event.rows) if self.layer == self.layers[0] else 0, stays, total - stays, seconds
-            )
+            self._count(len(event.rows) if self.layer == self.layers[0] else 0, stays, total - stays, seconds)
             logger.debug("layer %d kept %d of %d entries in %.1f ms", self.layer, stays, total, 1e3 * seconds)
 
-    def _width(self, event: Event, before: Int[Tensor, "rows kv_heads pages"]) -> int:
+    def _width(self, event: EvictionEvent, subpages: Int[Tensor, "rows kv_heads pages"]) -> int:
         """Places of entries that the method sees."""
-        return event.width - event.newer if event.level else before.shape[-1] * self._planner.block_size
+        return event.width - event.newer if event.equal_heads else subpages.shape[-1] * self._block_size
 
-    def _select(self, observation: Observation, event: Event) -> LayerKeepSet:
+    def _select(self, observation: Observation, event: EvictionEvent) -> LayerKeepSet:
         """The recipe's choice, which must be of the size that the scheduler counts with."""
         method, budget = self.recipe.method, self.recipe.budget
         kept = method.select(observation, budget).layer(self.layer)
@@ -163,23 +168,23 @@ class Compactor:
         target: Int[Tensor, " kept"],
         heads: Int[Tensor, " kept"],
         index: Int[Tensor, " kept"],
-        found: Found,
+        entries: LayerEntries,
         state: Mapping[str, Tensor],
     ) -> None:
         """Writes what belongs to the entries that stay beside them."""
         if self._positions is None:
             self._positions = torch.zeros(slots, dtype=torch.int32, device=target.device)
-        self._positions[target] = found.positions.reshape(-1)[index].int()
+        self._positions[target] = entries.positions.reshape(-1)[index].int()
         for name, column in state.items():
             if name not in self._state:
                 self._state[name] = column.new_zeros(slots)
-            within = index - heads * found.keys.shape[2]
+            within = index - heads * entries.keys.shape[2]
             known = within < column.shape[-1]
             rows = column.reshape(-1, column.shape[-1])
             self._state[name][target] = torch.where(known, rows[heads, within.clamp(max=column.shape[-1] - 1)], 0)
 
 
-def as_counted(kept: LayerKeepSet, event: Event, equal_heads: bool) -> bool:
+def as_counted(kept: LayerKeepSet, event: EvictionEvent, equal_heads: bool) -> bool:
     """Whether a layer keeps as many entries as the scheduler counts with."""
     if event.keep is None:
         return True

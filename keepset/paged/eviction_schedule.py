@@ -22,13 +22,16 @@ class EvictionSchedule:
         recipe: what is executed.
         block_size: tokens per page.
         fixed: False where counts come from the data: then nothing is known about what is dropped.
+        ragged: whether heads keep different numbers of entries.
+        layers: all layers of the model that are compressed.
+        kv_heads: of each, in this process.
     """
 
     def __init__(self, recipe: Recipe, layer: int, layers: tuple[int, ...], kv_heads: int, block_size: int) -> None:
         self.recipe, self.block_size = recipe, block_size
         self.fixed = recipe.method.fixed_total
         self.ragged = not (self.fixed and recipe.method.equal_heads)
-        self._layer, self._layers, self._kv_heads = layer, layers, kv_heads
+        self._layer, self.layers, self.kv_heads = layer, layers, kv_heads
         self._kept: dict[tuple[int, int], int] = {}
 
     def event(self, prompt: int, length: int) -> int:
@@ -72,12 +75,21 @@ class EvictionSchedule:
             at = self.event(prompt, at - 1)
         return at
 
+    def due(self, prompt: int, before: int, after: int) -> int:
+        """The event that is executed in a step from `before` to `after` tokens; 0 where nothing is to drop."""
+        at = (self.compressed if self.fixed else self.event)(prompt, after)
+        return at if at > before else 0
+
+    def was_compressed(self, prompt: int, length: int) -> bool:
+        """Whether a request of `length` tokens was compressed, as far as is known here."""
+        return (self.dropped if self.fixed else self.event)(prompt, length) > 0
+
     def freed(self, prompt: int, length: int) -> int:
         """Leading blocks of the request that hold nothing any more."""
         blocks = self.dropped(prompt, length) // self.block_size
         return max(blocks - 1, 0) if self.ragged else blocks
 
-    def held(self, prompt: int, length: int) -> int:
+    def num_blocks(self, prompt: int, length: int) -> int:
         """Blocks that a request of `length` tokens needs."""
         return -(-length // self.block_size) - self.freed(prompt, length)
 
@@ -127,7 +139,7 @@ class EvictionSchedule:
         budget = self.recipe.budget
         if budget.keep is None:
             return entries
-        shape = (1, self._kv_heads, entries)
+        shape = (1, self.kv_heads, entries)
         skeleton = Observation(
             keys=torch.empty(*shape, 0),
             values=torch.empty(*shape, 0),
@@ -135,7 +147,7 @@ class EvictionSchedule:
             prompts=torch.tensor([prompt]),
             scaling=1.0,
             layer=self._layer,
-            layers=self._layers,
+            layers=self.layers,
         )
         quotas = self.recipe.method.quotas(skeleton, budget).clamp(max=entries)
-        return -(-int(quotas.sum()) // self._kv_heads)
+        return -(-int(quotas.sum()) // self.kv_heads)

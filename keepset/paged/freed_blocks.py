@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from keepset.paged.page_tables import RaggedTables
+from keepset.paged.page_tables import PerHeadTables
 
-Mark = tuple[str, int, int]
+RequestKey = tuple[str, int, int]
 """A request's id, how often it was preempted, and a group of layers."""
 
 
@@ -12,16 +12,13 @@ class FreedBlocks:
     """Requests that were compressed in this step, in a process that computes."""
 
     def __init__(self) -> None:
-        self._events: list[tuple[RaggedTables, int]] = []
+        self._events: list[tuple[PerHeadTables, int]] = []
 
-    def put(self, tables: RaggedTables, page: int) -> None:
+    def add(self, tables: PerHeadTables, page: int) -> None:
         """A request whose newest token is in this page is compressed in this step."""
         self._events.append((tables, page))
 
-    def take(self, marks: dict[int, Mark]) -> dict[Mark, int]:
-        """What was emptied, once the step is done."""
+    def drain(self, keys: dict[int, RequestKey]) -> dict[RequestKey, int]:
+        """Leading blocks that are empty once the step is done, of the requests whose newest tokens' pages are given."""
         events, self._events = self._events, []
-        return {marks[page]: int(tables.first_blocks(page).min()) for tables, page in events if page in marks}
-
-
-freed_blocks = FreedBlocks()
+        return {keys[page]: int(tables.first_blocks(page).min()) for tables, page in events if page in keys}

@@ -13,7 +13,7 @@ def one_table(recipe: Recipe) -> bool:
     return recipe.method.fixed_total and recipe.method.equal_layers
 
 
-def group_of(recipe: Recipe, layer: int, layers: tuple[int, ...]) -> int:
+def group_leader(recipe: Recipe, layer: int, layers: tuple[int, ...]) -> int:
     """The first of the layers whose table this layer shares."""
     if one_table(recipe):
         return layers[0]

@@ -9,16 +9,16 @@ import time
 
 import torch
 
-from keepset.paged.compaction import Compactor, Reached, as_counted
+from keepset.paged.compaction import Compactor, LayerEvent, as_counted
 
 
 class LayerBarrier:
     """The events of one step, layer by layer, in whatever order the layers come."""
 
     def __init__(self) -> None:
-        self._reached: dict[int, tuple[Compactor, list[Reached]]] = {}
+        self._reached: dict[int, tuple[Compactor, list[LayerEvent]]] = {}
 
-    def add(self, compactor: Compactor, events: list[Reached]) -> None:
+    def add(self, compactor: Compactor, events: list[LayerEvent]) -> None:
         """A layer has reached all of the step's events; the last one that does has them executed."""
         if compactor.layer in self._reached:
             raise RuntimeError("keepset lost a layer of an event that looks across layers.")
@@ -30,17 +30,17 @@ class LayerBarrier:
                 _compress(compactors, parts)
 
 
-def _compress(compactors: tuple[Compactor, ...], reached: tuple[Reached, ...]) -> None:
+def _compress(compactors: tuple[Compactor, ...], reached: tuple[LayerEvent, ...]) -> None:
     """Executes one event in all layers."""
     start = time.perf_counter()
     event, recipe = reached[0].event, compactors[0].recipe
     if not all(torch.equal(event.rows, other.event.rows) for other in reached):
         raise RuntimeError("keepset lost count of the requests of an event that looks across layers.")
-    found = [compactor.look(layer) for compactor, layer in zip(compactors, reached, strict=True)]
-    kept = recipe.method.select_all([layer.observation for layer in found], recipe.budget)
-    for compactor, layer, entries in zip(compactors, reached, found, strict=True):
+    entries = [compactor.read(layer) for compactor, layer in zip(compactors, reached, strict=True)]
+    kept = recipe.method.select_all([layer.observation for layer in entries], recipe.budget)
+    for compactor, layer, held in zip(compactors, reached, entries, strict=True):
         mine = kept.layer(compactor.layer)
         if not as_counted(mine, event, recipe.method.equal_heads):
             raise RuntimeError(f"{recipe} kept another number of entries than its quotas say.")
-        compactor.execute(layer, entries, mine, start)
+        compactor.execute(layer, held, mine, start)
         start = time.perf_counter()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -11,56 +11,53 @@ from torch import Tensor
 
 from keepset.core import accumulate
 from keepset.core.accumulate import Accumulators, Entries, QuerySource, Turn
-from keepset.core.feature import Feature
+from keepset.core.feature import Feature, Needs
 from keepset.core.features.model_statistics import ModelStatistics
-from keepset.core.rope import RotaryTable
+from keepset.core.rope import RotaryTable, undone_right
 from keepset.core.shapes import HiddenStates, Queries
 from keepset.core.statistics import load
-from keepset.paged.pages import Pages
-from keepset.paged.planner import Chunk, Event, Planner
-
-
-@runtime_checkable
-class LayerInput(Protocol):
-    """The hidden states that enter a layer's attention, and what the layer makes of others; an engine gives it."""
-
-    hidden: Float[Tensor, "n hidden"] | None
-
-    def queries(self, hidden: HiddenStates) -> Queries:
-        """Queries that the layer makes of these hidden states, before rotation."""
-
-    def check(self, queries: Queries, hidden: HiddenStates) -> None:
-        """Refuses a model whose queries before rotation are not what `queries` makes of their hidden states."""
+from keepset.errors import UnsupportedModelError
+from keepset.paged.engine import Pages, QueryProjection
+from keepset.paged.query_windows import QueryWindows
+from keepset.paged.step import EvictionEvent, PromptChunk
 
 
 class Observer:
     """One layer's.
 
     Args:
-        planner: of the layer's group.
-        place: the layer's in it.
+        needs: what the recipe looks at.
+        windows: recorded queries of the layer's group.
+        place: the layer's in the group.
         scaling: what the model multiplies query-key products with.
-        rotation: of the model, where the recipe looks at queries before rotation.
-        source: the layer's input, where the recipe looks at hidden states.
+        rotary: of the model, where the recipe looks at queries before rotation.
+        projection: of the layer, where the recipe looks at hidden states.
     """
 
     def __init__(
-        self, planner: Planner, place: int, scaling: float, rotation: RotaryTable | None, source: LayerInput | None
+        self,
+        needs: Needs,
+        windows: QueryWindows,
+        place: int,
+        scaling: float,
+        rotary: RotaryTable | None,
+        projection: QueryProjection | None,
     ) -> None:
-        self._place, self._windows, self._needs = place, planner.windows, planner.needs
-        self._scaling, self._rotation, self._source = scaling, rotation, source
-        self._statistics = {statistics: load(statistics.file) for statistics in planner.needs.of(ModelStatistics)}
+        self._needs, self._windows, self._place = needs, windows, place
+        self._scaling, self._rotary, self._projection = scaling, rotary, projection
+        self._checked = False
+        self._statistics = {statistics: load(statistics.file) for statistics in needs.of(ModelStatistics)}
 
-    def collect(self, chunk: Chunk, queries: Float[Tensor, "n query_heads head_dim"], pages: Pages) -> None:
+    def collect(self, chunk: PromptChunk, queries: Float[Tensor, "n query_heads head_dim"], pages: Pages) -> None:
         """Takes in what one step brings of a prompt."""
-        own = queries[chunk.first : chunk.last]
+        own = queries[chunk.first_query : chunk.end_query]
         positions = torch.arange(chunk.position, chunk.position + len(own), device=own.device)[None]
         rows = own.transpose(0, 1)[None]
-        source = self._query_source(slice(chunk.first, chunk.last))
+        source = self._query_source(slice(chunk.first_query, chunk.end_query))
         if self._needs.hidden_states:
-            assert source is not None and self._source is not None
+            assert source is not None
             few = slice(-4, None)
-            self._source.check(source.undo(rows[:, :, few], positions[:, few]), source.hidden[:, few])
+            self.check(source.undo(rows[:, :, few], positions[:, few]), source.hidden[:, few])
 
         def entries() -> Entries:
             keys, _ = pages.read(chunk.subpages)
@@ -69,7 +66,7 @@ class Observer:
         step = accumulate.Chunk(rows, entries, positions, None, self._scaling, source=source)
         chunk.prompt.layers[self._place].add(step)
 
-    def parts(self, event: Event, width: int, unbroken: bool) -> dict[str, Any]:
+    def parts(self, event: EvictionEvent, width: int, unbroken: bool) -> dict[str, Any]:
         """All of it at an event, as an Observation's keyword arguments.
 
         Args:
@@ -79,53 +76,70 @@ class Observer:
         """
         parts: dict[str, Any] = {"scaling": self._scaling}
         if self._needs.window:
-            assert event.slots is not None and event.window is not None
-            window = event.window[:, -self._needs.window :]
-            parts["queries"] = self._windows.read(self._place, event.slots, window)
-            if not unbroken or event.short:  # the default says that nothing is missing, which is cheaper
+            assert event.queries is not None
+            window = event.queries.positions[:, -self._needs.window :]
+            parts["queries"] = self._windows.read(self._place, event.queries.slots, window)
+            if not unbroken or event.queries.short:  # the default says that nothing is missing, which is cheaper
                 parts["query_positions"] = window
         collected = self._of_prompts(event, width) if event.ends_prompt else self._of_newest(event)
         return {**parts, "features": {**self._statistics, **collected}}
 
-    def _of_prompts(self, event: Event, width: int) -> dict[Feature[Any], Any]:
-        prompts = [record.prompt.layers[self._place] for record in event.records if record.prompt is not None]
+    def _of_prompts(self, event: EvictionEvent, width: int) -> dict[Feature[Any], Any]:
+        records = [] if event.queries is None else event.queries.records
+        prompts = [record.prompt.layers[self._place] for record in records if record.prompt is not None]
         return prompts[0].joined(prompts[1:]).values(event.at, width) if prompts else {}
 
-    def _of_newest(self, event: Event) -> dict[Feature[Any], Any]:
+    def _of_newest(self, event: EvictionEvent) -> dict[Feature[Any], Any]:
         """What is made of the newest queries of an event while decoding."""
         newest = Accumulators(feature for feature in self._needs if feature.buffer)
         if not newest:
             return {}
-        assert event.slots is not None and event.window is not None
-        positions = event.window[:, -self._needs.buffer :]
-        queries = self._windows.read(self._place, event.slots, positions)
+        assert event.queries is not None
+        positions = event.queries.positions[:, -self._needs.buffer :]
+        queries = self._windows.read(self._place, event.queries.slots, positions)
         source = self._query_source(slice(0))
         newest.add(accumulate.Chunk(queries, list, positions, None, self._scaling, source=source))
         return newest.values(event.at)
 
     def _query_source(self, tokens: slice) -> _QuerySource | None:
-        return None if self._rotation is None else _QuerySource(self._rotation, self._source, tokens)
+        return None if self._rotary is None else _QuerySource(self._rotary, self._projection, tokens)
+
+    def check(self, queries: Queries, hidden: HiddenStates) -> None:
+        """Compares, once, queries before rotation with what comes of their hidden states.
+
+        Raises:
+            UnsupportedModelError: the model makes its queries in another way than is known here.
+        """
+        assert self._projection is not None
+        if self._checked:
+            return
+        if not undone_right(queries, self._projection.queries(hidden).float(), hidden.dtype):
+            raise UnsupportedModelError(
+                "This model makes queries of hidden states in a way that keepset does not know under vLLM: choose "
+                "a method that does not look at hidden states, such as snapkv."
+            )
+        self._checked = True
 
 
 @dataclass(frozen=True)
 class _QuerySource(QuerySource):
     """How a layer makes and rotates queries; `tokens` of the forward under way are the chunk's."""
 
-    rotation: RotaryTable
-    layer_input: LayerInput | None
+    rotary: RotaryTable
+    projection: QueryProjection | None
     tokens: slice
 
     @property
     def hidden(self) -> HiddenStates:
-        assert self.layer_input is not None and self.layer_input.hidden is not None
-        return self.layer_input.hidden[None, self.tokens]
+        assert self.projection is not None and self.projection.hidden is not None
+        return self.projection.hidden[None, self.tokens]
 
     def undo(self, queries: Queries, positions: Int[Tensor, "batch n"]) -> Queries:
-        return self.rotation.undo(queries, positions.clamp(min=0))  # what is before a text's beginning counts nowhere
+        return self.rotary.undo(queries, positions.clamp(min=0))  # what is before a text's beginning counts nowhere
 
     def ahead(self, lengths: Int[Tensor, " batch"], future: int) -> Turn:
-        return lambda rows: self.rotation.rotate_ahead(rows, lengths, future)
+        return lambda rows: self.rotary.rotate_ahead(rows, lengths, future)
 
     def queries(self, hidden: HiddenStates, lengths: Int[Tensor, " batch"], future: int) -> Queries:
-        assert self.layer_input is not None
-        return self.rotation.rotate_ahead(self.layer_input.queries(hidden).float(), lengths, future)
+        assert self.projection is not None
+        return self.rotary.rotate_ahead(self.projection.queries(hidden).float(), lengths, future)

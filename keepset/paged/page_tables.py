@@ -14,21 +14,20 @@ from keepset.paged.subpages import Layout
 
 
 @dataclass
-class RaggedStep:
-    """The page tables of one step.
+class PerHeadStep:
+    """The heads' page tables in one step.
 
     Attributes:
-        folded: whether attention needs them; while nothing was compressed, vLLM's own layout is the same.
         pages: ids of the pages that hold each request's newest token, where its state is filed.
         lengths: tokens of each request after this step.
         layout: what the tables follow from.
         entries: of each head after this step.
         tables: sub-pages of each head.
-        slots: where new entries go, layer by layer.
+        slots: where new entries go, layer by layer; None while nothing was compressed: then the engine's own tables
+            say the same, and attention needs no others.
         starts: first of each request's queries, and the end of the last one's.
     """
 
-    folded: bool
     pages: Int[Tensor, " rows"]
     lengths: Int[Tensor, " rows"]
     layout: Layout
@@ -38,19 +37,19 @@ class RaggedStep:
     starts: Int[Tensor, " rows_plus_1"]
 
 
-class RaggedTables:
+class PerHeadTables:
     """The state of all requests, filed under the page that holds a request's newest token.
 
     No other request writes to that page, and the state is written anew in every step before it is read. So it needs
     no request's name, and reordering, aborts, preemption and the reuse of pages cannot confuse it.
     """
 
-    def __init__(self, layers: int, kv_heads: int, block_size: int) -> None:
-        self._layers, self._kv_heads, self._block_size = layers, kv_heads, block_size
+    def __init__(self, layers: int, kv_heads: int, block_size: int, blocks: int) -> None:
+        self._layers, self._kv_heads, self._block_size, self._blocks = layers, kv_heads, block_size, blocks
         self._filed: Layout | None = None
         self._tokens: Tensor
         self._steady = False
-        self.step: RaggedStep
+        self.step: PerHeadStep
 
     def advance(
         self,
@@ -61,8 +60,7 @@ class RaggedTables:
         compressed: list[bool],
         eventful: bool,
         decoding: bool,
-        blocks: int,
-    ) -> RaggedStep | None:
+    ) -> PerHeadStep | None:
         """Moves every request's state along, and makes the tables that the step needs.
 
         Args:
@@ -72,9 +70,14 @@ class RaggedTables:
             compressed: requests that must have a state.
             eventful: whether any request is compressed in this step.
             decoding: whether each request has one new token.
-            blocks: how many there are in all.
+
+        Returns:
+            None where the engine's own tables say the same, and no request is compressed.
+
+        Raises:
+            RuntimeError: a compressed request is not where it was left.
         """
-        filed = self._file(blocks, block_table.device)
+        filed = self._file(block_table.device)
         rows = torch.arange(before.shape[0], device=before.device)
         old = block_table[rows, (before - 1).clamp(min=0) // self._block_size].long()
         pages = block_table[rows, (after - 1) // self._block_size].long()
@@ -96,8 +99,7 @@ class RaggedTables:
         coming = entries + (-after % self._block_size)[:, None, None]
         most = -(-int(coming.max()) // self._block_size)
         tables = subpages.tables(layout, coming, block_table, self._block_size, most)
-        self.step = RaggedStep(
-            folded=folded,
+        self.step = PerHeadStep(
             pages=pages,
             lengths=after,
             layout=layout,
@@ -115,7 +117,7 @@ class RaggedTables:
             return False
         return bool(((old == pages) & (pages == self.step.pages) & (before == self.step.lengths)).all())
 
-    def _next(self, after: Int[Tensor, " rows"]) -> RaggedStep:
+    def _next(self, after: Int[Tensor, " rows"]) -> PerHeadStep:
         """The step with one token more, which is most of them: nothing but lengths and slots is made anew."""
         self._tokens[self.step.pages] = after
         step = self.step
@@ -123,7 +125,7 @@ class RaggedTables:
         self.step = replace(step, lengths=after, entries=step.entries + 1, slots=slots.unbind())
         return self.step
 
-    def held(
+    def occupied(
         self, rows: Int[Tensor, " rows"], place: int
     ) -> tuple[Int[Tensor, "rows kv_heads pages"], Int[Tensor, "rows kv_heads"], Int[Tensor, "rows kv_heads"]]:
         """Sub-pages, entries kept at the event before, and entries of each head of these requests in one layer."""
@@ -131,35 +133,35 @@ class RaggedTables:
         pages = -(-int(entries.max()) // self._block_size)
         return self.step.tables[rows, place, :, :pages].long(), self.step.layout.counts[rows, place], entries
 
-    def settle(
+    def reassign(
         self,
         rows: Int[Tensor, " rows"],
         place: int,
-        left: Int[Tensor, "rows kv_heads"],
+        counts: Int[Tensor, "rows kv_heads"],
         block_table: Int[Tensor, "all_rows width"],
         first: Int[Tensor, " rows"] | None,
     ) -> Int[Tensor, "rows kv_heads pages"] | None:
-        """Deals a layer's pages out anew; None where what is left does not fit, and the layer stays as it is.
+        """Deals a layer's pages out anew; None where so many do not fit, and the layer stays as it is.
 
         Args:
             rows: the requests that are compressed.
             place: the layer.
-            left: entries that each head has from now on.
+            counts: entries that each head has from now on.
             block_table: blocks of each request by logical position.
             first: the block that the scheduler will not free, where it knows; else the last that does.
         """
         lengths = self.step.lengths[rows]
         blocks = -(-lengths // self._block_size)
-        last = blocks - subpages.blocks_needed(left, lengths, self._block_size)
+        last = blocks - subpages.blocks_needed(counts, lengths, self._block_size)
         first = last if first is None else first
         if bool(((first > last) | (first < self.step.layout.first[rows, place])).any()):
             return None
-        layout = Layout(left[:, None], lengths[:, None], first[:, None])
+        layout = Layout(counts[:, None], lengths[:, None], first[:, None])
         assert self._filed is not None
         for part, now in zip(self._filed, layout, strict=True):
             part[self.step.pages[rows], place] = now[:, 0]
-        most = -(-int(left.max()) // self._block_size)
-        return subpages.tables(layout, left[:, None], block_table[rows], self._block_size, most)[:, 0].long()
+        most = -(-int(counts.max()) // self._block_size)
+        return subpages.tables(layout, counts[:, None], block_table[rows], self._block_size, most)[:, 0].long()
 
     def first_blocks(self, page: int) -> Int[Tensor, " layers"]:
         """The first block that each layer of a request still uses."""
@@ -173,11 +175,11 @@ class RaggedTables:
             before = before[row] + torch.arange(row.shape[0], device=row.device) - starts[row]
         return subpages.slots(layout, tables, before, row, self._block_size)
 
-    def _file(self, blocks: int, device: torch.device) -> Layout:
+    def _file(self, device: torch.device) -> Layout:
         if self._filed is None:
-            empty = torch.zeros(blocks, self._layers, dtype=torch.int64, device=device)
+            empty = torch.zeros(self._blocks, self._layers, dtype=torch.int64, device=device)
             self._filed = Layout(empty[..., None].repeat(1, 1, self._kv_heads), empty, empty.clone())
-            self._tokens = torch.zeros(blocks, dtype=torch.int64, device=device)
+            self._tokens = torch.zeros(self._blocks, dtype=torch.int64, device=device)
         return self._filed
 
 

@@ -1,4 +1,4 @@
-"""`Windows`: the newest queries of the requests whose next compression will look at them.
+"""`QueryWindows`: the newest queries of the requests whose next compression will look at them.
 
 Nothing that reaches the attention layers names a request. What does is the page that holds its newest token: no
 other request may write to it. So a record is filed under that page's id and moved along in every step; a request
@@ -18,8 +18,8 @@ from keepset.paged.prompt import Prompts
 
 
 @dataclass(frozen=True)
-class Capture:
-    """Queries to record: places of `Windows` for some of a step's queries."""
+class QueryCapture:
+    """Queries to record: places of `QueryWindows` for some of a step's queries."""
 
     queries: Int[Tensor, " n"]
     slots: Int[Tensor, " n"]
@@ -27,7 +27,7 @@ class Capture:
 
 
 @dataclass
-class Record:
+class QueryRecord:
     """One request's recorded queries.
 
     Attributes:
@@ -43,18 +43,18 @@ class Record:
     prompt: Prompts | None = None
 
 
-class Windows:
+class QueryWindows:
     """Rings of `window` queries per layer and request; position p lies at p mod window."""
 
     def __init__(self, layers: int, window: int, requests: int) -> None:
         self.window = window
         self._requests = requests
         self._rings: list[Tensor | None] = [None] * layers
-        self._records: OrderedDict[int, Record] = OrderedDict()
+        self._records: OrderedDict[int, QueryRecord] = OrderedDict()
         self._free: list[int] = []
         self._slots = 0
 
-    def follow(self, page_before: int, page: int, start: int, before: int, length: int) -> Record:
+    def follow(self, page_before: int, page: int, start: int, before: int, length: int) -> QueryRecord:
         """The record of a request that went from `before` to `length` tokens, a fresh one where there is none.
 
         Args:
@@ -64,7 +64,7 @@ class Windows:
         """
         record = self._records.pop(page_before, None) if before else None
         if record is None or record.length != before:
-            record = Record(self._free.pop() if self._free else self._new_slot(), start, before)
+            record = QueryRecord(self._free.pop() if self._free else self._new_slot(), start, before)
         record.length = length
         if (stale := self._records.pop(page, None)) is not None:
             self._free.append(stale.slot)
@@ -79,7 +79,7 @@ class Windows:
         if (record := self._records.pop(page, None)) is not None:
             self._free.append(record.slot)
 
-    def add(self, layer: int, queries: Float[Tensor, "n heads dim"], capture: Capture) -> None:
+    def add(self, layer: int, queries: Float[Tensor, "n heads dim"], capture: QueryCapture) -> None:
         """Writes some of a step's queries to places of the rings."""
         ring = self._rings[layer]
         if ring is None or ring.shape[0] < self._slots:

@@ -11,16 +11,16 @@ from keepset.errors import KeepsetError
 from keepset.recipe import Recipe
 from keepset.serving.command import command
 from keepset.serving.load import Load
-from keepset.serving.measure import Round, Served, check_fits, measure, served, to_json
+from keepset.serving.measure import Round, ServedModel, check_fits, measure, served_model, to_json
 from keepset.serving.server import Server, free_port
 from keepset.serving.summary import summary
-from keepset.serving.workload import Source, prompts, source
+from keepset.serving.workload import TokenSource, essay_tokens, prompts
 
-_OURS = ("--host", "--port", "--uds", "--api-key", "--root-path", "--ssl-keyfile", "--ssl-certfile", "--headless")
+_RESERVED = ("--host", "--port", "--uds", "--api-key", "--root-path", "--ssl-keyfile", "--ssl-certfile", "--headless")
 
 
 @dataclass
-class Measured:
+class ServerResult:
     """A server and what it did.
 
     Attributes:
@@ -46,21 +46,6 @@ class Measured:
         }
 
 
-@dataclass
-class Watcher:
-    """Who is told how far it has come; each returns a context around what it names.
-
-    Attributes:
-        starting: a server starts; gets its name.
-        loading: a load of so many requests begins; gives what to call after each.
-    """
-
-    starting: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext()
-    loading: Callable[[str, int], AbstractContextManager[Callable[[], None]]] = lambda name, total: nullcontext(
-        lambda: None
-    )
-
-
 def check_options(options: Sequence[str]) -> None:
     """Refuses options under which the load could not reach the server.
 
@@ -71,11 +56,11 @@ def check_options(options: Sequence[str]) -> None:
         raise KeepsetError(f"{options[0]!r} is no option for vLLM: write MODEL, then --, then options.")
     for word in options:
         name = word.split("=", 1)[0].replace("_", "-")
-        if name in _OURS:
+        if name in _RESERVED:
             raise KeepsetError(f"{name} is not for the benchmark: its servers listen on a free port of 127.0.0.1.")
 
 
-def tokens_of(folder: str) -> Source:
+def token_source(folder: str) -> TokenSource:
     """What prompts for the model in that folder, or of that hub name, are cut from.
 
     Raises:
@@ -89,24 +74,39 @@ def tokens_of(folder: str) -> Source:
         raise KeepsetError(
             f"The tokenizer of {folder!r} cannot be loaded: give MODEL, a folder or a name on the Hugging Face Hub."
         ) from error
-    return source(tokenizer)
+    return essay_tokens(tokenizer)
 
 
 class Bench:
-    """Puts one load on servers, one after the other; each gets the same prompts."""
+    """Puts one load on servers, one after the other; each gets the same prompts.
 
-    def __init__(self, load: Load, tokens: Source, watcher: Watcher) -> None:
-        self._load, self._watcher = load, watcher
+    Args:
+        load: what they are put under.
+        tokens: what its prompts are cut from.
+        starting: `starting(server)` is a context around the start of a server.
+        loading: `loading(server, requests)` is one around its load, and gives what to call after each request.
+    """
+
+    def __init__(
+        self,
+        load: Load,
+        tokens: TokenSource,
+        starting: Callable[[str], AbstractContextManager[Any]] = lambda server: nullcontext(),
+        loading: Callable[[str, int], AbstractContextManager[Callable[[], None]]] = lambda server, requests: (
+            nullcontext(lambda: None)
+        ),
+    ) -> None:
+        self._load, self._starting, self._loading = load, starting, loading
         self._prompts = prompts(tokens, load)
 
-    def running(self, url: str, model: Served) -> Measured:
+    def measure_running(self, url: str, model: ServedModel) -> ServerResult:
         """Measure a server that runs already."""
         check_fits(self._load, model)
-        return Measured("server", None, None, self._measure("server", url, model))
+        return ServerResult("server", None, None, self._measure("server", url, model))
 
-    def started(
-        self, name: str, model: str | None, recipe: Recipe | None, options: Sequence[str], patience: float
-    ) -> Measured:
+    def measure_started(
+        self, name: str, model: str | None, recipe: Recipe | None, options: Sequence[str], start_timeout: float
+    ) -> ServerResult:
         """Start a server, measure it, stop it.
 
         Raises:
@@ -116,14 +116,14 @@ class Bench:
         port = free_port()
         words = command(model, recipe, options, forced=("--host", "127.0.0.1", "--port", str(port)))
         with Server(words, port) as server:
-            with self._watcher.starting(name):
-                server.wait(patience)
-            serves = served(server.url)
-            check_fits(self._load, serves)
-            rounds = self._measure(name, server.url, serves)
+            with self._starting(name):
+                server.wait(start_timeout)
+            model_served = served_model(server.url)
+            check_fits(self._load, model_served)
+            rounds = self._measure(name, server.url, model_served)
             server.check()
-        return Measured(name, None if recipe is None else str(recipe), words, rounds)
+        return ServerResult(name, None if recipe is None else str(recipe), words, rounds)
 
-    def _measure(self, name: str, url: str, model: Served) -> list[Round]:
-        with self._watcher.loading(name, self._load.rounds * self._load.requests) as on_reply:
+    def _measure(self, name: str, url: str, model: ServedModel) -> list[Round]:
+        with self._loading(name, self._load.rounds * self._load.requests) as on_reply:
             return measure(url, model.name, self._load, self._prompts, on_reply)

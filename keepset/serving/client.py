@@ -6,14 +6,14 @@ import asyncio
 import json
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from keepset.errors import KeepsetError
+from keepset.serving.extras import import_http
 
 if TYPE_CHECKING:
     import httpx2
 
-_SHOWN = 300
+_MOST_CHARACTERS = 300
 
 
 @dataclass
@@ -60,22 +60,9 @@ class AnswerError(Exception):
     """A request that got no whole answer; the text says why."""
 
 
-def http() -> Any:
-    """The HTTP library.
-
-    Raises:
-        KeepsetError: it is not installed.
-    """
-    try:
-        import httpx2
-    except ImportError as error:
-        raise KeepsetError('The HTTP client is not installed: run `pip install "keepset[serve]"`.') from error
-    return httpx2
-
-
 def connect(url: str, concurrency: int) -> httpx2.AsyncClient:
     """A client for one server: so many connections and a few more, and no proxy on the way to it."""
-    library = http()
+    library = import_http()
     limits = library.Limits(max_connections=concurrency + 4, max_keepalive_connections=concurrency + 4)
     timeout = library.Timeout(10.0, read=None, pool=None)
     return library.AsyncClient(base_url=url, limits=limits, timeout=timeout, trust_env=False)
@@ -113,7 +100,7 @@ async def complete(
             raise AnswerError(f"{reply.output_tokens} tokens came instead of {output_tokens}")
     except TimeoutError:
         reply.error = f"no whole answer in {timeout:g} s"
-    except (AnswerError, http().HTTPError, http().StreamError) as error:
+    except (AnswerError, import_http().HTTPError, import_http().StreamError) as error:
         reply.error = str(error) or type(error).__name__
     reply.end = time.perf_counter() - began
     return reply
@@ -157,4 +144,4 @@ def _take(text: str, reply: Reply, now: float) -> None:
 
 def _shorten(text: str) -> str:
     text = " ".join(text.split())
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+    return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 3] + "..."

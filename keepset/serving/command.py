@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from keepset.errors import KeepsetError
+from keepset.errors import KeepsetError, UnsupportedEngineError
 from keepset.vllm.settings import CONNECTOR, KEY
 
 if TYPE_CHECKING:
@@ -33,19 +33,19 @@ def check_installed(recipe: Recipe | None) -> None:
     """Refuses to start a server that could not start, or that would not know the recipe.
 
     Raises:
-        KeepsetError: vLLM is not installed, or will not load keepset's plug-in.
+        UnsupportedEngineError: vLLM is not installed, or will not load keepset's plug-in.
     """
     if importlib.util.find_spec("vllm") is None:
-        raise KeepsetError('vLLM is not installed: run `pip install "keepset[vllm]"`.')
+        raise UnsupportedEngineError('vLLM is not installed: run `pip install "keepset[vllm]"`.')
     if recipe is None:
         return
     plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
     ours = {plugin.name for plugin in plugins if plugin.module.split(".")[0] == "keepset"}
     if not ours:
-        raise KeepsetError('vLLM would not find keepset\'s plug-in: run `pip install "keepset[vllm]"` again.')
+        raise UnsupportedEngineError('vLLM would not find keepset\'s plug-in: run `pip install "keepset[vllm]"` again.')
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and ours.isdisjoint(allowed.split(",")):
-        raise KeepsetError(
+        raise UnsupportedEngineError(
             f"VLLM_PLUGINS={allowed!r} keeps vLLM from loading keepset's plug-in: add {min(ours)!r} to it, or unset it."
         )
 
@@ -73,43 +73,43 @@ def command(model: str | None, recipe: Recipe | None, options: Sequence[str], fo
     additional, rest = _additional(options)
     if recipe is not None:
         additional[KEY] = str(recipe)
-    if given(rest, "--model"):
+    if has_option(rest, "--model"):
         raise KeepsetError("--model is not needed: write the model first, before vLLM's options.")
     place = folder(model)
     words = _program(place)
-    if place != model and not given(rest, "--served-model-name"):
+    if place != model and not has_option(rest, "--served-model-name"):
         words += ["--served-model-name", EMBEDDED]
     if additional:
         words += [_ADDITIONAL, json.dumps(additional)]
     if recipe is not None:
-        words += _needed(recipe, rest)
-    if not given(rest, "--host"):
+        words += _required_options(recipe, rest)
+    if not has_option(rest, "--host"):
         words += ["--host", "127.0.0.1"]
     # Of two options of one name vLLM takes the last.
     return [*words, *rest, *forced]
 
 
-def _needed(recipe: Recipe, options: Sequence[str]) -> list[str]:
+def _required_options(recipe: Recipe, options: Sequence[str]) -> list[str]:
     """What vLLM must be told beside the recipe, for some: what the plug-in would ask for."""
     words, method = [], recipe.method
-    if not (method.fixed_total and method.equal_layers) and not given(options, "--no-enable-prefix-caching"):
+    if not (method.fixed_total and method.equal_layers) and not has_option(options, "--no-enable-prefix-caching"):
         words.append("--no-enable-prefix-caching")
     if not method.fixed_total:
         words += ["--kv-transfer-config", json.dumps(CONNECTOR)]
-    if method.needs.hidden_states and not given(options, "--enforce-eager"):
+    if method.needs.hidden_states and not has_option(options, "--enforce-eager"):
         words.append("--enforce-eager")
     return words
 
 
-def given(options: Sequence[str], name: str) -> bool:
+def has_option(options: Sequence[str], name: str) -> bool:
     """Whether an option is among these words, as `--name value` or `--name=value`, with dashes or underscores."""
     return any(_name(word) == name for word in options)
 
 
-def hint(recipe: Recipe | None, options: Sequence[str]) -> str | None:
+def block_size_hint(recipe: Recipe | None, options: Sequence[str]) -> str | None:
     """A sentence for who keeps few entries in the large blocks that vLLM takes on a CPU; None for others."""
     keep = None if recipe is None else recipe.budget.keep
-    if not isinstance(keep, int) or keep >= _SMALL or given(options, "--block-size"):
+    if not isinstance(keep, int) or keep >= _SMALL or has_option(options, "--block-size"):
         return None
     import torch
 
@@ -134,7 +134,7 @@ def _name(word: str) -> str:
 
 def _additional(options: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """What the options say in --additional-config, and the other options."""
-    found: dict[str, Any] = {}
+    additional: dict[str, Any] = {}
     rest: list[str] = []
     words = iter(options)
     for word in words:
@@ -145,10 +145,10 @@ def _additional(options: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         if len(name) < _SHORTEST or not _ADDITIONAL.startswith(name):
             rest.append(word)
             continue
-        found.update(_json(word.split("=", 1)[1] if "=" in word else next(words, "")))
-    if KEY in found:
+        additional.update(_json(word.split("=", 1)[1] if "=" in word else next(words, "")))
+    if KEY in additional:
         raise KeepsetError(f"{_ADDITIONAL} names {KEY!r}: give the recipe with --recipe only.")
-    return found, rest
+    return additional, rest
 
 
 def _json(text: str) -> dict[str, Any]:

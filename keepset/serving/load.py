@@ -8,9 +8,9 @@ from urllib.parse import urlsplit
 
 from keepset.errors import KeepsetError
 
-_MOST_REQUESTS = 10_000
-MOST_AT_ONCE = 1_000
-_MOST_TOKENS = 1_000_000
+_MAX_REQUESTS = 10_000
+MAX_CONCURRENCY = 1_000
+_MAX_TOKENS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Load:
 
     def __post_init__(self) -> None:
         for name, most in (
-            ("requests", _MOST_REQUESTS),
-            ("prompt_tokens", _MOST_TOKENS),
-            ("output_tokens", _MOST_TOKENS),
-            ("concurrency", MOST_AT_ONCE),
+            ("requests", _MAX_REQUESTS),
+            ("prompt_tokens", _MAX_TOKENS),
+            ("output_tokens", _MAX_TOKENS),
+            ("concurrency", MAX_CONCURRENCY),
             ("rounds", 100),
         ):
             value = getattr(self, name)
@@ -54,7 +54,7 @@ class Load:
             raise KeepsetError(f"--request-timeout {self.timeout} is out of range: use seconds from above 0 to 86400.")
 
 
-def local(url: str) -> str:
+def local_url(url: str) -> str:
     """The address of a server on this machine, without a slash at its end.
 
     Raises:

@@ -10,15 +10,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from keepset.errors import KeepsetError
-from keepset.serving.client import Reply, complete, connect, http
-from keepset.serving.metrics import Sample, look
+from keepset.serving.client import Reply, complete, connect
+from keepset.serving.extras import import_http
+from keepset.serving.metrics import Sample, take_sample
 
 if TYPE_CHECKING:
     import httpx2
 
     from keepset.serving.load import Load
 
-INTERVAL = 0.5
+SAMPLE_SECONDS = 0.5
 """Seconds between two looks at the metrics."""
 
 _WARM_UP = 8
@@ -40,7 +41,7 @@ class Round:
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     """What a server says that it serves.
 
     Attributes:
@@ -54,13 +55,13 @@ class Served:
     longest: int | None
 
 
-def served(url: str) -> Served:
+def served_model(url: str) -> ServedModel:
     """What the server there serves.
 
     Raises:
         KeepsetError: there is no server that speaks OpenAI's language.
     """
-    library = http()
+    library = import_http()
     try:
         answer = library.get(f"{url}/v1/models", timeout=10.0, trust_env=False)
         answer.raise_for_status()
@@ -69,12 +70,12 @@ def served(url: str) -> Served:
     except (library.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
         cause = str(error) if isinstance(error, library.HTTPError) else "it does not say what it serves"
         raise KeepsetError(f"There is no OpenAI-compatible server at {url} ({cause.splitlines()[0]}).") from error
-    return Served(
+    return ServedModel(
         name, root if isinstance(root, str) else None, longest if isinstance(longest, int) and longest > 0 else None
     )
 
 
-def check_fits(load: Load, model: Served) -> None:
+def check_fits(load: Load, model: ServedModel) -> None:
     """Refuses a load of which the server would refuse every request.
 
     Raises:
@@ -107,42 +108,42 @@ async def _measure(
 ) -> list[Round]:
     warm_up, *rounds = prompts
     async with connect(url, load.concurrency) as client:
-        ask = _Asker(client, model, load, on_reply)
+        run_round = _LoadGenerator(client, model, load, on_reply)
         await complete(
             client, model, warm_up[0], min(_WARM_UP, load.output_tokens),
             index=0, began=time.perf_counter(), timeout=load.timeout,
         )  # fmt: skip
-        return [await ask(texts) for texts in rounds]
+        return [await run_round(texts) for texts in rounds]
 
 
-class _Asker:
+class _LoadGenerator:
     """Runs rounds on one server."""
 
     def __init__(self, client: httpx2.AsyncClient, model: str, load: Load, on_reply: Callable[[], None]) -> None:
         self._client, self._model, self._load, self._on_reply = client, model, load, on_reply
 
     async def __call__(self, prompts: list[list[int]]) -> Round:
-        before = await look(self._client, 0.0)
+        before = await take_sample(self._client, 0.0)
         began = time.perf_counter()
         samples: list[Sample] = []
         replies: list[Reply] = []
-        watching = asyncio.create_task(self._watch(began, samples))
+        sampling = asyncio.create_task(self._sample(began, samples))
         try:
             # A shared iterator is the queue: whoever is free takes the next prompt.
             queue = iter(enumerate(prompts))
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(self._load.concurrency, len(prompts))):
-                    group.create_task(self._work(queue, began, replies))
+                    group.create_task(self._send(queue, began, replies))
             seconds = max(reply.end or 0.0 for reply in replies)
         finally:
-            watching.cancel()
+            sampling.cancel()
             with suppress(asyncio.CancelledError):
-                await watching
-        after = await look(self._client, time.perf_counter() - began)
+                await sampling
+        after = await take_sample(self._client, time.perf_counter() - began)
         replies.sort(key=lambda reply: reply.index)
         return Round(seconds, replies, [sample for sample in (before, *samples, after) if sample is not None])
 
-    async def _work(self, queue: Iterator[tuple[int, list[int]]], began: float, replies: list[Reply]) -> None:
+    async def _send(self, queue: Iterator[tuple[int, list[int]]], began: float, replies: list[Reply]) -> None:
         for index, prompt in queue:
             reply = await complete(
                 self._client, self._model, prompt, self._load.output_tokens,
@@ -151,15 +152,15 @@ class _Asker:
             replies.append(reply)
             self._on_reply()
 
-    async def _watch(self, began: float, samples: list[Sample]) -> None:
-        due = INTERVAL
+    async def _sample(self, began: float, samples: list[Sample]) -> None:
+        due = SAMPLE_SECONDS
         while True:
             await asyncio.sleep(due - (time.perf_counter() - began))
             now = time.perf_counter() - began
-            sample = await look(self._client, now)
+            sample = await take_sample(self._client, now)
             if sample is not None:
                 samples.append(sample)
-            due = max(due + INTERVAL, now)
+            due = max(due + SAMPLE_SECONDS, now)
 
 
 def to_json(rounds: Sequence[Round]) -> list[dict[str, Any]]:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from keepset.errors import KeepsetError
+from keepset.serving.extras import import_http, import_parser
 
 if TYPE_CHECKING:
     import httpx2
 
-_OURS = "keepset:"
+_KEEPSET = "keepset:"
 _RUNNING = "vllm:num_requests_running"
 _WAITING = "vllm:num_requests_waiting"
 _PREEMPTIONS = "vllm:num_preemptions_total"
 _USAGE = "vllm:kv_cache_usage_perc"
-_WANTED = (_OURS, _RUNNING, _WAITING, _PREEMPTIONS, _USAGE)
+_NAMES = (_KEEPSET, _RUNNING, _WAITING, _PREEMPTIONS, _USAGE)
 
 
 @dataclass
@@ -39,28 +39,15 @@ class Sample:
     counters: dict[str, float] = field(default_factory=dict)
 
 
-def parser() -> Any:
-    """What takes apart the text format of Prometheus.
-
-    Raises:
-        KeepsetError: it is not installed.
-    """
-    try:
-        from prometheus_client.parser import text_string_to_metric_families
-    except ImportError as error:
-        raise KeepsetError('The reader of metrics is not installed: run `pip install "keepset[serve]"`.') from error
-    return text_string_to_metric_families
-
-
-def read(text: str, time: float) -> Sample:
+def parse_sample(text: str, time: float) -> Sample:
     """A sample from the text format of Prometheus.
 
     Raises:
         ValueError: it is not in that format.
     """
-    families = parser()
+    families = import_parser()
     # A server has hundreds of lines, and whoever measures it should not keep it from working.
-    lines = [line for line in text.splitlines() if line.startswith(_WANTED)]
+    lines = [line for line in text.splitlines() if line.startswith(_NAMES)]
     values: dict[str, list[float]] = {}
     for family in families("\n".join(lines) + "\n"):
         for sample in family.samples:
@@ -74,19 +61,17 @@ def read(text: str, time: float) -> Sample:
         preemptions=sums.get(_PREEMPTIONS),
         kv_usage=sum(usage) / len(usage) if usage else None,
         counters={
-            name.removeprefix(_OURS).removesuffix("_total"): value
+            name.removeprefix(_KEEPSET).removesuffix("_total"): value
             for name, value in sums.items()
-            if name.startswith(_OURS) and name.endswith("_total")
+            if name.startswith(_KEEPSET) and name.endswith("_total")
         },
     )
 
 
-async def look(client: httpx2.AsyncClient, time: float) -> Sample | None:
+async def take_sample(client: httpx2.AsyncClient, time: float) -> Sample | None:
     """The server's metrics now; None if it does not show them."""
-    from keepset.serving.client import http
-
     try:
         response = await client.get("/metrics", timeout=10.0)
-        return read(response.text, time) if response.status_code == 200 else None
-    except (http().HTTPError, ValueError):
+        return parse_sample(response.text, time) if response.status_code == 200 else None
+    except (import_http().HTTPError, ValueError):
         return None

@@ -10,14 +10,14 @@ import subprocess
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import IO, Self
 
-from keepset.serving.client import http
+from keepset.serving.extras import import_http
 
 _HOST = "127.0.0.1"
-_PATIENCE = 15.0
+_STOP_SECONDS = 15.0
 _LINES = 20
 # The first error of a log is why the others came.
 _ERROR = re.compile(r"\b[A-Z]\w*Error: [^\n]+")
@@ -70,20 +70,20 @@ class Server:
             if self._process.poll() is None:
                 self._process.terminate()
                 with suppress(subprocess.TimeoutExpired):
-                    self._process.wait(_PATIENCE)
+                    self._process.wait(_STOP_SECONDS)
         finally:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             self._log.close()
 
-    def wait(self, seconds: float, on_tick: Callable[[], None] = lambda: None) -> None:
+    def wait(self, seconds: float) -> None:
         """Wait until it answers.
 
         Raises:
             ServerError: it stopped, or did not answer in time.
         """
-        library = http()
+        library = import_http()
         until = time.monotonic() + seconds
         with library.Client(base_url=self.url, timeout=5.0, trust_env=False) as client:
             while True:
@@ -93,7 +93,6 @@ class Server:
                         return
                 if time.monotonic() > until:
                     raise ServerError(f"The server did not answer within {seconds:g} s.", self.last_lines())
-                on_tick()
                 time.sleep(0.25)
 
     def check(self) -> None:

@@ -48,9 +48,12 @@ def summary(rounds: Sequence[Round]) -> dict[str, Any]:
         figures[name] = {"p50": percentile(known, 50), "p99": percentile(known, 99)}
     during = [sample for each in rounds for sample in each.samples if 0 < sample.time <= each.seconds]
     for name in ("running", "waiting", "kv_usage"):
-        seen = [value for sample in during if (value := getattr(sample, name)) is not None]
-        figures[name] = {"mean": sum(seen) / len(seen) if seen else None, "max": max(seen, default=None)}
-    figures["preemptions"] = _sum([_grown([sample.preemptions for sample in each.samples]) for each in rounds])
+        readings = [value for sample in during if (value := getattr(sample, name)) is not None]
+        figures[name] = {
+            "mean": sum(readings) / len(readings) if readings else None,
+            "max": max(readings, default=None),
+        }
+    figures["preemptions"] = _sum([_increase([sample.preemptions for sample in each.samples]) for each in rounds])
     figures["keepset"] = {name: _sum([_counter(each.samples, name) for each in rounds]) for name in _names(rounds)}
     figures["errors"] = sorted({reply.error for reply in replies if reply.error is not None})
     return figures
@@ -67,10 +70,10 @@ def _names(rounds: Sequence[Round]) -> list[str]:
 
 def _counter(samples: Sequence[Sample], name: str) -> float | None:
     """How far a counter came. One that has not been there from the start began at zero."""
-    return _grown([sample.counters.get(name, 0.0) for sample in samples])
+    return _increase([sample.counters.get(name, 0.0) for sample in samples])
 
 
-def _grown(counts: Sequence[float | None]) -> float | None:
+def _increase(counts: Sequence[float | None]) -> float | None:
     known = [count for count in counts if count is not None]
     return known[-1] - known[0] if len(known) > 1 else None
 

@@ -30,7 +30,7 @@ _ROWS = (
 )
 
 
-def table(summaries: Sequence[dict[str, Any]]) -> list[list[str]]:
+def table_rows(summaries: Sequence[dict[str, Any]]) -> list[list[str]]:
     """One row per figure: its name, one cell per server and, of two servers, their ratio."""
     rows = [_row(name, path, form, scale, summaries) for name, path, form, scale in _ROWS]
     for name in sorted({name for each in summaries for name in each["keepset"]}):

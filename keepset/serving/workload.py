@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Source:
+class TokenSource:
     """Tokens to cut prompts from, and where they come from.
 
     Attributes:
@@ -28,7 +28,7 @@ class Source:
     note: str | None = None
 
 
-def source(tokenizer: Any) -> Source:
+def essay_tokens(tokenizer: Any) -> TokenSource:
     """The essays as tokens; random tokens of the vocabulary where the essays are not installed."""
     from keepset.texts import essay, essays
 
@@ -37,21 +37,21 @@ def source(tokenizer: Any) -> Source:
     except KeepsetError as error:
         special = set(tokenizer.all_special_ids)
         ids = sorted(token for token in set(tokenizer.get_vocab().values()) if token not in special)
-        return Source(ids, text=False, note=f"Prompts are random tokens. {error}")
+        return TokenSource(ids, text=False, note=f"Prompts are random tokens. {error}")
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return Source(ids, text=True)
+    return TokenSource(ids, text=True)
 
 
-def prompts(source: Source, load: Load) -> list[list[list[int]]]:
+def prompts(source: TokenSource, load: Load) -> list[list[list[int]]]:
     """One prompt to warm up, then for each round one per request: always the same for the same seed."""
-    chance = random.Random(load.seed)
+    generator = random.Random(load.seed)
     count = load.rounds * load.requests + 1
     length = load.prompt_tokens
     if source.text:
         size = len(source.ids)
         # Different places, so that no prompt begins as another does; the text goes round.
-        starts = chance.sample(range(size), count) if count <= size else chance.choices(range(size), k=count)
+        starts = generator.sample(range(size), count) if count <= size else generator.choices(range(size), k=count)
         flat = [[source.ids[(start + i) % size] for i in range(length)] for start in starts]
     else:
-        flat = [chance.choices(source.ids, k=length) for _ in range(count)]
+        flat = [generator.choices(source.ids, k=length) for _ in range(count)]
     return [[flat[-1]], *(flat[i * load.requests : (i + 1) * load.requests] for i in range(load.rounds))]

@@ -1,21 +1,98 @@
-"""What keepset borrows from the inside of vLLM, thing by thing, and the version in which it was seen.
+"""What keepset borrows from the inside of vLLM, thing by thing. All of it was seen in 0.32.0.
 
-All else that the plug-in uses is an interface that vLLM offers to plug-ins.
+All else that the plug-in uses is an interface that vLLM offers to plug-ins: backends, kinds of KV cache and their
+managers, KV connectors, `additional_config`.
+
+Borrowed where it is used, because it is a method that keepset's class overrides or calls:
+
+- `AttentionBackend.customize_spec` is called layer after layer in the order of `static_forward_context`, and is not
+  told for which layer (`EngineContext.spec_of_next_layer`; the metadata builder checks what came of it);
+- `get_impl_cls` is asked while the layer is built, under the model's configuration (`EngineContext`);
+- `do_kv_cache_update` writes to the very tensor `CommonAttentionMetadata.slot_mapping` (`KeepImpl` checks it);
+- `SingleTypeKVCacheManager.remove_skipped_blocks`, `_remove_blocks_in_range`, `pop_blocks_for_free`, `req_to_blocks`,
+  and that a lookup's `max_length` is the prompt's less one (`KeepManager`);
+- `_kv_cache_manager.coordinator.single_type_managers` and `_connector_metadata` (`BlockCountConnector`);
+- the CPU backend's `layer.isa`, and its kernels in `vllm._custom_ops` (`cpu.py`, `cpu_pages.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
 import torch
 
 from keepset.core.rope import RotaryTable
-from keepset.errors import UnsupportedModelError
+from keepset.errors import UnsupportedEngineError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    from keepset.paged.step import ShiftedBatch
+
+SUPPORTED = ("0.32",)
+"""vLLM versions that keepset is tested with."""
 
 ONE_ROTATION = ("llama", "mistral", "qwen2", "qwen3")
 """Model types of which it is known that all layers rotate, and with one table."""
 
 
+def ask_for_prompt_lengths(config: VllmConfig) -> None:
+    """Makes the runner tell attention how long prompts are: a field of reference sliding windows (R-SWA).
+
+    It is filled where the model has such a window and the backend says that it supports them; its number plays no
+    part, since `planned` hides the field from the backend.
+    """
+    config.model_config.model_arch_config.rswa_window = 1
+
+
+def prompt_lengths(metadata: CommonAttentionMetadata) -> list[int]:
+    """Tokens of each row's prompt; 0 for rows of a dummy run.
+
+    Raises:
+        UnsupportedEngineError: this vLLM does not fill the field.
+    """
+    if metadata.rswa_prefix_lens is None:
+        raise UnsupportedEngineError(
+            "This vLLM does not say how long prompts are where keepset looks for it: use a supported version."
+        )
+    return metadata.rswa_prefix_lens[: metadata.num_reqs].tolist()
+
+
+def lengths_on_host(metadata: CommonAttentionMetadata) -> list[int]:
+    """Tokens of each row after the step: the runner's upper bound, exact without speculative decoding."""
+    bound = metadata.seq_lens_cpu_upper_bound
+    return (metadata.seq_lens if bound is None else bound)[: metadata.num_reqs].tolist()
+
+
+def planned(metadata: CommonAttentionMetadata, shifted: ShiftedBatch | None) -> CommonAttentionMetadata:
+    """For the backend: without the prompts' lengths, which it would take for a window, and of what is kept."""
+    if shifted is None:
+        return metadata.replace(rswa_prefix_lens=None)
+    bound = metadata.seq_lens_cpu_upper_bound
+    return metadata.replace(
+        rswa_prefix_lens=None,
+        block_table_tensor=shifted.block_table,
+        seq_lens=shifted.seq_lens,
+        seq_lens_cpu_upper_bound=None if bound is None else bound - torch.tensor(shifted.dropped, dtype=bound.dtype),
+        max_seq_len=shifted.max_seq_len,
+        _num_computed_tokens_cache=None,
+    )
+
+
+def attention_layers(config: VllmConfig) -> Iterator[tuple[str, Any, int]]:
+    """Name, layer and index of the model's attention layers, in the order in which they were built."""
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    for name, layer in config.compilation_config.static_forward_context.items():
+        if isinstance(layer, Attention):
+            yield name, layer, extract_layer_index(name)
+
+
 def rotary_table(model_type: str, head_dim: int, dtype: torch.dtype) -> RotaryTable:
-    """The rotation of the model that this process has loaded: vLLM's cache of rotary embeddings (seen in 0.32).
+    """The rotation of the model that this process has loaded, from vLLM's cache of rotary embeddings.
 
     Raises:
         UnsupportedModelError: it cannot be told which one the queries got.

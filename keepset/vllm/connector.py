@@ -19,8 +19,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from keepset.errors import KeepsetError
-from keepset.paged.freed_blocks import Mark, freed_blocks
+from keepset.errors import UnsupportedEngineError
+from keepset.paged.freed_blocks import RequestKey
+from keepset.vllm.engine_context import active
 from keepset.vllm.manager import KeepManager
 from keepset.vllm.settings import recipe_of
 
@@ -33,23 +34,23 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Expected(KVConnectorMetadata):
+class ExpectedEvents(KVConnectorMetadata):
     """To the workers: whose event it is, by the id of the page that holds the request's newest token."""
 
-    marks: dict[int, Mark] = field(default_factory=dict)
+    keys: dict[int, RequestKey] = field(default_factory=dict)
 
 
 @dataclass
-class Emptied(KVConnectorWorkerMetadata):
+class FreedBlockCounts(KVConnectorWorkerMetadata):
     """To the scheduler: leading blocks that a request's layers do not use any more."""
 
-    blocks: dict[Mark, int] = field(default_factory=dict)
+    blocks: dict[RequestKey, int] = field(default_factory=dict)
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> Emptied:
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> FreedBlockCounts:
         """What all ranks can spare."""
-        assert isinstance(other, Emptied)
+        assert isinstance(other, FreedBlockCounts)
         both = self.blocks.keys() & other.blocks.keys()
-        return Emptied({mark: min(self.blocks[mark], other.blocks[mark]) for mark in both})
+        return FreedBlockCounts({key: min(self.blocks[key], other.blocks[key]) for key in both})
 
 
 class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
@@ -58,7 +59,9 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         if recipe_of(vllm_config) is None:
-            raise KeepsetError('keepset\'s carrier needs a recipe: give additional_config {"keepset": "..."}.')
+            raise UnsupportedEngineError(
+                'keepset\'s carrier needs a recipe: give additional_config {"keepset": "..."}.'
+            )
         self._requests: dict[str, Request] = {}
 
     @property
@@ -80,11 +83,12 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         """Nothing is saved."""
 
-    def build_connector_worker_meta(self) -> Emptied | None:
+    def build_connector_worker_meta(self) -> FreedBlockCounts | None:
         """What this step's events emptied; every rank reports every event."""
-        metadata = self._connector_metadata
-        blocks = freed_blocks.take(metadata.marks if isinstance(metadata, Expected) else {})
-        return Emptied(blocks) if blocks else None
+        metadata, context = self._connector_metadata, active()
+        assert context is not None
+        blocks = context.freed_blocks.drain(metadata.keys if isinstance(metadata, ExpectedEvents) else {})
+        return FreedBlockCounts(blocks) if blocks else None
 
     # --- in the process that schedules
 
@@ -99,26 +103,24 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         """Remembers a request."""
         self._requests[request.request_id] = request
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Expected:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ExpectedEvents:
         """Which of the scheduled requests reach an event."""
-        expected = Expected()
+        expected = ExpectedEvents()
         for name, tokens in scheduler_output.num_scheduled_tokens.items():
             request = self._requests[name]
             before, after = request.num_computed_tokens, request.num_computed_tokens + tokens
             for group, manager in enumerate(self._managers):
-                if isinstance(manager, KeepManager) and (
-                    before < manager.eviction_schedule.event(request.num_prompt_tokens, after) <= after
-                ):
+                if isinstance(manager, KeepManager) and manager.schedule.due(request.num_prompt_tokens, before, after):
                     page = manager.req_to_blocks[name][(after - 1) // manager.block_size].block_id
-                    expected.marks[page] = (name, request.num_preemptions, group)
+                    expected.keys[page] = (name, request.num_preemptions, group)
         return expected
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Frees what was emptied, unless the request ended or was preempted since: then its blocks are gone."""
-        emptied = connector_output.kv_connector_worker_meta
-        if not isinstance(emptied, Emptied):
+        freed = connector_output.kv_connector_worker_meta
+        if not isinstance(freed, FreedBlockCounts):
             return
-        for (name, preemptions, group), blocks in emptied.blocks.items():
+        for (name, preemptions, group), blocks in freed.blocks.items():
             request = self._requests.get(name)
             if request is not None and request.num_preemptions == preemptions and not request.is_finished():
                 self._managers[group].release(name, blocks)

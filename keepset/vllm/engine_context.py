@@ -1,18 +1,22 @@
-"""The recipe of the model that this process is loading, and which of its layers get it.
+"""`EngineContext`: all that keepset's classes in one process must know of one another under vLLM.
 
 vLLM asks an attention backend for classes and for each layer's kind of cache without saying for which model or
-layer. It asks for a layer's classes while that layer is built, under the configuration, and for the kinds of cache
-layer after layer, in the order in which they were built; both are checked.
+layer, and makes the objects itself. So what they share is here, and only which context is the current one is global.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from keepset.errors import KeepsetError
-from keepset.paged.grouping import group_of
+from keepset.errors import UnsupportedEngineError
+from keepset.paged.freed_blocks import FreedBlocks
+from keepset.paged.grouping import group_leader
 from keepset.paged.layer_barrier import LayerBarrier
-from keepset.vllm.hidden_states import tap
+from keepset.paged.planner import Planner
+from keepset.paged.step import StepPlan
+from keepset.vllm.compat import ask_for_prompt_lengths, attention_layers
+from keepset.vllm.query_projection import VLLMQueryProjection, watch_projections
 from keepset.vllm.settings import recipe_of
 from keepset.vllm.validation import check, check_layer
 
@@ -23,28 +27,52 @@ if TYPE_CHECKING:
     from keepset.recipe import Recipe
 
 
+@dataclass
+class PlannedStep:
+    """The step that a group of layers is about to compute.
+
+    Attributes:
+        planner, plan: of the group.
+        places: of the layers in it, by name.
+        metadata: that vLLM's attention gets for it.
+        per_head_metadata: what the backend makes of it where heads are requests; the layers share it.
+    """
+
+    planner: Planner
+    plan: StepPlan
+    places: dict[str, int]
+    metadata: Any
+    per_head_metadata: Any = None
+
+
 class EngineContext:
-    """A configuration with a recipe."""
+    """A configuration with a recipe.
+
+    Attributes:
+        config, recipe: they.
+        projections: of the layers, by name, where the recipe looks at hidden states.
+        barrier: of all layers' events, where the recipe looks across layers.
+        freed_blocks: what events emptied, for the connector to fetch.
+    """
 
     def __init__(self, config: VllmConfig, recipe: Recipe) -> None:
         check(config, recipe)
         self.config, self.recipe = config, recipe
-        self._layers: dict[str, int] = {}
-        self._asked = 0
+        self.projections: dict[str, VLLMQueryProjection] = {}
         self.barrier = LayerBarrier() if recipe.method.across_layers else None
-        self._tap = tap() if recipe.method.needs.hidden_states else None
+        self.freed_blocks = FreedBlocks()
+        self._watch = watch_projections(self.projections) if recipe.method.needs.hidden_states else None
+        self._layers: dict[str, int] = {}
+        self._specs_made = 0
+        self._steps: dict[str, PlannedStep] = {}
 
     @property
     def layers(self) -> dict[str, int]:
         """The model's attention layers by name, and their indices."""
         if not self._layers:
-            from vllm.model_executor.layers.attention import Attention
-            from vllm.model_executor.models.utils import extract_layer_index
-
-            for name, layer in self.config.compilation_config.static_forward_context.items():
-                if isinstance(layer, Attention):
-                    check_layer(name, layer, self._tap is not None)
-                    self._layers[name] = extract_layer_index(name)
+            for name, layer, index in attention_layers(self.config):
+                check_layer(name, layer, unseen=self._watch is not None and name not in self.projections)
+                self._layers[name] = index
         return self._layers
 
     def spec_of_next_layer(self, spec: AttentionSpec) -> AttentionSpec:
@@ -54,15 +82,33 @@ class EngineContext:
         from keepset.vllm.spec import KeepSpec
 
         if type(spec) is not FullAttentionSpec:
-            raise KeepsetError(f"keepset cannot compress a cache of the kind {type(spec).__name__} under vLLM.")
-        if self._tap is not None:  # the model is built
-            self._tap.remove()
+            raise UnsupportedEngineError(
+                f"keepset cannot compress a cache of the kind {type(spec).__name__} under vLLM."
+            )
+        if self._watch is not None:  # the model is built
+            self._watch.remove()
         indices = tuple(self.layers.values())
-        index = indices[self._asked % len(indices)]
-        self._asked += 1
-        # Prompt lengths reach the attention layers only where this is set; its number plays no part.
-        self.config.model_config.model_arch_config.rswa_window = 1
-        return KeepSpec.wrap(spec, self.recipe, group_of(self.recipe, index, indices), indices)
+        index = indices[self._specs_made % len(indices)]
+        self._specs_made += 1
+        ask_for_prompt_lengths(self.config)
+        return KeepSpec.wrap(spec, self.recipe, group_leader(self.recipe, index, indices), indices)
+
+    def begin(self, step: PlannedStep) -> None:
+        """What the next forward of these layers is to do."""
+        self._steps.update(dict.fromkeys(step.places, step))
+
+    def step(self, layer: str, metadata: Any) -> PlannedStep | None:
+        """The step of a layer that was given this metadata; None for a run without.
+
+        Raises:
+            UnsupportedEngineError: the metadata are not those that were made for it.
+        """
+        if metadata is None:
+            return None
+        step = self._steps.get(layer)
+        if step is None or step.metadata is not metadata:
+            raise UnsupportedEngineError("This vLLM hands its layers other metadata than keepset has made.")
+        return step
 
 
 _active: EngineContext | None = None

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.request import Request
 
-from keepset.errors import KeepsetError
+from keepset.errors import UnsupportedEngineError
 from keepset.paged.admission import Footprint, required_blocks
+from keepset.paged.engine import SchedulerAdapter
+from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.vllm.stats import request_stats, scheduler_stats
 
-if TYPE_CHECKING:
-    from keepset.vllm.spec import KeepSpec
 
-
-class KeepManager(FullAttentionManager):
+class KeepManager(FullAttentionManager, SchedulerAdapter):
     """Block tables stay indexed by logical position; blocks that a compression emptied become null blocks.
 
     So everything else in the scheduler, from positions to preemption, stays as vLLM has it: for its bookkeeping
     a compressed request looks like one with a sliding window.
     """
 
-    def __init__(self, kv_cache_spec: KeepSpec, **kwargs: Any) -> None:
+    def __init__(self, kv_cache_spec: Any, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
-        self.eviction_schedule = kv_cache_spec.eviction_schedule
+        self.schedule: EvictionSchedule = kv_cache_spec.schedule  # of a KeepSpec, which names this class
         self._requests: dict[str, Footprint] = {}
         self._freed: dict[str, int] = {}
 
@@ -38,11 +35,13 @@ class KeepManager(FullAttentionManager):
         """Frees what was emptied by the tokens that have been fully processed: never what a step in flight reads."""
         if num_prompt_tokens is None or request_id not in self.req_to_blocks:
             return
-        seen = self._requests.get(request_id)
-        if seen is not None and seen.prompt != num_prompt_tokens:
-            raise KeepsetError("keepset cannot serve requests whose prompt grows while they run (streaming input).")
+        known = self._requests.get(request_id)
+        if known is not None and known.prompt != num_prompt_tokens:
+            raise UnsupportedEngineError(
+                "keepset cannot serve requests whose prompt grows while they run (streaming input)."
+            )
         self._requests[request_id] = Footprint(num_prompt_tokens, processed_computed_tokens)
-        self.release(request_id, self.eviction_schedule.freed(num_prompt_tokens, processed_computed_tokens))
+        self.release(request_id, self.schedule.freed(num_prompt_tokens, processed_computed_tokens))
 
     def release(self, request_id: str, blocks: int) -> None:
         """Frees the first `blocks` blocks of a request."""
@@ -53,60 +52,30 @@ class KeepManager(FullAttentionManager):
             self._freed[request_id] = self._freed.get(request_id, 0) + freed
             scheduler_stats().freed(freed)
 
-    def get_num_blocks_to_allocate(
-        self,
-        request_id: str,
-        num_tokens: int,
-        new_computed_blocks: Sequence[KVCacheBlock],
-        total_computed_tokens: int,
-        num_local_computed_tokens: int,
-        num_tokens_main_model: int,
-        apply_admission_cap: bool = False,
-        prefill_end: int = 0,
-    ) -> int:
+    def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> int:
         """As vLLM counts; a request that waits must also leave the room that those which run will grow into."""
-        needed = super().get_num_blocks_to_allocate(
-            request_id,
-            num_tokens,
-            new_computed_blocks,
-            total_computed_tokens,
-            num_local_computed_tokens,
-            num_tokens_main_model,
-            apply_admission_cap,
-            prefill_end,
-        )
-        if not apply_admission_cap or self.eviction_schedule.recipe.schedule.every is None:
+        needed = super().get_num_blocks_to_allocate(request_id, num_tokens, *args, **kwargs)
+        if not kwargs.get("apply_admission_cap") or self.schedule.recipe.schedule.every is None:
             return needed
-        return required_blocks(self.eviction_schedule, list(self._requests.values()), num_tokens, needed)
+        return required_blocks(self.schedule, list(self._requests.values()), num_tokens, needed)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Forgets a request that ended, was aborted, or was preempted."""
-        seen, freed = self._requests.pop(request_id, None), self._freed.pop(request_id, 0)
-        if seen is not None and self.kv_cache_group_id == 0:
-            dropped = self.eviction_schedule.dropped(*seen)
-            request_stats().ended(request_id, seen.prompt, seen.length, dropped, freed)
+        footprint, freed = self._requests.pop(request_id, None), self._freed.pop(request_id, 0)
+        if footprint is not None and self.kv_cache_group_id == 0:
+            dropped = self.schedule.dropped(*footprint)
+            request_stats().ended(request_id, footprint.prompt, footprint.length, dropped, freed)
         return super().pop_blocks_for_free(request_id)
 
-    def cache_blocks(
-        self,
-        request: Request,
-        num_tokens: int,
-        retention_interval: int | None = None,
-        *,
-        replay_boundaries: Sequence[int],
-    ) -> None:
+    def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         """Offers to other requests only blocks that no compression of this one writes to."""
         if num_tokens >= request.num_prompt_tokens:
             # Preempted from here on, it starts again. Looking up then how much of its prompt may be shared needs
             # the prompt's length, which a lookup is not told; so it is not made.
             request.skip_reading_prefix_cache = True
-        untouched = self.eviction_schedule.untouched(request.num_prompt_tokens)
-        super().cache_blocks(
-            request,
-            num_tokens if untouched is None else min(num_tokens, untouched),
-            retention_interval,
-            replay_boundaries=replay_boundaries,
-        )
+        untouched = self.schedule.untouched(request.num_prompt_tokens)
+        offered = num_tokens if untouched is None else min(num_tokens, untouched)
+        super().cache_blocks(request, offered, *args, **kwargs)
 
     @classmethod
     def find_longest_cache_hit(
@@ -115,23 +84,14 @@ class KeepManager(FullAttentionManager):
         max_length: int,
         kv_cache_group_ids: list[int],
         block_pool: BlockPool,
-        kv_cache_spec: KVCacheSpec,
-        drop_eagle_block: bool,
-        alignment_tokens: int,
-        dcp_world_size: int = 1,
-        pcp_world_size: int = 1,
+        kv_cache_spec: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
         """Shares only blocks that this request's own compression will not write to."""
         prompt = max_length + 1  # vLLM recomputes a prompt's last token, whatever is cached
-        shareable = kv_cache_spec.eviction_schedule.shareable(prompt)  # type: ignore[attr-defined]
+        shareable = kv_cache_spec.schedule.shareable(prompt)
+        length = max_length if shareable is None else min(max_length, shareable)
         return super().find_longest_cache_hit(
-            block_hashes,
-            max_length if shareable is None else min(max_length, shareable),
-            kv_cache_group_ids,
-            block_pool,
-            kv_cache_spec,
-            drop_eagle_block,
-            alignment_tokens,
-            dcp_world_size,
-            pcp_world_size,
+            block_hashes, length, kv_cache_group_ids, block_pool, kv_cache_spec, *args, **kwargs
         )

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-_BACKENDS = {
-    "CPU_ATTN": "keepset.vllm.backend_cpu.CPUKeepBackend",
-    "FLASH_ATTN": "keepset.vllm.backend_flash.FlashKeepBackend",
-    "TRITON_ATTN": "keepset.vllm.backend_triton.TritonKeepBackend",
-}
-
 
 def register() -> None:
     """Called by vLLM in each of its processes."""
@@ -22,4 +16,4 @@ def register() -> None:
     register_all_kvcache_specs(None)
     for backend in AttentionBackendEnum:
         if backend.value and not backend.is_overridden():
-            register_backend(backend, _BACKENDS.get(backend.name, f"keepset.vllm.backend_other.{backend.name}"))
+            register_backend(backend, f"keepset.vllm.backends.{backend.name}")

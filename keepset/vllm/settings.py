@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from keepset.errors import KeepsetError
+from keepset.errors import RecipeError
 from keepset.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def recipe_of(config: VllmConfig | None) -> Recipe | None:
         return None
     text = additional[KEY]
     if not isinstance(text, str):
-        raise KeepsetError(
+        raise RecipeError(
             f'additional_config["{KEY}"] is {text!r}: give a recipe\'s text, such as "snapkv(keep=0.25)".'
         )
     return Recipe.parse(text).require_budget()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cached_property
 from typing import Self
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
@@ -39,10 +39,11 @@ class KeepSpec(FullAttentionSpec):
         own = {field.name: getattr(spec, field.name) for field in fields(FullAttentionSpec)}
         return cls(**own, recipe=str(recipe), layer=layer, layers=layers)
 
-    @property
-    def eviction_schedule(self) -> EvictionSchedule:
+    @cached_property
+    def schedule(self) -> EvictionSchedule:
         """When this group's requests are compressed."""
-        return _timeline(self.recipe, self.layer, self.layers, self.num_kv_heads, self.block_size)
+        recipe = Recipe.parse(self.recipe)
+        return EvictionSchedule(recipe, self.layer, self.layers, self.num_kv_heads, self.block_size)
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
         """Whether one block table could serve all of these layers."""
@@ -70,8 +71,3 @@ def _same_group(a: KVCacheSpec, b: KVCacheSpec) -> bool:
         and isinstance(b, KeepSpec)
         and (a.recipe, a.layer, a.layers) == (b.recipe, b.layer, b.layers)
     )
-
-
-@cache
-def _timeline(recipe: str, layer: int, layers: tuple[int, ...], kv_heads: int, block_size: int) -> EvictionSchedule:
-    return EvictionSchedule(Recipe.parse(recipe), layer, layers, kv_heads, block_size)

@@ -41,11 +41,7 @@ class Stats:
     """This process's counters, in memory where no folder is named."""
 
     def __init__(self, path: Path | None) -> None:
-        if path is None:
-            self._values: np.ndarray = np.zeros(len(COUNTERS))
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._values = np.memmap(path, dtype=np.float64, mode="w+", shape=(len(COUNTERS),))
+        self._values = _array(path, len(COUNTERS), np.dtype(np.float64))
 
     def compressed(self, events: int, kept: int, dropped: int, seconds: float) -> None:
         """One layer has compressed; `events` counts requests once, not once a layer."""
@@ -63,12 +59,7 @@ class Requests:
     """A ring of the newest requests that ended."""
 
     def __init__(self, path: Path | None) -> None:
-        self._number = 0
-        if path is None:
-            self._rows: np.ndarray = np.zeros(REQUESTS, dtype=_REQUEST)
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._rows = np.memmap(path, dtype=_REQUEST, mode="w+", shape=(REQUESTS,))
+        self._number, self._rows = 0, _array(path, REQUESTS, _REQUEST)
 
     def ended(self, name: str, prompt: int, tokens: int, dropped: int, blocks_freed: int) -> None:
         """A request ended or was preempted, as the first group of layers saw it."""
@@ -85,6 +76,14 @@ def name_folder() -> None:
     os.environ[FOLDER] = str(folder)
     owner = os.getpid()
     atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == owner else None)
+
+
+def _array(path: Path | None, length: int, dtype: np.dtype) -> np.ndarray:
+    """Zeros, in the file where there is one."""
+    if path is None:
+        return np.zeros(length, dtype)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return np.memmap(path, dtype=dtype, mode="w+", shape=(length,))
 
 
 def _file(name: str) -> Path | None:

@@ -9,34 +9,41 @@ from typing import TYPE_CHECKING, Any
 
 from keepset.core.features.model_statistics import ModelStatistics
 from keepset.core.statistics import load
-from keepset.errors import KeepsetError
+from keepset.errors import UnsupportedEngineError, UnsupportedModelError
 from keepset.paged.grouping import one_table
 from keepset.recipe import Recipe, check_schedule
+from keepset.vllm.compat import SUPPORTED
 from keepset.vllm.settings import CONNECTOR
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-SUPPORTED = ("0.32",)
-"""vLLM versions that keepset is tested with."""
-
 _WHOLE = ("auto", "float16", "bfloat16", "float32")
 
 
 def check(config: VllmConfig, recipe: Recipe) -> None:
-    """Raises a KeepsetError where this recipe cannot be served with this configuration."""
-    reasons = (_of_version(), _of_recipe(recipe), _of_config(config, recipe), _of_ranks(config, recipe))
-    for sentence in chain(*reasons, _of_model(config)):
-        raise KeepsetError(f"keepset cannot serve {recipe}: {sentence}")
+    """Refuses a recipe that cannot be served with this configuration.
+
+    Raises:
+        UnsupportedEngineError: vLLM's version or configuration is why, or that vLLM lacks what the recipe looks at.
+        UnsupportedModelError: the model is why.
+    """
+    for sentence in chain(_of_version(), _of_recipe(recipe), _of_config(config, recipe), _of_ranks(config, recipe)):
+        raise UnsupportedEngineError(f"keepset cannot serve {recipe}: {sentence}")
+    for sentence in _of_model(config):
+        raise UnsupportedModelError(f"keepset cannot serve {recipe}: {sentence}")
 
 
-def check_layer(name: str, layer: Any, tapped: bool = False) -> None:
-    """Raises a KeepsetError where a layer of the model cannot be compressed.
+def check_layer(name: str, layer: Any, unseen: bool = False) -> None:
+    """Refuses a layer of the model that cannot be compressed.
 
     Args:
         name, layer: the layer.
-        tapped: whether its input had to be found.
+        unseen: whether the recipe looks at what enters it, and that was not found.
+
+    Raises:
+        UnsupportedModelError: says why.
     """
     impl = layer.impl
     reasons = {
@@ -45,11 +52,11 @@ def check_layer(name: str, layer: Any, tapped: bool = False) -> None:
         "adds to its logits what depends on distance (ALiBi)": getattr(impl, "alibi_slopes", None) is not None,
         "caps its logits": bool(getattr(impl, "logits_soft_cap", 0)),
         "has attention sinks inside its softmax": getattr(impl, "sinks", None) is not None,
-        "is in a module without qkv_proj, so that what enters it is not found": tapped and impl.source is None,
+        "is in a module without qkv_proj, so that what enters it is not found": unseen,
     }
     for reason, applies in reasons.items():
         if applies:
-            raise KeepsetError(f"keepset cannot serve this model: its layer {name} {reason}.")
+            raise UnsupportedModelError(f"keepset cannot serve this model: its layer {name} {reason}.")
 
 
 def _of_version() -> Iterator[str]:

@@ -33,8 +33,9 @@ Run = Callable[..., Done]
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
     """`keepset` with these words as its arguments, in an empty folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(console, "out", Console(width=200))
-    monkeypatch.setattr(console, "err", Console(width=200, stderr=True))
+    stdout, stderr = Console(width=200), Console(width=200, stderr=True)
+    monkeypatch.setattr(console, "stdout", lambda: stdout)
+    monkeypatch.setattr(console, "stderr", lambda: stderr)
 
     def run(*words: str) -> Done:
         monkeypatch.setattr(sys, "argv", ["keepset", *words])

@@ -16,7 +16,7 @@ import pytest
 
 from keepset.serving import bench as module
 from keepset.serving import command as commands
-from keepset.serving.workload import Source
+from keepset.serving.workload import TokenSource
 from tests.cli.conftest import Run
 from tests.serving.conftest import Fake, fake
 
@@ -31,7 +31,7 @@ __all__ = ["fake"]  # The fixture.
 
 @pytest.fixture(autouse=True)
 def tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "tokens_of", lambda folder: Source(list(range(100)), text=True))
+    monkeypatch.setattr(module, "token_source", lambda folder: TokenSource(list(range(100)), text=True))
     monkeypatch.setattr(commands, "check_installed", lambda recipe: None)
 
 
@@ -184,9 +184,9 @@ PROGRAM = f"""\
 import sys
 from keepset.cli import main
 from keepset.serving import bench, command
-from keepset.serving.workload import Source
+from keepset.serving.workload import TokenSource
 
-bench.tokens_of = lambda folder: Source(list(range(100)), text=True)
+bench.token_source = lambda folder: TokenSource(list(range(100)), text=True)
 command.check_installed = lambda recipe: None
 bench.command = lambda model, recipe, options, forced: [sys.executable, {str(FAKE)!r}, *options, *forced]
 main()

@@ -24,14 +24,15 @@ HARMLESS = "�[31m[red]�[/red]�]0;title��[link=x]"
 def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     """What a terminal without colours is sent."""
     sent = io.StringIO()
-    monkeypatch.setattr(console, "out", Console(file=sent, force_terminal=True, color_system=None, width=200))
+    shown = Console(file=sent, force_terminal=True, color_system=None, width=200)
+    monkeypatch.setattr(console, "stdout", lambda: shown)
     return sent
 
 
-def test_printable_shows_letters_and_no_controls() -> None:
-    assert console.printable("Grüße,\t世界 🙂\n[red]") == "Grüße,\t世界 🙂\n[red]"
-    assert console.printable(f"a{CONTROLS}z") == f"a{'�' * len(CONTROLS)}z"
-    assert console.printable(EVIL) == HARMLESS
+def test_sanitized_text_shows_letters_and_no_controls() -> None:
+    assert console.sanitize("Grüße,\t世界 🙂\n[red]") == "Grüße,\t世界 🙂\n[red]"
+    assert console.sanitize(f"a{CONTROLS}z") == f"a{'�' * len(CONTROLS)}z"
+    assert console.sanitize(EVIL) == HARMLESS
 
 
 def test_table_is_text(terminal: io.StringIO) -> None:

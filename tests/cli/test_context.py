@@ -13,7 +13,7 @@ import torch
 
 import keepset
 from keepset import models
-from keepset.cli.console import printable
+from keepset.cli.console import sanitize
 from keepset.texts import chat_parts
 from tests.cli.conftest import Run
 from tests.cli.test_bad_input import check_refused, unloaded  # noqa: F401
@@ -68,7 +68,7 @@ def test_answers_are_those_of_a_cache_that_was_never_saved(run: Run, tiny: Any, 
         output = generate(model, torch.cat([context, rest], 1), cache, max_new_tokens=9, eos_token_id=2)
         new = output.sequences[0, context.shape[1] + rest.shape[1] :]
         answer, last = done.out.rstrip("\n").rsplit("\n", 1)
-        assert answer == printable(tokenizer.decode(new, skip_special_tokens=True))
+        assert answer == sanitize(tokenizer.decode(new, skip_special_tokens=True))
         canonical = str(keepset.Recipe.parse(recipe))
         assert last.startswith(f"{canonical}: {context.shape[1]} tokens of context, {rest.shape[1]} of question; ")
         assert f" {len(new)} tokens, " in last

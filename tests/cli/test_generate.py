@@ -9,7 +9,7 @@ import torch
 
 import keepset
 from keepset import models
-from keepset.cli.console import printable
+from keepset.cli.console import sanitize
 from tests.cli.conftest import Run
 from tests.hf.models import generate
 
@@ -70,7 +70,7 @@ def test_first_difference_is_the_one_shown(run: Run, tiny: Any, text: Path) -> N
     assert ours != full
     first = next(i for i, (a, b) in enumerate(zip(ours, full, strict=False)) if a != b)
     assert done.out.splitlines()[-1] == f"The two texts differ from token {first} on."
-    assert done.out.startswith(printable(tokenizer.decode(ours, skip_special_tokens=True)))
+    assert done.out.startswith(sanitize(tokenizer.decode(ours, skip_special_tokens=True)))
 
 
 def test_a_seed_repeats_a_sample(run: Run, tiny: Any) -> None:
@@ -104,7 +104,7 @@ def test_a_known_question_decides_what_stays(run: Run, tiny: Any, text: Path) ->
     task = torch.tensor([tokenizer.encode(question, add_special_tokens=False)])
     aware = keepset.Cache(model, recipe, task_tokens=task)
     ours = generate(model, ids, aware, max_new_tokens=12, eos_token_id=2).sequences[0, ids.shape[1] :].tolist()
-    assert asked.out.startswith(printable(tokenizer.decode(ours, skip_special_tokens=True)))
+    assert asked.out.startswith(sanitize(tokenizer.decode(ours, skip_special_tokens=True)))
     agnostic = keepset.Cache(model, recipe)
     generate(model, ids, agnostic, max_new_tokens=1)
     assert not torch.equal(agnostic.keep_set.mask(ids.shape[1]), aware.keep_set.mask(ids.shape[1]))

@@ -16,7 +16,7 @@ from tests.cli.conftest import Run
 
 
 def test_table_lists_every_method(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(console, "out", Console(width=500))  # no row is folded
+    monkeypatch.setattr(console, "stdout", lambda: Console(width=500))  # no row is folded
     done = run("methods")
     assert (done.code, done.err) == (0, "")
     header, *rows = done.out.splitlines()

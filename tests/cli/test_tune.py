@@ -135,7 +135,8 @@ def test_interrupt_shows_what_is_known(run: Run, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.usefixtures("small")
 def test_a_terminal_shows_how_far_it_is(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(console, "err", Console(width=200, stderr=True, force_terminal=True))
+    terminal = Console(width=200, stderr=True, force_terminal=True)
+    monkeypatch.setattr(console, "stderr", lambda: terminal)
     stop: list[None] = []
 
     def figures(row: Measurement, *words: Any) -> Measurement:

@@ -13,7 +13,7 @@ import tests.paged.methods  # noqa: F401
 from keepset import Observation, Recipe
 from keepset.core.features.moments import QueryDistribution, QueryMoments
 from keepset.paged.eviction_schedule import EvictionSchedule
-from keepset.paged.grouping import GROUPS, group_of, one_table
+from keepset.paged.grouping import GROUPS, group_leader, one_table
 from tests.tiers import examples
 
 LAYERS = (0, 1, 2, 3, 5)
@@ -149,7 +149,7 @@ def test_counts_are_those_of_a_request_that_runs(
         for later in range(length, length + 2 * block):
             pages = sum(-(-(count + later - newest) // block) for count in counts)
             assert pages <= KV_HEADS * (-(-later // block) - freed)
-        assert eviction_schedule.held(prompt, length) == -(-length // block) - freed
+        assert eviction_schedule.num_blocks(prompt, length) == -(-length // block) - freed
 
 
 @examples(200)
@@ -243,13 +243,13 @@ def test_layers_share_a_table_where_they_keep_the_same() -> None:
     layers = tuple(range(0, 60, 2))
     uniform, pyramid, mass = map(Recipe.parse, ("adakv(snapkv, keep=96)", "pyramid(snapkv, keep=96)", "mass"))
     assert one_table(uniform) and not one_table(pyramid) and not one_table(mass)
-    assert {group_of(uniform, layer, layers) for layer in layers} == {0}
-    assert [group_of(pyramid, layer, layers) for layer in layers] == list(layers)
-    groups = [group_of(mass, layer, layers) for layer in layers]
+    assert {group_leader(uniform, layer, layers) for layer in layers} == {0}
+    assert [group_leader(pyramid, layer, layers) for layer in layers] == list(layers)
+    groups = [group_leader(mass, layer, layers) for layer in layers]
     assert sorted(groups) == groups and len(set(groups)) == GROUPS
     assert all(first in layers and first <= layer for layer, first in zip(layers, groups, strict=True))
-    assert all(group_of(mass, first, layers) == first for first in groups)
+    assert all(group_leader(mass, first, layers) == first for first in groups)
     for count in range(1, 20):
         some = tuple(range(count))
-        firsts = [group_of(mass, layer, some) for layer in some]
+        firsts = [group_leader(mass, layer, some) for layer in some]
         assert len(set(firsts)) == min(GROUPS, count) and all(firsts[first] == first for first in firsts)

@@ -34,7 +34,7 @@ class Layer:
     def reach(self, rows: list[int]) -> Any:
         return SimpleNamespace(event=SimpleNamespace(rows=torch.tensor(rows), keep=self.keep))
 
-    def look(self, reached: Any) -> Any:
+    def read(self, reached: Any) -> Any:
         self.looked += 1
         draw = torch.Generator().manual_seed(10 * self.layer + int(reached.event.rows[0]))
         shape = (len(reached.event.rows), 2, 9, 4)
@@ -64,7 +64,7 @@ def test_whichever_layer_is_last(order: tuple[int, ...]) -> None:
         barrier.add(layers[index], [layers[index].reach(rows) for rows in ([0, 3], [1])])  # type: ignore[arg-type]
         assert place == 2 or not any(layer.kept for layer in layers.values())
     for number, rows in enumerate(([0, 3], [1])):
-        seen = [layers[index].look(layers[index].reach(rows)).observation for index in LAYERS]
+        seen = [layers[index].read(layers[index].reach(rows)).observation for index in LAYERS]
         expected = RECIPE.method.select_all(seen, RECIPE.budget)
         for index in LAYERS:
             for row in range(len(rows)):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepset.paged import subpages
-from keepset.paged.page_tables import RaggedStep, RaggedTables
+from keepset.paged.page_tables import PerHeadStep, PerHeadTables
 from tests.paged.allocator import POISON, Row
 from tests.tiers import examples
 
@@ -22,9 +22,9 @@ class Batch:
         self.size = block_size
         self.rows = [Row(layers, kv_heads, block_size, WIDTH, r * WIDTH) for r in range(requests)]
         self.compressed = [False] * requests
-        self.tables = RaggedTables(layers, kv_heads, block_size)
+        self.tables = PerHeadTables(layers, kv_heads, block_size, requests * WIDTH)
 
-    def step(self, order: list[int], tokens: list[int], event: bool = False) -> RaggedStep | None:
+    def step(self, order: list[int], tokens: list[int], event: bool = False) -> PerHeadStep | None:
         """So many new tokens for these requests; the tables and slots that they get are checked."""
         rows = [self.rows[r] for r in order]
         before = [row.length for row in rows]
@@ -43,7 +43,6 @@ class Batch:
             [self.compressed[r] for r in order],
             event,
             all(n == 1 for n in tokens),
-            len(self.rows) * WIDTH,
         )
         if step is None:
             assert not event and not any(self.compressed[r] for r in order)
@@ -58,8 +57,9 @@ class Batch:
                     assert step.tables[r, index, head, : len(own)].tolist() == own
         # Pages that nobody needs yet may be told, but nothing may be looked up where there is no block.
         assert int(step.tables.min()) >= 0
-        if step.folded:
-            assert step.slots is not None and [slots.tolist() for slots in step.slots] == expected
+        assert (step.slots is not None) == any(self.compressed[r] for r in order)
+        if step.slots is not None:
+            assert [slots.tolist() for slots in step.slots] == expected
         return step
 
     def event(self, order: list[int], keep: float) -> None:
@@ -75,7 +75,7 @@ class Batch:
                 needed = int(subpages.blocks_needed(counts, torch.tensor(allocator.length), self.size))
                 allocator.event(kept, allocator.blocks - needed)
                 left.append(counts)
-            assert self.tables.settle(torch.arange(len(order)), index, torch.stack(left), table, None) is not None
+            assert self.tables.reassign(torch.arange(len(order)), index, torch.stack(left), table, None) is not None
         for r in order:
             self.compressed[r] = True
 
@@ -135,10 +135,10 @@ def test_what_stays_as_it_is_is_not_made_anew(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_page_that_another_request_took_over_is_not_mistaken_for_its_own() -> None:
     """The newest page of one that has ended, at a block's end, becomes another's first after as many cached tokens."""
-    tables = RaggedTables(1, 1, 4)
+    tables = PerHeadTables(1, 1, 4, 20)
     one = torch.ones(1, dtype=torch.long)
 
-    def advance(blocks: list[int], before: int, compressed: bool) -> RaggedStep | None:
+    def advance(blocks: list[int], before: int, compressed: bool) -> PerHeadStep | None:
         return tables.advance(
             torch.tensor([blocks], dtype=torch.int32),
             one * before,
@@ -147,14 +147,13 @@ def test_a_page_that_another_request_took_over_is_not_mistaken_for_its_own() -> 
             [compressed],
             False,
             True,
-            20,
         )
 
     advance([3, 7], 6, False)
     tables.advance(
-        torch.tensor([[3, 7]], dtype=torch.int32), one * 7, one * 8, torch.tensor([0, 1]), [False], True, True, 20
+        torch.tensor([[3, 7]], dtype=torch.int32), one * 7, one * 8, torch.tensor([0, 1]), [False], True, True
     )
-    tables.settle(torch.tensor([0]), 0, torch.tensor([[3]]), torch.tensor([[3, 7]], dtype=torch.int32), None)
+    tables.reassign(torch.tensor([0]), 0, torch.tensor([[3]]), torch.tensor([[3, 7]], dtype=torch.int32), None)
     for before in (8, 9, 10, 11):
         assert advance([POISON, 7, 9], before, True) is not None
     assert advance([3, 4, 5, 9], 12, False) is None

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepset.paged.query_windows import Capture, Windows
+from keepset.paged.query_windows import QueryCapture, QueryWindows
 from tests.tiers import examples
 
 LAYERS, WINDOW, BLOCK = 2, 6, 4
@@ -32,7 +32,7 @@ class Pool:
     """Requests that come, get tokens and go; pages that went are given out again, the newest first."""
 
     def __init__(self, running: int) -> None:
-        self.windows = Windows(LAYERS, WINDOW, running)
+        self.windows = QueryWindows(LAYERS, WINDOW, running)
         self.running: list[Request] = []
         self.free = list(range(200))
         self.numbers = 0
@@ -68,7 +68,7 @@ class Pool:
             request.since = start if request.since < 0 else request.since
             assert record.start == request.since and record.length == after
             positions = torch.arange(start, after)
-            capture = Capture(positions - start, torch.full_like(positions, record.slot), positions % WINDOW)
+            capture = QueryCapture(positions - start, torch.full_like(positions, record.slot), positions % WINDOW)
             for layer in range(LAYERS):
                 self.windows.add(layer, torch.stack([request.query(int(p), layer) for p in positions]), capture)
             newest = torch.arange(after - WINDOW, after)
@@ -124,7 +124,7 @@ def test_records_are_bounded() -> None:
 
 
 def test_a_record_of_another_length_is_not_taken() -> None:
-    windows = Windows(1, 4, 3)
+    windows = QueryWindows(1, 4, 3)
     first = windows.follow(0, 7, 0, 0, 10)
     assert windows.follow(7, 7, 10, 10, 11) is first
     other = windows.follow(7, 7, 9, 9, 10)  # the page went to someone else, who is not as long
@@ -133,7 +133,7 @@ def test_a_record_of_another_length_is_not_taken() -> None:
 
 
 def test_forgetting_gives_the_ring_back() -> None:
-    windows = Windows(1, 4, 3)
+    windows = QueryWindows(1, 4, 3)
     slot = windows.follow(0, 7, 0, 0, 10).slot
     windows.forget(7)
     windows.forget(7)
@@ -142,10 +142,10 @@ def test_forgetting_gives_the_ring_back() -> None:
 
 @pytest.mark.parametrize("layer", range(2))
 def test_layers_have_rings_of_their_own(layer: int) -> None:
-    windows = Windows(2, 4, 3)
+    windows = QueryWindows(2, 4, 3)
     record = windows.follow(0, 7, 0, 0, 2)
     places = torch.arange(2)
-    capture = Capture(places, torch.full_like(places, record.slot), places)
+    capture = QueryCapture(places, torch.full_like(places, record.slot), places)
     windows.add(layer, torch.ones(2, 3, 5), capture)
     read = windows.read(layer, torch.tensor([record.slot]), torch.tensor([[-2, -1, 0, 1]]))
     assert read.shape == (1, 3, 4, 5)

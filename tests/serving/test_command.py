@@ -15,7 +15,7 @@ from keepset.errors import KeepsetError
 from keepset.recipe import Recipe
 from keepset.serving import command as module
 from keepset.serving.bench import check_options
-from keepset.serving.command import check_installed, command, given, hint, split
+from keepset.serving.command import block_size_hint, check_installed, command, has_option, split
 
 RECIPE = Recipe.parse("snapkv(keep=64, every=64, window=8)")
 
@@ -135,8 +135,8 @@ def test_words_after_the_model_are_options() -> None:
 
 def test_given() -> None:
     options = ["--block_size=3", "--a-b", "x"]
-    assert given(options, "--block-size") and given(options, "--a-b")
-    assert not given(options, "--block") and not given(options, "x")
+    assert has_option(options, "--block-size") and has_option(options, "--a-b")
+    assert not has_option(options, "--block") and not has_option(options, "x")
 
 
 @pytest.mark.parametrize(
@@ -153,12 +153,12 @@ def test_small_budgets_want_small_blocks(
     recipe: str, options: list[str], said: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
-    sentence = hint(Recipe.parse(recipe), options)
+    sentence = block_size_hint(Recipe.parse(recipe), options)
     assert (sentence is not None) == said
     assert sentence is None or ("--block-size 32" in sentence and "\n" not in sentence)
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
-    assert hint(Recipe.parse(recipe), options) is None
-    assert hint(None, options) is None
+    assert block_size_hint(Recipe.parse(recipe), options) is None
+    assert block_size_hint(None, options) is None
 
 
 def plugins(monkeypatch: pytest.MonkeyPatch, *values: str) -> None:

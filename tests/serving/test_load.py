@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from keepset.errors import KeepsetError
-from keepset.serving.load import Load, local
+from keepset.serving.load import Load, local_url
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from keepset.serving.load import Load, local
     ],
 )
 def test_addresses_of_this_machine(url: str, address: str) -> None:
-    assert local(url) == address
+    assert local_url(url) == address
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_addresses_of_this_machine(url: str, address: str) -> None:
 )
 def test_no_other_machine_is_put_under_load(url: str) -> None:
     with pytest.raises(KeepsetError, match="is not on this machine"):
-        local(url)
+        local_url(url)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_no_other_machine_is_put_under_load(url: str) -> None:
 )
 def test_what_is_no_address(url: str) -> None:
     with pytest.raises(KeepsetError, match=r"--url .* is not the address of a server"):
-        local(url)
+        local_url(url)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from keepset.errors import KeepsetError
 from keepset.serving import measure as module
 from keepset.serving.load import Load
-from keepset.serving.measure import Round, Served, check_fits, measure, served, to_json
+from keepset.serving.measure import Round, ServedModel, check_fits, measure, served_model, to_json
 from keepset.serving.summary import summary
 from tests.serving.conftest import Fake
 
@@ -103,7 +103,7 @@ def test_a_server_that_is_gone_fails_every_request(fake: Fake) -> None:
 
 
 def test_metrics_are_sampled_while_requests_run(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "INTERVAL", 0.05)
+    monkeypatch.setattr(module, "SAMPLE_SECONDS", 0.05)
     fake.first = 0.5
     (each,) = run(fake, requests=3)
     times = [sample.time for sample in each.samples]
@@ -143,25 +143,25 @@ def test_no_proxy_stands_between(fake: Fake, monkeypatch: pytest.MonkeyPatch) ->
     for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     assert summary(run(fake))["failed"] == 0
-    assert served(fake.url).name == "fake"
+    assert served_model(fake.url).name == "fake"
 
 
 def test_what_is_served(fake: Fake) -> None:
-    assert served(fake.url) == Served("fake", "here", 4096)
+    assert served_model(fake.url) == ServedModel("fake", "here", 4096)
     fake.models = {"data": [{"id": "other"}]}
-    assert served(fake.url) == Served("other", None, None)
+    assert served_model(fake.url) == ServedModel("other", None, None)
 
 
 @pytest.mark.parametrize("models", [{}, [], {"data": []}, {"data": [3]}, None])
 def test_who_serves_nothing(fake: Fake, models: Any) -> None:
     fake.models = models
     with pytest.raises(KeepsetError, match=r"There is no OpenAI-compatible server at .* \(it does not say"):
-        served(fake.url)
+        served_model(fake.url)
 
 
 def test_a_load_that_does_not_fit() -> None:
     load = Load(1, 600, 425, 1)
-    check_fits(load, Served("a", None, None))
-    check_fits(load, Served("a", None, 1025))
+    check_fits(load, ServedModel("a", None, None))
+    check_fits(load, ServedModel("a", None, 1025))
     with pytest.raises(KeepsetError, match="600 tokens of prompt and 425 of output do not fit the server's context"):
-        check_fits(load, Served("a", None, 1024))
+        check_fits(load, ServedModel("a", None, 1024))

@@ -1,17 +1,17 @@
 from __future__ import annotations
 
-from keepset.serving.metrics import read
+from keepset.serving.metrics import parse_sample
 from tests.serving.conftest import METRICS
 
 
 def test_sums_over_engines_and_the_mean_use_of_their_pools() -> None:
-    sample = read(METRICS.format(running=4, looks=9), 1.5)
+    sample = parse_sample(METRICS.format(running=4, looks=9), 1.5)
     assert (sample.time, sample.running, sample.waiting, sample.preemptions) == (1.5, 4, 3, 9)
     assert sample.kv_usage == 0.5
     assert sample.counters == {"events": 9, "entries_kept": 109}
 
 
 def test_what_is_not_there_is_none() -> None:
-    sample = read("# nothing\nother_total 3\n", 0.0)
+    sample = parse_sample("# nothing\nother_total 3\n", 0.0)
     assert (sample.running, sample.waiting, sample.preemptions, sample.kv_usage) == (None,) * 4
     assert sample.counters == {}

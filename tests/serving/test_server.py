@@ -40,10 +40,12 @@ def pid_of(server: Server) -> int:
     return server._process.pid
 
 
-def test_answers_inside_the_block_and_is_gone_after_it() -> None:
-    ticks: list[int] = []
+def test_answers_inside_the_block_and_is_gone_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks: list[float] = []
+    sleep = time.sleep
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: (ticks.append(seconds), sleep(seconds)))
     with start() as server:
-        server.wait(30, lambda: ticks.append(1))
+        server.wait(30)
         assert httpx2.get(f"{server.url}/health", trust_env=False).status_code == 200
         server.check()
         pid = pid_of(server)
@@ -54,7 +56,7 @@ def test_answers_inside_the_block_and_is_gone_after_it() -> None:
 
 
 def test_stopped_whatever_happens_and_with_its_children(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_PATIENCE", 0.3)
+    monkeypatch.setattr(module, "_STOP_SECONDS", 0.3)
     with pytest.raises(KeyboardInterrupt), start("--child", "--stubborn") as server:
         server.wait(30)
         child = int(server.last_lines()[0].split()[1])

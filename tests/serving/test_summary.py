@@ -9,7 +9,7 @@ from keepset.serving.client import Reply
 from keepset.serving.measure import Round
 from keepset.serving.metrics import Sample
 from keepset.serving.summary import percentile, ratio, summary
-from keepset.serving.table import NONE, table
+from keepset.serving.table import NONE, table_rows
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 10, 101])
@@ -69,10 +69,10 @@ def test_rounds_add_up() -> None:
 def test_table_has_a_cell_per_server_and_their_ratio() -> None:
     plain = summary([Round(4.0, [good(0, 0.0, 1.0, 3.0, 5)], [])])
     recipe = summary([Round(2.0, [good(0, 0.0, 1.0, 3.0, 5)], [Sample(0.0), Sample(1.0, counters={"seconds": 0.25})])])
-    rows = {name: cells for name, *cells in table([plain, recipe])}
+    rows = {name: cells for name, *cells in table_rows([plain, recipe])}
     assert rows["time for all, s"] == ["4.00", "2.00", "x0.50"]
     assert rows["output tokens/s"] == ["1.2", "2.5", "x2.00"]
     assert rows["requests failed"] == ["0", "0", NONE]
     assert rows["running, mean"] == [NONE, NONE, NONE]
     assert rows["keepset: seconds"] == [NONE, "0.250", NONE]
-    assert all(len(row) == 2 for row in table([plain]))
+    assert all(len(row) == 2 for row in table_rows([plain]))

@@ -77,9 +77,9 @@ class Watch:
     def watch_compactor(self, runner: Any) -> Any:
         """Notes what every compression keeps, and whether it was executed; returns what undoes it."""
         from keepset.paged.compaction import Compactor
-        from keepset.paged.planner import Planner
+        from keepset.paged.ragged_plan import RaggedPages
 
-        execute, settle = Compactor.execute, Planner.settle
+        execute, reassign = Compactor.execute, RaggedPages.reassign
         newest: list[dict[str, Any]] = []
 
         def watched_execute(compactor: Compactor, reached: Any, found: Any, kept: Any, start: float) -> None:
@@ -94,17 +94,17 @@ class Watch:
                 newest.append(mine[-1])
             execute(compactor, reached, found, kept, start)
 
-        def watched_settle(planner: Planner, event: Any, place: int, left: Any) -> Any:
-            pages = settle(planner, event, place, left)
-            if pages is None:
+        def watched_reassign(pages: RaggedPages, place: int, counts: Any) -> Any:
+            subpages = reassign(pages, place, counts)
+            if subpages is None:
                 for mine in newest:
                     mine["left"].append(list(mine["layers"])[-1])
-            return pages
+            return subpages
 
-        Compactor.execute, Planner.settle = watched_execute, watched_settle
+        Compactor.execute, RaggedPages.reassign = watched_execute, watched_reassign
 
         def undo() -> None:
-            Compactor.execute, Planner.settle = execute, settle
+            Compactor.execute, RaggedPages.reassign = execute, reassign
 
         return undo
 

@@ -11,8 +11,8 @@ from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from keepset import KeepsetError
-from keepset.paged.pages import CPUPages, packing
 from keepset.paged.subpages import Layout, blocks_needed, entries, slots, tables
+from keepset.vllm.cpu_pages import CPUPages, packing
 from tests.paged.pages import (
     DTYPES,
     check_entries_may_be_views_of_larger_tensors,

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from keepset import KeepsetError
-from keepset.vllm.hidden_states import LayerInput
+from keepset.core.feature import Needs
+from keepset.paged.observer import Observer
+from keepset.paged.query_windows import QueryWindows
+from keepset.vllm.query_projection import VLLMQueryProjection
 
 HIDDEN, HEADS, SIZE = 10, 3, 4
 
@@ -37,9 +40,13 @@ class Attending(nn.Module):
     def __init__(self, normed: bool) -> None:
         super().__init__()
         self.qkv_proj = Projection()
-        self.found = LayerInput(self, HEADS, SIZE)
+        self.found = VLLMQueryProjection(self, HEADS, SIZE)
         if normed:
             self.q_norm = Norm()  # later than the attention layer, as in Qwen3
+
+
+def observing(module: Attending) -> Observer:
+    return Observer(Needs(), QueryWindows(1, 1, 1), 0, 1.0, None, module.found)
 
 
 def naive(module: Any, row: Tensor, head: int) -> Tensor:
@@ -72,18 +79,18 @@ def test_it_sees_what_is_projected_and_not_what_it_projects_itself() -> None:
 @torch.no_grad()
 def test_queries_that_are_made_in_another_way_are_refused() -> None:
     module, hidden = Attending(normed=True), torch.randn(1, 4, HIDDEN, generator=torch.Generator().manual_seed(5))
-    queries = module.found.queries(hidden)
+    queries, observer = module.found.queries(hidden), observing(module)
     with pytest.raises(KeepsetError, match="makes queries of hidden states in a way that keepset does not know"):
-        module.found.check(queries + 0.1, hidden)
-    module.found.check(queries, hidden)
-    module.found.check(queries + 0.1, hidden)  # once is enough
+        observer.check(queries + 0.1, hidden)
+    observer.check(queries, hidden)
+    observer.check(queries + 0.1, hidden)  # once is enough
 
 
 @torch.no_grad()
 def test_a_text_that_overflows_is_no_reason() -> None:
     module, hidden = Attending(normed=False), torch.ones(1, 4, HIDDEN)
     hidden[0, 1] = torch.nan
-    module.found.check(module.found.queries(hidden), hidden)
+    observing(module).check(module.found.queries(hidden), hidden)
 
 
 def test_the_model_is_not_kept_alive() -> None:

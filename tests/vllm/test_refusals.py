@@ -17,8 +17,7 @@ from keepset.core.features.second_pass import SecondPass
 from keepset.core.rope import RotaryTable
 from keepset.kernels.statistic import ColumnStatistic
 from keepset.methods.snapkv import SnapKV
-from keepset.vllm import validation as refusals
-from keepset.vllm.compat import ONE_ROTATION, rotary_table
+from keepset.vllm.compat import ONE_ROTATION, SUPPORTED, rotary_table
 from keepset.vllm.settings import recipe_of
 from keepset.vllm.validation import CONNECTOR, check, check_layer
 from tests.paged.methods import Mass
@@ -163,7 +162,7 @@ def test_another_version_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm.__version__", "0.320.1")
     with pytest.raises(KeepsetError, match=r"vLLM 0\.320\.1 is not among the versions that it is tested with"):
         check(config(), Recipe.parse(UNIFORM))
-    assert refusals.SUPPORTED == ("0.32",)
+    assert SUPPORTED == ("0.32",)
 
 
 LAYERS = [
@@ -172,16 +171,17 @@ LAYERS = [
     ({}, {"alibi_slopes": [0.5]}, "adds to its logits what depends on distance (ALiBi)"),
     ({}, {"logits_soft_cap": 30.0}, "caps its logits"),
     ({}, {"sinks": object()}, "has attention sinks inside its softmax"),
-    ({}, {"source": None}, "is in a module without qkv_proj, so that what enters it is not found"),
+    ({"unseen": True}, {}, "is in a module without qkv_proj, so that what enters it is not found"),
 ]
 
 
 @pytest.mark.parametrize(("own", "of_impl", "reason"), LAYERS, ids=[reason for *_, reason in LAYERS])
 def test_a_layer_that_is_refused(own: dict[str, Any], of_impl: dict[str, Any], reason: str) -> None:
-    impl = SimpleNamespace(**{"alibi_slopes": None, "logits_soft_cap": 0, "sinks": None, "source": 1} | of_impl)
+    impl = SimpleNamespace(**{"alibi_slopes": None, "logits_soft_cap": 0, "sinks": None} | of_impl)
+    unseen = own.get("unseen", False)
     layer = SimpleNamespace(**{"kv_sharing_target_layer_name": None, "sliding_window": None, "impl": impl} | own)
     with pytest.raises(KeepsetError) as refused:
-        check_layer("model.layers.7.self_attn.attn", layer, tapped=True)
+        check_layer("model.layers.7.self_attn.attn", layer, unseen)
     assert str(refused.value) == f"keepset cannot serve this model: its layer model.layers.7.self_attn.attn {reason}."
 
 

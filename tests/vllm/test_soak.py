@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from keepset.models import embedded_folder
 from keepset.recipe import Recipe
 from keepset.serving.command import command
-from keepset.serving.metrics import read
+from keepset.serving.metrics import parse_sample
 from keepset.serving.server import Server, free_port
 
 pytestmark = pytest.mark.full
@@ -106,7 +106,7 @@ def test_a_soak_loses_no_page_and_no_answer(recipe: str, tiny: Path, monkeypatch
         assert REQUESTS * 0.5 < answered < REQUESTS, "some must have been answered, and some hung up"
         with httpx.Client(base_url=server.url) as client:
             for _ in range(60):
-                sample = read(client.get("/metrics").text, time.monotonic())
+                sample = parse_sample(client.get("/metrics").text, time.monotonic())
                 if sample.running == 0 and sample.waiting == 0 and sample.kv_usage == 0:
                     break
                 time.sleep(0.5)

@@ -178,11 +178,11 @@ def test_engines_that_are_refused_say_why(tiny: Path) -> None:
         Scenario(None, ask, engine=own | {"additional_config": {"keepset": "snapkv(kep=0.25)"}}),
     )
     sentences = [
-        "KeepsetError: keepset cannot serve gvote: compiled code does not show the hidden states that it looks at",
-        "KeepsetError: keepset cannot serve pyramid(snapkv, keep=128): its layers keep different numbers of entries",
-        "KeepsetError: keepset cannot serve snapkv(keep=0.25): a quantized KV cache (fp8",
-        "KeepsetError: keepset cannot serve mass: how much it keeps depends on the data",
-        "KeepsetError: snapkv has no parameter 'kep'",
+        "EngineError: keepset cannot serve gvote: compiled code does not show the hidden states that it looks at",
+        "EngineError: keepset cannot serve pyramid(snapkv, keep=128): its layers keep different numbers of entries",
+        "EngineError: keepset cannot serve snapkv(keep=0.25): a quantized KV cache (fp8",
+        "EngineError: keepset cannot serve mass: how much it keeps depends on the data",
+        "RecipeError: snapkv has no parameter 'kep'",
     ]
     for answer, sentence in zip(answers, sentences, strict=True):
         assert isinstance(answer, str) and sentence in answer, answer

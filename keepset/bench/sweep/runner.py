@@ -21,7 +21,7 @@ from keepset.errors import KeepsetError
 from keepset.hf.cache import Cache
 from keepset.hf.join import can_join
 from keepset.hf.prompt_session import CachedPrompt, PromptSession
-from keepset.offline.compile.seen import refuse_seen
+from keepset.offline.compile.contamination import refuse_contaminated
 from keepset.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Runner:
         """A cell for every candidate, in their order; what cannot be had is a cell with an error."""
         runs = [_Run(candidate, candidate.error) for candidate in candidates]
         for run in runs:
-            run.check(lambda recipe: refuse_seen(recipe, _text(example)))
+            run.check(lambda recipe: refuse_contaminated(recipe, _text(example)))
         try:
             prompts = self._prompts.of(example, task.generation.tokens)
         except KeepsetError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,7 +11,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from keepset.errors import KeepsetError
-from keepset.texts import adds_bos, essay, essays
+from keepset.offline.corpus import default_texts, digest, shuffled_passages
 
 if TYPE_CHECKING:
     import transformers
@@ -21,17 +20,6 @@ SHORTEST = 16
 """Tokens of a passage that is worth measuring."""
 TOKENS, LENGTH, SEED = 16384, 1024, 0
 """How much is measured unless said otherwise: all in all, in one passage, and the seed of their order."""
-_LEFT_OUT = "worked"
-"""The essay that `keepset compare` and the demo read: what is measured must not have seen it."""
-
-
-def default_texts() -> list[str]:
-    """The essays, less the one that recipes are compared on.
-
-    Raises:
-        KeepsetError: they are not installed.
-    """
-    return [essay(name) for name in essays() if name != _LEFT_OUT]
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,36 +56,17 @@ class Corpus:
         Raises:
             KeepsetError: the texts are too short for one.
         """
-        begin = [tokenizer.bos_token_id] if adds_bos(tokenizer) else []
-        size = length - len(begin)
-        pieces = [[*begin, *piece] for piece in cut(tokenizer, texts, size)]
-        pieces = [piece for piece in pieces if len(piece) >= min(SHORTEST, length)]
-        if not pieces:
+        shortest = min(SHORTEST, length)
+        candidates = shuffled_passages(tokenizer, texts, length=length, shortest=shortest, seed=seed)
+        if not candidates:
             raise KeepsetError(f"The texts have fewer than {SHORTEST} tokens: give longer ones.")
         passages, left = [], tokens
-        for index in order(len(pieces), seed):
-            if left < min(SHORTEST, length):
+        for candidate in candidates:
+            if left < shortest:
                 break
-            passages.append(torch.tensor(pieces[index][:left]))
+            passages.append(torch.tensor(candidate[:left]))
             left -= len(passages[-1])
         return cls(passages, digest(texts), seed)
-
-
-def cut(tokenizer: transformers.PreTrainedTokenizerBase, texts: Sequence[str], size: int) -> list[list[int]]:
-    """The texts' tokens, in pieces of this size; a text's last one may be shorter."""
-    # One long text at a time is meant: the tokenizer's warning about its length is not.
-    ids = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
-    return [text[first : first + size] for text in ids for first in range(0, len(text), size)]
-
-
-def order(count: int, seed: int) -> list[int]:
-    """So many indices, shuffled."""
-    return torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def digest(texts: Sequence[str]) -> str:
-    """By which texts are known again, all together."""
-    return hashlib.sha256("\0".join(texts).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def default_corpus(tokenizer: transformers.PreTrainedTokenizerBase) -> Corpus:

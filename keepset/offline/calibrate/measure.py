@@ -19,7 +19,7 @@ from keepset.core.statistics import LayerStatistics, Statistics
 from keepset.errors import KeepsetError
 from keepset.hf.prompt_cache import PromptCache
 from keepset.offline.calibrate.corpus import Corpus
-from keepset.offline.calibrate.rotation import PROBE, describe
+from keepset.offline.calibrate.rotation import PROBE, measure_rotation
 
 if TYPE_CHECKING:
     import transformers
@@ -77,16 +77,18 @@ class _Layer:
         )
 
 
-class _Listener(PromptCache):
+class _ObservingCache(PromptCache):
     """A cache that hands every layer's observation on."""
 
-    def __init__(self, model: transformers.PreTrainedModel, needs: Needs, heard: Callable[[Observation], None]) -> None:
+    def __init__(
+        self, model: transformers.PreTrainedModel, needs: Needs, observe: Callable[[Observation], None]
+    ) -> None:
         super().__init__(model, needs)
-        self._heard = heard
+        self._on_observation = observe
 
     def _choose(self, observations: list[Observation]) -> None:
         for observation in observations:
-            self._heard(observation)
+            self._on_observation(observation)
 
 
 @torch.no_grad()
@@ -102,17 +104,17 @@ def measure(
     """
     layers: dict[int, _Layer] = {}
 
-    def probed(observation: Observation) -> None:
+    def start_layer(observation: Observation) -> None:
         _, kv_heads, _, head_dim = observation.keys.shape
         unit = torch.eye(head_dim, device=observation.keys.device)
-        layers[observation.layer] = _Layer(describe(observation[QueryMoments(0)].rotate, unit), kv_heads)
+        layers[observation.layer] = _Layer(measure_rotation(observation[QueryMoments(0)].rotate, unit), kv_heads)
 
-    def run(ids: Tensor, needs: Needs, heard: Callable[[Observation], None]) -> None:
-        listener = _Listener(model, needs, heard)
-        model(ids.to(model.device)[None], past_key_values=listener, use_cache=True, logits_to_keep=1)
-        listener.stop_watching()
+    def run(ids: Tensor, needs: Needs, observe: Callable[[Observation], None]) -> None:
+        cache = _ObservingCache(model, needs, observe)
+        model(ids.to(model.device)[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache.stop_watching()
 
-    run(corpus.passages[0][:PROBE], Needs(QueryMoments(0)), probed)
+    run(corpus.passages[0][:PROBE], Needs(QueryMoments(0)), start_layer)
     if not layers:
         raise KeepsetError(f"{type(model).__name__} has no layer that keepset compresses: there is nothing to measure.")
     for passage in corpus.passages:

@@ -14,7 +14,7 @@ PROBE = 2
 by less than half a turn there, and a layer that does not rotate can be told from one that does."""
 
 
-def describe(
+def measure_rotation(
     rotate: Rotate, unit: Float[Tensor, "head_dim head_dim"]
 ) -> tuple[Int[Tensor, " head_dim"], Float[Tensor, " head_dim"], Float[Tensor, " head_dim"]]:
     """Partner, frequency and gain of every number of a head (see `LayerStatistics`).

@@ -19,11 +19,11 @@ from keepset.hf.fingerprint import fingerprint
 from keepset.hf.recorder import Recorder
 from keepset.methods.compilerkv import CompilerKV, admitted
 from keepset.offline.compile.actions import THRESHOLDS, WEIGHTS, deciding_heads, draw
-from keepset.offline.compile.corpus import Context, Corpus
+from keepset.offline.compile.corpus import Context, ContextPool
 from keepset.offline.compile.cql import Logged, Point, best, learn
 from keepset.offline.compile.judge import Judge
 from keepset.offline.compile.log import Log, Row
-from keepset.offline.compile.risk import cells, empty, evenly, with_edges
+from keepset.offline.compile.risk import empty, risk_bins, stratified, with_edges
 from keepset.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Settings:
 
 def compile_tables(
     model: transformers.PreTrainedModel,
-    corpus: Corpus,
+    pool: ContextPool,
     settings: Settings,
     log: Path | None = None,
     stage: Stage = lambda what, count: lambda: None,
@@ -107,23 +107,23 @@ def compile_tables(
       is one for the layer, one for layer and budget, one for each of both bins. Bins without a context thus have the
       layer's threshold, and no other.
     """
-    described = {**settings.to_json(), "corpus": corpus.sha256, "pool": len(corpus.contexts)}
+    described = {**settings.to_json(), "corpus": pool.sha256, "pool": len(pool.contexts)}
     # What is learned from is chosen afterwards.
     logged = {name: value for name, value in described.items() if name != "reward"}
-    book = Log(log, {**logged, "model": fingerprint(model), "keepset": keepset.__version__})
+    rewards_log = Log(log, {**logged, "model": fingerprint(model), "keepset": keepset.__version__})
     try:
-        layers, heads, kv_heads = _shape(model, corpus, settings)
-        found = _look(model, corpus, settings, book, stage)
-        tables = with_edges(empty(layers, heads, settings.budgets), found)
-        at = cells(tables, found)
-        used = evenly(at.tolist(), settings.contexts)
-        contexts = [corpus.contexts[index] for index in used]
+        layers, heads, kv_heads = _shape(model, pool, settings)
+        risks = _measure_risks(model, pool, settings, rewards_log, stage)
+        tables = with_edges(empty(layers, heads, settings.budgets), risks)
+        at = risk_bins(tables, risks)
+        used = stratified(at.tolist(), settings.contexts)
+        contexts = [pool.contexts[index] for index in used]
         deciding = deciding_heads(settings.method, heads, kv_heads)
-        _try_out(model, contexts, settings, book, tables, deciding, stage)
+        _try_actions(model, contexts, settings, rewards_log, tables, deciding, stage)
         wanted = {context.name for context in contexts}
-        rows = [row for row in book.rows if row.context in wanted]
+        rows = [row for row in rewards_log.rows if row.context in wanted]
     finally:
-        book.close()
+        rewards_log.close()
     where = {context.name: int(at[index]) for context, index in zip(contexts, used, strict=True)}
     weights, head_curve = _head_table(rows, settings, layers, deciding)
     gate, gate_curve = _gate_table(rows, settings, layers, where)
@@ -151,10 +151,10 @@ def compile_tables(
     )
 
 
-def _shape(model: transformers.PreTrainedModel, corpus: Corpus, settings: Settings) -> tuple[int, int, int]:
+def _shape(model: transformers.PreTrainedModel, pool: ContextPool, settings: Settings) -> tuple[int, int, int]:
     """Compressed layers, query heads and KV heads."""
     recorder = Recorder(model, settings.method.needs)
-    recorder.prefill(corpus.contexts[0].ids[None, :1].to(model.device))
+    recorder.prefill(pool.contexts[0].ids[None, :1].to(model.device))
     if not recorder.observations:
         raise KeepsetError(f"{type(model).__name__} has no layer that keepset compresses: there is nothing to compile.")
     seen = recorder.observations[0]
@@ -162,21 +162,21 @@ def _shape(model: transformers.PreTrainedModel, corpus: Corpus, settings: Settin
     return len(recorder.observations), seen.queries.shape[1], seen.keys.shape[1]
 
 
-def _look(
-    model: transformers.PreTrainedModel, corpus: Corpus, settings: Settings, log: Log, stage: Stage
+def _measure_risks(
+    model: transformers.PreTrainedModel, pool: ContextPool, settings: Settings, log: Log, stage: Stage
 ) -> Float[Tensor, "contexts 2"]:
     """The risk of every context."""
     known = log.risks
-    done = stage("looking at contexts", len(corpus.contexts))
-    for context in corpus.contexts:
+    done = stage("looking at contexts", len(pool.contexts))
+    for context in pool.contexts:
         if context.name not in known:
             known[context.name] = Judge(model, settings.method, context).risk
             log.add_risk(context.name, known[context.name])
         done()
-    return torch.tensor([known[context.name] for context in corpus.contexts], dtype=torch.float64).float()
+    return torch.tensor([known[context.name] for context in pool.contexts], dtype=torch.float64).float()
 
 
-def _try_out(
+def _try_actions(
     model: transformers.PreTrainedModel,
     contexts: Sequence[Context],
     settings: Settings,

@@ -13,8 +13,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from keepset.errors import KeepsetError
-from keepset.offline.calibrate.corpus import cut, digest, order
-from keepset.offline.compile.seen import marks
+from keepset.offline.compile.contamination import passage_hashes
+from keepset.offline.corpus import digest, shuffled_passages
 from keepset.texts import adds_bos, json_lines, read
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Context:
         ids: tokens of both.
         tokens: how many of them are the prompt.
         name: a hash of them.
-        marks: what an evaluation knows it by, see `keepset.offline.compile.seen`.
+        marks: what an evaluation knows it by, see `passage_hashes`.
     """
 
     ids: Int[Tensor, " _"]
@@ -39,7 +39,7 @@ class Context:
 
 
 @dataclass(frozen=True, eq=False)
-class Corpus:
+class ContextPool:
     """Contexts in an order that a seed decides.
 
     Attributes:
@@ -62,28 +62,28 @@ class Corpus:
         continuation: int,
         count: int,
         seed: int,
-    ) -> Corpus:
+    ) -> ContextPool:
         """At most `count` pieces of texts that do not overlap, `tokens` and `continuation` long.
 
         Raises:
             KeepsetError: no text is long enough for one.
         """
-        begin = [tokenizer.bos_token_id] if adds_bos(tokenizer) else []
-        size = tokens + continuation - len(begin)
-        pieces = [piece for piece in cut(tokenizer, texts, size) if len(piece) == size]
-        if not pieces:
+        length = tokens + continuation
+        passages = shuffled_passages(tokenizer, texts, length=length, shortest=length, seed=seed)
+        if not passages:
             raise KeepsetError(
-                f"No text has {tokens + continuation} tokens, a context of {tokens} and the {continuation} that follow "
+                f"No text has {length} tokens, a context of {tokens} and the {continuation} that follow "
                 "it: give longer ones, or fewer --tokens."
             )
         contexts: dict[str, Context] = {}
-        for index in order(len(pieces), seed):
+        for passage in passages:
             if len(contexts) == count:
                 break
-            ids = torch.tensor([*begin, *pieces[index]])
+            ids = torch.tensor(passage)
             name = hashlib.sha256(ids.numpy().tobytes()).hexdigest()
+            text = str(tokenizer.decode(passage[1:] if adds_bos(tokenizer) else passage))
             # The same text twice is one context.
-            contexts[name] = Context(ids, tokens, name, marks(str(tokenizer.decode(pieces[index]))))
+            contexts[name] = Context(ids, tokens, name, passage_hashes(text))
         return cls(list(contexts.values()), digest(texts), seed)
 
 
@@ -102,8 +102,8 @@ def read_texts(paths: Sequence[Path]) -> list[str]:
 
 def _lines(path: Path, whole: str) -> list[str]:
     texts = []
-    for number, found in json_lines(whole):
-        text = None if found is None else found.get("text")
+    for number, line in json_lines(whole):
+        text = None if line is None else line.get("text")
         if not isinstance(text, str):
             raise KeepsetError(
                 f'Line {number} of {str(path)!r} is no JSON object with a text in its field "text": write one such '

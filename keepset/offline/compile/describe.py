@@ -11,14 +11,14 @@ ENOUGH = 2
 _SHOWN = 5
 
 
-def describe(tables: Tables) -> list[str]:
+def describe_tables(tables: Tables) -> list[str]:
     """What a person wants to know of them, line by line."""
     known, budgets = tables.provenance, tables.budgets.tolist()
     layers, heads = tables.weights.shape[1:]
     model = known.get("model")
     name = model.get("name") if isinstance(model, dict) else model
     lines = [f"tables of {name or 'a model'}: {layers} layers of {heads} query heads, budgets {_list(budgets)}"]
-    told = {
+    facts = {
         "recipe": known.get("method"),
         "contexts": known.get("contexts"),
         "tokens": known.get("tokens"),
@@ -28,7 +28,7 @@ def describe(tables: Tables) -> list[str]:
         "corpus": str(known.get("corpus", ""))[:12] or None,
         "keepset": known.get("keepset"),
     }
-    lines.append(", ".join(f"{what} {value}" for what, value in told.items() if value is not None))
+    lines.append(", ".join(f"{what} {value}" for what, value in facts.items() if value is not None))
     lines += coverage(tables)
     for row, budget in enumerate(budgets):
         lines += ["", f"keep={budget}"]
@@ -63,10 +63,12 @@ def _ranges(flags: list[bool]) -> str:
 
 
 def _spread(values: torch.Tensor) -> str:
-    found, counts = values.unique(return_counts=True)
-    if len(found) > 12:
+    distinct, counts = values.unique(return_counts=True)
+    if len(distinct) > 12:
         return f"{values.min():.3g} to {values.max():.3g}, mean {values.mean():.3g}"
-    return ", ".join(f"{value:g} in {int(count)}" for value, count in zip(found.tolist(), counts.tolist(), strict=True))
+    return ", ".join(
+        f"{value:g} in {int(count)}" for value, count in zip(distinct.tolist(), counts.tolist(), strict=True)
+    )
 
 
 def _list(values: list[int]) -> str:

@@ -25,19 +25,19 @@ def with_edges(tables: Tables, risks: Float[Tensor, "contexts 2"]) -> Tables:
     return dataclasses.replace(tables, entropy_edges=entropy.float(), perplexity_edges=perplexity.float())
 
 
-def cells(tables: Tables, risks: Float[Tensor, "contexts 2"]) -> Int[Tensor, " contexts"]:
+def risk_bins(tables: Tables, risks: Float[Tensor, "contexts 2"]) -> Int[Tensor, " contexts"]:
     """Every context's bin: PERPLEXITY_BINS times that of its entropy, and that of its perplexity."""
     of_entropy, of_perplexity = tables.bins(risks[:, 0], risks[:, 1])
     return of_entropy * PERPLEXITY_BINS + of_perplexity
 
 
-def evenly(found: Sequence[int], count: int) -> list[int]:
+def stratified(bins: Sequence[int], count: int) -> list[int]:
     """Indices of so many of the contexts that lie in these bins: one of every bin, then a second of each, and so on."""
     rounds: dict[int, int] = {}
     turns = []
-    for index, cell in enumerate(found):
-        rounds[cell] = rounds.get(cell, 0) + 1
-        turns.append((rounds[cell], index))
+    for index, bin_ in enumerate(bins):
+        rounds[bin_] = rounds.get(bin_, 0) + 1
+        turns.append((rounds[bin_], index))
     return sorted(index for _, index in sorted(turns)[:count])
 
 

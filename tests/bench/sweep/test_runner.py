@@ -482,6 +482,6 @@ def test_tables_are_not_judged_by_what_they_were_compiled_from(monkeypatch: pyte
         if recipe.method.name == "knorm":
             raise KeepsetError("compiled from it")
 
-    monkeypatch.setattr("keepset.bench.sweep.runner.refuse_seen", refuse)
+    monkeypatch.setattr("keepset.bench.sweep.runner.refuse_contaminated", refuse)
     full, seen, other = run(candidates(Recipe.parse_list("knorm, tova"), [0.5]))
     assert (full.error, seen.error, other.error) == (None, "compiled from it", None)

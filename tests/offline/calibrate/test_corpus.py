@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepset import KeepsetError
-from keepset.offline.calibrate.corpus import SHORTEST, Corpus, default_texts
+from keepset.offline.calibrate.corpus import SHORTEST, Corpus
+from keepset.offline.corpus import default_texts
 from keepset.texts import essay
 from tests.tiers import examples
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from keepset.offline.compile.corpus import Context, Corpus
+from keepset.offline.compile.corpus import Context, ContextPool
 from tests.hf.models import prompt
 
 TOKENS, CONTINUATION = 24, 6
@@ -17,5 +17,5 @@ def context(seed: int) -> Context:
     return Context(ids, TOKENS, f"context {seed}", (f"{seed:016x}",))
 
 
-def corpus(count: int, seed: int = 0) -> Corpus:
-    return Corpus([context(100 * seed + i) for i in range(count)], "0f3a", seed)
+def corpus(count: int, seed: int = 0) -> ContextPool:
+    return ContextPool([context(100 * seed + i) for i in range(count)], "0f3a", seed)

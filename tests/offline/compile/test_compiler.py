@@ -17,7 +17,7 @@ from keepset.offline.compile import compiler
 from keepset.offline.compile.actions import THRESHOLDS, WEIGHTS, draw
 from keepset.offline.compile.compiler import Settings, compile_tables
 from keepset.offline.compile.judge import Judge, Verdict
-from keepset.offline.compile.risk import cells, evenly, with_edges
+from keepset.offline.compile.risk import risk_bins, stratified, with_edges
 from tests.hf.models import tiny
 from tests.offline.compile.conftest import CONTINUATION, TOKENS, corpus
 
@@ -192,10 +192,10 @@ def test_settings_that_say_nothing(other: dict[str, Any], because: str) -> None:
 def test_contexts_are_taken_evenly_from_the_bins() -> None:
     """However many a bin has, none gets a second turn while another waits for its first."""
     found = [0] * 10 + [3] * 2 + [7]
-    assert [found[i] for i in evenly(found, 3)] == [0, 3, 7]
-    assert [found[i] for i in evenly(found, 5)] == [0, 0, 3, 3, 7]
-    assert [found[i] for i in evenly(found, 7)] == [0, 0, 0, 0, 3, 3, 7]
-    assert evenly(found, 99) == list(range(13))
+    assert [found[i] for i in stratified(found, 3)] == [0, 3, 7]
+    assert [found[i] for i in stratified(found, 5)] == [0, 0, 3, 3, 7]
+    assert [found[i] for i in stratified(found, 7)] == [0, 0, 0, 0, 3, 3, 7]
+    assert stratified(found, 99) == list(range(13))
 
 
 @pytest.mark.parametrize("case", ["spread", "alike", "one", "infinite"])
@@ -206,7 +206,7 @@ def test_edges_rise_whatever_the_risks_are(case: str) -> None:
     assert bool((tables.entropy_edges.diff() > 0).all()) and bool((tables.perplexity_edges.diff() > 0).all())
     assert tables.entropy_edges.isfinite().all() and tables.perplexity_edges.isfinite().all()
     if case == "spread":
-        counts = torch.bincount(cells(tables, risks), minlength=80).view(20, 4)
+        counts = torch.bincount(risk_bins(tables, risks), minlength=80).view(20, 4)
         assert int(counts.sum()) == 30
         assert bool((counts.sum(1) > 0).all()) and bool((counts.sum(0) > 0).all())
         # Equal widths: of what is spread evenly, in nats and in the logarithm, all inner bins have as much.

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from keepset import KeepsetError, Recipe
 from keepset.core.tables import save
-from keepset.offline.compile.corpus import Corpus, read_texts
-from keepset.offline.compile.seen import marks, refuse_seen, was_seen
+from keepset.offline.compile.contamination import is_contaminated, passage_hashes, refuse_contaminated
+from keepset.offline.compile.corpus import ContextPool, read_texts
 from tests.core.test_tables import PROVENANCE, random_tables
 from tests.tiers import examples
 
@@ -46,8 +46,8 @@ def words(count: int, name: str = "w") -> str:
     return " ".join(f"{name}{i}" for i in range(count))
 
 
-def drawn(tokenizer: Any, texts: list[str], count: int = 99, seed: int = 0) -> Corpus:
-    return Corpus.draw(tokenizer, texts, tokens=TOKENS, continuation=CONTINUATION, count=count, seed=seed)
+def drawn(tokenizer: Any, texts: list[str], count: int = 99, seed: int = 0) -> ContextPool:
+    return ContextPool.draw(tokenizer, texts, tokens=TOKENS, continuation=CONTINUATION, count=count, seed=seed)
 
 
 @pytest.mark.parametrize("bos", [None, "<s>"])
@@ -121,15 +121,17 @@ def test_bad_files_in_one_sentence(tmp_path: Path, name: str, content: bytes | N
 def test_a_shared_passage_is_known_wherever_it_was_cut(first: int, length: int, seed: int) -> None:
     text = words(1000, f"s{seed}.").split()
     tables = random_tables()
-    tables.provenance["marks"] = [marks(" ".join(text))]  # type: ignore[index]
+    tables.provenance["marks"] = [passage_hashes(" ".join(text))]  # type: ignore[index]
     passage = " ".join(text[first : first + length])
-    assert was_seen(tables, f"{words(200, 'x')}\n\n{passage}  {words(99, 'y')}")
-    assert not was_seen(tables, words(1000, f"other{seed}."))
+    assert is_contaminated(tables, f"{words(200, 'x')}\n\n{passage}  {words(99, 'y')}")
+    assert not is_contaminated(tables, words(1000, f"other{seed}."))
 
 
 def test_marks_of_little() -> None:
-    assert marks(" \n") == ()
-    assert len(marks("one")) == 1 and marks("one  two") == marks("one\ntwo") != marks("one")
+    assert passage_hashes(" \n") == ()
+    assert len(passage_hashes("one")) == 1 and passage_hashes("one  two") == passage_hashes(
+        "one\ntwo"
+    ) != passage_hashes("one")
 
 
 def test_recipes_are_not_judged_by_what_their_tables_have_seen(tmp_path: Path) -> None:
@@ -137,13 +139,13 @@ def test_recipes_are_not_judged_by_what_their_tables_have_seen(tmp_path: Path) -
     text = words(500)
     seen = tmp_path / "seen"
     save(
-        type(tables)(**{**vars(tables), "provenance": {**PROVENANCE, "marks": [list(marks(text))]}}),
+        type(tables)(**{**vars(tables), "provenance": {**PROVENANCE, "marks": [list(passage_hashes(text))]}}),
         seen,
     )
     save(tables, tmp_path / "silent")
     with pytest.raises(KeepsetError, match="were compiled from this context"):
-        refuse_seen(Recipe.parse(f"compilerkv(tables={str(seen)!r}, keep=70)"), f"Read this. {text}")
-    refuse_seen(Recipe.parse(f"compilerkv(tables={str(seen)!r}, keep=70)"), words(500, "other"))
+        refuse_contaminated(Recipe.parse(f"compilerkv(tables={str(seen)!r}, keep=70)"), f"Read this. {text}")
+    refuse_contaminated(Recipe.parse(f"compilerkv(tables={str(seen)!r}, keep=70)"), words(500, "other"))
     for recipe in (f"compilerkv(tables={str(tmp_path / 'silent')!r}, keep=70)", "compilerkv(keep=70)", "adakv(snapkv)"):
-        refuse_seen(Recipe.parse(recipe), text)
+        refuse_contaminated(Recipe.parse(recipe), text)
     assert torch.equal(tables.weights, random_tables().weights)

@@ -4,7 +4,7 @@ import dataclasses
 
 import torch
 
-from keepset.offline.compile.describe import coverage, describe
+from keepset.offline.compile.describe import coverage, describe_tables
 from tests.core.test_tables import random_tables
 
 
@@ -25,7 +25,7 @@ def test_weights_and_thresholds_are_counted_and_the_most_trusted_heads_named() -
     tables.weights.fill_(1.0)
     tables.weights[0, 2, 3] = tables.weights[1, 0, 1] = 2.0
     tables.gate[0] = 0.9
-    lines = describe(tables)
+    lines = describe_tables(tables)
     first, second = (lines.index(f"keep={keep}") for keep in (8, 64))
     assert lines[first + 1] == "  head weights: 1 in 11, 2 in 1"
     assert lines[first + 2].endswith("layer.head: 2.3 (2), 0.0 (1), 0.1 (1), 0.2 (1), 0.3 (1)")

@@ -1,6 +1,6 @@
 """Whether tables have been compiled from a text: then they must not be judged by it.
 
-Whoever evaluates recipes on contexts calls `refuse_seen(recipe, context)` for every pair, before anything runs.
+Whoever evaluates recipes on contexts calls `refuse_contaminated(recipe, context)` for every pair, before anything runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _WORDS, _ONE_IN = 12, 32
 its value, so that two texts that share 150 words share a mark in all but 1 of 100 cases, wherever they were cut."""
 
 
-def marks(text: str) -> tuple[str, ...]:
+def passage_hashes(text: str) -> tuple[str, ...]:
     """What a text is known by; at least one, unless it has no words."""
     words = text.split()
     hashes = {
@@ -33,20 +33,20 @@ def marks(text: str) -> tuple[str, ...]:
     return tuple(sorted(each.hex() for each in chosen))
 
 
-def was_seen(tables: Tables, text: str) -> bool:
+def is_contaminated(tables: Tables, text: str) -> bool:
     """Whether the text shares a passage with a context that the tables were compiled from."""
-    known = {mark for context in tables.provenance.get("marks", ()) for mark in context}
-    return not known.isdisjoint(marks(text))
+    compiled = {mark for context in tables.provenance.get("marks", ()) for mark in context}
+    return not compiled.isdisjoint(passage_hashes(text))
 
 
-def refuse_seen(recipe: Recipe, text: str) -> None:
+def refuse_contaminated(recipe: Recipe, text: str) -> None:
     """Refuses to judge a recipe by a text that its tables were compiled from.
 
     Raises:
         KeepsetError: says so.
     """
     for method in _methods(recipe.method):
-        if isinstance(method, CompilerKV) and method.tables and was_seen(load(method.tables), text):
+        if isinstance(method, CompilerKV) and method.tables and is_contaminated(load(method.tables), text):
             raise KeepsetError(
                 f"The tables {method.tables!r} were compiled from this context, or from one that shares a passage with "
                 "it: evaluate on other texts, or compile them from others."

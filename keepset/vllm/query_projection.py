@@ -1,4 +1,4 @@
-"""`LayerInput`: the hidden states that enter a layer's attention. vLLM hands the layer no more than queries.
+"""`VLLMQueryProjection`: the hidden states that enter a layer's attention. vLLM hands the layer no more than queries.
 
 The module that holds the attention layer knows both. It is found when it takes the layer in, while the model is
 built, by a hook that PyTorch offers for that.
@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
-from keepset.core.rope import undone_right
 from keepset.core.shapes import HiddenStates, Queries
-from keepset.errors import UnsupportedModelError
+from keepset.paged.engine import QueryProjection
 
 
-class LayerInput:
-    """What enters the attention of one layer, and the queries that it makes of other hidden states.
+class VLLMQueryProjection(QueryProjection):
+    """Of one layer.
 
     Args:
         module: holds the attention layer and its projection `qkv_proj`; where it has one, `q_norm`.
@@ -36,7 +35,6 @@ class LayerInput:
         self._module: Callable[[], Any] = weakref.ref(module)
         self._heads, self._head_dim = heads, head_dim
         self.hidden: Float[Tensor, "n hidden"] | None = None
-        self._checked = False
         module.qkv_proj.register_forward_pre_hook(self._enter)
 
     def _enter(self, projection: nn.Module, args: tuple[Any, ...]) -> None:
@@ -52,29 +50,14 @@ class LayerInput:
         queries = queries if norm is None else norm(queries)
         return queries.unflatten(0, hidden.shape[:2]).transpose(1, 2)
 
-    def check(self, queries: Queries, hidden: HiddenStates) -> None:
-        """Compares, once, queries before rotation with what comes of their hidden states.
 
-        Raises:
-            UnsupportedModelError: the model makes its queries in another way than is known here.
-        """
-        if self._checked:
-            return
-        if not undone_right(queries, self.queries(hidden).float(), hidden.dtype):
-            raise UnsupportedModelError(
-                "This model makes queries of hidden states in a way that keepset does not know under vLLM: choose "
-                "a method that does not look at hidden states, such as snapkv."
-            )
-        self._checked = True
-
-
-def tap() -> RemovableHandle:
-    """From now on every attention layer that a module takes in knows its input, as `layer.impl.source`."""
+def watch_projections(projections: dict[str, VLLMQueryProjection]) -> RemovableHandle:
+    """From now on every attention layer that a module takes in has its projection here, under the layer's name."""
     from vllm.model_executor.layers.attention import Attention
 
     def taken_in(module: nn.Module, name: str, child: nn.Module | None) -> None:
         if isinstance(child, Attention) and hasattr(module, "qkv_proj"):
             impl: Any = child.impl
-            impl.source = LayerInput(module, impl.num_heads, impl.head_size)
+            projections[child.layer_name] = VLLMQueryProjection(module, impl.num_heads, impl.head_size)
 
     return register_module_module_registration_hook(taken_in)

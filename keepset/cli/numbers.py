@@ -1,0 +1,37 @@
+"""Lists of numbers as commands take them, separated by commas."""
+
+from __future__ import annotations
+
+import ast
+
+from keepset.errors import BudgetError
+
+
+def parse_budgets(text: str) -> list[int | float]:
+    """The budgets of a list such as `512, 0.25`: entries per head or fractions.
+
+    Raises:
+        BudgetError: one of them is no budget.
+    """
+    from keepset.core.budget import KEEP_HELP, Budget
+
+    budgets: list[int | float] = []
+    for part in text.split(","):
+        try:
+            value = ast.literal_eval(part.strip())
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            value = None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise BudgetError(f"keep={part.strip()!r} is not a number: {KEEP_HELP}.")
+        if isinstance(value, int) and value.bit_length() > 63:
+            raise BudgetError(f"keep={part.strip()} is too large a number: {KEEP_HELP}.")
+        budgets.append(Budget(value).keep or value)
+    return budgets
+
+
+def parse_indices(text: str) -> list[int] | None:
+    """Different whole numbers from 0, rising; None where the text is no such list."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
+        return None
+    return sorted({int(part) for part in parts})

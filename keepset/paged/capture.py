@@ -1,0 +1,149 @@
+"""`CapturePlanner`: which of a step's queries and prompts are recorded, because an event will look at them."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from keepset.core.accumulate import Accumulators
+from keepset.paged.eviction_schedule import EvictionSchedule
+from keepset.paged.prompt import Prompts, looks_at_all
+from keepset.paged.query_windows import QueryCapture, QueryRecord, QueryWindows
+from keepset.paged.step import (
+    EventPages,
+    EvictionEvent,
+    PromptChunk,
+    RecordedQueries,
+    ScheduledRequest,
+    StepBatch,
+    StepPlan,
+)
+
+
+class CapturePlanner:
+    """Of one group of layers.
+
+    Args:
+        schedule: when requests are compressed.
+        layers: how many there are in the group.
+        max_requests: how many can run at once.
+
+    Attributes:
+        windows: what was recorded.
+    """
+
+    def __init__(self, schedule: EvictionSchedule, layers: int, max_requests: int) -> None:
+        self._schedule, self._layers = schedule, layers
+        recipe = schedule.recipe
+        self._needs = needs = recipe.method.needs
+        self._collects = looks_at_all(needs) and recipe.schedule.prefill
+        # What the moments of a decode-time event cover is recorded like a window.
+        buffer = needs.buffer if recipe.schedule.every is not None else 0
+        self._window = max(needs.window, buffer)
+        self._records = bool(self._window) or self._collects
+        self.windows = QueryWindows(layers, max(self._window, 1), max_requests)
+        self._by_row: dict[int, QueryRecord] = {}
+
+    def plan(self, batch: StepBatch, plan: StepPlan) -> None:
+        """Adds to the step's plan the queries and chunks that the next events will look at."""
+        if not self._records:
+            return
+        # Of each token its query, its request's slot in the windows, and its place there.
+        captured_before: list[tuple[int, int, int]] = []
+        captured_after: list[tuple[int, int, int]] = []
+        self._by_row = {}
+        schedule, pages, size = self._schedule, batch.block_table, self._schedule.block_size
+        for request in batch.requests:
+            event = schedule.due(request.prompt, request.before, request.after)
+            upcoming = schedule.next_event(request.prompt, request.after)
+            soon = upcoming is not None and upcoming - request.after < self._window
+            collecting = self._collects and request.before < request.prompt
+            page_before = int(pages[request.row, max(request.before - 1, 0) // size])
+            page = int(pages[request.row, (request.after - 1) // size])
+            if not (event or soon or collecting):
+                self.windows.forget(page_before)
+                self.windows.forget(page)  # another request's, that held this page before
+                continue
+            start = max(request.before, (event or request.after) - self._window)
+            record = self.windows.follow(page_before, page, start, request.before, request.after)
+            self._by_row[request.row] = record
+            if event:
+                captured_before += self._places(request, record, start, event)
+                start = max(event, request.after - self._window)
+            if soon:
+                (captured_after if event else captured_before).extend(
+                    self._places(request, record, start, request.after)
+                )
+            if collecting:
+                plan.chunks.append(self._chunk(request, record, pages[request.row]))
+        plan.captured_before, plan.captured_after = _capture(batch, captured_before), _capture(batch, captured_after)
+
+    def event(
+        self,
+        batch: StepBatch,
+        rows: Int[Tensor, " rows"],
+        requests: list[ScheduledRequest],
+        newer: int,
+        width: int,
+        keep: int | None,
+        compressed: bool,
+        pages: EventPages,
+    ) -> EvictionEvent:
+        """The compression of these requests, and what it looks at; the other arguments are as in `EvictionEvent`."""
+        points = [request.after - newer for request in requests]
+        return EvictionEvent(
+            rows=rows,
+            at=batch.tensor(points),
+            prompts=batch.tensor([request.prompt for request in requests]),
+            newer=newer,
+            width=width,
+            keep=keep,
+            compressed=compressed,
+            ends_prompt=points[0] == requests[0].prompt,
+            equal_heads=not self._schedule.ragged,
+            pages=pages,
+            queries=self._recorded(batch, requests, points),
+        )
+
+    def _recorded(
+        self, batch: StepBatch, requests: list[ScheduledRequest], points: list[int]
+    ) -> RecordedQueries | None:
+        if not self._records:
+            return None
+        records = [self._by_row[request.row] for request in requests]
+        for request, record, at in zip(requests, records, points, strict=True):
+            # First tokens may have come from another request's pages: then their queries were not seen.
+            shared = self._schedule.shareable(request.prompt) or 0
+            lost = self._window and record.start > max(at - self._window, 0) and record.start > shared
+            unseen = self._collects and at == request.prompt and (record.prompt is None or record.prompt.tokens < at)
+            if lost or unseen:
+                raise RuntimeError("keepset lost the queries of a request that is to be compressed.")
+        slots = batch.tensor([record.slot for record in records])
+        window = torch.arange(-self._window, 0, device=slots.device)
+        return RecordedQueries(records, slots, batch.tensor(points)[:, None] + window)
+
+    def _chunk(self, request: ScheduledRequest, record: QueryRecord, blocks: Int[Tensor, " width"]) -> PromptChunk:
+        until = min(request.prompt, request.after)
+        if record.prompt is None:
+            record.prompt = Prompts([Accumulators(self._needs) for _ in range(self._layers)])
+        if record.prompt.tokens == request.before:
+            record.prompt.tokens = until
+        # Nothing has compressed a prompt before its end.
+        blocks = blocks[: -(-until // self._schedule.block_size)].long()
+        kv_heads = self._schedule.kv_heads
+        subpages = blocks * kv_heads + torch.arange(kv_heads, device=blocks.device)[:, None]
+        end_query = request.first_query + until - request.before
+        return PromptChunk(record.prompt, request.first_query, end_query, request.before, subpages)
+
+    def _places(
+        self, request: ScheduledRequest, record: QueryRecord, start: int, stop: int
+    ) -> list[tuple[int, int, int]]:
+        if not self._window:
+            return []
+        offset = request.first_query - request.before
+        return [(offset + position, record.slot, position % self._window) for position in range(start, stop)]
+
+
+def _capture(batch: StepBatch, places: list[tuple[int, int, int]]) -> QueryCapture | None:
+    return QueryCapture(*batch.tensor(places).unbind(1)) if places else None

@@ -1,0 +1,122 @@
+"""What an engine with a paged cache must provide to run keepset: the interfaces of its adapter.
+
+docs/engines.md says when each is called. vLLM's adapter (`keepset.vllm`) is written against them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from keepset.core.shapes import HiddenStates, Queries
+from keepset.paged.per_head import PerHeadBatch
+from keepset.paged.step import StepBatch, StepPlan
+
+
+@runtime_checkable
+class Pages(Protocol):
+    """One layer's cache, by sub-pages, in each process that computes.
+
+    A block is `kv_heads` sub-pages, one of each head: sub-page `block * kv_heads + head`, and its slot
+    `subpage * block_size + offset`.
+    """
+
+    @property
+    def slots(self) -> int:
+        """Entries that there is room for."""
+
+    def read(
+        self, subpages: Int[Tensor, "*rows pages"]
+    ) -> tuple[Float[Tensor, "*rows entries head_dim"], Float[Tensor, "*rows entries head_dim"]]:
+        """Whole sub-pages, each row's pages joined.
+
+        Args:
+            subpages: their numbers, in the order of the entries.
+
+        Returns:
+            Keys and values, `entries` being `pages * block_size`. What lies beyond a head's own entries is whatever
+            the page held before.
+        """
+
+    def write(
+        self, keys: Float[Tensor, "n head_dim"], values: Float[Tensor, "n head_dim"], slots: Int[Tensor, " n"]
+    ) -> None:
+        """Puts entry `i` at `slots[i]`.
+
+        Args:
+            keys, values: after rotation, in the cache's dtype.
+            slots: distinct and inside the cache: kernels check neither.
+        """
+
+
+class StepAdapter(Protocol):
+    """Between the engine's metadata of a step and keepset's, for a group of layers that share block tables."""
+
+    def batch(self, metadata: Any) -> StepBatch:
+        """The step as the engine scheduled it.
+
+        Args:
+            metadata: the engine's, with lengths and tables as if nothing had ever been dropped.
+
+        Returns:
+            The same in keepset's words; without requests for a dummy run.
+
+        Raises:
+            UnsupportedEngineError: the engine does not say what keepset needs to know.
+        """
+
+    def planned(self, metadata: Any, plan: StepPlan) -> Any:
+        """The engine's metadata with what `plan.shifted` says instead, where it says anything."""
+
+
+class LayerAdapter(Protocol):
+    """One attention layer of the engine, in each process that computes.
+
+    `layer`, `kv_cache` and `metadata` are whatever the engine gives its attention.
+    """
+
+    def pages(self, layer: Any, kv_cache: Any) -> Pages:
+        """The layer's cache as sub-pages."""
+
+    def attend_per_head(
+        self,
+        layer: Any,
+        queries: Float[Tensor, "heads_tokens group head_dim"],
+        kv_cache: Any,
+        metadata: Any,
+        batch: PerHeadBatch,
+        output: Float[Tensor, "heads_tokens group head_dim"],
+    ) -> None:
+        """Causal attention by the engine's own kernel, where each (request, KV head) is a request with one KV head.
+
+        Args:
+            layer, kv_cache, metadata: the engine's.
+            queries: head by head, with the query heads of each KV head as its group.
+            batch: lengths and tables, over a cache in which each sub-page is a block of one KV head.
+            output: where the results go.
+        """
+
+
+@runtime_checkable
+class QueryProjection(Protocol):
+    """How a layer makes queries of hidden states; only recipes that look at hidden states need it."""
+
+    hidden: Float[Tensor, "tokens hidden"] | None
+    """What entered the layer's attention in the forward under way."""
+
+    def queries(self, hidden: HiddenStates) -> Queries:
+        """Queries that the layer makes of other hidden states, before rotation."""
+
+
+class SchedulerAdapter(Protocol):
+    """The blocks of one group of layers, in the process that schedules."""
+
+    def release(self, request_id: str, blocks: int) -> None:
+        """Gives a request's first `blocks` blocks back to the pool, and keeps the others at their logical places.
+
+        Args:
+            request_id: the engine's name of it.
+            blocks: from the request's first one on; those that went before are among them.
+        """

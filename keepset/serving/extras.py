@@ -1,0 +1,33 @@
+"""Libraries that only `keepset[serve]` brings along."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from keepset.errors import KeepsetError
+
+
+def import_http() -> Any:
+    """The HTTP library.
+
+    Raises:
+        KeepsetError: it is not installed.
+    """
+    return _import("httpx2", "HTTP client")
+
+
+def import_parser() -> Any:
+    """What takes apart the text format of Prometheus.
+
+    Raises:
+        KeepsetError: it is not installed.
+    """
+    return _import("prometheus_client.parser", "reader of metrics").text_string_to_metric_families
+
+
+def _import(module: str, name: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise KeepsetError(f'The {name} is not installed: run `pip install "keepset[serve]"`.') from error

@@ -1,0 +1,64 @@
+"""What keepset adds to an attention layer of vLLM's CPU backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from vllm import _custom_ops as ops
+
+from keepset.paged.engine import Pages
+from keepset.paged.per_head import PerHeadBatch
+from keepset.vllm.attention import KeepImpl
+from keepset.vllm.cpu_pages import CPUPages
+
+
+class CPUMixin(KeepImpl):
+    """Its cache is packed, and its kernel is called without what vLLM's class does around it.
+
+    That would take as long as all that is done here.
+    """
+
+    head_size: int
+    logits_soft_cap: float
+
+    def make_pages(self, layer: Any, kv_cache: Tensor) -> CPUPages:
+        """Packed by instruction set."""
+        return CPUPages(kv_cache, layer.isa)
+
+    def attend_per_head(
+        self, layer: Any, queries: Tensor, kv_cache: Tensor, metadata: Any, batch: PerHeadBatch, output: Tensor
+    ) -> None:
+        """By the backend's own kernel."""
+        pages: Pages = self.pages(layer, kv_cache)
+        assert isinstance(pages, CPUPages)
+        keys, values = pages.folded()
+        work = ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=batch.seq_lens.shape[0],
+            num_heads=self.num_queries_per_kv,
+            num_kv_heads=1,
+            head_dim=self.head_size,
+            seq_lens=batch.seq_lens,
+            dtype=queries.dtype,
+            query_start_loc=batch.query_start_loc,
+            causal=True,
+            sliding_window_size=-1,
+            isa=layer.isa,
+            enable_kv_split=True,
+        )
+        ops.cpu_attention_with_kv_cache(
+            query=queries,
+            key_cache=keys,
+            value_cache=values,
+            output=output,
+            query_start_loc=batch.query_start_loc,
+            seq_lens=batch.seq_lens,
+            scale=self.scale,
+            causal=True,
+            alibi_slopes=None,
+            sliding_window=-1,
+            block_table=batch.block_table,
+            softcap=self.logits_soft_cap,
+            scheduler_metadata=work,
+            s_aux=None,
+        )

@@ -1,0 +1,120 @@
+"""Pages of vLLM's CPU backend."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from vllm import _custom_ops as ops
+
+from keepset.errors import KeepsetError, UnsupportedEngineError
+
+
+class CPUPages:
+    """Pages of vLLM's CPU backend, which packs keys and values as its instruction set likes to read them.
+
+    Attributes:
+        kv_heads, block_size, head_dim, slots: of the cache.
+        isa: the instruction set that the layer's metadata builder chose (`layer.isa`).
+    """
+
+    def __init__(self, kv_cache: Float[Tensor, "blocks kv_heads block_size two_head_dim"], isa: str) -> None:
+        if not kv_cache.is_contiguous():
+            raise UnsupportedEngineError(
+                "A KV cache of the CPU backend must be contiguous to be taken apart into sub-pages."
+            )
+        blocks, self.kv_heads, self.block_size, width = kv_cache.shape
+        self.head_dim, self.slots = width // 2, blocks * self.kv_heads * self.block_size
+        self.isa = isa
+        self._cache = kv_cache
+        # Keys and values of a sub-page are neighbouring rows, so that each can be fetched without the other. As whole
+        # numbers, because barrier 16-bit floats converts them on a CPU: 2 to 3 times slower, and it alters NaNs.
+        bits = {2: torch.int16, 4: torch.int32}[kv_cache.dtype.itemsize]
+        self._rows = kv_cache.view(bits).view(blocks * self.kv_heads * 2, self.block_size * self.head_dim)
+        self._folded = kv_cache.view(-1, 1, 2 * self.block_size, self.head_dim).chunk(2, dim=2)
+        self._key_order, self._value_order = packing(self.block_size, self.head_dim, kv_cache.dtype, isa)
+
+    def read(
+        self, subpages: Int[Tensor, "*rows pages"]
+    ) -> tuple[Float[Tensor, "*rows entries head_dim"], Float[Tensor, "*rows entries head_dim"]]:
+        """Keys and values of whole sub-pages, unpacked and in the cache's dtype."""
+        *rows, pages = subpages.shape
+        shape = (*rows, pages * self.block_size, self.head_dim)
+        key_rows = 2 * subpages.flatten()
+        keys = _unpacked(self._rows.index_select(0, key_rows), self._key_order)
+        values = _unpacked(self._rows.index_select(0, key_rows + 1), self._value_order)
+        return keys.view(shape).view(self._cache.dtype), values.view(shape).view(self._cache.dtype)
+
+    def write(
+        self, keys: Float[Tensor, "n head_dim"], values: Float[Tensor, "n head_dim"], slots: Int[Tensor, " n"]
+    ) -> None:
+        """Puts entry `i` at `slots[i]`, by the backend's own kernel."""
+        if keys.dtype != self._cache.dtype or values.dtype != self._cache.dtype:
+            # The kernel goes by the dtype of the keys alone and would scribble over the pool.
+            raise KeepsetError(f"The KV cache holds {self._cache.dtype}: keys and values must have the same dtype.")
+        _pack(keys, values, *self.folded(), slots, self.isa)
+
+    def folded(
+        self,
+    ) -> tuple[
+        Float[Tensor, "subpages 1 block_size head_dim"],
+        Float[Tensor, "subpages 1 block_size head_dim"],
+    ]:
+        """Views for the backend's kernels in which every sub-page is a block of one KV head: keys, values.
+
+        With them a page table has one row per (request, head), and each row its own length.
+        """
+        keys, values = self._folded
+        return keys, values
+
+
+@functools.cache
+def packing(
+    block_size: int, head_dim: int, dtype: torch.dtype, isa: str
+) -> tuple[Int[Tensor, " numbers"] | None, Int[Tensor, " numbers"] | None]:
+    """Where in a packed sub-page the number of each (slot, channel) is, for keys and for values; None: in its place.
+
+    Found by having the backend's own kernel write numbers that tell where they came from: how it packs differs
+    between instruction sets and dtypes and is nobody's promise.
+    """
+    numbers = block_size * head_dim
+    home = torch.arange(numbers)
+    came_from = torch.zeros(2, numbers, dtype=torch.int64)
+    scale, base = 1, 256  # whole numbers up to 256 are exact in every dtype, bfloat16 included
+    while scale < numbers:
+        digits = (home // scale % base).to(dtype).view(block_size, head_dim)
+        page = torch.zeros(1, 1, 2 * block_size, head_dim, dtype=dtype)
+        key_cache, value_cache = page.chunk(2, dim=2)
+        _pack(digits, digits, key_cache, value_cache, torch.arange(block_size), isa)
+        came_from += page.view(2, numbers).long() * scale
+        scale *= base
+    if not torch.equal(came_from.sort(-1).values, home.expand(2, -1)):
+        raise UnsupportedEngineError(
+            f"vLLM packs KV cache pages of {block_size} x {head_dim} {dtype} for {isa!r} in a way "
+            "that is no reordering: keepset cannot read them."
+        )
+    keys, values = (None if torch.equal(order, home) else order for order in came_from.argsort(-1))
+    return keys, values
+
+
+def _pack(
+    keys: Float[Tensor, "n head_dim"],
+    values: Float[Tensor, "n head_dim"],
+    key_cache: Float[Tensor, "subpages 1 block_size head_dim"],
+    value_cache: Float[Tensor, "subpages 1 block_size head_dim"],
+    slots: Int[Tensor, " n"],
+    isa: str,
+) -> None:
+    # The kernel walks the slots by address, as 64-bit numbers, and takes the last axis of entries for dense.
+    new = keys.contiguous().unsqueeze(1), values.contiguous().unsqueeze(1)
+    ops.cpu_attn_reshape_and_cache(*new, key_cache, value_cache, slots.long().contiguous(), isa)
+
+
+def _unpacked(
+    pages: Int[Tensor, "pages numbers"], order: Int[Tensor, " numbers"] | None
+) -> Int[Tensor, "pages numbers"]:
+    # `gather` with one row of indices expanded: on a CPU 2 to 4 times quicker than `index_select` on this axis,
+    # and the indices stay the size of one page.
+    return pages if order is None else pages.gather(1, order.expand(len(pages), -1))
