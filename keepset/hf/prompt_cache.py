@@ -218,8 +218,10 @@ class PromptCache(TransformersCache, ABC):
             outputs.append(output)
             if event is not None:
                 self._reached(layer, part, event)
-        if layer.index == self.compressed_layers[-1] and self._hooks is not None:
-            self._hooks.forget()
+        if layer.index == self.compressed_layers[-1]:
+            self.progress.positions = None  # of the prompt these are as many as it has tokens
+            if self._hooks is not None:
+                self._hooks.forget()
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
     def _advance(self, call: AttentionCall, valid: Tensor | None) -> None:
