@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from keepset.core.statistics import Statistics
-from keepset.errors import KeepsetError
+from keepset.errors import UnsupportedModelError
 from keepset.offline.calibrate.corpus import Corpus
 from keepset.offline.calibrate.passkeys import LENGTH, Passkeys, draw
 
@@ -90,7 +90,9 @@ def retrieval_gates(
             _local.gates = None
             loss = (found - wanted).square().mean() + _WEIGHT * torch.cat(everything).mean()
             if not loss.isfinite():
-                raise KeepsetError("Some of the model's hidden states are not finite numbers: no gate can be found.")
+                raise UnsupportedModelError(
+                    "Some of the model's hidden states are not finite numbers: no gate can be found."
+                )
             optimizer.param_groups[0]["lr"] = _RATE * min(1.0, (step + 1) / ramp, (len(texts) - step) / ramp)
             for gate, slope in zip(everything, torch.autograd.grad(loss, everything), strict=True):
                 gate.grad = slope
