@@ -21,7 +21,8 @@ class ModelHooks(ABC):
     """
 
     def __init__(self, model: nn.Module, past: Any) -> None:
-        self._model, self._past = weakref.ref(model), weakref.ref(past)
+        self._model: weakref.ref[Any] = weakref.ref(model)
+        self._past = weakref.ref(past)
         self._handles: list[RemovableHandle] = []
         weakref.finalize(self, _remove, self._handles)
         self.forget()

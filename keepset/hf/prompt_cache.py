@@ -28,6 +28,7 @@ from keepset.errors import KeepsetError
 from keepset.hf.attention import NAME, AttentionCall, hand_over
 from keepset.hf.attention_hooks import AttentionHooks
 from keepset.hf.forward import Forward
+from keepset.hf.hooks import ModelHooks
 from keepset.hf.layer import KeepLayer
 from keepset.hf.perplexity import PerplexityHooks
 from keepset.hf.phases import DecodingPhase, LayerEvent, PromptPhase
@@ -125,13 +126,9 @@ class PromptCache(TransformersCache, ABC):
         self.progress = None
         self._waiting.clear()
         self._attending = False
-        if self._hooks is not None:
-            self._hooks.open()
-        if self._second is not None:
-            self._second.open()
-        if self._perplexity is not None:
-            self._perplexity.close()
-            self._perplexity.open()
+        for hooks in self._all_hooks():
+            hooks.close()
+            hooks.open()
 
     def reorder_cache(self, beam_idx: Any) -> None:
         """Makes the batch consist of these rows, of which any may repeat or be missing."""
@@ -221,8 +218,10 @@ class PromptCache(TransformersCache, ABC):
             outputs.append(output)
             if event is not None:
                 self._reached(layer, part, event)
-        if layer.index == self.compressed_layers[-1] and self._hooks is not None:
-            self._hooks.forget()
+        if layer.index == self.compressed_layers[-1]:
+            self.progress.positions = None  # of the prompt these are as many as it has tokens
+            if self._hooks is not None:
+                self._hooks.forget()
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
     def _advance(self, call: AttentionCall, valid: Tensor | None) -> None:
@@ -316,9 +315,11 @@ class PromptCache(TransformersCache, ABC):
 
     def stop_watching(self) -> None:
         """Removes the hooks on the model: nothing more is compressed."""
-        for hooks in (self._hooks, self._second, self._perplexity):
-            if hooks is not None:
-                hooks.close()
+        for hooks in self._all_hooks():
+            hooks.close()
+
+    def _all_hooks(self) -> list[ModelHooks]:
+        return [hooks for hooks in (self._hooks, self._second, self._perplexity) if hooks is not None]
 
     def _reorder(self, rows: Tensor) -> None:
         if self.progress is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import time
-import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -13,15 +12,16 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache as TransformersCache
 
 from keepset.core.feature import Feature, Needs
 from keepset.core.features.second_pass import SecondPass, SecondPassColumns
 from keepset.errors import KeepsetError, UnsupportedModelError
 from keepset.hf.attention import AttentionCall, hand_over
+from keepset.hf.hooks import ModelHooks, weakly
 from keepset.hf.layer import LogicalLayer
 from keepset.hf.progress import Progress
-from keepset.hf.prompt_inputs import PromptInputs
 from keepset.hf.repeat import Repeat
 from keepset.kernels.second_pass import PackedSequence, SoftmaxScope, second_pass_attention
 from keepset.kernels.statistic import ColumnStatistic
@@ -34,39 +34,28 @@ Entries = tuple[Float[Tensor, "batch kv_heads entries head_dim"], Float[Tensor, 
 """Keys and values of one layer."""
 
 
-class SecondPasses:
+class SecondPasses(ModelHooks):
     """Runs tokens on top of a prompt of which all layers still hold all entries, inside the last layer's attention.
 
     Requests run one by one, without their padding, each as a call of the model's decoder with a cache that only looks
-    at those entries.
+    at those entries. The prompt's tokens, or embeddings, are seen by a hook on the decoder.
 
     Attributes:
         seconds: that each pass took, by its `cost`.
     """
 
     def __init__(self, model: transformers.PreTrainedModel, past: Any, needs: Needs, tasks: Sequence[Tensor]) -> None:
-        self._needs, self._model = needs.of(SecondPass), weakref.ref(model)
+        self._needs = needs.of(SecondPass)
         self._tasks = [check_task(task, model) for task in tasks]
         self._repeat = Repeat.of(model) if any(needed.repeat for needed in self._needs) else None
         if self._repeat and tasks:
             raise KeepsetError("A prompt that is to be repeated is its own task: leave task_tokens out.")
-        self._inputs = PromptInputs(model.get_decoder(), past)
         self.seconds: dict[SecondPass, float] = {}
+        super().__init__(model, past)
 
-    def open(self) -> None:
-        """Watches for a prompt, from its beginning."""
-        self.close()
-        self._inputs.open()
-
-    def close(self) -> None:
-        """Stops watching, and forgets what was seen."""
-        self._inputs.close()
-
-    def fork(self, past: Any) -> SecondPasses:
-        """The same for another cache."""
-        twin = copy.copy(self)
-        twin._inputs, twin.seconds = self._inputs.fork(past), dict(self.seconds)
-        return twin
+    def forget(self) -> None:
+        """Lets go of the prompt's tokens."""
+        self._inputs: list[Tensor] = []
 
     def run(
         self, entries: Mapping[int, Entries], progress: Progress, layers: Sequence[Any]
@@ -85,7 +74,7 @@ class SecondPasses:
         for kind, names in groups.items():
             start = time.perf_counter()
             per_layer = self._run(kind, names, entries, progress, layers)
-            self.seconds[kind] = time.perf_counter() - start
+            self.seconds = {**self.seconds, kind: time.perf_counter() - start}
             for needed in self._needs:
                 if needed.cost == kind:
                     for index, columns in per_layer.items():
@@ -103,7 +92,7 @@ class SecondPasses:
         layers: Sequence[Any],
     ) -> dict[int, SecondPassColumns]:
         """What each layer's entries receive in a pass of this kind."""
-        prompt, valid = self._inputs.first(progress.logical), progress.valid
+        prompt, valid = self._prompt(progress.logical), progress.valid
         batch = len(prompt)
         per_request: list[dict[int, dict[str, Tensor]]] = []
         tokens, opening = torch.zeros(2, batch, dtype=torch.long, device=prompt.device)
@@ -130,6 +119,27 @@ class SecondPasses:
             )
             for i, (keys, _) in entries.items()
         }
+
+    def _installed(self, model: nn.Module) -> Iterator[RemovableHandle]:
+        decoder: Any = model
+        yield decoder.get_decoder().register_forward_pre_hook(weakly(self._enter), with_kwargs=True)
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if kwargs.get("past_key_values") is not self._past():
+            return
+        inputs = kwargs.get("inputs_embeds")
+        if inputs is None:
+            inputs = kwargs.get("input_ids", args[0] if args else None)
+        if inputs is not None:
+            self._inputs = [*self._inputs, inputs.detach()]
+
+    def _prompt(self, tokens: int) -> Shaped[Tensor, "batch tokens *hidden"]:
+        """The first `tokens` of every request, padding included."""
+        if sum(part.shape[1] for part in self._inputs) < tokens:
+            raise UnsupportedModelError(
+                "keepset could not see the prompt's tokens; this model cannot run a second pass."
+            )
+        return torch.cat(self._inputs, 1)[:, :tokens]
 
     def _passes(self, kind: SecondPass, own: Tensor, tasks: list[Tensor]) -> list[tuple[Tensor, SoftmaxScope | None]]:
         """What runs after one request's prompt, and which entries it is about; None: all."""

@@ -51,6 +51,7 @@ class Pages(Protocol):
         """
 
 
+@runtime_checkable
 class StepAdapter(Protocol):
     """Between the engine's metadata of a step and keepset's, for a group of layers that share block tables."""
 
@@ -71,6 +72,7 @@ class StepAdapter(Protocol):
         """The engine's metadata with what `plan.shifted` says instead, where it says anything."""
 
 
+@runtime_checkable
 class LayerAdapter(Protocol):
     """One attention layer of the engine, in each process that computes.
 
@@ -110,6 +112,7 @@ class QueryProjection(Protocol):
         """Queries that the layer makes of other hidden states, before rotation."""
 
 
+@runtime_checkable
 class SchedulerAdapter(Protocol):
     """The blocks of one group of layers, in the process that schedules."""
 

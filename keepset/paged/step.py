@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Int
@@ -73,6 +73,7 @@ class OccupiedPages(NamedTuple):
     entries: Int[Tensor, "rows kv_heads"]
 
 
+@runtime_checkable
 class EventPages(Protocol):
     """The pages of an event's requests, before and after it."""
 

@@ -51,6 +51,7 @@ def test_every_recipe_in_turns_at_every_length(model: Any, monkeypatch: pytest.M
     )
 
 
+@pytest.mark.full
 def test_peak_memory_is_that_of_the_generation(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     *_, (small, *_) = latency(model, [prompt(40)], [], output_tokens=1, rounds=1)
     if small.rounds[0].peak_bytes is None:

@@ -117,6 +117,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("recipe", ["snapkv(keep=1.0)", "adakv(expected_attention, keep=1.0)"])
 def test_with_everything_kept_the_harness_says_what_it_says_of_its_own_model(
@@ -174,6 +175,7 @@ def naive(model: Any, recipe: str, context: list[int], continuation: list[int]) 
     return total, greedy
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("recipe", ["snapkv(keep=0.25)", "adakv(knorm, keep=0.25)", "tova(keep=6, every=4)"])
 def test_continuations_are_scored_as_if_each_were_decoded_alone(folder: str, batch_size: int, recipe: str) -> None:
@@ -206,6 +208,7 @@ def test_a_batch_of_prompts_generates_what_each_does_alone(folder: str, caches: 
     assert found != HFLM(folder, device="cpu").generate_until(asked)
 
 
+@pytest.mark.full
 def test_bytes_are_saved(folder: str, tasks: Path, caches: list[keepset.Cache]) -> None:
     held = {}
     for keep in (0.25, 1.0):
@@ -285,6 +288,7 @@ def test_the_harness_knows_it_by_its_name() -> None:
     assert get_model("keepset") is KeepsetLM
 
 
+@pytest.mark.full
 def test_on_the_command_line(
     folder: str, tasks: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,7 +28,7 @@ torch.set_num_threads(1)
 _COMMON = dict(
     hidden_size=64,
     intermediate_size=96,
-    num_hidden_layers=4,
+    num_hidden_layers=2,
     num_attention_heads=4,
     num_key_value_heads=2,
     vocab_size=200,
@@ -37,12 +37,13 @@ _COMMON = dict(
     bos_token_id=1,
     eos_token_id=2,
 )
-_HYBRID = dict(layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=24)
+_HYBRID = dict(num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=24)
 _YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=128, rope_theta=1e4)
 _EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=32)
 
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
+    "llama_deep": ("llama", dict(num_hidden_layers=4)),
     "llama_mha": ("llama", dict(num_key_value_heads=4)),
     "llama_mqa": ("llama", dict(num_key_value_heads=1, num_attention_heads=8)),
     "llama_odd_head": ("llama", dict(head_dim=10)),
@@ -58,7 +59,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("olmo2", {}),
     "gpt2": ("gpt2", {}),
     "smollm3": ("smollm3", dict(no_rope_layer_interval=2)),
-    "lfm2": ("lfm2", dict(layer_types=["conv", "full_attention"] * 2)),
+    "lfm2": ("lfm2", dict(num_hidden_layers=4, layer_types=["conv", "full_attention"] * 2)),
     "qwen3_moe": ("qwen3_moe", dict(head_dim=16, num_experts=4, **_EXPERTS)),
 }
 

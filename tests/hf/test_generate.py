@@ -74,6 +74,7 @@ def test_beams_equal_those_of_the_full_cache_when_all_is_kept(layout: str) -> No
     assert torch.equal(output.sequences, expected.sequences)
 
 
+@pytest.mark.cross
 @by_recipe
 @padded_or_not
 def test_scores_of_beams_are_the_oracles(recipe: str, padding: list[int]) -> None:
@@ -93,6 +94,7 @@ def test_scores_of_beams_are_the_oracles(recipe: str, padding: list[int]) -> Non
 # --- several turns
 
 
+@pytest.mark.cross
 @by_recipe
 @padded_or_not
 @pytest.mark.parametrize("later", [[0, 0], [2, 0]], ids=["whole turn", "padded turn"])
@@ -126,6 +128,7 @@ def test_a_conversation_that_keeps_all_is_the_models_own(layout: str) -> None:
     assert torch.equal(*sequences)
 
 
+@pytest.mark.cross
 @by_recipe
 @padded_or_not
 @pytest.mark.parametrize("holes", [[0, 0], [2, 0]], ids=["whole turn", "padded turn"])
@@ -225,6 +228,7 @@ def assistant(noise: float) -> Any:
     return model
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("noise", [0.0, 0.01, 1.0])
 @pytest.mark.parametrize("recipe", [SNAPKV, PYRAMID, ADAKV, "expected_attention(future=16, keep=12)", "h2o(keep=12)"])
 def test_an_assistant_changes_nothing(recipe: str, noise: float) -> None:
@@ -265,6 +269,7 @@ def test_an_assistant_joins_in_the_second_turn(recipe: str) -> None:
     assert torch.equal(*answers)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("recipe", [ADAKV, "h2o(keep=12)", "expected_attention(future=16, keep=12)"])
 @padded_or_not
 @torch.no_grad()
@@ -301,6 +306,7 @@ def test_drafts_of_a_hybrid_model_are_taken_back() -> None:
 # --- chunked prefill
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("chunk", [7, 16, 39])
 @pytest.mark.parametrize("padding", [[0, 0], [0, 7], [3, 18]], ids=str)
 @pytest.mark.parametrize(
@@ -344,6 +350,7 @@ def test_rows_that_stop_early(recipe: str) -> None:
         assert torch.equal(together[row, pad : pad + len(alone)], alone)
 
 
+@pytest.mark.cross
 @by_recipe
 @pytest.mark.parametrize("length", [1, 2, 3])
 def test_prompts_of_a_few_tokens(recipe: str, length: int) -> None:

@@ -40,6 +40,7 @@ def told(model: Any, cache: keepset.Cache, tokens: Tensor) -> Tensor:
     return model(tokens, past_key_values=cache).logits.float()
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("architecture", ["llama", "llama_mqa", "llama_odd_head", "qwen3", "bfloat16"])
 @pytest.mark.parametrize("tokens", [1, 21])
 def test_each_goes_on_as_it_would_alone(architecture: str, tokens: int) -> None:

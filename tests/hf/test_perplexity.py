@@ -71,6 +71,7 @@ def check(model: Any, ids: Tensor, mask: Tensor, tolerance: float = 1e-4) -> Non
             torch.testing.assert_close(observation[Perplexity(window)], torch.tensor(own), rtol=tolerance, atol=0.0)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe"])
 @pytest.mark.parametrize("chunk", [None, 11, 8, 1], ids=["whole", "chunks", "chunks_of_a_window", "single"])
 def test_it_is_that_of_the_models_own_logits(name: str, chunk: int | None) -> None:
@@ -87,6 +88,7 @@ def test_logits_that_the_model_scales_are_scaled() -> None:
     check(model, ids, torch.ones_like(ids))
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("asked", [0, 1, 3, 20, 100, torch.tensor([2, 29]), None], ids=str)
 @pytest.mark.parametrize("side", ["left", "right", "none"])
 def test_callers_get_the_logits_that_they_asked_for(asked: Any, side: str) -> None:

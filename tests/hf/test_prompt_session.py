@@ -82,6 +82,7 @@ def appended(architecture: str, cache: keepset.Cache, ids: Tensor, mask: Tensor)
     return torch.cat(logits, 1)
 
 
+@pytest.mark.cross
 @architectures
 @pytest.mark.parametrize(
     "text", ["snapkv(window=5, keep=12)", "pyramid(snapkv(window=4), keep=12)", "adakv(expected_attention, keep=12)"]

@@ -176,6 +176,7 @@ def test_the_same_file_whether_it_grew_or_not(tmp_path: Path) -> None:
 # --- asking
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2"])
 @pytest.mark.parametrize("padding", [[0, 0], [0, 9]], ids=["whole", "padded"])
 def test_asking_is_generating_from_context_and_question(name: str, padding: list[int]) -> None:
@@ -240,6 +241,7 @@ def test_rows_that_do_not_fit() -> None:
 # --- forks
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2"])
 @pytest.mark.parametrize("recipe", [*RECIPES.values(), *AGAIN.values()])
 def test_questions_do_not_disturb_each_other(name: str, recipe: str) -> None:
@@ -265,6 +267,7 @@ def test_questions_do_not_disturb_each_other(name: str, recipe: str) -> None:
     assert past.get_seq_length() == 40
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_forks_in_the_middle_of_a_prompt(name: str, recipe: str) -> None:
@@ -389,7 +392,7 @@ def test_another_model(path: Path) -> None:
     assert "whose weights differ; load that model" in refusal(path, tiny("llama_mha"))
     tuned = copy.deepcopy(tiny("llama"))
     with torch.no_grad():
-        tuned.model.layers[3].mlp.down_proj.weight += 1e-3
+        tuned.model.layers[1].mlp.down_proj.weight += 1e-3
     assert "whose weights differ" in refusal(path, tuned)
 
 
@@ -419,7 +422,7 @@ def test_a_forward_that_broke_off_is_not_saved(tmp_path: Path) -> None:
     def stop(*_: Any) -> None:
         raise RuntimeError
 
-    handle = model.model.layers[2].register_forward_pre_hook(stop)
+    handle = model.model.layers[1].register_forward_pre_hook(stop)
     with pytest.raises(RuntimeError):
         feed(model, past, prompt(1, 4), torch.ones(1, 24, dtype=torch.long))
     handle.remove()

@@ -100,6 +100,7 @@ SEEN = [name for name in ARCHITECTURES if name != "mistral_window"]
 """All but the one of which nothing is compressed."""
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("architecture", SEEN)
 @pytest.mark.parametrize("padding", [[0, 0], PADDING], ids=["whole", "padded"])
 def test_the_context_runs_once_more_on_its_own_cache(architecture: str, padding: list[int]) -> None:
@@ -107,6 +108,7 @@ def test_the_context_runs_once_more_on_its_own_cache(architecture: str, padding:
     check(shown(model, padding), model, padding, itself)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "lfm2", "gpt2"])
 @pytest.mark.parametrize("prefill", [7, 16, 35])
 def test_a_prompt_in_chunks_is_seen_whole(architecture: str, prefill: int) -> None:
@@ -115,6 +117,7 @@ def test_a_prompt_in_chunks_is_seen_whole(architecture: str, prefill: int) -> No
         check(shown(model, padding, chunk=prefill), model, padding, itself)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "lfm2", "smollm3"])
 @pytest.mark.parametrize("padding", [[0], [0, 7, 28]], ids=str)
 def test_every_chunk_follows_the_prompt_anew(architecture: str, padding: list[int]) -> None:
@@ -182,6 +185,7 @@ def test_embeddings_instead_of_ids() -> None:
 # --- the forward around it does not notice
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "lfm2", "llama_dynamic", "qwen3_moe"])
 @pytest.mark.parametrize("padding", [[0, 0], PADDING], ids=["whole", "padded"])
 def test_the_model_goes_on_as_if_nothing_had_run(architecture: str, padding: list[int]) -> None:

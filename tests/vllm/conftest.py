@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tests.vllm.oracle import Oracle
 
 
-LAYERS = 8
+LAYERS = 4
 TINY = LlamaConfig(
     hidden_size=64,
     intermediate_size=96,
@@ -24,7 +24,7 @@ TINY = LlamaConfig(
     num_key_value_heads=2,
     head_dim=32,
     vocab_size=512,
-    max_position_embeddings=512,
+    max_position_embeddings=2048,
     initializer_range=0.2,  # so that attention has its favourites, and logits a clear first
 )
 
@@ -60,7 +60,7 @@ def oracle() -> Oracle:
 
 @pytest.fixture(scope="session")
 def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the embedded model's first layers, for tests that are not about models: a quarter of the time."""
+    """The folder of the embedded model's first layers, for tests that are not about models: an eighth of the time."""
     model, tokenizer = models.load()
     model.model.layers = model.model.layers[:LAYERS]
     model.config.num_hidden_layers = LAYERS

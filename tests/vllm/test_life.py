@@ -87,7 +87,7 @@ def result(answers: dict[str, Any], name: str) -> Result:
 @pytest.fixture(scope="module")
 def disturbed(essay: list[int], shallow: Path) -> dict[str, Any]:
     engine = {"model": str(shallow), "max_num_batched_tokens": 128, "max_num_seqs": 5}
-    return run([(recipe, Scenario(recipe, turmoil(essay), (25, 60), engine)) for recipe in EVENTFUL])
+    return run([(recipe, Scenario(recipe, turmoil(essay), (25, 60), engine, layer_groups=3)) for recipe in EVENTFUL])
 
 
 @pytest.fixture(scope="module")

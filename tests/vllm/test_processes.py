@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from keepset import Recipe
+from tests.vllm.conftest import LAYERS
 from tests.vllm.engine import Ask, Result, Scenario, run
 from tests.vllm.oracle import Oracle, Replay
 
@@ -73,7 +74,7 @@ def test_a_scheduler_that_runs_ahead(essay: list[int], shallow: Path, shallow_or
     """It plans a step before it knows the outcome of the one before."""
     some = asks(essay)
     # Where layers have tables of their own, a block is of one group of layers.
-    blocks = (64, 6 * 64)
+    blocks = (64, LAYERS * 64)
     engines = run(
         *(
             Scenario(

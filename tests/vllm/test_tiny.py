@@ -65,7 +65,10 @@ def few_blocks(number: int, **more: Any) -> dict[str, Any]:
 
 LIFE = {
     "turmoil": Scenario(EQUAL, TURMOIL, PREEMPT, {"max_num_batched_tokens": 96, "max_num_seqs": 5}),
-    "turmoil from data": Scenario(FROM_DATA, TURMOIL, PREEMPT, {"max_num_batched_tokens": 96, "max_num_seqs": 5}),
+    # Three layers in two groups, so that one of them is of several.
+    "turmoil from data": Scenario(
+        FROM_DATA, TURMOIL, PREEMPT, {"max_num_batched_tokens": 96, "max_num_seqs": 5}, layer_groups=2
+    ),
     "cramped": Scenario(ONCE[0], CRAMPED, engine=few_blocks(12, enable_prefix_caching=True)),
     "cramped and foreseen": Scenario("snapkv(window=8, keep=32, every=16)", CRAMPED, engine=few_blocks(12)),
     "sharing": Scenario(EQUAL, SHARING, engine=CHUNKED | {"enable_prefix_caching": True}),

@@ -54,7 +54,7 @@ def with_gates(
     """The same statistics, and the gates of their layers.
 
     Raises:
-        KeepsetError: the model's context is too short for passkeys, or it computes with numbers that are not finite.
+        UnsupportedModelError: the model's context is too short for passkeys, or it computes with numbers that are not finite.
     """
     longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or LENGTH
     texts = draw(tokenizer, corpus.passages, count=steps, length=min(LENGTH, longest), seed=corpus.seed)
@@ -73,7 +73,7 @@ def retrieval_gates(
     """A gate from 0 to 1 for every KV head of these layers, one step of training for each text.
 
     Raises:
-        KeepsetError: the model gives hidden states that are not finite numbers.
+        UnsupportedModelError: the model gives hidden states that are not finite numbers.
     """
     gates = {index: torch.ones(heads, requires_grad=True, device=model.device) for index, heads in kv_heads.items()}
     everything = list(gates.values())

@@ -102,7 +102,7 @@ def measure(
     """The statistics of a model over a corpus, one passage at a time.
 
     Raises:
-        KeepsetError: keepset cannot compress this model, or cannot tell how it rotates queries.
+        UnsupportedModelError: keepset cannot compress this model, or cannot tell how it rotates queries.
     """
     layers: dict[int, _Layer] = {}
 

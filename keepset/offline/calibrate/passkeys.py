@@ -48,7 +48,7 @@ def draw(
     """So many texts of this length, passkeys and their places drawn by chance, passages in between.
 
     Raises:
-        KeepsetError: that is too short for passkeys.
+        UnsupportedModelError: that is too short for passkeys.
     """
     chance = torch.Generator().manual_seed(seed)
 

@@ -24,7 +24,7 @@ def measure_rotation(
         unit: the identity, on the model's device.
 
     Raises:
-        KeepsetError: it is no rotation of planes.
+        UnsupportedModelError: it is no rotation of planes.
     """
     turned = rotate(unit[None, None], 1)[0, 0].float().cpu()
     straight = turned.diagonal()

@@ -16,13 +16,13 @@ import keepset
 from keepset.core.tables import ENTROPY_BINS, PERPLEXITY_BINS, Tables
 from keepset.errors import BudgetError, RecipeError, UnsupportedModelError
 from keepset.hf.fingerprint import fingerprint
-from keepset.hf.recorder import Recorder
+from keepset.hf.prompt_session import PromptSession
 from keepset.methods.compilerkv import CompilerKV, admitted
 from keepset.offline.compile.actions import THRESHOLDS, WEIGHTS, deciding_heads, draw
 from keepset.offline.compile.corpus import Context, ContextPool
 from keepset.offline.compile.cql import Logged, Point, best, learn
 from keepset.offline.compile.judge import Judge
-from keepset.offline.compile.log import Log, Row
+from keepset.offline.compile.log import Log, Trial
 from keepset.offline.compile.risk import empty, risk_bins, stratified, with_edges
 from keepset.recipe import Recipe
 
@@ -121,7 +121,7 @@ def compile_tables(
         deciding = deciding_heads(settings.method, heads, kv_heads)
         _try_actions(model, contexts, settings, rewards_log, tables, deciding, stage)
         wanted = {context.name for context in contexts}
-        rows = [row for row in rewards_log.rows if row.context in wanted]
+        rows = [row for row in rewards_log.trials if row.context in wanted]
     finally:
         rewards_log.close()
     where = {context.name: int(at[index]) for context, index in zip(contexts, used, strict=True)}
@@ -153,15 +153,15 @@ def compile_tables(
 
 def _shape(model: transformers.PreTrainedModel, pool: ContextPool, settings: Settings) -> tuple[int, int, int]:
     """Compressed layers, query heads and KV heads."""
-    recorder = Recorder(model, settings.method.needs)
-    recorder.prefill(pool.contexts[0].ids[None, :1].to(model.device))
-    if not recorder.observations:
+    session = PromptSession(model, pool.contexts[0].ids[None, :1].to(model.device), [Recipe.of(settings.method)])
+    observations = session.observations
+    if not observations:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no layer that keepset compresses: there is nothing to compile."
         )
-    seen = recorder.observations[0]
-    assert seen.queries is not None
-    return len(recorder.observations), seen.queries.shape[1], seen.keys.shape[1]
+    first = observations[0]
+    assert first.queries is not None
+    return len(observations), first.queries.shape[1], first.keys.shape[1]
 
 
 def _measure_risks(
@@ -190,7 +190,7 @@ def _try_actions(
     """Logs what comes of every context's actions, except for what has been logged."""
     layers, heads = tables.weights.shape[1:]
     weights, thresholds = torch.tensor(WEIGHTS), torch.tensor(THRESHOLDS)
-    known = {(row.context, row.kind, row.keep, row.number) for row in log.rows}
+    known = {(row.context, row.kind, row.keep, row.number) for row in log.trials}
     each = len(settings.budgets) * (HEAD_ROWS + GATE_ROWS)
     done = stage("trying actions", len(contexts) * each)
     for context in contexts:
@@ -214,12 +214,12 @@ def _try_actions(
                             acting = dataclasses.replace(acting, gate=chosen.expand_as(acting.gate))
                         verdict = judge.verdict(acting, keep, elastic=kind == "gate")
                         played = bytes(actions.tolist())
-                        log.add(Row(context.name, kind, keep, number, played, 1 / len(values), **asdict(verdict)))
+                        log.add(Trial(context.name, kind, keep, number, played, 1 / len(values), **asdict(verdict)))
                     done()
 
 
 def _head_table(
-    rows: Sequence[Row], settings: Settings, layers: int, deciding: int
+    rows: Sequence[Trial], settings: Settings, layers: int, deciding: int
 ) -> tuple[Float[Tensor, "budgets layers deciding"], list[Point]]:
     """Equation 9. A state is (l, h, B)."""
     actions, rewards, budgets, _ = _arrays(rows, "head", settings)
@@ -238,7 +238,7 @@ def _head_table(
 
 
 def _gate_table(
-    rows: Sequence[Row], settings: Settings, layers: int, where: dict[str, int]
+    rows: Sequence[Trial], settings: Settings, layers: int, where: dict[str, int]
 ) -> tuple[Float[Tensor, "budgets layers 20 4"], list[Point]]:
     """The threshold of highest value. A state is (l, b_ent, b_ppl, B)."""
     actions, rewards, budgets, spread = _arrays(rows, "gate", settings)
@@ -263,7 +263,7 @@ def _gate_table(
 
 
 def _arrays(
-    rows: Sequence[Row], kind: str, settings: Settings
+    rows: Sequence[Trial], kind: str, settings: Settings
 ) -> tuple[Int[Tensor, "rows decisions"], Float[Tensor, " rows"], Int[Tensor, " rows"], Float[Tensor, " budgets"]]:
     """Actions, rewards, and which budget each row has; and the spread that rewards under each were divided by.
 

@@ -24,7 +24,7 @@ CREATE TABLE IF NOT EXISTS rewards (
 
 
 @dataclass(frozen=True)
-class Row:
+class Trial:
     """One joint action and what came of it.
 
     Attributes:
@@ -88,15 +88,15 @@ class Log:
             self._base.execute("INSERT OR REPLACE INTO contexts VALUES (?, ?, ?)", (name, *risk))
 
     @property
-    def rows(self) -> list[Row]:
+    def trials(self) -> list[Trial]:
         """All rewards, in an order that does not depend on when they were found."""
         with self._readable():
             ordered = "SELECT * FROM rewards ORDER BY context, kind, keep, number"
-            return [Row(*values) for values in self._base.execute(ordered)]
+            return [Trial(*values) for values in self._base.execute(ordered)]
 
-    def add(self, row: Row) -> None:
+    def add(self, trial: Trial) -> None:
         """One more reward."""
-        values = tuple(vars(row).values())
+        values = tuple(vars(trial).values())
         with self._readable(), self._base:
             self._base.execute("INSERT OR REPLACE INTO rewards VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
 

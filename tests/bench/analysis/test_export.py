@@ -95,6 +95,7 @@ def test_latex_of_nothing() -> None:
     assert to_latex(summarise([])).count(r"\begin{tabular}") == 1
 
 
+@pytest.mark.full
 @given(st.text())
 def test_escaped_text_has_no_command_of_its_own(text: str) -> None:
     escaped = escape(text)

@@ -78,7 +78,7 @@ def test_segments_of_every_layer() -> None:
     trace = tracer.trace
     assert [mine.length for mine in trace.events] == [19, 23]
     for mine, entries in zip(trace.events, (19, 13), strict=True):
-        assert list(mine.segments) == [0, 1, 2, 3]
+        assert list(mine.segments) == [0, 1]
         for head in (head for heads in mine.segments.values() for head in heads):
             assert head.ends.tolist() == [entries // 2, entries]
             assert head.quotas.tolist() == [4, 5] and head.mass.shape == (entries,)
@@ -86,7 +86,7 @@ def test_segments_of_every_layer() -> None:
 
 
 def test_figures_are_means_over_sets() -> None:
-    model = tiny("llama")
+    model = tiny("llama_deep")
     tracer = Tracer(model, Recipe.parse("adakv(snapkv(window=4), keep=8, every=5)"))
     tracer.follow(prompt(1, 40)[0], 24)
     trace = tracer.trace
@@ -150,7 +150,7 @@ def test_segments_of_ams_are_those_that_it_kept_by() -> None:
     tracer.follow(prompt(1, 60)[0], 30)
     trace = tracer.trace
     assert [mine.length for mine in trace.events] == [30, 36, 42, 48, 54, 60]
-    held = {(layer, head): list(range(30)) for layer in range(4) for head in range(2)}
+    held = {(layer, head): list(range(30)) for layer in range(2) for head in range(2)}
     for mine in trace.events:
         for (layer, head), positions in held.items():
             told = mine.segments[layer][head]

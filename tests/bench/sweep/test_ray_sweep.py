@@ -28,6 +28,7 @@ from tests.bench.sweep.sweeping import CONFIGURATION, Scripted, cell, grid
 from tests.cli.conftest import tiny_model
 
 ray = pytest.importorskip("ray", reason='Ray is not installed: pip install "keepset[ray]"')
+pytestmark = pytest.mark.full
 MEGABYTE = 10**6
 
 

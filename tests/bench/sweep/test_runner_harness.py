@@ -58,6 +58,7 @@ def define(folder: Path, said: list[str]) -> dict[str, str]:
     return {name: str(path) for name, path in paths.items()}
 
 
+@pytest.mark.full
 def test_cells_of_a_task_have_the_harness_s_answers_and_its_scores(tmp_path: Path) -> None:
     model, tokenizer = tiny("llama"), letters()
 

@@ -87,6 +87,7 @@ def test_recipes_tasks_and_seeds_can_be_added(path: Path, notes: Path) -> None:
     assert sorted(map(str, cells(path))) == sorted(map(str, expected(more)))
 
 
+@pytest.mark.full
 def test_a_killed_sweep_goes_on_and_ends_like_one_that_was_not(path: Path, notes: Path) -> None:
     killed = start(path, notes, stop_at=8)  # the second cell of the third group
     assert killed.stdout is not None and killed.stdout.readline() == "waiting\n"
@@ -99,6 +100,7 @@ def test_a_killed_sweep_goes_on_and_ends_like_one_that_was_not(path: Path, notes
     assert sorted(notes_of(notes)) == sorted(f"{c.task} {c.seed} {c.example} {c.recipe}" for c in expected(grid()))
 
 
+@pytest.mark.full
 def test_two_processes_share_the_work(path: Path, notes: Path) -> None:
     both = [start(path, notes, together=2) for _ in range(2)]
     assert [process.wait(timeout=120) for process in both] == [0, 0]

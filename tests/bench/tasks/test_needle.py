@@ -86,6 +86,7 @@ def test_a_length_that_is_too_short(tokenizer: Any) -> None:
         needle(60).examples(tokenizer, limit=1)
 
 
+@pytest.mark.full
 def test_the_embedded_model_finds_it(embedded: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
     model, tokenizer = embedded
     task = needle(256)

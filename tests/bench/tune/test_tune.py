@@ -288,7 +288,7 @@ def test_a_race_for_real(monkeypatch: pytest.MonkeyPatch) -> None:
     assert one.race.done == one.race.planned
     assert len(steps) == sum(row["pieces"] for row in told["rows"]) + 1  # gvote keeps too much of the first piece
     assert [each["recipe"] for each in told["dropped"]] == ["gvote"]
-    assert told["measured"] == told["pieces"] == 4 and told["full"]["kv_bytes"] == 50 * 4 * 2 * 2 * 16 * 4
+    assert told["measured"] == told["pieces"] == 4 and told["full"]["kv_bytes"] == 50 * 2 * 2 * 2 * 16 * 4
     kls = [row["kl"]["mean"] for row in told["rows"] if row["finalist"]]
     assert kls == sorted(kls) and len(kls) == 11  # Half of 3 scorers and 9 compositions of all but random
     assert all(row["pieces"] == (4 if row["finalist"] else 2) and row["keep"] <= 0.3 for row in told["rows"])

@@ -71,8 +71,8 @@ def test_finds_what_was_planted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "BETA", 0.0)
     texts = corpus(20)
     tables = compile_tables(tiny("llama"), texts, options(contexts=20))
-    assert tables.weights.shape == (2, 4, 4) and tables.budgets.tolist() == [8, 12]
-    for layer in range(4):
+    assert tables.weights.shape == (2, 2, 4) and tables.budgets.tolist() == [8, 12]
+    for layer in range(2):
         trusted = [0, 1] if layer % 2 else [2, 3]
         for head in range(4):
             assert tables.weights[:, layer, head].tolist() == [2.0 if head in trusted else 0.5] * 2
@@ -145,7 +145,7 @@ def test_an_interrupted_compilation_goes_on(after: int, tmp_path: Path, monkeypa
     base = sqlite3.connect(log)
     rows = base.execute("SELECT kind, propensity, length(actions) FROM rewards").fetchall()
     base.close()
-    assert sorted(set(rows)) == [("gate", 1 / 5, 4), ("head", 1 / 3, 8)]
+    assert sorted(set(rows)) == [("gate", 1 / 5, 2), ("head", 1 / 3, 4)]
     with pytest.raises(KeepsetError, match=r"log of another compilation \(seed differ\)"):
         compile_tables(model, corpus(3), options(seed=1), log)
     with pytest.raises(KeepsetError, match=r"log of another compilation \(model differ\)"):

@@ -1,0 +1,279 @@
+"""The least engine that keepset's paged caches can serve, over made-up numbers instead of a model.
+
+It holds blocks, lets requests run in steps, writes and attends as it is told, and checks what it attends to: what each
+head of each layer would see by a list of its entries alone. Pages that are free hold large numbers.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from keepset import Observation, Recipe
+from keepset.paged.eviction_schedule import EvictionSchedule
+from keepset.paged.freed_blocks import FreedBlocks
+from keepset.paged.grouping import group_leader
+from keepset.paged.layer import PagedLayer
+from keepset.paged.layer_barrier import LayerBarrier
+from keepset.paged.pages import StridedPages
+from keepset.paged.planner import Planner
+from keepset.paged.step import ScheduledRequest, StepBatch, StepPlan
+from tests.paged.reference import blocks_gone, is_executed, newest_event
+
+LAYERS, KV_HEADS, GROUP, DIM, BLOCK = (0, 1, 2), 2, 2, 8, 4
+SCALING = DIM**-0.5
+MOST = 128
+"""Tokens of a request."""
+POISON = 1e3
+
+
+@cache
+def numbers(request: int, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys, values and queries `[heads, tokens, dim]` of all tokens of a request."""
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(100 * request + layer))
+    return draw(KV_HEADS, MOST, DIM), draw(KV_HEADS, MOST, DIM), draw(KV_HEADS * GROUP, MOST, DIM)
+
+
+@dataclass
+class Request:
+    """A request, and what it would hold if there were no pages.
+
+    Attributes:
+        number, prompt: it.
+        length: tokens that it has had.
+        recomputed: tokens that it had before it was preempted.
+        blocks: of each group of layers, by logical position; 0 where it has none.
+        kept: positions that each head of each layer holds.
+        state: what a method remembers of entries, by layer, name, head and position.
+        gone: leading blocks that each layer can do without, where the data say how many.
+        events: points at which something was dropped.
+    """
+
+    number: int
+    prompt: int
+    length: int = 0
+    recomputed: int = 0
+    blocks: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    kept: dict[int, list[list[int]]] = field(default_factory=lambda: {n: [[] for _ in range(KV_HEADS)] for n in LAYERS})
+    state: dict[int, dict[str, list[dict[int, float]]]] = field(default_factory=dict)
+    gone: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    events: list[int] = field(default_factory=list)
+
+    def restart(self) -> Request:
+        """It after a preemption."""
+        return Request(self.number, self.prompt)
+
+
+class Group:
+    """Layers that share block tables."""
+
+    def __init__(self, recipe: Recipe, leader: int, blocks: int, freed: FreedBlocks, barrier: LayerBarrier | None):
+        self.leader = leader
+        self.layers = [layer for layer in LAYERS if group_leader(recipe, layer, LAYERS) == leader]
+        self.schedule = EvictionSchedule(recipe, leader, LAYERS, KV_HEADS, BLOCK)
+        self.planner = Planner(self.schedule, self.layers, 8, blocks, freed)
+        self.paged = [
+            PagedLayer(self.planner, place, SCALING, None, None, barrier, None) for place in range(len(self.layers))
+        ]
+
+
+class Engine:
+    """One recipe's."""
+
+    def __init__(self, recipe: str, blocks: int) -> None:
+        self.recipe = Recipe.parse(recipe)
+        self._freed = FreedBlocks()
+        barrier = LayerBarrier() if self.recipe.method.across_layers else None
+        leaders = sorted({group_leader(self.recipe, layer, LAYERS) for layer in LAYERS})
+        self.groups = [Group(self.recipe, leader, blocks, self._freed, barrier) for leader in leaders]
+        caches = torch.full((len(LAYERS), blocks, KV_HEADS, BLOCK, 2 * DIM), POISON)
+        self.pages = dict(zip(LAYERS, map(StridedPages, caches), strict=True))
+        self._caches = caches
+        self.free = list(range(1, blocks))  # block 0 is nobody's
+
+    def step(self, tokens: dict[int, int], running: dict[int, Request]) -> None:
+        """So many new tokens for these requests, in this order."""
+        requests = [running[number] for number in tokens]
+        plans = [(group, self._plan(group, requests, tokens)) for group in self.groups]
+        for request in requests:
+            request.length += tokens[request.number]
+        for group, (batch, plan) in plans:
+            for place, layer in enumerate(group.layers):
+                queries = self._attend(layer, place, batch, plan, requests, tokens)
+                group.paged[place].after_attention(plan, queries, self.pages[layer])
+        for request in requests:
+            self._compress(request, tokens[request.number])
+        pages = {
+            request.blocks[group.leader][(request.length - 1) // BLOCK]: (str(request.number), 0, group.leader)
+            for request in requests
+            for group in self.groups
+        }
+        for (name, _, leader), blocks in self._freed.drain(pages).items():
+            self._release(running[int(name)].blocks[leader], blocks)
+
+    def leave(self, request: Request) -> None:
+        """Its blocks are free."""
+        for table in request.blocks.values():
+            self._release(table, len(table))
+
+    def _release(self, table: list[int], blocks: int) -> None:
+        for place, block in enumerate(table[:blocks]):
+            if block:
+                self._caches[:, block] = POISON
+                self.free.append(block)
+                table[place] = 0
+
+    # --- what an engine does: schedules, writes, attends
+
+    def _plan(self, group: Group, requests: list[Request], tokens: dict[int, int]) -> tuple[StepBatch, StepPlan]:
+        scheduled, slots, starts = [], [], [0]
+        for row, request in enumerate(requests):
+            new, table = tokens[request.number], request.blocks[group.leader]
+            before, after = request.length, request.length + new
+            if group.schedule.fixed:
+                self._release(table, group.schedule.freed(request.prompt, before))
+            while len(table) * BLOCK < after:
+                table.append(self.free.pop())
+            slots += [table[position // BLOCK] * BLOCK + position % BLOCK for position in range(before, after)]
+            scheduled.append(ScheduledRequest(row, starts[-1], starts[-1] + new, request.prompt, before, after))
+            starts.append(starts[-1] + new)
+        width = MOST // BLOCK
+        tables = [request.blocks[group.leader] for request in requests]
+        batch = StepBatch(
+            scheduled,
+            torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32),
+            torch.tensor([one.after for one in scheduled], dtype=torch.int32),
+            torch.tensor(slots),
+            torch.tensor(starts, dtype=torch.int32),
+            max(tokens.values()),
+        )
+        return batch, group.planner.plan(batch)
+
+    def _attend(
+        self,
+        layer: int,
+        place: int,
+        batch: StepBatch,
+        plan: StepPlan,
+        requests: list[Request],
+        tokens: dict[int, int],
+    ) -> Tensor:
+        """Writes and attends as told; returns the step's queries."""
+        spans = [(request, request.length - tokens[request.number], request.length) for request in requests]
+        keys, values, queries = (
+            torch.cat(
+                [numbers(request.number, layer)[part][:, first:end] for request, first, end in spans], 1
+            ).transpose(0, 1)
+            for part in range(3)
+        )
+        pages, heads = self.pages[layer], torch.arange(KV_HEADS)
+        output = torch.zeros(queries.shape)
+        if plan.per_head is None:
+            block, offset = plan.slot_mapping[:, None] // BLOCK, plan.slot_mapping[:, None] % BLOCK
+            slots = (block * KV_HEADS + heads) * BLOCK + offset
+            pages.write(keys.flatten(0, 1), values.flatten(0, 1), slots.flatten())
+            told = batch if plan.shifted is None else plan.shifted
+            for row in range(len(requests)):
+                have = int(told.seq_lens[row])
+                blocks = told.block_table[row, : -(-have // BLOCK)].long()
+                own = slice(int(batch.query_start_loc[row]), int(batch.query_start_loc[row + 1]))
+                for head in range(KV_HEADS):
+                    mine = slice(head * GROUP, (head + 1) * GROUP)
+                    output[own, mine] = attention(queries[own, mine], pages, blocks * KV_HEADS + head, have)
+        else:
+            own = plan.per_head.batch(place)
+            pages.write(keys.flatten(0, 1), values.flatten(0, 1), own.slot_mapping)
+            split, room = plan.per_head.split(queries), plan.per_head.output_buffer(output)
+            for row, have in enumerate(own.seq_lens.tolist()):
+                mine = slice(int(own.query_start_loc[row]), int(own.query_start_loc[row + 1]))
+                room[mine] = attention(split[mine], pages, own.block_table[row, : -(-have // BLOCK)].long(), have)
+            plan.per_head.merge(room, output)
+        torch.testing.assert_close(output, torch.cat([expected(layer, *span) for span in spans]))
+        return queries
+
+    # --- what is held without pages
+
+    def _compress(self, request: Request, new: int) -> None:
+        recipe, length = self.recipe, request.length
+        at = newest_event(recipe, request.prompt, length - new, length)
+        if not at:
+            return
+        observations = [observe(request, layer, recipe, at) for layer in LAYERS]
+        chosen = recipe.method.select_all(observations, recipe.budget)
+        for layer in LAYERS:
+            held = [[position for position in head if position < at] for head in request.kept[layer]]
+            answer = [chosen.positions(layer, 0, head).tolist() for head in range(KV_HEADS)]
+            if recipe.method.fixed_total:
+                if not is_executed(recipe, BLOCK, at, held, answer):
+                    continue
+            else:
+                gone = blocks_gone(BLOCK, list(map(len, answer)), at, length)
+                if gone < request.gone[layer]:
+                    continue
+                request.gone[layer] = gone
+            if layer == LAYERS[0]:
+                request.events.append(at)
+            newer = list(range(at, length))
+            request.kept[layer] = [head + newer for head in answer]
+            request.state[layer] = {
+                name: [dict(zip(own, column[0, head].tolist(), strict=False)) for head, own in enumerate(held)]
+                for name, column in chosen.layer(layer).state.items()
+            }
+
+
+def attention(queries: Tensor, pages: StridedPages, subpages: Tensor, have: int) -> Tensor:
+    """Of the newest queries `[n, group, dim]` over one head's entries."""
+    keys, values = (part[:have] for part in pages.read(subpages))
+    logits = torch.einsum("ngd,ed->nge", queries, keys) * SCALING
+    future = torch.arange(have) > torch.arange(have - len(queries), have)[:, None]
+    return logits.masked_fill(future[:, None], float("-inf")).softmax(-1) @ values
+
+
+def expected(layer: int, request: Request, first: int, end: int) -> Tensor:
+    """What the request's queries from `first` on see of what it holds; the new entries are held from here on."""
+    keys, values, queries = numbers(request.number, layer)
+    rows = []
+    for head, held in enumerate(request.kept[layer]):
+        held.extend(range(first, end))
+        logits = queries[head * GROUP : (head + 1) * GROUP, first:end] @ keys[head, held].t() * SCALING
+        future = torch.tensor(held)[None] > torch.arange(first, end)[:, None]
+        rows.append(logits.masked_fill(future, float("-inf")).softmax(-1) @ values[head, held])
+    return torch.cat(rows).transpose(0, 1)
+
+
+def observe(request: Request, layer: int, recipe: Recipe, at: int) -> Observation:
+    """What the method may look at of one layer."""
+    heads = [[position for position in head if position < at] for head in request.kept[layer]]
+    most = max(map(len, heads))
+    all_keys, all_values, all_queries = numbers(request.number, layer)
+    keys, values = torch.zeros(1, KV_HEADS, most, DIM), torch.zeros(1, KV_HEADS, most, DIM)
+    positions = torch.zeros(1, KV_HEADS, most, dtype=torch.long)
+    valid = torch.zeros(1, KV_HEADS, most, dtype=torch.bool)
+    remembered = request.state.get(layer, {})
+    state = {name: torch.zeros(1, KV_HEADS, most) for name in remembered}
+    for head, held in enumerate(heads):
+        keys[0, head, : len(held)], values[0, head, : len(held)] = all_keys[head, held], all_values[head, held]
+        positions[0, head, : len(held)] = torch.tensor(held)
+        valid[0, head, : len(held)] = True
+        for name, column in state.items():
+            column[0, head, : len(held)] = torch.tensor([remembered[name][head].get(place, 0.0) for place in held])
+    window = torch.arange(at - recipe.method.needs.window, at)
+    queries = all_queries[:, window.clamp(min=0)].masked_fill((window < 0)[:, None], 0.0)
+    return Observation(
+        keys=keys,
+        values=values,
+        positions=positions,
+        valid=valid,
+        queries=queries[None] if len(window) else None,
+        query_positions=window[None] if len(window) else None,
+        lengths=torch.tensor([at]),
+        prompts=torch.tensor([request.prompt]),
+        scaling=SCALING,
+        layer=layer,
+        layers=range(len(LAYERS)),
+        state=state,
+    )

@@ -1,0 +1,71 @@
+"""Planner, tables, windows and compaction together, in the least engine: every step attends to the right entries."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+import tests.paged.methods  # noqa: F401
+from tests.paged.engine import BLOCK, Engine, Request
+
+RECIPES = [
+    "dated(keep=13)",
+    "dated(keep=13, every=6)",
+    "dated(keep=9, every=5, protect_prompt=True)",
+    "streaming_llm(keep=10, every=7, prefill=False)",
+    "snapkv(window=5, kernel=3, keep=11, every=6)",
+    "adakv(dated, keep=13, every=6)",
+    "adakv(snapkv(window=4, kernel=3), floor=0, keep=10, every=9)",
+    "pyramid(dated, beta=3, keep=12, every=5)",
+    "loud(window=4, keep=10, every=4)",
+    "mass(window=4, share=0.7, every=6)",
+    "pool(snapkv(window=4, kernel=3), keep=11, recent=4, every=7)",
+]
+PROMPTS = (23, 9, 40, 14)
+BLOCKS = 200
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 5))])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_requests_come_run_are_preempted_and_go(recipe: str, seed: int) -> None:
+    draw, engine = random.Random(f"{recipe} {seed}"), Engine(recipe, BLOCKS)
+    running: dict[int, Request] = {}
+    events = 0
+    for step in range(56):
+        if step % 7 == 0 and step // 7 < len(PROMPTS):
+            running[step // 7] = Request(step // 7, PROMPTS[step // 7])
+        order = list(running)
+        draw.shuffle(order)
+        if len(order) > 1 and draw.random() < 0.1:
+            order.pop()
+        engine.step({number: tokens(running[number], draw) for number in order}, running)
+        for number, request in list(running.items()):
+            if step in (13, 25) and number == 0:
+                engine.leave(request)
+                running[number] = request.restart()
+                running[number].recomputed = request.length
+            elif request.length >= request.prompt + 32:
+                events += len(request.events)
+                engine.leave(running.pop(number))
+    for request in running.values():
+        engine.leave(request)
+    assert events > 0
+    assert sorted(engine.free) == list(range(1, BLOCKS))
+
+
+def tokens(request: Request, draw: random.Random) -> int:
+    """A chunk of what is to be computed again or for the first time, or the next token."""
+    return max(1, min(draw.randint(1, 11), max(request.prompt, request.recomputed) - request.length))
+
+
+@pytest.mark.parametrize("keep", [8, 11, 13])
+def test_blocks_are_held_as_long_as_something_is_in_them(keep: int) -> None:
+    """Counted by hand: one request, compressed every 6 tokens from its 21st on."""
+    engine, request = Engine(f"dated(keep={keep}, every=6)", 40), Request(0, 21)
+    for length in range(21, 70):
+        engine.step({0: 21 if length == 21 else 1}, {0: request})
+        newest = (length - 1 - 21) // 6 * 6 + 21 if length > 21 else 0
+        dropped = newest - keep if newest else 0
+        assert 39 - len(engine.free) == -(-length // BLOCK) - dropped // BLOCK
+        assert [block > 0 for block in request.blocks[0]].index(True) == dropped // BLOCK
