@@ -54,7 +54,7 @@ def with_gates(
     """The same statistics, and the gates of their layers.
 
     Raises:
-        UnsupportedModelError: the model's context is too short for passkeys, or it computes with numbers that are not finite.
+        UnsupportedModelError: its context is too short for passkeys, or it computes with numbers that are not finite.
     """
     longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or LENGTH
     texts = draw(tokenizer, corpus.passages, count=steps, length=min(LENGTH, longest), seed=corpus.seed)
