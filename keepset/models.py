@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from keepset.errors import KeepsetError
+from keepset.errors import KeepsetError, UnsupportedModelError
 
 if TYPE_CHECKING:
     import transformers
@@ -56,9 +56,9 @@ def load(
             return _read(folder, "delete that folder and it will be made again")
     path = Path(name)
     if path.is_dir() and not (path / "config.json").is_file():
-        raise KeepsetError(f"The folder {name!r} has no config.json: {_EXPECTED}.")
+        raise UnsupportedModelError(f"The folder {name!r} has no config.json: {_EXPECTED}.")
     if path.is_file() or not (path.is_dir() or _HUB_NAME.fullmatch(name)):
-        raise KeepsetError(f"{name!r} is neither an existing folder nor the name of a model: {_EXPECTED}.")
+        raise UnsupportedModelError(f"{name!r} is neither an existing folder nor the name of a model: {_EXPECTED}.")
     return _read(name, _EXPECTED)
 
 
@@ -75,7 +75,7 @@ def _read(source: str, advice: str) -> tuple["transformers.PreTrainedModel", "tr
         raise
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         cause = re.split(r"\. |\n", str(error).strip())[0].rstrip(".")
-        raise KeepsetError(f"The model {source!r} cannot be loaded ({cause}): {advice}.") from error
+        raise UnsupportedModelError(f"The model {source!r} cannot be loaded ({cause}): {advice}.") from error
     return model, tokenizer
 
 
@@ -87,7 +87,7 @@ def _check_causal(source: str, config: "transformers.PretrainedConfig") -> None:
     declared = config.architectures or names
     if config.is_encoder_decoder or names.isdisjoint(declared):
         kind = ", ".join(declared) or config.model_type
-        raise KeepsetError(
+        raise UnsupportedModelError(
             f"The model {source!r} is a {kind}, and keepset takes only causal (decoder-only) language models."
         )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from keepset.errors import KeepsetError
+from keepset.errors import CorruptFileError, KeepsetError, UnsupportedModelError
 
 if TYPE_CHECKING:
     import transformers
@@ -79,7 +79,7 @@ def read(path: Path) -> str:
     except OSError as error:
         raise KeepsetError(f"{str(path)!r} cannot be read ({error.strerror}): give a UTF-8 text file.") from error
     except UnicodeDecodeError as error:
-        raise KeepsetError(f"{str(path)!r} is not UTF-8: give a UTF-8 text file.") from error
+        raise CorruptFileError(f"{str(path)!r} is not UTF-8: give a UTF-8 text file.") from error
     if not text.strip():
         raise KeepsetError(f"{str(path)!r} is empty: give a UTF-8 text file with some text in it.")
     return text
@@ -122,7 +122,7 @@ def chat_frame(tokenizer: "transformers.PreTrainedTokenizerBase") -> tuple[str, 
     rendered = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
     before, *after = str(rendered).split(_SENTINEL)
     if len(after) != 1:
-        raise KeepsetError(
+        raise UnsupportedModelError(
             "The model's chat template does not show a user's message exactly once and unchanged, "
             "so it cannot be cut before the question: use a model with another template."
         )

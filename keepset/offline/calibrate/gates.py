@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from keepset.core.statistics import Statistics
-from keepset.errors import KeepsetError
+from keepset.errors import UnsupportedModelError
 from keepset.offline.calibrate.corpus import Corpus
 from keepset.offline.calibrate.passkeys import LENGTH, Passkeys, draw
 
@@ -54,7 +54,7 @@ def with_gates(
     """The same statistics, and the gates of their layers.
 
     Raises:
-        KeepsetError: the model's context is too short for passkeys, or it computes with numbers that are not finite.
+        UnsupportedModelError: its context is too short for passkeys, or it computes with numbers that are not finite.
     """
     longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or LENGTH
     texts = draw(tokenizer, corpus.passages, count=steps, length=min(LENGTH, longest), seed=corpus.seed)
@@ -73,7 +73,7 @@ def retrieval_gates(
     """A gate from 0 to 1 for every KV head of these layers, one step of training for each text.
 
     Raises:
-        KeepsetError: the model gives hidden states that are not finite numbers.
+        UnsupportedModelError: the model gives hidden states that are not finite numbers.
     """
     gates = {index: torch.ones(heads, requires_grad=True, device=model.device) for index, heads in kv_heads.items()}
     everything = list(gates.values())
@@ -90,7 +90,9 @@ def retrieval_gates(
             _local.gates = None
             loss = (found - wanted).square().mean() + _WEIGHT * torch.cat(everything).mean()
             if not loss.isfinite():
-                raise KeepsetError("Some of the model's hidden states are not finite numbers: no gate can be found.")
+                raise UnsupportedModelError(
+                    "Some of the model's hidden states are not finite numbers: no gate can be found."
+                )
             optimizer.param_groups[0]["lr"] = _RATE * min(1.0, (step + 1) / ramp, (len(texts) - step) / ramp)
             for gate, slope in zip(everything, torch.autograd.grad(loss, everything), strict=True):
                 gate.grad = slope

@@ -16,7 +16,7 @@ from keepset.core.features.moments import QueryMoments
 from keepset.core.features.recent_queries import RecentQueries
 from keepset.core.observation import Observation
 from keepset.core.statistics import LayerStatistics, Statistics
-from keepset.errors import KeepsetError
+from keepset.errors import UnsupportedModelError
 from keepset.hf.prompt_cache import PromptCache
 from keepset.offline.calibrate.corpus import Corpus
 from keepset.offline.calibrate.rotation import PROBE, measure_rotation
@@ -60,7 +60,9 @@ class _Layer:
         """Of all passages."""
         sums = self._sums
         if not all(part.isfinite().all() for part in sums.values()):
-            raise KeepsetError("Some of the model's queries are not finite numbers: nothing can be measured of them.")
+            raise UnsupportedModelError(
+                "Some of the model's queries are not finite numbers: nothing can be measured of them."
+            )
         mean = sums["queries"] / self.count
         covariance = sums["products"] / self.count - mean[:, :, None] * mean[:, None]
         # The first right singular vector of the queries is the first eigenvector of their products.
@@ -100,7 +102,7 @@ def measure(
     """The statistics of a model over a corpus, one passage at a time.
 
     Raises:
-        KeepsetError: keepset cannot compress this model, or cannot tell how it rotates queries.
+        UnsupportedModelError: keepset cannot compress this model, or cannot tell how it rotates queries.
     """
     layers: dict[int, _Layer] = {}
 
@@ -116,7 +118,9 @@ def measure(
 
     run(corpus.passages[0][:PROBE], Needs(QueryMoments(0)), start_layer)
     if not layers:
-        raise KeepsetError(f"{type(model).__name__} has no layer that keepset compresses: there is nothing to measure.")
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no layer that keepset compresses: there is nothing to measure."
+        )
     for passage in corpus.passages:
         needs = Needs(RecentQueries(len(passage)), QueryMoments(SKIP))
         run(passage, needs, lambda observation: layers[observation.layer].add(observation))

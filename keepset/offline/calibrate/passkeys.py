@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from keepset.errors import KeepsetError
+from keepset.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     import transformers
@@ -48,7 +48,7 @@ def draw(
     """So many texts of this length, passkeys and their places drawn by chance, passages in between.
 
     Raises:
-        KeepsetError: that is too short for passkeys.
+        UnsupportedModelError: that is too short for passkeys.
     """
     chance = torch.Generator().manual_seed(seed)
 
@@ -73,7 +73,7 @@ def draw(
         ]
         between = length - sum(map(len, told)) - sum(map(len, asked))
         if between < 1:
-            raise KeepsetError(
+            raise UnsupportedModelError(
                 f"Passkeys and the questions for them do not fit the model's context of {length} tokens: retrieval "
                 "heads cannot be found; leave them out with --gate-steps 0."
             )

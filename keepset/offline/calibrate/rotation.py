@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.core.features.moments import Rotate
-from keepset.errors import KeepsetError
+from keepset.errors import UnsupportedModelError
 
 PROBE = 2
 """Tokens of the text whose end the unit vectors are rotated at: the fastest plane, one radian per position, has turned
@@ -24,7 +24,7 @@ def measure_rotation(
         unit: the identity, on the model's device.
 
     Raises:
-        KeepsetError: it is no rotation of planes.
+        UnsupportedModelError: it is no rotation of planes.
     """
     turned = rotate(unit[None, None], 1)[0, 0].float().cpu()
     straight = turned.diagonal()
@@ -34,7 +34,7 @@ def measure_rotation(
     partner = partner.where(crossed > 0, itself)
     sine = others[partner, itself]
     if not torch.equal(partner[partner], itself) or not torch.allclose(sine, -sine[partner]):
-        raise KeepsetError(
+        raise UnsupportedModelError(
             "This model rotates queries in a way that keepset cannot describe: it has no statistics for methods that "
             "need them."
         )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import keepset
 from keepset.core.tables import ENTROPY_BINS, PERPLEXITY_BINS, Tables
-from keepset.errors import KeepsetError
+from keepset.errors import BudgetError, RecipeError, UnsupportedModelError
 from keepset.hf.fingerprint import fingerprint
 from keepset.hf.prompt_session import PromptSession
 from keepset.methods.compilerkv import CompilerKV, admitted
@@ -66,15 +66,15 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.method.tables:
-            raise KeepsetError(f"{Recipe.of(self.method)} has tables already: leave tables= out.")
+            raise RecipeError(f"{Recipe.of(self.method)} has tables already: leave tables= out.")
         for keep in self.budgets:
             if not self.method.window < keep < self.tokens:
-                raise KeepsetError(
+                raise BudgetError(
                     f"A budget of {keep} leaves nothing to decide: of contexts of {self.tokens} tokens the newest "
                     f"{self.method.window} always stay, so use whole numbers between these two."
                 )
         if not self.budgets or list(self.budgets) != sorted(set(self.budgets)):
-            raise KeepsetError("Budgets must be rising and different from one another, such as 128,256,512.")
+            raise BudgetError("Budgets must be rising and different from one another, such as 128,256,512.")
 
     def to_json(self) -> dict[str, Any]:
         """As provenance and log have them."""
@@ -156,7 +156,9 @@ def _shape(model: transformers.PreTrainedModel, pool: ContextPool, settings: Set
     session = PromptSession(model, pool.contexts[0].ids[None, :1].to(model.device), [Recipe.of(settings.method)])
     observations = session.observations
     if not observations:
-        raise KeepsetError(f"{type(model).__name__} has no layer that keepset compresses: there is nothing to compile.")
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no layer that keepset compresses: there is nothing to compile."
+        )
     first = observations[0]
     assert first.queries is not None
     return len(observations), first.queries.shape[1], first.keys.shape[1]

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from keepset.errors import KeepsetError
+from keepset.errors import CorruptFileError, KeepsetError
 from keepset.offline.compile.contamination import passage_hashes
 from keepset.offline.corpus import digest, shuffled_passages
 from keepset.texts import adds_bos, json_lines, read
@@ -105,7 +105,7 @@ def _lines(path: Path, whole: str) -> list[str]:
     for number, line in json_lines(whole):
         text = None if line is None else line.get("text")
         if not isinstance(text, str):
-            raise KeepsetError(
+            raise CorruptFileError(
                 f'Line {number} of {str(path)!r} is no JSON object with a text in its field "text": write one such '
                 'as {"text": "..."} in every line.'
             )

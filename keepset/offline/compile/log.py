@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keepset.errors import KeepsetError
+from keepset.errors import CorruptFileError, KeepsetError
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS compilation (settings TEXT NOT NULL);
@@ -105,7 +105,7 @@ class Log:
         try:
             yield
         except sqlite3.Error as error:
-            raise KeepsetError(
+            raise CorruptFileError(
                 f"{str(self._path)!r} cannot be used as a log ({error}): name another file, or one that a compilation "
                 "has begun."
             ) from error

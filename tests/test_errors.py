@@ -1,0 +1,65 @@
+"""Each kind of refusal has a class of its own, so that a service can answer each its way."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import T5Config
+
+import keepset
+from keepset.errors import (
+    BudgetError,
+    CorruptFileError,
+    KeepsetError,
+    RecipeError,
+    UnsupportedEngineError,
+    UnsupportedModelError,
+)
+from keepset.hf.saved import header
+from keepset.serving.command import check_installed
+
+
+def unknown_method(folder: Path) -> None:
+    keepset.Recipe.parse("snapvk(keep=0.5)")
+
+
+def budget_out_of_range(folder: Path) -> None:
+    keepset.Budget(keep=1.5)
+
+
+def encoder_decoder(folder: Path) -> None:
+    T5Config(vocab_size=8, d_model=8).save_pretrained(folder)
+    keepset.models.load(str(folder))
+
+
+def damaged_file(folder: Path) -> None:
+    (folder / "context").write_bytes(b"not tensors at all")
+    header(folder / "context")
+
+
+def no_engine(folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda name: None)
+        check_installed(None)
+
+
+CASES: list[tuple[Callable[[Path], None], type[KeepsetError]]] = [
+    (unknown_method, RecipeError),
+    (budget_out_of_range, BudgetError),
+    (encoder_decoder, UnsupportedModelError),
+    (damaged_file, CorruptFileError),
+    (no_engine, UnsupportedEngineError),
+]
+
+
+@pytest.mark.parametrize(("bad_input", "kind"), CASES, ids=lambda each: each.__name__)
+def test_a_service_can_tell_them_apart(
+    bad_input: Callable[[Path], None], kind: type[KeepsetError], tmp_path: Path
+) -> None:
+    with pytest.raises(KeepsetError) as refusal:
+        bad_input(tmp_path)
+    assert type(refusal.value) is kind
+    assert isinstance(refusal.value, ValueError)
