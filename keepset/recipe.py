@@ -115,7 +115,10 @@ class Recipe:
 
     @classmethod
     def parse_list(cls, text: str) -> list[Recipe]:
-        """Recipes separated by commas: `"snapkv, adakv(snapkv)"`.
+        """Recipes separated by commas.
+
+        Args:
+            text: such as `"snapkv, adakv(snapkv)"`.
 
         Raises:
             RecipeError: as `parse` does, or when there is none.
@@ -132,7 +135,11 @@ class Recipe:
         return self.text(self.budget.keep)
 
     def text(self, keep: int | float | None) -> str:
-        """The recipe's text with this `keep`, whether it suits the recipe or not."""
+        """The recipe's text with another budget, whether that suits the recipe or not.
+
+        Args:
+            keep: see `Budget`; None to leave it out.
+        """
         parts = _parameters(self.method)
         if keep is not None:
             parts.append(f"keep={keep!r}")
@@ -148,7 +155,14 @@ class Recipe:
         return f"{self.method.name}({', '.join(parts)})" if parts else self.method.name
 
     def with_keep(self, keep: int | float) -> Recipe:
-        """The same recipe with another `keep`."""
+        """The same recipe with another budget.
+
+        Args:
+            keep: see `Budget`.
+
+        Raises:
+            BudgetError: it does not suit the recipe.
+        """
         return replace(self, budget=replace(self.budget, keep=keep))
 
     def without_budget(self) -> Recipe:
@@ -156,7 +170,18 @@ class Recipe:
         return replace(self, budget=replace(self.budget, keep=None))
 
     def select(self, observation: Observation) -> KeepSet:
-        """What stays of one layer."""
+        """What stays of one layer.
+
+        Args:
+            observation: the layer, with all that the method needs.
+
+        Returns:
+            A KeepSet of this layer.
+
+        Raises:
+            BudgetError: the method needs a budget and the recipe has none.
+            KeepsetError: the observation lacks something that the method needs.
+        """
         return self.require_budget().method.select(observation, self.budget)
 
     def require_budget(self) -> Recipe:

@@ -68,7 +68,14 @@ class Budget:
         return type(self.keep), self.keep, self.sinks, self.recent, self.protect_prompt
 
     def quotas(self, observation: Observation) -> Int[Tensor, "batch kv_heads"]:
-        """Entries that stay, for every request and KV head."""
+        """Entries that stay of one layer.
+
+        Args:
+            observation: one layer, of all requests of a batch.
+
+        Returns:
+            For every request and KV head; all where there are fewer, and never none.
+        """
         existing = observation.valid.sum(-1)
         if self.keep is None:
             return existing
@@ -76,26 +83,55 @@ class Budget:
         return torch.minimum(wanted.clamp(min=1), existing)
 
     def first(self, observation: Observation) -> Int[Tensor, " batch"]:
-        """How many of the first tokens always stay."""
+        """How many of the first tokens always stay.
+
+        Args:
+            observation: one layer, of all requests of a batch.
+
+        Returns:
+            For every request: its sinks, or its whole prompt where that is protected.
+        """
         sinks = observation.lengths.clamp(max=self.sinks)
         return sinks.maximum(observation.prompts) if self.protect_prompt else sinks
 
     def always(self, observation: Observation) -> Int[Tensor, " batch"]:
-        """How many tokens always stay, where the text is long enough for them."""
+        """How many tokens always stay, the first and the newest.
+
+        Args:
+            observation: one layer, of all requests of a batch.
+
+        Returns:
+            For every request; less where its text is not long enough for them.
+        """
         return self.first(observation) + observation.lengths.clamp(max=self.recent)
 
     def aim(self, observation: Observation) -> Int[Tensor, " batch"]:
-        """Entries per KV head under a whole `keep`, where there are as many: `keep`, or what always stays."""
+        """Entries per KV head under a whole `keep`, where there are as many.
+
+        Args:
+            observation: one layer, of all requests of a batch.
+
+        Returns:
+            For every request `keep`, or what always stays where a protected prompt is longer.
+        """
         assert isinstance(self.keep, int)
         keep = torch.full_like(observation.lengths, self.keep)
         return keep.maximum(self.always(observation)) if self.protect_prompt else keep
 
     def is_sink(self, observation: Observation) -> Bool[Tensor, "batch kv_heads entries"]:
-        """The first tokens that always stay."""
+        """Which entries are among the first tokens that always stay.
+
+        Args:
+            observation: one layer, of all requests of a batch.
+        """
         return observation.positions < self.first(observation)[:, None, None]
 
     def is_recent(self, observation: Observation) -> Bool[Tensor, "batch kv_heads entries"]:
-        """The newest tokens that always stay."""
+        """Which entries are among the newest tokens that always stay.
+
+        Args:
+            observation: one layer, of all requests of a batch.
+        """
         return observation.positions >= observation.lengths[:, None, None] - self.recent
 
 

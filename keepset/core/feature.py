@@ -59,12 +59,23 @@ class Feature(ABC, Generic[Value]):
         return type(self)
 
     def merged(self, other: Self) -> Self:
-        """What serves both this one and another of the same key."""
+        """What serves both this one and another of the same key.
+
+        Args:
+            other: of the same class.
+        """
         return self
 
     @classmethod
     def accumulator(cls, features: Sequence[Self]) -> Accumulator | None:
-        """What collects all of these over a prompt; None where a runtime gives them by other means."""
+        """What collects features of this kind over a prompt.
+
+        Args:
+            features: all that are needed, each once.
+
+        Returns:
+            None where a runtime gives them by other means.
+        """
         return None
 
 
@@ -101,7 +112,11 @@ class Needs:
         return f"Needs({', '.join(map(repr, self))})"
 
     def of(self, kind: type[AnyFeature]) -> list[AnyFeature]:
-        """The features of one kind."""
+        """The features of one kind.
+
+        Args:
+            kind: a class of features.
+        """
         return [feature for feature in self if isinstance(feature, kind)]
 
     def names(self) -> list[str]:

@@ -52,7 +52,15 @@ class LayerKeepSet:
         entry_bytes: int,
         state: Mapping[str, Tensor] | None = None,
     ) -> LayerKeepSet:
-        """The entries where `mask` is true."""
+        """The entries where `mask` is true.
+
+        Args:
+            layer: the layer's index in the model.
+            mask: of an observation's entries.
+            positions: original position of every entry.
+            entry_bytes: of one entry of one KV head, its key and its value.
+            state: the method's own numbers per entry, before anything is dropped.
+        """
         # One search in one dimension: searching costs more than all else here.
         kept = mask.flatten().nonzero()[:, 0]
         indices = kept % mask.shape[-1]
@@ -81,7 +89,14 @@ class LayerKeepSet:
         return self.indices.numel() * self.entry_bytes
 
     def positions(self, request: int, head: int) -> Int[Tensor, " kept"]:
-        """Sorted original positions that one KV head of one request keeps."""
+        """Sorted original positions that one KV head of one request keeps.
+
+        Args:
+            request, head: counted from 0.
+
+        Raises:
+            KeepsetError: there is no such request or head.
+        """
         batch, heads = self.counts.shape
         if not (0 <= request < batch and 0 <= head < heads):
             raise KeepsetError(
@@ -93,7 +108,14 @@ class LayerKeepSet:
         return self.packed_positions[int(offsets[row]) : int(offsets[row + 1])]
 
     def mask(self, length: int) -> Bool[Tensor, "batch kv_heads length"]:
-        """True at every kept position below `length`."""
+        """The same as a mask over positions.
+
+        Args:
+            length: how many positions, from 0 on.
+
+        Returns:
+            True at every kept position below `length`.
+        """
         batch, heads = self.counts.shape
         mask = torch.zeros(batch * heads, length, dtype=torch.bool, device=self.counts.device)
         inside = self.packed_positions < length
@@ -129,17 +151,39 @@ class KeepSet:
         return tuple(self._layers)
 
     def layer(self, index: int) -> LayerKeepSet:
-        """One layer's part."""
+        """One layer's part.
+
+        Args:
+            index: the layer's, in the model.
+
+        Raises:
+            KeepsetError: this set does not speak of it.
+        """
         if index not in self._layers:
             raise KeepsetError(f"This keep set has no layer {index}; it has {list(self._layers)}.")
         return self._layers[index]
 
     def positions(self, layer: int, request: int, head: int) -> Int[Tensor, " kept"]:
-        """Sorted original positions that one KV head of one request keeps in one layer."""
+        """Sorted original positions that one KV head of one request keeps in one layer.
+
+        Args:
+            layer: the layer's index in the model.
+            request, head: counted from 0.
+
+        Raises:
+            KeepsetError: there is no such layer, request or head.
+        """
         return self.layer(layer).positions(request, head)
 
     def mask(self, length: int) -> Bool[Tensor, "layers batch kv_heads length"]:
-        """True at every kept position below `length`; layers in the order of `layers`."""
+        """The same as a mask over positions.
+
+        Args:
+            length: how many positions, from 0 on.
+
+        Returns:
+            True at every kept position below `length`; layers in the order of `layers`.
+        """
         return torch.stack([kept.mask(length) for kept in self._layers.values()])
 
     @property
@@ -166,18 +210,45 @@ class KeepSet:
         return Layout.LAYER_RAGGED if bool((counts != counts[:1]).any()) else Layout.DENSE
 
     def union(self, other: KeepSet) -> KeepSet:
-        """Entries that either set keeps. Both must come from the same observation."""
+        """Entries that either set keeps.
+
+        Args:
+            other: a set of the same observations.
+
+        Raises:
+            KeepsetError: its layers, requests or KV heads are others.
+        """
         return KeepSet([_merge(mine, theirs) for mine, theirs, *_ in self._pairs(other)])
 
     def overlap(self, other: KeepSet) -> Float[Tensor, "layers batch kv_heads"]:
-        """Share of this set's entries that `other` keeps too; 1 where this set is empty."""
+        """Share of this set's entries that another one keeps too.
+
+        Args:
+            other: a set of the same layers, requests and KV heads.
+
+        Returns:
+            From 0 to 1; 1 where this set is empty. Layers in the order of `layers`.
+
+        Raises:
+            KeepsetError: its layers, requests or KV heads are others.
+        """
         shares = [
             (a & b).sum(-1) / a.sum(-1).clamp(min=1) + (a.sum(-1) == 0).float() for *_, a, b in self._pairs(other)
         ]
         return torch.stack(shares)
 
     def iou(self, other: KeepSet) -> Float[Tensor, "layers batch kv_heads"]:
-        """Intersection over union of the two sets of positions; 1 where both are empty."""
+        """Intersection over union of two sets of positions.
+
+        Args:
+            other: a set of the same layers, requests and KV heads.
+
+        Returns:
+            From 0 to 1; 1 where both are empty. Layers in the order of `layers`.
+
+        Raises:
+            KeepsetError: its layers, requests or KV heads are others.
+        """
         shares = [
             (a & b).sum(-1) / (a | b).sum(-1).clamp(min=1) + ((a | b).sum(-1) == 0).float()
             for *_, a, b in self._pairs(other)

@@ -141,21 +141,44 @@ class Method(ABC):
         return observation.state
 
     def quotas(self, observation: Observation, budget: Budget) -> Quotas:
-        """How many entries the average head of this layer keeps, for every request and KV head.
+        """How many entries the average head of this layer keeps.
 
         Where `fixed_total` holds, it looks at lengths, positions and layers alone: a paged runtime's scheduler asks it
         without keys.
+
+        Args:
+            observation: one layer, of all requests of a batch.
+            budget: the recipe's.
+
+        Returns:
+            A number for every request and KV head.
         """
         return budget.quotas(observation)
 
     def ranked(self, observation: Observation, budget: Budget, quotas: Quotas) -> Ranking:
-        """The layer's entries in order: scores with what always stays above the rest, and holes below everything."""
+        """The layer's entries in order: what always stays above the rest, and holes below everything.
+
+        Args:
+            observation: one layer, of all requests of a batch.
+            budget: the recipe's.
+            quotas: what `quotas` has answered.
+
+        Returns:
+            What `choose` is given.
+        """
         scores = self.score(observation)
         order = ranked_scores(scores, observation, budget)
         return Ranking(observation, budget, order, quotas, self.remember(observation, scores))
 
     def choose(self, ranking: Ranking) -> LayerKeepSet:
-        """From ranking and quotas to what stays: the best entries of every head."""
+        """From ranking and quotas to what stays: the best entries of every head.
+
+        Args:
+            ranking: what `ranked` has answered.
+
+        Returns:
+            What stays of the layer, and what the method remembers of its entries.
+        """
         return ranking.best()
 
     def select(self, observation: Observation, budget: Budget) -> KeepSet:
@@ -174,7 +197,15 @@ class Method(ABC):
         return KeepSet([self.choose(self.ranked(observation, budget, self.quotas(observation, budget)))])
 
     def select_all(self, observations: Sequence[Observation], budget: Budget) -> KeepSet:
-        """What stays of all layers, which are given in the model's order."""
+        """What stays of all layers.
+
+        Args:
+            observations: in the model's order, with all that the method `needs`.
+            budget: the recipe's.
+
+        Raises:
+            KeepsetError: an observation lacks something that the method needs.
+        """
         return KeepSet([self.select(seen, budget).layer(seen.layer) for seen in observations])
 
     def _check(self, field: dataclasses.Field[Any]) -> None:

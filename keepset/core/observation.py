@@ -123,7 +123,17 @@ class Observation:
     def newest_queries(
         self, window: int
     ) -> tuple[Float[Tensor, "batch query_heads window head_dim"], Int[Tensor, "batch window"]]:
-        """The newest `window` queries, or as many as there are, and their positions; negative ones do not exist."""
+        """The newest queries.
+
+        Args:
+            window: how many of the newest queries, at most as many as the method declared with `RecentQueries`.
+
+        Returns:
+            Queries after rotation, or as many as there are, and their positions; negative ones do not exist.
+
+        Raises:
+            KeepsetError: none were collected.
+        """
         if self.queries is None or self.query_positions is None:
             raise KeepsetError("This method looks at the newest queries: give Observation(queries=...).")
         return self.queries[:, :, -window:], self.query_positions[:, -window:]
@@ -131,8 +141,15 @@ class Observation:
     def window_attention(self, window: int) -> Float[Tensor, "batch query_heads window entries"]:
         """Causal attention of the newest `window` queries over all entries, in float32.
 
-        Rows of queries that do not exist (requests shorter than the window) are all zero. Fewer queries
-        than `window` are returned when the observation holds fewer.
+        Args:
+            window: how many of the newest queries, at most as many as the method declared with `RecentQueries`.
+
+        Returns:
+            A row for each query, or for as many as there are; those that do not exist (of requests shorter than the
+            window) are zero.
+
+        Raises:
+            KeepsetError: no queries were collected.
         """
         queries, at = self.newest_queries(window)
         first = self._first_unseen(at)
@@ -147,6 +164,12 @@ class Observation:
         """What every entry receives of the newest `window` queries: their attention, summed over them, in float32.
 
         The attention is made and summed in blocks that stay in a core's cache; it is never there as a whole.
+
+        Args:
+            window: how many of the newest queries, at most as many as the method declared with `RecentQueries`.
+
+        Raises:
+            KeepsetError: no queries were collected.
         """
         newest, at = self.newest_queries(window)
         first = self._first_unseen(at)
@@ -174,7 +197,14 @@ class Observation:
     def by_query_group(
         self, statistic: Float[Tensor, "batch query_heads *rest"]
     ) -> Float[Tensor, "batch kv_heads group *rest"]:
-        """Query heads sorted under the KV head that they share."""
+        """Query heads sorted under the KV head that they share (grouped-query attention).
+
+        Args:
+            statistic: of every query head; neighbours share a KV head.
+
+        Returns:
+            The same with an axis for the KV head and one for the query heads of its group; a view.
+        """
         return statistic.unflatten(1, (self.keys.shape[1], -1))
 
     @property
@@ -186,11 +216,22 @@ class Observation:
     def mean_over_heads(
         self, statistic: Float[Tensor, "batch kv_heads entries"]
     ) -> Float[Tensor, "batch kv_heads entries"]:
-        """A layer's mean for every KV head; each head's own where heads of a request hold different entries."""
+        """A layer's mean over its KV heads.
+
+        Args:
+            statistic: of every entry.
+
+        Returns:
+            The mean for each head; a head's own where heads of a request hold different entries.
+        """
         return statistic.mean(1, keepdim=True).where(self.heads_alike[:, None, None], statistic)
 
     def keep(self, mask: Bool[Tensor, "batch kv_heads entries"]) -> KeepSet:
-        """The KeepSet of the entries where `mask` is true; holes are left out."""
+        """The KeepSet of some entries of this layer.
+
+        Args:
+            mask: true where an entry stays; holes are left out in any case.
+        """
         kept = LayerKeepSet.from_mask(self.layer, mask & self.valid, self.positions, self.entry_bytes, self.state)
         return KeepSet([kept])
 

@@ -69,7 +69,15 @@ class StepAdapter(Protocol):
         """
 
     def planned(self, metadata: Any, plan: StepPlan) -> Any:
-        """The engine's metadata with what `plan.shifted` says instead, where it says anything."""
+        """The engine's metadata for what the layers really hold.
+
+        Args:
+            metadata: the engine's, as `batch` was given it.
+            plan: the step's.
+
+        Returns:
+            The same with what `plan.shifted` says instead, where it says anything.
+        """
 
 
 @runtime_checkable
@@ -80,7 +88,11 @@ class LayerAdapter(Protocol):
     """
 
     def pages(self, layer: Any, kv_cache: Any) -> Pages:
-        """The layer's cache as sub-pages."""
+        """The layer's cache as sub-pages.
+
+        Args:
+            layer, kv_cache: the engine's.
+        """
 
     def attend_per_head(
         self,
@@ -109,7 +121,14 @@ class QueryProjection(Protocol):
     """What entered the layer's attention in the forward under way."""
 
     def queries(self, hidden: HiddenStates) -> Queries:
-        """Queries that the layer makes of other hidden states, before rotation."""
+        """Queries that the layer makes of other hidden states.
+
+        Args:
+            hidden: as they enter the layer's attention, after its norm.
+
+        Returns:
+            The queries before rotation, after whatever norm the layer gives them.
+        """
 
 
 @runtime_checkable
