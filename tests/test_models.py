@@ -256,25 +256,24 @@ def test_importing_models_is_quick() -> None:
 
 
 def test_statistics_of_the_embedded_model_are_made_once_and_said_aloud(
-    home: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    home: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pair, runs = models.load(str(tiny)), []
     monkeypatch.setattr(models, "load", lambda: runs.append(1) or pair)
     monkeypatch.setattr(models, "_with_embedded_gates", lambda measured: measured)  # the tiny model has other heads
     monkeypatch.setattr(corpus, "TOKENS", 64)
     home.mkdir()
-    capsys.readouterr()
     path = models._embedded_statistics()
     assert path.parent == home and len(statistics.load(str(path)).layers) == 1
-    said = capsys.readouterr()
-    assert said.out == "" and said.err == f"keepset: measuring the embedded model's statistics, once, into {path}\n"
+    assert caplog.messages == [f"keepset: measuring the embedded model's statistics, once, into {path}"]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]  # which Python shows on standard error
     assert models._embedded_statistics() == path
-    assert capsys.readouterr().err == "" and len(runs) == 1
+    assert len(caplog.messages) == len(runs) == 1
 
 
 def test_gates_of_the_embedded_model_are_of_its_heads(embedded: Embedded) -> None:
     config = embedded[0].config
-    path = Path(models.__file__).with_name("calibrate") / "embedded_gates.json"
+    path = Path(models.__file__).parent / "offline" / "calibrate" / "embedded_gates.json"
     found = json.loads(path.read_text("utf-8"))
     gates = torch.tensor(found["retrieval"])
     assert gates.shape == (config.num_hidden_layers, config.num_key_value_heads)

@@ -72,8 +72,10 @@ def test_layers_get_equation_six(
 
 
 def test_spread_attention_gets_more() -> None:
-    sharp, spread = (observe(Shape((50,), 2, 2, 4, 4), layer=layer, layers=[0, 1]) for layer in (0, 1))
-    sharp.scaling, spread.scaling = 20.0, 0.0
+    sharp, spread = (
+        observe(Shape((50,), 2, 2, 4, 4), layer=layer, layers=[0, 1], scaling=scaling)
+        for layer, scaling in enumerate((20.0, 0.0))
+    )
     counts = ZigZag(SnapKV(window=4), window=4).select_all([sharp, spread], Budget(20, recent=4)).counts[:, 0, 0]
     assert counts.sum() == 40 and counts[1] > 2 * counts[0] > 4
     even = ZigZag(SnapKV(window=4), window=4, floor=1).select_all([sharp, spread], Budget(20, recent=4)).counts

@@ -1,23 +1,25 @@
-"""Methods that only tests know; importing this registers them, also in an engine's processes."""
+"""Methods that only tests of paged caches know: other tests run over all methods that are registered."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
+import pytest
 import torch
 from torch import Tensor
 
+from keepset import registry
 from keepset.core.budget import Budget
 from keepset.core.feature import Needs
 from keepset.core.features.recent_queries import RecentQueries
 from keepset.core.keep_set import KeepSet
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
-from keepset.registry import register
 
 
-@register
 @dataclass(frozen=True)
 class Mass(Method):
     """Keeps what received this share of the window's attention: how many that is, only the data say."""
@@ -50,7 +52,6 @@ class Mass(Method):
         return observation.keep(mask | budget.is_recent(observation))
 
 
-@register
 @dataclass(frozen=True)
 class Loud(Method):
     """Keeps entries of large values that the newest queries look at, and remembers for how long they stayed."""
@@ -78,7 +79,6 @@ class Loud(Method):
         return {"stayed": observation.state.get("stayed", torch.zeros_like(scores)) + 1}
 
 
-@register
 @dataclass(frozen=True)
 class Dated(Method):
     """Keeps what an entry's original position alone says, in no order: one that is off by one changes everything."""
@@ -90,3 +90,21 @@ class Dated(Method):
         heads = torch.arange(observation.positions.shape[1])[:, None]
         angles = (observation.positions * 12.9898 + heads + observation.layer).double()
         return angles.sin().mul(43758.5453).frac().abs().float()
+
+
+OWN = (Mass, Loud, Dated)
+
+
+def register() -> None:
+    """Makes them known for good, in a process that runs nothing else."""
+    for method in OWN:
+        registry.register(method)
+
+
+@contextmanager
+def registered() -> Iterator[None]:
+    """They are known inside."""
+    with pytest.MonkeyPatch.context() as patch:
+        for method in OWN:
+            patch.setitem(registry._methods, method.name, method)
+        yield

@@ -6,7 +6,6 @@ import random
 
 import pytest
 
-import tests.paged.methods  # noqa: F401
 from tests.paged.engine import BLOCK, Engine, Request
 
 RECIPES = [

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import tests.paged.methods  # noqa: F401
 from keepset import Observation, Recipe
 from keepset.core.features.moments import QueryDistribution, QueryMoments
 from keepset.paged.eviction_schedule import EvictionSchedule

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from keepset import models
+from tests.paged.methods import registered
 
 if TYPE_CHECKING:
     from tests.vllm.oracle import Oracle
@@ -39,6 +40,13 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
     if importlib.util.find_spec("vllm") is None:
         return _WithoutVLLM.from_parent(parent, path=module_path)
     return None
+
+
+@pytest.fixture(autouse=True)
+def methods_of_tests() -> Iterator[None]:
+    """Recipes may name the methods that only these tests know."""
+    with registered():
+        yield
 
 
 @pytest.fixture(scope="session")

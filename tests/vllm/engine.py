@@ -16,6 +16,7 @@ from typing import Any
 
 from keepset.models import embedded_folder
 from keepset.recipe import Recipe
+from tests.paged.methods import registered
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,11 +66,11 @@ class Scenario:
         }
         if self.recipe is not None:
             engine["additional_config"] = {"keepset": self.recipe}
-            import tests.paged.methods  # noqa: F401
             from keepset.vllm.validation import CONNECTOR
 
-            if not Recipe.parse(self.recipe).method.fixed_total:
-                engine["kv_transfer_config"] = CONNECTOR
+            with registered():
+                if not Recipe.parse(self.recipe).method.fixed_total:
+                    engine["kv_transfer_config"] = CONNECTOR
         return {
             "engine": engine | self.engine,
             "requests": [vars(ask) for ask in self.requests],

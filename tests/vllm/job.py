@@ -26,7 +26,9 @@ from typing import Any
 
 import torch
 
-import tests.paged.methods  # noqa: F401  # here, so that processes that are spawned from this one know them too
+from tests.paged import methods
+
+methods.register()  # here, so that processes that are spawned from this one know them too
 
 
 class Watch:

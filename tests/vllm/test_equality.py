@@ -15,6 +15,7 @@ import keepset
 from keepset import Recipe
 from keepset.core.feature import Needs
 from keepset.hf.recorder import Recorder
+from tests.paged.methods import registered
 from tests.vllm.compared import CHUNKED, Embedded, asks, check_cache, check_oracle, fed, result
 from tests.vllm.conftest import LAYERS
 from tests.vllm.engine import Ask, Result, Scenario, raw
@@ -80,8 +81,9 @@ def plain(prompts: list[Ask], shallow: Path) -> Result:
 def prefilled(model: Embedded, prompts: list[Ask]) -> list[tuple[Recorder, int]]:
     """Each prompt's prefill in transformers, from which any recipe may choose; and the first token."""
     needs = Needs()
-    for recipe in AFTER_PREFILL:
-        needs |= Recipe.parse(recipe).method.needs
+    with registered():
+        for recipe in AFTER_PREFILL:
+            needs |= Recipe.parse(recipe).method.needs
     recorders = []
     for ask in prompts:
         recorder = Recorder(model[0], needs)
