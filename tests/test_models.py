@@ -105,6 +105,7 @@ def test_config_and_tokenizer_agree(embedded: Embedded) -> None:
     assert tokenizer.model_max_length == model.config.max_position_embeddings == 8192
 
 
+@pytest.mark.full
 def test_crashed_conversion_leaves_nothing_and_two_processes_share_the_next(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,6 +219,7 @@ def test_model_that_the_hub_does_not_give(monkeypatch: pytest.MonkeyPatch) -> No
     assert "'keepset-tests/no-such-model' cannot be loaded" in message
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("file", "content"),
     [
@@ -255,6 +257,7 @@ def test_importing_models_is_quick() -> None:
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
+@pytest.mark.full
 def test_statistics_of_the_embedded_model_are_made_once_and_said_aloud(
     home: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

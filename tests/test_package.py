@@ -27,6 +27,7 @@ def test_import_is_light() -> None:
     assert HEAVY.isdisjoint(json.loads(in_a_fresh_process(code)))
 
 
+@pytest.mark.full
 def test_each_name_is_all_that_it_needs() -> None:
     """No name works only because another one was used before it."""
     code = (
@@ -35,6 +36,7 @@ def test_each_name_is_all_that_it_needs() -> None:
     assert in_a_fresh_process(code).splitlines() == [f"{name} True" for name in reversed(keepset.__all__)]
 
 
+@pytest.mark.full
 def test_types_of_recipes_do_not_load_transformers() -> None:
     code = "import keepset, sys; keepset.Recipe.parse('adakv(tova, keep=8)'); print('transformers' in sys.modules)"
     assert in_a_fresh_process(code) == "False\n"

@@ -113,6 +113,7 @@ def test_chat_parts_refuses(template: str, embedded: Embedded, monkeypatch: pyte
         texts.chat_parts(embedded[1], "Text.", "What?")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("length", [1024, 2048])
 def test_embedded_model_finds_the_needle(length: int, embedded: Embedded) -> None:
     model, tokenizer = embedded

@@ -93,6 +93,7 @@ def test_a_server_that_runs_already(run: Run, fake: Fake) -> None:
     assert len(fake.asked) == 7 and fake.most <= 2
 
 
+@pytest.mark.full
 def test_failed_requests_are_shown(run: Run, servers: list[list[str]], tmp_path: Path) -> None:
     done = run(*BENCH, "--json", "a.json", "--", "--fail")
     assert done.code == 1
@@ -102,6 +103,7 @@ def test_failed_requests_are_shown(run: Run, servers: list[list[str]], tmp_path:
     assert load(tmp_path / "a.json")["servers"][1]["summary"]["failed"] == 1
 
 
+@pytest.mark.full
 def test_a_server_that_does_not_start(run: Run, servers: list[list[str]], tmp_path: Path) -> None:
     done = run(*BENCH, "--json", "a.json", "--", "--bad-recipe")
     assert (done.code, done.out) == (1, "")
@@ -113,6 +115,7 @@ def test_a_server_that_does_not_start(run: Run, servers: list[list[str]], tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.full
 def test_a_server_that_takes_too_long(run: Run, servers: list[list[str]]) -> None:
     done = run(*BENCH, "--start-timeout", "0.5", "--", "--silent")
     assert done.code == 1

@@ -69,6 +69,7 @@ def test_the_same_again_and_another_seed(run: Run) -> None:
     assert provenance(Path("c"))["seed"] == 2
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("text", "tiny")
 def test_says_when_the_texts_are_shorter_than_asked(run: Run) -> None:
     done = run("calibrate", "--out", "a", "--text", "text", "--length", "64")

@@ -158,6 +158,7 @@ def test_html(run: Run, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "text"]
 
 
+@pytest.mark.full
 def test_demo(run: Run, tmp_path: Path) -> None:
     done = run("demo")
     assert (done.code, done.err) == (0, "report: keepset-demo.html\n")
@@ -173,6 +174,7 @@ def test_demo(run: Run, tmp_path: Path) -> None:
 DECODE = ("compare", "--decode", "--text", "text", "--tokens", "100", "--recipes", "tova, knorm(keep=30, every=7)")
 
 
+@pytest.mark.full
 def test_decode_json(run: Run) -> None:
     done = run(*DECODE, "--continuation", "300", "--keeps", "20,40", "--every", "16", "--json")
     assert (done.code, done.err) == (0, "")
@@ -218,6 +220,7 @@ def test_decode_what_the_model_generated(run: Run, tiny: Any) -> None:
     assert comparison["rows"][0]["kl"] == pytest.approx(0.0, abs=1e-6)
 
 
+@pytest.mark.full
 def test_decode_runs_what_it_chooses_itself(run: Run) -> None:
     done = run("compare", "--decode", "--tokens", "100", "--continuation", "70", "--json")
     assert done.code == 0

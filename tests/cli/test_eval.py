@@ -81,6 +81,7 @@ def recipes(task: str, path: str = "sweep.sqlite") -> list[str]:
     return list(dict.fromkeys(cell.recipe for cell in stored(path) if cell.task == task))
 
 
+@pytest.mark.full
 def test_needles_under_a_real_model(run: Run, tiny: Any) -> None:
     done = run(*NEEDLE, "--json")
     assert (done.code, done.err) == (0, WHERE)

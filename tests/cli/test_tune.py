@@ -81,6 +81,7 @@ def test_json_and_report(run: Run) -> None:
     assert json.loads(data) == result
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("small")
 def test_table_with_facts(run: Run) -> None:
     Path("text").write_text(texts.essay()[:3000], encoding="utf-8")
@@ -108,6 +109,7 @@ def test_several_texts_and_the_same_seed_twice(run: Run) -> None:
     assert other[0]["kl"] != results[0]["rows"][0]["kl"]
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(("after", "known"), [(0, 0), (2, 2), (21, 3), (36, 3)])
 def test_interrupt_shows_what_is_known(run: Run, monkeypatch: pytest.MonkeyPatch, after: int, known: int) -> None:

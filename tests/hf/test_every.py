@@ -503,6 +503,7 @@ def test_padding_in_later_turns(name: str) -> None:
                     assert event.keep_set.positions(layer, row, head).tolist() == expected
 
 
+@pytest.mark.full
 @pytest.mark.cross
 @pytest.mark.parametrize("name", ["snapkv", "expected_attention", "adakv", "pyramid", "habit"])
 @pytest.mark.parametrize("padding", [[0], [4]], ids=str)
@@ -639,6 +640,7 @@ def test_of_old_events_figures_stay_and_entries_go() -> None:
     assert same_keep_set(light.keep_set, whole.keep_set)
 
 
+@pytest.mark.full
 @pytest.mark.cross
 @by_dropping
 @pytest.mark.parametrize("padding", [[0, 0], [0, 5]], ids=str)
@@ -680,6 +682,7 @@ def test_queries_are_recorded_only_where_the_next_event_looks(name: str, reach: 
     assert [layer.decoding.window.nbytes for layer in past.layers] == [recorded] * 2
 
 
+@pytest.mark.full
 @by_dropping
 @torch.no_grad()
 def test_the_dropped_part_is_gone(name: str) -> None:

@@ -228,6 +228,7 @@ def assistant(noise: float) -> Any:
     return model
 
 
+@pytest.mark.full
 @pytest.mark.cross
 @pytest.mark.parametrize("noise", [0.0, 0.01, 1.0])
 @pytest.mark.parametrize("recipe", [SNAPKV, PYRAMID, ADAKV, "expected_attention(future=16, keep=12)", "h2o(keep=12)"])

@@ -23,7 +23,9 @@ RECIPES = [
     keepset.Recipe.parse("adakv(expected_attention(future=16), keep=15)"),
     keepset.Recipe.parse("pyramid(h2o, keep=15)"),
 ]
-architectures = pytest.mark.parametrize("architecture", ["llama", "gemma3", "qwen3"])
+architectures = pytest.mark.parametrize(
+    "architecture", ["llama", pytest.param("gemma3", marks=pytest.mark.full), "qwen3"]
+)
 
 
 @torch.no_grad()

@@ -118,6 +118,7 @@ def test_scores_of_chunks(chunk: int, padding: list[int]) -> None:
     check(tiny("llama"), f"kvzip(chunk={chunk}, keep=9)", prompt(2, LENGTH), padding, chunk)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("architecture", ["llama_mha", "llama_mqa", "llama_odd_head", "qwen3", "gpt2", "gemma3"])
 def test_scores_of_architectures(architecture: str) -> None:
     check(tiny(architecture), "kvzip(chunk=20, keep=9)", prompt(2, LENGTH), PADDING, 20)

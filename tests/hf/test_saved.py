@@ -241,6 +241,7 @@ def test_rows_that_do_not_fit() -> None:
 # --- forks
 
 
+@pytest.mark.full
 @pytest.mark.cross
 @pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2"])
 @pytest.mark.parametrize("recipe", [*RECIPES.values(), *AGAIN.values()])

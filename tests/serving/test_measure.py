@@ -44,6 +44,7 @@ def test_each_prompt_is_asked_once_as_it_should_be(fake: Fake) -> None:
         assert each.seconds == max(reply.end or 0 for reply in each.replies)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("concurrency", "requests"), [(1, 4), (3, 9), (50, 5)])
 def test_so_many_at_once_and_no_more(fake: Fake, concurrency: int, requests: int) -> None:
     fake.first = 0.1

@@ -55,6 +55,7 @@ def test_answers_inside_the_block_and_is_gone_after_it(monkeypatch: pytest.Monke
         httpx2.get(f"{server.url}/health", trust_env=False)
 
 
+@pytest.mark.full
 def test_stopped_whatever_happens_and_with_its_children(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_STOP_SECONDS", 0.3)
     with pytest.raises(KeyboardInterrupt), start("--child", "--stubborn") as server:
@@ -66,6 +67,7 @@ def test_stopped_whatever_happens_and_with_its_children(monkeypatch: pytest.Monk
     assert gone(pid) and gone(child)
 
 
+@pytest.mark.full
 def test_a_second_interrupt_does_not_save_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt

@@ -3,6 +3,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import pytest
+
 from keepset.bench.report.page import assemble
 
 
@@ -63,6 +65,7 @@ def test_plots_and_table(load: Any) -> None:
     assert page.locator("h1").text_content() == EVIL
 
 
+@pytest.mark.full
 def test_nothing_overflows_the_page(load: Any) -> None:
     page = load(
         render(result(row("a", 10), row(EVIL, 10))),

@@ -65,6 +65,7 @@ class StoppedError(Exception):
     """Somebody has had enough."""
 
 
+@pytest.mark.full
 def test_judged_cut_off_and_gone_on_with(model: Any, embedded: Any, tmp_path: Path) -> None:
     for name in TASKS:
         items = (item for task, item, *_ in PROBLEMS if task == name)

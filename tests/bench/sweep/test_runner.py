@@ -122,7 +122,7 @@ def test_with_everything_kept_cells_say_what_the_harness_says_of_its_own_model()
 TEXTS = ["snapkv(window=8, keep=0.3)", "adakv(expected_attention, keep=12)", "kvcompose(keep=0.3)", "gvote"]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+@pytest.mark.parametrize("architecture", ["llama", pytest.param("gemma3", marks=pytest.mark.full)])
 def test_answers_are_those_of_generate(architecture: str) -> None:
     model = tiny(architecture)
     every = ["snapkv(window=8, keep=20, every=4)", "knorm(keep=16, prefill=False, every=3)"]
@@ -144,6 +144,7 @@ def test_answers_are_those_of_generate(architecture: str) -> None:
     assert len(different) > 6
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("architecture", ["llama_mqa", "llama_odd_head", "lfm2", "bfloat16"])
 def test_of_awkward_models_and_contexts_too(architecture: str) -> None:
     half = architecture == "bfloat16"
@@ -211,7 +212,7 @@ MANY = candidates([*RECIPES, *Recipe.parse_list("gvote, knorm(keep=16, every=4)"
 
 @pytest.mark.cross
 @pytest.mark.parametrize("options", [{"agnostic": True}, {"agnostic": False}, {"agnostic": True, "temperature": 1.5}])
-@pytest.mark.parametrize("architecture", ["llama", "llama_mqa", "gemma3"])
+@pytest.mark.parametrize("architecture", ["llama", "llama_mqa", pytest.param("gemma3", marks=pytest.mark.full)])
 def test_answers_of_a_batch_are_those_of_each_alone(architecture: str, options: dict[str, Any]) -> None:
     model = tiny(architecture)
     options = {"model": model, "example": ASKED, "task": Exact(20, ("a",)), **options}
@@ -231,7 +232,8 @@ def test_a_batch_is_for_answers_of_caches_that_compress_nothing_more() -> None:
 
 
 @pytest.mark.parametrize(
-    "architecture, asked, most", [("llama", ASKED, TOGETHER), ("llama", EXAMPLE, 0), ("lfm2", ASKED, 0)]
+    "architecture, asked, most",
+    [("llama", ASKED, TOGETHER), ("llama", EXAMPLE, 0), pytest.param("lfm2", ASKED, 0, marks=pytest.mark.full)],
 )
 def test_no_more_is_held_at_once_than_so_many_full_caches(
     monkeypatch: pytest.MonkeyPatch, architecture: str, asked: Example, most: int
@@ -258,6 +260,7 @@ def test_no_more_is_held_at_once_than_so_many_full_caches(
     assert max(held) >= (most - 1) * full.outcome.kv_bytes_full
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't allocate memory"), KeepsetError("Not these.")])
 def test_where_a_batch_cannot_be_had_they_are_asked_one_after_another(error: Exception) -> None:
     model, todo = tiny("llama"), candidates(RECIPES, [0.5, 0.25])
@@ -301,6 +304,7 @@ def test_what_memory_is_not_enough_for_beside_others_waits_for_them(
 # --- the same in any order
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("agnostic", [True, False])
 def test_cells_do_not_depend_on_other_candidates_or_their_order(agnostic: bool) -> None:
     todo = [*candidates(RECIPES, [0.5, 12]), *parsed("knorm(keep=24, every=4)")[1:]]

@@ -156,7 +156,7 @@ def single(name: str, settings: Settings | None = None) -> Task:
     return task
 
 
-@pytest.mark.parametrize("shots", [0, 2])
+@pytest.mark.parametrize("shots", [pytest.param(0, marks=pytest.mark.full), 2])
 def test_prompts_and_scores_are_those_of_the_harness_s_own_evaluator(tmp_path: Path, shots: int) -> None:
     paths, stub = {name: define(tmp_path, name, num_fewshot=shots) for name in KINDS}, Stub()
     manager = TaskManager(include_path=str(tmp_path), include_defaults=False)

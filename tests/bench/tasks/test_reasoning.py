@@ -130,6 +130,7 @@ def test_answers_are_judged_in_threads_too() -> None:
     assert found == {number: number == 3 for number in range(6)}
 
 
+@pytest.mark.full
 def test_an_answer_that_takes_too_long_is_wrong_and_the_next_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     answers.start()
     first = answers._process
@@ -140,6 +141,7 @@ def test_an_answer_that_takes_too_long_is_wrong_and_the_next_is_judged(monkeypat
     assert answers.agree("\\boxed{2}", "\\boxed{2}")
 
 
+@pytest.mark.full
 def test_a_judge_that_was_killed_is_started_again() -> None:
     answers.start()
     assert answers._process is not None

@@ -49,6 +49,7 @@ def taken(tokenizer: Any, made: Task, example: Example) -> int:
     return len(tokenizer(before + after + question.prefix)["input_ids"]) + made.generation.tokens
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("name", MADE)
 @pytest.mark.parametrize("length", [600, 2000])
 def test_lengths_are_filled_and_never_exceeded(name: str, length: int, tokenizer: Any) -> None:
@@ -222,6 +223,7 @@ def hotpot(folder: Path) -> None:
     (folder / "hotpot.json").write_text(json.dumps(data), encoding="utf-8")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name, write", zip(DOCUMENTS, (squad, hotpot), strict=True))
 @pytest.mark.parametrize("length", [450, 700, 8000])
 def test_documents_hold_what_is_asked_for(name: str, write: Any, length: int, tmp_path: Path, tokenizer: Any) -> None:

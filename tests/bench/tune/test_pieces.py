@@ -119,6 +119,7 @@ def test_facts_are_hidden_at_all_depths_and_asked_for(tokenizer: Any, essay: lis
     assert len(answers) > 50
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("retrieval", [False, True])
 def test_pieces_fit_the_models_context(tokenizer: Any, essay: list[int], retrieval: bool) -> None:
     for longest in (768, 1024, 1536, 2048, 2049):

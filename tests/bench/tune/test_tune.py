@@ -279,6 +279,7 @@ def test_a_budget_that_drops_nothing_is_refused(keep: int | float) -> None:
         tuner(keep=keep)
 
 
+@pytest.mark.full
 def test_a_race_for_real(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(space, "scorers", lambda: Recipe.parse_list("random, h2o, second_pass(statistic='rms'), gvote"))
     steps: list[None] = []

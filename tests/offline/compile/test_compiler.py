@@ -64,6 +64,7 @@ class Planted(Judge):
         return Verdict(worth + self.number, 2 * worth - self.number, float(keep))
 
 
+@pytest.mark.full
 def test_finds_what_was_planted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "Judge", Planted)
     monkeypatch.setattr(compiler, "HEAD_ROWS", 12)

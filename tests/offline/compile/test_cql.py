@@ -31,6 +31,7 @@ def alone(states: int) -> torch.Tensor:
     return torch.arange(states)[:, None]
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("alpha", [0.0, 0.1, 1.0])
 def test_finds_the_best_action_where_all_were_tried(seed: int, alpha: float) -> None:
