@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Hashable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
-if TYPE_CHECKING:
-    from keepset.core.accumulate import Accumulator
+from keepset.core.accumulator import Accumulator
 
 Value = TypeVar("Value")
 AnyFeature = TypeVar("AnyFeature", bound="Feature[Any]")

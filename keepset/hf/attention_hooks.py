@@ -15,7 +15,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from keepset.core.accumulate import QuerySource, Turn
+from keepset.core.accumulator import QuerySource, Turn
 from keepset.core.rope import inverse, mean_rotation, positions_ahead, undone_right
 from keepset.core.shapes import HiddenStates, Queries
 from keepset.errors import UnsupportedModelError

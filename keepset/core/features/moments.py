@@ -11,7 +11,8 @@ from typing import Any, ClassVar, Self
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keepset.core.accumulate import Accumulator, Ahead, Chunk, QuerySource
+from keepset.core.accumulate import Ahead
+from keepset.core.accumulator import Accumulator, Chunk, QuerySource
 from keepset.core.feature import Feature, Value
 from keepset.kernels.moments import Moments
 
