@@ -5,6 +5,7 @@ if tiers.TYPECHECK:
     typecheck.install()
 
 import gc
+from pathlib import Path
 
 import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -14,6 +15,13 @@ from keepset import models
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="all tests, with more examples and types checked at run time")
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """In the fast tier modules that are of the full one as a whole are not even imported."""
+    if tiers.FULL or collection_path.suffix != ".py":
+        return None
+    return "\npytestmark = pytest.mark.full\n" in collection_path.read_text(encoding="utf-8") or None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -28,7 +28,7 @@ def random_tables(layers: int = 3, heads: int = 4, budgets: tuple[int, ...] = (8
         perplexity_edges=torch.tensor([2.0, 5.0, 20.0]),
         budgets=torch.tensor(budgets),
         counts=torch.randint(0, 9, (20, 4), generator=draw),
-        provenance=PROVENANCE,
+        provenance=dict(PROVENANCE),
     )
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from vllm import _custom_ops as ops
-from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from keepset import KeepsetError
 from keepset.paged.subpages import Layout, blocks_needed, entries, slots, tables
@@ -25,11 +24,24 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """Rounding of outputs of about 1; the kernel itself sums in float32."""
 
 
+def kernels() -> Any:
+    """vLLM's. Imported late: it takes seconds, of every process that collects tests."""
+    from vllm import _custom_ops
+
+    return _custom_ops
+
+
+def isa_of(dtype: torch.dtype, block_size: int, head_dim: int) -> str:
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    return _get_attn_isa(dtype, block_size, head_dim)
+
+
 def official_write(cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor, isa: str) -> None:
     """As `CPUAttentionBackendImpl.do_kv_cache_update` does it: keys `[tokens, heads, head_dim]`, slots of blocks."""
     blocks, kv_heads, block_size, _ = cache.shape
     key_cache, value_cache = cache.view(blocks, kv_heads, block_size * 2, -1).chunk(2, dim=2)
-    ops.cpu_attn_reshape_and_cache(keys, values, key_cache, value_cache, slots, isa)
+    kernels().cpu_attn_reshape_and_cache(keys, values, key_cache, value_cache, slots, isa)
 
 
 def official_attention(
@@ -38,7 +50,7 @@ def official_attention(
     """Causal attention by vLLM's own kernel, as `CPUAttentionBackendImpl.forward` calls it."""
     # The kernel goes by addresses: views of larger tensors would be read wrongly without an error.
     table, lengths, starts = (part.int().contiguous() for part in (table, lengths, starts))
-    plan = ops.cpu_attn_get_scheduler_metadata(
+    plan = kernels().cpu_attn_get_scheduler_metadata(
         num_reqs=len(lengths),
         num_heads=query.shape[1],
         num_kv_heads=key_cache.shape[1],
@@ -52,7 +64,7 @@ def official_attention(
         enable_kv_split=True,
     )
     output = torch.empty_like(query)
-    ops.cpu_attention_with_kv_cache(
+    kernels().cpu_attention_with_kv_cache(
         query=query,
         key_cache=key_cache,
         value_cache=value_cache,
@@ -97,7 +109,7 @@ def test_what_vllm_writes_is_read_and_the_other_way_round(
     dtype: torch.dtype, head_dim: int, block_size: int, kv_heads: int
 ) -> None:
     generator = seeded(head_dim + kv_heads)
-    isa = _get_attn_isa(dtype, block_size, head_dim)
+    isa = isa_of(dtype, block_size, head_dim)
     keys, values = (random(2 * block_size, kv_heads, head_dim, dtype=dtype, generator=generator) for _ in range(2))
     blocks = torch.tensor([3, 1])
     cache = torch.zeros(5, kv_heads, block_size, 2 * head_dim, dtype=dtype)
@@ -172,7 +184,7 @@ def test_packing_is_whatever_the_kernel_does(monkeypatch: pytest.MonkeyPatch) ->
                 page[at] = numbers[entry, 0]
                 cache[slot // 32] = page.view(1, 32, 16)
 
-    monkeypatch.setattr(ops, "cpu_attn_reshape_and_cache", scatter)
+    monkeypatch.setattr(kernels(), "cpu_attn_reshape_and_cache", scatter)
     pages = CPUPages(torch.zeros(2, 3, 32, 32), "scattered")
     keys, values = (random(64, 16, dtype=torch.float32, generator=seeded(seed)) for seed in (5, 6))
     pages.write(keys, values, torch.arange(32, 96))
@@ -191,7 +203,7 @@ def test_packing_that_loses_something_is_refused(monkeypatch: pytest.MonkeyPatch
         else:
             key_cache.div_(2, rounding_mode="floor").mul_(2)
 
-    monkeypatch.setattr(ops, "cpu_attn_reshape_and_cache", faulty)
+    monkeypatch.setattr(kernels(), "cpu_attn_reshape_and_cache", faulty)
     with pytest.raises(
         KeepsetError, match=r"^vLLM packs KV cache pages of 32 x 48 torch.float32 for 'faulty' in a way"
     ):
@@ -200,7 +212,7 @@ def test_packing_that_loses_something_is_refused(monkeypatch: pytest.MonkeyPatch
 
 def test_packing_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
     first = packing(32, 112, torch.float32, "vec16")
-    monkeypatch.delattr(ops, "cpu_attn_reshape_and_cache")
+    monkeypatch.delattr(kernels(), "cpu_attn_reshape_and_cache")
     assert packing(32, 112, torch.float32, "vec16") is first
     CPUPages(torch.zeros(1, 1, 32, 224), "vec16")
 
@@ -227,7 +239,7 @@ class Case:
         self.generator = seeded(head_dim + 7 * group + kv_heads)
         self.dtype, self.head_dim, self.block_size = dtype, head_dim, block_size
         self.kv_heads, self.group, self.lengths = kv_heads, group, torch.tensor(lengths)
-        self.isa = _get_attn_isa(dtype, block_size, head_dim)
+        self.isa = isa_of(dtype, block_size, head_dim)
         self.width = max(lengths) // block_size + 2
         blocks = len(lengths) * self.width + 1
         ids = 1 + torch.randperm(blocks - 1, generator=self.generator)
