@@ -22,6 +22,7 @@ from keepset.core.features.second_pass import SecondPass
 from keepset.core.method import Method
 from keepset.core.observation import Observation
 from keepset.hf.recorder import Recorder
+from keepset.kernels.statistic import ColumnStatistic
 from tests.hf.models import full, generate, left_padded, prompt, same_keep_set, tiny
 
 LENGTH, PADDING = 30, [0, 7, 24]
@@ -120,7 +121,7 @@ def test_short_prompts(length: int) -> None:
 
 def test_with_a_second_pass_and_in_a_shared_prefill() -> None:
     model, ids = tiny("llama"), prompt(1, LENGTH)
-    again = SecondPass(frozenset({"sum"}))
+    again = SecondPass(frozenset({ColumnStatistic.SUM}))
     generate(model, ids, cache_of(model, more=Needs(again)), max_new_tokens=1)
     check(model, ids, torch.ones_like(ids))
     assert all(seen[again] for seen in Foretold.shown.values())

@@ -16,6 +16,7 @@ import keepset
 from keepset import Observation, models
 from keepset.hf.repeat import Repeat
 from keepset.kernels.second_pass import PackedSequence, SoftmaxScope, second_pass_attention
+from keepset.kernels.statistic import ColumnStatistic
 from tests.hf.models import generate, left_padded, prompt, tiny, tokenizer
 from tests.methods.naive import softmax
 
@@ -255,5 +256,5 @@ def test_entries_that_get_nothing_beside_what_is_left_out_are_no_nan() -> None:
     queries = torch.tensor([1.0, 0.0, 0.0, 0.0]).expand(2, 3, 4)
     own = torch.zeros(1, 3, 4), torch.zeros(1, 3, 4)
     sequences = [PackedSequence(3, SoftmaxScope(0, 3, 6))]
-    output, statistics = second_pass_attention(queries, (keys, keys), own, 1.0, ["max"], sequences)
+    output, statistics = second_pass_attention(queries, (keys, keys), own, 1.0, [ColumnStatistic.MAX], sequences)
     assert output[..., 0].eq(400.0).all() and statistics["max"].eq(0).all()

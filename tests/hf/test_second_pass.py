@@ -20,10 +20,11 @@ from keepset.core.features.second_pass import SecondPass
 from keepset.core.method import Method
 from keepset.core.observation import Observation
 from keepset.hf.recorder import Recorder
+from keepset.kernels.statistic import ColumnStatistic
 from tests.hf.models import ARCHITECTURES, full, generate, left_padded, prompt, tiny
 
 LENGTH, PADDING = 36, [0, 7]
-ALL = frozenset({"sum", "max", "square"})
+ALL = frozenset(ColumnStatistic)
 WHOLE, CHUNKED = SecondPass(ALL), SecondPass(ALL, chunk=10)
 
 
@@ -151,7 +152,7 @@ def test_one_question_serves_the_whole_batch_and_beams_repeat_theirs() -> None:
 
 
 def test_several_passes_in_one_prefill_are_as_each_alone() -> None:
-    fewer = SecondPass(frozenset({"max"}), chunk=10)
+    fewer = SecondPass(frozenset({ColumnStatistic.MAX}), chunk=10)
     together = shown(tiny("llama"), PADDING, WHOLE, CHUNKED, fewer)
     for which in (WHOLE, CHUNKED, fewer):
         for layer, observation in shown(tiny("llama"), PADDING, which).items():
