@@ -203,6 +203,7 @@ def test_decode_table_and_report(run: Run, tmp_path: Path) -> None:
     assert "kl_drift" in page and "knorm(keep=30, every=7)" in page
 
 
+@pytest.mark.full
 def test_decode_what_the_model_generated(run: Run, tiny: Any) -> None:
     import torch
 

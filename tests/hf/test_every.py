@@ -449,6 +449,7 @@ def test_a_protected_prompt_is_whole_after_many_events(recipe: str) -> None:
 # --- batches
 
 
+@pytest.mark.full
 @pytest.mark.cross
 @by_recipe
 @pytest.mark.parametrize(("every", "padding"), [(1, [0, 5]), (6, [18, 0, 9])], ids=str)
@@ -523,6 +524,7 @@ def test_beams_are_scored_as_the_reference_scores_them(name: str, padding: list[
         assert abs(total - float(score)) < 1e-3
 
 
+@pytest.mark.full
 @pytest.mark.cross
 @pytest.mark.parametrize("name", ["snapkv", "expected_attention", "adakv", "habit"])
 @pytest.mark.parametrize("padding", [[0, 0], [0, 6]], ids=str)

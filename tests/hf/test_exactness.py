@@ -91,6 +91,7 @@ def test_keeping_all_in_bfloat16(layout: str) -> None:
     assert torch.equal(output.sequences, expected.sequences)
 
 
+@pytest.mark.full
 @by_method
 def test_bfloat16_is_close_to_the_oracle(method: str) -> None:
     model = copy.deepcopy(tiny("llama")).bfloat16()

@@ -112,6 +112,7 @@ def check(model: Any, recipe: str, ids: Tensor, padding: list[int], chunk: int, 
                 torch.testing.assert_close(row[opening : opening + len(expected)].tolist(), expected, **tolerance)
 
 
+@pytest.mark.full
 @pytest.mark.cross
 @pytest.mark.parametrize("chunk", [5, 12, 30, 100])
 @pytest.mark.parametrize("padding", [[0, 0], PADDING], ids=["whole", "padded"])

@@ -268,6 +268,7 @@ def test_questions_do_not_disturb_each_other(name: str, recipe: str) -> None:
     assert past.get_seq_length() == 40
 
 
+@pytest.mark.full
 @pytest.mark.cross
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -93,6 +93,7 @@ def best(step: list[float]) -> int:
     return max(range(len(step)), key=step.__getitem__)
 
 
+@pytest.mark.full
 @every_recipe
 def test_figures_are_those_of_a_run_of_its_own(
     text: keepset.Recipe, measured: dict[str, tuple[Measurement, Tensor]]

@@ -223,6 +223,7 @@ def test_answers_of_a_batch_are_those_of_each_alone(architecture: str, options: 
     assert len({reply for cell in together for reply in replies(cell)}) > 4
 
 
+@pytest.mark.full
 def test_a_batch_is_for_answers_of_caches_that_compress_nothing_more() -> None:
     model = tiny("llama")
     for task, example in ((Exact(decodes=True), ASKED), (Exact(), EXAMPLE)):

@@ -74,6 +74,7 @@ def test_data_that_cannot_be_had_are_one_sentence(unreachable: None, monkeypatch
     assert str(caught.value).endswith("or give a folder with gsm8k.jsonl as data.") and "\n" not in str(caught.value)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "error, sentence",
     [
