@@ -9,9 +9,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keepset.core import accumulator
 from keepset.core.accumulate import Accumulators
-from keepset.core.accumulator import Entries, QuerySource, Turn
+from keepset.core.accumulator import Chunk, Entries, QuerySource, Turn
 from keepset.core.feature import Feature, Needs
 from keepset.core.features.model_statistics import ModelStatistics
 from keepset.core.rope import RotaryTable, undone_right
@@ -64,7 +63,7 @@ class Observer:
             keys, _ = pages.read(chunk.subpages)
             return [(keys[:, : chunk.position + len(own)], slice(None))]
 
-        step = accumulator.Chunk(rows, entries, positions, None, self._scaling, source=source)
+        step = Chunk(rows, entries, positions, None, self._scaling, source=source)
         chunk.prompt.layers[self._place].add(step)
 
     def parts(self, event: EvictionEvent, width: int, unbroken: bool) -> dict[str, Any]:
@@ -99,7 +98,7 @@ class Observer:
         positions = event.queries.positions[:, -self._needs.buffer :]
         queries = self._windows.read(self._place, event.queries.slots, positions)
         source = self._query_source(slice(0))
-        newest.add(accumulator.Chunk(queries, list, positions, None, self._scaling, source=source))
+        newest.add(Chunk(queries, list, positions, None, self._scaling, source=source))
         return newest.values(event.at)
 
     def _query_source(self, tokens: slice) -> _QuerySource | None:
