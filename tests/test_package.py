@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
+import inspect
 import json
+import pkgutil
 import subprocess
 import sys
 import tomllib
@@ -66,6 +69,24 @@ def test_unknown_name(name: str) -> None:
     assert not hasattr(keepset, name)
     with pytest.raises(ImportError):
         exec(f"from keepset import {name}")
+
+
+def test_public_methods_are_documented() -> None:
+    """Where they are defined, or where a class above promised them."""
+    undocumented = []
+    for module in pkgutil.walk_packages(keepset.__path__, "keepset."):
+        if module.name.startswith("keepset.vllm") or module.name == "keepset.__main__":
+            continue
+        for class_name, kind in inspect.getmembers(importlib.import_module(module.name), inspect.isclass):
+            if kind.__module__ == module.name and not class_name.startswith("_"):
+                undocumented += [
+                    f"{module.name}.{class_name}.{name}"
+                    for name, member in vars(kind).items()
+                    if not name.startswith("_")
+                    and (callable(member) or isinstance(member, (property, classmethod, staticmethod)))
+                    and not inspect.getdoc(getattr(kind, name))
+                ]
+    assert undocumented == []
 
 
 def test_version_is_the_projects() -> None:
