@@ -6,7 +6,7 @@ import copy
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -59,7 +59,7 @@ class _OfRows(Feature[Value]):
     """Moments of one row per token; `full` says whether the covariance is a matrix or its diagonal."""
 
     unrotated = True
-    full: ClassVar[bool] = False
+    full = False
 
     skip: int
 
@@ -71,7 +71,6 @@ class _OfRows(Feature[Value]):
 
     @classmethod
     def accumulator(cls, features: Sequence[Self]) -> Accumulator:
-        """Rows are made once for all."""
         return _Moments(features)
 
 
@@ -93,20 +92,16 @@ class QueryMoments(_OfRows[QueryDistribution]):
 
     @property
     def prompt_only(self) -> str:
-        """Where nothing says of how many queries they are taken later."""
         missing = "QueryMoments(buffer=...) does not say over how many of the newest queries to take them later"
         return "" if self.buffer else f"{_WHOLE_PROMPT}and {missing}"
 
     def merged(self, other: QueryMoments) -> QueryMoments:
-        """The longer buffer."""
         return max(self, other, key=lambda feature: feature.buffer)
 
     def rows(self, chunk: Chunk, source: QuerySource) -> Float[Tensor, "batch heads n dim"]:
-        """Queries before rotation."""
         return source.undo(chunk.queries, chunk.positions)
 
     def distribution(self, moments: Moments, ahead: Ahead) -> QueryDistribution:
-        """Of the queries."""
         return QueryDistribution(moments.mean, moments.covariance, ahead.rotate)
 
 
@@ -125,11 +120,9 @@ class HiddenMoments(_OfRows[HiddenDistribution]):
     skip: int
 
     def rows(self, chunk: Chunk, source: QuerySource) -> Float[Tensor, "batch heads n dim"]:
-        """Hidden states, as if of one head."""
         return source.hidden[:, None, : chunk.queries.shape[2]].float()
 
     def distribution(self, moments: Moments, ahead: Ahead) -> HiddenDistribution:
-        """Of the hidden states."""
         return HiddenDistribution(moments.mean[:, 0], moments.covariance[:, 0], ahead.queries)
 
 
