@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,6 @@ from typing import Any, Self
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keepset.core.accumulate import Ahead
 from keepset.core.accumulator import Accumulator, Chunk, QuerySource
 from keepset.core.feature import Feature, Value
 from keepset.kernels.moments import Moments
@@ -64,10 +64,12 @@ class _OfRows(Feature[Value]):
     skip: int
 
     @abstractmethod
-    def rows(self, chunk: Chunk, source: QuerySource) -> Float[Tensor, "batch heads n dim"]: ...
+    def rows(self, chunk: Chunk, source: QuerySource) -> Float[Tensor, "batch heads n dim"]:
+        """What the moments are of."""
 
     @abstractmethod
-    def distribution(self, moments: Moments, ahead: Ahead) -> Value: ...
+    def distribution(self, moments: Moments, source: QuerySource, lengths: Int[Tensor, " batch"]) -> Value:
+        """The moments of requests of these lengths."""
 
     @classmethod
     def accumulator(cls, features: Sequence[Self]) -> Accumulator:
@@ -101,8 +103,9 @@ class QueryMoments(_OfRows[QueryDistribution]):
     def rows(self, chunk: Chunk, source: QuerySource) -> Float[Tensor, "batch heads n dim"]:
         return source.undo(chunk.queries, chunk.positions)
 
-    def distribution(self, moments: Moments, ahead: Ahead) -> QueryDistribution:
-        return QueryDistribution(moments.mean, moments.covariance, ahead.rotate)
+    def distribution(self, moments: Moments, source: QuerySource, lengths: Int[Tensor, " batch"]) -> QueryDistribution:
+        ahead = functools.cache(functools.partial(source.ahead, lengths))
+        return QueryDistribution(moments.mean, moments.covariance, lambda rows, future: ahead(future)(rows))
 
 
 @dataclass(frozen=True)
@@ -122,8 +125,11 @@ class HiddenMoments(_OfRows[HiddenDistribution]):
     def rows(self, chunk: Chunk, source: QuerySource) -> Float[Tensor, "batch heads n dim"]:
         return source.hidden[:, None, : chunk.queries.shape[2]].float()
 
-    def distribution(self, moments: Moments, ahead: Ahead) -> HiddenDistribution:
-        return HiddenDistribution(moments.mean[:, 0], moments.covariance[:, 0], ahead.queries)
+    def distribution(self, moments: Moments, source: QuerySource, lengths: Int[Tensor, " batch"]) -> HiddenDistribution:
+        def queries(hidden: Tensor, future: int) -> Tensor:
+            return source.queries(hidden, lengths, future)
+
+        return HiddenDistribution(moments.mean[:, 0], moments.covariance[:, 0], queries)
 
 
 class _Moments(Accumulator):
@@ -148,5 +154,5 @@ class _Moments(Accumulator):
         return twin
 
     def values(self, lengths: Int[Tensor, " batch"], width: int) -> Mapping[Feature[Any], Any]:
-        ahead = Ahead(self._source, lengths)
-        return {feature: feature.distribution(moments, ahead) for feature, moments in self._moments.items()}
+        source = self._source
+        return {feature: feature.distribution(moments, source, lengths) for feature, moments in self._moments.items()}
