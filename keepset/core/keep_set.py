@@ -258,12 +258,7 @@ class KeepSet:
     def _pairs(
         self, other: KeepSet
     ) -> list[
-        tuple[
-            LayerKeepSet,
-            LayerKeepSet,
-            Bool[Tensor, "batch kv_heads length"],
-            Bool[Tensor, "batch kv_heads length"],
-        ]
+        tuple[LayerKeepSet, LayerKeepSet, Bool[Tensor, "batch kv_heads length"], Bool[Tensor, "batch kv_heads length"]]
     ]:
         if self.layers != other.layers or self.counts.shape != other.counts.shape:
             raise KeepsetError("Only keep sets with the same layers, requests and KV heads can be compared.")
@@ -271,8 +266,7 @@ class KeepSet:
         for index, mine in self._layers.items():
             theirs = other._layers[index]
             length = 1 + max(
-                (int(kept.packed_positions.max()) for kept in (mine, theirs) if kept.indices.numel()),
-                default=-1,
+                (int(kept.packed_positions.max()) for kept in (mine, theirs) if kept.indices.numel()), default=-1
             )
             pairs.append((mine, theirs, mine.mask(length), theirs.mask(length)))
         return pairs

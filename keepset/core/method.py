@@ -317,12 +317,7 @@ def _kinds(method: type[Method]) -> dict[str, Any]:
     return get_type_hints(method)
 
 
-_ARTICLES: dict[Any, str] = {
-    int: "a whole number",
-    float: "a number",
-    bool: "True or False",
-    str: "a text in quotes",
-}
+_ARTICLES: dict[Any, str] = {int: "a whole number", float: "a number", bool: "True or False", str: "a text in quotes"}
 
 
 def _range(low: int | float | None, high: int | float | None) -> str:
