@@ -13,8 +13,7 @@ import typer
 from keepset.cli.checks import check_fits_context, check_tensor_file, check_text
 from keepset.cli.console import counted, load, megabytes, progress, say
 from keepset.cli.options import Force, GenerationRecipe, MaxNewTokens, Model, SamplingSeed, Temperature, group
-from keepset.cli.sampling import Sampling
-from keepset.cli.streaming import generate_streamed
+from keepset.cli.streaming import Sampling, generate_streamed
 from keepset.errors import KeepsetError
 from keepset.models import EMBEDDED
 from keepset.texts import chat_parts, read
@@ -94,8 +93,8 @@ def ask(
     check_fits_context(loaded, header.tokens + ids.shape[1], sampling.tokens)
     inputs = Cache.load(file, loaded).ask(ids)
     cache = inputs.pop("past_key_values")
-    answer = generate_streamed(loaded, tokenizer, inputs, cache, sampling)
-    say(f"\n{header.recipe}: {header.tokens} tokens of context, {ids.shape[1]} of question; {answer.summary()}")
+    _, summary = generate_streamed(loaded, tokenizer, inputs, cache, sampling)
+    say(f"\n{header.recipe}: {header.tokens} tokens of context, {ids.shape[1]} of question; {summary}")
 
 
 @contextmanager
