@@ -4,7 +4,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 # Two processes of one thread: with two threads each they would wait for one another most of the time.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
+# Compiled modules are kept, whatever the shell says: the tests start many processes.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
 
 .PHONY: setup setup-vllm demo test test-all check format bench clean
 

@@ -1,23 +1,19 @@
 """What a model says after a cache: greedy tokens, answers that end where a task says, likelihoods of given texts."""
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from keepset.bench.tasks.task import Generation, Reply
 from keepset.hf.cache import Cache
-
-if TYPE_CHECKING:
-    import transformers
 
 Pick = Callable[[Float[Tensor, "1 vocabulary"]], Int[Tensor, "1 1"]]
 """From logits to a token."""
@@ -25,11 +21,7 @@ Pick = Callable[[Float[Tensor, "1 vocabulary"]], Int[Tensor, "1 1"]]
 
 @torch.no_grad()
 def greedy(
-    model: transformers.PreTrainedModel,
-    cache: Any,
-    ids: Int[Tensor, "1 n"],
-    count: int,
-    on_token: Callable[[], None] = lambda: None,
+    model: PreTrainedModel, cache: Any, ids: Int[Tensor, "1 n"], count: int, on_token: Callable[[], None] = lambda: None
 ) -> tuple[list[int], float]:
     """The `count` most likely tokens after `ids`, ends of text included, and the seconds that they took.
 
@@ -47,7 +39,7 @@ def greedy(
     return new, time.perf_counter() - start
 
 
-def end_tokens(model: transformers.PreTrainedModel) -> list[int]:
+def end_tokens(model: PreTrainedModel) -> list[int]:
     """Those that end a text, as the model's generation config has them."""
     ends = model.generation_config.eos_token_id
     return [ends] if isinstance(ends, int) else list(ends or ())
@@ -60,12 +52,7 @@ class Ending:
     looked for in the newest tokens only: in as many as the longest has bytes, and a few more.
     """
 
-    def __init__(
-        self,
-        model: transformers.PreTrainedModel,
-        tokenizer: transformers.PreTrainedTokenizerBase,
-        generation: Generation,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, generation: Generation) -> None:
         self._ends = {*end_tokens(model), tokenizer.eos_token_id}
         self._tokenizer, self._tokens = tokenizer, generation.tokens
         self._until = [text for text in generation.until if text]
@@ -113,7 +100,7 @@ class Answer:
 
 @torch.no_grad()
 def generate(
-    model: transformers.PreTrainedModel,
+    model: PreTrainedModel,
     cache: Cache,
     first: Float[Tensor, "rows vocabulary"],
     picks: Sequence[Pick],
@@ -166,7 +153,7 @@ def picker(temperature: float, device: torch.device, *draw: object) -> Pick:
 
 @torch.no_grad()
 def likelihoods(
-    model: transformers.PreTrainedModel,
+    model: PreTrainedModel,
     cache: Cache,
     first: Float[Tensor, "1 vocabulary"],
     continuations: Sequence[Sequence[int]],
@@ -193,10 +180,7 @@ def likelihoods(
 
 
 def _follow(
-    model: transformers.PreTrainedModel,
-    cache: Cache,
-    first: Float[Tensor, "1 vocabulary"],
-    tokens: Int[Tensor, "rows n"],
+    model: PreTrainedModel, cache: Cache, first: Float[Tensor, "1 vocabulary"], tokens: Int[Tensor, "rows n"]
 ) -> Float[Tensor, "rows n_and_one vocabulary"]:
     """The logits after the cache and after every token; shorter rows are padded at their end, unseen by them."""
     logits, (rows, length) = [first.expand(len(tokens), 1, -1)], tokens.shape

@@ -3,8 +3,6 @@
 CompilerKV (arXiv 2602.08686), Table A1: time to the first token, tokens per second, latency, peak memory by length.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import time
@@ -12,21 +10,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 from keepset.bench.cell import FULL
 from keepset.bench.memory import dynamic_nbytes
 from keepset.errors import KeepsetError
 from keepset.hf.cache import Cache
 from keepset.recipe import Recipe
-
-if TYPE_CHECKING:
-    import transformers
 
 
 @dataclass(frozen=True)
@@ -88,7 +83,7 @@ class Timing:
 
 
 def latency(
-    model: transformers.PreTrainedModel,
+    model: PreTrainedModel,
     prompts: Sequence[Int[Tensor, "1 _"]],
     recipes: Sequence[Recipe],
     output_tokens: int,
@@ -118,9 +113,7 @@ def latency(
                 yield timings
 
 
-def _generation(
-    model: transformers.PreTrainedModel, prompt: Int[Tensor, "1 tokens"], recipe: Recipe | None, count: int
-) -> Round:
+def _generation(model: PreTrainedModel, prompt: Int[Tensor, "1 tokens"], recipe: Recipe | None, count: int) -> Round:
     """Greedy, without an end; only the last token's logits are made, as `generate` does."""
     cache: Any = DynamicCache(config=model.config) if recipe is None else Cache(model, recipe)
     peak = _watch(prompt.device)

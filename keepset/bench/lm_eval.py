@@ -3,8 +3,6 @@
 The harness finds models by import only, so this runs its own command line, which then knows one model more.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import sys

@@ -1,7 +1,5 @@
 """Bytes that caches hold, and whether there was room for them."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from transformers import DynamicCache

@@ -1,7 +1,5 @@
 """Accuracy over the share that is kept: the area under the curve, and how much can go."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,9 +61,7 @@ def compression(curve: Curve, tolerance: float) -> tuple[float, Interval | None]
     removed = 1 - curve.keeps
     value = float(_reach(removed, _losses([scores.mean(0, keepdims=True) for scores in curve.scores]), tolerance)[0])
     draws = _reach(
-        removed,
-        _losses([intervals.resampled(scores, seed) for seed, scores in enumerate(curve.scores)]),
-        tolerance,
+        removed, _losses([intervals.resampled(scores, seed) for seed, scores in enumerate(curve.scores)]), tolerance
     )
     examples = sum(map(len, curve.scores))
     if examples < 2 or np.nanmax(draws) - np.nanmin(draws) < 1e-9:

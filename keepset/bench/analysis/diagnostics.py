@@ -1,7 +1,5 @@
 """What KeepSets tell: wiped-out regions, gaps, the middle, stability, attention kept; and how much a text repeats."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

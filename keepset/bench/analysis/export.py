@@ -1,7 +1,5 @@
 """A summary as CSV and as LaTeX."""
 
-from __future__ import annotations
-
 import csv
 import io
 import unicodedata

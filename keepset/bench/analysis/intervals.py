@@ -4,8 +4,6 @@ Every function takes one value per example. What belongs to one example (its que
 because it rises and falls together.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import lru_cache

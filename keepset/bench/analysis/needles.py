@@ -1,7 +1,5 @@
 """Needle maps: how often a recipe finds what lies at which depth of a text of which length."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass

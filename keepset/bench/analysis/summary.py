@@ -1,7 +1,5 @@
 """What a sweep's cells come to: a row per task and recipe, averages over groups of tasks, curves, needle maps."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean

@@ -1,14 +1,12 @@
 """Synthetic queries: how near those that GVote samples come to the next query."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from keepset.core.feature import Needs
 from keepset.core.features.recent_queries import RecentQueries
@@ -16,9 +14,6 @@ from keepset.core.select import top_mask
 from keepset.errors import KeepsetError
 from keepset.hf.recorder import Recorder
 from keepset.methods.gvote import GVote, nucleus, query_logits
-
-if TYPE_CHECKING:
-    import transformers
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,10 +54,7 @@ def agreement(
 
 @torch.no_grad()
 def next_query(
-    model: transformers.PreTrainedModel,
-    method: GVote,
-    ids: Int[Tensor, "1 tokens"],
-    on_layer: Callable[[], None] = lambda: None,
+    model: PreTrainedModel, method: GVote, ids: Int[Tensor, "1 tokens"], on_layer: Callable[[], None] = lambda: None
 ) -> dict[int, Agreement]:
     """What each layer's samples, made of all tokens but the last, have in common with the last token's queries.
 

@@ -1,16 +1,15 @@
 """`Tracer`: one generation under a recipe, of which every event is written down."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from keepset.allocators.ams import Segments
 from keepset.bench.analysis.diagnostics import Snapshot
@@ -20,9 +19,6 @@ from keepset.core.method import Method
 from keepset.core.observation import Observation
 from keepset.hf.cache import Cache
 from keepset.recipe import Recipe
-
-if TYPE_CHECKING:
-    import transformers
 
 
 @runtime_checkable
@@ -113,10 +109,7 @@ class Tracer:
     """
 
     def __init__(
-        self,
-        model: transformers.PreTrainedModel,
-        recipe: Recipe,
-        on_token: Callable[[int], None] = lambda _: None,
+        self, model: PreTrainedModel, recipe: Recipe, on_token: Callable[[int], None] = lambda _: None
     ) -> None:
         self._model, self._recipe, self.on_token = model, recipe, on_token
         self._segments: defaultdict[int, dict[int, list[HeadSegments]]] = defaultdict(dict)

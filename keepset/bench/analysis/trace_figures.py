@@ -1,7 +1,5 @@
 """A trace in numbers."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`Comparison`: what recipes made of one text, beside the full cache, row by row."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -131,10 +129,7 @@ class Comparer(ABC):
 
 
 def measure(
-    row: Measurement,
-    prompt: CachedPrompt,
-    reference: Float[Tensor, "n vocabulary"],
-    continuation: Int[Tensor, "1 n"],
+    row: Measurement, prompt: CachedPrompt, reference: Float[Tensor, "n vocabulary"], continuation: Int[Tensor, "1 n"]
 ) -> Measurement:
     """The row with the figures of a compressed prompt: its cost, and its fidelity over the text that follows.
 

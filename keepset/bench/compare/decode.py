@@ -1,17 +1,15 @@
 """A long text token by token: recipes that compress while decoding, beside the full cache."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 from keepset.bench.compare.comparison import Comparer, Comparison, Measurement
 from keepset.bench.compare.fidelity import kl, mean, nll
@@ -23,9 +21,6 @@ from keepset.hf.cache import Cache
 from keepset.hf.prompt_session import warm_up
 from keepset.hf.store import SLACK
 from keepset.recipe import Recipe
-
-if TYPE_CHECKING:
-    import transformers
 
 DRIFT_TOKENS = 256
 """Tokens of the text for one figure of the drift."""
@@ -47,10 +42,7 @@ def feed_slices(tokens: int, every: int | None) -> list[slice]:
 
 
 def generated(
-    model: transformers.PreTrainedModel,
-    prompt: Int[Tensor, "1 tokens"],
-    count: int,
-    on_token: Callable[[], None] = lambda: None,
+    model: PreTrainedModel, prompt: Int[Tensor, "1 tokens"], count: int, on_token: Callable[[], None] = lambda: None
 ) -> Int[Tensor, "1 n"]:
     """What the full cache says after the prompt, greedily, ends of text included."""
     ids, _ = greedy(model, DynamicCache(config=model.config), prompt, count, on_token)
@@ -82,11 +74,7 @@ class DecodeComparer(Comparer):
     """
 
     def __init__(
-        self,
-        model: transformers.PreTrainedModel,
-        prompt: Int[Tensor, "1 tokens"],
-        text: Int[Tensor, "1 n"],
-        name: str,
+        self, model: PreTrainedModel, prompt: Int[Tensor, "1 tokens"], text: Int[Tensor, "1 n"], name: str
     ) -> None:
         self._model, self._prompt, self._text = model, prompt, text
         warm_up(model, prompt)

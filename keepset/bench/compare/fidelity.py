@@ -1,7 +1,5 @@
 """How far predictions are from the full cache's, token by token; in parts, because the vocabulary is large."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int

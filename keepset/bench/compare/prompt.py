@@ -1,13 +1,12 @@
 """Recipes after a prompt: one prefill, then each of them measured against the full cache."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxtyping import Bool
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from keepset.bench.compare.comparison import Comparer, Comparison, Measurement, measure
 from keepset.bench.compare.fidelity import mean, nll
@@ -16,9 +15,6 @@ from keepset.bench.generation import end_tokens, greedy
 from keepset.hf.cache import Cache
 from keepset.hf.prompt_session import PromptSession, warm_up
 from keepset.recipe import Recipe
-
-if TYPE_CHECKING:
-    import transformers
 
 
 class PromptComparer(Comparer):
@@ -35,8 +31,8 @@ class PromptComparer(Comparer):
 
     def __init__(
         self,
-        model: transformers.PreTrainedModel,
-        tokenizer: transformers.PreTrainedTokenizerBase,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
         task: TextTask,
         name: str,
         recipes: Sequence[Recipe],

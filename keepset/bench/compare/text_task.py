@@ -1,19 +1,15 @@
 """`TextTask`: a prompt, the text that follows it, and a question whose answer is known."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from keepset.errors import KeepsetError
 from keepset.texts import Needle, chat_parts, insert
-
-if TYPE_CHECKING:
-    import transformers
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +30,7 @@ class TextTask:
 
 
 def make_text_task(
-    tokenizer: transformers.PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase,
     text: str,
     *,
     tokens: int,

@@ -1,7 +1,5 @@
 """The HTML page of CompilerKV's tables."""
 
-from __future__ import annotations
-
 from keepset.bench.report.page import assemble
 from keepset.core.tables import Tables
 

@@ -1,15 +1,14 @@
 """`Evaluator`: puts a prompt's questions to caches that hold it, and says what became of each."""
 
-from __future__ import annotations
-
 import copy
 import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from keepset.bench.analysis.diagnostics import repetition_rate
 from keepset.bench.cell import Outcome
@@ -20,9 +19,6 @@ from keepset.bench.tasks.task import Reply, Task
 from keepset.hf.cache import Cache
 from keepset.hf.join import join
 from keepset.hf.prompt_session import CachedPrompt
-
-if TYPE_CHECKING:
-    import transformers
 
 TOGETHER = 8
 """Choices that are scored at once, each on a copy of the cache."""
@@ -35,12 +31,7 @@ class Evaluator:
         temperature: 0 for greedy decoding.
     """
 
-    def __init__(
-        self,
-        model: transformers.PreTrainedModel,
-        tokenizer: transformers.PreTrainedTokenizerBase,
-        temperature: float,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, temperature: float) -> None:
         self._model, self._tokenizer, self._temperature = model, tokenizer, temperature
 
     def evaluate(

@@ -1,17 +1,13 @@
 """`Prompts`: from an example to token ids: what is prefilled and compressed, and what follows on forks of it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+
+from transformers import PreTrainedTokenizerBase
 
 from keepset.bench.tasks.task import Example, Question
 from keepset.errors import KeepsetError
 from keepset.texts import chat_frame
-
-if TYPE_CHECKING:
-    import transformers
 
 
 @dataclass(frozen=True)
@@ -58,14 +54,7 @@ class Prompts:
         KeepsetError: the model has no chat template, or one that cannot be cut.
     """
 
-    def __init__(
-        self,
-        tokenizer: transformers.PreTrainedTokenizerBase,
-        *,
-        agnostic: bool,
-        chat: bool,
-        longest: int | None,
-    ) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, agnostic: bool, chat: bool, longest: int | None) -> None:
         if chat and not tokenizer.chat_template:
             raise KeepsetError("The model has no chat template: evaluate it without one.")
         self._tokenizer, self._agnostic, self._longest = tokenizer, agnostic, longest

@@ -1,15 +1,14 @@
 """`Runner`: what every candidate makes of one example, all of them on one prefill of its context."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from keepset.bench.candidate import Candidate
 from keepset.bench.cell import Cell, Outcome
@@ -23,9 +22,6 @@ from keepset.hf.join import can_join
 from keepset.hf.prompt_session import CachedPrompt, PromptSession
 from keepset.offline.compile.contamination import refuse_contaminated
 from keepset.recipe import Recipe
-
-if TYPE_CHECKING:
-    import transformers
 
 TOGETHER = 4
 """As many full caches may be held by candidates that are asked as a batch."""
@@ -52,8 +48,8 @@ class Runner:
 
     def __init__(
         self,
-        model: transformers.PreTrainedModel,
-        tokenizer: transformers.PreTrainedTokenizerBase,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
         *,
         agnostic: bool,
         chat: bool,

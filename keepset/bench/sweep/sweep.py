@@ -7,7 +7,9 @@ import json
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
+
+from transformers import PreTrainedTokenizerBase
 
 from keepset.bench.candidate import Candidate
 from keepset.bench.cell import Cell
@@ -15,9 +17,6 @@ from keepset.bench.memory import is_out_of_memory
 from keepset.bench.sweep.store import Key, Store
 from keepset.bench.tasks.task import Example, Task
 from keepset.errors import KeepsetError
-
-if TYPE_CHECKING:
-    import transformers
 
 POLL = 1.0
 """Seconds between looks at what another process has claimed."""
@@ -58,7 +57,7 @@ class Grid:
             for seed in self.seeds
         )
 
-    def groups(self, store: Store, tokenizer: transformers.PreTrainedTokenizerBase) -> list[Group]:
+    def groups(self, store: Store, tokenizer: PreTrainedTokenizerBase) -> list[Group]:
         """All of it, example by example; which examples there are is noted in the file.
 
         Raises:

@@ -4,8 +4,6 @@ math-verify stops what takes too long by a signal, which only a process's main t
 of its own, whoever asks: threads, Ray's workers, notebooks.
 """
 
-from __future__ import annotations
-
 import json
 import select
 import subprocess

@@ -1,7 +1,5 @@
 """Keepset's own benchmarks. A module has `NAMES`, as users write them, and `make(name, settings)`, a list of tasks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Items of a data set, from a user's JSONL file or from the hub, with where each stands for messages."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module

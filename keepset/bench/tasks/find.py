@@ -1,7 +1,5 @@
 """From the names that users write to tasks: keepset's own, then every task of lm-evaluation-harness."""
 
-from __future__ import annotations
-
 import difflib
 import importlib.util
 from collections.abc import Sequence

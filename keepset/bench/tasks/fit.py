@@ -1,21 +1,16 @@
 """Texts that are made to a length: as long as they may be, never longer."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from keepset.bench.tasks.task import Example
-
-if TYPE_CHECKING:
-    import transformers
+from keepset.bench.tasks.task import Example, Tokenizer
 
 _FULL = 0.97
 """What fills so much of the room is not made longer."""
 
 
-def room(tokenizer: transformers.PreTrainedTokenizerBase, length: int, answer: int) -> int:
+def room(tokenizer: Tokenizer, length: int, answer: int) -> int:
     """How many of `length` tokens are left for an example, less its answer and a chat template's own."""
     return length - answer - _around(tokenizer)
 
@@ -28,7 +23,7 @@ def _around(tokenizer: Any) -> int:
     return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def measure(tokenizer: transformers.PreTrainedTokenizerBase, example: Example) -> int:
+def measure(tokenizer: Tokenizer, example: Example) -> int:
     """Tokens of an example with its longest question, each part encoded by itself: joined they are no more."""
 
     def count(text: str) -> int:

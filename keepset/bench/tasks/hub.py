@@ -1,7 +1,5 @@
 """Data sets of the Hugging Face hub, whose absence is told in one sentence and at once."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Iterator

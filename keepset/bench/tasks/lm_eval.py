@@ -1,7 +1,5 @@
 """Every task of lm-evaluation-harness: its prompts verbatim, its filters and its metrics."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import logging
@@ -9,7 +7,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from lm_eval.api.instance import Instance
@@ -22,11 +20,8 @@ from lm_eval.tasks._index import Entry, Kind
 from keepset.bench.tasks.catalogue import Settings
 from keepset.bench.tasks.data import extra, records
 from keepset.bench.tasks.hub import loading
-from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task
+from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task, Tokenizer
 from keepset.errors import KeepsetError
-
-if TYPE_CHECKING:
-    import transformers
 
 _log = logging.getLogger("lm_eval")
 _SEED = 1234
@@ -106,9 +101,7 @@ class HarnessTask(Task):
         # Its functions come from files, which another process would not find, and its data may be large.
         return _made, (self.name, *self._source)
 
-    def examples(
-        self, tokenizer: transformers.PreTrainedTokenizerBase, *, limit: int | None = None, seed: int = 0
-    ) -> Sequence[Example]:
+    def examples(self, tokenizer: Tokenizer, *, limit: int | None = None, seed: int = 0) -> Sequence[Example]:
         """In the order of the data, whatever the seed."""
         self._task.set_fewshot_seed(_SEED)
         with loading(self.name), _prepared():

@@ -1,19 +1,14 @@
 """LongBench (Bai et al. 2023, arXiv:2308.14508): its English tasks and those on code."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from keepset.bench.tasks.catalogue import Settings
 from keepset.bench.tasks.data import DataRecord, extra, own_records
-from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task
+from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task, Tokenizer
 from keepset.errors import KeepsetError
-
-if TYPE_CHECKING:
-    import transformers
 
 _GROUP = "longbench"
 _DATA_SETS = (
@@ -47,9 +42,7 @@ class LongBenchTask(Task):
         self.metric = self._config["metric_list"][-1]["metric"]
         self.generation = Generation(self._config["generation_kwargs"]["max_gen_toks"])
 
-    def examples(
-        self, tokenizer: transformers.PreTrainedTokenizerBase, *, limit: int | None = None, seed: int = 0
-    ) -> Sequence[Example]:
+    def examples(self, tokenizer: Tokenizer, *, limit: int | None = None, seed: int = 0) -> Sequence[Example]:
         """From the folder's `qasper.jsonl`, as the authors' archive has it; where there is none, from the hub."""
         items = own_records(self._folder, self._data_set) or _download(self._config)
         return [self._example(index, item) for index, item in enumerate(items[:limit])]

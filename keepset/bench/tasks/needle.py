@@ -1,19 +1,13 @@
 """A needle in a haystack: one fact somewhere in essays, at every depth."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from keepset import texts
 from keepset.bench.tasks.catalogue import Settings
 from keepset.bench.tasks.fit import fit, measure, room
-from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task
+from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task, Tokenizer
 from keepset.errors import KeepsetError
-
-if TYPE_CHECKING:
-    import transformers
 
 NAMES = ("needle",)
 EXAMPLES = 50
@@ -42,9 +36,7 @@ class NeedleTask(Task):
         self.metric = "found"
         self.generation = Generation(_TOKENS)
 
-    def examples(
-        self, tokenizer: transformers.PreTrainedTokenizerBase, *, limit: int | None = None, seed: int = 0
-    ) -> Sequence[Example]:
+    def examples(self, tokenizer: Tokenizer, *, limit: int | None = None, seed: int = 0) -> Sequence[Example]:
         """Refuses a length that is too short."""
         space = room(tokenizer, self.length, _TOKENS)
         examples, guess = [], None

@@ -1,18 +1,11 @@
 """Problems that are solved by long reasoning: GSM8K, MATH-500, AIME 2024 and 2025."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from keepset.bench.tasks import answers
 from keepset.bench.tasks.catalogue import Settings
 from keepset.bench.tasks.data import DataRecord, own_records
-from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task
-
-if TYPE_CHECKING:
-    import transformers
-
+from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task, Tokenizer
 
 _SOURCES: dict[str, tuple[str, str | None, str, int]] = {
     "gsm8k": ("openai/gsm8k", "main", "test", 1024),
@@ -52,9 +45,7 @@ class Reasoning(Task):
         self.decodes = True
         self._folder = settings.data
 
-    def examples(
-        self, tokenizer: transformers.PreTrainedTokenizerBase, *, limit: int | None = None, seed: int = 0
-    ) -> Sequence[Example]:
+    def examples(self, tokenizer: Tokenizer, *, limit: int | None = None, seed: int = 0) -> Sequence[Example]:
         """From the folder's file, or where there is none from the hub; in the order of the data, whatever the seed."""
         items = own_records(self._folder, self.name) or _download(self.name)
         return [

@@ -1,20 +1,14 @@
 """RULER (Hsieh et al. 2024, arXiv:2404.06654): thirteen synthetic tasks at any length."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from keepset.bench.tasks.catalogue import Settings
 from keepset.bench.tasks.fit import fit, measure, room
 from keepset.bench.tasks.ruler_documents import read
 from keepset.bench.tasks.ruler_draws import CommonWords, Draws, FrequentWords, Variables
 from keepset.bench.tasks.ruler_needles import Needles
-from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task
+from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task, Tokenizer
 from keepset.errors import KeepsetError
-
-if TYPE_CHECKING:
-    import transformers
 
 EXAMPLES = 500
 """So many there are where no limit is given: as in the paper."""
@@ -58,9 +52,7 @@ class RulerTask(Task):
         self._any = name.startswith("ruler_qa")
         self._length, self._settings = length, settings
 
-    def examples(
-        self, tokenizer: transformers.PreTrainedTokenizerBase, *, limit: int | None = None, seed: int = 0
-    ) -> Sequence[Example]:
+    def examples(self, tokenizer: Tokenizer, *, limit: int | None = None, seed: int = 0) -> Sequence[Example]:
         """Refuses a length that is too short; questions whose own documents do not fit are left out."""
         draws = self._draws(self._length, self._settings)
         space = room(tokenizer, self._length, self.generation.tokens)

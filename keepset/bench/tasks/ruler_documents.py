@@ -1,7 +1,5 @@
 """RULER's questions about documents, of SQuAD and HotpotQA."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import random

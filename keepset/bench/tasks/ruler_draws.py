@@ -1,7 +1,5 @@
 """What an example of RULER says, at any size; and the three of its tasks whose words lm-evaluation-harness makes."""
 
-from __future__ import annotations
-
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """RULER's needles: values of keys, hidden in a haystack."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Sequence

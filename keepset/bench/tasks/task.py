@@ -1,14 +1,15 @@
 """`Task`: a benchmark's examples, and how an answer to them is judged."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
-    import transformers
+    from transformers import PreTrainedTokenizerBase
+
+Tokenizer: TypeAlias = "PreTrainedTokenizerBase"
+"""Of transformers, which nobody has to load for its name."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,7 @@ class Task(ABC):
     """Answers are long, and what a recipe is worth shows while decoding."""
 
     @abstractmethod
-    def examples(
-        self, tokenizer: transformers.PreTrainedTokenizerBase, *, limit: int | None = None, seed: int = 0
-    ) -> Sequence[Example]:
+    def examples(self, tokenizer: Tokenizer, *, limit: int | None = None, seed: int = 0) -> Sequence[Example]:
         """The first `limit` examples, or all; generated ones are drawn by the seed, whatever the limit."""
 
     @abstractmethod

@@ -1,12 +1,11 @@
 """`Measurer`: what recipes make of one piece of a text, whose prompt runs once for all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from keepset.bench.compare.comparison import Measurement, measure
 from keepset.bench.generation import end_tokens
@@ -15,9 +14,6 @@ from keepset.errors import BudgetError, KeepsetError
 from keepset.hf.cache import Cache
 from keepset.hf.prompt_session import PromptSession, freed, warm_up
 from keepset.recipe import Recipe
-
-if TYPE_CHECKING:
-    import transformers
 
 
 class Measurer:
@@ -29,11 +25,7 @@ class Measurer:
     """
 
     def __init__(
-        self,
-        model: transformers.PreTrainedModel,
-        tokenizer: transformers.PreTrainedTokenizerBase,
-        pieces: Sequence[TextPiece],
-        keep: int | float,
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pieces: Sequence[TextPiece], keep: int | float
     ) -> None:
         self._model, self._tokenizer, self._pieces, self._keep = model, tokenizer, pieces, keep
         self.full_found: dict[int, tuple[bool, ...]] = {}

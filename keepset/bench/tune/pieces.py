@@ -1,22 +1,17 @@
 """Texts cut into pieces of equal length: a prompt, perhaps with facts hidden in it, and the text that follows it."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from keepset.bench.tune.halving import ROUNDS
 from keepset.errors import KeepsetError
 from keepset.texts import CITIES, Needle, adds_bos, chat_parts, insert, secret_number
-
-if TYPE_CHECKING:
-    import transformers
 
 SIZES = (2048, 1024, 512, 256)
 """Tokens of a piece: the most of which there are enough pieces."""
@@ -49,12 +44,7 @@ class TextPiece:
 
 
 def cut(
-    tokenizer: transformers.PreTrainedTokenizerBase,
-    texts: Sequence[str],
-    *,
-    retrieval: bool,
-    longest: int | None,
-    seed: int,
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, retrieval: bool, longest: int | None, seed: int
 ) -> list[TextPiece]:
     """`PIECES` pieces, in an order that the seed decides.
 
@@ -111,7 +101,7 @@ def _split(ids: list[int]) -> tuple[list[int], list[int]]:
 
 
 def _with_facts(
-    tokenizer: transformers.PreTrainedTokenizerBase, body: list[int], after: list[int], chance: random.Random
+    tokenizer: PreTrainedTokenizerBase, body: list[int], after: list[int], chance: random.Random
 ) -> TextPiece:
     """A piece whose prompt begins a user's message, with facts at evenly spaced depths."""
     text, facts = str(tokenizer.decode(body)), []

@@ -1,7 +1,5 @@
 """The recipes that `keepset tune` tries: the catalogue, and what the best of it may be composed to."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 

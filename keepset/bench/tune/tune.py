@@ -1,10 +1,10 @@
 """The recipe for a text: the catalogue and what it composes to, measured on pieces of it by successive halving."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from keepset.bench.analysis.intervals import Interval, of_score
 from keepset.bench.tune import space
@@ -14,9 +14,6 @@ from keepset.bench.tune.pieces import TextPiece
 from keepset.errors import KeepsetError
 from keepset.hf.cache import Cache
 from keepset.recipe import Recipe
-
-if TYPE_CHECKING:
-    import transformers
 
 
 class Tuner:
@@ -31,8 +28,8 @@ class Tuner:
 
     def __init__(
         self,
-        model: transformers.PreTrainedModel,
-        tokenizer: transformers.PreTrainedTokenizerBase,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
         pieces: Sequence[TextPiece],
         keep: int | float,
         name: str,
