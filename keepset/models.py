@@ -212,8 +212,9 @@ def _model(metadata: dict[str, Any], tensors: list[Any]) -> "transformers.PreTra
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
+    figures: Any = GGUF_CONFIG_MAPPING["llama"]
     config = LlamaConfig(
-        **{name: metadata[f"llama.{key}"] for key, name in GGUF_CONFIG_MAPPING["llama"].items()},
+        **{name: metadata[f"llama.{key}"] for key, name in figures.items()},
         bos_token_id=metadata["tokenizer.ggml.bos_token_id"],
         eos_token_id=metadata["tokenizer.ggml.eos_token_id"],
         pad_token_id=metadata["tokenizer.ggml.padding_token_id"],
@@ -230,7 +231,8 @@ def _model(metadata: dict[str, Any], tensors: list[Any]) -> "transformers.PreTra
         weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             # GGUF interleaves the two halves of each head that a rotation turns together.
-            weight = weight.view(-1, config.head_dim // 2, 2, config.hidden_size).transpose(1, 2).reshape(weight.shape)
+            half = metadata["llama.rope.dimension_count"] // 2
+            weight = weight.unflatten(0, (-1, half, 2)).transpose(1, 2).reshape(weight.shape)
         state[name] = weight
     return LlamaForCausalLM.from_pretrained(None, config=config, state_dict=state)
 
