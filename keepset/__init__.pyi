@@ -18,11 +18,11 @@ from keepset.core.method import Allocator as Allocator
 from keepset.core.method import Method as Method
 from keepset.core.method import parameter as parameter
 from keepset.core.observation import Observation as Observation
-from keepset.core.ranking import Ranking as Ranking
-from keepset.core.schedule import Schedule as Schedule
+from keepset.core.select import Ranking as Ranking
 from keepset.errors import KeepsetError as KeepsetError
 from keepset.hf.cache import Cache as Cache
 from keepset.recipe import Recipe as Recipe
+from keepset.recipe import Schedule as Schedule
 from keepset.registry import METHODS as METHODS
 from keepset.registry import register as register
 

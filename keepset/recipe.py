@@ -1,4 +1,4 @@
-"""`Recipe`: method, budget and schedule, and the one text form that they have everywhere."""
+"""`Recipe`: method, budget and `Schedule`, and the one text form that they have everywhere."""
 
 from __future__ import annotations
 
@@ -14,11 +14,34 @@ from keepset.core.budget import KEEP_HELP, Budget
 from keepset.core.keep_set import KeepSet
 from keepset.core.method import Allocator, Method
 from keepset.core.observation import Observation
-from keepset.core.schedule import Schedule
 from keepset.errors import BudgetError, RecipeError
 from keepset.registry import METHODS, find
 
-_OPTIONS = [option.name for kind in (Budget, Schedule) for option in dataclasses.fields(kind)]
+
+@dataclass(frozen=True)
+class Schedule:
+    """When compression happens.
+
+    Attributes:
+        prefill: once, at the prompt's end; a prefill in chunks counts as one.
+        every: after every so many decoded tokens; None for never.
+
+    Raises:
+        BudgetError: when it is made so that nothing is ever compressed, or of what is no number of tokens.
+    """
+
+    prefill: bool = True
+    every: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.prefill, bool):
+            raise BudgetError(f"prefill={self.prefill!r} is neither True nor False.")
+        if self.every is not None and (
+            not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1
+        ):
+            raise BudgetError(f"every={self.every!r} is not a number of tokens: use an integer from 1.")
+        if not self.prefill and self.every is None:
+            raise BudgetError("prefill=False needs every=..., or nothing is ever compressed.")
 
 
 @dataclass(frozen=True)
@@ -191,6 +214,7 @@ def check_schedule(recipe: Recipe) -> None:
             raise RecipeError(f"{recipe} {feature.prompt_only}: leave every= out.")
 
 
+_OPTIONS = [option.name for kind in (Budget, Schedule) for option in dataclasses.fields(kind)]
 _EXAMPLE = "write a method with its parameters, such as snapkv(keep=0.25) or adakv(snapkv, keep=512)"
 
 

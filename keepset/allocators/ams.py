@@ -15,7 +15,7 @@ from keepset.core.features.recent_queries import RecentQueries
 from keepset.core.keep_set import LayerKeepSet
 from keepset.core.method import Allocator, parameter
 from keepset.core.observation import Observation
-from keepset.core.ranking import Ranking
+from keepset.core.select import Ranking
 from keepset.core.shapes import Quotas, Scores
 from keepset.errors import RecipeError
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from keepset.allocators.layers import LayerAllocator, divide
 from keepset.core.method import parameter
 from keepset.core.pool import padded, pooled_counts
-from keepset.core.ranking import Ranking
-from keepset.core.select import RECENT_RANK
+from keepset.core.select import RECENT_RANK, Ranking
 
 
 @dataclass(frozen=True)

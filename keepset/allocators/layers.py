@@ -15,8 +15,7 @@ from keepset.core.keep_set import KeepSet, Layout
 from keepset.core.method import Allocator
 from keepset.core.observation import Observation
 from keepset.core.pool import total_entries
-from keepset.core.ranking import Ranking
-from keepset.core.select import round_to_total
+from keepset.core.select import Ranking, round_to_total
 from keepset.errors import RecipeError
 
 

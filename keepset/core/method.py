@@ -16,8 +16,7 @@ from keepset.core.budget import Budget
 from keepset.core.feature import Needs
 from keepset.core.keep_set import KeepSet, LayerKeepSet, Layout
 from keepset.core.observation import Observation
-from keepset.core.ranking import Ranking
-from keepset.core.select import ranked_scores
+from keepset.core.select import Ranking, ranked_scores
 from keepset.core.shapes import Quotas, Scores
 from keepset.errors import RecipeError
 

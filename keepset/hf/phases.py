@@ -11,8 +11,7 @@ from typing import Any
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from keepset.core.accumulate import Accumulators
-from keepset.core.accumulator import Chunk, Entries
+from keepset.core.accumulator import Accumulators, Chunk, Entries
 from keepset.core.feature import Feature, Needs
 from keepset.core.features.recent_queries import RecentQueries
 from keepset.hf.forward import Forward
