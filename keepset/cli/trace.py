@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,9 +18,7 @@ from keepset.models import EMBEDDED
 from keepset.texts import chat_parts, read
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from keepset.bench.analysis.trace import Trace, TraceEvent, Tracer
+    from keepset.bench.analysis.trace import Trace, Tracer
     from keepset.recipe import Recipe
 
 RECIPE = "ams(tova, window=32, keep=256, every=128)"
@@ -76,6 +73,7 @@ def trace(
 
     from keepset.bench.analysis.trace import Tracer
     from keepset.bench.analysis.trace_figures import figures
+    from keepset.bench.report.trace import render
 
     loaded, tokenizer = load(model)
     ids = torch.tensor([_encoded(tokenizer, before, prompt if problem is None else f"{problem}\n{REASON}")])
@@ -97,7 +95,8 @@ def trace(
     else:
         for run in runs:
             print_run(run)
-    write(html, lambda: _page(result, traces, tokenizer, shown))
+    texts = [[str(tokenizer.decode([token])) for token in each.ids.tolist()] for each in traces]
+    write(html, lambda: render(result, traces, texts, shown))
     if not finished:
         note(f"interrupted after {len(traces[-1].ids) - traces[-1].prompt} of {sampling.tokens} tokens")
         raise typer.Exit(130)
@@ -176,21 +175,3 @@ def _shown(wanted: list[int] | None, compressed: list[int]) -> list[int]:
 
 def _text(tokenizer: Any, trace: Trace) -> str:
     return str(tokenizer.decode(trace.ids[trace.prompt :], skip_special_tokens=True))
-
-
-def _page(result: dict[str, Any], traces: Sequence[Trace], tokenizer: Any, layers: Sequence[int]) -> str:
-    from keepset.bench.report.trace import Drawn, render
-
-    drawn = [
-        Drawn(
-            tokens=[str(tokenizer.decode([token])) for token in trace.ids.tolist()],
-            kept=[_kept(event, layers) for event in trace.events],
-            segments=[[event.segments.get(layer, []) for layer in layers] for event in trace.events],
-        )
-        for trace in traces
-    ]
-    return render(result, drawn, layers)
-
-
-def _kept(event: TraceEvent, layers: Sequence[int]) -> Tensor:
-    return event.kept()[[event.keep_set.layers.index(layer) for layer in layers], 0]
