@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from keepset.bench.cell import FULL
@@ -57,14 +57,10 @@ def grid(recipes: Sequence[Recipe], keeps: Sequence[int | float], every: int | N
         every: for recipes that do not say themselves after how many tokens to compress again while decoding.
     """
     unique: dict[str, Candidate] = {}
-    for candidate in _each(recipes, keeps, every):
-        unique.setdefault(candidate.text, candidate)
-    return list(unique.values())
-
-
-def _each(recipes: Sequence[Recipe], keeps: Sequence[int | float], every: int | None) -> Iterator[Candidate]:
     for recipe in recipes:
         interval = None if recipe.schedule.every is not None else every
         fixed = recipe.budget.keep is not None or not recipe.method.needs_budget or not keeps
         for keep in [None] if fixed else keeps:
-            yield Candidate.of(recipe, keep, interval)
+            candidate = Candidate.of(recipe, keep, interval)
+            unique.setdefault(candidate.text, candidate)
+    return list(unique.values())

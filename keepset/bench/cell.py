@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 FULL = "full cache"
@@ -40,6 +40,10 @@ class Outcome:
     prefill_seconds: float = 0.0
     select_seconds: float = 0.0
     decode_seconds: float = 0.0
+
+
+COSTS = tuple(each.name for each in fields(Outcome) if each.name not in ("scores", "replies"))
+"""The figures that have means."""
 
 
 @dataclass(frozen=True)

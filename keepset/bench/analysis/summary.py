@@ -70,9 +70,6 @@ def summarise(cells: Sequence[Cell], baseline: str | None = None) -> Summary:
     Args:
         baseline: a recipe with its budget, or a method, which stands for its recipe with the same budget; the full
             cache if None.
-
-    Raises:
-        KeepsetError: no cell is the baseline's.
     """
     baseline = FULL if baseline is None else _known(baseline, cells)
     tasks: dict[str, dict[str, dict[tuple[int, str], Cell]]] = {}

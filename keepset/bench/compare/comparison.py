@@ -121,11 +121,7 @@ class Comparer(ABC):
 
     @abstractmethod
     def _measure(self, row: Measurement, recipe: Recipe) -> tuple[Measurement, Bool[Tensor, "layers kv_heads tokens"]]:
-        """The row with a recipe's figures, and what it kept.
-
-        Raises:
-            KeepsetError: it cannot be had.
-        """
+        """The row with a recipe's figures, and what it kept."""
 
 
 def measure(

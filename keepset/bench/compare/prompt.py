@@ -24,9 +24,6 @@ class PromptComparer(Comparer):
         name: the model's, for people.
         recipes: all that will be measured.
         on_layer: is called after each layer of the prefill.
-
-    Raises:
-        KeepsetError: what one of the recipes looks at cannot be had of this prompt.
     """
 
     def __init__(

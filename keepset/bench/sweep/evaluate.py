@@ -53,7 +53,7 @@ class Evaluator:
             for number, question in enumerate(prompt.questions, first):
                 used = cache if question is prompt.questions[-1] else cache.fork()
                 memories = [copy.copy(memory) for memory in begun]
-                look = partial(memories[0].look, used) if decodes else _nothing
+                look = partial(memories[0].look, used) if decodes else lambda: None
                 try:
                     answers = self._answers(task, question, cached, used, look, (*draw, number))
                     if decodes:
@@ -116,7 +116,3 @@ def _plain(reply: Reply) -> Any:
     if isinstance(reply, str):
         return reply
     return [[likelihood if math.isfinite(likelihood) else None, greedy] for likelihood, greedy in reply]
-
-
-def _nothing() -> None:
-    pass

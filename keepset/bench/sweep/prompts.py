@@ -49,9 +49,6 @@ class Prompts:
         agnostic: only the context is prompt; each question follows it, tokenized by itself.
         chat: use the model's chat template.
         longest: tokens that the model's context holds; None where it says nothing.
-
-    Raises:
-        KeepsetError: the model has no chat template, or one that cannot be cut.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, agnostic: bool, chat: bool, longest: int | None) -> None:
@@ -66,9 +63,6 @@ class Prompts:
 
         Args:
             answer: tokens that are generated at most.
-
-        Raises:
-            KeepsetError: there is no context to compress, or no room for a question.
         """
         if not self._agnostic:
             return [self._aware(example, question, answer) for question in example.questions]

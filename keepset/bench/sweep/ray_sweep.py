@@ -18,13 +18,13 @@ from keepset import models
 from keepset.bench.cell import Cell
 from keepset.bench.sweep.runner import Runner
 from keepset.bench.sweep.store import Store
-from keepset.bench.sweep.sweep import POLL, Group, Runs, Skipped, claimed, work
+from keepset.bench.sweep.sweep import POLL, Group, Skipped, claimed, work
 from keepset.errors import KeepsetError
 
 if TYPE_CHECKING:
     import ray
 
-Maker = Callable[[], Runs]
+Maker = Callable[[], Runner]
 """Loads the model where a worker needs it; equal ones are called once per worker."""
 
 
@@ -44,11 +44,7 @@ class Loads:
 
 
 def check_installed() -> None:
-    """Refuses where there is no Ray.
-
-    Raises:
-        KeepsetError: it is not installed.
-    """
+    """Refuses where there is no Ray."""
     try:
         import ray  # noqa: F401
     except ImportError:
@@ -119,7 +115,7 @@ def _cells(make: Maker, group: Group, recipes: Sequence[str]) -> Iterator[Cell |
 
 
 @cache
-def _made(make: Maker) -> Runs:
+def _made(make: Maker) -> Runner:
     return make()
 
 

@@ -49,9 +49,6 @@ def cut(
     """`PIECES` pieces, in an order that the seed decides.
 
     They are as long as the texts, all together, and the model's context allow, and overlap no more than they must.
-
-    Raises:
-        KeepsetError: the texts are too short, or the context is.
     """
     # verbose=False: a long text is cut before the model sees it, so its length is nothing to warn of.
     ids = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]

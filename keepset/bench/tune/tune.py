@@ -21,9 +21,6 @@ class Tuner:
 
     Attributes:
         unfit: recipes that were never in the race, with the reason.
-
-    Raises:
-        KeepsetError: the budget drops nothing of these pieces.
     """
 
     def __init__(
@@ -66,11 +63,7 @@ class Tuner:
         return any(map(any, self._measurer.full_found.values()))
 
     def run(self) -> None:
-        """All of it; stopped halfway, what is known stays.
-
-        Raises:
-            KeepsetError: no recipe can run.
-        """
+        """All of it; stopped halfway, what is known stays."""
         self.race.run()
         if not self.race.alive:
             raise KeepsetError(f"No recipe can run: {next(iter(self.dropped.values()), 'there is none')}")
