@@ -16,12 +16,7 @@ REGION = 16
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """One event.
-
-    Attributes:
-        keep_set: what stayed.
-        lengths: tokens that each request has had so far, dropped ones included, padding not.
-    """
+    """One event: what stayed, and the tokens each request has had so far, dropped ones included, padding not."""
 
     keep_set: KeepSet
     lengths: Int[Tensor, " batch"]
@@ -70,10 +65,7 @@ def gone(snapshot: Snapshot) -> Bool[Tensor, "layers batch kv_heads positions"]:
 
 
 def longest_run(flags: Bool[Tensor, "*rows positions"]) -> Int[Tensor, "*rows"]:
-    """Length of the longest stretch of neighbours that are all true.
-
-    Of `gone` it is the longest gap that a head has in its text.
-    """
+    """Length of the longest stretch of neighbours that are all true; of `gone`, a head's longest gap in its text."""
     count = torch.arange(1, flags.shape[-1] + 1, device=flags.device)
     last_false = count.expand_as(flags).masked_fill(flags, 0).cummax(-1).values
     runs = count - last_false

@@ -151,7 +151,6 @@ def _mean(figures: Iterable[Figure | None]) -> Figure:
 
 
 def _costs(parts: Sequence[Outcome] | Sequence[TableRow]) -> dict[str, Any]:
-    """Means of bytes, seconds and the like."""
     costs = {name: fmean(getattr(part, name) for part in parts) for name in COSTS}
     full = costs["kv_bytes_full"]
     return {**costs, "share": costs["kv_bytes"] / full if full else None}

@@ -14,13 +14,9 @@ from keepset.texts import Needle, chat_parts, insert
 
 @dataclass(frozen=True, eq=False)
 class TextTask:
-    """What a comparison runs.
+    """What a comparison runs: a prompt that is compressed, the text that follows it, and what is asked instead of that.
 
-    Attributes:
-        prompt: token ids that are prefilled and compressed, `[1, tokens]`.
-        continuation: token ids of the text that follows, `[1, n]`, for fidelity.
-        question: token ids of the question after the prompt, asked instead of the continuation.
-        needle: what the question is about; None when nothing is asked.
+    The needle is what the question is about; None when nothing is asked.
     """
 
     prompt: Int[Tensor, "1 tokens"]

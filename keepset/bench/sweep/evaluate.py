@@ -25,11 +25,7 @@ TOGETHER = 8
 
 
 class Evaluator:
-    """Asks the same of every cache.
-
-    Args:
-        temperature: 0 for greedy decoding.
-    """
+    """Asks the same of every cache, greedily if the temperature is 0."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, temperature: float) -> None:
         self._model, self._tokenizer, self._temperature = model, tokenizer, temperature
@@ -39,11 +35,8 @@ class Evaluator:
     ) -> list[list[Outcome]]:
         """What becomes of each question, for each of the cached prompts, which are used up.
 
-        Several are asked as a batch: questions with choices, and caches that cannot join others, come alone.
-
-        Args:
-            draw: what all luck depends on, beside the question's number among the example's.
-            first: that of the prompt's first question.
+        Several are asked as a batch: questions with choices, and caches that cannot join others, come alone. All luck
+        depends on `draw` and the question's number among the example's, which for the prompt's first is `first`.
         """
         begun = [CacheMemory(each.cache, each.is_full) for each in cached]
         decodes = task.decodes or cached[0].cache.schedule.every is not None

@@ -38,7 +38,6 @@ class Loads:
     temperature: float
 
     def __call__(self) -> Runner:
-        """Loads the model of that name."""
         model, tokenizer = models.load(self.model)
         return Runner(model, tokenizer, agnostic=self.agnostic, chat=self.chat, temperature=self.temperature)
 
@@ -58,8 +57,7 @@ def run(
 ) -> list[Skipped]:
     """What `sweep.run` does, by the workers of a Ray cluster: the one that is set up, or one on this machine.
 
-    Args:
-        nbytes: memory that a worker is given for its model and caches.
+    A worker is given so many bytes of memory for its model and caches.
     """
 
     skipped: list[Skipped] = []

@@ -36,8 +36,6 @@ class Runner:
     config only what ends an answer counts.
 
     Args:
-        model: a causal language model.
-        tokenizer: the model's.
         agnostic: compress the context before any question is known, instead of context and question together.
         chat: ask in the model's chat template.
         temperature: 0 for greedy decoding.
@@ -212,7 +210,6 @@ def _text(example: Example) -> str:
 
 
 def _mean(outcomes: Sequence[Outcome]) -> Outcome:
-    """The means of all figures, and all replies."""
     means: dict[str, Any] = {name: fmean(getattr(outcome, name) for outcome in outcomes) for name in COSTS}
     for name in ("kv_bytes", "kv_bytes_full"):
         means[name] = round(means[name])

@@ -57,9 +57,8 @@ _GROUP = "task = ? AND seed = ? AND example = ?"
 class Store:
     """A sweep's file: `begin` writes to it, `open` only reads.
 
-    Attributes:
-        model: the name that the model was first given.
-        configuration: what all cells have in common, by names that a person understands.
+    The model's name is the one that it was first given; the configuration is what all cells have in common, by names
+    that a person understands.
     """
 
     model: str
@@ -324,7 +323,6 @@ def _no_sweep(path: Path) -> KeepsetError:
 
 
 def _word(value: Any) -> str:
-    """A value of a configuration for a person."""
     word = {None: "none", True: "yes", False: "no"}.get(value) if value is None or isinstance(value, bool) else None
     text = word or str(value)
     return text if len(text) <= 40 else text[:37] + "..."

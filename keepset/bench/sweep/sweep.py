@@ -24,12 +24,7 @@ POLL = 1.0
 
 @dataclass(frozen=True)
 class Grid:
-    """What is asked for.
-
-    Attributes:
-        candidates: of every task, by its name.
-        limit: examples of each task at most.
-    """
+    """What is asked for: candidates of every task, by its name, on at most `limit` examples of each."""
 
     tasks: Sequence[Task]
     seeds: Sequence[int]
@@ -120,8 +115,7 @@ def digest(task: Task, examples: Sequence[Example]) -> str:
 def run(store: Store, groups: Sequence[Group], runner: Runner, on_cells: Callable[[int], None]) -> list[Skipped]:
     """Makes all cells that are missing, together with whoever else is at it; those that could not be had come back.
 
-    Args:
-        on_cells: told how many more cells of the groups are there.
+    `on_cells` is told how many more cells of the groups are there.
     """
     skipped = []
     for claim in claimed(store, groups, on_cells):

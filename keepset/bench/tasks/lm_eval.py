@@ -61,11 +61,7 @@ class HarnessTask(Task):
 
     The context ends with the passage that an item brings, where one is in the prompt; else with the examples before the
     question. The metric is the first of the task's that is a mean over items and higher when better, by its first
-    filter. Where it is sent to another process, that one makes it anew.
-
-    Args:
-        task: the harness's.
-        source: the name and settings that it is made from.
+    filter. Where it is sent to another process, that one makes it anew, from the name and settings of `source`.
     """
 
     def __init__(self, name: str, task: Any, source: tuple[str, Settings]) -> None:
@@ -203,7 +199,6 @@ class _Factory(TaskFactory):
 
 
 def _from_folder(data: Path, name: str, config: dict[str, Any]) -> dict[str, Any]:
-    """What is different about a task whose data lie in a folder."""
     files = {"test": name}
     shots: str | None = config.get("fewshot_split") or config.get("training_split") or config.get("validation_split")
     if "samples" in (config.get("fewshot_config") or {}):

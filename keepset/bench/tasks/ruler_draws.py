@@ -19,12 +19,7 @@ Draw = tuple[str, Question]
 
 
 class Draws(ABC):
-    """One task's examples.
-
-    Attributes:
-        largest: None where there is no end.
-        questions: so many there are; None where there is no end.
-    """
+    """One task's examples; `largest` and `questions` say how large and how many, if there is an end."""
 
     largest: int | None = None
     questions: int | None = None

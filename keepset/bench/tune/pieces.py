@@ -28,11 +28,9 @@ _ROOM = {False: 1, True: 512}
 
 @dataclass(frozen=True, eq=False)
 class TextPiece:
-    """What recipes are measured on.
+    """What recipes are measured on: a prompt that is compressed, and the text that follows it.
 
     Attributes:
-        prompt: token ids that are prefilled and compressed.
-        continuation: token ids of the text that follows.
         facts: hidden in the prompt.
         questions: about each of them, as it follows the prompt, up to where the answer differs.
     """

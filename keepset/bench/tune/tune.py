@@ -17,11 +17,7 @@ from keepset.recipe import Recipe
 
 
 class Tuner:
-    """The race of all recipes on a text's pieces, and what came of it.
-
-    Attributes:
-        unfit: recipes that were never in the race, with the reason.
-    """
+    """The race of all recipes on a text's pieces; those that were never in it are `unfit`, with the reason."""
 
     def __init__(
         self,
@@ -81,7 +77,6 @@ class Tuner:
         return (fmean(values), of_score(values)) if values else None
 
     def _runnable(self, recipes: Sequence[Recipe]) -> list[Recipe]:
-        """Those of which the model has what they look at."""
         able = []
         for recipe in recipes:
             try:
