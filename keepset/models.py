@@ -52,7 +52,7 @@ def load(
 
         folder = str(embedded_folder())
         offer(folder, _embedded_statistics)
-        with _no_progress_bars():
+        with no_progress_bars():
             return _read(folder, "delete that folder and it will be made again")
     path = Path(name)
     if path.is_dir() and not (path / "config.json").is_file():
@@ -175,7 +175,7 @@ def _convert(gguf: Path, folder: Path) -> None:
         if free < _MEGABYTES:
             raise OSError(f"only {free} MB are free")
         unfinished.mkdir()
-        with _no_progress_bars():
+        with no_progress_bars():
             _write(gguf, unfinished)
         _publish(unfinished, folder)
     except (OSError, SafetensorError) as error:
@@ -208,55 +208,33 @@ def _write(gguf: Path, folder: Path) -> None:
 def _model(metadata: dict[str, Any], tensors: list[Any]) -> "transformers.PreTrainedModel":
     # Not from_pretrained(gguf_file=...): that needs accelerate, and its result refuses to be saved.
     import torch
-    from gguf import dequantize
+    from gguf import MODEL_ARCH, dequantize, get_tensor_name_map
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
+    figures: Any = GGUF_CONFIG_MAPPING["llama"]
     config = LlamaConfig(
-        vocab_size=metadata["llama.vocab_size"],
-        hidden_size=metadata["llama.embedding_length"],
-        intermediate_size=metadata["llama.feed_forward_length"],
-        num_hidden_layers=metadata["llama.block_count"],
-        num_attention_heads=metadata["llama.attention.head_count"],
-        num_key_value_heads=metadata["llama.attention.head_count_kv"],
-        max_position_embeddings=metadata["llama.context_length"],
-        rms_norm_eps=metadata["llama.attention.layer_norm_rms_epsilon"],
-        rope_parameters={"rope_type": "default", "rope_theta": metadata["llama.rope.freq_base"]},
+        **{name: metadata[f"llama.{key}"] for key, name in figures.items()},
         bos_token_id=metadata["tokenizer.ggml.bos_token_id"],
         eos_token_id=metadata["tokenizer.ggml.eos_token_id"],
         pad_token_id=metadata["tokenizer.ggml.padding_token_id"],
         tie_word_embeddings=True,
         dtype="float32",
     )
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    with torch.device("meta"):
+        shapes = LlamaForCausalLM(config).model.state_dict(prefix="model.")
+    stored = {tensor.name: tensor for tensor in tensors}
+    names = get_tensor_name_map(MODEL_ARCH.LLAMA, config.num_hidden_layers)
     state = {}
-    for tensor in tensors:
-        name = _parameter_name(tensor.name)
+    for name in shapes:
+        tensor = stored[names.get_name(name, try_suffixes=(".weight",))]
         weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
-        if count := heads.get(name.split(".")[-2]):
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
             # GGUF interleaves the two halves of each head that a rotation turns together.
-            weight = weight.view(count, -1, 2, config.hidden_size).transpose(1, 2).reshape(weight.shape)
+            half = metadata["llama.rope.dimension_count"] // 2
+            weight = weight.unflatten(0, (-1, half, 2)).transpose(1, 2).reshape(weight.shape)
         state[name] = weight
     return LlamaForCausalLM.from_pretrained(None, config=config, state_dict=state)
-
-
-_PARAMETERS = {
-    "token_embd": "embed_tokens",
-    "output_norm": "norm",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-
-
-def _parameter_name(name: str) -> str:
-    *block, part, suffix = name.replace("blk.", "layers.").split(".")
-    return ".".join(["model", *block, _PARAMETERS[part], suffix])
 
 
 def _tokenizer(metadata: dict[str, Any]) -> "transformers.PreTrainedTokenizerBase":
@@ -287,7 +265,8 @@ def _tokenizer(metadata: dict[str, Any]) -> "transformers.PreTrainedTokenizerBas
 
 
 @contextmanager
-def _no_progress_bars() -> Iterator[None]:
+def no_progress_bars() -> Iterator[None]:
+    """Keeps transformers from showing how far it has come."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

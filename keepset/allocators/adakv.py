@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 
@@ -24,14 +23,13 @@ class AdaKV(Allocator):
     what it cannot take goes to the others.
     """
 
-    name: ClassVar[str] = "adakv"
-    layout: ClassVar[Layout] = Layout.HEAD_RAGGED
-    paper: ClassVar[str] = "arXiv:2407.11550"
+    name = "adakv"
+    layout = Layout.HEAD_RAGGED
+    paper = "arXiv:2407.11550"
 
     floor: float = parameter(0.2, minimum=0.0, maximum=1.0)
 
     def choose(self, ranking: Ranking) -> LayerKeepSet:
-        """The layer's total, divided among its heads."""
         scores = ranking.scores
         quotas = _filled(ranking.quotas, scores.isneginf().logical_not().sum(-1))
         total = quotas.sum(-1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch.nn.functional as F
 from jaxtyping import Int
@@ -60,8 +60,8 @@ class AMS(Allocator):
     alone, `adaptive=False` cuts every 128 entries, `segmented=False` is one top-k per head.
     """
 
-    name: ClassVar[str] = "ams"
-    paper: ClassVar[str] = "Adaptive Mass-Segmented KV Compression for Long-Form Reasoning (2026)"
+    name = "ams"
+    paper = "Adaptive Mass-Segmented KV Compression for Long-Form Reasoning (2026)"
 
     window: int = parameter(128, minimum=1)
     kernel: int = parameter(5, minimum=1, odd=True)
@@ -76,7 +76,7 @@ class AMS(Allocator):
     adaptive: bool = parameter(True)
     segmented: bool = parameter(True)
 
-    FIXED_LENGTH: ClassVar[int] = 128
+    FIXED_LENGTH = 128
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -94,7 +94,6 @@ class AMS(Allocator):
 
     @property
     def needs(self) -> Needs:
-        """The window's queries, and what the scorer needs."""
         return self.scorer.needs | Needs(*([RecentQueries(self.window)] if self._uses_mass else []))
 
     @property
@@ -104,7 +103,6 @@ class AMS(Allocator):
 
     @property
     def recent(self) -> int:
-        """The suffix."""
         return max(32, self.scorer.recent)
 
     @property
@@ -112,7 +110,6 @@ class AMS(Allocator):
         return self.segmented and (self.weighted or self.adaptive)
 
     def choose(self, ranking: Ranking) -> LayerKeepSet:
-        """The best entries of every segment."""
         if not self.segmented:
             return ranking.best()
         observation, quotas = ranking.observation, ranking.quotas

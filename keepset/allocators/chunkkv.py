@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch.nn.functional as F
 
@@ -23,8 +22,8 @@ class ChunkKV(Allocator):
     saves time and not memory, is left out.
     """
 
-    name: ClassVar[str] = "chunkkv"
-    paper: ClassVar[str] = "arXiv:2502.00299"
+    name = "chunkkv"
+    paper = "arXiv:2502.00299"
 
     chunk: int = parameter(20, minimum=1)
 
@@ -33,7 +32,6 @@ class ChunkKV(Allocator):
         self._check_chooses_alone()
 
     def choose(self, ranking: Ranking) -> LayerKeepSet:
-        """Chunk after chunk, and the best of the last."""
         entries = ranking.scores.shape[-1]
         padded = F.pad(ranking.scores.double(), (0, -entries % self.chunk), value=float("-inf"))
         chunks = padded.unflatten(-1, (-1, self.chunk))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -33,8 +32,8 @@ class Composite(LayerAllocator):
         floor: share of the even budget that every layer has in any case. The paper's pool has none.
     """
 
-    name: ClassVar[str] = "composite"
-    paper: ClassVar[str] = "arXiv:2509.05165"
+    name = "composite"
+    paper = "arXiv:2509.05165"
 
     aggregate_head: str = parameter("mean", choices=("max", "mean"))
     floor: float = parameter(0.0, minimum=0.0, maximum=1.0)

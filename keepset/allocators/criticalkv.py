@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from keepset.core.budget import share_of
 from keepset.core.feature import Needs
@@ -27,8 +26,8 @@ class CriticalKV(Allocator):
     kinds than attention may be negative: those of a head are raised until none is.
     """
 
-    name: ClassVar[str] = "criticalkv"
-    paper: ClassVar[str] = "arXiv:2502.03805"
+    name = "criticalkv"
+    paper = "arXiv:2502.03805"
 
     alpha: float = parameter(0.5, minimum=0.0, maximum=1.0)
 
@@ -38,11 +37,9 @@ class CriticalKV(Allocator):
 
     @property
     def needs(self) -> Needs:
-        """The output projection, and what the scorer needs."""
         return self.scorer.needs | Needs(OutputProjection())
 
     def choose(self, ranking: Ranking) -> LayerKeepSet:
-        """The best by score, then the best by score and projected value."""
         ranked, observation = ranking.scores, ranking.observation
         first = top_mask(ranked, share_of(ranking.quotas, self.alpha))
         norms = observation.by_query_group(OutputProjection().norms(observation, 1)).mean(2)

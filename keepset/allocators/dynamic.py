@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -31,8 +30,8 @@ class Dynamic(LayerAllocator):
     that rounding leaves to the newest. The runtime holds the prompt until its last layer: an update saves no memory.
     """
 
-    name: ClassVar[str] = "dynamic"
-    paper: ClassVar[str] = "arXiv:2412.14838"
+    name = "dynamic"
+    paper = "arXiv:2412.14838"
 
     r_max: float = parameter(10.0, minimum=1.0)
     interval: int = parameter(4, minimum=1)
@@ -40,7 +39,6 @@ class Dynamic(LayerAllocator):
     def divided(
         self, rankings: Sequence[Ranking], rest: Int[Tensor, " batch"], room: Int[Tensor, "batch layers"]
     ) -> Int[Tensor, "batch layers"]:
-        """After the last update."""
         ranked = [ranking.scores for ranking in rankings]
         layers, heads = len(ranked), ranked[0].shape[1]
         mean = rest.double() / layers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from keepset.allocators.pool import Pool
 from keepset.allocators.preset import Preset
@@ -20,10 +19,9 @@ class Glance(Preset):
     out of nowhere takes a second pass: `reread`.
     """
 
-    name: ClassVar[str] = "glance"
-    paper: ClassVar[str] = "none"
+    name = "glance"
+    paper = "none"
 
     @property
     def composition(self) -> Method:
-        """One pool of what every fourth query would look at."""
         return Pool(PromptQueries(stride=4))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from keepset.allocators.composite import Composite
 from keepset.allocators.pool import Pool
@@ -34,9 +33,9 @@ class KVCompose(Preset):
     as any; the paper does not.
     """
 
-    name: ClassVar[str] = "kvcompose"
-    layout: ClassVar[Layout] = Layout.LAYER_RAGGED
-    paper: ClassVar[str] = "arXiv:2509.05165"
+    name = "kvcompose"
+    layout = Layout.LAYER_RAGGED
+    paper = "arXiv:2509.05165"
 
     task: str = parameter("context", choices=("context", "self"))
     aggregate_task: str = parameter("max", choices=("max", "mean"))
@@ -50,7 +49,6 @@ class KVCompose(Preset):
 
     @property
     def composition(self) -> Method:
-        """Composite tokens, or a pool of all entries."""
         scorer = SecondPassAttention(
             self.task, self.aggregate_task, self.aggregate_group, self.mean_term, self.values, self.chunk
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from keepset.allocators.pool import Pool
 from keepset.allocators.preset import Preset
@@ -35,17 +34,14 @@ class KVZip(Preset):
         uniform: whether every head keeps the same number, the authors' variant with uniform head budgets.
     """
 
-    name: ClassVar[str] = "kvzip"
-    paper: ClassVar[str] = "arXiv:2505.23416"
+    name = "kvzip"
+    paper = "arXiv:2505.23416"
+    sinks = 4  # as in kvpress: what a chat template's opening is where there is one
 
     chunk: int = parameter(2048, minimum=0)
     uniform: bool = parameter(False)
 
-    sinks: ClassVar[int] = 4
-    """Four, as in kvpress: what a chat template's opening is where there is one."""
-
     @property
     def composition(self) -> Method:
-        """The most that an entry received, over all heads or in each."""
         scorer = SecondPassAttention("repeat", "max", "max", chunk=self.chunk)
         return scorer if self.uniform else Pool(scorer, floor=0.0)

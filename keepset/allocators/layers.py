@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -29,9 +28,9 @@ class LayerAllocator(Allocator):
     layers is exactly what the budget says of all of them, as far as that is a multiple of the number of heads.
     """
 
-    layout: ClassVar[Layout] = Layout.LAYER_RAGGED
-    across_layers: ClassVar[bool] = True
-    counts_from_data: ClassVar[bool] = True
+    layout = Layout.LAYER_RAGGED
+    across_layers = True
+    counts_from_data = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,11 +47,9 @@ class LayerAllocator(Allocator):
         """The `rest` of every request, divided among its layers, none of which takes more than its `room`."""
 
     def select(self, observation: Observation, budget: Budget) -> KeepSet:
-        """What stays of one layer that is alone."""
         return self.select_all([observation], budget)
 
     def select_all(self, observations: Sequence[Observation], budget: Budget) -> KeepSet:
-        """What stays of all layers."""
         scorer, heads = self.scorer, observations[0].keys.shape[1]
         rankings = [scorer.ranked(seen, budget, scorer.quotas(seen, budget)) for seen in observations]
         existing = torch.stack([-(-seen.valid.sum((1, 2)) // heads) for seen in observations], -1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 
@@ -28,11 +27,12 @@ class Pool(Allocator):
         floor: share of the even budget that every head has in any case, as AdaKV's safeguard; the paper has none.
     """
 
-    name: ClassVar[str] = "pool"
-    layout: ClassVar[Layout] = Layout.HEAD_RAGGED
-    paper: ClassVar[str] = "arXiv:2509.05165"
-    across_layers: ClassVar[bool] = True
-    counts_from_data: ClassVar[bool] = True
+    name = "pool"
+    layout = Layout.HEAD_RAGGED
+    paper = "arXiv:2509.05165"
+    across_layers = True
+    counts_from_data = True
+    equal_layers = False  # they differ, as heads do
 
     floor: float = parameter(0.2, minimum=0.0, maximum=1.0)
 
@@ -44,15 +44,10 @@ class Pool(Allocator):
                     f"{self.name} says how much every head keeps, and {inner.name} says so too: leave one of them out."
                 )
 
-    equal_layers: ClassVar[bool] = False
-    """They differ, as heads do."""
-
     def select(self, observation: Observation, budget: Budget) -> KeepSet:
-        """What stays of one layer that is alone."""
         return self.select_all([observation], budget)
 
     def select_all(self, observations: Sequence[Observation], budget: Budget) -> KeepSet:
-        """What stays of all layers."""
         scorer = self.scorer
         rankings = [scorer.ranked(seen, budget, scorer.quotas(seen, budget)) for seen in observations]
         # In double, which has room above what always stays.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -25,9 +24,9 @@ class Pyramid(Allocator):
     event that is what layers aim at; one that holds less keeps what it has.
     """
 
-    name: ClassVar[str] = "pyramid"
-    layout: ClassVar[Layout] = Layout.LAYER_RAGGED
-    paper: ClassVar[str] = "arXiv:2406.02069"
+    name = "pyramid"
+    layout = Layout.LAYER_RAGGED
+    paper = "arXiv:2406.02069"
 
     beta: float = parameter(20.0, minimum=1.0)
 
@@ -37,7 +36,6 @@ class Pyramid(Allocator):
             raise RecipeError("pyramid: one pyramid inside another has no exact total: use it once.")
 
     def quotas(self, observation: Observation, budget: Budget) -> Quotas:
-        """Entries of this layer, for every request and KV head."""
         average = self.scorer.quotas(observation, budget)
         existing = observation.valid.sum(-1)
         layers = len(observation.layers)

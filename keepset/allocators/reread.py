@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from keepset.allocators.pool import Pool
 from keepset.allocators.preset import Preset
@@ -22,10 +21,9 @@ class Reread(Preset):
     and docs/results.md what was measured.
     """
 
-    name: ClassVar[str] = "reread"
-    paper: ClassVar[str] = "none"
+    name = "reread"
+    paper = "none"
 
     @property
     def composition(self) -> Method:
-        """One pool of what all queries look at."""
         return Pool(PromptQueries(second_pass=True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from keepset.core.method import Allocator
 
@@ -12,5 +11,5 @@ from keepset.core.method import Allocator
 class Uniform(Allocator):
     """The same number for every layer and head: what a scorer does by itself, under its own name."""
 
-    name: ClassVar[str] = "uniform"
-    paper: ClassVar[str] = "none"
+    name = "uniform"
+    paper = "none"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -32,8 +31,8 @@ class ZigZag(LayerAllocator):
     number leaves it to the others.
     """
 
-    name: ClassVar[str] = "zigzag"
-    paper: ClassVar[str] = "arXiv:2412.09036"
+    name = "zigzag"
+    paper = "arXiv:2412.09036"
 
     window: int = parameter(64, minimum=1)
     mass: float = parameter(0.9, minimum=0.0, maximum=1.0)
@@ -41,13 +40,11 @@ class ZigZag(LayerAllocator):
 
     @property
     def needs(self) -> Needs:
-        """The window's queries, and what the scorer needs."""
         return self.scorer.needs | Needs(RecentQueries(self.window))
 
     def divided(
         self, rankings: Sequence[Ranking], rest: Int[Tensor, " batch"], room: Int[Tensor, "batch layers"]
     ) -> Int[Tensor, "batch layers"]:
-        """By uncertainty, above what every layer gets."""
         minima = torch.stack([self._minimum(ranking.observation) for ranking in rankings], -1)
         uncertainty = minima / minima.sum(-1, keepdim=True)
         return divide(torch.lerp(uncertainty, torch.full_like(uncertainty, 1 / len(rankings)), self.floor), rest, room)

@@ -32,7 +32,7 @@ class Round:
         first_seconds: from the prompt to the first new token, compression included.
         rest_seconds: of all further tokens.
         kv_bytes: of keys and values at the end.
-        peak_bytes: the most of the device's allocations, or on a CPU of resident memory; None where the system does not say.
+        peak_bytes: the most allocated on the device, or on a CPU resident; None where the system does not say.
     """
 
     first_seconds: float

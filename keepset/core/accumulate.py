@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keepset.core.accumulator import Chunk, QuerySource, Turn
+from keepset.core.accumulator import Chunk
 from keepset.core.feature import Feature
 from keepset.core.shapes import QueryHeadScores
 
@@ -80,21 +80,3 @@ def widened(columns: Sequence[Float[Tensor, "query_heads _"]], width: int) -> Qu
     """One column statistic of several requests, zero where a request has no entry."""
     longest = max(width, *(column.shape[-1] for column in columns))
     return torch.stack([F.pad(column, (0, longest - column.shape[-1])) for column in columns])
-
-
-class Ahead:
-    """What a layer's queries would be at the positions that follow requests of these lengths."""
-
-    def __init__(self, source: QuerySource, lengths: Int[Tensor, " batch"]) -> None:
-        self._source, self._lengths = source, lengths
-        self._turns: dict[int, Turn] = {}
-
-    def rotate(self, rows: Tensor, future: int) -> Tensor:
-        """Rows before rotation at the mean rotation of so many positions; that is made only once."""
-        if future not in self._turns:
-            self._turns[future] = self._source.ahead(self._lengths, future)
-        return self._turns[future](rows)
-
-    def queries(self, hidden: Tensor, future: int) -> Tensor:
-        """Queries that the layer makes of other hidden states, at that rotation."""
-        return self._source.queries(hidden, self._lengths, future)

@@ -276,48 +276,38 @@ class Allocator(Method):
 
     @property
     def needs(self) -> Needs:
-        """What the scorer needs."""
         return self.scorer.needs
 
     @property
     def equal_heads(self) -> bool:
-        """Where neither the allocator nor its scorer lets them differ."""
         return super().equal_heads and self.scorer.equal_heads
 
     @property
     def equal_layers(self) -> bool:
-        """Where neither the allocator nor its scorer lets them differ."""
         return super().equal_layers and self.scorer.equal_layers
 
     @property
     def fixed_total(self) -> bool:
-        """Where it is so for both."""
         return super().fixed_total and self.scorer.fixed_total
 
     @property
     def sinks(self) -> int:
-        """As the scorer's."""
         return self.scorer.sinks
 
     @property
     def recent(self) -> int:
-        """As the scorer's."""
         return self.scorer.recent
 
     def score(self, observation: Observation) -> Scores:
-        """The scorer's scores."""
         return self.scorer.score(observation)
 
     def quotas(self, observation: Observation, budget: Budget) -> Quotas:
-        """The scorer's quotas."""
         return self.scorer.quotas(observation, budget)
 
     def ranked(self, observation: Observation, budget: Budget, quotas: Quotas) -> Ranking:
-        """The scorer's ranking."""
         return self.scorer.ranked(observation, budget, quotas)
 
     def choose(self, ranking: Ranking) -> LayerKeepSet:
-        """The scorer's choice."""
         return self.scorer.choose(ranking)
 
 

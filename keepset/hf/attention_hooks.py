@@ -6,7 +6,7 @@ import copy
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,6 @@ class _Call:
 
 class _Calls(threading.local):
     attention: _Call | None = None
-    paused: bool = False
 
 
 class AttentionHooks(ModelHooks):
@@ -58,15 +57,6 @@ class AttentionHooks(ModelHooks):
             elif "RotaryEmbedding" in type(module).__name__:
                 yield module.register_forward_hook(rotated, with_kwargs=True)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Calls inside are not remembered."""
-        self._local.paused = True
-        try:
-            yield
-        finally:
-            self._local.paused = False
-
     def layer_input(self, module: nn.Module) -> LayerInput:
         """The input of the call of `module` that is under way."""
         call = self._local.attention
@@ -75,26 +65,23 @@ class AttentionHooks(ModelHooks):
                 f"keepset could not see the input of {type(module).__name__}; methods that look at hidden states "
                 "do not support this model."
             )
-        layer_input = LayerInput(call, None)
-        if layer_input.rotation is not None:
-            cos = layer_input.rotation[0]
-            rotary = next((c for c in reversed(self._rotary_calls) if c.output[0] is cos), None)
-            if rotary is None:
-                raise UnsupportedModelError(
-                    f"keepset could not find the rotary embedding of {type(module).__name__}; methods that look "
-                    "at future queries do not support this model."
-                )
-            layer_input = LayerInput(call, rotary)
-        return layer_input
+        rotation = call.kwargs.get("position_embeddings")
+        if rotation is None:
+            return LayerInput(call, None)
+        rotary = next((each for each in self._rotary_calls if each.output[0] is rotation[0]), None)
+        if rotary is None:
+            raise UnsupportedModelError(
+                f"keepset could not find the rotary embedding of {type(module).__name__}; methods that look "
+                "at future queries do not support this model."
+            )
+        return LayerInput(call, rotary)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._local.paused:
-            self._local.attention = _Call(module, args, kwargs)
+        self._local.attention = _Call(module, args, kwargs)
 
     def _rotated(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         # Two are enough: models with two kinds of layers make two rotations per forward.
-        if not self._local.paused:
-            self._rotary_calls = [*self._rotary_calls[-1:], _Call(module, args, kwargs, output)]
+        self._rotary_calls = [*self._rotary_calls[-1:], _Call(module, args, kwargs, output)]
 
 
 class LayerInput(QuerySource):
@@ -107,7 +94,6 @@ class LayerInput(QuerySource):
 
     @property
     def hidden(self) -> HiddenStates:
-        """Hidden states that enter the layer's attention."""
         hidden = self._call.kwargs.get("hidden_states")
         return self._call.args[0] if hidden is None else hidden
 
@@ -172,16 +158,13 @@ class LayerInput(QuerySource):
         return self._rotate(queries.float(), inverse(cos, sin))
 
     def undo(self, queries: Queries, positions: Int[Tensor, "batch n"]) -> Queries:
-        """This forward's first queries as they were before rotation, float32."""
         return self._unrotate(queries, 0)
 
     def ahead(self, lengths: Int[Tensor, " batch"], future: int) -> Turn:
-        """Rotates rows by the mean rotation of the `future` positions from each request's length on."""
         rotation = self._future_rotation(lengths, future)
         return lambda rows: self._rotate(rows, rotation)
 
     def queries(self, hidden: HiddenStates, lengths: Int[Tensor, " batch"], future: int) -> Queries:
-        """Queries that the layer makes of other hidden states, at that rotation."""
         return self._replay(hidden, self._future_rotation(lengths, future))
 
     def _rotate(self, queries: Queries, rotation: Rotation | None) -> Queries:

@@ -8,11 +8,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from keepset.core.budget import Budget
@@ -24,10 +25,6 @@ from keepset.hf import saved
 from keepset.hf.progress import Progress
 from keepset.hf.prompt_cache import PromptCache
 from keepset.recipe import Recipe, check_schedule
-
-if TYPE_CHECKING:
-    import transformers
-
 
 Observer = Callable[[Observation, Budget, KeepSet], None]
 """Is told of every layer at every event: the observation as the method found it, the budget, and what it kept."""
@@ -88,7 +85,7 @@ class Cache(PromptCache):
 
     def __init__(
         self,
-        model: transformers.PreTrainedModel,
+        model: PreTrainedModel,
         recipe: str | Recipe,
         *,
         task_tokens: Tensor | Sequence[Tensor] | None = None,
@@ -119,7 +116,7 @@ class Cache(PromptCache):
         self._unfinished: dict[int, list[_Chosen]] = {}
 
     @classmethod
-    def load(cls, path: str | Path, model: transformers.PreTrainedModel) -> Cache:
+    def load(cls, path: str | Path, model: PreTrainedModel) -> Cache:
         """The cache that `save` has written, which goes on from there.
 
         Args:
@@ -145,7 +142,7 @@ class Cache(PromptCache):
     @classmethod
     def from_prompt(
         cls,
-        model: transformers.PreTrainedModel,
+        model: PreTrainedModel,
         recipe: str | Recipe,
         prompt: PromptCache,
         observations: Sequence[Observation],

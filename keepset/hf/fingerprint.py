@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING
 
 import torch
-
-if TYPE_CHECKING:
-    import transformers
+from transformers import PreTrainedModel
 
 _NUMBERS = 16
 """Looked at in every weight; what was trained further differs in most of them."""
 
 
-def fingerprint(model: transformers.PreTrainedModel) -> dict[str, str]:
+def fingerprint(model: PreTrainedModel) -> dict[str, str]:
     """What has to be equal for two models to make the same keys and values, by names that a person understands."""
     config = model.config.get_text_config(decoder=True)
     rotation = getattr(config, "rope_parameters", None) or {}
@@ -30,7 +27,7 @@ def fingerprint(model: transformers.PreTrainedModel) -> dict[str, str]:
     }
 
 
-def _weights(model: transformers.PreTrainedModel) -> str:
+def _weights(model: PreTrainedModel) -> str:
     digest = hashlib.sha256()
     for name, weight in model.named_parameters():
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
 
 from torch import nn
@@ -23,28 +23,28 @@ class ModelHooks(ABC):
     def __init__(self, model: nn.Module, past: Any) -> None:
         self._model: weakref.ref[Any] = weakref.ref(model)
         self._past = weakref.ref(past)
-        self._handles: list[RemovableHandle] = []
-        weakref.finalize(self, _remove, self._handles)
+        self._removal: weakref.finalize[..., Any] | None = None
         self.forget()
         self.open()
 
     def open(self) -> None:
         """Installs the hooks where they are not."""
         model = self._model()
-        if not self._handles and model is not None:
-            self._handles.extend(self._installed(model))
+        if self._removal is None and model is not None:
+            self._removal = weakref.finalize(self, _remove, list(self._installed(model)))
 
     def close(self) -> None:
         """Removes the hooks and forgets what they saw."""
-        _remove(self._handles)
+        if self._removal is not None:
+            self._removal()
+            self._removal = None
         self.forget()
 
     def fork(self, past: Any) -> Self:
         """The same for another cache."""
         twin = copy.copy(self)
-        twin._past, twin._handles = weakref.ref(past), []
-        weakref.finalize(twin, _remove, twin._handles)
-        if self._handles:
+        twin._past, twin._removal = weakref.ref(past), None
+        if self._removal is not None:
             twin.open()
         return twin
 
@@ -59,14 +59,9 @@ class ModelHooks(ABC):
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     """The method, without holding its object."""
     reference = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> Any:
-        return None if (alive := reference()) is None else alive(*args)
-
-    return call
+    return lambda *args: None if (alive := reference()) is None else alive(*args)
 
 
-def _remove(handles: list[RemovableHandle]) -> None:
+def _remove(handles: Iterable[RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()
-    handles.clear()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
@@ -37,9 +37,6 @@ from keepset.hf.projection import output_projection
 from keepset.hf.second_pass import SecondPasses
 from keepset.hf.support import check_model
 
-if TYPE_CHECKING:
-    import transformers
-
 
 class PromptCache(TransformersCache, ABC):
     """A transformers cache whose growing layers are keepset's.
@@ -60,7 +57,7 @@ class PromptCache(TransformersCache, ABC):
 
     def __init__(
         self,
-        model: transformers.PreTrainedModel,
+        model: PreTrainedModel,
         needs: Needs,
         prompt_length: int | None = None,
         schedule: Schedule | None = None,
@@ -257,8 +254,7 @@ class PromptCache(TransformersCache, ABC):
             return
         if self._second is not None:
             entries = {kept.index: (each.columns["keys"], each.columns["values"]) for kept, each in self._waiting}
-            with nullcontext() if self._hooks is None else self._hooks.paused():
-                passes = self._second.run(entries, self.progress, self.layers)
+            passes = self._second.run(entries, self.progress, self.layers)
             for kept, each in self._waiting:
                 each.features.update(passes[kept.index])
         if self._perplexity is None:

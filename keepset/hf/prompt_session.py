@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from keepset.core.feature import Needs
 from keepset.core.observation import Observation
@@ -21,9 +21,6 @@ from keepset.hf.cache import Cache, Event
 from keepset.hf.recorder import Recorder
 from keepset.methods.streaming_llm import StreamingLLM
 from keepset.recipe import Recipe
-
-if TYPE_CHECKING:
-    import transformers
 
 _KEEP_ALL = Recipe.of(StreamingLLM(), keep=1.0)
 
@@ -43,7 +40,7 @@ class CachedPrompt:
         is_full: it drops nothing and stands for the full cache.
     """
 
-    model: transformers.PreTrainedModel
+    model: PreTrainedModel
     cache: Cache
     logits: Float[Tensor, "1 vocabulary"]
     prefill_seconds: float
@@ -78,7 +75,7 @@ class PromptSession:
 
     def __init__(
         self,
-        model: transformers.PreTrainedModel,
+        model: PreTrainedModel,
         ids: Int[Tensor, "1 tokens"],
         recipes: Sequence[Recipe] = (),
         on_layer: Callable[[], None] = lambda: None,
@@ -171,7 +168,7 @@ def needs_of(recipes: Sequence[Recipe]) -> Needs:
     return reduce(or_, (recipe.method.needs for recipe in recipes), Needs())
 
 
-def warm_up(model: transformers.PreTrainedModel, ids: Int[Tensor, "1 tokens"]) -> None:
+def warm_up(model: PreTrainedModel, ids: Int[Tensor, "1 tokens"]) -> None:
     """Cold caches, thread pools and allocators would be booked on the first prefill that is timed."""
     with torch.no_grad():
         model(ids[:, :64])

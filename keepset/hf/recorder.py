@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from keepset.core.feature import Needs
 from keepset.core.observation import Observation
@@ -17,9 +17,6 @@ from keepset.hf.forward import Forward
 from keepset.hf.layer import KeepLayer
 from keepset.hf.phases import LayerEvent
 from keepset.hf.prompt_cache import PromptCache
-
-if TYPE_CHECKING:
-    import transformers
 
 
 class Recorder(PromptCache):
@@ -34,9 +31,7 @@ class Recorder(PromptCache):
         collecting: seconds that features took, by `Feature.cost`.
     """
 
-    def __init__(
-        self, model: transformers.PreTrainedModel, needs: Needs, on_layer: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, needs: Needs, on_layer: Callable[[], None] = lambda: None) -> None:
         super().__init__(model, needs)
         self._model, self._on_layer = model, on_layer
         self.observations: list[Observation] = []

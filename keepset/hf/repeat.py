@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedModel
 
 from keepset.errors import KeepsetError
 from keepset.kernels.second_pass import SoftmaxScope
-
-if TYPE_CHECKING:
-    import transformers
 
 _WHOLE = "\n\nRepeat the previous context exactly."
 _PART = "\n\nRepeat the part of the previous context exactly, starting with "
@@ -47,7 +45,7 @@ class Repeat:
     turn: tuple[int, ...]
 
     @classmethod
-    def of(cls, model: transformers.PreTrainedModel) -> Repeat:
+    def of(cls, model: PreTrainedModel) -> Repeat:
         """In the tokens of the tokenizer that lies beside the model.
 
         Raises:
@@ -98,8 +96,6 @@ def _words(name: str) -> Repeat:
 
 
 def _tokenizer(name: str) -> Any:
-    from transformers import AutoTokenizer
-
     try:
         if name:
             return AutoTokenizer.from_pretrained(name, trust_remote_code=False)

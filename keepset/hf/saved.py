@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 import keepset
@@ -28,9 +29,6 @@ from keepset.hf.layer import KeepLayer
 from keepset.hf.progress import Progress
 from keepset.hf.store import EntryStore
 from keepset.hf.window import QueryWindow
-
-if TYPE_CHECKING:
-    import transformers
 
 FORMAT = 1
 """Of the file; raise it with every change to what is written."""
@@ -116,7 +114,7 @@ def restore(layer: Any, tensors: Mapping[str, Tensor], logical: int) -> None:
         layer.cumulative_length = logical
 
 
-def write(path: Path, context: Context, model: transformers.PreTrainedModel, name: str) -> None:
+def write(path: Path, context: Context, model: PreTrainedModel, name: str) -> None:
     """Writes a context of this model, whole or not at all; `name` is what the model is found by again.
 
     Raises:
@@ -164,7 +162,7 @@ def header(path: Path) -> Header:
         return Header(str(metadata["recipe"]), str(metadata["model"]), int(metadata["progress"]["logical"]))
 
 
-def read(path: Path, model: transformers.PreTrainedModel) -> Context:
+def read(path: Path, model: PreTrainedModel) -> Context:
     """The context in a file, on this model's devices.
 
     Raises:
@@ -216,7 +214,7 @@ def _part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def _devices(model: transformers.PreTrainedModel) -> dict[int, torch.device]:
+def _devices(model: PreTrainedModel) -> dict[int, torch.device]:
     """Where each layer is, for models that are spread over several devices."""
     modules = (module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int))
     return {module.layer_idx: parameter.device for module in modules for parameter in module.parameters()}

@@ -6,13 +6,14 @@ import copy
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
 
 from keepset.core.feature import Feature, Needs
@@ -25,10 +26,6 @@ from keepset.hf.progress import Progress
 from keepset.hf.repeat import Repeat
 from keepset.kernels.second_pass import PackedSequence, SoftmaxScope, second_pass_attention
 from keepset.kernels.statistic import ColumnStatistic
-
-if TYPE_CHECKING:
-    import transformers
-
 
 Entries = tuple[Float[Tensor, "batch kv_heads entries head_dim"], Float[Tensor, "batch kv_heads entries value_dim"]]
 """Keys and values of one layer."""
@@ -44,7 +41,7 @@ class SecondPasses(ModelHooks):
         seconds: that each pass took, by its `cost`.
     """
 
-    def __init__(self, model: transformers.PreTrainedModel, past: Any, needs: Needs, tasks: Sequence[Tensor]) -> None:
+    def __init__(self, model: PreTrainedModel, past: Any, needs: Needs, tasks: Sequence[Tensor]) -> None:
         self._needs = needs.of(SecondPass)
         self._tasks = [check_task(task, model) for task in tasks]
         self._repeat = Repeat.of(model) if any(needed.repeat for needed in self._needs) else None
@@ -233,7 +230,7 @@ class _Entries(LogicalLayer):
         return output.transpose(0, 1)[None].contiguous()
 
 
-def check_task(task: Any, model: transformers.PreTrainedModel) -> Int[Tensor, "batch tokens"]:
+def check_task(task: Any, model: PreTrainedModel) -> Int[Tensor, "batch tokens"]:
     """A task's tokens.
 
     Raises:
@@ -247,7 +244,7 @@ def check_task(task: Any, model: transformers.PreTrainedModel) -> Int[Tensor, "b
     return task
 
 
-def _check_positions(model: transformers.PreTrainedModel, length: int) -> None:
+def _check_positions(model: PreTrainedModel, length: int) -> None:
     longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if longest is not None and length > longest and not list(_rotary(model)):
         raise UnsupportedModelError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -58,9 +57,9 @@ class CompilerKV(Method):
     position, and every KV head goes by its own query heads.
     """
 
-    name: ClassVar[str] = "compilerkv"
-    paper: ClassVar[str] = "CompilerKV, 2026"
-    across_layers: ClassVar[bool] = True
+    name = "compilerkv"
+    paper = "CompilerKV, 2026"
+    across_layers = True
 
     tables: str = parameter("")
     window: int = parameter(64, minimum=1)
@@ -72,25 +71,19 @@ class CompilerKV(Method):
 
     @property
     def needs(self) -> Needs:
-        """The window's queries, and its perplexity where that decides something."""
         if self._reads and self.tables:
             load(self.tables)  # or its own sentence, before a prompt has run for nothing
         window = Needs(RecentQueries(self.window))
         return window | Needs(Perplexity(self.window)) if self._gated else window
 
     @property
-    def equal_layers(self) -> bool:
-        """Unless a threshold decides."""
+    def fixed_total(self) -> bool:
         return not self.elastic
 
-    @property
-    def fixed_total(self) -> bool:
-        """Unless a threshold decides."""
-        return not self.elastic
+    equal_layers = fixed_total
 
     @property
     def recent(self) -> int:
-        """The window."""
         return self.window
 
     def score(self, observation: Observation) -> Scores:
@@ -100,11 +93,9 @@ class CompilerKV(Method):
         return self._utility(observation, self.received_attention([observation]), tables, first)
 
     def select(self, observation: Observation, budget: Budget) -> KeepSet:
-        """What stays of one layer that is alone."""
         return self.select_all([observation], budget)
 
     def select_all(self, observations: Sequence[Observation], budget: Budget) -> KeepSet:
-        """What stays of all layers."""
         tables, received = self.tables_for(observations[0]), self.received_attention(observations)
         parts = []
         for seen in observations:

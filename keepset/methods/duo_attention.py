@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from keepset.core.budget import Budget, share_of
 from keepset.core.feature import Needs
@@ -29,34 +28,26 @@ class DuoAttention(Method):
     With `every=` fewer heads retrieve as the text grows, and a head that holds less than it could keeps what it has.
     """
 
-    name: ClassVar[str] = "duo_attention"
-    layout: ClassVar[Layout] = Layout.HEAD_RAGGED
-    paper: ClassVar[str] = "arXiv:2410.10819"
+    name = "duo_attention"
+    layout = Layout.HEAD_RAGGED
+    paper = "arXiv:2410.10819"
     # The lengths say it all, but only together with the gates, which a paged runtime's scheduler does not have.
-    counts_from_data: ClassVar[bool] = True
+    counts_from_data = True
+    # A layer keeps more where more of its heads retrieve.
+    equal_layers = False
+    # As the gates were measured.
+    sinks, recent = 16, 64
 
     stats: str = parameter("")
 
     @property
     def needs(self) -> Needs:
-        """The gates."""
         return Needs(ModelStatistics(self.stats))
 
-    equal_layers: ClassVar[bool] = False
-    """A layer keeps more where more of its heads retrieve."""
-
-    sinks: ClassVar[int] = 16
-    """As the gates were measured."""
-
-    recent: ClassVar[int] = 64
-    """As the gates were measured."""
-
     def score(self, observation: Observation) -> Scores:
-        """The later, the better."""
         return observation.positions.float()
 
     def quotas(self, observation: Observation, budget: Budget) -> Quotas:
-        """Everything for retrieval heads, what streaming heads have for the others."""
         gates = ModelStatistics(self.stats).retrieval(observation)
         existing, lengths, heads = observation.valid.sum(-1), observation.lengths, gates.numel()
         if budget.keep is None:

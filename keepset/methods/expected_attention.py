@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -38,8 +37,8 @@ class ExpectedAttention(Method):
             too (`every=`); the authors' program keeps so many hidden states. A prompt is looked at as a whole.
     """
 
-    name: ClassVar[str] = "expected_attention"
-    paper: ClassVar[str] = "arXiv:2510.00636"
+    name = "expected_attention"
+    paper = "arXiv:2510.00636"
 
     future: int = parameter(512, minimum=1)
     skip: int = parameter(4, minimum=0)
@@ -51,18 +50,15 @@ class ExpectedAttention(Method):
 
     @property
     def needs(self) -> Needs:
-        """Moments of the queries before rotation: the text's own, or those of a file."""
         if self.stats:
             return Needs(ModelStatistics(self.stats))
         return Needs(QueryMoments(self.skip, self.buffer))
 
     @property
     def sinks(self) -> int:
-        """The tokens that the statistics leave out."""
         return self.skip
 
     def score(self, observation: Observation) -> Scores:
-        """Expected attention times the norm of the value."""
         moments = self._measured(observation) if self.stats else observation[QueryMoments(self.skip)]
         mean, covariance = moments.ahead(self.future)
         keys = observation.keys.float()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -46,11 +45,11 @@ class GVote(Method):
         seed: of the samples, which are hashes of it, the layer, the sample and the channel.
     """
 
-    name: ClassVar[str] = "gvote"
-    layout: ClassVar[Layout] = Layout.HEAD_RAGGED
-    paper: ClassVar[str] = "arXiv:2509.03136"
-    needs_budget: ClassVar[bool] = False
-    counts_from_data: ClassVar[bool] = True
+    name = "gvote"
+    layout = Layout.HEAD_RAGGED
+    paper = "arXiv:2509.03136"
+    needs_budget = False
+    counts_from_data = True
 
     p_nuc: float = parameter(0.95, minimum=0.0, maximum=1.0)
     samples: int = parameter(8, minimum=1, maximum=4096)
@@ -60,7 +59,6 @@ class GVote(Method):
 
     @property
     def needs(self) -> Needs:
-        """The newest query, and moments of the hidden states."""
         return Needs(RecentQueries(1), HiddenMoments(self.skip))
 
     def score(self, observation: Observation) -> Scores:

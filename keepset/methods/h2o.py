@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from keepset.core.budget import Budget, share_of
 from keepset.core.feature import Needs
@@ -29,22 +28,19 @@ class H2O(Method):
         recent_share: share of the budget that goes to the newest tokens; the paper halves it.
     """
 
-    name: ClassVar[str] = "h2o"
-    paper: ClassVar[str] = "arXiv:2306.14048"
+    name = "h2o"
+    paper = "arXiv:2306.14048"
 
     recent_share: float = parameter(0.5, minimum=0.0, maximum=1.0)
 
     @property
     def needs(self) -> Needs:
-        """Column sums of the prompt's attention."""
         return Needs(_RECEIVED)
 
     def score(self, observation: Observation) -> Scores:
-        """Attention received."""
         return observation.by_query_group(observation[_RECEIVED]).sum(2)
 
     def ranked(self, observation: Observation, budget: Budget, quotas: Quotas) -> Ranking:
-        """The newest share of the quota above every heavy hitter."""
         ranking = super().ranked(observation, budget, quotas)
         newest = share_of(quotas, self.recent_share)
         is_newest = observation.positions >= observation.lengths[:, None, None] - newest[..., None]

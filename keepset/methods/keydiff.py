@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch.nn.functional as F
 
@@ -21,11 +20,10 @@ class KeyDiff(Method):
     block of a prompt; here that is `every=`.
     """
 
-    name: ClassVar[str] = "keydiff"
-    paper: ClassVar[str] = "arXiv:2504.15364"
+    name = "keydiff"
+    paper = "arXiv:2504.15364"
 
     def score(self, observation: Observation) -> Scores:
-        """Minus the cosine to the mean direction."""
         directions = F.normalize(observation.keys.float(), dim=-1)
         directions = directions.masked_fill(~observation.valid[..., None], 0.0)
         anchor = F.normalize(directions.sum(2), dim=-1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from keepset.core.method import Method
 from keepset.core.observation import Observation
@@ -14,9 +13,8 @@ from keepset.core.shapes import Scores
 class Knorm(Method):
     """Keeps the entries whose keys have the smallest L2 norm (Devoto et al. 2024, arXiv:2406.11430)."""
 
-    name: ClassVar[str] = "knorm"
-    paper: ClassVar[str] = "arXiv:2406.11430"
+    name = "knorm"
+    paper = "arXiv:2406.11430"
 
     def score(self, observation: Observation) -> Scores:
-        """Minus the key's norm."""
         return -observation.keys.float().norm(dim=-1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -32,20 +31,18 @@ class LagKV(Method):
         skip: first tokens, attention sinks, that belong to no partition and always stay.
     """
 
-    name: ClassVar[str] = "lagkv"
-    paper: ClassVar[str] = "arXiv:2504.04704"
+    name = "lagkv"
+    paper = "arXiv:2504.04704"
 
     lag: int = parameter(128, minimum=1)
     skip: int = parameter(4, minimum=0)
 
     @property
     def sinks(self) -> int:
-        """The tokens before the first partition."""
         return self.skip
 
     @property
     def recent(self) -> int:
-        """The last partition: nothing follows to compare it with."""
         return self.lag
 
     def score(self, observation: Observation) -> Scores:

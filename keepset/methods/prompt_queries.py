@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from keepset.core.feature import Needs
 from keepset.core.features.prompt_queries import PromptQueryAttention
@@ -41,25 +40,19 @@ class PromptQueries(Method):
         second_pass: whether the prompt runs once more, too.
     """
 
-    name: ClassVar[str] = "prompt_queries"
-    paper: ClassVar[str] = "none"
+    name = "prompt_queries"
+    paper = "none"
+    sinks = 4  # as in StreamingLLM
+    recent = 8  # neighbours, which no token asked from afar shows
 
     stride: int = parameter(1, minimum=1)
     second_pass: bool = parameter(False)
 
     @property
     def needs(self) -> Needs:
-        """The prompt's queries once more, and a second pass where it is wanted."""
         once_more = Needs(PromptQueryAttention(self.stride))
         return _AGAIN.needs | once_more if self.second_pass else once_more
 
-    sinks: ClassVar[int] = 4
-    """Four, as in StreamingLLM."""
-
-    recent: ClassVar[int] = 8
-    """Eight: neighbours, which no token asked from afar shows."""
-
     def score(self, observation: Observation) -> Scores:
-        """Root mean square of what would be received, and of what is."""
         scores = observation.by_query_group(observation[PromptQueryAttention(self.stride)].sqrt()).mean(2)
         return scores + _WEIGHT * _AGAIN.score(observation) if self.second_pass else scores

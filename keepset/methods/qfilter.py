@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from keepset.core.feature import Needs
 from keepset.core.features.model_statistics import ModelStatistics
@@ -26,17 +25,15 @@ class QFilter(Method):
         stats: a file of `keepset calibrate`; none for the embedded model's own, made on first use.
     """
 
-    name: ClassVar[str] = "qfilter"
-    paper: ClassVar[str] = "arXiv:2503.02812"
+    name = "qfilter"
+    paper = "arXiv:2503.02812"
 
     stats: str = parameter("")
 
     @property
     def needs(self) -> Needs:
-        """The directions."""
         return Needs(ModelStatistics(self.stats))
 
     def score(self, observation: Observation) -> Scores:
-        """The key's projection on its head's direction."""
         direction = ModelStatistics(self.stats).layer(observation).direction
         return (observation.keys.float() @ direction[..., None])[..., 0]

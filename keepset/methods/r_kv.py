@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -35,8 +34,8 @@ class RKV(Method):
         mix_lambda: the paper's lambda.
     """
 
-    name: ClassVar[str] = "r_kv"
-    paper: ClassVar[str] = "arXiv:2505.24133"
+    name = "r_kv"
+    paper = "arXiv:2505.24133"
 
     window: int = parameter(8, minimum=1)
     kernel: int = parameter(7, minimum=1, odd=True)
@@ -45,16 +44,13 @@ class RKV(Method):
 
     @property
     def needs(self) -> Needs:
-        """The window's queries."""
         return Needs(RecentQueries(self.window))
 
     @property
     def recent(self) -> int:
-        """The window."""
         return self.window
 
     def score(self, observation: Observation) -> Scores:
-        """Importance less redundancy."""
         return self.mix_lambda * self._importance(observation) - (1 - self.mix_lambda) * self._redundancy(observation)
 
     def _importance(self, observation: Observation) -> Scores:

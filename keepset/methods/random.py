@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -21,13 +20,12 @@ class Random(Method):
     under any runtime and in any place of a batch.
     """
 
-    name: ClassVar[str] = "random"
-    paper: ClassVar[str] = "none"
+    name = "random"
+    paper = "none"
 
     seed: int = parameter(0, minimum=0, maximum=2**31 - 1)
 
     def score(self, observation: Observation) -> Scores:
-        """Uniform in [0, 1)."""
         heads = torch.arange(observation.keys.shape[1], device=observation.keys.device)
         streams = stream(self.seed, observation.layer, heads)[:, None]
         positions = observation.positions.long()

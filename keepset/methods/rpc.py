@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from keepset.core.method import parameter
 from keepset.core.observation import Observation
@@ -24,8 +23,8 @@ class RPC(SnapKV):
     entries, as inside `adakv`, each KV head has the mean over its own query heads.
     """
 
-    name: ClassVar[str] = "rpc"
-    paper: ClassVar[str] = "arXiv:2505.13866"
+    name = "rpc"
+    paper = "arXiv:2505.13866"
 
     window: int = parameter(32, minimum=1)
     kernel: int = parameter(7, minimum=1, odd=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -37,8 +36,8 @@ class SecondPassAttention(Method):
             head's output projection makes of it.
     """
 
-    name: ClassVar[str] = "second_pass"
-    paper: ClassVar[str] = "arXiv:2509.05165"
+    name = "second_pass"
+    paper = "arXiv:2509.05165"
 
     task: str = parameter("context", choices=("context", "repeat", "self"))
     statistic: str = parameter("max", choices=("max", "mean", "rms"))
@@ -54,7 +53,6 @@ class SecondPassAttention(Method):
 
     @property
     def needs(self) -> Needs:
-        """Columns of the prompt's own attention, or of a second pass; the output projection to weigh values with."""
         columns = AttentionColumns(_COLUMN[self.statistic]) if self.task == "self" else self._second_pass
         return Needs(columns, *([OutputProjection()] if self.values == "projected" else []))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch.nn.functional as F
 
@@ -23,24 +22,21 @@ class SnapKV(Method):
     averaged over the query heads that share a KV head.
     """
 
-    name: ClassVar[str] = "snapkv"
-    paper: ClassVar[str] = "arXiv:2404.14469"
+    name = "snapkv"
+    paper = "arXiv:2404.14469"
 
     window: int = parameter(64, minimum=1)
     kernel: int = parameter(5, minimum=1, odd=True)
 
     @property
     def needs(self) -> Needs:
-        """The window's queries."""
         return Needs(RecentQueries(self.window))
 
     @property
     def recent(self) -> int:
-        """The window."""
         return self.window
 
     def score(self, observation: Observation) -> Scores:
-        """Pooled mean attention of the window's queries."""
         received = self._received(observation)
         in_window = observation.positions >= observation.lengths[:, None, None] - self.window
         return F.avg_pool1d(received.masked_fill(in_window, 0.0), self.kernel, stride=1, padding=self.kernel // 2)

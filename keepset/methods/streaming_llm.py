@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from keepset.core.method import Method
 from keepset.core.observation import Observation
@@ -18,12 +17,9 @@ class StreamingLLM(Method):
     entries keep the rotation with which they were cached.
     """
 
-    name: ClassVar[str] = "streaming_llm"
-    paper: ClassVar[str] = "arXiv:2309.17453"
-
-    sinks: ClassVar[int] = 4
-    """The paper's four."""
+    name = "streaming_llm"
+    paper = "arXiv:2309.17453"
+    sinks = 4
 
     def score(self, observation: Observation) -> Scores:
-        """The later, the better."""
         return observation.positions.float()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from keepset.core.feature import Needs
 from keepset.core.features.recent_queries import RecentQueries
@@ -21,17 +20,13 @@ class TOVA(Method):
     stays.
     """
 
-    name: ClassVar[str] = "tova"
-    paper: ClassVar[str] = "arXiv:2401.06104"
+    name = "tova"
+    paper = "arXiv:2401.06104"
+    recent = 1
 
     @property
     def needs(self) -> Needs:
-        """The newest query."""
         return Needs(RecentQueries(1))
 
-    recent: ClassVar[int] = 1
-    """The newest token."""
-
     def score(self, observation: Observation) -> Scores:
-        """Mean attention of the newest query."""
         return observation.mean_over_heads(observation.by_query_group(observation.window_usage(1)).mean(2))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -39,19 +38,17 @@ class TriAttention(Method):
         stats: a file of `keepset calibrate`; none for the embedded model's own, made on first use.
     """
 
-    name: ClassVar[str] = "triattention"
-    paper: ClassVar[str] = "arXiv:2604.04921"
+    name = "triattention"
+    paper = "arXiv:2604.04921"
 
     horizon: int = parameter(65536, minimum=1, maximum=2**30)
     stats: str = parameter("")
 
     @property
     def needs(self) -> Needs:
-        """Centres and norms of the queries, and the frequencies."""
         return Needs(ModelStatistics(self.stats))
 
     def score(self, observation: Observation) -> Scores:
-        """Standardised per query head; of a group the largest."""
         measured, keys = ModelStatistics(self.stats).layer(observation), observation.keys.float()
         offsets = 2 ** torch.arange(self.horizon.bit_length(), device=keys.device)
         centre = measured.mean[None, :, None].expand(len(keys), -1, -1, -1)

@@ -4,39 +4,30 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from keepset.texts import adds_bos, essay, essays
-
-if TYPE_CHECKING:
-    import transformers
 
 _LEFT_OUT = "worked"
 """The essay that `keepset compare` and the demo read: what is measured must not have seen it."""
 
 
 def default_texts() -> list[str]:
-    """The essays, less the one that recipes are compared on.
-
-    Raises:
-        KeepsetError: they are not installed.
-    """
+    """The essays, less the one that recipes are compared on; a `KeepsetError` where they are not installed."""
     return [essay(name) for name in essays() if name != _LEFT_OUT]
 
 
 def shuffled_passages(
-    tokenizer: transformers.PreTrainedTokenizerBase, texts: Sequence[str], *, length: int, shortest: int, seed: int
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, length: int, shortest: int, seed: int
 ) -> list[list[int]]:
     """The texts' tokens in passages that do not overlap, shuffled.
 
     Args:
-        tokenizer: of the model that is to read them.
         texts: cut one by one, so that a text's last passage may be shorter than others.
         length: tokens of a passage with the beginning that the model expects.
         shortest: passages with fewer tokens are left out.
-        seed: of the order.
     """
     begin = [tokenizer.bos_token_id] if adds_bos(tokenizer) else []
     size = length - len(begin)

@@ -6,7 +6,7 @@ What an event leaves is packed into logical slots from `dropped // block_size` b
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Int
@@ -14,28 +14,8 @@ from torch import Tensor
 
 from keepset.paged.capture import CapturePlanner
 from keepset.paged.eviction_schedule import EvictionSchedule
-from keepset.paged.step import (
-    OccupiedPages,
-    ScheduledRequest,
-    ShiftedBatch,
-    StepBatch,
-    StepPlan,
-)
-
-
-class UniformPages(NamedTuple):
-    """Pages of an event, layer for layer the same."""
-
-    before: OccupiedPages
-    after: Int[Tensor, "rows kv_heads pages"]
-
-    def occupied(self, place: int) -> OccupiedPages:
-        """Those that hold the entries."""
-        return self.before
-
-    def reassign(self, place: int, counts: Int[Tensor, "rows kv_heads"]) -> Int[Tensor, "rows kv_heads pages"]:
-        """Those that will hold them; how many there are was known."""
-        return self.after
+from keepset.paged.page_tables import OccupiedPages
+from keepset.paged.step import ScheduledRequest, ShiftedBatch, StepBatch, StepPlan
 
 
 class UniformPlanner:
@@ -59,15 +39,15 @@ class UniformPlanner:
             rows = batch.tensor([request.row for request in requests])
             pages = self._pages(batch, rows, requests, width, left)
             plan.events.append(
-                self._capture.event(batch, rows, requests, newer, width, left - newer, compressed, pages)
+                self._capture.event(batch, rows, requests, newer, width, left - newer, compressed, *pages)
             )
         if any(dropped):
             plan.shifted = self._shift(batch, dropped)
 
     def _pages(
         self, batch: StepBatch, rows: Int[Tensor, " rows"], requests: list[ScheduledRequest], width: int, left: int
-    ) -> UniformPages:
-        """Entries lie in their blocks from the first that is not freed; and so they will afterwards."""
+    ) -> tuple[Callable[[int], OccupiedPages], Callable[[int, Tensor], Tensor]]:
+        """Entries lie in their blocks from the first that is not freed; and so they will afterwards, in any layer."""
         schedule, size, kv_heads = self._schedule, self._schedule.block_size, self._schedule.kv_heads
         heads = torch.arange(kv_heads, device=rows.device)[:, None]
 
@@ -83,14 +63,10 @@ class UniformPlanner:
             for request, dropped in zip(requests, gone, strict=True)
         ]
         shape = (len(requests), kv_heads)
-        return UniformPages(
-            OccupiedPages(
-                subpages(gone, width),
-                batch.tensor(kept)[:, None].expand(shape),
-                torch.full(shape, width, device=rows.device),
-            ),
-            subpages([schedule.dropped(request.prompt, request.after) for request in requests], left),
-        )
+        entries = torch.full(shape, width, device=rows.device)
+        occupied = OccupiedPages(subpages(gone, width), batch.tensor(kept)[:, None].expand(shape), entries)
+        after = subpages([schedule.dropped(request.prompt, request.after) for request in requests], left)
+        return lambda _: occupied, lambda *_: after
 
     def _shift(self, batch: StepBatch, dropped: list[int]) -> ShiftedBatch:
         table, lost = batch.block_table, batch.tensor(dropped)

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.forward_context import get_forward_context
 
 from keepset.errors import UnsupportedEngineError
-from keepset.paged.engine import Pages
+from keepset.paged.engine import LayerAdapter, Pages
 from keepset.paged.layer import PagedLayer
 from keepset.paged.pages import StridedPages
 from keepset.paged.per_head import PerHeadBatch
 from keepset.vllm.compat import rotary_table
 from keepset.vllm.engine_context import PlannedStep, active
 from keepset.vllm.stats import worker_stats
-
-if TYPE_CHECKING:
-    from keepset.paged.engine import LayerAdapter
 
 
 class KeepImpl:
@@ -142,9 +139,8 @@ class KeepImpl:
         return PagedLayer(step.planner, step.places[name], self.scale, rotary, projection, context.barrier, count)
 
 
-if TYPE_CHECKING:
-    # Not a base class: a protocol's `__init__` would not go on to the backend's.
-    _adapter: type[LayerAdapter] = KeepImpl
+# Not a base class: a protocol's `__init__` would not go on to the backend's.
+_adapter: type[LayerAdapter] = KeepImpl
 
 
 class TritonMixin(KeepImpl):

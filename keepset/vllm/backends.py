@@ -6,12 +6,13 @@ Without a recipe a backend answers with vLLM's own classes, so nothing of keepse
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from vllm.config import get_current_vllm_config_or_none
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from keepset.errors import UnsupportedEngineError
@@ -20,9 +21,6 @@ from keepset.vllm.cpu import CPUMixin
 from keepset.vllm.engine_context import activate, active
 from keepset.vllm.metadata import KeepBuilder
 from keepset.vllm.settings import recipe_of
-
-if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import AttentionSpec
 
 _LAYERS: dict[str, type[KeepImpl]] = {
     "CPU_ATTN": CPUMixin,
@@ -41,17 +39,14 @@ class KeepBackend(AttentionBackend):
 
     @classmethod
     def get_impl_cls(cls) -> type[Any]:  # type: ignore[override]
-        """The class of a layer that is being built."""
         return cls.plain.get_impl_cls() if activate() is None else cls.impl
 
     @classmethod
     def get_builder_cls(cls) -> type[Any]:  # type: ignore[override]
-        """The class that makes the layers' metadata."""
         return cls.plain.get_builder_cls() if active() is None else cls.builder
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """The kind of a layer's cache."""
         spec = super().customize_spec(spec)
         context = active()
         return spec if context is None else context.spec_of_next_layer(spec)

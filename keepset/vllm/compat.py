@@ -18,18 +18,18 @@ Borrowed where it is used, because it is a method that keepset's class overrides
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.layers import rotary_embedding
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from keepset.core.rope import RotaryTable
 from keepset.errors import UnsupportedEngineError, UnsupportedModelError
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.attention.backend import CommonAttentionMetadata
-
-    from keepset.paged.step import ShiftedBatch
+from keepset.paged.step import ShiftedBatch
 
 SUPPORTED = ("0.32",)
 """vLLM versions that keepset is tested with."""
@@ -83,9 +83,6 @@ def planned(metadata: CommonAttentionMetadata, shifted: ShiftedBatch | None) -> 
 
 def attention_layers(config: VllmConfig) -> Iterator[tuple[str, Any, int]]:
     """Name, layer and index of the model's attention layers, in the order in which they were built."""
-    from vllm.model_executor.layers.attention import Attention
-    from vllm.model_executor.models.utils import extract_layer_index
-
     for name, layer in config.compilation_config.static_forward_context.items():
         if isinstance(layer, Attention):
             yield name, layer, extract_layer_index(name)
@@ -97,8 +94,6 @@ def rotary_table(model_type: str, head_dim: int, dtype: torch.dtype) -> RotaryTa
     Raises:
         UnsupportedModelError: it cannot be told which one the queries got.
     """
-    from vllm.model_executor.layers import rotary_embedding
-
     tables = {
         id(rope): rope
         for rope in getattr(rotary_embedding, "_ROPE_DICT", {}).values()

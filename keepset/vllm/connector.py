@@ -8,9 +8,9 @@ values, only those numbers.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch import Tensor
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -18,19 +18,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
 
 from keepset.errors import UnsupportedEngineError
 from keepset.paged.freed_blocks import RequestKey
 from keepset.vllm.engine_context import active
 from keepset.vllm.manager import KeepManager
 from keepset.vllm.settings import recipe_of
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.outputs import KVConnectorOutput
-    from vllm.v1.request import Request
 
 
 @dataclass
@@ -47,7 +44,6 @@ class FreedBlockCounts(KVConnectorWorkerMetadata):
     blocks: dict[RequestKey, int] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> FreedBlockCounts:
-        """What all ranks can spare."""
         assert isinstance(other, FreedBlockCounts)
         both = self.blocks.keys() & other.blocks.keys()
         return FreedBlockCounts({key: min(self.blocks[key], other.blocks[key]) for key in both})
@@ -55,6 +51,8 @@ class FreedBlockCounts(KVConnectorWorkerMetadata):
 
 class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
     """The connector."""
+
+    requires_kv_delivery = False
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -64,24 +62,15 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
             )
         self._requests: dict[str, Request] = {}
 
-    @property
-    def requires_kv_delivery(self) -> bool:
-        """False: nothing is delivered."""
-        return False
+    def _nothing(self, *args: Any, **kwargs: Any) -> None:
+        """No keys and values come or go."""
+
+    start_load_kv = wait_for_layer_load = save_kv_layer = wait_for_save = update_state_after_alloc = _nothing
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        return 0, False
 
     # --- in processes that compute
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Nothing is loaded."""
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing is loaded."""
-
-    def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing is saved."""
-
-    def wait_for_save(self) -> None:
-        """Nothing is saved."""
 
     def build_connector_worker_meta(self) -> FreedBlockCounts | None:
         """What this step's events emptied; every rank reports every event."""
@@ -92,15 +81,7 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
 
     # --- in the process that schedules
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """No tokens come from elsewhere."""
-        return 0, False
-
-    def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
-        """Nothing comes from elsewhere."""
-
     def on_new_request(self, request: Request) -> None:
-        """Remembers a request."""
         self._requests[request.request_id] = request
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ExpectedEvents:
@@ -125,16 +106,10 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
             if request is not None and request.num_preemptions == preemptions and not request.is_finished():
                 self._managers[group].release(name, blocks)
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """Forgets a request; its blocks may go at once."""
         self._requests.pop(request.request_id, None)
         return False, None
-
-    def request_finished_all_groups(
-        self, request: Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """The same, for several groups of layers."""
-        return self.request_finished(request, [])
 
     @property
     def _managers(self) -> Any:

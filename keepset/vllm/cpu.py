@@ -23,13 +23,11 @@ class CPUMixin(KeepImpl):
     logits_soft_cap: float
 
     def make_pages(self, layer: Any, kv_cache: Tensor) -> CPUPages:
-        """Packed by instruction set."""
         return CPUPages(kv_cache, layer.isa)
 
     def attend_per_head(
         self, layer: Any, queries: Tensor, kv_cache: Tensor, metadata: Any, batch: PerHeadBatch, output: Tensor
     ) -> None:
-        """By the backend's own kernel."""
         pages: Pages = self.pages(layer, kv_cache)
         assert isinstance(pages, CPUPages)
         keys, values = pages.folded()

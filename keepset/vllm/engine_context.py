@@ -7,7 +7,10 @@ layer, and makes the objects itself. So what they share is here, and only which 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from vllm.config import VllmConfig, get_current_vllm_config_or_none
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
 from keepset.errors import UnsupportedEngineError
 from keepset.paged.freed_blocks import FreedBlocks
@@ -15,16 +18,12 @@ from keepset.paged.grouping import group_leader
 from keepset.paged.layer_barrier import LayerBarrier
 from keepset.paged.planner import Planner
 from keepset.paged.step import StepPlan
+from keepset.recipe import Recipe
 from keepset.vllm.compat import ask_for_prompt_lengths, attention_layers
 from keepset.vllm.query_projection import VLLMQueryProjection, watch_projections
 from keepset.vllm.settings import recipe_of
+from keepset.vllm.spec import KeepSpec
 from keepset.vllm.validation import check, check_layer
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import AttentionSpec
-
-    from keepset.recipe import Recipe
 
 
 @dataclass
@@ -77,10 +76,6 @@ class EngineContext:
 
     def spec_of_next_layer(self, spec: AttentionSpec) -> AttentionSpec:
         """The kind of cache of the layer that is asked for now."""
-        from vllm.v1.kv_cache_interface import FullAttentionSpec
-
-        from keepset.vllm.spec import KeepSpec
-
         if type(spec) is not FullAttentionSpec:
             raise UnsupportedEngineError(
                 f"keepset cannot compress a cache of the kind {type(spec).__name__} under vLLM."
@@ -116,8 +111,6 @@ _active: EngineContext | None = None
 
 def activate() -> EngineContext | None:
     """What the current configuration says, from now on for all that is asked about its model."""
-    from vllm.config import get_current_vllm_config_or_none
-
     global _active  # noqa: PLW0603
     config = get_current_vllm_config_or_none()
     if _active is None or _active.config is not config:

@@ -44,7 +44,6 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         self.release(request_id, self.schedule.freed(num_prompt_tokens, processed_computed_tokens))
 
     def release(self, request_id: str, blocks: int) -> None:
-        """Frees the first `blocks` blocks of a request."""
         if blocks > 0:
             before = self.block_pool.get_num_free_blocks()
             self._remove_blocks_in_range(request_id, 0, blocks)

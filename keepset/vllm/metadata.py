@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import AttentionSpec
 
 from keepset.errors import UnsupportedEngineError
 from keepset.paged.engine import StepAdapter
@@ -15,16 +17,11 @@ from keepset.vllm.compat import lengths_on_host, planned, prompt_lengths
 from keepset.vllm.engine_context import PlannedStep, active
 from keepset.vllm.spec import KeepSpec
 
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import AttentionSpec
-
 
 class MetadataAdapter(StepAdapter):
     """Common metadata of vLLM's attention."""
 
     def batch(self, metadata: CommonAttentionMetadata) -> StepBatch:
-        """What keepset looks at of it."""
         starts = metadata.query_start_loc_cpu[: metadata.num_reqs + 1]
         first_queries, requests = starts.tolist(), []
         for row, (prompt, after) in enumerate(zip(prompt_lengths(metadata), lengths_on_host(metadata), strict=True)):
@@ -41,7 +38,6 @@ class MetadataAdapter(StepAdapter):
         )
 
     def planned(self, metadata: CommonAttentionMetadata, plan: StepPlan) -> CommonAttentionMetadata:
-        """The same with physical lengths and tables."""
         return planned(metadata, plan.shifted)
 
 

@@ -41,7 +41,6 @@ class VLLMQueryProjection(QueryProjection):
         (self.hidden,) = args
 
     def queries(self, hidden: HiddenStates) -> Queries:
-        """Queries that the layer makes of these hidden states, before rotation."""
         module = self._module()
         # `forward`, because calling it would run the hook.
         projected, *_ = module.qkv_proj.forward(hidden.flatten(0, 1))

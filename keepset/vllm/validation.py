@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import vllm
+from vllm.config import VllmConfig
 
 from keepset.core.features.model_statistics import ModelStatistics
 from keepset.core.statistics import load
@@ -14,10 +17,6 @@ from keepset.paged.grouping import one_table
 from keepset.recipe import Recipe, check_schedule
 from keepset.vllm.compat import SUPPORTED
 from keepset.vllm.settings import CONNECTOR
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
 
 _WHOLE = ("auto", "float16", "bfloat16", "float32")
 
@@ -60,8 +59,6 @@ def check_layer(name: str, layer: Any, unseen: bool = False) -> None:
 
 
 def _of_version() -> Iterator[str]:
-    import vllm
-
     if not vllm.__version__.startswith(tuple(f"{version}." for version in SUPPORTED)):
         yield (
             f"vLLM {vllm.__version__} is not among the versions that it is tested with; "

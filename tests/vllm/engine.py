@@ -66,7 +66,7 @@ class Scenario:
         }
         if self.recipe is not None:
             engine["additional_config"] = {"keepset": self.recipe}
-            from keepset.vllm.validation import CONNECTOR
+            from keepset.vllm.settings import CONNECTOR
 
             with registered():
                 if not Recipe.parse(self.recipe).method.fixed_total:

@@ -37,12 +37,10 @@ class AttentionColumns(Feature[Float[Tensor, "batch query_heads entries"]]):
 
     @property
     def name(self) -> str:
-        """With the statistic."""
         return f"column {self.statistic}"
 
     @classmethod
     def accumulator(cls, features: Sequence[AttentionColumns]) -> Accumulator:
-        """All statistics are made of the same logits."""
         return _Columns(features)
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
+import functools
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keepset.core.accumulate import Ahead
 from keepset.core.accumulator import Accumulator, Chunk, QuerySource
 from keepset.core.feature import Feature, Value
 from keepset.kernels.moments import Moments
@@ -59,19 +59,20 @@ class _OfRows(Feature[Value]):
     """Moments of one row per token; `full` says whether the covariance is a matrix or its diagonal."""
 
     unrotated = True
-    full: ClassVar[bool] = False
+    full = False
 
     skip: int
 
     @abstractmethod
-    def rows(self, chunk: Chunk, source: QuerySource) -> Float[Tensor, "batch heads n dim"]: ...
+    def rows(self, chunk: Chunk, source: QuerySource) -> Float[Tensor, "batch heads n dim"]:
+        """What the moments are of."""
 
     @abstractmethod
-    def distribution(self, moments: Moments, ahead: Ahead) -> Value: ...
+    def distribution(self, moments: Moments, source: QuerySource, lengths: Int[Tensor, " batch"]) -> Value:
+        """The moments of requests of these lengths."""
 
     @classmethod
     def accumulator(cls, features: Sequence[Self]) -> Accumulator:
-        """Rows are made once for all."""
         return _Moments(features)
 
 
@@ -93,21 +94,18 @@ class QueryMoments(_OfRows[QueryDistribution]):
 
     @property
     def prompt_only(self) -> str:
-        """Where nothing says of how many queries they are taken later."""
         missing = "QueryMoments(buffer=...) does not say over how many of the newest queries to take them later"
         return "" if self.buffer else f"{_WHOLE_PROMPT}and {missing}"
 
     def merged(self, other: QueryMoments) -> QueryMoments:
-        """The longer buffer."""
         return max(self, other, key=lambda feature: feature.buffer)
 
     def rows(self, chunk: Chunk, source: QuerySource) -> Float[Tensor, "batch heads n dim"]:
-        """Queries before rotation."""
         return source.undo(chunk.queries, chunk.positions)
 
-    def distribution(self, moments: Moments, ahead: Ahead) -> QueryDistribution:
-        """Of the queries."""
-        return QueryDistribution(moments.mean, moments.covariance, ahead.rotate)
+    def distribution(self, moments: Moments, source: QuerySource, lengths: Int[Tensor, " batch"]) -> QueryDistribution:
+        ahead = functools.cache(functools.partial(source.ahead, lengths))
+        return QueryDistribution(moments.mean, moments.covariance, lambda rows, future: ahead(future)(rows))
 
 
 @dataclass(frozen=True)
@@ -125,12 +123,13 @@ class HiddenMoments(_OfRows[HiddenDistribution]):
     skip: int
 
     def rows(self, chunk: Chunk, source: QuerySource) -> Float[Tensor, "batch heads n dim"]:
-        """Hidden states, as if of one head."""
         return source.hidden[:, None, : chunk.queries.shape[2]].float()
 
-    def distribution(self, moments: Moments, ahead: Ahead) -> HiddenDistribution:
-        """Of the hidden states."""
-        return HiddenDistribution(moments.mean[:, 0], moments.covariance[:, 0], ahead.queries)
+    def distribution(self, moments: Moments, source: QuerySource, lengths: Int[Tensor, " batch"]) -> HiddenDistribution:
+        def queries(hidden: Tensor, future: int) -> Tensor:
+            return source.queries(hidden, lengths, future)
+
+        return HiddenDistribution(moments.mean[:, 0], moments.covariance[:, 0], queries)
 
 
 class _Moments(Accumulator):
@@ -155,5 +154,5 @@ class _Moments(Accumulator):
         return twin
 
     def values(self, lengths: Int[Tensor, " batch"], width: int) -> Mapping[Feature[Any], Any]:
-        ahead = Ahead(self._source, lengths)
-        return {feature: feature.distribution(moments, ahead) for feature, moments in self._moments.items()}
+        source = self._source
+        return {feature: feature.distribution(moments, source, lengths) for feature, moments in self._moments.items()}

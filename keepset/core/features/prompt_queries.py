@@ -37,7 +37,6 @@ class PromptQueryAttention(Feature[Float[Tensor, "batch query_heads entries"]]):
 
     @classmethod
     def accumulator(cls, features: Sequence[PromptQueryAttention]) -> Accumulator:
-        """Rotation is undone once."""
         return _Asked(features)
 
 

@@ -21,7 +21,6 @@ class RecentQueries(Feature[Tensor]):
 
     @property
     def name(self) -> str:
-        """With their number."""
         return f"window of {self.window} queries"
 
     @property
@@ -30,5 +29,4 @@ class RecentQueries(Feature[Tensor]):
         return RecentQueries
 
     def merged(self, other: RecentQueries) -> RecentQueries:
-        """The longer window."""
         return max(self, other, key=lambda feature: feature.window)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from keepset.errors import KeepsetError
 from keepset.offline.corpus import default_texts, digest, shuffled_passages
-
-if TYPE_CHECKING:
-    import transformers
 
 SHORTEST = 16
 """Tokens of a passage that is worth measuring."""
@@ -43,13 +40,7 @@ class Corpus:
 
     @classmethod
     def draw(
-        cls,
-        tokenizer: transformers.PreTrainedTokenizerBase,
-        texts: Sequence[str],
-        *,
-        tokens: int,
-        length: int,
-        seed: int,
+        cls, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, tokens: int, length: int, seed: int
     ) -> Corpus:
         """Passages of up to `length` tokens until they have `tokens`, or all that there are.
 
@@ -69,6 +60,6 @@ class Corpus:
         return cls(passages, digest(texts), seed)
 
 
-def default_corpus(tokenizer: transformers.PreTrainedTokenizerBase) -> Corpus:
+def default_corpus(tokenizer: PreTrainedTokenizerBase) -> Corpus:
     """Passages from the essays."""
     return Corpus.draw(tokenizer, default_texts(), tokens=TOKENS, length=LENGTH, seed=SEED)

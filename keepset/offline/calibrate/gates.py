@@ -9,43 +9,33 @@ the gates' mean, times 0.05, falls. The authors do 2000 steps on texts of up to 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenizerBase
 
 from keepset.core.statistics import Statistics
 from keepset.errors import UnsupportedModelError
 from keepset.offline.calibrate.corpus import Corpus
 from keepset.offline.calibrate.passkeys import LENGTH, Passkeys, draw
 
-if TYPE_CHECKING:
-    import transformers
-
 SINKS, RECENT = 16, 64
 _RATE, _WEIGHT = 0.1, 0.05
 _NAME = "keepset_gates"
-
-
-@dataclass
-class _Local(threading.local):
-    gates: Mapping[int, Tensor] | None = None
-
-
-_local = _Local()
+_gates: ContextVar[Mapping[int, Tensor] | None] = ContextVar("gates", default=None)
 
 
 def with_gates(
     statistics: Statistics,
-    model: transformers.PreTrainedModel,
-    tokenizer: transformers.PreTrainedTokenizerBase,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
     corpus: Corpus,
     *,
     steps: int,
@@ -54,7 +44,7 @@ def with_gates(
     """The same statistics, and the gates of their layers.
 
     Raises:
-        UnsupportedModelError: its context is too short for passkeys, or it computes with numbers that are not finite.
+        UnsupportedModelError: the model's context is too short for passkeys, or its numbers are not finite.
     """
     longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or LENGTH
     texts = draw(tokenizer, corpus.passages, count=steps, length=min(LENGTH, longest), seed=corpus.seed)
@@ -65,7 +55,7 @@ def with_gates(
 
 
 def retrieval_gates(
-    model: transformers.PreTrainedModel,
+    model: PreTrainedModel,
     texts: Sequence[Passkeys],
     kv_heads: Mapping[int, int],
     on_step: Callable[[], None] = lambda: None,
@@ -85,10 +75,10 @@ def retrieval_gates(
             ids = text.ids.to(model.device)[None]
             with torch.no_grad():
                 wanted = decoder(ids, use_cache=False).last_hidden_state[0, text.asked :].float()
-            _local.gates = gates
-            found = decoder(ids, use_cache=False).last_hidden_state[0, text.asked :].float()
-            _local.gates = None
-            loss = (found - wanted).square().mean() + _WEIGHT * torch.cat(everything).mean()
+            _gates.set(gates)
+            gated = decoder(ids, use_cache=False).last_hidden_state[0, text.asked :].float()
+            _gates.set(None)
+            loss = (gated - wanted).square().mean() + _WEIGHT * torch.cat(everything).mean()
             if not loss.isfinite():
                 raise UnsupportedModelError(
                     "Some of the model's hidden states are not finite numbers: no gate can be found."
@@ -105,7 +95,7 @@ def retrieval_gates(
 
 
 @contextmanager
-def _gated(model: transformers.PreTrainedModel) -> Iterator[None]:
+def _gated(model: PreTrainedModel) -> Iterator[None]:
     """The model attends through gates, where there are some."""
     before, trained = model.config._attn_implementation, [p for p in model.parameters() if p.requires_grad]
     model.set_attn_implementation(_NAME)
@@ -113,7 +103,7 @@ def _gated(model: transformers.PreTrainedModel) -> Iterator[None]:
     try:
         yield
     finally:
-        _local.gates = None
+        _gates.set(None)
         model.set_attn_implementation(before)
         for parameter in trained:
             parameter.requires_grad_(True)
@@ -130,7 +120,7 @@ def _attention(
     window = kwargs.get("sliding_window")
     causal = (distance >= 0) & (distance < (window or n))
     output = F.scaled_dot_product_attention(query, key, value, attn_mask=causal, scale=scaling)
-    gates = (_local.gates or {}).get(int(module.layer_idx))  # type: ignore[arg-type]
+    gates = (_gates.get() or {}).get(int(module.layer_idx))  # type: ignore[arg-type]
     if gates is not None:
         near = causal & ((distance < RECENT) | (at < SINKS))
         streaming = F.scaled_dot_product_attention(query, key, value, attn_mask=near, scale=scaling)

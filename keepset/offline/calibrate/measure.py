@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from pathlib import PureWindowsPath
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 import keepset
 from keepset.core.feature import Needs
@@ -21,9 +23,6 @@ from keepset.hf.prompt_cache import PromptCache
 from keepset.offline.calibrate.corpus import Corpus
 from keepset.offline.calibrate.rotation import PROBE, measure_rotation
 
-if TYPE_CHECKING:
-    import transformers
-
 SKIP = 4
 """First tokens of a passage that are left out: attention sinks, whose queries are like no others."""
 
@@ -32,59 +31,45 @@ class _Layer:
     """Sums over the queries of one layer, in float64, so that their order and number do not matter."""
 
     def __init__(self, rotation: tuple[Tensor, Tensor, Tensor], kv_heads: int) -> None:
-        self._kv_heads = kv_heads
-        self.partner, self.frequency, self.gain = rotation
-        self.count = 0
+        self._rotation, self._kv_heads, self._count = rotation, kv_heads, 0
         self._sums: dict[str, Tensor] = {}
 
     def add(self, observation: Observation) -> None:
-        """One passage."""
         assert observation.queries is not None
         moments = observation[QueryMoments(SKIP)]
         mean, covariance = moments.mean[0].cpu().double(), moments.covariance[0].cpu().double()
         queries = observation.queries[0, :, SKIP:].cpu().double()
-        count = queries.shape[1]
-        paired = self.partner != torch.arange(len(self.partner))
-        planes = torch.hypot(queries, queries[..., self.partner] * paired)
+        count, (partner, _, gain) = queries.shape[1], self._rotation
+        planes = torch.hypot(queries, queries[..., partner] * (partner != torch.arange(len(partner))))
         new = {
             "queries": mean * count,
             "products": (covariance + mean[:, :, None] * mean[:, None]) * count,
-            "norms": planes.sum(1) / self.gain,
+            "norms": planes.sum(1) / gain,
             "rotated": queries.sum(1),
             "scatter": queries.transpose(-1, -2) @ queries,
         }
         self._sums = {name: self._sums.get(name, 0) + part for name, part in new.items()}
-        self.count += count
+        self._count += count
 
     def statistics(self) -> LayerStatistics:
-        """Of all passages."""
         sums = self._sums
         if not all(part.isfinite().all() for part in sums.values()):
             raise UnsupportedModelError(
                 "Some of the model's queries are not finite numbers: nothing can be measured of them."
             )
-        mean = sums["queries"] / self.count
-        covariance = sums["products"] / self.count - mean[:, :, None] * mean[:, None]
+        mean = sums["queries"] / self._count
+        covariance = sums["products"] / self._count - mean[:, :, None] * mean[:, None]
         # The first right singular vector of the queries is the first eigenvector of their products.
         direction = torch.linalg.eigh(sums["scatter"]).eigenvectors[..., -1]
         direction = direction.where((direction * sums["rotated"]).sum(-1, keepdim=True) >= 0, -direction)
-        return LayerStatistics(
-            direction=direction.unflatten(0, (self._kv_heads, -1)).mean(1).float(),
-            mean=mean.float(),
-            covariance=covariance.float(),
-            norm=(sums["norms"] / self.count).float(),
-            partner=self.partner,
-            frequency=self.frequency,
-            gain=self.gain,
-        )
+        direction, norm = direction.unflatten(0, (self._kv_heads, -1)).mean(1), sums["norms"] / self._count
+        return LayerStatistics(direction.float(), mean.float(), covariance.float(), norm.float(), *self._rotation)
 
 
 class _ObservingCache(PromptCache):
     """A cache that hands every layer's observation on."""
 
-    def __init__(
-        self, model: transformers.PreTrainedModel, needs: Needs, observe: Callable[[Observation], None]
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, needs: Needs, observe: Callable[[Observation], None]) -> None:
         super().__init__(model, needs)
         self._on_observation = observe
 
@@ -94,11 +79,7 @@ class _ObservingCache(PromptCache):
 
 
 @torch.no_grad()
-def measure(
-    model: transformers.PreTrainedModel,
-    corpus: Corpus,
-    on_passage: Callable[[], None] = lambda: None,
-) -> Statistics:
+def measure(model: PreTrainedModel, corpus: Corpus, on_passage: Callable[[], None] = lambda: None) -> Statistics:
     """The statistics of a model over a corpus, one passage at a time.
 
     Raises:
@@ -129,22 +110,17 @@ def measure(
     return Statistics(measured, _provenance(model, corpus, measured))
 
 
-def _provenance(
-    model: transformers.PreTrainedModel, corpus: Corpus, layers: dict[int, LayerStatistics]
-) -> dict[str, Any]:
+def _provenance(model: PreTrainedModel, corpus: Corpus, layers: dict[int, LayerStatistics]) -> dict[str, Any]:
     config = model.config.get_text_config(decoder=True)
     # Not where it lies, nor what wrote it: the same model has the same hash.
-    described = {
-        name: value
-        for name, value in config.to_dict().items()
-        if name not in ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
-    }
+    left_out = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+    described = {name: value for name, value in config.to_dict().items() if name not in left_out}
     first = next(iter(layers.values()))
     kv_heads, head_dim = first.direction.shape
     return {
         "keepset": keepset.__version__,
         "model": {
-            "name": (model.config.name_or_path or "").replace("\\", "/").rstrip("/").rpartition("/")[2],
+            "name": PureWindowsPath(model.config.name_or_path or "").name,
             "architecture": type(model).__name__,
             "config_sha256": hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest(),
             "layers": list(layers),

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from keepset.errors import UnsupportedModelError
-
-if TYPE_CHECKING:
-    import transformers
 
 LENGTH, PASSKEYS, WORDS = 512, 4, 8
 """Tokens of a text, passkeys in it, and words of a passkey."""
@@ -26,19 +23,14 @@ _ORDINALS = ("first", "second", "third", "fourth")
 
 @dataclass(frozen=True, eq=False)
 class Passkeys:
-    """One text.
-
-    Attributes:
-        ids: its tokens.
-        asked: from where on passkeys are asked for and told.
-    """
+    """The tokens of one text, and from where on passkeys are asked for and told."""
 
     ids: Int[Tensor, " tokens"]
     asked: int
 
 
 def draw(
-    tokenizer: transformers.PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase,
     passages: Sequence[Int[Tensor, " _"]],
     *,
     count: int,
@@ -50,9 +42,7 @@ def draw(
     Raises:
         UnsupportedModelError: that is too short for passkeys.
     """
-    chance = torch.Generator().manual_seed(seed)
-
-    alphabet = _WORDS.split()
+    chance, alphabet = torch.Generator().manual_seed(seed), _WORDS.split()
 
     def number(below: int) -> int:
         return int(torch.randint(below, (), generator=chance))
@@ -64,14 +54,10 @@ def draw(
     texts = []
     for _ in range(count):
         keys = [" ".join(alphabet[number(len(alphabet))] for _ in range(WORDS)) for _ in range(PASSKEYS)]
-        told = [
-            tokens(f"\n\nRemember: the {which} passkey is {key}.\n\n")
-            for which, key in zip(_ORDINALS, keys, strict=True)
-        ]
-        asked = [
-            tokens(f"\n\nWhat is the {which} passkey? It is {key}.") for which, key in zip(_ORDINALS, keys, strict=True)
-        ]
-        between = length - sum(map(len, told)) - sum(map(len, asked))
+        named = list(zip(_ORDINALS, keys, strict=True))
+        needles = [tokens(f"\n\nRemember: the {which} passkey is {key}.\n\n") for which, key in named]
+        answers = [tokens(f"\n\nWhat is the {which} passkey? It is {key}.") for which, key in named]
+        between = length - sum(map(len, needles)) - sum(map(len, answers))
         if between < 1:
             raise UnsupportedModelError(
                 f"Passkeys and the questions for them do not fit the model's context of {length} tokens: retrieval "
@@ -80,9 +66,9 @@ def draw(
         first = number(len(haystack))
         rest = (haystack * (between // len(haystack) + 2))[first : first + between]
         # What is asked for is never near: the last part of the passage has no passkey.
-        places = sorted(number(max(1, between * 3 // 4)) for _ in told)
+        places = sorted(number(max(1, between * 3 // 4)) for _ in needles)
         ids: list[int] = []
-        for begin, end, key in zip([0, *places], [*places, between], [*told, []], strict=True):
-            ids += rest[begin:end] + key
-        texts.append(Passkeys(torch.tensor(ids + [token for answer in asked for token in answer]), len(ids)))
+        for begin, end, needle in zip([0, *places], [*places, between], [*needles, []], strict=True):
+            ids += rest[begin:end] + needle
+        texts.append(Passkeys(torch.tensor(ids + [token for answer in answers for token in answer]), len(ids)))
     return texts

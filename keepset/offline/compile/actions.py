@@ -8,23 +8,12 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from keepset.methods.compilerkv import CompilerKV
-
 WEIGHTS = (1.0, 0.5, 2.0)
 """Of a head; of equally good ones the first is taken. The paper has bounded multipliers and does not say which. Only
 ratios matter, and relative lengths of values hardly ever differ by more than a factor of two between heads: beyond it
 one head decides anyway."""
 THRESHOLDS = (0.8, 0.85, 0.9, 0.95, 1.0)
 """Of a layer: the paper's range, in steps."""
-
-
-def deciding_heads(method: CompilerKV, query_heads: int, kv_heads: int) -> int:
-    """How many heads of a layer get a weight of their own.
-
-    Under the global mean the utility of an entry is the same for all query heads that share its KV head, so these share
-    a weight; else each has its own.
-    """
-    return kv_heads if method.global_mean else query_heads
 
 
 def draw(count: int, decisions: int, actions: int, seed: str) -> Int[Tensor, "count decisions"]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from itertools import product
+from pathlib import Path, PureWindowsPath
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from transformers import PreTrainedModel
 
 import keepset
 from keepset.core.tables import ENTROPY_BINS, PERPLEXITY_BINS, Tables
@@ -18,16 +21,13 @@ from keepset.errors import BudgetError, RecipeError, UnsupportedModelError
 from keepset.hf.fingerprint import fingerprint
 from keepset.hf.prompt_session import PromptSession
 from keepset.methods.compilerkv import CompilerKV, admitted
-from keepset.offline.compile.actions import THRESHOLDS, WEIGHTS, deciding_heads, draw
+from keepset.offline.compile.actions import THRESHOLDS, WEIGHTS, draw
 from keepset.offline.compile.corpus import Context, ContextPool
 from keepset.offline.compile.cql import Logged, Point, best, learn
 from keepset.offline.compile.judge import Judge
 from keepset.offline.compile.log import Log, Trial
 from keepset.offline.compile.risk import empty, risk_bins, stratified, with_edges
 from keepset.recipe import Recipe
-
-if TYPE_CHECKING:
-    import transformers
 
 ALPHA = 0.1
 """How conservative; the paper names no number. Rewards have a spread of 1."""
@@ -49,9 +49,7 @@ class Settings:
     Attributes:
         method: whose tables they are, with its window and ablations.
         budgets: rising.
-        contexts: how many are used.
-        tokens: of a context.
-        continuation: tokens after it, which the reward looks at.
+        tokens, continuation: of a context, and after it, which the reward looks at.
         seed: of the contexts' order and of all actions.
         reward: which of a verdict's numbers is learned from.
     """
@@ -82,7 +80,7 @@ class Settings:
 
 
 def compile_tables(
-    model: transformers.PreTrainedModel,
+    model: PreTrainedModel,
     pool: ContextPool,
     settings: Settings,
     log: Path | None = None,
@@ -110,20 +108,16 @@ def compile_tables(
     described = {**settings.to_json(), "corpus": pool.sha256, "pool": len(pool.contexts)}
     # What is learned from is chosen afterwards.
     logged = {name: value for name, value in described.items() if name != "reward"}
-    rewards_log = Log(log, {**logged, "model": fingerprint(model), "keepset": keepset.__version__})
-    try:
-        layers, heads, kv_heads = _shape(model, pool, settings)
+    with closing(Log(log, {**logged, "model": fingerprint(model), "keepset": keepset.__version__})) as rewards_log:
+        layers, heads, deciding = _shape(model, pool, settings)
         risks = _measure_risks(model, pool, settings, rewards_log, stage)
         tables = with_edges(empty(layers, heads, settings.budgets), risks)
         at = risk_bins(tables, risks)
         used = stratified(at.tolist(), settings.contexts)
         contexts = [pool.contexts[index] for index in used]
-        deciding = deciding_heads(settings.method, heads, kv_heads)
         _try_actions(model, contexts, settings, rewards_log, tables, deciding, stage)
-        wanted = {context.name for context in contexts}
-        rows = [row for row in rewards_log.trials if row.context in wanted]
-    finally:
-        rewards_log.close()
+        names = {context.name for context in contexts}
+        rows = [row for row in rewards_log.trials if row.context in names]
     where = {context.name: int(at[index]) for context, index in zip(contexts, used, strict=True)}
     weights, head_curve = _head_table(rows, settings, layers, deciding)
     gate, gate_curve = _gate_table(rows, settings, layers, where)
@@ -135,10 +129,7 @@ def compile_tables(
         counts=counts,
         provenance={
             "keepset": keepset.__version__,
-            "model": {
-                "name": (model.config.name_or_path or "").replace("\\", "/").rstrip("/").rpartition("/")[2],
-                **fingerprint(model),
-            },
+            "model": {"name": PureWindowsPath(model.config.name_or_path or "").name, **fingerprint(model)},
             **described,
             "contexts": len(contexts),
             "rows": {kind: sum(row.kind == kind for row in rows) for kind in ("head", "gate")},
@@ -151,8 +142,12 @@ def compile_tables(
     )
 
 
-def _shape(model: transformers.PreTrainedModel, pool: ContextPool, settings: Settings) -> tuple[int, int, int]:
-    """Compressed layers, query heads and KV heads."""
+def _shape(model: PreTrainedModel, pool: ContextPool, settings: Settings) -> tuple[int, int, int]:
+    """Compressed layers, query heads, and how many heads of a layer get a weight of their own.
+
+    Under the global mean the utility of an entry is the same for all query heads that share its KV head, so these share
+    a weight; else each has its own.
+    """
     session = PromptSession(model, pool.contexts[0].ids[None, :1].to(model.device), [Recipe.of(settings.method)])
     observations = session.observations
     if not observations:
@@ -161,13 +156,13 @@ def _shape(model: transformers.PreTrainedModel, pool: ContextPool, settings: Set
         )
     first = observations[0]
     assert first.queries is not None
-    return len(observations), first.queries.shape[1], first.keys.shape[1]
+    heads = first.queries.shape[1]
+    return len(observations), heads, first.keys.shape[1] if settings.method.global_mean else heads
 
 
 def _measure_risks(
-    model: transformers.PreTrainedModel, pool: ContextPool, settings: Settings, log: Log, stage: Stage
+    model: PreTrainedModel, pool: ContextPool, settings: Settings, log: Log, stage: Stage
 ) -> Float[Tensor, "contexts 2"]:
-    """The risk of every context."""
     known = log.risks
     done = stage("looking at contexts", len(pool.contexts))
     for context in pool.contexts:
@@ -179,7 +174,7 @@ def _measure_risks(
 
 
 def _try_actions(
-    model: transformers.PreTrainedModel,
+    model: PreTrainedModel,
     contexts: Sequence[Context],
     settings: Settings,
     log: Log,
@@ -189,33 +184,30 @@ def _try_actions(
 ) -> None:
     """Logs what comes of every context's actions, except for what has been logged."""
     layers, heads = tables.weights.shape[1:]
-    weights, thresholds = torch.tensor(WEIGHTS), torch.tensor(THRESHOLDS)
+    kinds = (
+        ("head", HEAD_ROWS, layers * deciding, torch.tensor(WEIGHTS)),
+        ("gate", GATE_ROWS, layers, torch.tensor(THRESHOLDS)),
+    )
     known = {(row.context, row.kind, row.keep, row.number) for row in log.trials}
-    each = len(settings.budgets) * (HEAD_ROWS + GATE_ROWS)
-    done = stage("trying actions", len(contexts) * each)
+    done = stage("trying actions", len(contexts) * len(settings.budgets) * (HEAD_ROWS + GATE_ROWS))
     for context in contexts:
         judge = None
-        for keep in settings.budgets:
-            for kind, count, decisions, values in (
-                ("head", HEAD_ROWS, layers * deciding, weights),
-                ("gate", GATE_ROWS, layers, thresholds),
-            ):
-                seed = f"{settings.seed} {context.name} {kind} {keep}"
-                drawn = draw(count, decisions, len(values), seed)
-                for number, actions in enumerate(drawn):
-                    if (context.name, kind, keep, number) not in known:
-                        judge = judge or Judge(model, settings.method, context)
-                        acting = empty(layers, heads, [keep])
-                        if kind == "head":
-                            chosen = values[actions].view(1, layers, deciding)
-                            acting = dataclasses.replace(acting, weights=chosen.repeat_interleave(heads // deciding, 2))
-                        else:
-                            chosen = values[actions].view(1, layers, 1, 1)
-                            acting = dataclasses.replace(acting, gate=chosen.expand_as(acting.gate))
-                        verdict = judge.verdict(acting, keep, elastic=kind == "gate")
-                        played = bytes(actions.tolist())
-                        log.add(Trial(context.name, kind, keep, number, played, 1 / len(values), **asdict(verdict)))
-                    done()
+        for keep, (kind, count, decisions, values) in product(settings.budgets, kinds):
+            drawn = draw(count, decisions, len(values), f"{settings.seed} {context.name} {kind} {keep}")
+            for number, actions in enumerate(drawn):
+                if (context.name, kind, keep, number) not in known:
+                    judge = judge or Judge(model, settings.method, context)
+                    acting = empty(layers, heads, [keep])
+                    if kind == "head":
+                        weights = values[actions].view(1, layers, deciding).repeat_interleave(heads // deciding, 2)
+                        acting = dataclasses.replace(acting, weights=weights)
+                    else:
+                        gate = values[actions].view(1, layers, 1, 1).expand_as(acting.gate)
+                        acting = dataclasses.replace(acting, gate=gate)
+                    verdict = judge.verdict(acting, keep, elastic=kind == "gate")
+                    played = bytes(actions.tolist())
+                    log.add(Trial(context.name, kind, keep, number, played, 1 / len(values), **asdict(verdict)))
+                done()
 
 
 def _head_table(
@@ -252,9 +244,8 @@ def _gate_table(
     features = torch.stack([kind + size for kind, size in zip(kinds, sizes, strict=True)], 1)
     thresholds = torch.tensor(THRESHOLDS)
     window = settings.method.window
-    over = (
-        window + admitted(torch.tensor(settings.tokens - window), thresholds) - torch.tensor(settings.budgets)[:, None]
-    )
+    kept = window + admitted(torch.tensor(settings.tokens - window), thresholds)
+    over = kept - torch.tensor(settings.budgets)[:, None]
     costs = BETA / settings.tokens / layers * over / spread[:, None]
     penalty = -costs[budget]
     logged = Logged(states, actions, rewards + penalty[states, actions].sum(1))

@@ -22,13 +22,8 @@ its value, so that two texts that share 150 words share a mark in all but 1 of 1
 def passage_hashes(text: str) -> tuple[str, ...]:
     """What a text is known by; at least one, unless it has no words."""
     words = text.split()
-    hashes = {
-        hashlib.blake2b(
-            " ".join(words[first : first + _WORDS]).encode("utf-8", "surrogatepass"), digest_size=8
-        ).digest()
-        for first in range(max(len(words) - _WORDS, 0) + 1)
-        if words
-    }
+    runs = (" ".join(words[first : first + _WORDS]) for first in range(max(len(words) - _WORDS, 0) + 1) if words)
+    hashes = {hashlib.blake2b(run.encode("utf-8", "surrogatepass"), digest_size=8).digest() for run in runs}
     chosen = {each for each in hashes if each[-1] % _ONE_IN == 0} or set(sorted(hashes)[:1])
     return tuple(sorted(each.hex() for each in chosen))
 
@@ -40,11 +35,7 @@ def is_contaminated(tables: Tables, text: str) -> bool:
 
 
 def refuse_contaminated(recipe: Recipe, text: str) -> None:
-    """Refuses to judge a recipe by a text that its tables were compiled from.
-
-    Raises:
-        KeepsetError: says so.
-    """
+    """Refuses, with a `KeepsetError`, to judge a recipe by a text that its tables were compiled from."""
     for method in _methods(recipe.method):
         if isinstance(method, CompilerKV) and method.tables and is_contaminated(load(method.tables), text):
             raise KeepsetError(

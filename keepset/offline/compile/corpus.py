@@ -6,19 +6,16 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from keepset.errors import CorruptFileError, KeepsetError
 from keepset.offline.compile.contamination import passage_hashes
 from keepset.offline.corpus import digest, shuffled_passages
 from keepset.texts import adds_bos, json_lines, read
-
-if TYPE_CHECKING:
-    import transformers
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +52,7 @@ class ContextPool:
     @classmethod
     def draw(
         cls,
-        tokenizer: transformers.PreTrainedTokenizerBase,
+        tokenizer: PreTrainedTokenizerBase,
         texts: Sequence[str],
         *,
         tokens: int,
@@ -93,21 +90,18 @@ def read_texts(paths: Sequence[Path]) -> list[str]:
     Raises:
         KeepsetError: one cannot be read, is not UTF-8, is empty, or has a line that is not such an object.
     """
-    texts = []
+    texts: list[str] = []
     for path in paths:
         whole = read(path)
-        texts += _lines(path, whole) if path.suffix == ".jsonl" else [whole]
-    return texts
-
-
-def _lines(path: Path, whole: str) -> list[str]:
-    texts = []
-    for number, line in json_lines(whole):
-        text = None if line is None else line.get("text")
-        if not isinstance(text, str):
-            raise CorruptFileError(
-                f'Line {number} of {str(path)!r} is no JSON object with a text in its field "text": write one such '
-                'as {"text": "..."} in every line.'
-            )
-        texts.append(text)
+        if path.suffix != ".jsonl":
+            texts.append(whole)
+            continue
+        for number, line in json_lines(whole):
+            text = None if line is None else line.get("text")
+            if not isinstance(text, str):
+                raise CorruptFileError(
+                    f'Line {number} of {str(path)!r} is no JSON object with a text in its field "text": write one such '
+                    'as {"text": "..."} in every line.'
+                )
+            texts.append(text)
     return texts

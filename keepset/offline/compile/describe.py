@@ -9,6 +9,7 @@ from keepset.core.tables import Tables
 ENOUGH = 2
 """Contexts of a bin from which on it is not called thin."""
 _SHOWN = 5
+_FACTS = ("recipe", "contexts", "tokens", "continuation", "reward", "seed", "corpus", "keepset")
 
 
 def describe_tables(tables: Tables) -> list[str]:
@@ -17,26 +18,18 @@ def describe_tables(tables: Tables) -> list[str]:
     layers, heads = tables.weights.shape[1:]
     model = known.get("model")
     name = model.get("name") if isinstance(model, dict) else model
-    lines = [f"tables of {name or 'a model'}: {layers} layers of {heads} query heads, budgets {_list(budgets)}"]
-    facts = {
-        "recipe": known.get("method"),
-        "contexts": known.get("contexts"),
-        "tokens": known.get("tokens"),
-        "continuation": known.get("continuation"),
-        "reward": known.get("reward"),
-        "seed": known.get("seed"),
-        "corpus": str(known.get("corpus", ""))[:12] or None,
-        "keepset": known.get("keepset"),
-    }
-    lines.append(", ".join(f"{what} {value}" for what, value in facts.items() if value is not None))
+    lines = [
+        f"tables of {name or 'a model'}: {layers} layers of {heads} query heads, budgets {', '.join(map(str, budgets))}"
+    ]
+    facts = {**known, "recipe": known.get("method"), "corpus": str(known.get("corpus", ""))[:12] or None}
+    lines.append(", ".join(f"{what} {facts[what]}" for what in _FACTS if facts.get(what) is not None))
     lines += coverage(tables)
     for row, budget in enumerate(budgets):
-        lines += ["", f"keep={budget}"]
-        lines.append("  head weights: " + _spread(tables.weights[row]))
-        order = tables.weights[row].flatten().argsort(descending=True, stable=True)[:_SHOWN].tolist()
-        top = ", ".join(f"{i // heads}.{i % heads} ({tables.weights[row].flatten()[i]:g})" for i in order)
-        lines.append(f"  first of the most trusted, layer.head: {top}")
-        lines.append("  thresholds: " + _spread(tables.gate[row]))
+        weights = tables.weights[row].flatten()
+        order = weights.argsort(descending=True, stable=True)[:_SHOWN].tolist()
+        top = ", ".join(f"{i // heads}.{i % heads} ({weights[i]:g})" for i in order)
+        lines += ["", f"keep={budget}", f"  head weights: {_spread(weights)}"]
+        lines += [f"  first of the most trusted, layer.head: {top}", f"  thresholds: {_spread(tables.gate[row])}"]
     return lines
 
 
@@ -66,10 +59,5 @@ def _spread(values: torch.Tensor) -> str:
     distinct, counts = values.unique(return_counts=True)
     if len(distinct) > 12:
         return f"{values.min():.3g} to {values.max():.3g}, mean {values.mean():.3g}"
-    return ", ".join(
-        f"{value:g} in {int(count)}" for value, count in zip(distinct.tolist(), counts.tolist(), strict=True)
-    )
-
-
-def _list(values: list[int]) -> str:
-    return ", ".join(map(str, values))
+    pairs = zip(distinct.tolist(), counts.tolist(), strict=True)
+    return ", ".join(f"{value:g} in {count}" for value, count in pairs)

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from keepset.core.budget import Budget
 from keepset.core.observation import Observation
@@ -21,9 +21,6 @@ from keepset.hf.prompt_session import CachedPrompt, PromptSession
 from keepset.methods.compilerkv import CompilerKV
 from keepset.offline.compile.corpus import Context
 from keepset.recipe import Recipe
-
-if TYPE_CHECKING:
-    import transformers
 
 
 @dataclass(frozen=True)
@@ -50,7 +47,7 @@ class Judge:
         risk: entropy and perplexity of its prompt (equations 12 and 13).
     """
 
-    def __init__(self, model: transformers.PreTrainedModel, method: CompilerKV, context: Context) -> None:
+    def __init__(self, model: PreTrainedModel, method: CompilerKV, context: Context) -> None:
         self._method = dataclasses.replace(method, elastic=True, gate=True)
         ids = context.ids.to(model.device)[None]
         self._session = PromptSession(model, ids[:, : context.tokens], [Recipe.of(self._method)])
@@ -62,11 +59,7 @@ class Judge:
         self.risk = float(entropy.nan_to_num(torch.inf)), float(perplexity.nan_to_num(torch.inf))
 
     def verdict(self, tables: Tables, keep: int, *, elastic: bool) -> Verdict:
-        """Of these tables under this budget.
-
-        Raises:
-            KeepsetError: the model's logits are not finite numbers.
-        """
+        """Of these tables under this budget; a `KeepsetError` where the model's logits are not finite."""
         known = {field.name: getattr(self._method, field.name) for field in dataclasses.fields(CompilerKV)}
         method = _Given(**{**known, "elastic": elastic}, given=tables, received=self._received, signals=self._signals)
         prompt = self._session.compress(Recipe(method, Budget(keep, recent=method.window)))
@@ -104,15 +97,12 @@ class _Given(CompilerKV):
         """Nothing to check: a recipe was the source of all parameters."""
 
     def tables_for(self, observation: Observation) -> Tables:
-        """Those that are tried."""
         return self.given
 
     def received_attention(self, observations: object) -> Float[Tensor, "batch positions"]:
-        """As it was of all layers."""
         return self.received
 
     def signal(
         self, observation: Observation, received: Float[Tensor, "batch positions"]
     ) -> Float[Tensor, "batch kv_heads _ entries"]:
-        """As it was of the layer."""
         return self.signals[observation.layer]

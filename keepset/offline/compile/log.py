@@ -6,7 +6,7 @@ import json
 import sqlite3
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,22 +53,21 @@ class Log:
     """
 
     def __init__(self, path: Path | None, settings: Mapping[str, Any]) -> None:
-        self._path = path
+        self._path, ours = path, json.dumps(settings, sort_keys=True)
         with self._readable():
             self._base = sqlite3.connect(":memory:" if path is None else path)
             names = {name for (name,) in self._base.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
             if names and "compilation" not in names:
                 raise sqlite3.DatabaseError("it holds other tables")
             self._base.executescript(_TABLES)
-            found = self._base.execute("SELECT settings FROM compilation").fetchone()
-            written = json.dumps(settings, sort_keys=True)
-            if found is None:
+            (written,) = self._base.execute("SELECT settings FROM compilation").fetchone() or (None,)
+            if written is None:
                 with self._base:
-                    self._base.execute("INSERT INTO compilation VALUES (?)", (written,))
-        if found is not None and found[0] != written:
+                    self._base.execute("INSERT INTO compilation VALUES (?)", (ours,))
+        if written not in (None, ours):
             self.close()
             raise KeepsetError(
-                f"{str(path)!r} is the log of another compilation ({_difference(found[0], settings)} differ): name "
+                f"{str(path)!r} is the log of another compilation ({_difference(written, settings)} differ): name "
                 "another file, or go on with the same model, texts and options."
             )
 
@@ -80,12 +79,12 @@ class Log:
     def risks(self) -> dict[str, tuple[float, float]]:
         """Entropy and perplexity of every context that was looked at."""
         with self._readable():
-            return {name: (entropy, found) for name, entropy, found in self._base.execute("SELECT * FROM contexts")}
+            rows = self._base.execute("SELECT * FROM contexts")
+            return {name: (entropy, perplexity) for name, entropy, perplexity in rows}
 
     def add_risk(self, name: str, risk: tuple[float, float]) -> None:
         """Of one more context."""
-        with self._readable(), self._base:
-            self._base.execute("INSERT OR REPLACE INTO contexts VALUES (?, ?, ?)", (name, *risk))
+        self._insert("contexts", (name, *risk))
 
     @property
     def trials(self) -> list[Trial]:
@@ -96,9 +95,11 @@ class Log:
 
     def add(self, trial: Trial) -> None:
         """One more reward."""
-        values = tuple(vars(trial).values())
+        self._insert("rewards", astuple(trial))
+
+    def _insert(self, table: str, values: tuple[Any, ...]) -> None:
         with self._readable(), self._base:
-            self._base.execute("INSERT OR REPLACE INTO rewards VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
+            self._base.execute(f"INSERT OR REPLACE INTO {table} VALUES ({', '.join('?' * len(values))})", values)
 
     @contextmanager
     def _readable(self) -> Iterator[None]:
@@ -111,10 +112,10 @@ class Log:
             ) from error
 
 
-def _difference(found: str, settings: Mapping[str, Any]) -> str:
+def _difference(written: str, settings: Mapping[str, Any]) -> str:
     try:
-        before = dict(json.loads(found))
+        before = dict(json.loads(written))
     except (ValueError, TypeError, RecursionError):
         return "settings"
-    names = [name for name in settings if before.get(name) != json.loads(json.dumps(settings[name]))]
-    return ", ".join(names) or "settings"
+    ours = json.loads(json.dumps(settings))
+    return ", ".join(name for name in ours if before.get(name) != ours[name]) or "settings"

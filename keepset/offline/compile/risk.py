@@ -43,14 +43,9 @@ def stratified(bins: Sequence[int], count: int) -> list[int]:
 
 def empty(layers: int, query_heads: int, budgets: Sequence[int]) -> Tables:
     """Tables that decide nothing yet, for these budgets."""
-    one = neutral(layers, query_heads, 1.0)
-    rows = len(budgets)
-    return dataclasses.replace(
-        one,
-        weights=one.weights.repeat(rows, 1, 1),
-        gate=one.gate.repeat(rows, 1, 1, 1),
-        budgets=torch.tensor(budgets),
-    )
+    one, rows = neutral(layers, query_heads, 1.0), len(budgets)
+    weights, gate = one.weights.repeat(rows, 1, 1), one.gate.repeat(rows, 1, 1, 1)
+    return dataclasses.replace(one, weights=weights, gate=gate, budgets=torch.tensor(budgets))
 
 
 def _edges(risk: Float[Tensor, " contexts"], bins: int) -> Float[Tensor, " _"]:

@@ -29,14 +29,14 @@ def near(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_gate_mixes_two_attentions(window: int | None) -> None:
     torch.manual_seed(0)
     query, key, value = torch.randn(1, 4, 9, 5), torch.randn(1, 2, 9, 5), torch.randn(1, 2, 9, 3)
-    gates._local.gates = {7: torch.tensor([0.3, 1.0])}
+    gates._gates.set({7: torch.tensor([0.3, 1.0])})
     try:
         module: Any = SimpleNamespace(layer_idx=7)
         output, _ = gates._attention(module, query, key, value, None, 0.4, sliding_window=window)
         module.layer_idx = 6
         plain, _ = gates._attention(module, query, key, value, None, 0.4, sliding_window=window)
     finally:
-        gates._local.gates = None
+        gates._gates.set(None)
 
     def attend(head: int, at: int, streams: bool) -> list[float]:
         seen = [t for t in range(at + 1) if window is None or at - t < window]
@@ -82,7 +82,7 @@ def test_the_head_that_matters_stays_open(architecture: str) -> None:
             assert gate[one] > 0.7 if open_ else gate[one] < 0.5
     assert model.config._attn_implementation == implementation
     assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
-    assert gates._local.gates is None
+    assert gates._gates.get() is None
 
 
 @pytest.mark.usefixtures("near")
@@ -91,7 +91,7 @@ def test_hidden_states_that_are_not_finite_are_refused() -> None:
     model.model.norm.weight.data[0] = float("inf")
     with pytest.raises(KeepsetError, match="not finite"):
         retrieval_gates(model, [Passkeys(prompt(1, 20)[0], 10)], dict.fromkeys(range(2), 2))
-    assert gates._local.gates is None
+    assert gates._gates.get() is None
 
 
 def test_passkeys_are_told_once_and_asked_for_once(embedded: Any) -> None:
