@@ -7,10 +7,10 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
 from keepset.cli.checks import check_writable
-from keepset.cli.console import cell, note, print_json, say, show, table, write
+from keepset.cli.console import cell, note, output, say, show, table, write
 from keepset.cli.options import Html, Json
 from keepset.errors import KeepsetError
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 
 def results(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="What `keepset eval` wrote, finished or not.")],
+    file: Annotated[Path, Argument(metavar="FILE", help="What `keepset eval` wrote, finished or not.")],
     baseline: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="What to compare with: a recipe, or a method for its recipe with the same budget; the full cache if "
             "not given."
         ),
     ] = None,
     html: Html = None,
-    csv: Annotated[Path | None, typer.Option(help="Write all rows to this file.")] = None,
-    latex: Annotated[Path | None, typer.Option(help="Write the scores as LaTeX tables to this file.")] = None,
+    csv: Annotated[Path | None, Option(help="Write all rows to this file.")] = None,
+    latex: Annotated[Path | None, Option(help="Write the scores as LaTeX tables to this file.")] = None,
     as_json: Json = False,
 ) -> None:
     """Show what recipes are worth on benchmarks: scores with intervals, differences, bytes, areas under curves.
@@ -54,10 +54,7 @@ def results(
     if not cells:
         raise KeepsetError(f"{str(file)!r} has no figures yet: let `keepset eval` make some first.")
     summary = summarise(cells, baseline)
-    if as_json:
-        print_json(summary.to_json())
-    else:
-        print_summary(summary)
+    output(summary.to_json(), as_json, lambda: print_summary(summary))
     write(csv, lambda: to_csv(summary), described=None)
     write(latex, lambda: to_latex(summary), described=None)
     write(html, lambda: render(model, configuration, summary.to_json()), described=None)

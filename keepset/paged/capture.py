@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from keepset.core.accumulate import Accumulators
 from keepset.paged.eviction_schedule import EvictionSchedule
-from keepset.paged.prompt import Prompts, looks_at_all
+from keepset.paged.page_tables import OccupiedPages
 from keepset.paged.query_windows import QueryCapture, QueryRecord, QueryWindows
-from keepset.paged.step import (
-    EventPages,
-    EvictionEvent,
-    PromptChunk,
-    RecordedQueries,
-    ScheduledRequest,
-    StepBatch,
-    StepPlan,
-)
+from keepset.paged.step import EvictionEvent, PromptChunk, RecordedQueries, ScheduledRequest, StepBatch, StepPlan
 
 
 class CapturePlanner:
@@ -37,7 +31,7 @@ class CapturePlanner:
         self._schedule, self._layers = schedule, layers
         recipe = schedule.recipe
         self._needs = needs = recipe.method.needs
-        self._collects = looks_at_all(needs) and recipe.schedule.prefill
+        self._collects = schedule.whole_prompt and recipe.schedule.prefill
         # What the moments of a decode-time event cover is recorded like a window.
         buffer = needs.buffer if recipe.schedule.every is not None else 0
         self._window = max(needs.window, buffer)
@@ -88,7 +82,8 @@ class CapturePlanner:
         width: int,
         keep: int | None,
         compressed: bool,
-        pages: EventPages,
+        occupied: Callable[[int], OccupiedPages],
+        reassign: Callable[[int, Tensor], Tensor | None],
     ) -> EvictionEvent:
         """The compression of these requests, and what it looks at; the other arguments are as in `EvictionEvent`."""
         points = [request.after - newer for request in requests]
@@ -102,7 +97,8 @@ class CapturePlanner:
             compressed=compressed,
             ends_prompt=points[0] == requests[0].prompt,
             equal_heads=not self._schedule.ragged,
-            pages=pages,
+            occupied=occupied,
+            reassign=reassign,
             queries=self._recorded(batch, requests, points),
         )
 
@@ -116,7 +112,7 @@ class CapturePlanner:
             # First tokens may have come from another request's pages: then their queries were not seen.
             shared = self._schedule.shareable(request.prompt) or 0
             lost = self._window and record.start > max(at - self._window, 0) and record.start > shared
-            unseen = self._collects and at == request.prompt and (record.prompt is None or record.prompt.tokens < at)
+            unseen = self._collects and at == request.prompt and record.prompt_tokens < at
             if lost or unseen:
                 raise RuntimeError("keepset lost the queries of a request that is to be compressed.")
         slots = batch.tensor([record.slot for record in records])
@@ -125,10 +121,10 @@ class CapturePlanner:
 
     def _chunk(self, request: ScheduledRequest, record: QueryRecord, blocks: Int[Tensor, " width"]) -> PromptChunk:
         until = min(request.prompt, request.after)
-        if record.prompt is None:
-            record.prompt = Prompts([Accumulators(self._needs) for _ in range(self._layers)])
-        if record.prompt.tokens == request.before:
-            record.prompt.tokens = until
+        if not record.prompt:
+            record.prompt = [Accumulators(self._needs) for _ in range(self._layers)]
+        if record.prompt_tokens == request.before:
+            record.prompt_tokens = until
         # Nothing has compressed a prompt before its end.
         blocks = blocks[: -(-until // self._schedule.block_size)].long()
         kv_heads = self._schedule.kv_heads

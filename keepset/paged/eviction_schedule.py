@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from keepset.core.accumulate import Accumulators
 from keepset.core.observation import Observation
-from keepset.paged.prompt import looks_at_all
 from keepset.recipe import Recipe
 
 _CACHED = 1 << 16
@@ -23,6 +23,7 @@ class EvictionSchedule:
         block_size: tokens per page.
         fixed: False where counts come from the data: then nothing is known about what is dropped.
         ragged: whether heads keep different numbers of entries.
+        whole_prompt: whether the recipe looks at every token of a prompt.
         layers: all layers of the model that are compressed.
         kv_heads: of each, in this process.
     """
@@ -31,6 +32,7 @@ class EvictionSchedule:
         self.recipe, self.block_size = recipe, block_size
         self.fixed = recipe.method.fixed_total
         self.ragged = not (self.fixed and recipe.method.equal_heads)
+        self.whole_prompt = bool(Accumulators(recipe.method.needs))
         self._layer, self.layers, self.kv_heads = layer, layers, kv_heads
         self._kept: dict[tuple[int, int], int] = {}
 
@@ -111,12 +113,10 @@ class EvictionSchedule:
 
         Of such tokens no queries are seen, so those that the first compression looks at are not shared.
         """
-        untouched, needs = self.untouched(prompt), self.recipe.method.needs
+        untouched = self.untouched(prompt)
         if untouched is None:
             return None
-        if looks_at_all(needs):
-            return 0
-        return max(min(untouched, prompt - needs.window), 0)
+        return 0 if self.whole_prompt else max(min(untouched, prompt - self.recipe.method.needs.window), 0)
 
     def _kept_at(self, prompt: int, event: int) -> int:
         """Entries per head that the event leaves, from those that the event before it left."""

@@ -1,21 +1,63 @@
-"""`PagedLayer`: what one attention layer does in a step besides attending."""
+"""`PagedLayer`: what one attention layer does in a step besides attending, and how it executes a KeepSet in pages."""
 
 from __future__ import annotations
 
-from jaxtyping import Float
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from keepset.core.keep_set import LayerKeepSet
+from keepset.core.observation import Observation
 from keepset.core.rope import RotaryTable
-from keepset.paged.compaction import Compactor, CountEviction
 from keepset.paged.engine import Pages, QueryProjection
 from keepset.paged.layer_barrier import LayerBarrier
 from keepset.paged.observer import Observer
+from keepset.paged.page_tables import OccupiedPages
 from keepset.paged.planner import Planner
-from keepset.paged.step import StepPlan
+from keepset.paged.step import EvictionEvent, StepPlan
+
+logger = logging.getLogger(__name__)
+
+CountEviction = Callable[[int, int, int, float], None]
+"""Is told of a layer's compression: requests (0 in all layers but the first), entries kept, dropped, and seconds."""
+
+
+class LayerEvent(NamedTuple):
+    """An event that a layer has reached; entries stay in their pages for now.
+
+    Attributes:
+        event, pages: it, and the layer's cache.
+        occupied: where the layer's entries lie.
+        width: places of entries that the method sees.
+        parts: of the Observation, what else the layer alone knows.
+    """
+
+    event: EvictionEvent
+    pages: Pages
+    occupied: OccupiedPages
+    width: int
+    parts: dict[str, Any]
+
+
+class LayerEntries(NamedTuple):
+    """The entries of a layer at an event: all of them in keys, values and positions, in the observation up to it."""
+
+    keys: Float[Tensor, "rows kv_heads places head_dim"]
+    values: Float[Tensor, "rows kv_heads places head_dim"]
+    positions: Int[Tensor, "rows kv_heads places"]
+    observation: Observation
 
 
 class PagedLayer:
     """One layer of a planner's group.
+
+    What an entry is, apart from key and value, lies in columns of its own that are indexed by the same slots: its
+    original position, and whatever the method remembers of it. So all of it moves, and is forgotten, together.
 
     Args:
         planner: of the group.
@@ -24,7 +66,7 @@ class PagedLayer:
         rotary: of the model, where the recipe looks at queries before rotation.
         projection: of the layer, where the recipe looks at hidden states.
         barrier: of all layers, where the recipe looks across layers.
-        count: is told of every compression.
+        count: is told of every compression; of several ranks, one's counts.
     """
 
     def __init__(
@@ -37,10 +79,13 @@ class PagedLayer:
         barrier: LayerBarrier | None,
         count: CountEviction | None,
     ) -> None:
-        self._place, self._windows, self._barrier = place, planner.windows, barrier
-        needs = planner.schedule.recipe.method.needs
-        self._observer = Observer(needs, planner.windows, place, scaling, rotary, projection)
-        self._compactor = Compactor(planner.schedule, planner.layers[place], place, self._observer, count)
+        schedule = planner.schedule
+        self.layer, self.layers, self.recipe = planner.layers[place], schedule.layers, schedule.recipe
+        self._block_size, self._place, self._windows = schedule.block_size, place, planner.windows
+        self._barrier, self._count = barrier, count
+        self._observer = Observer(self.recipe.method.needs, planner.windows, place, scaling, rotary, projection)
+        self._positions: Tensor | None = None
+        self._state: dict[str, Tensor] = {}
 
     def after_attention(self, plan: StepPlan, queries: Float[Tensor, "n query_heads head_dim"], pages: Pages) -> None:
         """Records what events will look at, and executes those of this step.
@@ -55,9 +100,100 @@ class PagedLayer:
         if plan.captured_before is not None:
             self._windows.add(self._place, queries, plan.captured_before)
         if plan.events and self._barrier is not None:
-            self._barrier.add(self._compactor, [self._compactor.begin(event, pages) for event in plan.events])
+            self._barrier.add(self, [self._reach(event, pages) for event in plan.events])
         else:
             for event in plan.events:
-                self._compactor.compress(event, pages)
+                start = time.perf_counter()
+                reached = self._reach(event, pages)
+                entries = self.read(reached)
+                self.execute(reached, entries, self._select(entries.observation, event), start)
         if plan.captured_after is not None:
             self._windows.add(self._place, queries, plan.captured_after)
+
+    def _reach(self, event: EvictionEvent, pages: Pages) -> LayerEvent:
+        occupied = event.occupied(self._place)
+        width = event.width - event.newer if event.equal_heads else occupied.subpages.shape[-1] * self._block_size
+        return LayerEvent(event, pages, occupied, width, self._observer.parts(event, width))
+
+    def read(self, reached: LayerEvent) -> LayerEntries:
+        """What the method may look at: everything up to the event's point."""
+        event, width, size = reached.event, reached.width, self._block_size
+        subpages, kept, entries = reached.occupied
+        keys, values = reached.pages.read(subpages)
+        place = torch.arange(keys.shape[2], device=keys.device)
+        # Entries that came after the event before are whole: each lies as far behind its position as were dropped.
+        positions = place + (event.at + event.newer)[:, None, None] - entries[..., None]
+        state = {}
+        if self._positions is not None and event.compressed:
+            slots = ((subpages * size)[..., None] + torch.arange(size, device=keys.device)).flatten(2)
+            moved = place < kept[..., None]
+            positions = torch.where(moved, self._positions[slots].long(), positions)
+            state = {name: column[slots].where(moved, 0)[..., :width] for name, column in self._state.items()}
+        observation = Observation(
+            keys=keys[:, :, :width],
+            values=values[:, :, :width],
+            positions=positions[..., :width] if event.compressed else None,
+            valid=None if event.equal_heads else (place < (entries - event.newer)[..., None])[..., :width],
+            lengths=event.at,
+            prompts=event.prompts,
+            layer=self.layer,
+            layers=self.layers,
+            state=state,
+            **reached.parts,
+        )
+        return LayerEntries(keys, values, positions, observation)
+
+    def _select(self, observation: Observation, event: EvictionEvent) -> LayerKeepSet:
+        """The recipe's choice, which must be of the size that the scheduler counts with."""
+        method, budget = self.recipe.method, self.recipe.budget
+        kept = method.select(observation, budget).layer(self.layer)
+        if event.is_counted(kept):
+            return kept
+        # A request that starts again after a preemption has more to choose from than one that was compressed all
+        # along, so a number that depends on it comes out differently. How many stay must not.
+        assert event.keep is not None
+        share = torch.full_like(kept.counts, event.keep)
+        return method.choose(method.ranked(observation, budget, share))
+
+    def execute(self, reached: LayerEvent, entries: LayerEntries, kept: LayerKeepSet, start: float) -> None:
+        """Packs what stays, and what came after the event; `start` is when the compression began."""
+        event, before, size = reached.event, reached.occupied.entries, self._block_size
+        places = entries.keys.shape[2]
+        index, rank = _survivors(kept, before, event.newer, places)
+        heads = index // places
+        counts = kept.counts + event.newer
+        subpages = event.reassign(self._place, counts)
+        if subpages is None:
+            return
+        slots = subpages.reshape(-1).index_select(0, heads * subpages.shape[-1] + rank // size) * size + rank % size
+        keys, values = (column.flatten(0, 2).index_select(0, index) for column in (entries.keys, entries.values))
+        reached.pages.write(keys, values, slots)
+        if self._positions is None:
+            self._positions = torch.zeros(reached.pages.slots, dtype=torch.int32, device=slots.device)
+        self._positions[slots] = entries.positions.reshape(-1)[index].int()
+        for name, column in kept.state.items():
+            if name not in self._state:
+                self._state[name] = column.new_zeros(reached.pages.slots)
+            within, known = index - heads * places, column.shape[-1]
+            remembered = column.reshape(-1, known)[heads, within.clamp(max=known - 1)]
+            self._state[name][slots] = torch.where(within < known, remembered, 0)
+        if self._count is not None:
+            stays, total = int(counts.sum()), int(before.sum())
+            seconds = time.perf_counter() - start
+            self._count(len(event.rows) if self.layer == self.layers[0] else 0, stays, total - stays, seconds)
+            logger.debug("layer %d kept %d of %d entries in %.1f ms", self.layer, stays, total, 1e3 * seconds)
+
+
+def _survivors(
+    kept: LayerKeepSet, entries: Int[Tensor, "rows kv_heads"], newer: int, width: int
+) -> tuple[Int[Tensor, " kept"], Int[Tensor, " kept"]]:
+    """Flat index of every entry that stays, `head * width + place`, and its rank in its head afterwards."""
+    heads = kept.rows
+    rank = torch.arange(heads.shape[0], device=heads.device) - kept.cu_seqlens[heads]
+    index = heads * width + kept.indices
+    if not newer:
+        return index, rank
+    counts, ends = kept.counts.flatten(), entries.flatten() - newer
+    every = torch.arange(counts.shape[0], device=heads.device).repeat_interleave(newer)
+    nth = torch.arange(newer, device=heads.device).repeat(counts.shape[0])
+    return torch.cat([index, every * width + ends[every] + nth]), torch.cat([rank, counts[every] + nth])

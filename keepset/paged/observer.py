@@ -64,29 +64,24 @@ class Observer:
             return [(keys[:, : chunk.position + len(own)], slice(None))]
 
         step = Chunk(rows, entries, positions, None, self._scaling, source=source)
-        chunk.prompt.layers[self._place].add(step)
+        chunk.layers[self._place].add(step)
 
-    def parts(self, event: EvictionEvent, width: int, unbroken: bool) -> dict[str, Any]:
-        """All of it at an event, as an Observation's keyword arguments.
-
-        Args:
-            event: what is compressed.
-            width: places for entries, those that hold none included.
-            unbroken: whether each holds one.
-        """
+    def parts(self, event: EvictionEvent, width: int) -> dict[str, Any]:
+        """All of it at an event with places for `width` entries, as an Observation's keyword arguments."""
         parts: dict[str, Any] = {"scaling": self._scaling}
         if self._needs.window:
             assert event.queries is not None
             window = event.queries.positions[:, -self._needs.window :]
             parts["queries"] = self._windows.read(self._place, event.queries.slots, window)
-            if not unbroken or event.queries.short:  # the default says that nothing is missing, which is cheaper
+            # The default says that nothing is missing, which is cheaper.
+            if event.compressed or not event.equal_heads or bool((event.queries.positions < 0).any()):
                 parts["query_positions"] = window
         collected = self._of_prompts(event, width) if event.ends_prompt else self._of_newest(event)
         return {**parts, "features": {**self._statistics, **collected}}
 
     def _of_prompts(self, event: EvictionEvent, width: int) -> dict[Feature[Any], Any]:
         records = [] if event.queries is None else event.queries.records
-        prompts = [record.prompt.layers[self._place] for record in records if record.prompt is not None]
+        prompts = [record.prompt[self._place] for record in records if record.prompt]
         return prompts[0].joined(prompts[1:]).values(event.at, width) if prompts else {}
 
     def _of_newest(self, event: EvictionEvent) -> dict[Feature[Any], Any]:

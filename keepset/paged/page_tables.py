@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -11,6 +12,20 @@ from torch import Tensor
 
 from keepset.paged import subpages
 from keepset.paged.subpages import Layout
+
+
+class OccupiedPages(NamedTuple):
+    """Where the entries of an event's requests lie in one layer.
+
+    Attributes:
+        subpages: that hold each head's entries, in their order.
+        kept: entries that each head kept at its event before; they are the first.
+        entries: entries that each head has.
+    """
+
+    subpages: Int[Tensor, "rows kv_heads pages"]
+    kept: Int[Tensor, "rows kv_heads"]
+    entries: Int[Tensor, "rows kv_heads"]
 
 
 @dataclass
@@ -125,30 +140,28 @@ class PerHeadTables:
         self.step = replace(step, lengths=after, entries=step.entries + 1, slots=slots.unbind())
         return self.step
 
-    def occupied(
-        self, rows: Int[Tensor, " rows"], place: int
-    ) -> tuple[Int[Tensor, "rows kv_heads pages"], Int[Tensor, "rows kv_heads"], Int[Tensor, "rows kv_heads"]]:
-        """Sub-pages, entries kept at the event before, and entries of each head of these requests in one layer."""
+    def occupied(self, rows: Int[Tensor, " rows"], place: int) -> OccupiedPages:
+        """Where the entries of these requests lie in one layer."""
         entries = self.step.entries[rows, place]
-        pages = -(-int(entries.max()) // self._block_size)
-        return self.step.tables[rows, place, :, :pages].long(), self.step.layout.counts[rows, place], entries
+        subpages = self.step.tables[rows, place, :, : -(-int(entries.max()) // self._block_size)].long()
+        return OccupiedPages(subpages, self.step.layout.counts[rows, place], entries)
 
     def reassign(
         self,
         rows: Int[Tensor, " rows"],
-        place: int,
-        counts: Int[Tensor, "rows kv_heads"],
         block_table: Int[Tensor, "all_rows width"],
         first: Int[Tensor, " rows"] | None,
+        place: int,
+        counts: Int[Tensor, "rows kv_heads"],
     ) -> Int[Tensor, "rows kv_heads pages"] | None:
         """Deals a layer's pages out anew; None where so many do not fit, and the layer stays as it is.
 
         Args:
             rows: the requests that are compressed.
-            place: the layer.
-            counts: entries that each head has from now on.
             block_table: blocks of each request by logical position.
             first: the block that the scheduler will not free, where it knows; else the last that does.
+            place: the layer.
+            counts: entries that each head has from now on.
         """
         lengths = self.step.lengths[rows]
         blocks = -(-lengths // self._block_size)
@@ -169,10 +182,10 @@ class PerHeadTables:
         return self._filed.first[page]
 
     def _slots(self, layout: Layout, tables: Tensor, before: Tensor, starts: Tensor, decoding: bool) -> Tensor:
-        row = torch.arange(before.shape[0], device=before.device)
-        if not decoding:
-            row = torch.repeat_interleave(row, starts[1:] - starts[:-1])
-            before = before[row] + torch.arange(row.shape[0], device=row.device) - starts[row]
+        if decoding:
+            row = torch.arange(before.shape[0], device=before.device)
+        else:
+            row, before = new_tokens(before, starts)
         return subpages.slots(layout, tables, before, row, self._block_size)
 
     def _file(self, device: torch.device) -> Layout:
@@ -181,6 +194,14 @@ class PerHeadTables:
             self._filed = Layout(empty[..., None].repeat(1, 1, self._kv_heads), empty, empty.clone())
             self._tokens = torch.zeros(self._blocks, dtype=torch.int64, device=device)
         return self._filed
+
+
+def new_tokens(
+    before: Int[Tensor, " rows"], starts: Int[Tensor, " rows_plus_1"]
+) -> tuple[Int[Tensor, " tokens"], Int[Tensor, " tokens"]]:
+    """Row and position of each of a step's new tokens."""
+    row = torch.repeat_interleave(starts.diff())
+    return row, torch.arange(row.shape[0], device=row.device) - starts[row] + before[row]
 
 
 def _like(known: Tensor, part: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -40,25 +39,16 @@ class PerHeadSequences:
     neighbours.
 
     Args:
-        step: the step's tables.
-        slots: where new entries go, layer by layer.
+        step: the step's tables and slots.
         tokens: queries of the step.
         max_query_len: most queries of any request.
         block_size: entries per page.
     """
 
-    def __init__(
-        self,
-        step: PerHeadStep,
-        slots: Sequence[Int[Tensor, " tokens_heads"]],
-        tokens: int,
-        max_query_len: int,
-        block_size: int,
-    ) -> None:
+    def __init__(self, step: PerHeadStep, tokens: int, max_query_len: int, block_size: int) -> None:
         rows, layers, heads, pages = step.tables.shape
         device = step.tables.device
-        self._heads, self._tokens, self._slots = heads, tokens, slots
-        self._max_query_len, self._max_seq_len = max_query_len, pages * block_size
+        self._heads, self._tokens = heads, tokens
         self._in_order = max_query_len == 1 and tokens == rows
         if self._in_order:
             entries, tables = step.entries.transpose(0, 1), step.tables.transpose(0, 1)
@@ -67,22 +57,18 @@ class PerHeadSequences:
             entries, tables = step.entries.permute(1, 2, 0), step.tables.permute(1, 2, 0, 3)
             first = torch.arange(heads, device=device)[:, None] * tokens + step.starts.to(device)[:-1]
             starts = torch.cat([first.flatten(), first.new_tensor([heads * tokens])])
-        self._starts = starts.int()
-        self._lengths = entries.reshape(layers, -1).int().unbind()
+        starts, lengths = starts.int(), entries.reshape(layers, -1).int()
         # Contiguous, because kernels walk it by address.
-        self._tables = tables.reshape(layers, rows * heads, pages).int().contiguous().unbind()
+        tables = tables.reshape(layers, rows * heads, pages).int().contiguous()
+        assert step.slots is not None
+        self._batches = [
+            PerHeadBatch(heads * tokens, seq_lens, table, starts, max_query_len, pages * block_size, slots)
+            for seq_lens, table, slots in zip(lengths, tables, step.slots, strict=True)
+        ]
 
     def batch(self, place: int) -> PerHeadBatch:
         """Of the layer at this place of its group."""
-        return PerHeadBatch(
-            self._heads * self._tokens,
-            self._lengths[place],
-            self._tables[place],
-            self._starts,
-            self._max_query_len,
-            self._max_seq_len,
-            self._slots[place],
-        )
+        return self._batches[place]
 
     def split(self, queries: Float[Tensor, "n query_heads dim"]) -> Float[Tensor, "heads_n group dim"]:
         """Queries in the order of the heads' requests."""

@@ -9,12 +9,12 @@ requests can run in two steps.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keepset.paged.prompt import Prompts
+from keepset.core.accumulate import Accumulators
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,15 @@ class QueryRecord:
         slot: its place in the rings.
         start: position of the first token that was recorded without a gap.
         length: tokens that the request has had.
-        prompt: what its whole prompt tells, where the recipe looks at that.
+        prompt: what its prompt told each layer, where the recipe looks at all of it.
+        prompt_tokens: of which that is, from the first on.
     """
 
     slot: int
     start: int
     length: int
-    prompt: Prompts | None = None
+    prompt: list[Accumulators] = field(default_factory=list)
+    prompt_tokens: int = 0
 
 
 class QueryWindows:
@@ -64,10 +66,12 @@ class QueryWindows:
         """
         record = self._records.pop(page_before, None) if before else None
         if record is None or record.length != before:
-            record = QueryRecord(self._free.pop() if self._free else self._new_slot(), start, before)
+            if not self._free:
+                self._free.append(self._slots)
+                self._slots += 1
+            record = QueryRecord(self._free.pop(), start, before)
         record.length = length
-        if (stale := self._records.pop(page, None)) is not None:
-            self._free.append(stale.slot)
+        self.forget(page)
         self._records[page] = record
         # In the middle of a step: those of the step before, gone or not yet moved along, and those of this one.
         while len(self._records) > 2 * self._requests:
@@ -97,7 +101,3 @@ class QueryWindows:
         assert ring is not None
         queries = ring[slots[:, None], positions % self.window]
         return queries.masked_fill((positions < 0)[..., None, None], 0).transpose(1, 2)
-
-    def _new_slot(self) -> int:
-        self._slots += 1
-        return self._slots - 1

@@ -3,53 +3,21 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import NamedTuple
-
-from jaxtyping import Int
-from torch import Tensor
+from functools import partial
 
 from keepset.paged.capture import CapturePlanner
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.freed_blocks import FreedBlocks
 from keepset.paged.page_tables import PerHeadTables
 from keepset.paged.per_head import PerHeadSequences
-from keepset.paged.step import OccupiedPages, ScheduledRequest, StepBatch, StepPlan
-
-
-class RaggedPages(NamedTuple):
-    """Pages of an event that each layer deals out to its heads by itself.
-
-    Attributes:
-        tables: of the group's layers.
-        rows: the event's requests.
-        block_table: of all rows, by logical position.
-        first: the blocks that the scheduler will not free, where it knows.
-    """
-
-    tables: PerHeadTables
-    rows: Int[Tensor, " rows"]
-    block_table: Int[Tensor, "all_rows width"]
-    first: Int[Tensor, " rows"] | None
-
-    def occupied(self, place: int) -> OccupiedPages:
-        """Those that hold the entries."""
-        return OccupiedPages(*self.tables.occupied(self.rows, place))
-
-    def reassign(self, place: int, counts: Int[Tensor, "rows kv_heads"]) -> Int[Tensor, "rows kv_heads pages"] | None:
-        """Those that will hold them; None where they would take more than the request has."""
-        return self.tables.reassign(self.rows, place, counts, self.block_table, self.first)
+from keepset.paged.step import ScheduledRequest, StepBatch, StepPlan
 
 
 class RaggedPlanner:
     """Tables, slots and events of a step."""
 
     def __init__(
-        self,
-        schedule: EvictionSchedule,
-        layers: int,
-        blocks: int,
-        freed_blocks: FreedBlocks,
-        capture: CapturePlanner,
+        self, schedule: EvictionSchedule, layers: int, blocks: int, freed_blocks: FreedBlocks, capture: CapturePlanner
     ) -> None:
         self._schedule, self._freed_blocks, self._capture = schedule, freed_blocks, capture
         self._tables = PerHeadTables(layers, schedule.kv_heads, schedule.block_size, blocks)
@@ -73,7 +41,7 @@ class RaggedPlanner:
         )
         if step is not None and step.slots is not None:
             tokens = int(batch.query_start_loc[-1])
-            plan.per_head = PerHeadSequences(step, step.slots, tokens, batch.max_query_len, schedule.block_size)
+            plan.per_head = PerHeadSequences(step, tokens, batch.max_query_len, schedule.block_size)
         for (after, at, prompt, before), members in groups.items():
             rows, first, keep = batch.tensor([request.row for request in members]), None, None
             if schedule.fixed:
@@ -82,5 +50,8 @@ class RaggedPlanner:
             elif step is not None:
                 for request in members:
                     self._freed_blocks.add(self._tables, int(step.pages[request.row]))
-            pages = RaggedPages(self._tables, rows, batch.block_table, first)
-            plan.events.append(self._capture.event(batch, rows, members, after - at, after, keep, before, pages))
+            occupied = partial(self._tables.occupied, rows)
+            reassign = partial(self._tables.reassign, rows, batch.block_table, first)
+            plan.events.append(
+                self._capture.event(batch, rows, members, after - at, after, keep, before, occupied, reassign)
+            )

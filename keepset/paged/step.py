@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from keepset.core.accumulate import Accumulators
+from keepset.core.keep_set import LayerKeepSet
+from keepset.paged.page_tables import OccupiedPages
 from keepset.paged.per_head import PerHeadSequences
-from keepset.paged.prompt import Prompts
 from keepset.paged.query_windows import QueryCapture, QueryRecord
 
 
@@ -59,31 +61,6 @@ class StepBatch:
         return torch.tensor(values, device=self.block_table.device)
 
 
-class OccupiedPages(NamedTuple):
-    """Where the entries of an event's requests lie in one layer.
-
-    Attributes:
-        subpages: that hold each head's entries, in their order.
-        kept: entries that each head kept at its event before; they are the first.
-        entries: entries that each head has.
-    """
-
-    subpages: Int[Tensor, "rows kv_heads pages"]
-    kept: Int[Tensor, "rows kv_heads"]
-    entries: Int[Tensor, "rows kv_heads"]
-
-
-@runtime_checkable
-class EventPages(Protocol):
-    """The pages of an event's requests, before and after it."""
-
-    def occupied(self, place: int) -> OccupiedPages:
-        """Those that the layer at this place of its group holds."""
-
-    def reassign(self, place: int, counts: Int[Tensor, "rows kv_heads"]) -> Int[Tensor, "rows kv_heads pages"] | None:
-        """Those that will hold so many entries of each head; None where they do not fit, and all stays as it is."""
-
-
 @dataclass(frozen=True)
 class RecordedQueries:
     """The newest queries of an event's requests.
@@ -97,11 +74,6 @@ class RecordedQueries:
     records: list[QueryRecord]
     slots: Int[Tensor, " rows"]
     positions: Int[Tensor, "rows n"]
-
-    @property
-    def short(self) -> bool:
-        """Whether they reach back beyond a text's beginning."""
-        return bool((self.positions < 0).any())
 
 
 @dataclass(frozen=True)
@@ -121,7 +93,8 @@ class EvictionEvent:
         compressed: whether these requests were compressed before.
         ends_prompt: whether the point is the prompt's end.
         equal_heads: whether all heads have equally many entries.
-        pages: where the entries lie and will lie.
+        occupied: where a layer, by its place in the group, has the entries.
+        reassign: pages for so many entries of each head of a layer; None where they do not fit, and all stays as it is.
         queries: the newest, where the recipe looks at them or at the whole prompt.
     """
 
@@ -134,8 +107,17 @@ class EvictionEvent:
     compressed: bool
     ends_prompt: bool
     equal_heads: bool
-    pages: EventPages
+    occupied: Callable[[int], OccupiedPages]
+    reassign: Callable[[int, Tensor], Tensor | None]
     queries: RecordedQueries | None
+
+    def is_counted(self, kept: LayerKeepSet) -> bool:
+        """Whether a layer keeps as many entries as the scheduler counts with."""
+        if self.keep is None:
+            return True
+        share = torch.full_like(kept.counts, self.keep)
+        enough = kept.counts == share if self.equal_heads else kept.counts.sum(-1) <= share.sum(-1)
+        return bool(enough.all())
 
 
 @dataclass(frozen=True)
@@ -143,13 +125,13 @@ class PromptChunk:
     """What this step brings of a prompt, for recipes that look at the whole of it.
 
     Attributes:
-        prompt: what the request's prompt has told so far.
+        layers: what each layer of the group was told of the prompt so far.
         first_query, end_query: its tokens among the step's queries.
         position: of the first.
         subpages: that hold the prompt's entries up to the last.
     """
 
-    prompt: Prompts
+    layers: Sequence[Accumulators]
     first_query: int
     end_query: int
     position: int

@@ -58,10 +58,11 @@ def tables(
     """
     page = torch.arange(pages, device=block_table.device)
     needed = page < _ceil_div(entries, block_size)[..., None]
-    number = _deal(layout.counts, block_size).number(page)
+    number, kv_heads = _numbers(layout.counts, page, block_size), entries.shape[-1]
     # Before the look-up: what a place beyond the need points at may lie outside the block table.
-    block = (layout.first[..., None, None] + number // entries.shape[-1]).where(needed, 0)
-    return _subpages(block_table, block, number).where(needed, 0)
+    block = (layout.first[..., None, None] + number // kv_heads).where(needed, 0)
+    found = block_table.gather(1, block.flatten(1)).view(block.shape)
+    return (found * kv_heads + (number % kv_heads).to(found.dtype)).where(needed, 0)
 
 
 def blocks_needed(
@@ -99,24 +100,13 @@ def slots(
     return found.transpose(0, 1).flatten(1)
 
 
-class _Deal(NamedTuple):
-    """How a request's sub-pages are dealt out to its heads, counted from block `first` on.
+def _numbers(
+    counts: Int[Tensor, "rows layers kv_heads"], page: Int[Tensor, " pages"], block_size: int
+) -> Int[Tensor, "rows layers kv_heads pages"]:
+    """Which of its request's sub-pages, from block `first` on, each page of each head is.
 
-    A head's pages lie on two lines: `packed + i` for the `kept` pages of the event, `later + i * kv_heads` for
-    those since.
+    A head's pages lie on two lines: those of the event one after another, those since `kv_heads` apart.
     """
-
-    kept: Int[Tensor, "rows layers kv_heads"]
-    packed: Int[Tensor, "rows layers kv_heads"]
-    later: Int[Tensor, "rows layers kv_heads"]
-
-    def number(self, page: Int[Tensor, "*shape"]) -> Int[Tensor, "rows layers kv_heads pages"]:
-        """Which of the request's sub-pages is page `page` of each head; `page` broadcasts."""
-        kept, packed, later = (part[..., None] for part in self)
-        return (packed + page).where(page < kept, later + page * self.kept.shape[-1])
-
-
-def _deal(counts: Int[Tensor, "rows layers kv_heads"], block_size: int) -> _Deal:
     kv_heads = counts.shape[-1]
     kept = _ceil_div(counts, block_size)
     end = kept.cumsum(-1)
@@ -124,18 +114,9 @@ def _deal(counts: Int[Tensor, "rows layers kv_heads"], block_size: int) -> _Deal
     heads = torch.arange(kv_heads, device=counts.device)
     rank = (-counts % block_size * kv_heads + heads).argsort(-1).argsort(-1)
     # Page `kept` is the first since the event: all that was packed and then `rank` other heads' pages precede it.
-    return _Deal(kept, end - kept, end[..., -1:] + rank - kept * kv_heads)
-
-
-def _subpages(
-    block_table: Int[Tensor, "rows width"],
-    block: Int[Tensor, "rows layers kv_heads pages"],
-    number: Int[Tensor, "rows layers kv_heads pages"],
-) -> Int[Tensor, "rows layers kv_heads pages"]:
-    """Sub-pages of the pool, from each row's logical blocks and the numbers of its own sub-pages."""
-    kv_heads = number.shape[2]
-    head = (number % kv_heads).to(block_table.dtype)
-    return block_table.gather(1, block.flatten(1)).view(block.shape) * kv_heads + head
+    later = end[..., -1:] + rank - kept * kv_heads
+    packed = (end - kept)[..., None] + page
+    return packed.where(page < kept[..., None], later[..., None] + page * kv_heads)
 
 
 def _ceil_div(numerator: Int[Tensor, "*shape"], denominator: int) -> Int[Tensor, "*shape"]:

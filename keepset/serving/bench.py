@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from typing import Any
 
 from keepset.errors import KeepsetError
 from keepset.recipe import Recipe
 from keepset.serving.command import command
 from keepset.serving.load import Load
-from keepset.serving.measure import Round, ServedModel, check_fits, measure, served_model, to_json
+from keepset.serving.measure import ServedModel, check_fits, measure, served_model, to_json
 from keepset.serving.server import Server, free_port
 from keepset.serving.summary import summary
 from keepset.serving.workload import TokenSource, essay_tokens, prompts
@@ -19,39 +18,8 @@ from keepset.serving.workload import TokenSource, essay_tokens, prompts
 _RESERVED = ("--host", "--port", "--uds", "--api-key", "--root-path", "--ssl-keyfile", "--ssl-certfile", "--headless")
 
 
-@dataclass
-class ServerResult:
-    """A server and what it did.
-
-    Attributes:
-        name: what to call it.
-        recipe: the recipe's text; None if it had none or it is not known.
-        command: how it was started; None if it ran already.
-        rounds: everything that was written down.
-    """
-
-    name: str
-    recipe: str | None
-    command: list[str] | None
-    rounds: list[Round]
-
-    def to_json(self) -> dict[str, Any]:
-        """The figures, then everything behind them."""
-        return {
-            "name": self.name,
-            "recipe": self.recipe,
-            "command": self.command,
-            "summary": summary(self.rounds),
-            "rounds": to_json(self.rounds),
-        }
-
-
 def check_options(options: Sequence[str]) -> None:
-    """Refuses options under which the load could not reach the server.
-
-    Raises:
-        KeepsetError: there is one among them.
-    """
+    """Refuses options under which the load could not reach the server."""
     if options and not options[0].startswith("-"):
         raise KeepsetError(f"{options[0]!r} is no option for vLLM: write MODEL, then --, then options.")
     for word in options:
@@ -61,11 +29,7 @@ def check_options(options: Sequence[str]) -> None:
 
 
 def token_source(folder: str) -> TokenSource:
-    """What prompts for the model in that folder, or of that hub name, are cut from.
-
-    Raises:
-        KeepsetError: it has no tokenizer.
-    """
+    """What prompts for the model in that folder, or of that hub name, are cut from; it must have a tokenizer."""
     from transformers import AutoTokenizer
 
     try:
@@ -91,39 +55,37 @@ class Bench:
         self,
         load: Load,
         tokens: TokenSource,
-        starting: Callable[[str], AbstractContextManager[Any]] = lambda server: nullcontext(),
-        loading: Callable[[str, int], AbstractContextManager[Callable[[], None]]] = lambda server, requests: (
-            nullcontext(lambda: None)
-        ),
+        starting: Callable[[str], AbstractContextManager[Any]],
+        loading: Callable[[str, int], AbstractContextManager[Callable[[], None]]],
     ) -> None:
         self._load, self._starting, self._loading = load, starting, loading
         self._prompts = prompts(tokens, load)
 
-    def measure_running(self, url: str, model: ServedModel) -> ServerResult:
-        """Measure a server that runs already."""
-        check_fits(self._load, model)
-        return ServerResult("server", None, None, self._measure("server", url, model))
-
     def measure_started(
         self, name: str, model: str | None, recipe: Recipe | None, options: Sequence[str], start_timeout: float
-    ) -> ServerResult:
-        """Start a server, measure it, stop it.
-
-        Raises:
-            ServerError: it did not start or did not last.
-            KeepsetError: the load does not fit it.
-        """
+    ) -> dict[str, Any]:
+        """Start a server, measure it, stop it; a `ServerError` where it did not start or did not last."""
         port = free_port()
         words = command(model, recipe, options, forced=("--host", "127.0.0.1", "--port", str(port)))
         with Server(words, port) as server:
             with self._starting(name):
                 server.wait(start_timeout)
-            model_served = served_model(server.url)
-            check_fits(self._load, model_served)
-            rounds = self._measure(name, server.url, model_served)
+            result = self.measure_running(server.url, served_model(server.url), name, recipe, words)
             server.check()
-        return ServerResult(name, None if recipe is None else str(recipe), words, rounds)
+        return result
 
-    def _measure(self, name: str, url: str, model: ServedModel) -> list[Round]:
+    def measure_running(
+        self, url: str, model: ServedModel, name: str = "server", recipe: Recipe | None = None,
+        words: list[str] | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Measure a server that runs: the figures, then everything behind them, and how it was started, if here."""
+        check_fits(self._load, model)
         with self._loading(name, self._load.rounds * self._load.requests) as on_reply:
-            return measure(url, model.name, self._load, self._prompts, on_reply)
+            rounds = measure(url, model.name, self._load, self._prompts, on_reply)
+        return {
+            "name": name,
+            "recipe": None if recipe is None else str(recipe),
+            "command": words,
+            "summary": summary(rounds),
+            "rounds": to_json(rounds),
+        }

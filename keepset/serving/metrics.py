@@ -24,8 +24,7 @@ class Sample:
 
     Attributes:
         time: seconds since the round's start.
-        running: requests that are computed.
-        waiting: requests that wait.
+        running, waiting: requests that are computed, and that wait to be.
         preemptions: so far.
         kv_usage: the share of the pool's blocks that are taken; the mean over engines.
         counters: keepset's own, so far.
@@ -40,11 +39,7 @@ class Sample:
 
 
 def parse_sample(text: str, time: float) -> Sample:
-    """A sample from the text format of Prometheus.
-
-    Raises:
-        ValueError: it is not in that format.
-    """
+    """A sample from the text format of Prometheus; a `ValueError` where it is not in that format."""
     families = import_parser()
     # A server has hundreds of lines, and whoever measures it should not keep it from working.
     lines = [line for line in text.splitlines() if line.startswith(_NAMES)]

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import IO, Self
@@ -42,8 +41,7 @@ class Server:
     """A server process between `with` and the block's end.
 
     Args:
-        command: its words.
-        port: where it will listen.
+        command: its words, which let it listen on this port.
     """
 
     def __init__(self, command: Sequence[str], port: int) -> None:
@@ -56,11 +54,7 @@ class Server:
         self._log = tempfile.TemporaryFile()
         # A session of its own: all that it starts can be stopped at once, and Ctrl-C reaches only us.
         self._process = subprocess.Popen(
-            self._command,
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+            self._command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
         )
         return self
 
@@ -78,11 +72,7 @@ class Server:
             self._log.close()
 
     def wait(self, seconds: float) -> None:
-        """Wait until it answers.
-
-        Raises:
-            ServerError: it stopped, or did not answer in time.
-        """
+        """Wait until it answers; a `ServerError` where it stopped, or did not answer in time."""
         library = import_http()
         until = time.monotonic() + seconds
         with library.Client(base_url=self.url, timeout=5.0, trust_env=False) as client:
@@ -96,11 +86,7 @@ class Server:
                 time.sleep(0.25)
 
     def check(self) -> None:
-        """Make sure that it still runs.
-
-        Raises:
-            ServerError: it does not.
-        """
+        """Raises a `ServerError` where it does not run any more."""
         assert self._process is not None
         code = self._process.poll()
         if code is not None:
@@ -110,11 +96,10 @@ class Server:
 
     def last_lines(self) -> list[str]:
         """The end of what it wrote."""
-        return list(deque((line for line in self._text().splitlines() if line.strip()), _LINES))
+        return [line for line in self._text().splitlines() if line.strip()][-_LINES:]
 
     def _text(self) -> str:
         assert self._log is not None
         # Read by place, so that the process, which shares the file's, goes on writing at the end.
-        size = os.fstat(self._log.fileno()).st_size
-        length = 64 * 1024
+        size, length = os.fstat(self._log.fileno()).st_size, 64 * 1024
         return os.pread(self._log.fileno(), length, max(0, size - length)).decode(errors="replace")

@@ -16,13 +16,14 @@ from keepset.core.keep_set import LayerKeepSet
 from keepset.core.observation import Observation
 from keepset.methods.snapkv import SnapKV
 from keepset.paged.layer_barrier import LayerBarrier
+from keepset.paged.step import EvictionEvent
 
 LAYERS = (2, 5, 7)
 
 
 @dataclass
 class Layer:
-    """A compactor whose entries are those of an observation."""
+    """A layer whose entries are those of an observation."""
 
     layer: int
     recipe: Recipe
@@ -32,7 +33,22 @@ class Layer:
     looked: int = 0
 
     def reach(self, rows: list[int]) -> Any:
-        return SimpleNamespace(event=SimpleNamespace(rows=torch.tensor(rows), keep=self.keep))
+        at = torch.full((len(rows),), 9)
+        event = EvictionEvent(
+            rows=torch.tensor(rows),
+            at=at,
+            prompts=at,
+            newer=0,
+            width=9,
+            keep=self.keep,
+            compressed=False,
+            ends_prompt=True,
+            equal_heads=False,
+            occupied=_no_pages,
+            reassign=_no_pages,
+            queries=None,
+        )
+        return SimpleNamespace(event=event)
 
     def read(self, reached: Any) -> Any:
         self.looked += 1
@@ -47,9 +63,13 @@ class Layer:
         )
         return SimpleNamespace(observation=observation)
 
-    def execute(self, reached: Any, found: Any, kept: LayerKeepSet, start: float) -> None:
+    def execute(self, reached: Any, entries: Any, kept: LayerKeepSet, start: float) -> None:
         rows = range(len(reached.event.rows))
         self.kept += [[kept.positions(row, head).tolist() for head in range(2)] for row in rows]
+
+
+def _no_pages(*_: Any) -> Any:
+    raise AssertionError("A barrier looks into no pages.")
 
 
 RECIPE = Recipe.of(Pool(SnapKV(window=3)), keep=4, recent=0)

@@ -75,7 +75,7 @@ class Batch:
                 needed = int(subpages.blocks_needed(counts, torch.tensor(allocator.length), self.size))
                 allocator.event(kept, allocator.blocks - needed)
                 left.append(counts)
-            assert self.tables.reassign(torch.arange(len(order)), index, torch.stack(left), table, None) is not None
+            assert self.tables.reassign(torch.arange(len(order)), table, None, index, torch.stack(left)) is not None
         for r in order:
             self.compressed[r] = True
 
@@ -153,7 +153,7 @@ def test_a_page_that_another_request_took_over_is_not_mistaken_for_its_own() -> 
     tables.advance(
         torch.tensor([[3, 7]], dtype=torch.int32), one * 7, one * 8, torch.tensor([0, 1]), [False], True, True
     )
-    tables.reassign(torch.tensor([0]), 0, torch.tensor([[3]]), torch.tensor([[3, 7]], dtype=torch.int32), None)
+    tables.reassign(torch.tensor([0]), torch.tensor([[3, 7]], dtype=torch.int32), None, 0, torch.tensor([[3]]))
     for before in (8, 9, 10, 11):
         assert advance([POISON, 7, 9], before, True) is not None
     assert advance([3, 4, 5, 9], 12, False) is None

@@ -76,15 +76,15 @@ class Watch:
     def _preempted(self, request: Any) -> None:
         self.preemptions[number(request.request_id)] += 1
 
-    def watch_compactor(self, runner: Any) -> Any:
+    def watch_events(self, runner: Any) -> Any:
         """Notes what every compression keeps, and whether it was executed; returns what undoes it."""
-        from keepset.paged.compaction import Compactor
-        from keepset.paged.ragged_plan import RaggedPages
+        from keepset.paged.layer import PagedLayer
+        from keepset.paged.page_tables import PerHeadTables
 
-        execute, reassign = Compactor.execute, RaggedPages.reassign
+        execute, reassign = PagedLayer.execute, PerHeadTables.reassign
         newest: list[dict[str, Any]] = []
 
-        def watched_execute(compactor: Compactor, reached: Any, found: Any, kept: Any, start: float) -> None:
+        def watched_execute(layer: PagedLayer, reached: Any, entries: Any, kept: Any, start: float) -> None:
             newest.clear()
             rows, points = reached.event.rows.tolist(), reached.event.at.tolist()
             for place, (row, at) in enumerate(zip(rows, points, strict=True)):
@@ -92,21 +92,21 @@ class Watch:
                 if not mine or (mine[-1]["step"], mine[-1]["at"]) != (len(self.steps), at):
                     mine.append({"step": len(self.steps), "at": at, "layers": {}, "left": []})
                 heads = range(kept.counts.shape[1])
-                mine[-1]["layers"][compactor.layer] = [kept.positions(place, head).tolist() for head in heads]
+                mine[-1]["layers"][layer.layer] = [kept.positions(place, head).tolist() for head in heads]
                 newest.append(mine[-1])
-            execute(compactor, reached, found, kept, start)
+            execute(layer, reached, entries, kept, start)
 
-        def watched_reassign(pages: RaggedPages, place: int, counts: Any) -> Any:
-            subpages = reassign(pages, place, counts)
+        def watched_reassign(tables: PerHeadTables, *args: Any) -> Any:
+            subpages = reassign(tables, *args)
             if subpages is None:
                 for mine in newest:
                     mine["left"].append(list(mine["layers"])[-1])
             return subpages
 
-        Compactor.execute, RaggedPages.reassign = watched_execute, watched_reassign
+        PagedLayer.execute, PerHeadTables.reassign = watched_execute, watched_reassign
 
         def undo() -> None:
-            Compactor.execute, RaggedPages.reassign = execute, reassign
+            PagedLayer.execute, PerHeadTables.reassign = execute, reassign
 
         return undo
 
@@ -148,7 +148,7 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
         watch = Watch(core.scheduler)
         worker = getattr(core.model_executor, "driver_worker", None)
         if worker is not None and scenario["engine"].get("tensor_parallel_size", 1) == 1:
-            undo = watch.watch_compactor(worker.worker.model_runner)
+            undo = watch.watch_events(worker.worker.model_runner)
     grouping.GROUPS = default_groups
     layers = engine.vllm_config.compilation_config.static_forward_context.values()
     counted = stats.totals()
