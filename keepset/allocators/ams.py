@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 
 from keepset.allocators import segments
@@ -15,7 +16,7 @@ from keepset.core.features.recent_queries import RecentQueries
 from keepset.core.keep_set import LayerKeepSet
 from keepset.core.method import Allocator, parameter
 from keepset.core.observation import Observation
-from keepset.core.select import Ranking
+from keepset.core.select import Ranking, finite
 from keepset.core.shapes import Quotas, Scores
 from keepset.errors import RecipeError
 
@@ -41,19 +42,22 @@ class AMS(Allocator):
     """Cuts each head's text into segments of equal attention mass and gives each a quota (Yang and Shen 2026).
 
     Adaptive Mass-Segmented compression, algorithm 1 with the values of table 15. What the last `window` queries
-    attend to is a head's mass, eq. 1: the mean over them and the query group, in which an entry gets for queries that
-    came before it the most that an entry of the window got, average-pooled over `kernel` entries. An entry's mass is
-    mixed with its credit, the moving average over the events that it has lived through; one that is new starts with
-    its mass. The text is cut where every further `segment_mass` is full; segments keep `min_quota` entries and of the
-    rest what is in proportion to their mass; inside a segment the best by the scorer stay. Sinks and recent
-    suffix stay and count towards their segments' quotas. Where the minima do not fit beside them, segments of least
-    mass go without; where the suffix itself does not fit, it shrinks.
+    attend to is a head's mass, eq. 1: the mean over them and the query group, average-pooled over `kernel` entries.
+    It is mixed with the entries' credit, c <- `decay` c + (1 - `decay`) m from c = 0 (section 3.3), so that what is
+    attended to at one event after another counts for more than what is new. The text is cut where every further
+    `segment_mass` is full; segments get `min_quota` entries and of the rest what is in proportion to their mass, all of
+    the budget in sum; inside a segment the best by the scorer are chosen. Sinks and the recent suffix join them, and
+    what is then too much goes, the lowest scores first (lines 38 to 41). Where the minima do not fit, segments of least
+    mass go without; where sinks and suffix do not fit, the suffix shrinks.
 
-    Where the authors' program differs the text decides: masses are of each request and head alone; only missing
-    observations are padded, and with the best of the window's own entries (theirs gives the whole window the best of
-    all entries, which is the first token's: then hardly any mass is left for the rest); cuts include the entry that
-    fills a segment; what a segment cannot take is shared in proportion to mass. The text names no
-    pooling width and no length of the suffix; 5 and 32 are the program's.
+    Where the authors' program differs the text decides: masses are of each request and head alone; cuts include the
+    entry that fills a segment; what a segment cannot take is shared in proportion to mass. The text names no pooling
+    width and no length of the suffix; 5 and 32 are the program's.
+
+    `padding` says what an entry gets for queries of the window that came before it (B.4). With "observations" each of
+    these missing observations counts as the most that an entry of the window got. With "positions", the program's way,
+    every entry of the window gets the most that any entry got; that is mostly the first token's, and then hardly any
+    mass is left for the rest.
 
     Switches of table 7: `weighted=False` divides by length instead of mass, `credit=False` takes each event's mass
     alone, `adaptive=False` cuts every 128 entries, `segmented=False` is one top-k per head.
@@ -74,6 +78,7 @@ class AMS(Allocator):
     credit: bool = parameter(True)
     adaptive: bool = parameter(True)
     segmented: bool = parameter(True)
+    padding: str = parameter("observations", choices=("observations", "positions"))
 
     FIXED_LENGTH = 128
 
@@ -111,10 +116,13 @@ class AMS(Allocator):
     def choose(self, ranking: Ranking) -> LayerKeepSet:
         if not self.segmented:
             return ranking.best()
-        observation, quotas = ranking.observation, ranking.quotas
+        observation, budget, quotas = ranking.observation, ranking.budget, ranking.quotas
         mass, credit = self._mass(observation)
-        segment, ends, parts = self._divided(observation, ranking.budget, mass, quotas)
-        mask = segments.top_of_segments(ranking.scores, segment, ends, parts)
+        segment, ends, parts = self._divided(observation, mass, quotas)
+        worth = finite(ranking.raw).masked_fill(~observation.valid, float("-inf"))
+        chosen = segments.top_of_segments(worth, segment, ends, parts)
+        always = budget.is_sink(observation) | budget.is_recent(observation)
+        mask = segments.fitted(ranking.scores, chosen | always & observation.valid, quotas)
         if credit is None:
             return ranking.keep(mask)
         # Where all may stay there was no event.
@@ -124,7 +132,7 @@ class AMS(Allocator):
     def segments(self, observation: Observation, budget: Budget) -> Segments:
         """Mass, segments and quotas at this event, for who wants to look at them."""
         mass, _ = self._mass(observation)
-        segment, _, parts = self._divided(observation, budget, mass, self.quotas(observation, budget))
+        segment, _, parts = self._divided(observation, mass, self.quotas(observation, budget))
         return Segments(mass, segment, parts)
 
     def _mass(self, observation: Observation) -> tuple[Scores, Scores | None]:
@@ -135,41 +143,38 @@ class AMS(Allocator):
         mass = _distribution((self._usage(observation).clamp(min=0) + _EPSILON).masked_fill(~valid, 0.0))
         if not self.credit:
             return mass, None
-        before = observation.state.get("credit")
-        if before is None:
-            return mass, mass
-        credit = (self.decay * before + (1 - self.decay) * mass).where(before > 0, mass)
+        before = observation.state.get("credit", torch.zeros_like(mass))
+        credit = self.decay * before + (1 - self.decay) * mass
         return self.mix * mass + (1 - self.mix) * _distribution(credit), credit
 
     def _usage(self, observation: Observation) -> Scores:
         """Mean attention of the window's queries; for those that came before an entry, the window's best counts."""
         received = observation.by_query_group(observation.window_usage(self.window)).mean(2) / self.window
         received = received.nan_to_num(0.0, 0.0, 0.0).masked_fill(~observation.valid, 0.0)
+        if self.padding == "positions":
+            best = received.amax(-1, keepdim=True)
+            received = received.where(observation.positions < observation.lengths[:, None, None] - self.window, best)
+            return self._pooled(received.masked_fill(~observation.valid, 0.0))
         unseen = (self.window - observation.lengths[:, None, None] + observation.positions).clamp(min=0)
         best = received.where(unseen > 0, 0.0).amax(-1, keepdim=True)
-        padded = (received + best * unseen / self.window).masked_fill(~observation.valid, 0.0)
-        return F.avg_pool1d(padded, self.kernel, stride=1, padding=self.kernel // 2)
+        return self._pooled((received + best * unseen / self.window).masked_fill(~observation.valid, 0.0))
+
+    def _pooled(self, usage: Scores) -> Scores:
+        return F.avg_pool1d(usage, self.kernel, stride=1, padding=self.kernel // 2)
 
     def _divided(
-        self, observation: Observation, budget: Budget, mass: Scores, quotas: Quotas
+        self, observation: Observation, mass: Scores, quotas: Quotas
     ) -> tuple[PerEntry, PerSegment, PerSegment]:
         """Segments, where they end, and their quotas."""
-        valid = observation.valid
-        order, filled = valid.cumsum(-1), mass.double().cumsum(-1)
+        order, filled = observation.valid.cumsum(-1), mass.double().cumsum(-1)
         if self.adaptive:
             ends = segments.cut_by_mass(filled, order, self.segment_mass, self.min_segment, self.max_segment)
         else:
             ends = segments.cut_by_length(order, self.FIXED_LENGTH)
         segment = segments.members(ends, order)
-        begins, count = F.pad(ends[..., :-1], (1, 0)), ends[..., -1:]
-        length = (ends - begins).double()
-        sinks = (budget.is_sink(observation) & valid).sum(-1, keepdim=True).minimum(quotas[..., None])
-        recent = (budget.is_recent(observation) & valid).sum(-1, keepdim=True)
-        recent = recent.minimum(count.minimum(quotas[..., None]) - sinks)
-        # Entries are in the text's order: sinks come first, the suffix last.
-        fixed = (ends.minimum(sinks) - begins).clamp(min=0) + (ends - begins.maximum(count - recent)).clamp(min=0)
+        length = ends.diff(dim=-1, prepend=torch.zeros_like(ends[..., :1])).double()
         weight = segments.sums(filled, order, ends) if self.weighted else length
-        parts = segments.divide(quotas, weight, length, length.clamp(max=self.min_quota), fixed.double())
+        parts = segments.divide(quotas, weight, length, length.clamp(max=self.min_quota))
         return segment, ends, parts
 
 

@@ -62,19 +62,17 @@ def sums(filled: Scores, order: PerEntry, ends: PerSegment) -> Weights:
     return filled.gather(-1, last).diff(dim=-1, prepend=torch.zeros_like(filled[..., :1]))
 
 
-def divide(quotas: Quotas, mass: Weights, length: Weights, minimum: Weights, fixed: Weights) -> PerSegment:
+def divide(quotas: Quotas, mass: Weights, length: Weights, minimum: Weights) -> PerSegment:
     """How many entries every segment keeps: exactly `quotas` in sum.
 
-    Every segment gets its `minimum`, and of the rest what is in proportion to its mass, but never less than the
-    `fixed` entries that it has to keep nor more than its `length`. What such a bound takes or gives the others share
-    in the same proportion. Whole numbers next to these shares sum to the quota. Where not even the minima fit, the
-    segments of least mass go without.
+    Every segment gets its `minimum`, and of the rest what is in proportion to its mass, but not more than its
+    `length`; what does not fit into one the others share in the same proportion. Whole numbers next to these shares
+    sum to the quota. Where not even the minima fit, the segments of least mass go without. AMS, section 3.3 and
+    algorithm 1, lines 24 to 29.
     """
     total = quotas.double().minimum(length.sum(-1))[..., None]
-    minimum = _affordable(total - fixed.sum(-1, keepdim=True), mass, minimum, fixed)
-    lower = minimum.maximum(fixed)
-    level = _level(total, mass, minimum, lower, length)
-    shares = (minimum + level * mass).clamp(min=lower, max=length)
+    minimum = _affordable(total, mass, minimum)
+    shares = (minimum + _level(total, mass, minimum, length) * mass).clamp(max=length)
     return round_to_total(shares, total[..., 0].long())
 
 
@@ -84,13 +82,27 @@ def top_of_segments(ranked: Scores, segment: PerEntry, ends: PerSegment, quotas:
     One sort of whole numbers, which are in the order of (segment, score); floating-point numbers of one sign are in
     the order of their bits.
     """
-    bits = (ranked.float() + 0.0).view(torch.int32)
-    rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     mine = segment.where(ranked > float("-inf"), quotas.shape[-1])  # holes behind all segments
-    keys, worst_first = _sorted_rows((mine << 32) + rising, (quotas.shape[-1] + 1) << 32)
+    keys, worst_first = _sorted_rows((mine << 32) + _rising(ranked), (quotas.shape[-1] + 1) << 32)
     begins = F.pad(ends - quotas, (0, 1), value=ranked.shape[-1])
     chosen = torch.arange(ranked.shape[-1], device=ranked.device) >= begins.gather(-1, (keys + (1 << 31)) >> 32)
     return torch.zeros_like(chosen).scatter(-1, worst_first, chosen)
+
+
+def fitted(ranked: Scores, chosen: Mask, quotas: Quotas) -> Mask:
+    """So many entries: of the `chosen` ones the best, and where they are fewer, the best of the others too.
+
+    Of equal ones the later stays, and holes (-inf) go first. AMS, algorithm 1, lines 40 and 41.
+    """
+    _, worst_first = _sorted_rows((chosen.long() << 32) + _rising(ranked), 2 << 32)
+    last = torch.arange(ranked.shape[-1], device=ranked.device) >= ranked.shape[-1] - quotas[..., None]
+    return torch.zeros_like(chosen).scatter(-1, worst_first, last)
+
+
+def _rising(ranked: Scores) -> PerEntry:
+    """Whole numbers of 32 bits in the order of these floating-point ones."""
+    bits = (ranked.float() + 0.0).view(torch.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
 
 
 def _sorted_rows(keys: PerEntry, span: int) -> tuple[PerEntry, PerEntry]:
@@ -134,32 +146,26 @@ def _divided(ends: Int[Tensor, "batch kv_heads pieces"], longest: int, entries: 
     return (begin + part * (end - begin) // of.clamp(min=1)).minimum(end)
 
 
-def _affordable(rest: Float[Tensor, "batch kv_heads 1"], mass: Weights, minimum: Weights, fixed: Weights) -> Weights:
-    """The minima that `rest` pays for, beyond what is fixed, those of most mass first."""
+def _affordable(total: Float[Tensor, "batch kv_heads 1"], mass: Weights, minimum: Weights) -> Weights:
+    """The minima that `total` pays for, those of most mass first."""
     order = mass.argsort(dim=-1, descending=True, stable=True)
-    price = (minimum - fixed).clamp(min=0).gather(-1, order)
-    paid = (price.cumsum(-1) <= rest) | (price == 0)
+    paid = minimum.gather(-1, order).cumsum(-1) <= total
     return minimum.where(torch.zeros_like(paid).scatter(-1, order, paid), 0.0)
 
 
 def _level(
-    total: Float[Tensor, "batch kv_heads 1"], mass: Weights, minimum: Weights, lower: Weights, upper: Weights
+    total: Float[Tensor, "batch kv_heads 1"], mass: Weights, minimum: Weights, length: Weights
 ) -> Float[Tensor, "batch kv_heads 1"]:
-    """The factor of the masses for which minimum + factor x mass, between its bounds, sums to `total`.
+    """The factor of the masses for which minimum + factor x mass, but at most the length, sums to `total`.
 
-    The sum rises with the factor in straight pieces, whose ends are where a segment meets one of its bounds.
+    Segments are full one after another as the factor rises; between two of these points the sum is a straight line.
     """
-    slope = mass.where(upper > lower, 0.0)
-    unit = mass.clamp(min=1e-300)
-    ends = torch.cat([(lower - minimum) / unit, (upper - minimum) / unit], -1)
-    ends, order = ends.masked_fill(torch.cat([slope, slope], -1) == 0, 0.0).sort(-1)
-    slopes = torch.cat([slope, -slope], -1).gather(-1, order).cumsum(-1)
-    rises = slopes[..., :-1] * ends.diff(dim=-1)
-    start = lower.sum(-1, keepdim=True)
-    heights = torch.cat([start, start + rises.cumsum(-1)], -1)
-    piece = (torch.searchsorted(heights, total, right=True) - 1).clamp(min=0)
-    missing = total - heights.gather(-1, piece)
-    further = (missing / slopes.gather(-1, piece)).nan_to_num(0.0, 0.0, 0.0)
-    # Not beyond the piece's end, where rounding has left a slope that is none.
-    end = ends.gather(-1, (piece + 1).clamp(max=ends.shape[-1] - 1))
-    return (ends.gather(-1, piece) + further.clamp(min=0)).minimum(end)
+    room = length - minimum
+    full, order = (room / mass.clamp(min=1e-300)).sort(-1)
+    room, mass = room.gather(-1, order), mass.gather(-1, order)
+    slope = mass.flip(-1).cumsum(-1).flip(-1)  # of this segment and those that are full later
+    taken = room.cumsum(-1) - room  # by those that are full sooner
+    rest = total - minimum.sum(-1, keepdim=True)
+    line = torch.searchsorted(taken + full * slope, rest).clamp(max=full.shape[-1] - 1)
+    factor = (rest - taken.gather(-1, line)) / slope.gather(-1, line)
+    return factor.nan_to_num(0.0).clamp(min=0).minimum(full.gather(-1, line))

@@ -167,7 +167,7 @@ class Method(ABC):
         """
         scores = self.score(observation)
         order = ranked_scores(scores, observation, budget)
-        return Ranking(observation, budget, order, quotas, self.remember(observation, scores))
+        return Ranking(observation, budget, order, scores, quotas, self.remember(observation, scores))
 
     def choose(self, ranking: Ranking) -> LayerKeepSet:
         """From ranking and quotas to what stays: the best entries of every head.

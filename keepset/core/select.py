@@ -21,13 +21,18 @@ LARGEST_SCORE = _LARGEST / 4
 """Scores that are larger, of either sign, are cut to this size."""
 
 
+def finite(scores: Scores) -> Scores:
+    """Scores that have an order, float32: NaN is below all, and what is too large is cut."""
+    return scores.float().clamp(-LARGEST_SCORE, LARGEST_SCORE).nan_to_num_(-2 * LARGEST_SCORE)
+
+
 def ranked_scores(scores: Scores, observation: Observation, budget: Budget) -> Scores:
     """Scores in an order that selection can rely on, float32.
 
     From best to worst: sinks and a protected prompt (the first token first of all), the recent suffix, the scores,
     entries scored NaN, holes (-inf).
     """
-    ranked = scores.float().clamp(-LARGEST_SCORE, LARGEST_SCORE).nan_to_num_(-2 * LARGEST_SCORE)
+    ranked = finite(scores)
     ranked.masked_fill_(budget.is_recent(observation), RECENT_RANK)
     first = budget.first(observation).clamp(min=1)[:, None, None]
     sink_rank = _LARGEST * (1 - observation.positions.float() / (4 * first.float()))
@@ -67,6 +72,7 @@ class Ranking:
         budget: the recipe's.
         scores: of every entry, with what always stays above the rest and -inf where there is no entry; see
             `ranked_scores`.
+        raw: as the scorer gave them, whatever always stays.
         quotas: how many entries every KV head keeps.
         state: the method's own numbers per entry after this event, `[batch, kv_heads, entries]`.
     """
@@ -74,6 +80,7 @@ class Ranking:
     observation: Observation
     budget: Budget
     scores: Scores
+    raw: Scores
     quotas: Quotas
     state: Mapping[str, Tensor]
 

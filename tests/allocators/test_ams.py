@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from keepset import Budget, KeepsetError, Observation, Recipe
 from keepset.allocators.ams import AMS
+from keepset.allocators.segments import fitted, top_of_segments
 from keepset.core.features.moments import QueryDistribution, QueryMoments
 from keepset.core.keep_set import LayerKeepSet
 from keepset.methods.tova import TOVA
@@ -41,6 +42,8 @@ def naive_mass(observation: Observation, method: AMS, request: int, head: int) -
     missed = [max(method.window - (newest - positions[place]), 0) for place in range(entries)]
     best = max((value for value, number in zip(usage, missed, strict=True) if number), default=0.0)
     full = [value + best * number / method.window for value, number in zip(usage, missed, strict=True)]
+    if method.padding == "positions":
+        full = [max(usage) if positions[place] >= newest - method.window else usage[place] for place in range(entries)]
     half = method.kernel // 2
     padded = [sum(full[max(place - half, 0) : place + half + 1]) / method.kernel for place in range(entries)]
     total = sum(max(value, 0.0) + 1e-12 for value in padded)
@@ -54,43 +57,38 @@ def naive_choice(
     entries = len(mass)
     lengths = naive_cuts(mass, method.segment_mass, method.min_segment, method.max_segment)
     segment = [index for index, length in enumerate(lengths) for _ in range(length)]
-    sinks = [place for place in range(entries) if positions[place] < budget.sinks][:keep]
-    least = [min(method.min_quota, length) for length in lengths]
-    room = min(keep - len(sinks), budget.recent)
-    fixed = sinks + [place for place in range(entries) if positions[place] >= newest - room and place not in sinks]
-    must = [sum(segment[place] == index for place in fixed) for index in range(len(lengths))]
     weight = [sum(m for m, s in zip(mass, segment, strict=True) if s == index) for index in range(len(lengths))]
-    rest = keep - len(fixed)
+    least, rest = [0] * len(lengths), keep
     for index in sorted(range(len(lengths)), key=lambda index: -weight[index]):
-        price = max(least[index] - must[index], 0)
-        if price > rest:
-            least[index], rest = 0, -1 if price else rest
-        else:
-            rest -= price
-    lower = [max(low, fix) for low, fix in zip(least, must, strict=True)]
-    shares = naive_shares(keep, weight, lengths, [float(low) for low in least], lower)
+        rest -= min(method.min_quota, lengths[index])
+        if rest < 0:
+            break
+        least[index] = min(method.min_quota, lengths[index])
+    shares = naive_shares(keep, weight, lengths, [float(low) for low in least])
     quotas = [math.floor(share + 1e-9) for share in shares]
     for index in sorted(range(len(lengths)), key=lambda index: quotas[index] - shares[index]):
         if sum(quotas) < keep:
             quotas[index] += 1
-
-    def rank(place: int) -> tuple[float, ...]:
-        if place in sinks:
-            return (3, -positions[place], place)
-        if positions[place] >= newest - budget.recent:
-            return (2, 0, place)
-        return (1, scores[place], place)
-
-    chosen: list[int] = []
+    # Lines 34 to 36: by score alone.
+    chosen: set[int] = set()
     for index, quota in enumerate(quotas):
         mine = [place for place in range(entries) if segment[place] == index]
-        chosen += sorted(mine, key=rank, reverse=True)[:quota]
-    return sorted(chosen), lengths, shares
+        chosen |= set(sorted(mine, key=lambda place: (scores[place], place), reverse=True)[:quota])
+    # Line 31: when feasible.
+    must = [place for place in range(entries) if positions[place] < budget.sinks][:keep]
+    room = min(keep - len(must), budget.recent)
+    must += [place for place in range(entries) if positions[place] >= newest - room and place not in must]
+    # Lines 38 to 41.
+    others = sorted(chosen - set(must), key=lambda place: (scores[place], place), reverse=True)
+    stays = must + others[: keep - len(must)]
+    left = sorted(set(range(entries)) - set(stays), key=lambda place: (scores[place], place), reverse=True)
+    return sorted(stays + left[: keep - len(stays)]), lengths, shares
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_mass(shape: Shape) -> None:
-    observation, method = observe(shape), AMS(TOVA(), credit=False, **SMALL)
+@pytest.mark.parametrize("padding", ["observations", "positions"])
+def test_mass(shape: Shape, padding: str) -> None:
+    observation, method = observe(shape), AMS(TOVA(), credit=False, padding=padding, **SMALL)
     mass = method.segments(observation, Budget(4)).mass
     for request in range(shape.batch):
         for head in range(shape.kv_heads):
@@ -113,7 +111,7 @@ def test_credit_lives_with_its_entries() -> None:
     for request in range(2):
         for head in range(2):
             found = credit[request, head, : shape.lengths[request]]
-            torch.testing.assert_close(found, torch.tensor(first[request][head]), **EXACT)
+            torch.testing.assert_close(found, 0.3 * torch.tensor(first[request][head]), **EXACT)
     # The next event: what stayed has its credit, three new entries have none.
     order = torch.zeros(2, 2, 9, dtype=torch.long)
     old = torch.zeros(2, 2, 9)
@@ -131,10 +129,25 @@ def test_credit_lives_with_its_entries() -> None:
         for head in range(2):
             now = naive_mass(later, method, request, head)
             before = old[request, head].tolist()
-            new = [0.7 * b + 0.3 * m if b else m for b, m in zip(before, now, strict=True)]
+            new = [0.7 * b + 0.3 * m for b, m in zip(before, now, strict=True)]
             torch.testing.assert_close(after[request, head], torch.tensor(new), **EXACT)
             mixed = [0.6 * m + 0.4 * c / sum(new) for m, c in zip(now, new, strict=True)]
             torch.testing.assert_close(looked[request, head], torch.tensor(mixed), **EXACT)
+
+
+def test_what_is_useful_at_one_event_after_another_gains() -> None:
+    """Section 3.3: after two events of the same mass an old entry's credit is to a new one's as 1 + decay to 1."""
+    shape = Shape((12,), 1, 1, 4, 4)
+    method = AMS(TOVA(), decay=0.9, **SMALL)
+    observation = observe(shape)
+    budget = Budget(8, sinks=1, recent=1)
+    first = Recipe(method, budget).select(observation).layer(0).state["credit"]
+    old = first.clone()
+    old[..., 6:] = 0.0  # as if these were new at the second event
+    again = Recipe(method, budget).select(replace(observation, state={"credit": old})).layer(0).state["credit"]
+    ratio = again / (0.1 * method.segments(replace(observation, state={}), budget).mass)
+    torch.testing.assert_close(ratio[0, 0, :6], torch.full((6,), 1.9), **EXACT)
+    torch.testing.assert_close(ratio[0, 0, 6:], torch.ones(6), **EXACT)
 
 
 def test_where_all_may_stay_there_was_no_event() -> None:
@@ -183,10 +196,11 @@ def test_a_whole_event(
             )
             segment = parts.segment[request, head]
             assert lengths_of(segment, observation.valid[request, head]) == sizes
-            counts = [sum(int(segment[place]) == index for place in stayed) for index in range(len(sizes))]
-            if sum(min(least, size) for size in sizes) + sinks + recent <= min(keep, entries):
-                assert all(count >= min(least, size) for count, size in zip(counts, sizes, strict=True))
-            assert all(abs(count - share) < 1 + 1e-6 for count, share in zip(counts, shares, strict=True))
+            quotas = parts.quotas[request, head, : len(sizes)].tolist()
+            assert sum(quotas) == min(keep, entries)
+            if sum(min(least, size) for size in sizes) <= min(keep, entries):
+                assert all(quota >= min(least, size) for quota, size in zip(quotas, sizes, strict=True))
+            assert all(abs(quota - share) < 1 + 1e-6 for quota, share in zip(quotas, shares, strict=True))
             remainders = sorted((share - math.floor(share + 1e-9)) for share in shares)
             if all(later - sooner > 1e-6 for sooner, later in pairwise(remainders)):
                 assert stayed == expected
@@ -208,8 +222,7 @@ def test_switches() -> None:
     assert torch.equal(by_length.segment, whole.segments(observation, budget).segment)
     sizes = [int((by_length.segment[0, 0] == index).sum()) for index in range(by_length.quotas.shape[-1])]
     spread = [(q - 1) / size for q, size in zip(by_length.quotas[0, 0].tolist(), sizes, strict=True) if size]
-    middle = spread[1:-1]  # those without sinks and suffix
-    assert max(middle) - min(middle) < 2 / min(size for size in sizes if size)
+    assert max(spread) - min(spread) < 2 / min(size for size in sizes if size)
     keep_set = Recipe(AMS(scorer, window=8, credit=False), budget).select(observation)
     assert "credit" not in keep_set.layer(0).state
     assert AMS(scorer, weighted=False, adaptive=False).needs.window == 1
@@ -269,10 +282,8 @@ def counted(observation: Observation, ranked: Tensor) -> Counter[str]:
     mass, _ = method._mass(observation)
     quotas = method.quotas(observation, budget)
     with Counted() as count:
-        segment, ends, parts = method._divided(observation, budget, mass, quotas)
-        from keepset.allocators.segments import top_of_segments
-
-        top_of_segments(ranked, segment, ends, parts)
+        segment, ends, parts = method._divided(observation, mass, quotas)
+        fitted(ranked, top_of_segments(ranked, segment, ends, parts), quotas)
     del count.calls["aten.clone.default"]  # whether a tensor is contiguous already depends on its sizes
     return count.calls
 

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from keepset.allocators.segments import cut_by_length, cut_by_mass, divide, members, sums, top_of_segments
+from keepset.allocators.segments import cut_by_length, cut_by_mass, divide, fitted, members, sums, top_of_segments
 from tests.tiers import examples
 
 
@@ -109,27 +109,21 @@ def test_cuts_of_a_fixed_length(entries: int, length: int) -> None:
 
 
 @st.composite
-def divisions(draw: st.DrawFn) -> tuple[int, list[float], list[int], list[int], list[int]]:
-    """Quota, and of every segment mass, length, minimum and fixed entries."""
+def divisions(draw: st.DrawFn) -> tuple[int, list[float], list[int], list[int]]:
+    """Quota, and of every segment mass, length and minimum."""
     segments = draw(st.integers(1, 12))
     each = [draw(st.integers(0, 30)) for _ in range(segments)]
-    fixed = [draw(st.integers(0, length)) if draw(st.booleans()) else 0 for length in each]
     smallest = draw(st.integers(0, 4))
     mass = [draw(st.sampled_from([1e-14, 0.01, 0.2, 0.2, 1.0])) if length else 0.0 for length in each]
-    quota = draw(st.integers(sum(fixed), max(sum(fixed), sum(each) + 3)))
-    return quota, mass, each, [min(smallest, length) for length in each], fixed
+    quota = draw(st.integers(0, sum(each) + 3))
+    return quota, mass, each, [min(smallest, length) for length in each]
 
 
-def naive_shares(
-    total: float, mass: list[float], upper: list[int], minimum: list[float], lower: list[float]
-) -> list[float]:
+def naive_shares(total: float, mass: list[float], upper: list[int], minimum: list[float]) -> list[float]:
     """By bisection for the factor."""
 
     def shares(factor: float) -> list[float]:
-        return [
-            min(max(least + factor * part, low), high)
-            for least, part, low, high in zip(minimum, mass, lower, upper, strict=True)
-        ]
+        return [min(least + factor * part, high) for least, part, high in zip(minimum, mass, upper, strict=True)]
 
     low, high = 0.0, 1e18
     for _ in range(400):
@@ -144,39 +138,31 @@ def naive_shares(
 
 @examples(200)
 @given(divisions())
-@example((5, [0.5, 0.5], [3, 3], [1, 1], [0, 0]))
-@example((3, [1.0] * 8, [4] * 8, [1] * 8, [0] * 8))
-def test_division(case: tuple[int, list[float], list[int], list[int], list[int]]) -> None:
-    quota, mass, length, minimum, fixed = case
-    parts = [torch.tensor([[values]], dtype=torch.double) for values in (mass, length, minimum, fixed)]
+@example((5, [0.5, 0.5], [3, 3], [1, 1]))
+@example((3, [1.0] * 8, [4] * 8, [1] * 8))
+def test_division(case: tuple[int, list[float], list[int], list[int]]) -> None:
+    quota, mass, length, minimum = case
+    parts = [torch.tensor([[values]], dtype=torch.double) for values in (mass, length, minimum)]
     found = divide(torch.tensor([[quota]]), *parts)[0, 0].tolist()
     total = min(quota, sum(length))
     assert sum(found) == total
-    # Minima are paid for in the order of the masses; the others follow from what is fixed.
-    rest, paid = total - sum(fixed), [0.0] * len(mass)
+    # Minima are paid for in the order of the masses.
+    rest, paid = total, [0.0] * len(mass)
     for index in sorted(range(len(mass)), key=lambda index: -mass[index]):
-        price = max(minimum[index] - fixed[index], 0)
-        if price == 0:
+        rest -= minimum[index]
+        if rest >= 0:
             paid[index] = minimum[index]
-        elif price <= rest:
-            paid[index] = minimum[index]
-            rest -= price
-        else:
-            rest = -1
-    lower = [max(least, must) for least, must in zip(paid, fixed, strict=True)]
-    shares = naive_shares(total, mass, length, paid, lower)
-    for count, share, low, high in zip(found, shares, lower, length, strict=True):
+    shares = naive_shares(total, mass, length, paid)
+    for count, share, low, high in zip(found, shares, paid, length, strict=True):
         assert low <= count <= high
         assert abs(count - share) < 1 + 1e-6
-    if sum(max(least, must) for least, must in zip(minimum, fixed, strict=True)) <= total and (
-        sum(fixed) + sum(minimum) <= total
-    ):
+    if sum(minimum) <= total:
         assert all(count >= least for count, least in zip(found, minimum, strict=True))
 
 
 def test_without_bounds_it_is_the_papers_formula() -> None:
     mass, length = [0.5, 0.3, 0.2], [100, 100, 100]
-    parts = [torch.tensor([[values]], dtype=torch.double) for values in (mass, length, [2, 2, 2], [0, 0, 0])]
+    parts = [torch.tensor([[values]], dtype=torch.double) for values in (mass, length, [2, 2, 2])]
     rest = 106 - 3 * 2
     assert divide(torch.tensor([[106]]), *parts)[0, 0].tolist() == [2 + round(rest * part) for part in mass]
 
@@ -206,6 +192,18 @@ def test_best_of_segments(heads: int, lengths: list[int], data: st.DataObject) -
             mine.sort(key=lambda place: (-float(ranked[0, head, place]), -place))
             expected |= set(mine[:quota])
         assert set(found[0, head].nonzero()[:, 0].tolist()) == expected
+
+
+@examples(200)
+@given(st.integers(1, 12), st.integers(0, 14), st.data())
+def test_too_many_are_trimmed_and_too_few_filled_up(entries: int, quota: int, data: st.DataObject) -> None:
+    scores = st.sampled_from([float("-inf"), -3e38, -1.5, -0.0, 0.0, 0.5, 0.5, 3e38])
+    ranked = [data.draw(scores) for _ in range(entries)]
+    chosen = [score > float("-inf") and data.draw(st.booleans()) for score in ranked]
+    quota = min(quota, sum(score > float("-inf") for score in ranked))
+    found = fitted(torch.tensor([[ranked]]), torch.tensor([[chosen]]), torch.tensor([[quota]]))[0, 0]
+    order = sorted(range(entries), key=lambda place: (chosen[place], ranked[place], place), reverse=True)
+    assert found.nonzero()[:, 0].tolist() == sorted(order[:quota])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
