@@ -122,7 +122,8 @@ class AMS(Allocator):
         worth = finite(ranking.raw).masked_fill(~observation.valid, float("-inf"))
         chosen = segments.top_of_segments(worth, segment, ends, parts)
         always = budget.is_sink(observation) | budget.is_recent(observation)
-        mask = segments.fitted(ranking.scores, chosen | always & observation.valid, quotas)
+        most = mass.shape[-1] if budget.protect_prompt else budget.sinks + budget.recent
+        mask = segments.trimmed(ranking.scores, chosen | always & observation.valid, quotas, most)
         if credit is None:
             return ranking.keep(mask)
         # Where all may stay there was no event.

@@ -89,14 +89,18 @@ def top_of_segments(ranked: Scores, segment: PerEntry, ends: PerSegment, quotas:
     return torch.zeros_like(chosen).scatter(-1, worst_first, chosen)
 
 
-def fitted(ranked: Scores, chosen: Mask, quotas: Quotas) -> Mask:
-    """So many entries: of the `chosen` ones the best, and where they are fewer, the best of the others too.
+def trimmed(ranked: Scores, chosen: Mask, quotas: Quotas, most: int) -> Mask:
+    """The `quotas` best of the `chosen` entries, which are `most` too many at most; of equal ones the later.
 
-    Of equal ones the later stays, and holes (-inf) go first. AMS, algorithm 1, lines 40 and 41.
+    AMS, algorithm 1, line 40. There is never anything to fill up (line 41): the segments' quotas sum to the head's.
     """
-    _, worst_first = _sorted_rows((chosen.long() << 32) + _rising(ranked), 2 << 32)
-    last = torch.arange(ranked.shape[-1], device=ranked.device) >= ranked.shape[-1] - quotas[..., None]
-    return torch.zeros_like(chosen).scatter(-1, worst_first, last)
+    entries = ranked.shape[-1]
+    place = torch.arange(entries, device=ranked.device)
+    order = ((_rising(ranked) << 32) + place).where(chosen, torch.iinfo(torch.long).max)
+    number = min(most, entries)
+    worst = order.topk(number, dim=-1, largest=False).indices
+    excess = chosen.sum(-1, keepdim=True) - quotas[..., None]
+    return chosen.scatter(-1, worst, chosen.gather(-1, worst) & (place[:number] >= excess))
 
 
 def _rising(ranked: Scores) -> PerEntry:

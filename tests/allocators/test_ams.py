@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from keepset import Budget, KeepsetError, Observation, Recipe
 from keepset.allocators.ams import AMS
-from keepset.allocators.segments import fitted, top_of_segments
+from keepset.allocators.segments import top_of_segments, trimmed
 from keepset.core.features.moments import QueryDistribution, QueryMoments
 from keepset.core.keep_set import LayerKeepSet
 from keepset.methods.tova import TOVA
@@ -283,7 +283,7 @@ def counted(observation: Observation, ranked: Tensor) -> Counter[str]:
     quotas = method.quotas(observation, budget)
     with Counted() as count:
         segment, ends, parts = method._divided(observation, mass, quotas)
-        fitted(ranked, top_of_segments(ranked, segment, ends, parts), quotas)
+        trimmed(ranked, top_of_segments(ranked, segment, ends, parts), quotas, 20)
     del count.calls["aten.clone.default"]  # whether a tensor is contiguous already depends on its sizes
     return count.calls
 

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from keepset.allocators.segments import cut_by_length, cut_by_mass, divide, fitted, members, sums, top_of_segments
+from keepset.allocators.segments import cut_by_length, cut_by_mass, divide, members, sums, top_of_segments, trimmed
 from tests.tiers import examples
 
 
@@ -195,15 +195,15 @@ def test_best_of_segments(heads: int, lengths: list[int], data: st.DataObject) -
 
 
 @examples(200)
-@given(st.integers(1, 12), st.integers(0, 14), st.data())
-def test_too_many_are_trimmed_and_too_few_filled_up(entries: int, quota: int, data: st.DataObject) -> None:
+@given(st.integers(1, 12), st.integers(0, 4), st.data())
+def test_what_is_too_much_goes_the_worst_first(entries: int, most: int, data: st.DataObject) -> None:
     scores = st.sampled_from([float("-inf"), -3e38, -1.5, -0.0, 0.0, 0.5, 0.5, 3e38])
     ranked = [data.draw(scores) for _ in range(entries)]
     chosen = [score > float("-inf") and data.draw(st.booleans()) for score in ranked]
-    quota = min(quota, sum(score > float("-inf") for score in ranked))
-    found = fitted(torch.tensor([[ranked]]), torch.tensor([[chosen]]), torch.tensor([[quota]]))[0, 0]
-    order = sorted(range(entries), key=lambda place: (chosen[place], ranked[place], place), reverse=True)
-    assert found.nonzero()[:, 0].tolist() == sorted(order[:quota])
+    quota = max(0, sum(chosen) - data.draw(st.integers(0, most)))
+    found = trimmed(torch.tensor([[ranked]]), torch.tensor([[chosen]]), torch.tensor([[quota]]), most)[0, 0]
+    best = sorted((place for place in range(entries) if chosen[place]), key=lambda place: (-ranked[place], -place))
+    assert found.nonzero()[:, 0].tolist() == sorted(best[:quota])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
