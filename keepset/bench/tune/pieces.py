@@ -71,7 +71,8 @@ def cut(
     begin = [tokenizer.bos_token_id] if adds_bos(tokenizer) else []
     pieces = []
     for text, start in chance.sample(places, PIECES):
-        body, after = _split(ids[text][start : start + size])
+        end = start + size - size // SHARE
+        body, after = ids[text][start:end], ids[text][end : start + size]
         if retrieval:
             pieces.append(_with_facts(tokenizer, body, after, chance))
         else:
@@ -88,11 +89,6 @@ def _places(lengths: Sequence[int], size: int) -> list[tuple[int, int]]:
         if len(places) >= PIECES:
             break
     return places
-
-
-def _split(ids: list[int]) -> tuple[list[int], list[int]]:
-    after = len(ids) // SHARE
-    return ids[:-after], ids[-after:]
 
 
 def _with_facts(
