@@ -14,11 +14,8 @@ from keepset.errors import KeepsetError
 def render(comparison: dict[str, Any], tokens: Sequence[str], kept: Sequence[Tensor | None]) -> str:
     """The report as one self-contained HTML page.
 
-    Args:
-        comparison: what `keepset compare --json` prints.
-        tokens: the text of each prompt token.
-        kept: for each row of the comparison the boolean `[layers, kv_heads, tokens]` tensor of what it kept,
-            or None where the row failed.
+    It shows what `keepset compare --json` prints, with the text of each prompt token. For each row of the comparison, a
+    boolean `[layers, kv_heads, tokens]` tensor says what it kept; None where the row failed.
     """
     rows = comparison["rows"]
     if len(kept) != len(rows):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -62,7 +62,8 @@ def run(
                 flying[start(make, *claim)] = claim[0]
             if not flying and claim is None:
                 time.sleep(POLL)
-            for stream in _ready(flying):
+            # One that has a cell or has ended, if there is one soon.
+            for stream in ray.wait(list(flying), num_returns=1, timeout=POLL)[0] if flying else ():
                 result = _next(stream, flying[stream].task.name)
                 if isinstance(result, Skipped):
                     skipped.append(result)
@@ -101,11 +102,6 @@ def _cells(make: Maker, group: Group, recipes: Sequence[str]) -> Iterator[Cell |
 @cache
 def _made(make: Maker) -> Runner:
     return make()
-
-
-def _ready(streams: Collection[ray.ObjectRefGenerator[Any]]) -> list[ray.ObjectRefGenerator[Any]]:
-    """One that has a cell or has ended, if there is one soon."""
-    return ray.wait(list(streams), num_returns=1, timeout=POLL)[0] if streams else []
 
 
 def _next(stream: ray.ObjectRefGenerator[Any], task: str) -> Cell | Skipped | None:

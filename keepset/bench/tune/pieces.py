@@ -30,9 +30,7 @@ _ROOM = {False: 1, True: 512}
 class TextPiece:
     """What recipes are measured on: a prompt that is compressed, and the text that follows it.
 
-    Attributes:
-        facts: hidden in the prompt.
-        questions: about each of them, as it follows the prompt, up to where the answer differs.
+    Facts are hidden in the prompt; questions about each follow the prompt, up to where the answer differs.
     """
 
     prompt: Int[Tensor, "1 tokens"]
