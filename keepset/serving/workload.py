@@ -31,6 +31,19 @@ def essay_tokens(tokenizer: Any) -> TokenSource:
     return TokenSource(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], text=True)
 
 
+def token_source(folder: str) -> TokenSource:
+    """What prompts for the model in that folder, or of that hub name, are cut from; it must have a tokenizer."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError) as error:
+        raise KeepsetError(
+            f"The tokenizer of {folder!r} cannot be loaded: give MODEL, a folder or a name on the Hugging Face Hub."
+        ) from error
+    return essay_tokens(tokenizer)
+
+
 def prompts(source: TokenSource, load: Load) -> list[list[list[int]]]:
     """One prompt to warm up, then for each round one per request: always the same for the same seed."""
     generator = random.Random(load.seed)

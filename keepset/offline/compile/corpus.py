@@ -42,12 +42,10 @@ class ContextPool:
     Attributes:
         contexts: those that may be looked at, at most as many as were asked for.
         sha256: of all texts.
-        seed: of the order.
     """
 
     contexts: list[Context]
     sha256: str
-    seed: int
 
     @classmethod
     def draw(
@@ -81,7 +79,7 @@ class ContextPool:
             text = str(tokenizer.decode(passage[1:] if adds_bos(tokenizer) else passage))
             # The same text twice is one context.
             contexts[name] = Context(ids, tokens, name, passage_hashes(text))
-        return cls(list(contexts.values()), digest(texts), seed)
+        return cls(list(contexts.values()), digest(texts))
 
 
 def read_texts(paths: Sequence[Path]) -> list[str]:
