@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 FULL = "full cache"
@@ -42,19 +42,18 @@ class Outcome:
     decode_seconds: float = 0.0
 
 
+COSTS = tuple(each.name for each in fields(Outcome) if each.name not in ("scores", "replies"))
+"""The figures that have means."""
+
+
 @dataclass(frozen=True)
 class Cell:
-    """One recipe on one example.
+    """What a candidate's `recipe`, `method` and `requested` made of one of a task's examples.
 
     Attributes:
-        task: the task's name, its length included.
         seed: of the generated data and of sampling.
-        example: its id.
         recipe: canonical text with its budget, or `FULL`.
-        method: the recipe without its budget; `FULL` for the full cache.
-        requested: the budget that was asked for; None where the method decides, 1.0 for the full cache.
-        facts: the example's.
-        metric: the task's.
+        metric: which of the outcome's scores counts.
         outcome: None where `error` says in one sentence why there is none.
     """
 

@@ -128,7 +128,6 @@ class KeepsetLM(HFLM):
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
-        """As the harness calls its models."""
         mixed = self.mixed_precision_dtype
         with torch.no_grad(), torch.autocast(self.device.type, mixed, enabled=mixed is not None):
             yield

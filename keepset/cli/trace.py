@@ -19,7 +19,7 @@ from keepset.models import EMBEDDED
 from keepset.texts import chat_parts, read
 
 if TYPE_CHECKING:
-    from keepset.bench.analysis.trace import Trace, Tracer
+    from keepset.bench.analysis.trace import Tracer
     from keepset.recipe import Recipe
 
 RECIPE = "ams(tova, window=32, keep=256, every=128)"
@@ -74,6 +74,7 @@ def trace(
 
     from keepset.bench.analysis.trace import Tracer
     from keepset.bench.analysis.trace_figures import figures
+    from keepset.bench.report.trace import render
 
     loaded, tokenizer = load(model)
     ids = torch.tensor([_encoded(tokenizer, before, prompt if problem is None else f"{problem}\n{REASON}")])
@@ -92,7 +93,8 @@ def trace(
     runs = [{**figures(each, region), "text": text} for each, text in zip(traces, texts, strict=True)]
     result = {"model": model or EMBEDDED, "forced": forced, "runs": runs}
     output(result, as_json, lambda: _print(runs))
-    write(html, lambda: _page(result, traces, tokenizer, shown))
+    tokens_of = [[str(tokenizer.decode([token])) for token in each.ids.tolist()] for each in traces]
+    write(html, lambda: render(result, traces, tokens_of, shown))
     if not finished:
         note(f"interrupted after {len(traces[-1].ids) - traces[-1].prompt} of {sampling.tokens} tokens")
         raise Exit(130)
@@ -168,17 +170,3 @@ def _shown(wanted: list[int] | None, compressed: list[int]) -> list[int]:
         there = ", ".join(map(str, compressed))
         raise KeepsetError(f"--layers: layer {missing[0]} is not compressed; there are {there}.")
     return wanted
-
-
-def _page(result: dict[str, Any], traces: Sequence[Trace], tokenizer: Any, layers: Sequence[int]) -> str:
-    from keepset.bench.report.trace import Drawn, render
-
-    drawn = [
-        Drawn(
-            tokens=[str(tokenizer.decode([token])) for token in trace.ids.tolist()],
-            kept=[event.kept()[[event.keep_set.layers.index(layer) for layer in layers], 0] for event in trace.events],
-            segments=[[event.segments.get(layer, []) for layer in layers] for event in trace.events],
-        )
-        for trace in traces
-    ]
-    return render(result, drawn, layers)

@@ -60,9 +60,6 @@ def next_query(
 
     Attention is that over the tokens before the last, as in the paper's equation 1. `on_layer` is called twice a layer:
     there are two prefills.
-
-    Raises:
-        KeepsetError: there are too few tokens for statistics.
     """
     if ids.shape[1] < method.skip + 3:
         raise KeepsetError(

@@ -64,11 +64,9 @@ def head_segments(method: Method, observation: Observation, budget: Budget) -> l
 
 @dataclass(frozen=True, eq=False)
 class TraceEvent(Snapshot):
-    """One event of a trace.
+    """One event, with the number of entries that there were, over all layers and KV heads.
 
-    Attributes:
-        entries: entries that there were, over all layers and KV heads.
-        segments: of every layer, head by head; empty where the method tells none.
+    `segments` are those of every layer, head by head; empty where the method tells none.
     """
 
     entries: int
@@ -85,10 +83,8 @@ class Trace:
     """What one generation left behind.
 
     Attributes:
-        recipe: canonical text.
         ids: the prompt's tokens and those that followed.
         prompt: how many of them are the prompt.
-        events: the compressions.
         tokens_per_second: after the first token, observing not counted; None for a text that was only followed.
     """
 
@@ -102,10 +98,7 @@ class Trace:
 class Tracer:
     """Runs one text of one request under a recipe; `trace` may be asked for at any time, also after Ctrl-C.
 
-    Args:
-        model: a decoder-only transformers model.
-        recipe: what to keep.
-        on_token: is called with the number of tokens whenever some have come.
+    `on_token` is called with the number of tokens whenever some have come.
     """
 
     def __init__(

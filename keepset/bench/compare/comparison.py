@@ -121,20 +121,15 @@ class Comparer(ABC):
 
     @abstractmethod
     def _measure(self, row: Measurement, recipe: Recipe) -> tuple[Measurement, Bool[Tensor, "layers kv_heads tokens"]]:
-        """The row with a recipe's figures, and what it kept.
-
-        Raises:
-            KeepsetError: it cannot be had.
-        """
+        """The row with a recipe's figures, and what it kept; raises KeepsetError where they cannot be had."""
 
 
 def measure(
     row: Measurement, prompt: CachedPrompt, reference: Float[Tensor, "n vocabulary"], continuation: Int[Tensor, "1 n"]
 ) -> Measurement:
-    """The row with the figures of a compressed prompt: its cost, and its fidelity over the text that follows.
+    """The row with a compressed prompt's cost, and its fidelity over the text that follows.
 
-    Args:
-        reference: the full cache's logits after each token of the continuation.
+    The reference is the full cache's logits after each token of the continuation.
     """
     event, nbytes = prompt.event, prompt.cache.nbytes
     logits = prompt.follow(continuation)

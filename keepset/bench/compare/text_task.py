@@ -14,13 +14,9 @@ from keepset.texts import Needle, chat_parts, insert
 
 @dataclass(frozen=True, eq=False)
 class TextTask:
-    """What a comparison runs.
+    """What a comparison runs: a prompt that is compressed, the text that follows it, and what is asked instead of that.
 
-    Attributes:
-        prompt: token ids that are prefilled and compressed, `[1, tokens]`.
-        continuation: token ids of the text that follows, `[1, n]`, for fidelity.
-        question: token ids of the question after the prompt, asked instead of the continuation.
-        needle: what the question is about; None when nothing is asked.
+    The needle is what the question is about; None when nothing is asked.
     """
 
     prompt: Int[Tensor, "1 tokens"]
@@ -43,9 +39,6 @@ def make_text_task(
 
     With a needle its sentence is inserted at `depth` of the prompt, unless it is empty because the text
     holds the answer already, and the prompt is the part of a user's message before the question.
-
-    Raises:
-        KeepsetError: the text or the model's context is too short.
     """
     question = _ids(tokenizer, chat_parts(tokenizer, "", needle.question)[1]) if needle is not None else None
     after = (
@@ -77,11 +70,7 @@ def make_text_task(
 
 
 def check_fits(tokens: int, after: int, longest: int | None) -> None:
-    """Refuses more tokens than the model's context holds; `longest` is None where it says nothing.
-
-    Raises:
-        KeepsetError: says how many there are.
-    """
+    """Refuses more tokens than the model's context holds; `longest` is None where it says nothing."""
     if longest is not None and tokens + after > longest:
         raise KeepsetError(
             f"{tokens} tokens of prompt and {after} after it do not fit the model's context of "

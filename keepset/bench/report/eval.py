@@ -10,7 +10,6 @@ def render(model: str, configuration: Mapping[str, Any], summary: Mapping[str, A
     """The report as one self-contained HTML page.
 
     Args:
-        model: its name.
         configuration: what all cells have in common, by names that a person understands.
         summary: what `keepset results --json` prints.
     """

@@ -18,13 +18,13 @@ from keepset import models
 from keepset.bench.cell import Cell
 from keepset.bench.sweep.runner import Runner
 from keepset.bench.sweep.store import Store
-from keepset.bench.sweep.sweep import POLL, Group, Runs, Skipped, claimed, work
+from keepset.bench.sweep.sweep import POLL, Group, Skipped, claimed, work
 from keepset.errors import KeepsetError
 
 if TYPE_CHECKING:
     import ray
 
-Maker = Callable[[], Runs]
+Maker = Callable[[], Runner]
 """Loads the model where a worker needs it; equal ones are called once per worker."""
 
 
@@ -38,17 +38,12 @@ class Loads:
     temperature: float
 
     def __call__(self) -> Runner:
-        """Loads the model of that name."""
         model, tokenizer = models.load(self.model)
         return Runner(model, tokenizer, agnostic=self.agnostic, chat=self.chat, temperature=self.temperature)
 
 
 def check_installed() -> None:
-    """Refuses where there is no Ray.
-
-    Raises:
-        KeepsetError: it is not installed.
-    """
+    """Refuses where there is no Ray."""
     try:
         import ray  # noqa: F401
     except ImportError:
@@ -62,8 +57,7 @@ def run(
 ) -> list[Skipped]:
     """What `sweep.run` does, by the workers of a Ray cluster: the one that is set up, or one on this machine.
 
-    Args:
-        nbytes: memory that a worker is given for its model and caches.
+    A worker is given so many bytes of memory for its model and caches.
     """
 
     skipped: list[Skipped] = []
@@ -119,7 +113,7 @@ def _cells(make: Maker, group: Group, recipes: Sequence[str]) -> Iterator[Cell |
 
 
 @cache
-def _made(make: Maker) -> Runs:
+def _made(make: Maker) -> Runner:
     return make()
 
 

@@ -57,9 +57,8 @@ _GROUP = "task = ? AND seed = ? AND example = ?"
 class Store:
     """A sweep's file: `begin` writes to it, `open` only reads.
 
-    Attributes:
-        model: the name that the model was first given.
-        configuration: what all cells have in common, by names that a person understands.
+    The model's name is the one that it was first given; the configuration is what all cells have in common, by names
+    that a person understands.
     """
 
     model: str
@@ -73,11 +72,7 @@ class Store:
 
     @classmethod
     def open(cls, path: Path) -> Store:
-        """The sweep in a file, to be read.
-
-        Raises:
-            KeepsetError: there is none, or it is damaged.
-        """
+        """The sweep in a file, to be read."""
         if not path.is_file():
             raise KeepsetError(f"There is no file {str(path)!r}: name one that `keepset eval` has written.")
         with _sentences(path):
@@ -93,11 +88,7 @@ class Store:
 
     @classmethod
     def begin(cls, path: Path, model: str, configuration: Mapping[str, Any]) -> Store:
-        """The sweep in a file, to be added to; a new one if there is none.
-
-        Raises:
-            KeepsetError: the file is something else, damaged, cannot be written, or of another configuration.
-        """
+        """The sweep in a file, to be added to; a new one if there is none."""
         with _sentences(path):
             store = cls(path, _connect(path, writes=True))
             try:
@@ -127,11 +118,7 @@ class Store:
         self.close()
 
     def check(self, configuration: Mapping[str, Any]) -> None:
-        """Refuses another configuration, of which not all has to be known yet.
-
-        Raises:
-            KeepsetError: something in it differs from the file's.
-        """
+        """Refuses another configuration, of which not all has to be known yet."""
         mine = self.configuration
         differs = [name for name, value in configuration.items() if mine.get(name) != value]
         if differs:
@@ -141,11 +128,7 @@ class Store:
             raise KeepsetError(f"{str(self.path)!r} was begun otherwise ({difference}): go on as there, or {_ADVICE}.")
 
     def register(self, task: str, seed: int, ids: Sequence[str], digest: str) -> None:
-        """Notes which examples a task has under a seed.
-
-        Raises:
-            KeepsetError: they are others than the file's cells are of.
-        """
+        """Notes which examples a task has under a seed."""
         with self._transaction() as database:
             known = database.execute("SELECT digest FROM examples WHERE task = ? AND seed = ?", [task, seed]).fetchone()
             if known is None:
@@ -170,11 +153,7 @@ class Store:
             return {((task, seed, example), _canonical(recipe)) for task, seed, example, recipe in rows}
 
     def cells(self) -> list[Cell]:
-        """All that is there: by example, in the order of its task, then by recipe, in the order of their first cells.
-
-        Raises:
-            KeepsetError: the file is damaged.
-        """
+        """All that is there: by example, in its task's order, then by recipe, in the order of their first cells."""
         with _sentences(self.path):
             rows = self._database.execute("SELECT cell FROM cells ORDER BY rowid").fetchall()
             known = self._database.execute("SELECT task, seed, ids FROM examples ORDER BY rowid").fetchall()
@@ -344,7 +323,6 @@ def _no_sweep(path: Path) -> KeepsetError:
 
 
 def _word(value: Any) -> str:
-    """A value of a configuration for a person."""
     word = {None: "none", True: "yes", False: "no"}.get(value) if value is None or isinstance(value, bool) else None
     text = word or str(value)
     return text if len(text) <= 40 else text[:37] + "..."

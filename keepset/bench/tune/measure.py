@@ -19,9 +19,7 @@ from keepset.recipe import Recipe
 class Measurer:
     """Measures recipes on pieces: one prefill serves all of them.
 
-    Attributes:
-        full_found: by piece, which of its facts the full cache finds.
-        full_bytes: by piece, of the full cache.
+    By piece, `full_found` says which of its facts the full cache finds, `full_bytes` what it holds.
     """
 
     def __init__(

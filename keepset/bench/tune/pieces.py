@@ -28,11 +28,9 @@ _ROOM = {False: 1, True: 512}
 
 @dataclass(frozen=True, eq=False)
 class TextPiece:
-    """What recipes are measured on.
+    """What recipes are measured on: a prompt that is compressed, and the text that follows it.
 
     Attributes:
-        prompt: token ids that are prefilled and compressed.
-        continuation: token ids of the text that follows.
         facts: hidden in the prompt.
         questions: about each of them, as it follows the prompt, up to where the answer differs.
     """
@@ -49,9 +47,6 @@ def cut(
     """`PIECES` pieces, in an order that the seed decides.
 
     They are as long as the texts, all together, and the model's context allow, and overlap no more than they must.
-
-    Raises:
-        KeepsetError: the texts are too short, or the context is.
     """
     # verbose=False: a long text is cut before the model sees it, so its length is nothing to warn of.
     ids = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]

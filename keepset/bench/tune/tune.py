@@ -17,14 +17,7 @@ from keepset.recipe import Recipe
 
 
 class Tuner:
-    """The race of all recipes on a text's pieces, and what came of it.
-
-    Attributes:
-        unfit: recipes that were never in the race, with the reason.
-
-    Raises:
-        KeepsetError: the budget drops nothing of these pieces.
-    """
+    """The race of all recipes on a text's pieces; those that were never in it are `unfit`, with the reason."""
 
     def __init__(
         self,
@@ -66,11 +59,7 @@ class Tuner:
         return any(map(any, self._measurer.full_found.values()))
 
     def run(self) -> None:
-        """All of it; stopped halfway, what is known stays.
-
-        Raises:
-            KeepsetError: no recipe can run.
-        """
+        """All of it; stopped halfway, what is known stays."""
         self.race.run()
         if not self.race.alive:
             raise KeepsetError(f"No recipe can run: {next(iter(self.dropped.values()), 'there is none')}")
@@ -88,7 +77,6 @@ class Tuner:
         return (fmean(values), of_score(values)) if values else None
 
     def _runnable(self, recipes: Sequence[Recipe]) -> list[Recipe]:
-        """Those of which the model has what they look at."""
         able = []
         for recipe in recipes:
             try:
