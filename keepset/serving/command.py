@@ -1,7 +1,5 @@
 """The command line of a vLLM server, with or without a recipe."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import json

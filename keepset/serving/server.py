@@ -1,7 +1,5 @@
 """A vLLM server of one's own: started, waited for, and always stopped with all of its processes."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

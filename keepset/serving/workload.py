@@ -1,7 +1,5 @@
 """The prompts of a load: exact numbers of tokens, each from another place of the essays."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """CompilerKV's offline compilation, from contexts to tables (Yang et al. 2026, sections 3.2 to 4.4 and B.1)."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import closing

@@ -1,11 +1,10 @@
 """`Context`: a piece of a text that tables are compiled from, and the files that such texts come from."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import torch
 from jaxtyping import Int
@@ -57,12 +56,8 @@ class ContextPool:
         continuation: int,
         count: int,
         seed: int,
-    ) -> ContextPool:
-        """At most `count` pieces of texts that do not overlap, `tokens` and `continuation` long.
-
-        Raises:
-            KeepsetError: no text is long enough for one.
-        """
+    ) -> Self:
+        """At most `count` pieces of texts that do not overlap, `tokens` and `continuation` long, but at least one."""
         length = tokens + continuation
         passages = shuffled_passages(tokenizer, texts, length=length, shortest=length, seed=seed)
         if not passages:
@@ -83,11 +78,7 @@ class ContextPool:
 
 
 def read_texts(paths: Sequence[Path]) -> list[str]:
-    """The texts of these files: a .jsonl file has one in the field "text" of every line, any other is one.
-
-    Raises:
-        KeepsetError: one cannot be read, is not UTF-8, is empty, or has a line that is not such an object.
-    """
+    """The texts of these files: a .jsonl file has one in the field "text" of every line, any other is one."""
     texts: list[str] = []
     for path in paths:
         whole = read(path)

@@ -1,7 +1,5 @@
 """Conservative Q-learning (equation 4) where one reward answers for many decisions at once."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
