@@ -25,7 +25,6 @@ from keepset.serving.server import Server, ServerError, free_port
 
 if TYPE_CHECKING:
     from keepset.recipe import Recipe
-    from keepset.serving.measure import ServedModel
 
 _ERRORS = 5
 
@@ -118,7 +117,8 @@ def _measure(
 ) -> tuple[str, list[dict[str, Any]]]:
     """What to call the model, and everything about each server; all get the same prompts."""
     from keepset.serving.command import command, folder
-    from keepset.serving.measure import served_model
+    from keepset.serving.measure import ServedModel, check_fits, measure, served_model, to_json
+    from keepset.serving.summary import summary
     from keepset.serving.workload import prompts, token_source
 
     running = None if url is None else served_model(url)
@@ -126,8 +126,16 @@ def _measure(
     if tokens.note is not None:
         note(tokens.note)
     texts = prompts(tokens, load)
+
+    def under_load(name: str, url: str, model: ServedModel) -> dict[str, Any]:
+        check_fits(load, model)
+        with progress() as bar:
+            on_reply = counted(bar, f"requests to the {name} server", load.rounds * load.requests)
+            rounds = measure(url, model.name, load, texts, on_reply)
+        return {"summary": summary(rounds), "rounds": to_json(rounds)}
+
     if url is not None and running is not None:
-        figures = _under_load("server", url, running, load, texts)
+        figures = under_load("server", url, running)
         return running.name, [{"name": "server", "recipe": None, "command": None, **figures}]
     servers = []
     for name, each in (("plain", None), ("recipe", recipe)):
@@ -136,22 +144,10 @@ def _measure(
         with Server(words, port) as server:
             with status(f"starting the {name} server"):
                 server.wait(start_timeout)
-            figures = _under_load(name, server.url, served_model(server.url), load, texts)
+            figures = under_load(name, server.url, served_model(server.url))
             server.check()
         servers.append({"name": name, "recipe": None if each is None else str(each), "command": words, **figures})
     return model or EMBEDDED, servers
-
-
-def _under_load(name: str, url: str, model: ServedModel, load: Load, prompts: list[list[list[int]]]) -> dict[str, Any]:
-    """The figures, then everything behind them."""
-    from keepset.serving.measure import check_fits, measure, to_json
-    from keepset.serving.summary import summary
-
-    check_fits(load, model)
-    with progress() as bar:
-        on_reply = counted(bar, f"requests to the {name} server", load.rounds * load.requests)
-        rounds = measure(url, model.name, load, prompts, on_reply)
-    return {"summary": summary(rounds), "rounds": to_json(rounds)}
 
 
 def print_table(result: dict[str, Any], rows: list[list[str]]) -> None:
