@@ -147,7 +147,7 @@ def _shape(model: PreTrainedModel, pool: ContextPool, settings: Settings) -> tup
     a weight; else each has its own.
     """
     session = PromptSession(model, pool.contexts[0].ids[None, :1].to(model.device), [Recipe.of(settings.method)])
-    observations = session.observations
+    observations = session.prefill().observations
     if not observations:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no layer that keepset compresses: there is nothing to compile."

@@ -50,7 +50,7 @@ class Judge:
         ids = context.ids.to(model.device)[None]
         self._session = PromptSession(model, ids[:, : context.tokens], [Recipe.of(self._method)])
         self._following = ids[:, context.tokens :]
-        observations = self._session.observations
+        observations = self._session.prefill().observations
         self._received = self._method.received_attention(observations)
         entropy, perplexity = self._method.risk(observations[0], self._received)
         # As Tables.bins has it: what is no number is the highest risk.
@@ -72,7 +72,7 @@ class Judge:
 
     @cached_property
     def _signals(self) -> dict[int, Tensor]:
-        return {each.layer: self._method.signal(each, self._received) for each in self._session.observations}
+        return {each.layer: self._method.signal(each, self._received) for each in self._session.prefill().observations}
 
     @cached_property
     def _full(self) -> Float[Tensor, "n vocabulary"]:
