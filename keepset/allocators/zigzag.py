@@ -14,7 +14,7 @@ from keepset.core.feature import Needs
 from keepset.core.features.recent_queries import RecentQueries
 from keepset.core.method import parameter
 from keepset.core.observation import Observation
-from keepset.core.ranking import Ranking
+from keepset.core.select import Ranking
 
 
 @dataclass(frozen=True)
