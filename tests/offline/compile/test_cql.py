@@ -38,7 +38,7 @@ def test_finds_the_best_action_where_all_were_tried(seed: int, alpha: float) -> 
     true, logged = bandit(seed)
     q, curve = learn(logged, alone(STATES), torch.zeros(STATES, ACTIONS), alpha=alpha, decay=0.0)
     assert torch.equal(best(q), true.argmax(1))
-    assert curve[-1].bellman < curve[0].bellman / 5
+    assert curve[-1]["bellman"] < curve[0]["bellman"] / 5
 
 
 @pytest.mark.full
