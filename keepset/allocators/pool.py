@@ -49,7 +49,7 @@ class Pool(Allocator):
 
     def select_all(self, observations: Sequence[Observation], budget: Budget) -> KeepSet:
         scorer = self.scorer
-        rankings = [scorer.ranked(seen, budget, scorer.quotas(seen, budget)) for seen in observations]
+        rankings = [scorer.ranked(each, budget, scorer.quotas(each, budget)) for each in observations]
         # In double, which has room above what always stays.
         values = torch.cat(padded([ranking.scores for ranking in rankings]), 1).double()
         existing = values.isneginf().logical_not().sum(-1)

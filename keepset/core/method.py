@@ -56,7 +56,7 @@ class Method(ABC):
         name: in recipes.
         family: `"scorer"` or `"allocator"`.
         layout: where counts of kept entries may differ.
-        paper: where it is from; `"none"` where there is none.
+        paper: where it is from, if there is one.
         across_layers: whether it chooses for all layers together, once the last one has been observed.
         needs_budget: whether a recipe must say how much to keep.
         counts_from_data: whether how many entries a layer keeps depends on more than lengths and budget.
@@ -68,7 +68,7 @@ class Method(ABC):
     name: ClassVar[str]
     family: ClassVar[str] = "scorer"
     layout: ClassVar[Layout] = Layout.DENSE
-    paper: ClassVar[str]
+    paper: ClassVar[str] = "none"
     across_layers: ClassVar[bool] = False
     needs_budget: ClassVar[bool] = True
     counts_from_data: ClassVar[bool] = False
@@ -205,7 +205,7 @@ class Method(ABC):
         Raises:
             KeepsetError: an observation lacks something that the method needs.
         """
-        return KeepSet([self.select(seen, budget).layer(seen.layer) for seen in observations])
+        return KeepSet([self.select(observation, budget).layer(observation.layer) for observation in observations])
 
     def _check(self, field: dataclasses.Field[Any]) -> None:
         value = getattr(self, field.name)
