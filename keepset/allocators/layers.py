@@ -13,11 +13,10 @@ from torch import Tensor
 
 from keepset.core.budget import Budget, share_of
 from keepset.core.keep_set import KeepSet, Layout
-from keepset.core.method import Allocator
+from keepset.core.method import Allocator, Method
 from keepset.core.observation import Observation
 from keepset.core.select import Ranking, round_to_total, top_mask
 from keepset.core.shapes import Scores
-from keepset.errors import RecipeError
 
 PerRequest = Int[Tensor, " batch"]
 PerLayer = Int[Tensor, "batch layers"]
@@ -35,13 +34,10 @@ class LayerAllocator(Allocator):
     across_layers = True
     counts_from_data = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for inner in self.inner():
-            if inner.across_layers or not inner.equal_layers:
-                raise RecipeError(
-                    f"{self.name} says how much every layer keeps, and so does {inner.name}: leave one of them out."
-                )
+    def objection(self, inner: Method) -> str:
+        if inner.across_layers or not inner.equal_layers:
+            return f"{self.name} says how much every layer keeps, and so does {inner.name}: leave one of them out."
+        return ""
 
     @abstractmethod
     def divided(self, rankings: Sequence[Ranking], rest: PerRequest, room: PerLayer) -> PerLayer:

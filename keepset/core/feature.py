@@ -60,11 +60,7 @@ class Feature(ABC, Generic[Value]):
         return type(self)
 
     def merged(self, other: Self) -> Self:
-        """What serves both this one and another of the same key.
-
-        Args:
-            other: of the same class.
-        """
+        """What serves both this one and another of the same key."""
         return self
 
 
@@ -101,11 +97,7 @@ class Needs:
         return f"Needs({', '.join(map(repr, self))})"
 
     def of(self, kind: type[AnyFeature]) -> list[AnyFeature]:
-        """The features of one kind.
-
-        Args:
-            kind: a class of features.
-        """
+        """The features of one class."""
         return [feature for feature in self if isinstance(feature, kind)]
 
     def names(self) -> list[str]:

@@ -235,37 +235,42 @@ class Allocator(Method):
 
     Attributes:
         scorer: the method that it divides for.
+        chooses_alone: whether no method inside may choose entries.
 
     Raises:
         RecipeError: when it is made of a method that it does not go with.
     """
 
     family: ClassVar[str] = "allocator"
+    chooses_alone: ClassVar[bool] = False
 
     scorer: Method
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.scorer, Allocator) and self.scorer.across_layers and not self.across_layers:
-            inner = self.scorer.name
+            outer = self.scorer.name
             raise RecipeError(
-                f"{self.name} looks at one layer alone, and {inner} at all of them together: put {self.name} inside, "
-                f"as in {inner}({self.name}(snapkv)), or leave one of them out."
+                f"{self.name} looks at one layer alone, and {outer} at all of them together: put {self.name} inside, "
+                f"as in {outer}({self.name}(snapkv)), or leave one of them out."
             )
         if not isinstance(self.scorer, Allocator) and (self.scorer.across_layers or not self.scorer.equal_layers):
             raise RecipeError(
                 f"{self.scorer.name} says itself how much every head keeps, which {self.name} cannot divide again: "
                 "use it alone."
             )
-
-    def _check_chooses_alone(self) -> None:
-        """Refuses a method inside that chooses the entries of every head, as this one does."""
         for inner in self.inner():
-            if inner.chooses:
-                raise RecipeError(
-                    f"{self.name} chooses the entries of every head itself, and so does {inner.name}: put {self.name} "
-                    f"inside, as in adakv({self.name}(snapkv)), or leave one of them out."
-                )
+            if objection := self.objection(inner):
+                raise RecipeError(objection)
+
+    def objection(self, inner: Method) -> str:
+        """Why this does not go with a method inside it, as a sentence; "" where it does."""
+        if not (self.chooses_alone and inner.chooses):
+            return ""
+        return (
+            f"{self.name} chooses the entries of every head itself, and so does {inner.name}: put {self.name} inside, "
+            f"as in adakv({self.name}(snapkv)), or leave one of them out."
+        )
 
     def inner(self) -> Iterator[Method]:
         """The method that it divides a budget for, the one inside that, and so on."""

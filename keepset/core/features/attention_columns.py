@@ -12,8 +12,7 @@ from torch import Tensor
 
 from keepset.core.accumulator import Accumulator, Chunk, widened
 from keepset.core.feature import Feature
-from keepset.kernels.columns import ColumnAccumulator
-from keepset.kernels.statistic import ColumnStatistic
+from keepset.kernels.columns import ColumnAccumulator, ColumnStatistic
 
 PROMPT_ATTENTION = "looks at the attention of the whole prompt, and only there"
 """Why this and its like do not exist at later events."""
