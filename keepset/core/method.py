@@ -74,8 +74,9 @@ class Method(ABC):
     counts_from_data: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        kinds = _kinds(type(self))
         for field in dataclasses.fields(self):
-            self._check(field)
+            self._check(field, kinds[field.name])
 
     @property
     def needs(self) -> Needs:
@@ -207,21 +208,20 @@ class Method(ABC):
         """
         return KeepSet([self.select(observation, budget).layer(observation.layer) for observation in observations])
 
-    def _check(self, field: dataclasses.Field[Any]) -> None:
-        value = getattr(self, field.name)
-        kind = _kinds(type(self))[field.name]
+    def _check(self, field: dataclasses.Field[Any], kind: Any) -> None:
+        value, allowed = getattr(self, field.name), field.metadata
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             object.__setattr__(self, field.name, value := float(value))
         if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
             raise RecipeError(f"{self.name}: {field.name}={value!r} is not {_ARTICLES.get(kind, 'a method')}.")
         if kind is float and not math.isfinite(value):
             raise RecipeError(f"{self.name}: {field.name}={value!r} is not a finite number.")
-        low, high = field.metadata.get("minimum"), field.metadata.get("maximum")
+        low, high = allowed.get("minimum"), allowed.get("maximum")
         if (low is not None and value < low) or (high is not None and value > high):
             raise RecipeError(f"{self.name}: {field.name}={value!r} is out of range: use {_range(low, high)}.")
-        if field.metadata.get("odd") and value % 2 == 0:
+        if allowed.get("odd") and value % 2 == 0:
             raise RecipeError(f"{self.name}: {field.name}={value} has no middle: use an odd number.")
-        choices = field.metadata.get("choices")
+        choices = allowed.get("choices")
         if choices and value not in choices:
             known = ", ".join(map(repr, choices))
             raise RecipeError(f"{self.name}: {field.name}={value!r} is none of its choices: use one of {known}.")
