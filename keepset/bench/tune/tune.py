@@ -90,8 +90,9 @@ class Tuner:
     def to_json(self) -> dict[str, Any]:
         """As `keepset tune --json` prints it: what is known so far."""
         race = self.race
-        tied = race.tied()
-        chosen = self._chosen(tied)
+        tied = race.tied() if race.pieces >= LEAST else []
+        # Of what cannot be told apart the one with the cheapest prefill; none while too little is known.
+        chosen = min(tied, key=lambda entry: entry.first(race.pieces).mean("prefill_seconds"), default=None)
         out = [entry for entry in race.entries if entry not in race.alive and entry.figures and entry.error is None]
         order = [*race.ranked(), *sorted(out, key=lambda entry: (-len(entry.figures), entry.kl[0]))]
         full = self._measurer.full_bytes
@@ -110,17 +111,11 @@ class Tuner:
                 **({"found": _figure(self.full_found)} if self.has_facts else {}),
             },
             "recipe": None if chosen is None else str(chosen.recipe),
-            "tied": [str(entry.recipe) for entry in tied] if race.pieces >= LEAST else [],
+            "tied": [str(entry.recipe) for entry in tied],
             "verdict": self._verdict(tied, chosen),
             "rows": [_row(entry, alive=entry in race.alive) for entry in order],
             "dropped": [{"recipe": recipe, "reason": reason} for recipe, reason in self.dropped.items()],
         }
-
-    def _chosen(self, tied: Sequence[Contender]) -> Contender | None:
-        """Of what cannot be told apart the one with the cheapest prefill; None while too little is known."""
-        if self.race.pieces < LEAST:
-            return None
-        return min(tied, key=lambda entry: entry.first(self.race.pieces).mean("prefill_seconds"), default=None)
 
     def _verdict(self, tied: Sequence[Contender], chosen: Contender | None) -> list[str]:
         sentences, pieces = [], self.race.pieces
