@@ -73,12 +73,9 @@ class TraceEvent(Snapshot):
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """What one generation left behind.
+    """What one generation left behind: its ids, of which so many are the prompt's, and its events.
 
-    Attributes:
-        ids: the prompt's tokens and those that followed.
-        prompt: how many of them are the prompt.
-        tokens_per_second: after the first token, observing not counted; None for a text that was only followed.
+    The speed is that after the first token, observing not counted; None for a text that was only followed.
     """
 
     recipe: str
