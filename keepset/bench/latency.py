@@ -40,11 +40,6 @@ class Round:
     kv_bytes: int
     peak_bytes: int | None
 
-    @property
-    def seconds(self) -> float:
-        """Of the whole generation."""
-        return self.first_seconds + self.rest_seconds
-
 
 @dataclass
 class Timing:
@@ -65,7 +60,7 @@ class Timing:
         return {
             "first_seconds": median(each.first_seconds for each in self.rounds),
             "tokens_per_second": median(rest / each.rest_seconds for each in self.rounds) if rest else None,
-            "seconds": median(each.seconds for each in self.rounds),
+            "seconds": median(each.first_seconds + each.rest_seconds for each in self.rounds),
             "kv_bytes": median(each.kv_bytes for each in self.rounds),
             "peak_bytes": median(peaks) if peaks else None,
         }

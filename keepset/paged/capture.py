@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from keepset.core.accumulate import Accumulators
+from keepset.core.accumulator import Accumulators
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.page_tables import OccupiedPages
 from keepset.paged.query_windows import QueryCapture, QueryRecord, QueryWindows

@@ -1,7 +1,5 @@
 """Libraries that only `keepset[serve]` brings along."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

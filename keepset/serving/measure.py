@@ -26,12 +26,11 @@ _WARM_UP = 8
 
 @dataclass
 class Round:
-    """One round of a load: its replies, and samples from before its start to after its end.
+    """One round of a load: its replies, and samples of the metrics from before its start to after its end.
 
     Attributes:
         seconds: from the first request to the end of the last answer.
         replies: in the order of the prompts.
-        samples: of the server's metrics, in the order of time.
     """
 
     seconds: float
@@ -76,26 +75,16 @@ def check_fits(load: Load, model: ServedModel) -> None:
 def measure(
     url: str, model: str, load: Load, prompts: Sequence[list[list[int]]], on_reply: Callable[[], None] = lambda: None
 ) -> list[Round]:
-    """Warm the server up, then run every round of a load.
+    """Warm the server up, then run every round of a load; the prompts are what `workload.prompts` gives."""
 
-    Args:
-        url: the server's address.
-        model: the name that it serves.
-        load: how many requests of which size.
-        prompts: what `workload.prompts` gives.
-        on_reply: called after each reply.
-    """
-    return asyncio.run(_measure(url, model, load, prompts, on_reply))
+    async def run() -> list[Round]:
+        async with connect(url, load.concurrency) as client:
+            ask = partial(complete, client, model, timeout=load.timeout)
+            warm_up, *rounds = prompts
+            await ask(warm_up[0], min(_WARM_UP, load.output_tokens), index=0, began=time.perf_counter())
+            return [await _run_round(client, ask, load, texts, on_reply) for texts in rounds]
 
-
-async def _measure(
-    url: str, model: str, load: Load, prompts: Sequence[list[list[int]]], on_reply: Callable[[], None]
-) -> list[Round]:
-    async with connect(url, load.concurrency) as client:
-        ask = partial(complete, client, model, timeout=load.timeout)
-        warm_up, *rounds = prompts
-        await ask(warm_up[0], min(_WARM_UP, load.output_tokens), index=0, began=time.perf_counter())
-        return [await _run_round(client, ask, load, texts, on_reply) for texts in rounds]
+    return asyncio.run(run())
 
 
 async def _run_round(

@@ -32,11 +32,8 @@ class Reach:
 class Trade:
     """A method's curve over its budgets, on one task or a group's: what it keeps against what it answers.
 
-    Attributes:
-        smallest: the smallest measured keep; areas compare where it is the same.
-        budgets: how many, beside the full cache.
-        examples: how many have all budgets.
-        failed: how often the method failed on an example under a budget, which counts as not answered.
+    `budgets` says how many there are beside the full cache, `examples` how many have all of them, `failed` how often
+    the method failed on one, which counts as not answered. Areas compare where the smallest measured keep is the same.
     """
 
     task: str

@@ -31,12 +31,9 @@ class Segmented(Protocol):
 
 
 class HeadSegments(NamedTuple):
-    """One head's mass and segments at an event: what Figure 3 of Yang and Shen (AMS) draws.
+    """One head's mass of every entry, ends of segments (one past each one's last entry) and how many each was to keep.
 
-    Attributes:
-        mass: of every entry, in the order of the cache.
-        ends: one past each segment's last entry.
-        quotas: how many entries each segment was to keep.
+    It is what Figure 3 of Yang and Shen (AMS) draws.
     """
 
     mass: Float[Tensor, " entries"]

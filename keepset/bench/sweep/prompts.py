@@ -32,13 +32,10 @@ class Prompts:
     """Makes the prompts of examples.
 
     Context, question and the answer's prefix are one text, tokenized as lm-evaluation-harness does: white space before
-    a choice belongs to the choice. In a chat, context and question are a user's message in the model's template, and
-    the prefix begins the assistant's answer. A prompt that the model's context does not hold, together with the answer,
-    loses the middle of its own context, as in LongBench (Bai and others 2023, arXiv:2308.14508).
-
-    Args:
-        agnostic: only the context is prompt; each question follows it, tokenized by itself.
-        longest: tokens that the model's context holds; None where it says nothing.
+    a choice belongs to the choice; if `agnostic`, each question follows the context's prompt, tokenized by itself. In a
+    chat, context and question are a user's message in the model's template, and the prefix begins the assistant's
+    answer. A prompt that the model's `longest` context does not hold, together with the answer, loses the middle of its
+    own context, as in LongBench (Bai and others 2023, arXiv:2308.14508).
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, agnostic: bool, chat: bool, longest: int | None) -> None:

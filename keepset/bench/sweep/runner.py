@@ -30,15 +30,11 @@ TOGETHER = 4
 class Runner:
     """Asks the same of every candidate, so that cells differ by nothing but the recipe.
 
-    The first token of an answer is predicted by the whole prompt, as in `generate`; where a question follows a
-    compressed context, by what was kept of it. Answers are the most likely tokens; with a temperature they are drawn by
-    the seed, the example and the question alone, so that all candidates have the same luck. Of the model's generation
-    config only what ends an answer counts.
-
-    Args:
-        agnostic: compress the context before any question is known, instead of context and question together.
-        chat: ask in the model's chat template.
-        temperature: 0 for greedy decoding.
+    If `agnostic`, the context is compressed before any question is known, instead of context and question together. The
+    first token of an answer is predicted by the whole prompt, as in `generate`; where a question follows a compressed
+    context, by what was kept of it. Answers are the most likely tokens; with a temperature they are drawn by the seed,
+    the example and the question alone, so that all candidates have the same luck. Of the model's generation config only
+    what ends an answer counts.
     """
 
     def __init__(

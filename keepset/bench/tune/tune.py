@@ -127,7 +127,8 @@ class Tuner:
         if chosen is None:
             sentences.append(f"Measured on {pieces} pieces: too few to name a recipe.")
         elif len(tied) == 1:
-            sentences.append(f"Use {chosen.recipe}: the best of {_many(self.race.entries)} on {pieces} pieces.")
+            ran = sum(entry.error is None for entry in self.race.entries)
+            sentences.append(f"Use {chosen.recipe}: the best of {ran} recipes on {pieces} pieces.")
         else:
             rest = ", ".join(str(entry.recipe) for entry in tied if entry is not chosen)
             sentences.append(
@@ -161,7 +162,3 @@ def _figure(figure: tuple[float, Interval | None] | None) -> dict[str, float | N
     value, interval = figure or (None, None)
     low, high = interval or (None, None)
     return {"mean": value, "low": low, "high": high}
-
-
-def _many(entries: Sequence[Contender]) -> str:
-    return f"{sum(entry.error is None for entry in entries)} recipes"
