@@ -4,13 +4,13 @@ from keepset.core.budget import Budget as Budget
 from keepset.core.feature import Feature as Feature
 from keepset.core.feature import Needs as Needs
 from keepset.core.features.attention_columns import AttentionColumns as AttentionColumns
-from keepset.core.features.model_statistics import ModelStatistics as ModelStatistics
+from keepset.core.features.given import ModelStatistics as ModelStatistics
+from keepset.core.features.given import OutputProjection as OutputProjection
+from keepset.core.features.given import Perplexity as Perplexity
+from keepset.core.features.given import RecentQueries as RecentQueries
 from keepset.core.features.moments import HiddenMoments as HiddenMoments
 from keepset.core.features.moments import QueryMoments as QueryMoments
-from keepset.core.features.output_projection import OutputProjection as OutputProjection
-from keepset.core.features.perplexity import Perplexity as Perplexity
 from keepset.core.features.prompt_queries import PromptQueryAttention as PromptQueryAttention
-from keepset.core.features.recent_queries import RecentQueries as RecentQueries
 from keepset.core.features.second_pass import SecondPass as SecondPass
 from keepset.core.keep_set import KeepSet as KeepSet
 from keepset.core.keep_set import LayerKeepSet as LayerKeepSet

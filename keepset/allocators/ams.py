@@ -11,7 +11,7 @@ from keepset.allocators import segments
 from keepset.allocators.segments import PerEntry, PerSegment
 from keepset.core.budget import Budget
 from keepset.core.feature import Needs
-from keepset.core.features.recent_queries import RecentQueries
+from keepset.core.features.given import RecentQueries
 from keepset.core.keep_set import LayerKeepSet
 from keepset.core.method import Allocator, parameter
 from keepset.core.observation import Observation

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from keepset.core.budget import Budget
 from keepset.core.feature import Needs
-from keepset.core.features.perplexity import Perplexity
-from keepset.core.features.recent_queries import RecentQueries
+from keepset.core.features.given import Perplexity, RecentQueries
 from keepset.core.keep_set import KeepSet
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
