@@ -13,18 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Exit, Option
 
 import keepset
-from keepset.bench.report.serving import render
 from keepset.cli.checks import check_writable
 from keepset.cli.console import cell, counted, note, progress, say, show, status, table, write
 from keepset.cli.options import JsonFile, PlotsHtml, group
 from keepset.errors import KeepsetError
 from keepset.models import EMBEDDED
-from keepset.serving.extras import import_http, import_parser
-from keepset.serving.load import MAX_CONCURRENCY, Load, local_url
-from keepset.serving.server import Server, ServerError, free_port
 
 if TYPE_CHECKING:
     from keepset.recipe import Recipe
+    from keepset.serving.load import Load
 
 _ERRORS = 5
 
@@ -61,8 +58,12 @@ def serve(
     Starts a server without the recipe, sends it requests, stops it; then the same with the recipe. Requests are
     streamed, as many at once as --concurrency allows, and each has a text of its own.
     """
+    from keepset.bench.report.serving import render
     from keepset.recipe import Recipe
     from keepset.serving.command import block_size_hint, check_installed, check_options, split
+    from keepset.serving.extras import import_http, import_parser
+    from keepset.serving.load import MAX_CONCURRENCY, Load, local_url
+    from keepset.serving.server import ServerError
     from keepset.serving.table import table_rows
 
     model, options = split(words or [])
@@ -118,6 +119,7 @@ def _measure(
     """What to call the model, and everything about each server; all get the same prompts."""
     from keepset.serving.command import command, folder
     from keepset.serving.measure import ServedModel, check_fits, measure, served_model, to_json
+    from keepset.serving.server import Server, free_port
     from keepset.serving.summary import summary
     from keepset.serving.workload import prompts, token_source
 

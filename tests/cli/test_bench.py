@@ -223,5 +223,5 @@ def test_interrupted(how: str, number: signal.Signals, tmp_path: Path) -> None:
 def servers_of(pid: int) -> list[int]:
     """The small servers among a process's children."""
     children = Path(f"/proc/{pid}/task/{pid}/children")
-    found = [int(child) for child in children.read_text().split()] if children.exists() else []
-    return [child for child in found if FAKE.name in Path(f"/proc/{child}/cmdline").read_text()]
+    pids = [int(child) for child in children.read_text().split()] if children.exists() else []
+    return [child for child in pids if FAKE.name in Path(f"/proc/{child}/cmdline").read_text()]

@@ -59,12 +59,8 @@ def make_text_task(
     start = str(tokenizer.decode(body[0, :length]))
     if needle is not None and needle.sentence:
         start = insert(start, needle, depth)
-    return TextTask(
-        prompt=_ids(tokenizer, _wrap(tokenizer, start, needle), special=needle is None),
-        continuation=body[:, length : length + continuation],
-        question=question,
-        needle=needle,
-    )
+    prompt = _ids(tokenizer, _wrap(tokenizer, start, needle), special=needle is None)
+    return TextTask(prompt, body[:, length : length + continuation], question, needle)
 
 
 def check_fits(tokens: int, after: int, longest: int | None) -> None:

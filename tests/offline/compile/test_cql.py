@@ -83,8 +83,8 @@ def test_no_other_values_are_better_by_the_formula(seed: int, alpha: float, deca
         everything = [value(values, each) for each in itertools.product(range(actions), repeat=decisions)]
         total = 0.0
         for taken, reward in zip(logged.actions.tolist(), logged.rewards.tolist(), strict=True):
-            found = value(values, tuple(taken))
-            total += alpha * (math.log(sum(map(math.exp, everything))) - found) + (found - reward) ** 2 / 2
+            foretold = value(values, tuple(taken))
+            total += alpha * (math.log(sum(map(math.exp, everything))) - foretold) + (foretold - reward) ** 2 / 2
         return total / len(logged.rewards) + decay / 2 * sum(x * x for row in values for x in row)
 
     learned = q.double().tolist()
