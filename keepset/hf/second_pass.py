@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
 
 from keepset.core.feature import Feature, Needs
-from keepset.core.features.second_pass import SecondPass, SecondPassColumns
+from keepset.core.features.attention import SecondPass, SecondPassColumns
 from keepset.errors import KeepsetError, UnsupportedModelError
 from keepset.hf.attention import AttentionCall, hand_over
 from keepset.hf.hooks import ModelHooks, weakly
