@@ -85,7 +85,7 @@ class _PromptQueries(Accumulator):
             queries[feature] = [*parts, [row[:, own] for row, own in zip(rows, chosen, strict=True)]]
         self._queries = queries
 
-    def joined(self, others: Sequence[_PromptQueries]) -> _Asked:
+    def joined(self, others: Sequence[_PromptQueries]) -> _PromptQueries:
         raise NotImplementedError  # only paged runtimes join requests
 
     def values(self, lengths: Int[Tensor, " batch"], width: int) -> Mapping[Feature[Any], Any]:
