@@ -46,7 +46,6 @@ class AttentionHooks(ModelHooks):
     """
 
     def forget(self) -> None:
-        """Lets go of the calls that were seen, and of the hidden states that they hold."""
         self._rotary_calls: list[_Call] = []
         self._local = _Calls()
 
