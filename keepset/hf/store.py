@@ -39,14 +39,11 @@ class Run:
 class EntryStore:
     """Keys, values, positions and a method's own columns of one layer, for `batch * kv_heads` heads.
 
-    `positions` are int32, counted from each request's first token. Everything that moves an entry moves all
-    of its columns.
+    `positions` are int32, counted from each request's first token. What moves an entry moves all of its columns.
     """
 
     def __init__(self, batch: int, kv_heads: int, runs: list[Run], columns: dict[str, Tensor]) -> None:
-        self.batch, self.kv_heads = batch, kv_heads
-        self._runs = runs
-        self._columns = columns
+        self.batch, self.kv_heads, self._runs, self._columns = batch, kv_heads, runs, columns
 
     @classmethod
     def pack(
@@ -55,8 +52,7 @@ class EntryStore:
         """A store with exactly the entries that a KeepSet names, and not a byte more.
 
         Args:
-            columns: `keys` and `values` `[batch, kv_heads, entries, dim]`, `positions` and the method's own
-                columns `[batch, kv_heads, entries]`.
+            columns: `keys` and `values` `[batch, kv_heads, entries, dim]`, all others `[batch, kv_heads, entries]`.
             indices: index of each kept entry, packed head after head.
             counts: kept entries of every head.
         """
