@@ -82,13 +82,10 @@ class Ending:
 
 @dataclass
 class Answer:
-    """One answer, generated or chosen.
+    """One answer: the ids that were generated, and their text without the end; of choices their likelihoods.
 
-    Attributes:
-        ids: the tokens that were generated, the end included.
-        seconds: they took; of the time of answers that were decoded together, an even share.
-        reply: its text without the end; of choices their likelihoods.
-        finished: whether it ended by itself, or at a text of `until`.
+    It has `finished` where it ended by itself, or at a text of `until`; of the seconds of answers that were decoded
+    together, it has an even share.
     """
 
     ids: list[int] = field(default_factory=list)

@@ -40,11 +40,6 @@ class Round:
     kv_bytes: int
     peak_bytes: int | None
 
-    @property
-    def seconds(self) -> float:
-        """Of the whole generation."""
-        return self.first_seconds + self.rest_seconds
-
 
 @dataclass
 class Timing:
@@ -65,7 +60,7 @@ class Timing:
         return {
             "first_seconds": median(each.first_seconds for each in self.rounds),
             "tokens_per_second": median(rest / each.rest_seconds for each in self.rounds) if rest else None,
-            "seconds": median(each.seconds for each in self.rounds),
+            "seconds": median(each.first_seconds + each.rest_seconds for each in self.rounds),
             "kv_bytes": median(each.kv_bytes for each in self.rounds),
             "peak_bytes": median(peaks) if peaks else None,
         }
@@ -92,13 +87,12 @@ def latency(
         timings += here
         gc.collect()
         for number in range(rounds + 1):
+            # A first, short one: thread pools, allocators and compiled kernels are nobody's cost.
+            count = output_tokens if number else min(2, output_tokens)
             for timing, recipe in zip(here, (None, *recipes), strict=True):
                 if timing.error is None:
                     try:
-                        # A first, short one: thread pools, allocators and compiled kernels are nobody's cost.
-                        generation = _generation(
-                            model, prompt, recipe, output_tokens if number else min(2, output_tokens)
-                        )
+                        generation = _generation(model, prompt, recipe, count)
                     except KeepsetError as error:
                         timing.error = str(error)
                     else:

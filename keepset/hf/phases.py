@@ -11,10 +11,9 @@ from typing import Any
 from jaxtyping import Bool
 from torch import Tensor
 
-from keepset.core.accumulate import Accumulators
-from keepset.core.accumulator import Chunk, Entries
+from keepset.core.accumulator import Accumulators, Chunk, Entries
 from keepset.core.feature import Feature, Needs
-from keepset.core.features.recent_queries import RecentQueries
+from keepset.core.features.given import RecentQueries
 from keepset.hf.forward import Forward
 from keepset.hf.store import EntryStore
 from keepset.hf.window import QueryWindow

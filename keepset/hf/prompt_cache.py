@@ -16,12 +16,9 @@ from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
 from keepset.core.feature import Feature, Needs
-from keepset.core.features.model_statistics import ModelStatistics
-from keepset.core.features.output_projection import OutputProjection
-from keepset.core.features.perplexity import Perplexity
+from keepset.core.features.given import ModelStatistics, OutputProjection, Perplexity
 from keepset.core.features.second_pass import SecondPass
 from keepset.core.observation import Observation
-from keepset.core.schedule import Schedule
 from keepset.core.statistics import Statistics, load
 from keepset.errors import KeepsetError
 from keepset.hf.attention import NAME, AttentionCall, hand_over
@@ -35,6 +32,7 @@ from keepset.hf.progress import Progress
 from keepset.hf.projection import output_projection
 from keepset.hf.second_pass import SecondPasses
 from keepset.hf.support import check_model
+from keepset.recipe import Schedule
 
 
 class PromptCache(TransformersCache, ABC):

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 
 from transformers import PreTrainedTokenizerBase
 
@@ -34,28 +35,24 @@ class Grid:
     def is_done(self, store: Store) -> bool:
         """Whether a file has all of it, as far as it knows which examples there are."""
         done = store.done()
-        return all(
-            (examples := store.examples(task.name, seed)) is not None
-            and all(
-                ((task.name, seed, example), candidate.text) in done
-                for example in examples
-                for candidate in self.candidates[task.name]
-            )
-            for task in self.tasks
-            for seed in self.seeds
-        )
+        for task, seed in product(self.tasks, self.seeds):
+            if (examples := store.examples(task.name, seed)) is None:
+                return False
+            wanted = product(examples, self.candidates[task.name])
+            if not all(((task.name, seed, example), candidate.text) in done for example, candidate in wanted):
+                return False
+        return True
 
     def groups(self, store: Store, tokenizer: PreTrainedTokenizerBase) -> list[Group]:
         """All of it, example by example; which examples there are is noted in the file."""
         groups = []
-        for task in self.tasks:
-            for seed in self.seeds:
-                examples = task.examples(tokenizer, limit=self.limit, seed=seed)
-                ids = [example.id for example in examples]
-                if len(set(ids)) < len(ids):
-                    raise KeepsetError(f"{task.name} has several examples of one id: give each an id of its own.")
-                store.register(task.name, seed, ids, digest(task, examples))
-                groups += [Group(task, seed, example, self.candidates[task.name]) for example in examples]
+        for task, seed in product(self.tasks, self.seeds):
+            examples = task.examples(tokenizer, limit=self.limit, seed=seed)
+            ids = [example.id for example in examples]
+            if len(set(ids)) < len(ids):
+                raise KeepsetError(f"{task.name} has several examples of one id: give each an id of its own.")
+            store.register(task.name, seed, ids, digest(task, examples))
+            groups += [Group(task, seed, example, self.candidates[task.name]) for example in examples]
         return groups
 
     def of(self, cells: Sequence[Cell]) -> list[Cell]:

@@ -30,9 +30,7 @@ _ROOM = {False: 1, True: 512}
 class TextPiece:
     """What recipes are measured on: a prompt that is compressed, and the text that follows it.
 
-    Attributes:
-        facts: hidden in the prompt.
-        questions: about each of them, as it follows the prompt, up to where the answer differs.
+    Facts are hidden in the prompt; questions about each follow the prompt, up to where the answer differs.
     """
 
     prompt: Int[Tensor, "1 tokens"]
@@ -71,7 +69,8 @@ def cut(
     begin = [tokenizer.bos_token_id] if adds_bos(tokenizer) else []
     pieces = []
     for text, start in chance.sample(places, PIECES):
-        body, after = _split(ids[text][start : start + size])
+        end = start + size - size // SHARE
+        body, after = ids[text][start:end], ids[text][end : start + size]
         if retrieval:
             pieces.append(_with_facts(tokenizer, body, after, chance))
         else:
@@ -88,11 +87,6 @@ def _places(lengths: Sequence[int], size: int) -> list[tuple[int, int]]:
         if len(places) >= PIECES:
             break
     return places
-
-
-def _split(ids: list[int]) -> tuple[list[int], list[int]]:
-    after = len(ids) // SHARE
-    return ids[:-after], ids[-after:]
 
 
 def _with_facts(

@@ -19,10 +19,9 @@ from keepset.bench.tasks.catalogue import Settings
 from keepset.bench.tasks.find import find
 from keepset.bench.tasks.ruler_draws import FrequentWords, seeded
 from keepset.bench.tasks.task import Example, Question, Task
+from tests.bench.harness import WITH_HARNESS
 
-pytest.importorskip("lm_eval", reason='pip install "keepset[eval]"')
-
-from lm_eval.tasks.ruler.common_utils import postprocess_pred, string_match_all
+pytestmark = WITH_HARNESS
 
 NEEDLES = [name for name in ruler.NAMES if name.startswith("niah")]
 MADE = [*NEEDLES, "ruler_vt", "ruler_cwe", "ruler_fwe"]
@@ -266,6 +265,8 @@ REPLIES = [
 @pytest.mark.parametrize("reply", REPLIES)
 def test_scores(reply: str, answers: tuple[str, ...]) -> None:
     question = Question("?", target=answers)
+    from lm_eval.tasks.ruler.common_utils import postprocess_pred, string_match_all
+
     harness = string_match_all(postprocess_pred([reply]), [list(answers)])
     assert task("ruler_cwe", 4096).judge(question, reply) == {"match": harness}
     some = 0.0
