@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
 
-from keepset.core.accumulate import widened
+from keepset.core.accumulator import widened
 from keepset.core.feature import Feature, Needs
 from keepset.core.features.second_pass import SecondPass, SecondPassColumns
 from keepset.errors import KeepsetError, UnsupportedModelError
