@@ -25,8 +25,8 @@ from keepset.hf.hooks import ModelHooks, weakly
 from keepset.hf.layer import LogicalLayer
 from keepset.hf.progress import Progress
 from keepset.hf.repeat import Repeat
+from keepset.kernels.columns import ColumnStatistic
 from keepset.kernels.second_pass import PackedSequence, SoftmaxScope, second_pass_attention
-from keepset.kernels.statistic import ColumnStatistic
 
 Entries = tuple[Float[Tensor, "batch kv_heads entries head_dim"], Float[Tensor, "batch kv_heads entries value_dim"]]
 """Keys and values of one layer."""
