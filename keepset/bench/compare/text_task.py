@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
+from keepset.bench.tasks.task import Tokenizer
 from keepset.errors import KeepsetError
 from keepset.texts import Needle, chat_parts, insert
 
@@ -26,7 +26,7 @@ class TextTask:
 
 
 def make_text_task(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     text: str,
     *,
     tokens: int,
