@@ -11,10 +11,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
+import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from keepset.core.shapes import HiddenStates, Queries
+from keepset.core.shapes import HiddenStates, Queries, QueryHeadScores
 
 if TYPE_CHECKING:
     from keepset.core.feature import Feature
@@ -147,3 +149,9 @@ class Accumulators:
         start = time.perf_counter()
         yield
         self.seconds[cost] += time.perf_counter() - start
+
+
+def widened(columns: Sequence[Float[Tensor, "query_heads _"]], width: int) -> QueryHeadScores:
+    """One column statistic of several requests, zero where a request has no entry."""
+    longest = max(width, *(column.shape[-1] for column in columns))
+    return torch.stack([F.pad(column, (0, longest - column.shape[-1])) for column in columns])

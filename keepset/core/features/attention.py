@@ -8,14 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from keepset.core.accumulator import Accumulator, Chunk
+from keepset.core.accumulator import Accumulator, Chunk, widened
 from keepset.core.feature import Feature
-from keepset.core.shapes import QueryHeadScores
 from keepset.kernels.columns import ColumnAccumulator, ColumnStatistic
 from keepset.kernels.mean_square import mean_square_attention
 
@@ -44,7 +42,7 @@ class _Columns(Accumulator):
 
     def values(self, lengths: Int[Tensor, " batch"], width: int) -> Mapping[Feature[Any], Any]:
         return {
-            feature: _widened([columns.statistics[feature.statistic] for columns in self._requests], width)
+            feature: widened([columns.statistics[feature.statistic] for columns in self._requests], width)
             for feature in self._features
         }
 
@@ -100,7 +98,7 @@ class _PromptQueries(Accumulator):
                 mean_square_attention(rows[:, : len(own)], keys, newest.scaling)
                 for rows, own, (keys, _) in zip(turned, queries, entries, strict=True)
             ]
-            values[feature] = _widened(columns, width)
+            values[feature] = widened(columns, width)
         return values
 
 
@@ -165,9 +163,3 @@ class SecondPass(Feature[SecondPassColumns]):
     def cost(self) -> SecondPass:
         """The pass, whatever is asked of it: such passes are run as one."""
         return replace(self, statistics=frozenset())
-
-
-def _widened(columns: Sequence[Float[Tensor, "query_heads _"]], width: int) -> QueryHeadScores:
-    """One column statistic of several requests, zero where a request has no entry."""
-    longest = max(width, *(column.shape[-1] for column in columns))
-    return torch.stack([F.pad(column, (0, longest - column.shape[-1])) for column in columns])
