@@ -52,7 +52,7 @@ def load(
 
         folder = str(embedded_folder())
         offer(folder, _embedded_statistics)
-        with _no_progress_bars():
+        with no_progress_bars():
             return _read(folder, "delete that folder and it will be made again")
     path = Path(name)
     if path.is_dir() and not (path / "config.json").is_file():
@@ -175,7 +175,7 @@ def _convert(gguf: Path, folder: Path) -> None:
         if free < _MEGABYTES:
             raise OSError(f"only {free} MB are free")
         unfinished.mkdir()
-        with _no_progress_bars():
+        with no_progress_bars():
             _write(gguf, unfinished)
         _publish(unfinished, folder)
     except (OSError, SafetensorError) as error:
@@ -265,7 +265,8 @@ def _tokenizer(metadata: dict[str, Any]) -> "transformers.PreTrainedTokenizerBas
 
 
 @contextmanager
-def _no_progress_bars() -> Iterator[None]:
+def no_progress_bars() -> Iterator[None]:
+    """Keeps transformers from showing how far it has come."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

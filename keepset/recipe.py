@@ -1,4 +1,4 @@
-"""`Recipe`: method, budget and schedule, and the one text form that they have everywhere."""
+"""`Recipe`: method, budget and `Schedule`, and the one text form that they have everywhere."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 import dataclasses
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,12 +14,34 @@ from keepset.core.budget import KEEP_HELP, Budget
 from keepset.core.keep_set import KeepSet
 from keepset.core.method import Allocator, Method
 from keepset.core.observation import Observation
-from keepset.core.schedule import Schedule
 from keepset.errors import BudgetError, RecipeError
 from keepset.registry import METHODS, find
 
-_BUDGET = tuple(f.name for f in dataclasses.fields(Budget))
-_SCHEDULE = tuple(f.name for f in dataclasses.fields(Schedule))
+
+@dataclass(frozen=True)
+class Schedule:
+    """When compression happens.
+
+    Attributes:
+        prefill: once, at the prompt's end; a prefill in chunks counts as one.
+        every: after every so many decoded tokens; None for never.
+
+    Raises:
+        BudgetError: when it is made so that nothing is ever compressed, or of what is no number of tokens.
+    """
+
+    prefill: bool = True
+    every: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.prefill, bool):
+            raise BudgetError(f"prefill={self.prefill!r} is neither True nor False.")
+        if self.every is not None and (
+            not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1
+        ):
+            raise BudgetError(f"every={self.every!r} is not a number of tokens: use an integer from 1.")
+        if not self.prefill and self.every is None:
+            raise BudgetError("prefill=False needs every=..., or nothing is ever compressed.")
 
 
 @dataclass(frozen=True)
@@ -80,13 +102,9 @@ class Recipe:
         Raises:
             BudgetError: these do not go together.
         """
-        budget = Budget(
-            keep,
-            method.sinks if sinks is None else sinks,
-            method.recent if recent is None else recent,
-            protect_prompt,
-        )
-        return cls(method, budget, Schedule(prefill, every))
+        sinks = method.sinks if sinks is None else sinks
+        recent = method.recent if recent is None else recent
+        return cls(method, Budget(keep, sinks, recent, protect_prompt), Schedule(prefill, every))
 
     @classmethod
     def parse(cls, text: str) -> Recipe:
@@ -101,13 +119,10 @@ class Recipe:
             BudgetError: budget or schedule cannot be.
         """
         text = text.strip()
-        try:
-            node = ast.parse(text, mode="eval").body
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            raise RecipeError(f"{_quote(text)} is not a recipe: {_EXAMPLE}.") from None
-        outer = {} if isinstance(node, ast.Name) else _keywords(node, text)
-        method = _method(node, text, skip=(*_BUDGET, *_SCHEDULE))
-        options = {name: _literal(outer[name], name, text) for name in (*_BUDGET, *_SCHEDULE) if name in outer}
+        node = _expression(text)
+        method = _method(node, text, _OPTIONS)
+        _, _, keywords = _call(node, text)
+        options = {name: _literal(keywords[name], name, text) for name in _OPTIONS if name in keywords}
         for name, value in options.items():
             if value is None:
                 raise RecipeError(f"{name}=None says nothing: leave {name} out.")
@@ -123,12 +138,9 @@ class Recipe:
         Raises:
             RecipeError: as `parse` does, or when there is none.
         """
-        try:
-            node = ast.parse(f"[{text.strip()}]", mode="eval").body
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            node = None
+        node = _expression(f"[{text.strip()}]")
         if not isinstance(node, ast.List) or not node.elts:
-            raise RecipeError(f"{_quote(text)} is no list of recipes: {_EXAMPLE}, separated by commas.")
+            raise RecipeError(f"{_shorten(text)!r} is no list of recipes: {_EXAMPLE}, separated by commas.")
         return [cls.parse(ast.unparse(element)) for element in node.elts]
 
     def __str__(self) -> str:
@@ -140,19 +152,10 @@ class Recipe:
         Args:
             keep: see `Budget`; None to leave it out.
         """
-        parts = _parameters(self.method)
-        if keep is not None:
-            parts.append(f"keep={keep!r}")
-        for name, default in (("sinks", self.method.sinks), ("recent", self.method.recent)):
-            if (value := getattr(self.budget, name)) != default:
-                parts.append(f"{name}={value!r}")
-        if self.budget.protect_prompt:
-            parts.append("protect_prompt=True")
-        for option in dataclasses.fields(self.schedule):
-            implied = self.budget.protect_prompt and option.name == "prefill"
-            if (value := getattr(self.schedule, option.name)) != option.default and not implied:
-                parts.append(f"{option.name}={value!r}")
-        return f"{self.method.name}({', '.join(parts)})" if parts else self.method.name
+        options = {**vars(self.budget), **vars(self.schedule), "keep": keep}
+        implied = {"sinks": self.method.sinks, "recent": self.method.recent, "keep": None, "every": None}
+        implied |= {"protect_prompt": False, "prefill": not self.budget.protect_prompt}
+        return _written(self.method, {name: value for name, value in options.items() if value != implied[name]})
 
     def with_keep(self, keep: int | float) -> Recipe:
         """The same recipe with another budget.
@@ -211,10 +214,20 @@ def check_schedule(recipe: Recipe) -> None:
             raise RecipeError(f"{recipe} {feature.prompt_only}: leave every= out.")
 
 
+_OPTIONS = [option.name for kind in (Budget, Schedule) for option in dataclasses.fields(kind)]
 _EXAMPLE = "write a method with its parameters, such as snapkv(keep=0.25) or adakv(snapkv, keep=512)"
 
 
-def _method(node: ast.expr, text: str, skip: Iterable[str] = ()) -> Method:
+def _expression(text: str) -> ast.expr | None:
+    """What stands in a text; None where that is no expression."""
+    try:
+        return ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _method(node: ast.expr | None, text: str, options: Sequence[str] = ()) -> Method:
+    """The method that a call describes, which may have these options beside the method's parameters."""
     name, arguments, keywords = _call(node, text)
     kind = find(name)
     if kind is None:
@@ -223,48 +236,39 @@ def _method(node: ast.expr, text: str, skip: Iterable[str] = ()) -> Method:
     values: dict[str, Any] = {}
     for keyword, value in keywords.items():
         if keyword in parameters:
-            values[keyword] = _value(value, keyword, text)
-        elif keyword not in skip:
-            known = [p for p in parameters if p != "scorer"] + list(skip)
-            where = "" if skip or keyword not in (*_BUDGET, *_SCHEDULE) else " inside another method"
+            values[keyword] = _method(value, text) if keyword == "scorer" else _literal(value, keyword, text)
+        elif keyword not in options:
+            known = [*(other for other in parameters if other != "scorer"), *options]
+            where = " inside another method" if keyword in _OPTIONS else ""
             raise RecipeError(f"{name} has no parameter {keyword!r}{where}{_nearest(keyword, known)}")
-    if len(arguments) > 1 or (arguments and not issubclass(kind, Allocator)):
-        takes = (
-            "takes one method, then named parameters" if issubclass(kind, Allocator) else "takes only named parameters"
-        )
-        raise RecipeError(f"{name} {takes}: {_EXAMPLE}.")
+    divides = issubclass(kind, Allocator)
+    if len(arguments) > (1 if divides else 0):
+        accepted = "one method, then named parameters" if divides else "only named parameters"
+        raise RecipeError(f"{name} takes {accepted}: {_EXAMPLE}.")
     if arguments and "scorer" in values:
         raise RecipeError(f"{name} divides the budget of one method: give it once.")
     if arguments:
         values["scorer"] = _method(arguments[0], text)
-    if issubclass(kind, Allocator) and "scorer" not in values:
+    if divides and "scorer" not in values:
         raise RecipeError(f"{name} divides the budget of another method: write for example {name}(snapkv, keep=0.25).")
     return kind(**values)
 
 
-def _call(node: ast.expr, text: str) -> tuple[str, list[ast.expr], dict[str, ast.expr]]:
+def _call(node: ast.expr | None, text: str) -> tuple[str, list[ast.expr], dict[str, ast.expr]]:
+    """Name, arguments and named arguments of a call; a name alone is one without any."""
     if isinstance(node, ast.Name):
         return node.id, [], {}
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        return node.func.id, node.args, _keywords(node, text)
-    raise RecipeError(f"{_quote(text)} is not a recipe: {_EXAMPLE}.")
-
-
-def _keywords(node: ast.expr, text: str) -> dict[str, ast.expr]:
-    if not isinstance(node, ast.Call):
-        raise RecipeError(f"{_quote(text)} is not a recipe: {_EXAMPLE}.")
+    refusal = RecipeError(f"{_shorten(text)!r} is not a recipe: {_EXAMPLE}.")
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+        raise refusal
     keywords: dict[str, ast.expr] = {}
     for keyword in node.keywords:
         if keyword.arg is None:
-            raise RecipeError(f"{_quote(text)} is not a recipe: {_EXAMPLE}.")
+            raise refusal
         if keyword.arg in keywords:
             raise RecipeError(f"{keyword.arg} is given twice: write it once.")
         keywords[keyword.arg] = keyword.value
-    return keywords
-
-
-def _value(node: ast.expr, name: str, text: str) -> Any:
-    return _method(node, text) if name == "scorer" else _literal(node, name, text)
+    return node.func.id, node.args, keywords
 
 
 def _literal(node: ast.expr, name: str, text: str) -> Any:
@@ -284,16 +288,16 @@ def _literal(node: ast.expr, name: str, text: str) -> Any:
     raise RecipeError(f"{name}={source} is not a plain value: write a number, True, False or a text in quotes.")
 
 
-def _parameters(method: Method) -> list[str]:
+def _written(method: Method, options: Mapping[str, Any]) -> str:
     parts = []
-    for option in dataclasses.fields(method):
-        value = getattr(method, option.name)
+    for parameter in dataclasses.fields(method):
+        value = getattr(method, parameter.name)
         if isinstance(value, Method):
-            inner = _parameters(value)
-            parts.append(f"{value.name}({', '.join(inner)})" if inner else value.name)
-        elif value != option.default:
-            parts.append(f"{option.name}={value!r}")
-    return parts
+            parts.append(_written(value, {}))
+        elif value != parameter.default:
+            parts.append(f"{parameter.name}={value!r}")
+    parts += [f"{name}={value!r}" for name, value in options.items()]
+    return f"{method.name}({', '.join(parts)})" if parts else method.name
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
@@ -301,10 +305,6 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"; did you mean {close[0]!r}? " if close else ". "
     return f"{hint}There are: {', '.join(known)}."
-
-
-def _quote(text: str) -> str:
-    return repr(_shorten(text))
 
 
 def _shorten(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Which methods there are. A new one is a file in `methods/` or `allocators/` and one line here."""
+"""Which methods there are. A new one is a file in `methods/` or `allocators/` and its name here."""
 
 from __future__ import annotations
 
@@ -43,43 +43,17 @@ from keepset.methods.streaming_llm import StreamingLLM
 from keepset.methods.tova import TOVA
 from keepset.methods.triattention import TriAttention
 
-_methods: dict[str, type[Method]] = {
-    method.name: method
-    for method in (
-        StreamingLLM,
-        Random,
-        Knorm,
-        KeyDiff,
-        LagKV,
-        TOVA,
-        SnapKV,
-        RPC,
-        RKV,
-        H2O,
-        ExpectedAttention,
-        PromptQueries,
-        QFilter,
-        TriAttention,
-        DuoAttention,
-        GVote,
-        SecondPassAttention,
-        KVCompose,
-        KVZip,
-        Glance,
-        Reread,
-        CompilerKV,
-        Uniform,
-        Pyramid,
-        ChunkKV,
-        AdaKV,
-        AMS,
-        CriticalKV,
-        ZigZag,
-        Dynamic,
-        Composite,
-        Pool,
-    )
-}
+_BUILT_IN: tuple[tuple[type[Method], ...], ...] = (
+    (StreamingLLM, Random),
+    (Knorm, KeyDiff, LagKV),
+    (TOVA, SnapKV, RPC, RKV),
+    (H2O, ExpectedAttention, PromptQueries, QFilter, TriAttention, DuoAttention, GVote, SecondPassAttention),
+    (KVCompose, KVZip, Glance, Reread, CompilerKV),
+    (Uniform, Pyramid, ChunkKV, AdaKV, AMS, CriticalKV, ZigZag, Dynamic, Composite, Pool),
+)
+"""By what they look at: positions; keys and values; the newest queries; all queries; all layers. Last, allocators."""
+
+_methods = {method.name: method for group in _BUILT_IN for method in group}
 
 METHODS: Mapping[str, type[Method]] = MappingProxyType(_methods)
 """Every registered method by its name in recipes."""

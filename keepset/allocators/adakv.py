@@ -8,8 +8,7 @@ import torch
 
 from keepset.core.keep_set import LayerKeepSet, Layout
 from keepset.core.method import Allocator, parameter
-from keepset.core.ranking import Ranking
-from keepset.core.select import round_to_total, top_mask
+from keepset.core.select import Ranking, round_to_total, top_mask
 from keepset.core.shapes import Quotas
 
 

@@ -6,17 +6,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch.nn.functional as F
-from jaxtyping import Int
-from torch import Tensor
 
 from keepset.allocators import segments
+from keepset.allocators.segments import PerEntry, PerSegment
 from keepset.core.budget import Budget
 from keepset.core.feature import Needs
-from keepset.core.features.recent_queries import RecentQueries
+from keepset.core.features.given import RecentQueries
 from keepset.core.keep_set import LayerKeepSet
 from keepset.core.method import Allocator, parameter
 from keepset.core.observation import Observation
-from keepset.core.ranking import Ranking
+from keepset.core.select import Ranking
 from keepset.core.shapes import Quotas, Scores
 from keepset.errors import RecipeError
 
@@ -33,8 +32,8 @@ class Segments(NamedTuple):
     """
 
     mass: Scores
-    segment: Int[Tensor, "batch kv_heads entries"]
-    quotas: Int[Tensor, "batch kv_heads segments"]
+    segment: PerEntry
+    quotas: PerSegment
 
 
 @dataclass(frozen=True)
@@ -152,16 +151,8 @@ class AMS(Allocator):
         return F.avg_pool1d(padded, self.kernel, stride=1, padding=self.kernel // 2)
 
     def _divided(
-        self,
-        observation: Observation,
-        budget: Budget,
-        mass: Scores,
-        quotas: Quotas,
-    ) -> tuple[
-        Int[Tensor, "batch kv_heads entries"],
-        Int[Tensor, "batch kv_heads segments"],
-        Int[Tensor, "batch kv_heads segments"],
-    ]:
+        self, observation: Observation, budget: Budget, mass: Scores, quotas: Quotas
+    ) -> tuple[PerEntry, PerSegment, PerSegment]:
         """Segments, where they end, and their quotas."""
         valid = observation.valid
         order, filled = valid.cumsum(-1), mass.double().cumsum(-1)

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 
 from keepset.core.keep_set import LayerKeepSet
 from keepset.core.method import Allocator, parameter
-from keepset.core.ranking import Ranking
-from keepset.core.select import RECENT_RANK, top_mask
+from keepset.core.select import RECENT_RANK, Ranking, top_mask
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keepset.allocators.layers import LayerAllocator
+from keepset.allocators.layers import LayerAllocator, padded, pooled_counts
 from keepset.core.method import parameter
-from keepset.core.pool import padded, pooled_counts
-from keepset.core.ranking import Ranking
+from keepset.core.select import Ranking
 from keepset.core.shapes import Scores
 
 

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 from keepset.core.budget import share_of
 from keepset.core.feature import Needs
-from keepset.core.features.output_projection import OutputProjection
+from keepset.core.features.given import OutputProjection
 from keepset.core.keep_set import LayerKeepSet
 from keepset.core.method import Allocator, parameter
-from keepset.core.ranking import Ranking
-from keepset.core.select import LARGEST_SCORE, RECENT_RANK, top_mask
+from keepset.core.select import LARGEST_SCORE, RECENT_RANK, Ranking, top_mask
 
 _EPSILON = 1e-4
 

@@ -9,11 +9,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keepset.allocators.layers import LayerAllocator, divide
+from keepset.allocators.layers import LayerAllocator, divide, padded, pooled_counts
 from keepset.core.method import parameter
-from keepset.core.pool import padded, pooled_counts
-from keepset.core.ranking import Ranking
-from keepset.core.select import RECENT_RANK
+from keepset.core.select import RECENT_RANK, Ranking
 
 
 @dataclass(frozen=True)

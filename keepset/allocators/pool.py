@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from keepset.allocators.layers import padded, pooled_counts, total_entries
 from keepset.core.budget import Budget
 from keepset.core.keep_set import KeepSet, Layout
 from keepset.core.method import Allocator, parameter
 from keepset.core.observation import Observation
-from keepset.core.pool import padded, pooled_counts, total_entries
 from keepset.errors import RecipeError
 
 

@@ -15,17 +15,20 @@ from torch import Tensor
 from keepset.core.select import round_to_total
 from keepset.core.shapes import Mask, Quotas, Scores
 
+PerEntry = Int[Tensor, "batch kv_heads entries"]
+"""A whole number for every entry."""
+
+PerSegment = Int[Tensor, "batch kv_heads segments"]
+"""A whole number for every segment."""
+
+Weights = Float[Tensor, "batch kv_heads segments"]
+"""A number for every segment, in double."""
+
 _BY_RADIX = 1 << 15
 """So many whole numbers torch sorts by radix on a CPU, if they are a single row; fewer are sorted sooner in rows."""
 
 
-def cut_by_mass(
-    filled: Scores,
-    order: Int[Tensor, "batch kv_heads entries"],
-    share: float,
-    shortest: int,
-    longest: int,
-) -> Int[Tensor, "batch kv_heads segments"]:
+def cut_by_mass(filled: Scores, order: PerEntry, share: float, shortest: int, longest: int) -> PerSegment:
     """Where segments end: how many entries there are up to there.
 
     Of every entry, `order` is that number, and `filled` the mass up to there, in double. A head is cut wherever another
@@ -42,36 +45,24 @@ def cut_by_mass(
     return _divided(torch.cat([_far_enough(cuts, count, shortest), count], -1), longest, filled.shape[-1])
 
 
-def cut_by_length(order: Int[Tensor, "batch kv_heads entries"], length: int) -> Int[Tensor, "batch kv_heads segments"]:
+def cut_by_length(order: PerEntry, length: int) -> PerSegment:
     """The same for segments of a fixed length."""
     ends = length * torch.arange(1, -(-order.shape[-1] // length) + 1, device=order.device)
     return order[..., -1:].minimum(ends)
 
 
-def members(
-    ends: Int[Tensor, "batch kv_heads segments"], order: Int[Tensor, "batch kv_heads entries"]
-) -> Int[Tensor, "batch kv_heads entries"]:
+def members(ends: PerSegment, order: PerEntry) -> PerEntry:
     """The segment of every entry; of a hole some segment."""
     return torch.searchsorted(ends, order)
 
 
-def sums(
-    filled: Scores,
-    order: Int[Tensor, "batch kv_heads entries"],
-    ends: Int[Tensor, "batch kv_heads segments"],
-) -> Float[Tensor, "batch kv_heads segments"]:
+def sums(filled: Scores, order: PerEntry, ends: PerSegment) -> Weights:
     """The mass of every segment."""
     last = torch.searchsorted(order, ends)
     return filled.gather(-1, last).diff(dim=-1, prepend=torch.zeros_like(filled[..., :1]))
 
 
-def divide(
-    quotas: Quotas,
-    mass: Float[Tensor, "batch kv_heads segments"],
-    length: Float[Tensor, "batch kv_heads segments"],
-    minimum: Float[Tensor, "batch kv_heads segments"],
-    fixed: Float[Tensor, "batch kv_heads segments"],
-) -> Int[Tensor, "batch kv_heads segments"]:
+def divide(quotas: Quotas, mass: Weights, length: Weights, minimum: Weights, fixed: Weights) -> PerSegment:
     """How many entries every segment keeps: exactly `quotas` in sum.
 
     Every segment gets its `minimum`, and of the rest what is in proportion to its mass, but never less than the
@@ -87,12 +78,7 @@ def divide(
     return round_to_total(shares, total[..., 0].long())
 
 
-def top_of_segments(
-    ranked: Scores,
-    segment: Int[Tensor, "batch kv_heads entries"],
-    ends: Int[Tensor, "batch kv_heads segments"],
-    quotas: Int[Tensor, "batch kv_heads segments"],
-) -> Mask:
+def top_of_segments(ranked: Scores, segment: PerEntry, ends: PerSegment, quotas: PerSegment) -> Mask:
     """The `quotas` best entries of every segment; of equal ones the later, and of holes (-inf) none.
 
     One sort of whole numbers, which are in the order of (segment, score); floating-point numbers of one sign are in
@@ -107,9 +93,7 @@ def top_of_segments(
     return torch.zeros_like(chosen).scatter(-1, worst_first, chosen)
 
 
-def _sorted_rows(
-    keys: Int[Tensor, "batch kv_heads entries"], span: int
-) -> tuple[Int[Tensor, "batch kv_heads entries"], Int[Tensor, "batch kv_heads entries"]]:
+def _sorted_rows(keys: PerEntry, span: int) -> tuple[PerEntry, PerEntry]:
     """Every row's keys (within one span of numbers) in rising order, and their places; of equal ones the first."""
     if keys.numel() < _BY_RADIX:
         return torch.sort(keys, dim=-1, stable=True)
@@ -138,9 +122,7 @@ def _far_enough(
     return cuts.where(real, count).sort(-1).values
 
 
-def _divided(
-    ends: Int[Tensor, "batch kv_heads pieces"], longest: int, entries: int
-) -> Int[Tensor, "batch kv_heads segments"]:
+def _divided(ends: Int[Tensor, "batch kv_heads pieces"], longest: int, entries: int) -> PerSegment:
     """Pieces in as few equal parts of at most `longest` entries as it takes."""
     begins = F.pad(ends[..., :-1], (1, 0))
     parts = (ends - begins + longest - 1) // longest
@@ -152,12 +134,7 @@ def _divided(
     return (begin + part * (end - begin) // of.clamp(min=1)).minimum(end)
 
 
-def _affordable(
-    rest: Float[Tensor, "batch kv_heads 1"],
-    mass: Float[Tensor, "batch kv_heads segments"],
-    minimum: Float[Tensor, "batch kv_heads segments"],
-    fixed: Float[Tensor, "batch kv_heads segments"],
-) -> Float[Tensor, "batch kv_heads segments"]:
+def _affordable(rest: Float[Tensor, "batch kv_heads 1"], mass: Weights, minimum: Weights, fixed: Weights) -> Weights:
     """The minima that `rest` pays for, beyond what is fixed, those of most mass first."""
     order = mass.argsort(dim=-1, descending=True, stable=True)
     price = (minimum - fixed).clamp(min=0).gather(-1, order)
@@ -166,11 +143,7 @@ def _affordable(
 
 
 def _level(
-    total: Float[Tensor, "batch kv_heads 1"],
-    mass: Float[Tensor, "batch kv_heads segments"],
-    minimum: Float[Tensor, "batch kv_heads segments"],
-    lower: Float[Tensor, "batch kv_heads segments"],
-    upper: Float[Tensor, "batch kv_heads segments"],
+    total: Float[Tensor, "batch kv_heads 1"], mass: Weights, minimum: Weights, lower: Weights, upper: Weights
 ) -> Float[Tensor, "batch kv_heads 1"]:
     """The factor of the masses for which minimum + factor x mass, between its bounds, sums to `total`.
 

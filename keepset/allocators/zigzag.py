@@ -11,10 +11,10 @@ from torch import Tensor
 
 from keepset.allocators.layers import LayerAllocator, divide
 from keepset.core.feature import Needs
-from keepset.core.features.recent_queries import RecentQueries
+from keepset.core.features.given import RecentQueries
 from keepset.core.method import parameter
 from keepset.core.observation import Observation
-from keepset.core.ranking import Ranking
+from keepset.core.select import Ranking
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from keepset.bench.cell import FULL
@@ -15,11 +15,10 @@ class Candidate:
     """One recipe with its budget, or the full cache.
 
     Attributes:
-        recipe: None for the full cache, and where `error` says why there is none.
+        recipe: None for the full cache, and where `error` says why recipe and budget do not go together.
         text: the recipe's canonical text; `FULL` for the full cache.
         method: the recipe without its budget; `FULL` for the full cache.
         requested: the budget that was asked for; None where the method decides, 1.0 for the full cache.
-        error: why recipe and budget do not go together.
     """
 
     recipe: Recipe | None
@@ -51,20 +50,14 @@ def candidates(recipes: Sequence[Recipe], keeps: Sequence[int | float], every: i
 def grid(recipes: Sequence[Recipe], keeps: Sequence[int | float], every: int | None = None) -> list[Candidate]:
     """Every recipe under every budget; what is there already does not come again.
 
-    A recipe that has a budget, or whose method needs none, comes once, as it is.
-
-    Args:
-        every: for recipes that do not say themselves after how many tokens to compress again while decoding.
+    A recipe that has a budget, or whose method needs none, comes once, as it is. `every` is for recipes that do not say
+    themselves after how many tokens to compress again while decoding.
     """
     unique: dict[str, Candidate] = {}
-    for candidate in _each(recipes, keeps, every):
-        unique.setdefault(candidate.text, candidate)
-    return list(unique.values())
-
-
-def _each(recipes: Sequence[Recipe], keeps: Sequence[int | float], every: int | None) -> Iterator[Candidate]:
     for recipe in recipes:
         interval = None if recipe.schedule.every is not None else every
         fixed = recipe.budget.keep is not None or not recipe.method.needs_budget or not keeps
         for keep in [None] if fixed else keeps:
-            yield Candidate.of(recipe, keep, interval)
+            candidate = Candidate.of(recipe, keep, interval)
+            unique.setdefault(candidate.text, candidate)
+    return list(unique.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 FULL = "full cache"
@@ -18,15 +18,14 @@ class Outcome:
         scores: by the task's names, from 0 to 1.
         replies: what was answered, one per question; likelihoods of choices as JSON has them.
         keep: fraction of the context's entries that stayed; while decoding, of all tokens at the end.
-        kv_bytes: bytes of keys and values: right after the compression, or while decoding the most after any token.
-        kv_bytes_full: the full cache's at the same moment.
+        kv_bytes: of keys and values: right after the compression, or while decoding the most after any token; the full
+            cache's are those at the same moment.
         tokens: generated.
         finished: share of answers that ended by themselves or at a text of `until`, and were not cut off.
         repetition: share of the generated tokens' four-grams that were there before, in the same answer.
         prefill_seconds: of the shared prefill and of what was collected for this recipe.
         select_seconds: choosing and freeing.
-        decode_seconds: hearing the question and generating, or scoring the choices; of answers that were decoded as a
-            batch, an even share.
+        decode_seconds: hearing the question and generating, or scoring the choices; of a batch an even share.
     """
 
     scores: dict[str, float]
@@ -42,19 +41,18 @@ class Outcome:
     decode_seconds: float = 0.0
 
 
+COSTS = tuple(each.name for each in fields(Outcome) if each.name not in ("scores", "replies"))
+"""The figures that have means."""
+
+
 @dataclass(frozen=True)
 class Cell:
-    """One recipe on one example.
+    """What a candidate's `recipe`, `method` and `requested` made of one of a task's examples.
 
     Attributes:
-        task: the task's name, its length included.
         seed: of the generated data and of sampling.
-        example: its id.
         recipe: canonical text with its budget, or `FULL`.
-        method: the recipe without its budget; `FULL` for the full cache.
-        requested: the budget that was asked for; None where the method decides, 1.0 for the full cache.
-        facts: the example's.
-        metric: the task's.
+        metric: which of the outcome's scores counts.
         outcome: None where `error` says in one sentence why there is none.
     """
 

@@ -25,8 +25,7 @@ def greedy(
 ) -> tuple[list[int], float]:
     """The `count` most likely tokens after `ids`, ends of text included, and the seconds that they took.
 
-    Args:
-        cache: any of transformers'; it holds what comes before `ids`, and grows.
+    The cache, any of transformers', holds what comes before `ids`, and grows.
     """
     logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
     new: list[int] = []
@@ -83,13 +82,10 @@ class Ending:
 
 @dataclass
 class Answer:
-    """One answer, generated or chosen.
+    """One answer: the ids that were generated, and their text without the end; of choices their likelihoods.
 
-    Attributes:
-        ids: the tokens that were generated, the end included.
-        seconds: they took; of the time of answers that were decoded together, an even share.
-        reply: its text without the end; of choices their likelihoods.
-        finished: whether it ended by itself, or at a text of `until`.
+    It has `finished` where it ended by itself, or at a text of `until`; of the seconds of answers that were decoded
+    together, it has an even share.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -109,10 +105,8 @@ def generate(
 ) -> list[Answer]:
     """One answer for each request of the cache, which they leave when they are at their end.
 
-    Args:
-        first: the logits of each answer's first token, predicted by whatever was cached last.
-        picks: of each answer.
-        on_token: is called whenever the cache has grown.
+    `first` are the logits of each answer's first token, `picks` choose its tokens, and `on_token` is called whenever
+    the cache has grown.
     """
     answers = [Answer() for _ in picks]
     going, logits, began = list(range(len(picks))), first, time.perf_counter()
@@ -162,10 +156,8 @@ def likelihoods(
 ) -> list[tuple[float, bool]]:
     """Of every continuation its log-likelihood, and whether greedy decoding would say it; all run on forks.
 
-    Args:
-        first: the logits of the first token, predicted by whatever was cached last.
-        together: how many of them run at once.
-        dtype: of the softmax; that of the logits if none.
+    `first` are the logits of the first token; so many continuations run `together`; the softmax has the logits' own
+    type if it is given none.
     """
     tokens = [torch.tensor(continuation, device=first.device) for continuation in continuations]
     scores: list[tuple[float, bool]] = []

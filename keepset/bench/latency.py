@@ -32,8 +32,7 @@ class Round:
         first_seconds: from the prompt to the first new token, compression included.
         rest_seconds: of all further tokens.
         kv_bytes: of keys and values at the end.
-        peak_bytes: the most memory that was in use: the device's allocations, or on a CPU the process's resident
-            memory; None where the system does not say.
+        peak_bytes: the most allocated on the device, or on a CPU resident; None where the system does not say.
     """
 
     first_seconds: float
@@ -41,21 +40,10 @@ class Round:
     kv_bytes: int
     peak_bytes: int | None
 
-    @property
-    def seconds(self) -> float:
-        """Of the whole generation."""
-        return self.first_seconds + self.rest_seconds
-
 
 @dataclass
 class Timing:
-    """One recipe at one length, round by round.
-
-    Attributes:
-        recipe: canonical text, or `FULL`.
-        prompt_tokens, output_tokens: of every round; an end of text does not end it.
-        error: why there are no rounds.
-    """
+    """One recipe, or `FULL`, at one length, round by round; an end of text ends none."""
 
     recipe: str
     prompt_tokens: int
@@ -72,7 +60,7 @@ class Timing:
         return {
             "first_seconds": median(each.first_seconds for each in self.rounds),
             "tokens_per_second": median(rest / each.rest_seconds for each in self.rounds) if rest else None,
-            "seconds": median(each.seconds for each in self.rounds),
+            "seconds": median(each.first_seconds + each.rest_seconds for each in self.rounds),
             "kv_bytes": median(each.kv_bytes for each in self.rounds),
             "peak_bytes": median(peaks) if peaks else None,
         }

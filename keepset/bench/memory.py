@@ -10,8 +10,7 @@ from keepset.hf.cache import Cache
 class CacheMemory:
     """What a cache held, in the figures of a cell; `look` is cheap, for every token, and `finish` notes the rest.
 
-    Args:
-        is_full: the cache drops nothing and stands for the full one, which has no positions to store.
+    A cache that `is_full` drops nothing and stands for the full one, which has no positions to store.
 
     Attributes:
         nbytes: the most bytes at any look, allocated: positions and free places included.

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Exit, Option
 
+import keepset
 from keepset.cli.checks import check_writable
 from keepset.cli.console import cell, counted, note, progress, say, show, status, table, write
 from keepset.cli.options import JsonFile, PlotsHtml, group
@@ -19,7 +21,6 @@ from keepset.models import EMBEDDED
 
 if TYPE_CHECKING:
     from keepset.recipe import Recipe
-    from keepset.serving.bench import ServerResult
     from keepset.serving.load import Load
 
 _ERRORS = 5
@@ -31,26 +32,24 @@ bench = group("bench", "Measure how fast recipes are.")
 def serve(
     words: Annotated[
         list[str] | None,
-        typer.Argument(
+        Argument(
             metavar="MODEL [-- VLLM OPTIONS]",
             help="A folder or a hub name, a small embedded model if none; after -- options of `vllm serve`.",
         ),
     ] = None,
-    recipe: Annotated[str | None, typer.Option(help="What to keep, such as 'snapkv(keep=512, every=256)'.")] = None,
-    requests: Annotated[int, typer.Option(help="Requests in each round.")] = 28,
-    prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 512,
-    output_tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 256,
-    concurrency: Annotated[int | None, typer.Option(help="Requests at once; all of them if not given.")] = None,
-    rounds: Annotated[int, typer.Option(help="How often all requests are made, with other texts.")] = 1,
-    seed: Annotated[int, typer.Option(help="For the choice of texts.")] = 0,
+    recipe: Annotated[str | None, Option(help="What to keep, such as 'snapkv(keep=512, every=256)'.")] = None,
+    requests: Annotated[int, Option(help="Requests in each round.")] = 28,
+    prompt_tokens: Annotated[int, Option(help="Tokens of each prompt.")] = 512,
+    output_tokens: Annotated[int, Option(help="Tokens of each answer.")] = 256,
+    concurrency: Annotated[int | None, Option(help="Requests at once; all of them if not given.")] = None,
+    rounds: Annotated[int, Option(help="How often all requests are made, with other texts.")] = 1,
+    seed: Annotated[int, Option(help="For the choice of texts.")] = 0,
     url: Annotated[
         str | None,
-        typer.Option(
-            help="A server on this machine that runs already, such as http://127.0.0.1:8000: only it is measured."
-        ),
+        Option(help="A server on this machine that runs already, such as http://127.0.0.1:8000: only it is measured."),
     ] = None,
-    request_timeout: Annotated[float, typer.Option(help="Seconds that a request may take.")] = 600.0,
-    start_timeout: Annotated[float, typer.Option(help="Seconds that a server may take to start.")] = 600.0,
+    request_timeout: Annotated[float, Option(help="Seconds that a request may take.")] = 600.0,
+    start_timeout: Annotated[float, Option(help="Seconds that a server may take to start.")] = 600.0,
     json_file: JsonFile = None,
     html: PlotsHtml = None,
 ) -> None:
@@ -61,8 +60,7 @@ def serve(
     """
     from keepset.bench.report.serving import render
     from keepset.recipe import Recipe
-    from keepset.serving.bench import check_options
-    from keepset.serving.command import block_size_hint, check_installed, split
+    from keepset.serving.command import block_size_hint, check_installed, check_options, split
     from keepset.serving.extras import import_http, import_parser
     from keepset.serving.load import MAX_CONCURRENCY, Load, local_url
     from keepset.serving.server import ServerError
@@ -95,58 +93,63 @@ def serve(
         for line in error.log:
             note(f"| {line}")
         note(f"keepset: {error}")
-        raise typer.Exit(1) from None
+        raise Exit(1) from None
     except KeyboardInterrupt:
         note("interrupted: nothing is reported")
         raise
-    result = to_json(name, parsed, options, load, servers)
-    rows = table_rows([server["summary"] for server in result["servers"]])
+    result = {
+        "model": name,
+        "recipe": None if parsed is None else str(parsed),
+        "load": asdict(load),
+        "options": options,
+        "keepset": keepset.__version__,
+        "servers": servers,
+    }
+    rows = table_rows([server["summary"] for server in servers])
     print_table(result, rows)
     write(json_file, lambda: json.dumps(result, indent=1) + "\n", "all figures")
     write(html, lambda: render(result, rows))
-    if any(server["summary"]["failed"] for server in result["servers"]):
-        raise typer.Exit(1)
+    if any(server["summary"]["failed"] for server in servers):
+        raise Exit(1)
 
 
 def _measure(
     model: str | None, recipe: Recipe | None, options: list[str], load: Load, url: str | None, start_timeout: float
-) -> tuple[str, list[ServerResult]]:
-    from keepset.serving.bench import Bench, token_source
-    from keepset.serving.command import folder
-    from keepset.serving.measure import served_model
+) -> tuple[str, list[dict[str, Any]]]:
+    """What to call the model, and everything about each server; all get the same prompts."""
+    from keepset.serving.command import command, folder
+    from keepset.serving.measure import ServedModel, check_fits, measure, served_model, to_json
+    from keepset.serving.server import Server, free_port
+    from keepset.serving.summary import summary
+    from keepset.serving.workload import prompts, token_source
 
-    if url is not None:
-        running = served_model(url)
-        tokens = token_source(folder(model) if model is not None else running.root or running.name)
-    else:
-        tokens = token_source(folder(model))
+    running = None if url is None else served_model(url)
+    tokens = token_source(folder(model) if running is None or model is not None else running.root or running.name)
     if tokens.note is not None:
         note(tokens.note)
-    runner = Bench(load, tokens, _starting, _loading)
-    if url is not None:
-        return running.name, [runner.measure_running(url, running)]
-    return model or EMBEDDED, [
-        runner.measure_started("plain", model, None, options, start_timeout),
-        runner.measure_started("recipe", model, recipe, options, start_timeout),
-    ]
+    texts = prompts(tokens, load)
 
+    def under_load(name: str, url: str, model: ServedModel) -> dict[str, Any]:
+        check_fits(load, model)
+        with progress() as bar:
+            on_reply = counted(bar, f"requests to the {name} server", load.rounds * load.requests)
+            rounds = measure(url, model.name, load, texts, on_reply)
+        return {"summary": summary(rounds), "rounds": to_json(rounds)}
 
-def to_json(
-    model: str, recipe: Recipe | None, options: list[str], load: Load, servers: list[ServerResult]
-) -> dict[str, Any]:
-    """Everything that is known about a run."""
-    from dataclasses import asdict
-
-    import keepset
-
-    return {
-        "model": model,
-        "recipe": None if recipe is None else str(recipe),
-        "load": asdict(load),
-        "options": options,
-        "keepset": keepset.__version__,
-        "servers": [each.to_json() for each in servers],
-    }
+    if url is not None and running is not None:
+        figures = under_load("server", url, running)
+        return running.name, [{"name": "server", "recipe": None, "command": None, **figures}]
+    servers = []
+    for name, each in (("plain", None), ("recipe", recipe)):
+        port = free_port()
+        words = command(model, each, options, forced=("--host", "127.0.0.1", "--port", str(port)))
+        with Server(words, port) as server:
+            with status(f"starting the {name} server"):
+                server.wait(start_timeout)
+            figures = under_load(name, server.url, served_model(server.url))
+            server.check()
+        servers.append({"name": name, "recipe": None if each is None else str(each), "command": words, **figures})
+    return model or EMBEDDED, servers
 
 
 def print_table(result: dict[str, Any], rows: list[list[str]]) -> None:
@@ -180,13 +183,3 @@ def _terminable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _starting(name: str) -> Any:
-    return status(f"starting the {name} server")
-
-
-@contextmanager
-def _loading(name: str, total: int) -> Iterator[Callable[[], None]]:
-    with progress() as bar:
-        yield counted(bar, f"requests to the {name} server", total)

@@ -1,11 +1,9 @@
 """`keepset calibrate`: statistics of a model, for methods that look at them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from keepset.cli.checks import check_tensor_file, check_whole
 from keepset.cli.console import counted, load, note, progress, say
@@ -16,18 +14,18 @@ from keepset.texts import read
 
 
 def calibrate(
-    out: Annotated[Path, typer.Option(help="The file to write, such as stats.safetensors.")],
+    out: Annotated[Path, Option(help="The file to write, such as stats.safetensors.")],
     model: Model = None,
     text: Annotated[
         list[Path] | None,
-        typer.Option(metavar="<path>", help="A UTF-8 text file, as often as you like; essays if none."),
+        Option(metavar="<path>", help="A UTF-8 text file, as often as you like; essays if none."),
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens to measure at most.")] = 16384,
-    length: Annotated[int, typer.Option(help="Tokens of a passage.")] = 1024,
-    seed: Annotated[int, typer.Option(help="Of the order in which passages are drawn from the texts.")] = 0,
+    tokens: Annotated[int, Option(help="Tokens to measure at most.")] = 16384,
+    length: Annotated[int, Option(help="Tokens of a passage.")] = 1024,
+    seed: Annotated[int, Option(help="Of the order in which passages are drawn from the texts.")] = 0,
     gate_steps: Annotated[
         int,
-        typer.Option(
+        Option(
             help="Steps in which gates find retrieval heads, for duo_attention; 0 leaves that out. A step is a text of "
             "512 tokens, trained on as DuoAttention's authors do, and costs about 4 forward passes over it."
         ),

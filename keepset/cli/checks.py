@@ -1,20 +1,15 @@
-"""What several commands refuse before any work is done."""
-
-from __future__ import annotations
+"""What several commands refuse, with a `KeepsetError`, before any work is done."""
 
 import unicodedata
 from pathlib import Path
 from typing import Any
 
 from keepset.errors import KeepsetError
+from keepset.models import context_length
 
 
 def check_text(name: str, text: str | None) -> None:
-    """Refuses what a user typed where there is nothing to read in it.
-
-    Raises:
-        KeepsetError: it is blank, or holds bytes that are no UTF-8.
-    """
+    """Refuses what a user typed where there is nothing to read in it: it is blank, or holds bytes that are no UTF-8."""
     if text is None:
         return
     if not text.strip():
@@ -24,11 +19,7 @@ def check_text(name: str, text: str | None) -> None:
 
 
 def check_whole(limit: int, **options: tuple[int, int]) -> None:
-    """Refuses options, each with its value and its least value, that are out of range.
-
-    Raises:
-        KeepsetError: one of them is.
-    """
+    """Refuses options, each with its value and its least value, that are out of range."""
     for name, (value, least) in options.items():
         if not least <= value < limit:
             raise KeepsetError(
@@ -37,22 +28,14 @@ def check_whole(limit: int, **options: tuple[int, int]) -> None:
 
 
 def check_writable(*paths: Path | None) -> None:
-    """Refuses output files that could not be written.
-
-    Raises:
-        KeepsetError: the folder of one is missing, or it is a folder itself.
-    """
+    """Refuses output files that could not be written."""
     for path in paths:
         if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
             raise KeepsetError(f"{str(path)!r} cannot be written: give a file in a folder that exists.")
 
 
 def check_tensor_file(out: Path, force: bool) -> None:
-    """Refuses a file of tensors that could not be written, or should not be.
-
-    Raises:
-        KeepsetError: its folder is missing or a model's, or it is there already and is not to be replaced.
-    """
+    """Refuses a file of tensors that could not be written, or should not be."""
     if out.is_dir() or not out.parent.is_dir():
         raise KeepsetError(f"--out {str(out)!r} is no place for a file: name a file in a folder that exists.")
     if (out.parent / "config.json").exists():
@@ -64,13 +47,7 @@ def check_tensor_file(out: Path, force: bool) -> None:
 
 
 def check_fits_context(model: Any, length: int, new: int = 0) -> None:
-    """Refuses more tokens than the model's context takes: those of the prompt and new ones.
-
-    Raises:
-        KeepsetError: says how many there are.
-    """
-    from keepset.models import context_length
-
+    """Refuses more tokens than the model's context takes: those of the prompt and new ones."""
     longest = context_length(model)
     if longest is not None and length + new > longest:
         more, advice = (f" and {new} new ones", " or ask for fewer tokens") if new else ("", "")

@@ -7,22 +7,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Exit, Option
 
 from keepset.cli.checks import check_text, check_writable
-from keepset.cli.console import (
-    cell,
-    counted,
-    load,
-    megabytes,
-    note,
-    print_json,
-    progress,
-    say,
-    show,
-    table,
-    write,
-)  # fmt: skip
+from keepset.cli.console import cell, counted, load, megabytes, note, output, progress, say, show, table, write
 from keepset.cli.numbers import parse_budgets
 from keepset.cli.options import Html, Json, Model, OneText, Recipes
 from keepset.errors import KeepsetError
@@ -30,14 +18,11 @@ from keepset.models import EMBEDDED, context_length
 from keepset.texts import NEEDLE, Needle, essay, read
 
 if TYPE_CHECKING:
-    from jaxtyping import Int
     from rich.progress import Progress
     from torch import Tensor
 
     from keepset.bench.candidate import Candidate
     from keepset.bench.compare.comparison import Comparer, Comparison
-    from keepset.bench.compare.decode import DecodeComparer
-    from keepset.bench.compare.prompt import PromptComparer
     from keepset.bench.compare.text_task import TextTask
 
 ALL = (
@@ -53,28 +38,26 @@ def compare(
     recipes: Recipes = None,
     keeps: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Budgets for recipes that name none: fractions or entries per head, separated by commas. "
             f"[default: {KEEPS}; with --decode {DECODING_KEEPS}]"
         ),
     ] = None,
     text: OneText = None,
-    question: Annotated[str | None, typer.Option(help="A question about your text.")] = None,
-    answer: Annotated[str | None, typer.Option(help="What a right answer to it contains.")] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 1024,
+    question: Annotated[str | None, Option(help="A question about your text.")] = None,
+    answer: Annotated[str | None, Option(help="What a right answer to it contains.")] = None,
+    tokens: Annotated[int, Option(help="Tokens of the prompt.")] = 1024,
     continuation: Annotated[
-        int | None,
-        typer.Option(help="Tokens after it, for fidelity. [default: 64; with --decode 1024]"),
+        int | None, Option(help="Tokens after it, for fidelity. [default: 64; with --decode 1024]")
     ] = None,
     decode: Annotated[
-        bool, typer.Option("--decode", help="Compress while decoding: what follows the prompt is fed as if decoded.")
+        bool, Option("--decode", help="Compress while decoding: what follows the prompt is fed as if decoded.")
     ] = False,
     every: Annotated[
-        int | None,
-        typer.Option(help="With --decode, for recipes that do not say it: after how many tokens. [default: 64]"),
+        int | None, Option(help="With --decode, for recipes that do not say it: after how many tokens. [default: 64]")
     ] = None,
     generate: Annotated[
-        int | None, typer.Option(help="With --decode: feed so many tokens that the full cache generated, not the text.")
+        int | None, Option(help="With --decode: feed so many tokens that the full cache generated, not the text.")
     ] = None,
     model: Model = None,
     as_json: Json = False,
@@ -100,6 +83,7 @@ def compare(
 
     from keepset.bench.candidate import grid
     from keepset.bench.compare.text_task import ANSWER_TOKENS, check_fits, make_text_task
+    from keepset.bench.report.compare import render
 
     candidates = grid(parsed, budgets, (every or 64) if decode else None)
     loaded, tokenizer = load(model)
@@ -122,12 +106,14 @@ def compare(
     if comparer is None:
         raise KeyboardInterrupt
     comparison = comparer.comparison
-    _report(comparison, [str(tokenizer.decode([token])) for token in ids[0].tolist()], as_json=as_json, html=html)
+    result, texts = comparison.to_json(), [str(tokenizer.decode([token])) for token in ids[0].tolist()]
+    output(result, as_json, lambda: print_table(comparison))
+    write(html, lambda: render(result, texts, comparison.kept))
     if not finished:
         note(f"interrupted after {len(comparison.rows)} of {len(candidates)} rows")
-        raise typer.Exit(130)
+        raise Exit(130)
     if comparison.failed:
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def _check_lengths(decode: bool, **lengths: int | None) -> None:
@@ -155,7 +141,7 @@ def _needle(text: Path | None, question: str | None, answer: str | None, decode:
 
 def _prefilled(
     model: Any, tokenizer: Any, task: TextTask, name: str, candidates: Sequence[Candidate], bar: Progress
-) -> PromptComparer:
+) -> Comparer:
     """The comparer of prompts, whose full cache is there."""
     from keepset.bench.compare.prompt import PromptComparer
 
@@ -167,9 +153,7 @@ def _prefilled(
     return comparer
 
 
-def _decoded(
-    model: Any, task: TextTask, name: str, generate: int | None, bar: Progress
-) -> tuple[DecodeComparer, Int[Tensor, "1 tokens"]]:
+def _decoded(model: Any, task: TextTask, name: str, generate: int | None, bar: Progress) -> tuple[Comparer, Tensor]:
     """The comparer of decoding, through whose full cache all has passed, and all that has."""
     import torch
 
@@ -184,16 +168,6 @@ def _decoded(
     return comparer, torch.cat([task.prompt, text], 1)
 
 
-def _report(comparison: Comparison, tokens: list[str], *, as_json: bool, html: Path | None) -> None:
-    from keepset.bench.report.compare import render
-
-    if as_json:
-        print_json(comparison.to_json())
-    else:
-        print_table(comparison)
-    write(html, lambda: render(comparison.to_json(), tokens, comparison.kept))
-
-
 def print_table(comparison: Comparison) -> None:
     """The rows as a table."""
     full = comparison.full
@@ -205,16 +179,17 @@ def print_table(comparison: Comparison) -> None:
     if comparison.question is not None:
         lines += [f"Asked after compression: {comparison.question}", f"Full cache answers: {full['answer']}"]
     say("\n".join(lines))
-    decoding = comparison.drift_tokens is not None
+    decoding, asking = comparison.drift_tokens is not None, comparison.question is not None
     titles = ("kept", "MB", *(["peak MB"] if decoding else []), "KL", "top-1", "prefill", "tok/s")
     grid = table("recipe", numbers=titles)
-    if comparison.question is not None:
+    if asking:
         grid.add_column("found", no_wrap=True)
     for row in comparison.rows:
         if row.error is not None:
             grid.add_row(cell(row.recipe, row.error))
             continue
-        cells = [
+        grid.add_row(
+            cell(row.recipe),
             f"{row.keep:.1%}",
             f"{(row.kv_bytes or 0) / 1e6:.1f}",
             *([f"{(row.kv_bytes_peak or 0) / 1e6:.1f}"] if decoding else []),
@@ -222,8 +197,6 @@ def print_table(comparison: Comparison) -> None:
             f"{row.top1:.0%}",
             f"x{(row.prefill_seconds or 0) / (row.prefill_seconds_full or 1):.2f}",
             f"{row.decode_tokens_per_second:.1f}",
-        ]
-        if comparison.question is not None:
-            cells.append("yes" if row.needle_found else "no")
-        grid.add_row(cell(row.recipe), *cells)
+            *(["yes" if row.needle_found else "no"] if asking else []),
+        )
     show(grid)

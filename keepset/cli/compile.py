@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from keepset.cli.checks import check_tensor_file, check_whole, check_writable
 from keepset.cli.console import counted, load, note, progress, say, write
@@ -20,31 +21,31 @@ if TYPE_CHECKING:
 
 
 def compile(
-    out: Annotated[Path | None, typer.Option(help="The file to write, such as tables.safetensors.")] = None,
+    out: Annotated[Path | None, Option(help="The file to write, such as tables.safetensors.")] = None,
     show: Annotated[
-        Path | None, typer.Option(metavar="<path>", help="Print what a file of tables says, and compile nothing.")
+        Path | None, Option(metavar="<path>", help="Print what a file of tables says, and compile nothing.")
     ] = None,
     model: Model = None,
     corpus: Annotated[
         list[Path] | None,
-        typer.Option(
+        Option(
             metavar="<path>",
             help='A UTF-8 text file, or a .jsonl file with a text in the field "text" of every line, as often as you '
             "like; essays if none.",
         ),
     ] = None,
-    keep: Annotated[str, typer.Option(help="Budgets, entries per KV head.")] = "128,256,512",
+    keep: Annotated[str, Option(help="Budgets, entries per KV head.")] = "128,256,512",
     recipe: Annotated[
-        str, typer.Option(help="Whose tables: compilerkv with its window and what is left out of it.")
+        str, Option(help="Whose tables: compilerkv with its window and what is left out of it.")
     ] = "compilerkv",
-    contexts: Annotated[int, typer.Option(help="Contexts that actions are tried on.")] = 64,
-    tokens: Annotated[int, typer.Option(help="Tokens of a context.")] = 1024,
-    continuation: Annotated[int, typer.Option(help="Tokens after it, which tell what an action was worth.")] = 48,
-    seed: Annotated[int, typer.Option(help="Of the contexts' order and of the actions.")] = 0,
+    contexts: Annotated[int, Option(help="Contexts that actions are tried on.")] = 64,
+    tokens: Annotated[int, Option(help="Tokens of a context.")] = 1024,
+    continuation: Annotated[int, Option(help="Tokens after it, which tell what an action was worth.")] = 48,
+    seed: Annotated[int, Option(help="Of the contexts' order and of the actions.")] = 0,
     log: Annotated[
-        Path | None, typer.Option(metavar="<path>", help="Where rewards are kept; the same command then goes on there.")
+        Path | None, Option(metavar="<path>", help="Where rewards are kept; the same command then goes on there.")
     ] = None,
-    html: Annotated[Path | None, typer.Option(metavar="<path>", help="A page with both tables as maps.")] = None,
+    html: Annotated[Path | None, Option(metavar="<path>", help="A page with both tables as maps.")] = None,
     force: Force = False,
 ) -> None:
     """Compile the tables that compilerkv(tables=...) looks things up in.
@@ -112,7 +113,7 @@ def _compiled(model: str | None, files: list[Path], settings: Settings, log: Pat
         note(f"The texts have {len(pool.contexts)} contexts, fewer than the {contexts} asked for.")
     try:
         with progress() as bar:
-            return compile_tables(loaded, pool, settings, log, lambda what, count: counted(bar, what, count))
+            return compile_tables(loaded, pool, settings, log, partial(counted, bar))
     except KeyboardInterrupt:
         if log is not None:
             note("What was found is in the log: the same command goes on from there.")

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import unicodedata
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from keepset import models
+from keepset.bench.report import page
+
 if TYPE_CHECKING:
-    import transformers
     from rich.console import Console, RenderableType
     from rich.progress import Progress
     from rich.table import Table
     from rich.text import Text
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 @cache
@@ -49,31 +52,32 @@ def note(text: str) -> None:
     stderr().print(sanitize(text), markup=False, highlight=False, soft_wrap=True)
 
 
-def print_json(result: Any) -> None:
-    """Prints a result for programs."""
-    print(json.dumps(result, indent=2))
+def output(result: Any, as_json: bool, print_tables: Callable[[], None]) -> None:
+    """Prints a result for programs, or for a person."""
+    if as_json:
+        print(json.dumps(result, indent=2))
+    else:
+        print_tables()
 
 
 def write(path: Path | None, content: Callable[[], str], described: str | None = "report") -> None:
     """Writes a file that was asked for, whole or not at all, and says so."""
     if path is None:
         return
-    from keepset.bench.report.page import write as write_whole
-
-    write_whole(path, content())
+    page.write(path, content())
     if described is not None:
         note(f"{described}: {path}")
 
 
-def table(*texts: str, numbers: Iterable[str] = ()) -> Table:
-    """A table with these columns: texts may go on in a next line, numbers may not."""
+def table(*texts: str, numbers: Iterable[str] = (), fold: bool = False) -> Table:
+    """A table with these columns: texts may go on in a next line, numbers only with `fold`."""
     from rich.table import Table
 
     grid = Table(box=None, pad_edge=False, header_style="bold")
     for title in texts:
         grid.add_column(title, overflow="fold")
     for title in numbers:
-        grid.add_column(title, justify="right", no_wrap=True)
+        grid.add_column(title, justify="right", no_wrap=not fold, overflow="fold" if fold else "ellipsis")
     return grid
 
 
@@ -87,27 +91,12 @@ def cell(text: str, error: str | None = None, style: str = "") -> Text:
 
 def progress() -> Progress:
     """A progress bar with the time left; shown on a terminal, silent elsewhere."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )  # fmt: skip
+    from rich import progress as rich
 
+    columns = rich.TextColumn("{task.description}"), rich.BarColumn(), rich.MofNCompleteColumn()
+    times = rich.TimeElapsedColumn(), rich.TextColumn("left"), rich.TimeRemainingColumn()
     console = stderr()
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
+    return rich.Progress(*columns, *times, console=console, transient=True, disable=not console.is_terminal)
 
 
 def status(text: str) -> AbstractContextManager[Any]:
@@ -115,26 +104,15 @@ def status(text: str) -> AbstractContextManager[Any]:
     return stderr().status(text)
 
 
-def counted(bar: Progress, description: str, total: int) -> Callable[..., None]:
+def counted(bar: Progress, description: str, total: int, completed: int = 0) -> Callable[..., None]:
     """A line of the progress bar; what is returned moves it on, by one unless it is told otherwise."""
-    return partial(bar.advance, bar.add_task(description, total=total))
+    return partial(bar.advance, bar.add_task(description, total=total, completed=completed))
 
 
-def load(name: str | None) -> tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]:
+def load(name: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model of that name; how far it has come is shown on a terminal only."""
-    from transformers.utils import logging
-
-    from keepset import models
-
-    silenced = not stderr().is_terminal and logging.is_progress_bar_enabled()
-    if silenced:
-        logging.disable_progress_bar()
-    try:
-        with status("loading the model"):
-            return models.load(name)
-    finally:
-        if silenced:
-            logging.enable_progress_bar()
+    with status("loading the model"), nullcontext() if stderr().is_terminal else models.no_progress_bars():
+        return models.load(name)
 
 
 def sanitize(text: str) -> str:

@@ -1,20 +1,17 @@
 """`keepset context`: compress a text once, ask about it many times."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from keepset.cli.checks import check_fits_context, check_tensor_file, check_text
 from keepset.cli.console import counted, load, megabytes, progress, say
 from keepset.cli.options import Force, GenerationRecipe, MaxNewTokens, Model, SamplingSeed, Temperature, group
-from keepset.cli.sampling import Sampling
-from keepset.cli.streaming import generate_streamed
+from keepset.cli.streaming import Sampling, generate_streamed
 from keepset.errors import KeepsetError
 from keepset.models import EMBEDDED
 from keepset.texts import chat_parts, read
@@ -24,8 +21,8 @@ context = group("context", "Compress a text once and ask about it many times.")
 
 @context.command()
 def build(
-    text: Annotated[Path, typer.Option(help="A UTF-8 text file.")],
-    out: Annotated[Path, typer.Option(help="The file to write, such as report.safetensors.")],
+    text: Annotated[Path, Option(help="A UTF-8 text file.")],
+    out: Annotated[Path, Option(help="The file to write, such as report.safetensors.")],
     recipe: GenerationRecipe = "reread(keep=0.25)",
     model: Model = None,
     force: Force = False,
@@ -70,9 +67,9 @@ def build(
 
 @context.command()
 def ask(
-    file: Annotated[Path, typer.Argument(help="A file that keepset context build has written.")],
-    question: Annotated[str, typer.Argument(help="What to ask about the text.")],
-    model: Annotated[str | None, typer.Option(help="Where the model is now, if not where the file says.")] = None,
+    file: Annotated[Path, Argument(help="A file that keepset context build has written.")],
+    question: Annotated[str, Argument(help="What to ask about the text.")],
+    model: Annotated[str | None, Option(help="Where the model is now, if not where the file says.")] = None,
     max_new_tokens: MaxNewTokens = 200,
     temperature: Temperature = 0.0,
     seed: SamplingSeed = 0,
@@ -94,8 +91,8 @@ def ask(
     check_fits_context(loaded, header.tokens + ids.shape[1], sampling.tokens)
     inputs = Cache.load(file, loaded).ask(ids)
     cache = inputs.pop("past_key_values")
-    answer = generate_streamed(loaded, tokenizer, inputs, cache, sampling)
-    say(f"\n{header.recipe}: {header.tokens} tokens of context, {ids.shape[1]} of question; {answer.summary()}")
+    _, summary = generate_streamed(loaded, tokenizer, inputs, cache, sampling)
+    say(f"\n{header.recipe}: {header.tokens} tokens of context, {ids.shape[1]} of question; {summary}")
 
 
 @contextmanager

@@ -1,17 +1,13 @@
 """`keepset demo`: the main job, on the embedded model and a real essay, without a network."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from keepset.cli.compare import ALL, KEEPS, compare
 
 
-def demo(
-    html: Annotated[Path, typer.Option(help="Where the report goes.")] = Path("keepset-demo.html"),
-) -> None:
+def demo(html: Annotated[Path, Option(help="Where the report goes.")] = Path("keepset-demo.html")) -> None:
     """Compare recipes on an essay with a fact hidden in it; print the table and write the report."""
     compare(recipes=ALL, keeps=KEEPS, html=html)

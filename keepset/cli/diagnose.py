@@ -1,20 +1,15 @@
 """`keepset diagnose`: how well what a method supposes holds on a text."""
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-import typer
+from typer import Option
 
-from keepset.cli.console import counted, load, print_json, progress, say, show, table
+from keepset.cli.console import counted, load, output, progress, say, show, table
 from keepset.cli.options import Json, Model, OneText, group
 from keepset.errors import KeepsetError, RecipeError
 from keepset.models import EMBEDDED, context_length
 from keepset.texts import essay, read
-
-if TYPE_CHECKING:
-    from keepset.bench.analysis.synthetic import Agreement
 
 FIGURES = ("overlap", "usage", "needed", "correlation")
 PAPER = {"overlap": 0.929, "usage": 0.594, "needed": 0.4, "correlation": 0.7759}
@@ -24,9 +19,9 @@ diagnose = group("diagnose", "Check what a method supposes.")
 
 @diagnose.command()
 def gvote(
-    recipe: Annotated[str, typer.Option(help="gvote with its parameters, such as 'gvote(future=1)'.")] = "gvote",
+    recipe: Annotated[str, Option(help="gvote with its parameters, such as 'gvote(future=1)'.")] = "gvote",
     text: OneText = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of the text to use at most.")] = 1024,
+    tokens: Annotated[int, Option(help="Tokens of the text to use at most.")] = 1024,
     model: Model = None,
     as_json: Json = False,
 ) -> None:
@@ -58,28 +53,23 @@ def gvote(
     with progress() as bar:
         layers = loaded.config.get_text_config().num_hidden_layers
         agreements = next_query(loaded, method, ids, counted(bar, "layers of two prefills", 2 * layers))
-    head = {"model": model or EMBEDDED, "recipe": str(parsed), "tokens": ids.shape[1]}
-    result = {**head, **_figures(agreements), "paper": PAPER}
-    if as_json:
-        print_json(result)
-    else:
-        _print(result)
-
-
-def _figures(agreements: dict[int, Agreement]) -> dict[str, Any]:
-    """Figures for JSON: of every layer and query head, and their means."""
-    layers: list[dict[str, Any]] = [
-        {"layer": layer, **{name: [_number(x) for x in getattr(each, name).tolist()] for name in FIGURES}}
+    rows: list[dict[str, Any]] = [
+        {"layer": layer, **{name: _numbers(getattr(each, name)) for name in FIGURES}}
         for layer, each in agreements.items()
     ]
-    return {
-        "layers": layers,
-        "mean": {name: _mean([x for layer in layers for x in layer[name]]) for name in FIGURES},
+    result = {
+        "model": model or EMBEDDED,
+        "recipe": str(parsed),
+        "tokens": ids.shape[1],
+        "layers": rows,
+        "mean": {name: _mean([x for row in rows for x in row[name]]) for name in FIGURES},
+        "paper": PAPER,
     }
+    output(result, as_json, lambda: _print(result))
 
 
-def _number(x: float) -> float | None:
-    return None if math.isnan(x) else x
+def _numbers(values: Any) -> list[float | None]:
+    return [None if math.isnan(x) else x for x in values.tolist()]
 
 
 def _mean(numbers: list[float | None]) -> float | None:
@@ -92,35 +82,21 @@ def _print(result: dict[str, Any]) -> None:
     say(f"{result['model']}, {result['recipe']}: {result['tokens']} tokens, the last one masked.")
     grid = table()
     grid.add_column("layer", justify="right")
-    for title in ("overlap", "usage"):
-        grid.add_column(title, justify="right", no_wrap=True)
-        grid.add_column("heads", overflow="fold")
-    for title in ("needed", "correlation"):
-        grid.add_column(title, justify="right", no_wrap=True)
-    for layer in result["layers"]:
-        mean = {name: _shown(_mean(layer[name])) for name in FIGURES}
-        grid.add_row(
-            str(layer["layer"]),
-            mean["overlap"],
-            _digits(layer["overlap"]),
-            mean["usage"],
-            _digits(layer["usage"]),
-            mean["needed"],
-            mean["correlation"],
-        )
-    for title, figures in (("mean", result["mean"]), ("paper", result["paper"])):
-        shown = [_shown(figures[name]) for name in FIGURES]
-        grid.add_row(title, shown[0], "", shown[1], "", *shown[2:])
+    for title in ("overlap", "heads", "usage", "heads", "needed", "correlation"):
+        if title == "heads":
+            grid.add_column(title, overflow="fold")
+        else:
+            grid.add_column(title, justify="right", no_wrap=True)
+    means = [(str(row["layer"]), {name: _mean(row[name]) for name in FIGURES}, row) for row in result["layers"]]
+    for title, figures, heads in (*means, ("mean", result["mean"], {}), ("paper", result["paper"], {})):
+        overlap, usage, *rest = ("-" if figures[name] is None else f"{figures[name]:.3f}" for name in FIGURES)
+        grid.add_row(title, overlap, _digits(heads.get("overlap", [])), usage, _digits(heads.get("usage", [])), *rest)
     show(grid)
     say(
         "overlap: the next query's attention on what a synthetic query needs; usage: the share of entries that is; "
         "needed: the share that the next query needs itself; correlation: of its attention with the mean of the "
         "synthetic queries' (in the paper of one head). A digit is one head's tenths."
     )
-
-
-def _shown(x: float | None) -> str:
-    return "-" if x is None else f"{x:.3f}"
 
 
 def _digits(shares: list[float]) -> str:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Exit, Option
 
 from keepset.cli.checks import check_writable
-from keepset.cli.console import load, note, print_json, progress, status
+from keepset.cli.console import counted, load, note, output, progress, status
 from keepset.cli.numbers import parse_budgets
 from keepset.cli.options import Json, Model, Recipes, Temperature
 from keepset.cli.results import print_summary
-from keepset.cli.sampling import Sampling
+from keepset.cli.streaming import Sampling
 from keepset.errors import BudgetError, KeepsetError
 from keepset.models import EMBEDDED
 
@@ -36,7 +36,7 @@ _CHAT = "chat template"
 def evaluate(
     tasks: Annotated[
         list[str],
-        typer.Argument(
+        Argument(
             metavar="TASKS",
             help="Separated by commas: needle, ruler or one of its tasks, longbench or one of its tasks, gsm8k, "
             "math500, aime24, aime25, or any task of lm-evaluation-harness.",
@@ -45,32 +45,32 @@ def evaluate(
     recipes: Recipes = None,
     keeps: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Budgets for recipes that name none: fractions or entries per head, separated by commas; tasks that "
             f"decode use the entries only. [default: {KEEPS}; for tasks that decode {DECODING_KEEPS}]"
         ),
     ] = None,
-    lengths: Annotated[str, typer.Option(help="Tokens, separated by commas, for tasks made to a length.")] = "4096",
-    limit: Annotated[int | None, typer.Option(help="Examples of each task; all of them if not given.")] = None,
-    seeds: Annotated[str, typer.Option(help="For generated data and for sampling, separated by commas.")] = "0",
+    lengths: Annotated[str, Option(help="Tokens, separated by commas, for tasks made to a length.")] = "4096",
+    limit: Annotated[int | None, Option(help="Examples of each task; all of them if not given.")] = None,
+    seeds: Annotated[str, Option(help="For generated data and for sampling, separated by commas.")] = "0",
     agnostic: Annotated[
-        bool, typer.Option("--agnostic", help="Compress the context before its questions are known.")
+        bool, Option("--agnostic", help="Compress the context before its questions are known.")
     ] = False,
     no_chat: Annotated[
-        bool, typer.Option("--no-chat", help="Ask verbatim, though the tokenizer has a chat template.")
+        bool, Option("--no-chat", help="Ask verbatim, though the tokenizer has a chat template.")
     ] = False,
-    data: Annotated[Path | None, typer.Option(help="A folder with the tasks' data, used in place of the hub.")] = None,
+    data: Annotated[Path | None, Option(help="A folder with the tasks' data, used in place of the hub.")] = None,
     temperature: Temperature = 0.0,
     every: Annotated[
         int | None,
-        typer.Option(help=f"In tasks that decode, for recipes that do not say it: after how many tokens. [{_EVERY}]"),
+        Option(help=f"In tasks that decode, for recipes that do not say it: after how many tokens. [{_EVERY}]"),
     ] = None,
     model: Model = None,
-    out: Annotated[Path, typer.Option(help="The sweep's file: begun, or gone on with.")] = Path("sweep.sqlite"),
+    out: Annotated[Path, Option(help="The sweep's file: begun, or gone on with.")] = Path("sweep.sqlite"),
     no_baselines: Annotated[
-        bool, typer.Option("--no-baselines", help="Do not add random and streaming_llm under the same budgets.")
+        bool, Option("--no-baselines", help="Do not add random and streaming_llm under the same budgets.")
     ] = False,
-    ray: Annotated[bool, typer.Option("--ray", help="Let the workers of a Ray cluster do it.")] = False,
+    ray: Annotated[bool, Option("--ray", help="Let the workers of a Ray cluster do it.")] = False,
     as_json: Json = False,
 ) -> None:
     """Measure recipes on benchmarks: every recipe and budget on every example, on one prefill of it.
@@ -85,66 +85,59 @@ def evaluate(
     for seed in numbers:
         Sampling(1, temperature, seed)
     check_writable(out)
-    if ray:
-        from keepset.bench.sweep.ray_sweep import check_installed
 
-        check_installed()
-
+    from keepset.bench.sweep import sweep
+    from keepset.bench.sweep.runner import Runner
     from keepset.bench.sweep.store import Store
-    from keepset.bench.sweep.sweep import Grid
     from keepset.bench.tasks.catalogue import Settings
     from keepset.bench.tasks.find import find
+    from keepset.hf.fingerprint import fingerprint
 
+    if ray and find_spec("ray") is None:
+        raise KeepsetError(
+            'Ray is not installed: run `pip install "keepset[ray]"`, or leave --ray out to use this machine alone.'
+        )
     names = [name.strip() for word in tasks for name in word.split(",") if name.strip()]
     chosen = find(names, Settings(data, tuple(_whole(lengths, "lengths"))))
     if every is not None and not any(task.decodes for task in chosen):
         raise KeepsetError("--every is for tasks that decode, such as gsm8k, and none of these does: leave it out.")
     candidates = {task.name: _candidates(task, recipes, keeps, every or _EVERY, not no_baselines) for task in chosen}
-    grid = Grid(chosen, numbers, candidates, limit)
+    grid = sweep.Grid(chosen, numbers, candidates, limit)
     settings = {"--agnostic": agnostic, "--limit": limit, "--temperature": temperature}
     if out.exists() and out.stat().st_size > 0:
         with Store.open(out) as store:
             store.check(settings)
             same = store.model == (model or EMBEDDED) and store.configuration[_CHAT] is not no_chat
             if same and grid.is_done(store):
-                raise typer.Exit(1 if _show(store, grid, as_json=as_json) else 0)
-    _run(grid, out, model, settings, no_chat=no_chat, ray=ray, as_json=as_json)
-
-
-def _run(
-    grid: Grid, out: Path, model: str | None, settings: dict[str, Any], *, no_chat: bool, ray: bool, as_json: bool
-) -> None:
-    """Makes what the file lacks, and shows all of it."""
-    from keepset.bench.sweep import ray_sweep, sweep
-    from keepset.bench.sweep.runner import Runner
-    from keepset.bench.sweep.store import Store
-    from keepset.hf.fingerprint import fingerprint
-
+                raise Exit(1 if _show(store, grid, as_json) else 0)
     loaded, tokenizer = load(model)
     chat = not no_chat and tokenizer.chat_template is not None
-    asking = {"agnostic": settings["--agnostic"], "chat": chat, "temperature": settings["--temperature"]}
+    asking: dict[str, Any] = {"agnostic": agnostic, "chat": chat, "temperature": temperature}
     with Store.begin(out, model or EMBEDDED, {**settings, _CHAT: chat, **fingerprint(loaded)}) as store:
         with status("making examples"):
             groups = grid.groups(store, tokenizer)
-        left = sweep.unfinished(groups, store.done())
-        total = sweep.count(groups)
+        left, total = sweep.unfinished(groups, store.done()), sweep.count(groups)
         try:
             with progress() as bar:
-                advance = partial(bar.advance, bar.add_task("cells", total=total, completed=total - sweep.count(left)))
+                advance = counted(bar, "cells", total, total - sweep.count(left))
                 if ray:
+                    from keepset.bench.sweep import ray_sweep
+
                     nbytes = 2 * sum(parameter.nbytes for parameter in loaded.parameters())
                     lost = ray_sweep.run(store, left, ray_sweep.Loads(model, **asking), nbytes, advance)
                 else:
                     lost = sweep.run(store, left, Runner(loaded, tokenizer, **asking), advance)
         except KeyboardInterrupt:
-            there = sweep.count(groups, store.done())
-            note(f"stopped after {there} of {total} cells, which are in {str(out)!r}: the same command goes on")
-            raise typer.Exit(130) from None
-        failed = _show(store, grid, as_json=as_json)
+            note(
+                f"stopped after {sweep.count(groups, store.done())} of {total} cells, which are in {str(out)!r}: the "
+                "same command goes on"
+            )
+            raise Exit(130) from None
+        failed = _show(store, grid, as_json)
     for each, times in Counter(lost).items():
         note(f"{each.task}: {each.recipe} was left out, {times} times ({each.reason}); the same command tries again")
     if failed or lost:
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def _candidates(task: Task, recipes: str | None, keeps: str | None, every: int, baselines: bool) -> Sequence[Candidate]:
@@ -167,23 +160,18 @@ def _candidates(task: Task, recipes: str | None, keeps: str | None, every: int, 
     interval = every if task.decodes else None
     chosen = candidates(requested, budgets, interval)
     if baselines:
-        baseline = (
-            f"random(protect_prompt=True, every={every}), streaming_llm" if task.decodes else "random, streaming_llm"
-        )
+        random = f"random(protect_prompt=True, every={every})" if task.decodes else "random"
         under = [*named, *(budgets if open_ended or not named else [])]
-        chosen += candidates(Recipe.parse_list(baseline), under, interval)
+        chosen += candidates(Recipe.parse_list(f"{random}, streaming_llm"), under, interval)
     return list({candidate.text: candidate for candidate in chosen}.values())
 
 
-def _show(store: Store, grid: Grid, *, as_json: bool) -> bool:
+def _show(store: Store, grid: Grid, as_json: bool) -> bool:
     """Prints what the file has of what was asked for; whether a recipe failed on anything."""
     from keepset.bench.analysis.summary import summarise
 
     summary = summarise(grid.of(store.cells()))
-    if as_json:
-        print_json(summary.to_json())
-    else:
-        print_summary(summary)
+    output(summary.to_json(), as_json, lambda: print_summary(summary))
     note(f"all figures are in {str(store.path)!r}: keepset results shows them again")
     return any(row.failed for row in summary.rows)
 

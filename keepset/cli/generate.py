@@ -1,32 +1,29 @@
 """`keepset generate`: one prompt under a recipe, streamed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from keepset.cli.checks import check_fits_context, check_text
 from keepset.cli.console import load, say
 from keepset.cli.options import GenerationRecipe, MaxNewTokens, Model, SamplingSeed, Temperature
-from keepset.cli.sampling import Sampling
-from keepset.cli.streaming import generate_streamed
+from keepset.cli.streaming import Sampling, generate_streamed
 from keepset.texts import chat_parts, read
 
 
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What to say to the model.")],
+    prompt: Annotated[str, Argument(help="What to say to the model.")],
     recipe: GenerationRecipe = "glance(keep=0.25)",
-    text: Annotated[Path | None, typer.Option(help="A UTF-8 text file that goes before the prompt.")] = None,
+    text: Annotated[Path | None, Option(help="A UTF-8 text file that goes before the prompt.")] = None,
     question: Annotated[
-        str | None, typer.Option(help="What will be asked: methods with a second pass keep what it looks at.")
+        str | None, Option(help="What will be asked: methods with a second pass keep what it looks at.")
     ] = None,
     model: Model = None,
     max_new_tokens: MaxNewTokens = 200,
     temperature: Temperature = 0.0,
     seed: SamplingSeed = 0,
-    compare_full: Annotated[bool, typer.Option(help="Generate with the full cache too, and compare.")] = False,
+    compare_full: Annotated[bool, Option(help="Generate with the full cache too, and compare.")] = False,
 ) -> None:
     """Generate from one prompt under a recipe; at the end bytes and speed."""
     from keepset.recipe import Recipe
@@ -37,6 +34,8 @@ def generate(
     sampling = Sampling(max_new_tokens, temperature, seed)
     before = "" if text is None else read(text)
 
+    from transformers import DynamicCache
+
     from keepset.hf.cache import Cache
 
     loaded, tokenizer = load(model)
@@ -45,21 +44,17 @@ def generate(
     check_fits_context(loaded, length, sampling.tokens)
     task = None if question is None else tokenizer(question, add_special_tokens=False, return_tensors="pt").input_ids
     cache = Cache(loaded, parsed, task_tokens=task)
-    compressed = generate_streamed(loaded, tokenizer, inputs, cache, sampling)
+    ids, summary = generate_streamed(loaded, tokenizer, inputs, cache, sampling)
     at_end = next((event for event in cache.events if event.length == length), None)
     kept = 1.0 if at_end is None else at_end.kept / at_end.entries
     later = sum(event.length > length for event in cache.events)
     again = "" if parsed.schedule.every is None else f", compressed {later} times while decoding"
-    say(f"\n{parsed}: kept {kept:.1%} of {length} prompt tokens{again}; {compressed.summary()}")
+    say(f"\n{parsed}: kept {kept:.1%} of {length} prompt tokens{again}; {summary}")
     if compare_full:
-        from transformers import DynamicCache
-
-        full = generate_streamed(loaded, tokenizer, inputs, DynamicCache(config=loaded.config), sampling, show=False)
-        pairs = enumerate(zip(compressed.ids, full.ids, strict=False))
+        full = DynamicCache(config=loaded.config)
+        ids_full, summary = generate_streamed(loaded, tokenizer, inputs, full, sampling, show=False)
+        pairs = enumerate(zip(ids, ids_full, strict=False))
         first_difference = next((i for i, (a, b) in pairs if a != b), 0)
-        say(f"full cache: {full.summary()}")
-        say(
-            "The two texts are the same."
-            if compressed.ids == full.ids
-            else f"The two texts differ from token {first_difference} on."
-        )
+        say(f"full cache: {summary}")
+        same = ids == ids_full
+        say("The two texts are the same." if same else f"The two texts differ from token {first_difference} on.")

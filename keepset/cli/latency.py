@@ -1,15 +1,13 @@
 """`keepset bench latency`: time to the first token, tokens per second, latency and memory, by length of the prompt."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-import typer
+from typer import Exit, Option
 
+from keepset.bench.report.page import assemble
 from keepset.cli.checks import check_fits_context, check_writable
 from keepset.cli.console import counted, load, megabytes, note, progress, sanitize, say, show, table, write
 from keepset.cli.options import JsonFile, Model, PlotsHtml
@@ -17,20 +15,15 @@ from keepset.errors import KeepsetError
 from keepset.models import EMBEDDED
 from keepset.texts import essay, read
 
-if TYPE_CHECKING:
-    from keepset.bench.latency import Timing
-
 
 def latency(
-    recipes: Annotated[str, typer.Option(help="Recipes with their budgets, separated by commas.")] = (
+    recipes: Annotated[str, Option(help="Recipes with their budgets, separated by commas.")] = (
         "snapkv(keep=0.25), adakv(snapkv, keep=0.25)"
     ),
-    tokens: Annotated[str, typer.Option(help="Lengths of prompts, separated by commas.")] = "1024,4096",
-    output_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 64,
-    rounds: Annotated[int, typer.Option(help="How often each is measured, in turns.")] = 3,
-    text: Annotated[
-        Path | None, typer.Option(help="A UTF-8 text file for the prompts; essays if none is given.")
-    ] = None,
+    tokens: Annotated[str, Option(help="Lengths of prompts, separated by commas.")] = "1024,4096",
+    output_tokens: Annotated[int, Option(help="Tokens to generate.")] = 64,
+    rounds: Annotated[int, Option(help="How often each is measured, in turns.")] = 3,
+    text: Annotated[Path | None, Option(help="A UTF-8 text file for the prompts; essays if none is given.")] = None,
     model: Model = None,
     json_file: JsonFile = None,
     html: PlotsHtml = None,
@@ -48,12 +41,17 @@ def latency(
             raise KeepsetError(f"{name} {value} is too few: use an integer from 1.")
     check_writable(json_file, html)
 
+    from keepset.bench.latency import Timing
     from keepset.bench.latency import latency as measure
-    from keepset.bench.report.page import assemble
+    from keepset.offline.corpus import default_texts
 
     loaded, tokenizer = load(model)
     check_fits_context(loaded, max(lengths), output_tokens)
-    prompts = _prompts(tokenizer, text, lengths, loaded.device)
+    whole = "\n\n".join([essay(), *default_texts()]) if text is None else read(text)
+    ids = tokenizer(whole, return_tensors="pt", verbose=False)["input_ids"].to(loaded.device)
+    if ids.shape[1] < lengths[-1]:
+        raise KeepsetError(f"The text has {ids.shape[1]} tokens, fewer than {lengths[-1]}: give a longer --text.")
+    prompts = [ids[:, :length] for length in lengths]
     timings: list[Timing] = []
     finished = False
     with suppress(KeyboardInterrupt), progress() as bar:
@@ -74,9 +72,9 @@ def latency(
     write(html, lambda: assemble("latency", "keepset bench latency", result), "written")
     if not finished:
         note("interrupted: this is what was measured until then")
-        raise typer.Exit(130)
+        raise Exit(130)
     if any(timing.error for timing in timings):
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def _lengths(text: str) -> list[int]:
@@ -87,17 +85,6 @@ def _lengths(text: str) -> list[int]:
     if not lengths or min(lengths) < 1 or len(set(lengths)) < len(lengths):
         raise KeepsetError(f"--tokens {text!r} is no list of lengths: write different whole numbers such as 1024,4096.")
     return sorted(lengths)
-
-
-def _prompts(tokenizer: Any, file: Path | None, lengths: Sequence[int], device: Any) -> list[Any]:
-    """The text's first tokens, and shorter prompts of the same text."""
-    from keepset.offline.corpus import default_texts
-
-    whole = "\n\n".join([essay(), *default_texts()]) if file is None else read(file)
-    ids = tokenizer(whole, return_tensors="pt", verbose=False)["input_ids"].to(device)
-    if ids.shape[1] < lengths[-1]:
-        raise KeepsetError(f"The text has {ids.shape[1]} tokens, fewer than {lengths[-1]}: give a longer --text.")
-    return [ids[:, :length] for length in lengths]
 
 
 def _print(result: dict[str, Any]) -> None:

@@ -1,10 +1,8 @@
 """`keepset methods`: the catalogue."""
 
-from __future__ import annotations
-
 from typing import Any
 
-from keepset.cli import console
+from keepset.cli.console import cell, output, show, table
 from keepset.cli.options import Json
 
 
@@ -13,20 +11,18 @@ def methods(as_json: Json = False) -> None:
     from keepset.registry import catalogue
 
     entries = catalogue()
-    if as_json:
-        console.print_json(entries)
-        return
-    table = console.table("method and defaults", "kind", "looks at", "paper")
+    output(entries, as_json, lambda: _print(entries))
+
+
+def _print(entries: list[dict[str, Any]]) -> None:
+    grid = table("method and defaults", "kind", "looks at", "paper")
     for entry in entries:
+        parameters = (name if value is None else f"{name}={value!r}" for name, value in entry["parameters"].items())
         cells = (
-            f"{entry['name']}({_parameters(entry['parameters'])})",
+            f"{entry['name']}({', '.join(parameters)})",
             entry["family"] if entry["layout"] == "dense" else entry["layout"],
             ", ".join(entry["needs"]) or "keys, values",
             entry["paper"],
         )
-        table.add_row(*map(console.cell, cells))
-    console.show(table)
-
-
-def _parameters(parameters: dict[str, Any]) -> str:
-    return ", ".join(name if value is None else f"{name}={value!r}" for name, value in parameters.items())
+        grid.add_row(*map(cell, cells))
+    show(grid)

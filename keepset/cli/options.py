@@ -1,24 +1,23 @@
 """Options that several commands have, and groups of commands."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
-Model = Annotated[str | None, typer.Option(help="A folder or a hub name; a small embedded model if none.")]
-Recipes = Annotated[str | None, typer.Option(help="Recipes, separated by commas; a choice if none.")]
-GenerationRecipe = Annotated[str, typer.Option(help="What to keep, such as 'snapkv(keep=0.25)'.")]
-OneText = Annotated[Path | None, typer.Option(help="A UTF-8 text file; an essay if none is given.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write all that was measured to this file.")]
-Html = Annotated[Path | None, typer.Option(help="Write the report to this file.")]
-PlotsHtml = Annotated[Path | None, typer.Option(help="Write a report with plots to this file.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")]
-MaxNewTokens = Annotated[int, typer.Option(help="Tokens to generate at most.")]
-Temperature = Annotated[float, typer.Option(help="0 for greedy decoding.")]
-SamplingSeed = Annotated[int, typer.Option(help="For sampling.")]
+Model = Annotated[str | None, Option(help="A folder or a hub name; a small embedded model if none.")]
+Recipes = Annotated[str | None, Option(help="Recipes, separated by commas; a choice if none.")]
+GenerationRecipe = Annotated[str, Option(help="What to keep, such as 'snapkv(keep=0.25)'.")]
+OneText = Annotated[Path | None, Option(help="A UTF-8 text file; an essay if none is given.")]
+Json = Annotated[bool, Option("--json", help="Print JSON instead of a table.")]
+JsonFile = Annotated[Path | None, Option("--json", help="Write all that was measured to this file.")]
+Html = Annotated[Path | None, Option(help="Write the report to this file.")]
+PlotsHtml = Annotated[Path | None, Option(help="Write a report with plots to this file.")]
+Force = Annotated[bool, Option("--force", help="Replace the file if it exists.")]
+MaxNewTokens = Annotated[int, Option(help="Tokens to generate at most.")]
+Temperature = Annotated[float, Option(help="0 for greedy decoding.")]
+SamplingSeed = Annotated[int, Option(help="For sampling.")]
 
 
 def group(name: str, about: str) -> typer.Typer:

@@ -7,15 +7,14 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
 from keepset.cli.checks import check_writable
-from keepset.cli.console import cell, note, print_json, say, show, table, write
+from keepset.cli.console import cell, note, output, say, show, table, write
 from keepset.cli.options import Html, Json
 from keepset.errors import KeepsetError
 
 if TYPE_CHECKING:
-    from rich.table import Table
     from rich.text import Text
 
     from keepset.bench.analysis.rows import Figure, TableRow
@@ -23,17 +22,17 @@ if TYPE_CHECKING:
 
 
 def results(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="What `keepset eval` wrote, finished or not.")],
+    file: Annotated[Path, Argument(metavar="FILE", help="What `keepset eval` wrote, finished or not.")],
     baseline: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="What to compare with: a recipe, or a method for its recipe with the same budget; the full cache if "
             "not given."
         ),
     ] = None,
     html: Html = None,
-    csv: Annotated[Path | None, typer.Option(help="Write all rows to this file.")] = None,
-    latex: Annotated[Path | None, typer.Option(help="Write the scores as LaTeX tables to this file.")] = None,
+    csv: Annotated[Path | None, Option(help="Write all rows to this file.")] = None,
+    latex: Annotated[Path | None, Option(help="Write the scores as LaTeX tables to this file.")] = None,
     as_json: Json = False,
 ) -> None:
     """Show what recipes are worth on benchmarks: scores with intervals, differences, bytes, areas under curves.
@@ -54,10 +53,7 @@ def results(
     if not cells:
         raise KeepsetError(f"{str(file)!r} has no figures yet: let `keepset eval` make some first.")
     summary = summarise(cells, baseline)
-    if as_json:
-        print_json(summary.to_json())
-    else:
-        print_summary(summary)
+    output(summary.to_json(), as_json, lambda: print_summary(summary))
     write(csv, lambda: to_csv(summary), described=None)
     write(latex, lambda: to_latex(summary), described=None)
     write(html, lambda: render(model, configuration, summary.to_json()), described=None)
@@ -69,7 +65,7 @@ def print_summary(summary: Summary) -> None:
     """The figures as tables; averages come last, where they are seen."""
     from rich.text import Text
 
-    rows = _table("score (95 %)", "difference (95 %)", "kept", "bytes", "examples")
+    rows = table("", numbers=("score (95 %)", "difference (95 %)", "kept", "bytes", "examples"), fold=True)
     for task, group in groupby((*summary.rows, *summary.averages), attrgetter("task")):
         of_task = list(group)
         cut = max(row.cut for row in of_task)
@@ -83,7 +79,8 @@ def print_summary(summary: Summary) -> None:
     if not summary.trades:
         return
     tolerances = sorted({each.tolerance for trade in summary.trades for each in trade.reach})
-    trades = _table("area (95 %)", "from", *(f"can go, loss {tolerance:.0%}" for tolerance in tolerances))
+    losses = (f"can go, loss {tolerance:.0%}" for tolerance in tolerances)
+    trades = table("", numbers=("area (95 %)", "from", *losses), fold=True)
     for task, of_recipes in groupby(summary.trades, attrgetter("task")):
         trades.add_row(cell(task, style="bold"))
         for trade in of_recipes:
@@ -91,13 +88,6 @@ def print_summary(summary: Summary) -> None:
             trades.add_row(cell(f"  {trade.method}", failed), *_over_budgets(trade, tolerances))
     show()
     show(trades)
-
-
-def _table(*titles: str) -> Table:
-    grid = table("")
-    for title in titles:
-        grid.add_column(title, justify="right", overflow="fold")
-    return grid
 
 
 def _named(row: TableRow) -> Text:

@@ -1,13 +1,11 @@
 """`keepset serve`: vLLM's server under a recipe."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from keepset.cli.console import note
 
@@ -15,14 +13,13 @@ from keepset.cli.console import note
 def serve(
     words: Annotated[
         list[str] | None,
-        typer.Argument(
+        Argument(
             metavar="MODEL [VLLM OPTIONS]",
             help="A folder or a hub name, a small embedded model if none; then whatever `vllm serve` takes.",
         ),
     ] = None,
     recipe: Annotated[
-        str | None,
-        typer.Option(help="What to keep, such as 'snapkv(keep=512, every=256)'; without it vLLM serves plainly."),
+        str | None, Option(help="What to keep, such as 'snapkv(keep=512, every=256)'; without it vLLM serves plainly.")
     ] = None,
 ) -> None:
     """Serve a model with vLLM under a recipe, at an OpenAI-compatible address.

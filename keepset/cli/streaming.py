@@ -1,43 +1,52 @@
-"""A generation that is printed as it comes, and what it took."""
-
-from __future__ import annotations
+"""How tokens are drawn, and a generation that is printed as it comes."""
 
 import time
 from dataclasses import dataclass
 from typing import Any
 
 from keepset.cli.console import megabytes, sanitize
-from keepset.cli.sampling import Sampling
+from keepset.errors import KeepsetError
 
 
-@dataclass
-class Generated:
-    """What a generation took.
+@dataclass(frozen=True)
+class Sampling:
+    """How many new tokens, and how they are drawn: options that commands have in common, checked once.
 
     Attributes:
-        ids: of the new tokens.
-        nbytes: of the cache at the end.
+        tokens: at most so many; `option` is what the command calls them.
+        temperature: 0 for greedy decoding.
     """
 
-    ids: list[int]
-    first_seconds: float
-    rest_seconds: float
-    nbytes: int
+    tokens: int
+    temperature: float = 0.0
+    seed: int = 0
+    option: str = "--max-new-tokens"
 
-    def summary(self) -> str:
-        """For a person."""
-        speed = (len(self.ids) - 1) / self.rest_seconds if len(self.ids) > 1 else float("nan")
-        return (
-            f"{megabytes(self.nbytes)} of KV cache at the end, first token after {self.first_seconds:.2f} s, "
-            f"{len(self.ids)} tokens, {speed:.1f} tokens/s"
-        )
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise KeepsetError(f"{self.option} {self.tokens} is not a number of tokens: use an integer from 1.")
+        # Divided by less, logits overflow.
+        if not (self.temperature == 0 or 0.01 <= self.temperature <= 100):
+            raise KeepsetError(
+                f"--temperature {self.temperature} is out of range: use 0 for greedy decoding, or 0.01 to 100."
+            )
+        if not 0 <= self.seed < 2**63:
+            raise KeepsetError(f"--seed {self.seed} is out of range: use an integer from 0 to {2**63 - 1}.")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """For `model.generate`."""
+        options: dict[str, Any] = {"do_sample": self.temperature > 0, "max_new_tokens": self.tokens}
+        return {**options, "temperature": self.temperature} if self.temperature > 0 else options
 
 
 def generate_streamed(
     model: Any, tokenizer: Any, inputs: Any, cache: Any, sampling: Sampling, show: bool = True
-) -> Generated:
-    """Generates on this cache, and shows the text or not."""
+) -> tuple[list[int], str]:
+    """Generates on this cache, and shows the text or not: the new tokens, and a sentence on what they took."""
     import torch
+
+    from keepset.bench.memory import dynamic_nbytes
 
     streamer = Streamer(tokenizer, show)
     torch.manual_seed(sampling.seed)
@@ -45,13 +54,13 @@ def generate_streamed(
     with torch.no_grad():
         model.generate(**inputs, past_key_values=cache, streamer=streamer, **sampling.options)
     stop = time.perf_counter()
-    nbytes = getattr(cache, "nbytes", None)
-    if nbytes is None:
-        from keepset.bench.memory import dynamic_nbytes
-
-        nbytes = dynamic_nbytes(cache)
-    first = streamer.first or stop
-    return Generated(streamer.ids, first - start, stop - first, nbytes)
+    nbytes = cache.nbytes if hasattr(cache, "nbytes") else dynamic_nbytes(cache)
+    first, count = streamer.first or stop, len(streamer.ids)
+    speed = (count - 1) / (stop - first) if count > 1 else float("nan")
+    return streamer.ids, (
+        f"{megabytes(nbytes)} of KV cache at the end, first token after {first - start:.2f} s, "
+        f"{count} tokens, {speed:.1f} tokens/s"
+    )
 
 
 class Streamer:

@@ -1,54 +1,46 @@
 """`keepset trace`: one generation under a recipe, and what every compression of its cache kept."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-import typer
+from typer import Argument, Exit, Option
 
 from keepset.cli.checks import check_fits_context, check_text, check_writable
-from keepset.cli.console import counted, load, note, print_json, progress, say, show, table, write
+from keepset.cli.console import counted, load, note, output, progress, say, show, table, write
 from keepset.cli.numbers import parse_indices
 from keepset.cli.options import Model, SamplingSeed, Temperature
-from keepset.cli.sampling import Sampling
+from keepset.cli.streaming import Sampling
 from keepset.errors import KeepsetError
 from keepset.models import EMBEDDED
 from keepset.texts import chat_parts, read
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from keepset.bench.analysis.trace import Trace, TraceEvent, Tracer
-    from keepset.recipe import Recipe
 
 RECIPE = "ams(tova, window=32, keep=256, every=128)"
 REASON = "Please reason step by step, and put your final answer within \\boxed{}."
 
 
 def trace(
-    prompt: Annotated[str | None, typer.Argument(help="What to say to the model.")] = None,
-    recipe: Annotated[str, typer.Option(help="What to keep, and after how many tokens again.")] = RECIPE,
-    baseline: Annotated[str | None, typer.Option(help="A second recipe to compare with.")] = None,
+    prompt: Annotated[str | None, Argument(help="What to say to the model.")] = None,
+    recipe: Annotated[str, Option(help="What to keep, and after how many tokens again.")] = RECIPE,
+    baseline: Annotated[str | None, Option(help="A second recipe to compare with.")] = None,
     forced: Annotated[
-        bool, typer.Option(help="Feed the baseline the first recipe's tokens instead of letting it write its own.")
+        bool, Option(help="Feed the baseline the first recipe's tokens instead of letting it write its own.")
     ] = False,
     text: Annotated[
-        Path | None, typer.Option(help="A UTF-8 text file that goes before the prompt; alone it is written on.")
+        Path | None, Option(help="A UTF-8 text file that goes before the prompt; alone it is written on.")
     ] = None,
-    problem: Annotated[str | None, typer.Option(help="A problem to reason about step by step, as the prompt.")] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 512,
+    problem: Annotated[str | None, Option(help="A problem to reason about step by step, as the prompt.")] = None,
+    tokens: Annotated[int, Option(help="Tokens to generate at most.")] = 512,
     temperature: Temperature = 0.0,
     seed: SamplingSeed = 0,
-    region: Annotated[int, typer.Option(help="Tokens of a region, for the wipe-out rate.")] = 16,
+    region: Annotated[int, Option(help="Tokens of a region, for the wipe-out rate.")] = 16,
     layers: Annotated[
-        str | None, typer.Option(help="Layers on the page, separated by commas, or all; three of them if not given.")
+        str | None, Option(help="Layers on the page, separated by commas, or all; three of them if not given.")
     ] = None,
     model: Model = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
-    html: Annotated[Path | None, typer.Option(help="Write a page to look through the events.")] = None,
+    as_json: Annotated[bool, Option("--json", help="Print JSON instead of tables.")] = False,
+    html: Annotated[Path | None, Option(help="Write a page to look through the events.")] = None,
 ) -> None:
     """Generate under a recipe and tell what each compression kept: wiped-out regions, stability, the middle, gaps."""
     from keepset.recipe import Recipe
@@ -76,6 +68,7 @@ def trace(
 
     from keepset.bench.analysis.trace import Tracer
     from keepset.bench.analysis.trace_figures import figures
+    from keepset.bench.report.trace import render
 
     loaded, tokenizer = load(model)
     ids = torch.tensor([_encoded(tokenizer, before, prompt if problem is None else f"{problem}\n{REASON}")])
@@ -84,70 +77,62 @@ def trace(
     compressed = list(tracers[0].layers)
     shown = compressed if every_layer else _shown(wanted, compressed)
     finished = False
-    with suppress(KeyboardInterrupt):
-        _run(tracers, recipes, ids, sampling, forced)
-        finished = True
-    traces = [tracer.trace for tracer in tracers if tracer.trace.events or finished]
-    if not traces:
-        raise KeyboardInterrupt
-    runs = [{**figures(each, region), "text": _text(tokenizer, each)} for each in traces]
-    result = {"model": model or EMBEDDED, "forced": forced, "runs": runs}
-    if as_json:
-        print_json(result)
-    else:
-        for run in runs:
-            print_run(run)
-    write(html, lambda: _page(result, traces, tokenizer, shown))
-    if not finished:
-        note(f"interrupted after {len(traces[-1].ids) - traces[-1].prompt} of {sampling.tokens} tokens")
-        raise typer.Exit(130)
-
-
-def _run(tracers: list[Tracer], recipes: list[Recipe], ids: Any, sampling: Sampling, forced: bool) -> None:
-    """Generates under every recipe; a forced baseline follows the first one's tokens."""
-    import torch
-
-    with progress() as bar:
+    with suppress(KeyboardInterrupt), progress() as bar:
         for number, tracer in enumerate(tracers):
             tracer.on_token = counted(bar, str(recipes[number]), sampling.tokens)
             torch.manual_seed(sampling.seed)
             if forced and number:
                 # The last token was never fed.
-                first = tracers[0].trace
-                tracer.follow(first.ids[:-1], first.prompt)
+                tracer.follow(tracers[0].trace.ids[:-1], ids.shape[1])
             else:
                 tracer.generate(ids, **sampling.options)
+        finished = True
+    traces = [tracer.trace for tracer in tracers if tracer.trace.events or finished]
+    if not traces:
+        raise KeyboardInterrupt
+    runs = [
+        {**figures(each, region), "text": str(tokenizer.decode(each.ids[each.prompt :], skip_special_tokens=True))}
+        for each in traces
+    ]
+    result = {"model": model or EMBEDDED, "forced": forced, "runs": runs}
+    output(result, as_json, lambda: _print(runs))
+    tokens_of = [[str(tokenizer.decode([token])) for token in each.ids.tolist()] for each in traces]
+    write(html, lambda: render(result, traces, tokens_of, shown))
+    if not finished:
+        note(f"interrupted after {len(traces[-1].ids) - traces[-1].prompt} of {sampling.tokens} tokens")
+        raise Exit(130)
 
 
-def _encoded(tokenizer: Any, before: str, asked: str | None) -> list[int]:
+def _encoded(tokenizer: Any, before: str, question: str | None) -> list[int]:
     """A user's message, or a bare text where nothing is asked."""
-    if asked is None:
+    if question is None:
         return tokenizer(before, verbose=False)["input_ids"]
-    said = "".join(chat_parts(tokenizer, before, asked))
-    return tokenizer(said, add_special_tokens=False, verbose=False)["input_ids"]
+    message = "".join(chat_parts(tokenizer, before, question))
+    return tokenizer(message, add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def print_run(run: dict[str, Any]) -> None:
-    """One recipe's events as a table, and what they come to."""
-    generated = run["tokens"] - run["prompt_tokens"]
-    say(f"{run['recipe']}: {run['prompt_tokens']} tokens of prompt, {generated} after it.")
-    grid = table(numbers=("length", "kept per head", "of", "wipe-out", "IoU", "middle", "longest gap"))
-    heads = max(len(run["layers"]) * run["kv_heads"], 1)
-    for event in run["events"]:
-        grid.add_row(
-            str(event["length"]),
-            f"{event['kept'] / heads:.1f}",
-            f"{event['entries'] / heads:.1f}",
-            f"{event['wipeout']:.1%}",
-            "-" if event["iou"] is None else f"{event['iou']:.3f}",
-            f"{event['middle']:.1%}",
-            f"{event['longest_gap']:.1f}",
-        )
-    if run["events"]:
-        show(grid)
-    else:
-        say("Nothing was compressed: the text is shorter than the recipe's first event.")
-    say(" ".join(_totals(run)) + "\n")
+def _print(runs: Sequence[dict[str, Any]]) -> None:
+    """Every recipe's events as a table, and what they come to."""
+    for run in runs:
+        generated = run["tokens"] - run["prompt_tokens"]
+        say(f"{run['recipe']}: {run['prompt_tokens']} tokens of prompt, {generated} after it.")
+        grid = table(numbers=("length", "kept per head", "of", "wipe-out", "IoU", "middle", "longest gap"))
+        heads = max(len(run["layers"]) * run["kv_heads"], 1)
+        for event in run["events"]:
+            grid.add_row(
+                str(event["length"]),
+                f"{event['kept'] / heads:.1f}",
+                f"{event['entries'] / heads:.1f}",
+                f"{event['wipeout']:.1%}",
+                "-" if event["iou"] is None else f"{event['iou']:.3f}",
+                f"{event['middle']:.1%}",
+                f"{event['longest_gap']:.1f}",
+            )
+        if run["events"]:
+            show(grid)
+        else:
+            say("Nothing was compressed: the text is shorter than the recipe's first event.")
+        say(" ".join(_totals(run)) + "\n")
 
 
 def _totals(run: dict[str, Any]) -> list[str]:
@@ -172,25 +157,3 @@ def _shown(wanted: list[int] | None, compressed: list[int]) -> list[int]:
         there = ", ".join(map(str, compressed))
         raise KeepsetError(f"--layers: layer {missing[0]} is not compressed; there are {there}.")
     return wanted
-
-
-def _text(tokenizer: Any, trace: Trace) -> str:
-    return str(tokenizer.decode(trace.ids[trace.prompt :], skip_special_tokens=True))
-
-
-def _page(result: dict[str, Any], traces: Sequence[Trace], tokenizer: Any, layers: Sequence[int]) -> str:
-    from keepset.bench.report.trace import Drawn, render
-
-    drawn = [
-        Drawn(
-            tokens=[str(tokenizer.decode([token])) for token in trace.ids.tolist()],
-            kept=[_kept(event, layers) for event in trace.events],
-            segments=[[event.segments.get(layer, []) for layer in layers] for event in trace.events],
-        )
-        for trace in traces
-    ]
-    return render(result, drawn, layers)
-
-
-def _kept(event: TraceEvent, layers: Sequence[int]) -> Tensor:
-    return event.kept()[[event.keep_set.layers.index(layer) for layer in layers], 0]

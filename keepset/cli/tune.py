@@ -1,39 +1,32 @@
 """`keepset tune`: which recipe suits a text."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-import typer
+from typer import Exit, Option
 
+from keepset.bench.report.page import assemble
 from keepset.cli.checks import check_whole, check_writable
-from keepset.cli.console import cell, load, note, print_json, progress, sanitize, say, show, table, write
+from keepset.cli.console import cell, load, note, output, progress, sanitize, say, show, table, write
 from keepset.cli.numbers import parse_budgets
 from keepset.cli.options import Html, Json, Model
 from keepset.errors import BudgetError, KeepsetError
 from keepset.models import EMBEDDED, context_length
 from keepset.texts import read
 
-if TYPE_CHECKING:
-    from rich.progress import Progress
-
-    from keepset.bench.tune.tune import Tuner
-
 
 def tune(
     text: Annotated[
         list[Path],
-        typer.Option(metavar="<path>", help="A UTF-8 text file like those that you use; as often as you like."),
+        Option(metavar="<path>", help="A UTF-8 text file like those that you use; as often as you like."),
     ],
-    keep: Annotated[str, typer.Option(help="The budget: a fraction or entries per KV head.")] = "0.25",
+    keep: Annotated[str, Option(help="The budget: a fraction or entries per KV head.")] = "0.25",
     retrieval: Annotated[
-        bool,
-        typer.Option("--retrieval", help="Hide facts in the text, ask for them after compression, rank by them first."),
+        bool, Option("--retrieval", help="Hide facts in the text, ask for them after compression, rank by them first.")
     ] = False,
     model: Model = None,
-    seed: Annotated[int, typer.Option(help="Of the order of the text's pieces and of the facts.")] = 0,
+    seed: Annotated[int, Option(help="Of the order of the text's pieces and of the facts.")] = 0,
     as_json: Json = False,
     html: Html = None,
 ) -> None:
@@ -53,7 +46,6 @@ def tune(
     sources = [read(path) for path in text]
     check_writable(html)
 
-    from keepset.bench.report.page import assemble
     from keepset.bench.tune.pieces import cut
     from keepset.bench.tune.tune import Tuner
 
@@ -61,24 +53,26 @@ def tune(
     pieces = cut(tokenizer, sources, retrieval=retrieval, longest=context_length(loaded), seed=seed)
     finished = False
     with progress() as bar:
-        tuner = Tuner(
-            loaded, tokenizer, pieces, budgets[0], model or EMBEDDED, on_step=lambda: _show_progress(bar, tuner)
-        )
-        _show_progress(bar, tuner)
+
+        def show_progress() -> None:
+            race = tuner.race
+            description = f"round {race.round} of {race.rounds}: {len(race.alive)} recipes"
+            bar.update(task, description=description, completed=race.done, total=race.planned)
+
+        tuner = Tuner(loaded, tokenizer, pieces, budgets[0], model or EMBEDDED, show_progress)
+        task = bar.add_task("", total=tuner.race.planned)
+        show_progress()
         with suppress(KeyboardInterrupt):
             tuner.run()
             finished = True
     if not finished and not any(entry.figures for entry in tuner.race.entries):
         raise KeyboardInterrupt
     result = tuner.to_json()
-    if as_json:
-        print_json(result)
-    else:
-        print_result(result)
+    output(result, as_json, lambda: print_result(result))
     write(html, lambda: assemble("tune", "keepset tune", result))
     if not finished:
         note(f"interrupted in round {result['round']} of {result['rounds']}")
-        raise typer.Exit(130)
+        raise Exit(130)
 
 
 def print_result(result: dict[str, Any]) -> None:
@@ -91,10 +85,11 @@ def print_result(result: dict[str, Any]) -> None:
         soft_wrap=True,
     )
     if result["facts"]:
-        found = _percent(result["full"]["found"])
-        say(f"Found of {result['facts']} facts in each piece by the full cache: {found}.", soft_wrap=True)
-    asked = ["found", "95 %"] if result["facts"] else []
-    grid = table("recipe", numbers=("pieces", "kept", "MB", "KL", "95 %", "top-1", "prefill", *asked))
+        share = result["full"]["found"]
+        shown = "not asked yet" if share["mean"] is None else f"{share['mean']:.0%} ({_interval(share, '.0%')})"
+        say(f"Found of {result['facts']} facts in each piece by the full cache: {shown}.", soft_wrap=True)
+    of_facts = ["found", "95 %"] if result["facts"] else []
+    grid = table("recipe", numbers=("pieces", "kept", "MB", "KL", "95 %", "top-1", "prefill", *of_facts))
     for row in result["rows"]:
         style = "bold" if row["recipe"] in result["tied"] else "" if row["finalist"] else "dim"
         grid.add_row(cell(row["recipe"]), *_cells(row), style=style)
@@ -107,30 +102,18 @@ def print_result(result: dict[str, Any]) -> None:
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    kl, found = row["kl"], row.get("found")
-    cells = [
+    kl, facts = row["kl"], row.get("found")
+    return [
         str(row["pieces"]),
         f"{row['keep']:.1%}",
         f"{row['kv_bytes'] / 1e6:.1f}",
         f"{kl['mean']:.4f}",
-        "" if kl["low"] is None else f"{kl['low']:.4f}..{kl['high']:.4f}",
+        "" if kl["low"] is None else _interval(kl, ".4f"),
         f"{row['top1']:.0%}",
         f"x{row['prefill_seconds'] / row['prefill_seconds_full']:.2f}",
+        *([] if facts is None else [f"{facts['mean']:.0%}", _interval(facts, ".0%")]),
     ]
-    if found is not None:
-        cells += [f"{found['mean']:.0%}", f"{found['low']:.0%}..{found['high']:.0%}"]
-    return cells
 
 
-def _percent(figure: dict[str, float | None]) -> str:
-    if figure["mean"] is None:
-        return "not asked yet"
-    return f"{figure['mean']:.0%} ({figure['low']:.0%}..{figure['high']:.0%})"
-
-
-def _show_progress(bar: Progress, tuner: Tuner) -> None:
-    race = tuner.race
-    description = f"round {race.round} of {race.rounds}: {len(race.alive)} recipes"
-    if not bar.tasks:
-        bar.add_task(description, total=race.planned)
-    bar.update(bar.tasks[0].id, description=description, completed=race.done, total=race.planned)
+def _interval(figure: dict[str, float], form: str) -> str:
+    return f"{figure['low']:{form}}..{figure['high']:{form}}"

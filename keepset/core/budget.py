@@ -5,16 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from keepset.core.observation import Observation
+from keepset.core.shapes import Mask, Quotas
 from keepset.errors import BudgetError
 
 
 @dataclass(frozen=True, eq=False)
 class Budget:
     """Entries per KV head, exact: a method asked for n keeps n, or all when there are fewer.
+
+    Its methods say what that comes to in one layer: each is given the layer's observation, of all requests of a batch.
 
     Attributes:
         keep: a float in (0, 1] is a fraction of the entries, an int is entries per KV head, None leaves the
@@ -67,15 +70,8 @@ class Budget:
     def _key(self) -> tuple[object, ...]:
         return type(self.keep), self.keep, self.sinks, self.recent, self.protect_prompt
 
-    def quotas(self, observation: Observation) -> Int[Tensor, "batch kv_heads"]:
-        """Entries that stay of one layer.
-
-        Args:
-            observation: one layer, of all requests of a batch.
-
-        Returns:
-            For every request and KV head; all where there are fewer, and never none.
-        """
+    def quotas(self, observation: Observation) -> Quotas:
+        """Entries that stay of every request and KV head; all where there are fewer, and never none."""
         existing = observation.valid.sum(-1)
         if self.keep is None:
             return existing
@@ -83,55 +79,26 @@ class Budget:
         return torch.minimum(wanted.clamp(min=1), existing)
 
     def first(self, observation: Observation) -> Int[Tensor, " batch"]:
-        """How many of the first tokens always stay.
-
-        Args:
-            observation: one layer, of all requests of a batch.
-
-        Returns:
-            For every request: its sinks, or its whole prompt where that is protected.
-        """
+        """How many of the first tokens always stay: the sinks, or the whole prompt where that is protected."""
         sinks = observation.lengths.clamp(max=self.sinks)
         return sinks.maximum(observation.prompts) if self.protect_prompt else sinks
 
     def always(self, observation: Observation) -> Int[Tensor, " batch"]:
-        """How many tokens always stay, the first and the newest.
-
-        Args:
-            observation: one layer, of all requests of a batch.
-
-        Returns:
-            For every request; less where its text is not long enough for them.
-        """
+        """How many tokens always stay, the first and the newest; less where a text is not long enough for them."""
         return self.first(observation) + observation.lengths.clamp(max=self.recent)
 
     def aim(self, observation: Observation) -> Int[Tensor, " batch"]:
-        """Entries per KV head under a whole `keep`, where there are as many.
-
-        Args:
-            observation: one layer, of all requests of a batch.
-
-        Returns:
-            For every request `keep`, or what always stays where a protected prompt is longer.
-        """
+        """Entries per KV head where there are as many: `keep`, or what always stays if a protected prompt is longer."""
         assert isinstance(self.keep, int)
         keep = torch.full_like(observation.lengths, self.keep)
         return keep.maximum(self.always(observation)) if self.protect_prompt else keep
 
-    def is_sink(self, observation: Observation) -> Bool[Tensor, "batch kv_heads entries"]:
-        """Which entries are among the first tokens that always stay.
-
-        Args:
-            observation: one layer, of all requests of a batch.
-        """
+    def is_sink(self, observation: Observation) -> Mask:
+        """Which entries are among the first tokens that always stay."""
         return observation.positions < self.first(observation)[:, None, None]
 
-    def is_recent(self, observation: Observation) -> Bool[Tensor, "batch kv_heads entries"]:
-        """Which entries are among the newest tokens that always stay.
-
-        Args:
-            observation: one layer, of all requests of a batch.
-        """
+    def is_recent(self, observation: Observation) -> Mask:
+        """Which entries are among the newest tokens that always stay."""
         return observation.positions >= observation.lengths[:, None, None] - self.recent
 
 

@@ -15,9 +15,9 @@ AnyFeature = TypeVar("AnyFeature", bound="Feature[Any]")
 class Feature(ABC, Generic[Value]):
     """One thing that a method can look at; `observation[feature]` is its value.
 
-    A subclass is a frozen dataclass in a file of its own in `keepset/core/features`, and all that a runtime has to
-    know of it: equal ones are the same thing, and collected once for all methods that look at it. What is collected
-    while a prompt runs has an `accumulator`, which every runtime drives; the rest a runtime gives by other means.
+    A subclass is a frozen dataclass in `keepset/core/features`, and all that a runtime has to know of it: equal ones
+    are the same thing, and collected once for all methods that look at it. What is collected while a prompt runs has an
+    `accumulator`, which every runtime drives; the rest a runtime gives by other means (`given.py`).
 
     Attributes:
         window: how many of the newest queries are recorded for it, for every event.

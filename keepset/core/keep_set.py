@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from keepset.core.shapes import Mask, Quotas
 from keepset.errors import KeepsetError
 
 
@@ -39,7 +40,7 @@ class LayerKeepSet:
     layer: int
     indices: Int[Tensor, " kept"]
     packed_positions: Int[Tensor, " kept"]
-    counts: Int[Tensor, "batch kv_heads"]
+    counts: Quotas
     entry_bytes: int
     state: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -47,7 +48,7 @@ class LayerKeepSet:
     def from_mask(
         cls,
         layer: int,
-        mask: Bool[Tensor, "batch kv_heads entries"],
+        mask: Mask,
         positions: Int[Tensor, "batch kv_heads entries"],
         entry_bytes: int,
         state: Mapping[str, Tensor] | None = None,
@@ -63,10 +64,8 @@ class LayerKeepSet:
         """
         # One search in one dimension: searching costs more than all else here.
         kept = mask.flatten().nonzero()[:, 0]
-        indices = kept % mask.shape[-1]
-        return cls(
-            layer, indices, positions.flatten().index_select(0, kept).int(), mask.sum(-1), entry_bytes, state or {}
-        )
+        packed = positions.flatten().index_select(0, kept).int()
+        return cls(layer, kept % mask.shape[-1], packed, mask.sum(-1), entry_bytes, state or {})
 
     def settled(self) -> LayerKeepSet:
         """The same for the records, once a runtime has executed it: four bytes an entry, indices into the text."""
@@ -218,7 +217,7 @@ class KeepSet:
         Raises:
             KeepsetError: its layers, requests or KV heads are others.
         """
-        return KeepSet([_merge(mine, theirs) for mine, theirs, *_ in self._pairs(other)])
+        return KeepSet([_merge(mine, theirs) for mine, theirs in self._pairs(other)])
 
     def overlap(self, other: KeepSet) -> Float[Tensor, "layers batch kv_heads"]:
         """Share of this set's entries that another one keeps too.
@@ -232,10 +231,7 @@ class KeepSet:
         Raises:
             KeepsetError: its layers, requests or KV heads are others.
         """
-        shares = [
-            (a & b).sum(-1) / a.sum(-1).clamp(min=1) + (a.sum(-1) == 0).float() for *_, a, b in self._pairs(other)
-        ]
-        return torch.stack(shares)
+        return torch.stack([_share(a & b, a) for a, b in self._masks(other)])
 
     def iou(self, other: KeepSet) -> Float[Tensor, "layers batch kv_heads"]:
         """Intersection over union of two sets of positions.
@@ -249,33 +245,22 @@ class KeepSet:
         Raises:
             KeepsetError: its layers, requests or KV heads are others.
         """
-        shares = [
-            (a & b).sum(-1) / (a | b).sum(-1).clamp(min=1) + ((a | b).sum(-1) == 0).float()
-            for *_, a, b in self._pairs(other)
-        ]
-        return torch.stack(shares)
+        return torch.stack([_share(a & b, a | b) for a, b in self._masks(other)])
 
-    def _pairs(
-        self, other: KeepSet
-    ) -> list[
-        tuple[
-            LayerKeepSet,
-            LayerKeepSet,
-            Bool[Tensor, "batch kv_heads length"],
-            Bool[Tensor, "batch kv_heads length"],
-        ]
-    ]:
+    def _pairs(self, other: KeepSet) -> list[tuple[LayerKeepSet, LayerKeepSet]]:
         if self.layers != other.layers or self.counts.shape != other.counts.shape:
             raise KeepsetError("Only keep sets with the same layers, requests and KV heads can be compared.")
-        pairs = []
-        for index, mine in self._layers.items():
-            theirs = other._layers[index]
-            length = 1 + max(
-                (int(kept.packed_positions.max()) for kept in (mine, theirs) if kept.indices.numel()),
-                default=-1,
-            )
-            pairs.append((mine, theirs, mine.mask(length), theirs.mask(length)))
-        return pairs
+        return list(zip(self._layers.values(), other._layers.values(), strict=True))
+
+    def _masks(self, other: KeepSet) -> Iterator[tuple[Mask, Mask]]:
+        for pair in self._pairs(other):
+            length = 1 + max((int(kept.packed_positions.max()) for kept in pair if kept.indices.numel()), default=-1)
+            yield pair[0].mask(length), pair[1].mask(length)
+
+
+def _share(part: Mask, whole: Mask) -> Float[Tensor, "batch kv_heads"]:
+    """How much of a mask this part is; all of it where there is nothing."""
+    return part.sum(-1) / whole.sum(-1).clamp(min=1) + (whole.sum(-1) == 0).float()
 
 
 def _merge(a: LayerKeepSet, b: LayerKeepSet) -> LayerKeepSet:
@@ -283,8 +268,7 @@ def _merge(a: LayerKeepSet, b: LayerKeepSet) -> LayerKeepSet:
     positions = torch.cat([a.packed_positions, b.packed_positions])
     indices = torch.cat([a.indices, b.indices])
     length = int(positions.max()) + 1 if positions.numel() else 1
-    order = (rows * length + positions).argsort(stable=True)
-    key = (rows * length + positions)[order]
-    first = order[F.pad(key[1:] != key[:-1], (1, 0), value=True)[: key.numel()]]
+    keys, order = (rows * length + positions).sort(stable=True)
+    first = order[F.pad(keys[1:] != keys[:-1], (1, 0), value=True)[: keys.numel()]]
     counts = rows[first].bincount(minlength=a.counts.numel()).view_as(a.counts)
     return LayerKeepSet(a.layer, indices[first], positions[first], counts, a.entry_bytes)

@@ -16,8 +16,7 @@ from keepset.core.budget import Budget
 from keepset.core.feature import Needs
 from keepset.core.keep_set import KeepSet, LayerKeepSet, Layout
 from keepset.core.observation import Observation
-from keepset.core.ranking import Ranking
-from keepset.core.select import ranked_scores
+from keepset.core.select import Ranking, ranked_scores
 from keepset.core.shapes import Quotas, Scores
 from keepset.errors import RecipeError
 
@@ -317,12 +316,7 @@ def _kinds(method: type[Method]) -> dict[str, Any]:
     return get_type_hints(method)
 
 
-_ARTICLES: dict[Any, str] = {
-    int: "a whole number",
-    float: "a number",
-    bool: "True or False",
-    str: "a text in quotes",
-}
+_ARTICLES: dict[Any, str] = {int: "a whole number", float: "a number", bool: "True or False", str: "a text in quotes"}
 
 
 def _range(low: int | float | None, high: int | float | None) -> str:

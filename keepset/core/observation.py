@@ -13,7 +13,7 @@ from torch import Tensor
 
 from keepset.core.feature import Feature, Value
 from keepset.core.keep_set import KeepSet, LayerKeepSet
-from keepset.core.shapes import QueryHeadScores
+from keepset.core.shapes import Queries, QueryHeadScores, Scores
 from keepset.errors import KeepsetError
 
 
@@ -120,9 +120,7 @@ class Observation:
         """Bytes of one entry's key and value in one KV head."""
         return self.keys.shape[-1] * self.keys.element_size() + self.values.shape[-1] * self.values.element_size()
 
-    def newest_queries(
-        self, window: int
-    ) -> tuple[Float[Tensor, "batch query_heads window head_dim"], Int[Tensor, "batch window"]]:
+    def newest_queries(self, window: int) -> tuple[Queries, Int[Tensor, "batch n"]]:
         """The newest queries.
 
         Args:
@@ -213,9 +211,7 @@ class Observation:
         alike = ((self.positions == self.positions[:, :1]) | ~self.valid) & (self.valid == self.valid[:, :1])
         return alike.flatten(1).all(1)
 
-    def mean_over_heads(
-        self, statistic: Float[Tensor, "batch kv_heads entries"]
-    ) -> Float[Tensor, "batch kv_heads entries"]:
+    def mean_over_heads(self, statistic: Scores) -> Scores:
         """A layer's mean over its KV heads.
 
         Args:

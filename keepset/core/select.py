@@ -1,13 +1,18 @@
-"""Selectors: from scores and quotas to a mask of what stays. Exact, ordered, and the same for every runtime."""
+"""From scores and quotas to what stays: exact, ordered, and the same for every runtime."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from keepset.core.budget import Budget
+from keepset.core.keep_set import LayerKeepSet
 from keepset.core.observation import Observation
+from keepset.core.shapes import Mask, Quotas, Scores
 
 _LARGEST = torch.finfo(torch.float32).max
 RECENT_RANK = _LARGEST / 2
@@ -16,9 +21,7 @@ LARGEST_SCORE = _LARGEST / 4
 """Scores that are larger, of either sign, are cut to this size."""
 
 
-def ranked_scores(
-    scores: Float[Tensor, "batch kv_heads entries"], observation: Observation, budget: Budget
-) -> Float[Tensor, "batch kv_heads entries"]:
+def ranked_scores(scores: Scores, observation: Observation, budget: Budget) -> Scores:
     """Scores in an order that selection can rely on, float32.
 
     From best to worst: sinks and a protected prompt (the first token first of all), the recent suffix, the scores,
@@ -53,3 +56,38 @@ def round_to_total(shares: Float[Tensor, "*rows parts"], total: Int[Tensor, "*ro
     order = (floors - shares).argsort(dim=-1, stable=True)
     raised = torch.arange(shares.shape[-1], device=shares.device) < missing[..., None]
     return floors.long() + torch.zeros_like(floors, dtype=torch.long).scatter(-1, order, raised.long())
+
+
+@dataclass(frozen=True, eq=False)
+class Ranking:
+    """What is known of a layer when it comes to choosing.
+
+    Attributes:
+        observation: the layer.
+        budget: the recipe's.
+        scores: of every entry, with what always stays above the rest and -inf where there is no entry; see
+            `ranked_scores`.
+        quotas: how many entries every KV head keeps.
+        state: the method's own numbers per entry after this event, `[batch, kv_heads, entries]`.
+    """
+
+    observation: Observation
+    budget: Budget
+    scores: Scores
+    quotas: Quotas
+    state: Mapping[str, Tensor]
+
+    def best(self) -> LayerKeepSet:
+        """The best entries of every head, as many as its quota; of equal ones the later."""
+        return self.keep(top_mask(self.scores, self.quotas))
+
+    def keep(self, mask: Mask, **state: Tensor) -> LayerKeepSet:
+        """The entries where `mask` is true, holes left out.
+
+        Args:
+            mask: of the entries that stay.
+            **state: numbers per entry that are new or have changed.
+        """
+        layer, kept = self.observation.layer, mask & self.observation.valid
+        state = {**self.state, **state}
+        return LayerKeepSet.from_mask(layer, kept, self.observation.positions, self.observation.entry_bytes, state)

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from keepset.hf.hooks import ModelHooks, weakly
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines, `[batch, n, rotary_dim]`."""
+_CACHES = ("past_key_values", "layer_past")
 
 
 @dataclass
@@ -88,9 +89,11 @@ class LayerInput(QuerySource):
     """The input of one attention module in one forward, and what can be computed from it."""
 
     def __init__(self, call: _Call, rotary: _Call | None) -> None:
-        self._call, self._rotary = call, rotary
+        # Without the cache, whose observations may hold this.
+        kwargs = {name: None if name in _CACHES else value for name, value in call.kwargs.items()}
+        self._call, self._rotary = replace(call, kwargs=kwargs), rotary
         self._rotates = True
-        self._rotation: Rotation | None = call.kwargs.get("position_embeddings")
+        self._rotation: Rotation | None = kwargs.get("position_embeddings")
 
     @property
     def hidden(self) -> HiddenStates:
@@ -137,9 +140,6 @@ class LayerInput(QuerySource):
         The module itself runs again, so its norms, biases and fused projections all apply.
         """
         kwargs = dict(self._call.kwargs, attention_mask=None)
-        for cache in ("past_key_values", "layer_past"):
-            if cache in kwargs:
-                kwargs[cache] = None
         if rotation is not None:
             kwargs["position_embeddings"] = tuple(part.to(hidden.dtype) for part in rotation)
         args = self._call.args

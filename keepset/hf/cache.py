@@ -6,15 +6,15 @@ import copy
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
 
 from keepset.core.budget import Budget
 from keepset.core.features.second_pass import SecondPass
@@ -22,42 +22,12 @@ from keepset.core.keep_set import KeepSet, LayerKeepSet
 from keepset.core.observation import Observation
 from keepset.errors import KeepsetError
 from keepset.hf import saved
-from keepset.hf.progress import Progress
+from keepset.hf.event import Event
 from keepset.hf.prompt_cache import PromptCache
 from keepset.recipe import Recipe, check_schedule
 
 Observer = Callable[[Observation, Budget, KeepSet], None]
 """Is told of every layer at every event: the observation as the method found it, the budget, and what it kept."""
-
-
-@dataclass(frozen=True, eq=False)
-class Event:
-    """One compression.
-
-    Attributes:
-        length: logical length of the cache at the event, padding included.
-        keep_set: what stayed; of events before the newest only where the cache keeps its history.
-        entries: entries that there were, over all layers, requests and KV heads.
-        kept: how many of them stayed.
-        nbytes_before: bytes of their keys and values.
-        seconds: time spent on choosing and freeing.
-    """
-
-    length: int
-    keep_set: KeepSet | None
-    entries: int
-    kept: int
-    nbytes_before: int
-    seconds: float
-
-
-class _Chosen(NamedTuple):
-    """What an event has left of some of the layers; see `Event`."""
-
-    kept: list[LayerKeepSet]
-    entries: int
-    nbytes: int
-    seconds: float
 
 
 class Cache(PromptCache):
@@ -104,16 +74,16 @@ class Cache(PromptCache):
         super().__init__(model, needs, prompt_length, self.recipe.schedule, tasks)
         if self.recipe.method.across_layers:
             self._waits_for_all_layers = True
+            name = self.recipe.method.name
             self._no_drafts = self._no_drafts or (
-                f"{self.recipe.method.name} looks across layers, so it cannot take drafted tokens together with the "
-                "prompt"
+                f"{name} looks across layers, so it cannot take drafted tokens together with the prompt"
             )
         self.events: list[Event] = []
         self.history = history
         self._observer = observer
         self._model = weakref.ref(model)
-        # Of events that some layers have reached and others have not, by their lengths.
-        self._unfinished: dict[int, list[_Chosen]] = {}
+        # Of events that some layers have not reached yet, by their lengths: what stays, entries, bytes and seconds.
+        self._unfinished: dict[int, list[tuple[list[LayerKeepSet], int, int, float]]] = {}
 
     @classmethod
     def load(cls, path: str | Path, model: PreTrainedModel) -> Cache:
@@ -126,18 +96,7 @@ class Cache(PromptCache):
         Raises:
             KeepsetError: the file is not a saved context, damaged, of another version or of another model.
         """
-        context = saved.read(Path(path), model)
-        cache = cls(model, context.recipe)
-        cache.progress = context.progress
-        for layer in cache.kept_layers.values():
-            layer.decoding = cache._decoding(context.progress.prompt, context.next_event)
-        for restored, tensors in zip(cache.layers, context.layers, strict=True):
-            saved.restore(restored, tensors, context.progress.logical)
-        if context.event is not None:
-            cache.events.append(Event(keep_set=context.keep_set, **context.event))
-        if cache.schedule.every is None:
-            cache.stop_watching()
-        return cache
+        return saved.load(cls, Path(path), model)
 
     @classmethod
     def from_prompt(
@@ -171,7 +130,7 @@ class Cache(PromptCache):
             if index not in cache.kept_layers:
                 cache.layers[index] = copy.deepcopy(other)
         if prompt.progress is not None:
-            cache.progress = prompt.progress.fork()
+            cache.progress = copy.copy(prompt.progress)
             for layer in cache.kept_layers.values():
                 layer.logical = cache.progress.logical
             cache._choose(list(observations))
@@ -185,7 +144,7 @@ class Cache(PromptCache):
     def fork(self) -> Cache:
         """An independent copy: what is appended to one is not seen by the other."""
         twin = copy.copy(self)
-        twin.progress = None if self.progress is None else self.progress.fork()
+        twin.progress = copy.copy(self.progress)
         twin.events, twin._unfinished, twin._waiting = list(self.events), {}, []
         twin._hooks = None if self._hooks is None else self._hooks.fork(twin)
         twin._second = None if self._second is None else self._second.fork(twin)
@@ -211,18 +170,7 @@ class Cache(PromptCache):
         model = self._model()
         if model is None:
             raise KeepsetError("The model of this cache is gone: keep it until the cache is saved.")
-        progress, event = self.require_prompt(), self.events[-1] if self.events else None
-        decoding = next(iter(self.kept_layers.values())).decoding
-        context = saved.Context(
-            recipe=str(self.recipe),
-            progress=progress,
-            next_event=None if decoding is None else decoding.next,
-            event=None if event is None else {name: getattr(event, name) for name in _FIGURES},
-            keep_set=self.keep_set,
-            layers=[saved.tensors_of(layer) for layer in self.layers],
-        )
-        name = model.config.name_or_path or "" if model_name is None else model_name
-        saved.write(Path(path), context, model, name)
+        saved.save(self, Path(path), model, model.config.name_or_path or "" if model_name is None else model_name)
 
     def ask(
         self, input_ids: Int[Tensor, "rows tokens"], attention_mask: Int[Tensor, "rows tokens"] | None = None
@@ -259,24 +207,9 @@ class Cache(PromptCache):
         }
 
     def reset(self) -> None:
-        """Forgets everything that was cached."""
         super().reset()
         self.events.clear()
         self._unfinished.clear()
-
-    def require_prompt(self) -> Progress:
-        """How far the cache has come, between two forwards.
-
-        Raises:
-            KeepsetError: it does not hold a whole prompt, or nothing that keepset has compressed.
-        """
-        if not self.kept_layers:
-            raise KeepsetError("Every layer of this model has a window of its own, so keepset has nothing to save.")
-        progress = self.progress
-        lengths = {layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)}
-        if progress is None or progress.logical < progress.prompt or lengths != {progress.logical}:
-            raise KeepsetError("This cache does not hold a whole prompt yet: run the model on all of it first.")
-        return progress
 
     def _choose(self, observations: list[Observation]) -> None:
         """Compresses the observed layers: one by one, or together where the method looks across them."""
@@ -284,7 +217,7 @@ class Cache(PromptCache):
             return
         assert self.progress is not None and self.progress.compressed_at is not None
         method, budget, length = self.recipe.method, self.recipe.budget, self.progress.compressed_at
-        chosen = self._unfinished.setdefault(length, [])
+        parts = self._unfinished.setdefault(length, [])
         for group in [observations] if method.across_layers else [[observation] for observation in observations]:
             counts = [int(observation.valid.sum()) for observation in group]
             nbytes = sum(count * each.entry_bytes for count, each in zip(counts, group, strict=True))
@@ -293,24 +226,18 @@ class Cache(PromptCache):
             for observation in group:
                 self.kept_layers[observation.layer].keep(observation, keep_set.layer(observation.layer))
             kept = [keep_set.layer(observation.layer).settled() for observation in group]
-            chosen.append(_Chosen(kept, sum(counts), nbytes, time.perf_counter() - start))
+            parts.append((kept, sum(counts), nbytes, time.perf_counter() - start))
             if self._observer is not None:
                 for observation in group:
                     self._observer(observation, budget, keep_set)
-        parts = [part for some in chosen for part in some.kept]
-        if len(parts) == len(self.kept_layers):
-            del self._unfinished[length]
-            self._record(length, KeepSet(parts), chosen)
-
-    def _record(self, length: int, keep_set: KeepSet, chosen: Sequence[_Chosen]) -> None:
-        """Notes an event that all layers have been through."""
-        entries, nbytes = sum(part.entries for part in chosen), sum(part.nbytes for part in chosen)
-        seconds = sum(part.seconds for part in chosen)
+        if sum(len(kept) for kept, *_ in parts) < len(self.kept_layers):
+            return
+        del self._unfinished[length]
+        of_layers, entries, bytes_before, seconds = zip(*parts, strict=True)
+        keep_set = KeepSet(list(chain.from_iterable(of_layers)))
         if self.events and not self.history:
             self.events[-1] = replace(self.events[-1], keep_set=None)
-        self.events.append(Event(length, keep_set, entries, keep_set.entries, nbytes, seconds))
+        event = Event(length, keep_set, sum(entries), keep_set.entries, sum(bytes_before), sum(seconds))
+        self.events.append(event)
         if self.schedule.every is None:
             self.stop_watching()
-
-
-_FIGURES = ("length", "entries", "kept", "nbytes_before", "seconds")

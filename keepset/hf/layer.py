@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from keepset.core.keep_set import LayerKeepSet
@@ -23,38 +23,21 @@ from keepset.kernels.attention import ragged_attention
 from keepset.kernels.columns import causal_attention
 
 
-class LogicalLayer(CacheLayerMixin):
+class LogicalLayer(DynamicLayer):
     """A cache layer that tells transformers how many tokens there were, whatever it holds of them.
 
     Attributes:
         logical: tokens so far, dropped ones and padding included: what masks and positions count.
     """
 
-    is_sliding = False
-    is_compileable = False
-    is_croppable = True
     supports_early_init = False
     logical = 0
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing is allocated before there are entries to store."""
-        self.is_initialized = True
-
     def get_seq_length(self) -> int:
-        """Tokens so far."""
         return KeepsetLength(self.logical)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Tokens after the next `query_length`, and offset."""
-        return self.logical + query_length, 0
-
-    def get_max_length(self) -> int:
-        """No limit."""
-        return -1
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """The new keys and values alone: what else there is, the attention function gets from the layer."""
-        self.lazy_initialization(key_states, value_states)
         return key_states, value_states
 
 
@@ -73,13 +56,11 @@ class KeepLayer(LogicalLayer):
         self.reset()
 
     def reset(self) -> None:
-        """Forgets everything."""
         self.logical = 0
         self.store: EntryStore | None = None
         self.prompt: PromptPhase | None = None
         self.decoding: DecodingPhase | None = None
         self._beyond: Forward | None = None
-        self.is_initialized = False
 
     @property
     def nbytes(self) -> int:
@@ -121,7 +102,7 @@ class KeepLayer(LogicalLayer):
             self.store.append(self._beyond.key, self._beyond.value, self._beyond.positions, self._beyond.valid)
             self._beyond = None
 
-    def crop(self, removed: int, per_request: list[int], lengths: Int[Tensor, " batch"]) -> None:
+    def take_back(self, removed: int, per_request: list[int], lengths: Int[Tensor, " batch"]) -> None:
         """Forgets the newest tokens, so many of each request; `lengths` is what they have then."""
         if self.store is not None:
             self.store.crop(per_request)
@@ -130,7 +111,6 @@ class KeepLayer(LogicalLayer):
                 self.decoding.window.crop(lengths)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Makes the batch consist of these rows."""
         if self.store is None:
             return
         if self.prompt is not None and self.prompt.needs:
@@ -141,11 +121,9 @@ class KeepLayer(LogicalLayer):
             self.decoding.window.reorder(rows)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps only these rows of the batch."""
         self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats every row of the batch."""
         if self.store is not None:
             self.reorder_cache(torch.arange(self.store.batch).repeat_interleave(repeats))
 
@@ -159,19 +137,14 @@ class KeepLayer(LogicalLayer):
 
     def _attend_first(self, forward: Forward) -> tuple[Tensor, Forward]:
         """Attention of the first tokens over themselves, and their log-sum-exp where it saves work."""
+        n, scaling, mask = forward.length, forward.call.scaling, forward.call.mask
         if self.prompt is not None and self.prompt.needs.log_sum_exp and forward.valid is None:
             rows = zip(forward.query, forward.key, forward.value, strict=True)
-            parts = [causal_attention(q, k, v, forward.call.scaling) for q, k, v in rows]
+            parts = [causal_attention(q, k, v, scaling) for q, k, v in rows]
             output = torch.stack([output for output, _ in parts]).transpose(1, 2).contiguous()
             return output, replace(forward, lse=[lse for _, lse in parts])
-        n, mask = forward.length, None if forward.call.mask is None else forward.call.mask.matrix
+        matrix = None if mask is None or mask.matrix is None else mask.matrix[:, :, :n, :n]
         output, _ = sdpa_attention_forward(
-            forward.call.module,
-            forward.query,
-            forward.key,
-            forward.value,
-            None if mask is None else mask[:, :, :n, :n],
-            0.0,
-            forward.call.scaling,
+            forward.call.module, forward.query, forward.key, forward.value, matrix, 0.0, scaling
         )
         return output, forward

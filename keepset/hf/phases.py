@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from jaxtyping import Bool, Int
+from jaxtyping import Bool
 from torch import Tensor
 
-from keepset.core.accumulate import Accumulators
-from keepset.core.accumulator import Chunk, Entries
+from keepset.core.accumulator import Accumulators, Chunk, Entries
 from keepset.core.feature import Feature, Needs
-from keepset.core.features.recent_queries import RecentQueries
+from keepset.core.features.given import RecentQueries
 from keepset.hf.forward import Forward
 from keepset.hf.store import EntryStore
 from keepset.hf.window import QueryWindow
@@ -26,21 +25,14 @@ class LayerEvent:
 
     Attributes:
         length: logical length of the event.
-        lengths: tokens of each request at the event, padding left out.
-        columns: keys, values, positions and the method's own, `[batch, kv_heads, entries, ...]`; without positions
-            where all entries are there.
-        exists: which of them exist; None when all do.
-        others: newest queries and scaling, as an Observation's keyword arguments.
+        observed: entries and newest queries, as an Observation's keyword arguments.
         features: what was collected of the others.
         beyond: the tokens of the same forward that follow the event, which nobody looks at.
         seconds: that each kind of feature took to collect.
     """
 
     length: int
-    lengths: Int[Tensor, " batch"]
-    columns: dict[str, Tensor]
-    exists: Bool[Tensor, "batch kv_heads entries"] | None
-    others: dict[str, Any]
+    observed: dict[str, Any]
     features: dict[Feature[Any], Any]
     beyond: Forward | None = None
     seconds: Mapping[Hashable, float] = field(default_factory=dict)
@@ -69,20 +61,19 @@ class PromptPhase:
         """
         if not self.needs and forward.end < self._length:
             return None
-        columns, exists = _entries(forward, store)
+        observed = _entries(forward, store)
         if size := self.needs.window:
             with self._accumulators.timed(RecentQueries):
                 self._window.add(forward.query, forward.positions, forward.valid, size)
                 self._window.keep(size)
-        entries = partial(_rows, columns["keys"], exists, forward)
+        entries = partial(_rows, observed["keys"], observed.get("valid"), forward)
         lse, source = forward.lse, forward.layer_input
         chunk = Chunk(forward.query, entries, forward.positions, forward.valid, forward.call.scaling, lse, source)
         self._accumulators.add(chunk)
         if forward.end < self._length:
             return None
-        others = {"scaling": forward.call.scaling, **self._window.parts(size)}
-        features, seconds = self._accumulators.values(forward.lengths), self._accumulators.seconds
-        return LayerEvent(self._length, forward.lengths, columns, exists, others, features, seconds=seconds)
+        features, observed = self._accumulators.values(forward.lengths), {**observed, **self._window.parts(size)}
+        return LayerEvent(self._length, observed, features, seconds=self._accumulators.seconds)
 
     def fork(self) -> PromptPhase:
         """An independent copy."""
@@ -105,10 +96,8 @@ class DecodingPhase:
     """
 
     def __init__(self, needs: Needs, every: int, next_event: int) -> None:
-        self._needs, self._every = needs, every
-        self._size = max(needs.window, needs.buffer)
-        self.next = next_event
-        self.window = QueryWindow()
+        self._needs, self._every, self._size = needs, every, max(needs.window, needs.buffer)
+        self.next, self.window = next_event, QueryWindow()
 
     def looks_at(self, forward: Forward) -> bool:
         """Whether it looks at a forward's queries, or at its end."""
@@ -129,9 +118,8 @@ class DecodingPhase:
         self.record(until)
         if beyond is not None and store is not None:
             store.crop(beyond.counts().tolist())
-        columns, exists = _entries(until, store)
-        others = {"scaling": forward.call.scaling, **self.window.parts(self._needs.window)}
-        event = LayerEvent(point, until.lengths, columns, exists, others, self._features(until), beyond)
+        observed = {**_entries(until, store), **self.window.parts(self._needs.window)}
+        event = LayerEvent(point, observed, self._features(until), beyond)
         self.next = point + self._every
         self.window.keep(self._size if forward.padded else self._size - self._every)
         if beyond is not None:
@@ -161,13 +149,14 @@ class DecodingPhase:
         return newest.values(forward.lengths)
 
 
-def _entries(
-    forward: Forward, store: EntryStore | None
-) -> tuple[dict[str, Tensor], Bool[Tensor, "batch kv_heads entries"] | None]:
-    """A layer's entries as an event's columns; views of the forward where it is all there is and has no holes."""
+def _entries(forward: Forward, store: EntryStore | None) -> dict[str, Any]:
+    """A layer's entries as an Observation's keyword arguments; where there is no more than a forward, views of it."""
+    observed = {"lengths": forward.lengths, "scaling": forward.call.scaling}
     if store is None and forward.valid is None:
-        return {"keys": forward.key, "values": forward.value}, None
-    return (store or forward.pack()).padded()
+        return {**observed, "keys": forward.key, "values": forward.value}
+    state, exists = (store or forward.pack()).padded()
+    columns = {name: state.pop(name) for name in ("keys", "values", "positions")}
+    return {**observed, **columns, "state": state, "valid": exists}
 
 
 def _rows(keys: Tensor, exists: Bool[Tensor, "batch kv_heads entries"] | None, forward: Forward) -> Entries:

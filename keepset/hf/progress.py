@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 @dataclass(eq=False)
 class Progress:
-    """Lengths of a cache; the first layer of a forward moves them on.
+    """Lengths of a cache; the first layer of a forward moves them on. No tensor is written into: copies share them.
 
     Attributes:
         logical, prompt: tokens of the cache and of its prompt, padding included.
@@ -66,7 +65,3 @@ class Progress:
         """Makes the batch consist of these requests."""
         self.lengths, self.prompts = self.lengths[rows], self.prompts[rows]
         self.valid = None if self.valid is None else self.valid[rows]
-
-    def fork(self) -> Progress:
-        """An independent copy: none of the tensors is ever written into."""
-        return copy.copy(self)

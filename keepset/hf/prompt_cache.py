@@ -10,19 +10,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
 from keepset.core.feature import Feature, Needs
-from keepset.core.features.model_statistics import ModelStatistics
-from keepset.core.features.output_projection import OutputProjection
-from keepset.core.features.perplexity import Perplexity
+from keepset.core.features.given import ModelStatistics, OutputProjection, Perplexity
 from keepset.core.features.second_pass import SecondPass
 from keepset.core.observation import Observation
-from keepset.core.schedule import Schedule
 from keepset.core.statistics import Statistics, load
 from keepset.errors import KeepsetError
 from keepset.hf.attention import NAME, AttentionCall, hand_over
@@ -36,6 +32,7 @@ from keepset.hf.progress import Progress
 from keepset.hf.projection import output_projection
 from keepset.hf.second_pass import SecondPasses
 from keepset.hf.support import check_model
+from keepset.recipe import Schedule
 
 
 class PromptCache(TransformersCache, ABC):
@@ -89,11 +86,11 @@ class PromptCache(TransformersCache, ABC):
         self._second = SecondPasses(model, self, needs, tasks) if needs.of(SecondPass) else None
         self._perplexity = PerplexityHooks(model, self, needs.of(Perplexity)) if needs.of(Perplexity) else None
         self._waits_for_all_layers = self._second is not None
-        self._no_drafts: str | None = None
+        self._no_drafts = ""
+        if self._perplexity is not None:
+            self._no_drafts = "A prompt's perplexity cannot be told together with drafted tokens"
         if self._second is not None:
             self._no_drafts = "A second pass over the prompt cannot take drafted tokens together with it"
-        elif self._perplexity is not None:
-            self._no_drafts = "A prompt's perplexity cannot be told together with drafted tokens"
         self._waiting: list[tuple[KeepLayer, LayerEvent]] = []
         self._attending = False
 
@@ -108,17 +105,26 @@ class PromptCache(TransformersCache, ABC):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Takes a layer's new keys and values; a kept layer stores them when its attention follows."""
-        layer = self.kept_layers.get(layer_idx)
-        if layer is not None:
-            self._check_update(len(key_states))
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if layer is not None:
-            self._attending = True
-            hand_over(partial(self._attend, layer), keys, values)
+        if (layer := self.kept_layers.get(layer_idx)) is None:
+            return keys, values
+        if self._attending:
+            raise KeepsetError(
+                f"keepset.Cache needs the attention implementation {NAME!r}, but another one ran: "
+                f"do not change it after creating the cache, or call "
+                f"model.set_attn_implementation({NAME!r})."
+            )
+        requests, known = len(key_states), None if self.progress is None else len(self.progress.lengths)
+        if known not in (None, requests):
+            raise KeepsetError(
+                f"The cache holds {known} requests, and the input has {requests}: call "
+                "cache.batch_repeat_interleave(...) first, as for beams or several answers to one question."
+            )
+        self._attending = True
+        hand_over(partial(self._attend, layer), keys, values)
         return keys, values
 
     def reset(self) -> None:
-        """Forgets everything that was cached; another prompt may follow."""
         super().reset()
         self.progress = None
         self._waiting.clear()
@@ -128,30 +134,19 @@ class PromptCache(TransformersCache, ABC):
             hooks.open()
 
     def reorder_cache(self, beam_idx: Any) -> None:
-        """Makes the batch consist of these rows, of which any may repeat or be missing."""
         super().reorder_cache(beam_idx)
         self._reorder(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps only these rows of the batch, given as indices or as a mask."""
         super().batch_select_indices(indices)
         self._reorder(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats every row of the batch so many times."""
         super().batch_repeat_interleave(repeats)
         if self.progress is not None:
             self._reorder(torch.arange(len(self.progress.lengths)).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Takes back the newest tokens, as transformers does.
-
-        Args:
-            tokens_to_remove: how many, as a negative number; a positive one is the length to crop to.
-
-        Raises:
-            KeepsetError: they have been compressed.
-        """
         progress = self.progress
         if progress is not None:
             removed = max(progress.logical - tokens_to_remove, 0) if tokens_to_remove > 0 else -tokens_to_remove
@@ -165,18 +160,14 @@ class PromptCache(TransformersCache, ABC):
             if removed:
                 per_request = progress.crop(removed).tolist()
                 for kept in self.kept_layers.values():
-                    kept.crop(removed, per_request, progress.lengths)
+                    kept.take_back(removed, per_request, progress.lengths)
         layers: list[Any] = self.layers
         for layer in layers:
             if not isinstance(layer, KeepLayer):
                 layer.crop(tokens_to_remove)
 
     def activate_past_recording(self) -> None:
-        """What transformers calls before assisted generation, which drafts tokens with the prompt.
-
-        Raises:
-            KeepsetError: the recipe compresses while decoding, or nobody has said where the prompt ends.
-        """
+        """What transformers calls before assisted generation, which drafts tokens with the prompt."""
         if self.schedule.every is not None:
             raise KeepsetError(
                 "Assisted generation cannot go with compression while decoding (every=...), because its drafted "
@@ -226,17 +217,18 @@ class PromptCache(TransformersCache, ABC):
         n = call.query.shape[2]
         if self.progress is None:
             self.progress = Progress.start(self.prompt_length or n, len(call.query), call.query.device)
+            prompt, every = self.progress.prompt, self.schedule.every
             for layer in self.kept_layers.values():
-                layer.prompt = PromptPhase(self.needs, self.progress.prompt) if self.schedule.prefill else None
-                layer.decoding = self._decoding(self.progress.prompt)
-        elif n > 1:
-            _check_new(call.position_ids, self.progress.lengths, valid)
+                layer.prompt = PromptPhase(self.needs, prompt) if self.schedule.prefill else None
+                layer.decoding = None if every is None else DecodingPhase(self.needs, every, prompt + every)
+        elif n > 1 and call.position_ids is not None and call.position_ids.ndim == 2:
+            again = call.position_ids < self.progress.lengths[:, None]
+            if bool((again if valid is None else again & valid).any()):
+                raise KeepsetError(
+                    "The input repeats positions that the cache holds already: chunked prefill and assisted generation "
+                    "onto a cache that is not empty are not supported, because transformers feeds them the past again."
+                )
         self.progress.advance(n, valid)
-
-    def _decoding(self, event: int, next_event: int | None = None) -> DecodingPhase | None:
-        """The phase after an event of this length."""
-        every = self.schedule.every
-        return None if every is None else DecodingPhase(self.needs, every, next_event or event + every)
 
     def _reached(self, layer: KeepLayer, forward: Forward, event: LayerEvent) -> None:
         """Makes observations of a layer's event and of those that wait with it, once they can be complete."""
@@ -244,7 +236,7 @@ class PromptCache(TransformersCache, ABC):
         self.progress.compressed_at = event.length
         if self._perplexity is not None and not self._perplexity.watching:
             raise KeepsetError("This recipe looks at the model's logits: call the model, not only its decoder.")
-        if self._no_drafts is not None and event.length == self.progress.prompt < self.progress.logical:
+        if self._no_drafts and event.length == self.progress.prompt < self.progress.logical:
             raise KeepsetError(f"{self._no_drafts}: leave assisted generation out.")
         for feature in self.needs.of(OutputProjection):
             heads, size = forward.query.shape[1], forward.value.shape[-1]
@@ -253,7 +245,7 @@ class PromptCache(TransformersCache, ABC):
         if self._waits_for_all_layers and len(self._waiting) < len(self.kept_layers):
             return
         if self._second is not None:
-            entries = {kept.index: (each.columns["keys"], each.columns["values"]) for kept, each in self._waiting}
+            entries = {kept.index: (each.observed["keys"], each.observed["values"]) for kept, each in self._waiting}
             passes = self._second.run(entries, self.progress, self.layers)
             for kept, each in self._waiting:
                 each.features.update(passes[kept.index])
@@ -261,25 +253,15 @@ class PromptCache(TransformersCache, ABC):
             self._observe()
 
     def _observe(self) -> None:
+        """What waits is complete."""
         waiting, self._waiting = self._waiting, []
-        self._choose([self._observation(layer, event) for layer, event in waiting])
-
-    def _observation(self, layer: KeepLayer, event: LayerEvent) -> Observation:
         assert self.progress is not None
-        state = dict(event.columns)
-        return Observation(
-            keys=state.pop("keys"),
-            values=state.pop("values"),
-            positions=state.pop("positions", None),
-            valid=event.exists,
-            lengths=event.lengths,
-            prompts=self.progress.prompts,
-            features={**self.statistics, **event.features},
-            layer=layer.index,
-            layers=self.compressed_layers,
-            state=state,
-            **event.others,
-        )
+        observations = []
+        for layer, event in waiting:
+            features, prompts = {**self.statistics, **event.features}, self.progress.prompts
+            place: dict[str, Any] = {"layer": layer.index, "layers": self.compressed_layers}
+            observations.append(Observation(**event.observed, features=features, prompts=prompts, **place))
+        self._choose(observations)
 
     @abstractmethod
     def _choose(self, observations: list[Observation]) -> None:
@@ -287,19 +269,6 @@ class PromptCache(TransformersCache, ABC):
 
         They are of all layers where somebody looks at all of them, else of as many as have come.
         """
-
-    def _check_update(self, requests: int) -> None:
-        if self._attending:
-            raise KeepsetError(
-                f"keepset.Cache needs the attention implementation {NAME!r}, but another one ran: "
-                f"do not change it after creating the cache, or call "
-                f"model.set_attn_implementation({NAME!r})."
-            )
-        if self.progress is not None and len(self.progress.lengths) != requests:
-            raise KeepsetError(
-                f"The cache holds {len(self.progress.lengths)} requests, and the input has {requests}: call "
-                "cache.batch_repeat_interleave(...) first, as for beams or several answers to one question."
-            )
 
     # --- around the forwards
 
@@ -314,6 +283,20 @@ class PromptCache(TransformersCache, ABC):
         for hooks in self._all_hooks():
             hooks.close()
 
+    def require_prompt(self) -> Progress:
+        """How far the cache has come, between two forwards.
+
+        Raises:
+            KeepsetError: it does not hold a whole prompt, or nothing that keepset has compressed.
+        """
+        if not self.kept_layers:
+            raise KeepsetError("Every layer of this model has a window of its own, so keepset has nothing to save.")
+        progress = self.progress
+        lengths = {layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)}
+        if progress is None or progress.logical < progress.prompt or lengths != {progress.logical}:
+            raise KeepsetError("This cache does not hold a whole prompt yet: run the model on all of it first.")
+        return progress
+
     def _all_hooks(self) -> list[ModelHooks]:
         return [hooks for hooks in (self._hooks, self._second, self._perplexity) if hooks is not None]
 
@@ -321,22 +304,6 @@ class PromptCache(TransformersCache, ABC):
         if self.progress is not None:
             chosen = rows.nonzero()[:, 0] if rows.dtype == torch.bool else rows
             self.progress.reorder(chosen.to(self.progress.lengths.device))
-
-
-def _check_new(position_ids: Tensor | None, lengths: Int[Tensor, " batch"], valid: Tensor | None) -> None:
-    """Refuses tokens that transformers feeds a second time.
-
-    Raises:
-        KeepsetError: some of them stand where the cache has tokens already.
-    """
-    if position_ids is None or position_ids.ndim != 2:
-        return
-    again = position_ids < lengths[:, None]
-    if bool((again if valid is None else again & valid).any()):
-        raise KeepsetError(
-            "The input repeats positions that the cache holds already: chunked prefill and assisted generation "
-            "onto a cache that is not empty are not supported, because transformers feeds them the past again."
-        )
 
 
 def _nbytes(layer: Any) -> int:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
@@ -15,9 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from keepset.core.feature import Needs
-from keepset.core.observation import Observation
 from keepset.errors import KeepsetError
-from keepset.hf.cache import Cache, Event
+from keepset.hf.cache import Cache
+from keepset.hf.event import Event
 from keepset.hf.recorder import Recorder
 from keepset.methods.streaming_llm import StreamingLLM
 from keepset.recipe import Recipe
@@ -57,8 +56,7 @@ class CachedPrompt:
     @torch.no_grad()
     def follow(self, ids: Int[Tensor, "1 n"]) -> Float[Tensor, "n vocabulary"]:
         """Logits after each of these tokens, teacher-forced, on a fork: the cache stays as it is."""
-        with freed(self.cache.fork()) as fork:
-            return self.model(ids, past_key_values=fork, use_cache=True).logits[0]
+        return self.model(ids, past_key_values=self.cache.fork(), use_cache=True).logits[0]
 
 
 class PromptSession:
@@ -81,25 +79,18 @@ class PromptSession:
         on_layer: Callable[[], None] = lambda: None,
     ) -> None:
         self._model, self._ids, self._recipes, self._on_layer = model, ids, recipes, on_layer
-        self._shared: tuple[Recorder, Tensor] | None = None
+        self._shared: Recorder | None = None
         self._shares = True
 
-    @property
-    def observations(self) -> list[Observation]:
-        """What the shared prefill has seen, layer by layer.
+    def prefill(self) -> Recorder:
+        """What the shared prefill has seen; it runs now if it has not yet.
 
         Raises:
             KeepsetError: what one of the recipes looks at cannot be had of this prompt.
         """
-        return self._prefill()[0].observations
-
-    def prefill(self) -> None:
-        """Runs the shared prefill now, for whoever wants no recipe to have another.
-
-        Raises:
-            KeepsetError: what one of the recipes looks at cannot be had of this prompt.
-        """
-        self._prefill()
+        if self._shared is None:
+            self._shared = self._record(self._recipes)
+        return self._shared
 
     def compress(self, recipe: Recipe | None) -> CachedPrompt:
         """The prompt as this recipe leaves it; without one, as the full cache has it.
@@ -113,12 +104,10 @@ class PromptSession:
             KeepsetError: it cannot be had.
         """
         chosen = recipe or _KEEP_ALL
-        recorder, logits = self._recorded(chosen)
-        cache = Cache.from_prompt(self._model, chosen, recorder, recorder.observations)
-        seconds, nbytes = recorder.seconds_for(chosen.method.needs), recorder.nbytes_full
-        if not self._shares:
-            _free(recorder)
-        return CachedPrompt(self._model, cache, logits, seconds, recorder.seconds, nbytes, recipe is None)
+        recorder = self._recorded(chosen)
+        cache, needs = Cache.from_prompt(self._model, chosen, recorder, recorder.observations), chosen.method.needs
+        seconds, alone, nbytes = recorder.seconds, recorder.seconds_for(needs), recorder.nbytes_full
+        return CachedPrompt(self._model, cache, recorder.logits, alone, seconds, nbytes, is_full=recipe is None)
 
     @torch.no_grad()
     def compress_alone(self, recipe: Recipe) -> CachedPrompt:
@@ -137,30 +126,18 @@ class PromptSession:
         seconds = time.perf_counter() - began - sum(event.seconds for event in cache.events)
         return CachedPrompt(self._model, cache, logits, seconds, seconds, None, False)
 
-    def close(self) -> None:
-        """Lets go of the shared prefill's tensors, on which no cache depends."""
-        if self._shared is not None:
-            _free(self._shared[0])
-
-    def _prefill(self) -> tuple[Recorder, Tensor]:
-        if self._shared is None:
-            self._shared = self._record(self._recipes)
-        return self._shared
-
-    def _recorded(self, recipe: Recipe) -> tuple[Recorder, Tensor]:
+    def _recorded(self, recipe: Recipe) -> Recorder:
         if self._shares:
             try:
-                return self._prefill()
+                return self.prefill()
             except KeepsetError:
                 self._shares = False
         return self._record([recipe])
 
-    def _record(self, recipes: Sequence[Recipe]) -> tuple[Recorder, Tensor]:
+    def _record(self, recipes: Sequence[Recipe]) -> Recorder:
         recorder = Recorder(self._model, needs_of(recipes), self._on_layer)
-        try:
-            return recorder, recorder.prefill(self._ids)
-        finally:
-            recorder.stop_watching()
+        recorder.prefill(self._ids)
+        return recorder
 
 
 def needs_of(recipes: Sequence[Recipe]) -> Needs:
@@ -172,19 +149,3 @@ def warm_up(model: PreTrainedModel, ids: Int[Tensor, "1 tokens"]) -> None:
     """Cold caches, thread pools and allocators would be booked on the first prefill that is timed."""
     with torch.no_grad():
         model(ids[:, :64])
-
-
-@contextmanager
-def freed(cache: Cache) -> Iterator[Cache]:
-    """The cache, which lets go of its tensors then, whoever still names it."""
-    try:
-        yield cache
-    finally:
-        cache.reset()
-        cache.stop_watching()
-
-
-def _free(recorder: Recorder) -> None:
-    recorder.reset()
-    recorder.stop_watching()  # a cache that is new again watches for a prompt
-    recorder.observations.clear()

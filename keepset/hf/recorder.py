@@ -27,27 +27,28 @@ class Recorder(PromptCache):
 
     Attributes:
         observations: one per layer, once `prefill` has run; they hold the layers' entries.
+        logits: what the prompt's last tokens predict, once it has run.
         seconds: of the prefill alone, collecting not counted.
-        collecting: seconds that features took, by `Feature.cost`.
     """
 
     def __init__(self, model: PreTrainedModel, needs: Needs, on_layer: Callable[[], None] = lambda: None) -> None:
         super().__init__(model, needs)
         self._model, self._on_layer = model, on_layer
         self.observations: list[Observation] = []
-        self.collecting: Counter[Hashable] = Counter()
-        self.seconds = 0.0
+        self._collecting: Counter[Hashable] = Counter()
 
     @torch.no_grad()
-    def prefill(self, ids: Int[Tensor, "batch tokens"]) -> Float[Tensor, "batch vocabulary"]:
-        """Runs the prompt; returns the logits of its last token."""
+    def prefill(self, ids: Int[Tensor, "batch tokens"]) -> None:
+        """Runs the prompt."""
         start = time.perf_counter()
-        output = self._model(ids, past_key_values=self, use_cache=True, logits_to_keep=1)
+        try:
+            output = self._model(ids, past_key_values=self, use_cache=True, logits_to_keep=1)
+        finally:
+            self.stop_watching()
         if self._second is not None:
-            self.collecting.update(self._second.seconds)
-        self.seconds = time.perf_counter() - start - sum(self.collecting.values())
-        self.stop_watching()
-        return output.logits[:, -1]
+            self._collecting.update(self._second.seconds)
+        self.seconds = time.perf_counter() - start - self._collecting.total()
+        self.logits: Float[Tensor, "batch vocabulary"] = output.logits[:, -1]
 
     @property
     def nbytes_full(self) -> int:
@@ -56,11 +57,11 @@ class Recorder(PromptCache):
 
     def seconds_for(self, needs: Needs) -> float:
         """Seconds that a prefill takes which collects only for these needs."""
-        return self.seconds + sum(self.collecting[cost] for cost in {feature.cost for feature in needs})
+        return self.seconds + sum(self._collecting[cost] for cost in {feature.cost for feature in needs})
 
     def _reached(self, layer: KeepLayer, forward: Forward, event: LayerEvent) -> None:
         self._on_layer()
-        self.collecting.update(event.seconds)
+        self._collecting.update(event.seconds)
         super()._reached(layer, forward, event)
 
     def _choose(self, observations: list[Observation]) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,11 +24,16 @@ import keepset
 from keepset.core.keep_set import KeepSet, LayerKeepSet
 from keepset.core.tensor_file import TensorFile
 from keepset.errors import KeepsetError, UnsupportedModelError
+from keepset.hf.event import Event
 from keepset.hf.fingerprint import fingerprint
 from keepset.hf.layer import KeepLayer
+from keepset.hf.phases import DecodingPhase
 from keepset.hf.progress import Progress
 from keepset.hf.store import EntryStore
 from keepset.hf.window import QueryWindow
+
+if TYPE_CHECKING:
+    from keepset.hf.cache import Cache
 
 FORMAT = 1
 """Of the file; raise it with every change to what is written."""
@@ -58,33 +63,94 @@ class Header:
     tokens: int
 
 
-@dataclass(frozen=True, eq=False)
-class Context:
-    """What a cache holds between two forwards.
-
-    Attributes:
-        recipe: as text.
-        progress: how far the cache has come.
-        next_event: the next event's length, where the recipe compresses while decoding.
-        event: figures of the newest compression, if there was one.
-        keep_set: what that one kept.
-        layers: the tensors of every layer; see `tensors_of`.
-    """
-
-    recipe: str
-    progress: Progress
-    next_event: int | None
-    event: dict[str, Any] | None
-    keep_set: KeepSet | None
-    layers: Sequence[Mapping[str, Tensor]]
-
-
-def tensors_of(layer: Any) -> dict[str, Tensor]:
-    """All that a layer of a cache holds.
+def save(cache: Cache, path: Path, model: PreTrainedModel, name: str) -> None:
+    """Writes a cache of this model, whole or not at all; `name` is what the model is found by again.
 
     Raises:
-        UnsupportedModelError: it is of a kind that is not saved.
+        KeepsetError: it does not hold a whole prompt, a layer is of a kind that is not saved, or the place cannot be
+            written to.
     """
+    progress, event = cache.require_prompt(), cache.events[-1] if cache.events else None
+    decoding = next(iter(cache.kept_layers.values())).decoding
+    tensors = {"lengths": progress.lengths, "prompts": progress.prompts}
+    if progress.valid is not None:
+        tensors["seen"] = progress.valid
+    for index, layer in enumerate(cache.layers):
+        tensors |= {f"{_LAYER}{index}.{name}": tensor for name, tensor in _tensors_of(layer).items()}
+    for kept in [] if cache.keep_set is None else map(cache.keep_set.layer, cache.keep_set.layers):
+        tensors[f"{_LAYER}{kept.layer}.kept.positions"] = kept.packed_positions
+        tensors[f"{_LAYER}{kept.layer}.kept.counts"] = kept.counts
+    # Layers may share small tensors, and a file may not.
+    tensors = {
+        name: tensor.detach() if ".columns." in name else tensor.detach().clone(memory_format=torch.contiguous_format)
+        for name, tensor in tensors.items()
+    }
+    metadata = {
+        "format": FORMAT,
+        "keepset": keepset.__version__,
+        "recipe": str(cache.recipe),
+        "model": name,
+        "fingerprint": fingerprint(model),
+        "progress": {
+            "logical": progress.logical,
+            "prompt": progress.prompt,
+            "compressed_at": progress.compressed_at,
+            "next_event": None if decoding is None else decoding.next,
+        },
+        "layers": len(cache.layers),
+        "event": None if event is None else {figure: getattr(event, figure) for figure in _FIGURES},
+    }
+    _FILE.write(path, tensors, {**metadata, "digest": _digest(metadata, tensors)})
+
+
+def header(path: Path) -> Header:
+    """What a file says of itself; its tensors are not looked at.
+
+    Raises:
+        KeepsetError: it is no saved context that this version can read.
+    """
+    with _opened(path) as (_, metadata):
+        return Header(str(metadata["recipe"]), str(metadata["model"]), int(metadata["progress"]["logical"]))
+
+
+def load(kind: type[Cache], path: Path, model: PreTrainedModel) -> Cache:
+    """A cache of what a file holds, on this model's devices.
+
+    Raises:
+        KeepsetError: there is no such file, it is no saved context that this version can read, damaged, or of another
+            model.
+    """
+    with _opened(path) as (file, metadata):
+        _check_model(path, metadata["fingerprint"], fingerprint(model))
+        tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
+        if metadata.pop("digest") != _digest(metadata, tensors):
+            raise ValueError
+        devices = _devices(model)
+        layers = []
+        for index in range(metadata["layers"]):
+            part, device = _part(tensors, f"{_LAYER}{index}."), devices.get(index, model.device)
+            layers.append({name: tensor.to(device) for name, tensor in part.items()})
+        device = next((layer["counts"].device for layer in layers if "counts" in layer), model.device)
+        numbers, event = metadata["progress"], metadata["event"]
+        next_event = numbers.pop("next_event")
+        names = {"lengths": "lengths", "prompts": "prompts", "valid": "seen"}
+        requests = {name: tensors[there].to(device) for name, there in names.items() if there in tensors}
+        progress = Progress(**numbers, **requests)
+        events = [] if event is None else [Event(keep_set=_keep_set(layers), **event)]
+    cache = kind(model, metadata["recipe"])
+    cache.progress, cache.events = progress, events
+    if cache.schedule.every is None:
+        cache.stop_watching()
+    else:
+        for layer in cache.kept_layers.values():
+            layer.decoding = DecodingPhase(cache.needs, cache.schedule.every, next_event)
+    for restored, part in zip(cache.layers, layers, strict=True):
+        _restore(restored, part, progress.logical)
+    return cache
+
+
+def _tensors_of(layer: Any) -> dict[str, Tensor]:
+    """All that a layer of a cache holds."""
     if isinstance(layer, KeepLayer):
         assert layer.store is not None
         tensors = {f"columns.{name}": column for name, column in layer.store.packed.items()}
@@ -102,101 +168,20 @@ def tensors_of(layer: Any) -> dict[str, Tensor]:
     )
 
 
-def restore(layer: Any, tensors: Mapping[str, Tensor], logical: int) -> None:
+def _restore(layer: Any, tensors: Mapping[str, Tensor], logical: int) -> None:
     """Puts into an empty layer of a cache what another one held; the phase of a kept layer is there already."""
     if isinstance(layer, KeepLayer):
         layer.store, layer.logical = EntryStore.of(_part(tensors, "columns."), tensors["counts"]), logical
-        if layer.decoding is not None:
-            layer.decoding.window = QueryWindow.of(_part(tensors, "recorded."))
+        if layer.decoding is not None and (recorded := _part(tensors, "recorded.")):
+            layer.decoding.window = QueryWindow([recorded])
     else:
         layer.lazy_initialization(tensors["keys"], tensors["values"])
         layer.keys, layer.values = tensors["keys"], tensors["values"]
         layer.cumulative_length = logical
 
 
-def write(path: Path, context: Context, model: PreTrainedModel, name: str) -> None:
-    """Writes a context of this model, whole or not at all; `name` is what the model is found by again.
-
-    Raises:
-        KeepsetError: the place cannot be written to.
-    """
-    progress = context.progress
-    tensors = {"lengths": progress.lengths, "prompts": progress.prompts}
-    if progress.valid is not None:
-        tensors["seen"] = progress.valid
-    for index, layer in enumerate(context.layers):
-        tensors |= {f"{_LAYER}{index}.{name}": tensor for name, tensor in layer.items()}
-    for kept in [] if context.keep_set is None else map(context.keep_set.layer, context.keep_set.layers):
-        tensors[f"{_LAYER}{kept.layer}.kept.positions"] = kept.packed_positions
-        tensors[f"{_LAYER}{kept.layer}.kept.counts"] = kept.counts
-    # Layers may share small tensors, and a file may not.
-    tensors = {
-        name: tensor.detach() if ".columns." in name else tensor.detach().clone(memory_format=torch.contiguous_format)
-        for name, tensor in tensors.items()
-    }
-    metadata = {
-        "format": FORMAT,
-        "keepset": keepset.__version__,
-        "recipe": context.recipe,
-        "model": name,
-        "fingerprint": fingerprint(model),
-        "progress": {
-            "logical": progress.logical,
-            "prompt": progress.prompt,
-            "compressed_at": progress.compressed_at,
-            "next_event": context.next_event,
-        },
-        "layers": len(context.layers),
-        "event": context.event,
-    }
-    _FILE.write(path, tensors, {**metadata, "digest": _digest(metadata, tensors)})
-
-
-def header(path: Path) -> Header:
-    """What a file says of itself; its tensors are not looked at.
-
-    Raises:
-        KeepsetError: it is no saved context that this version can read.
-    """
-    with _opened(path) as (_, metadata):
-        return Header(str(metadata["recipe"]), str(metadata["model"]), int(metadata["progress"]["logical"]))
-
-
-def read(path: Path, model: PreTrainedModel) -> Context:
-    """The context in a file, on this model's devices.
-
-    Raises:
-        KeepsetError: there is no such file, it is no saved context that this version can read, damaged, or of another
-            model.
-    """
-    with _opened(path) as (file, metadata):
-        _check_model(path, metadata["fingerprint"], fingerprint(model))
-        tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
-        if metadata.pop("digest") != _digest(metadata, tensors):
-            raise ValueError
-        devices = _devices(model)
-        layers = [
-            {
-                name: tensor.to(devices.get(index, model.device))
-                for name, tensor in _part(tensors, f"{_LAYER}{index}.").items()
-            }
-            for index in range(metadata["layers"])
-        ]
-        device = next((layer["counts"].device for layer in layers if "counts" in layer), model.device)
-        numbers, valid = metadata["progress"], tensors.get("seen")
-        progress = Progress(
-            logical=numbers["logical"],
-            prompt=numbers["prompt"],
-            lengths=tensors["lengths"].to(device),
-            prompts=tensors["prompts"].to(device),
-            valid=None if valid is None else valid.to(device),
-            compressed_at=numbers["compressed_at"],
-        )
-        event, keep_set = metadata["event"], _keep_set(layers)
-        return Context(metadata["recipe"], progress, numbers["next_event"], event, keep_set, layers)
-
-
 _LAYER = "layers."
+_FIGURES = ("length", "entries", "kept", "nbytes_before", "seconds")
 
 
 def _keep_set(layers: Sequence[Mapping[str, Tensor]]) -> KeepSet | None:

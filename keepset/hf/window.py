@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,30 +24,27 @@ class QueryWindow:
     """Queries after rotation, their positions and, where it is recorded with them, their rotation.
 
     A slice costs no more than its own tokens, and no slice is a view: it would keep the whole forward alive.
+
+    Args:
+        parts: columns `[batch, n, ...]`, right-aligned. A part is never changed, so copies share it.
     """
 
-    def __init__(self) -> None:
-        # Columns `[batch, n, ...]`, those of each part right-aligned. A part is never changed, so copies share it.
-        self._parts: list[dict[str, Tensor]] = []
-        self._holes = False
+    def __init__(self, parts: Sequence[dict[str, Tensor]] = ()) -> None:
+        self._parts = list(parts)
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
-        return sum(column.numel() * column.element_size() for part in self._parts for column in part.values())
-
-    @classmethod
-    def of(cls, columns: dict[str, Tensor]) -> QueryWindow:
-        """What another one's `columns` tell."""
-        window = cls()
-        window._parts = [columns] if columns else []
-        window._holes = bool(columns) and bool((columns["positions"] < 0).any())
-        return window
+        return sum(column.nbytes for part in self._parts for column in part.values())
 
     @property
     def columns(self) -> dict[str, Tensor]:
-        """All that is recorded, `[batch, n, ...]`; empty when nothing is."""
-        return self._joined() if self._parts else {}
+        """All that is recorded, as one part; empty when nothing is."""
+        if len(self._parts) > 1:
+            joined = {name: torch.cat([part[name] for part in self._parts], 1) for name in self._parts[0]}
+            holes = bool((joined["positions"] < 0).any())
+            self._parts = [_right_aligned(joined, joined["positions"].shape[1]) if holes else joined]
+        return self._parts[0] if self._parts else {}
 
     def add(
         self,
@@ -61,56 +59,46 @@ class QueryWindow:
         if rotation is not None:
             part |= {"cos": rotation[0].expand(len(queries), -1, -1), "sin": rotation[1].expand(len(queries), -1, -1)}
         if valid is not None:
-            self._holes = True
             part["positions"] = positions.masked_fill(~valid, -1)
             self._parts.append(_right_aligned(part, size))
         else:
             self._parts.append({name: column[:, -size:].clone() for name, column in part.items()})
 
     def newest(self, size: int) -> Queries | None:
-        """The newest `size` queries of each request, or as many as there are; None when nothing was recorded."""
-        if not self._parts:
+        """The newest `size` queries of each request, or as many as there are; None where there are none."""
+        if not size or not self._parts:
             return None
-        newest = {name: column[:, -size:] for name, column in self._joined().items()}
+        newest = {name: column[:, -size:] for name, column in self.columns.items()}
         rotation = (newest["cos"], newest["sin"]) if "cos" in newest else None
         return Queries(newest["queries"].transpose(1, 2), newest["positions"], rotation)
 
     def parts(self, size: int) -> dict[str, Tensor]:
-        """The newest `size` queries as an Observation's keyword arguments."""
-        newest = self.newest(size) if size else None
+        """The same as an Observation's keyword arguments."""
+        newest = self.newest(size)
         return {} if newest is None else {"queries": newest.queries, "query_positions": newest.positions}
 
     def keep(self, size: int) -> None:
         """Forgets all but the newest `size` queries of each request."""
         if size <= 0:
-            self._parts, self._holes = [], False
+            self._parts = []
         elif sum(part["positions"].shape[1] for part in self._parts) > size:
-            self._parts = [{name: column[:, -size:].clone() for name, column in self._joined().items()}]
+            self._parts = [{name: column[:, -size:].clone() for name, column in self.columns.items()}]
 
     def reorder(self, rows: Int[Tensor, " rows"]) -> None:
         """Makes the batch consist of these requests."""
         if self._parts:
-            self._parts = [{name: column[rows.to(column.device)] for name, column in self._joined().items()}]
+            self._parts = [{name: column[rows.to(column.device)] for name, column in self.columns.items()}]
 
     def crop(self, lengths: Int[Tensor, " batch"]) -> None:
         """Forgets the queries that each request has beyond its length."""
-        if self._parts:
-            joined, self._holes = self._joined(), True
-            gone = joined["positions"] >= lengths[:, None]
-            cropped = {**joined, "positions": joined["positions"].masked_fill(gone, -1)}
+        if columns := self.columns:
+            gone = columns["positions"] >= lengths[:, None]
+            cropped = {**columns, "positions": columns["positions"].masked_fill(gone, -1)}
             self._parts = [_right_aligned(cropped, gone.shape[1])]
 
     def fork(self) -> QueryWindow:
         """An independent copy."""
-        twin = QueryWindow()
-        twin._parts, twin._holes = list(self._parts), self._holes
-        return twin
-
-    def _joined(self) -> dict[str, Tensor]:
-        if len(self._parts) > 1:
-            joined = {name: torch.cat([part[name] for part in self._parts], 1) for name in self._parts[0]}
-            self._parts = [_right_aligned(joined, joined["positions"].shape[1]) if self._holes else joined]
-        return self._parts[0]
+        return QueryWindow(self._parts)
 
 
 def _right_aligned(columns: dict[str, Tensor], size: int) -> dict[str, Tensor]:

@@ -48,9 +48,7 @@ def causal_attention(
 
 
 def log_sum_exp(
-    queries: Float[Tensor, "query_heads n head_dim"],
-    keys: Float[Tensor, "kv_heads entries head_dim"],
-    scaling: float,
+    queries: Float[Tensor, "query_heads n head_dim"], keys: Float[Tensor, "kv_heads entries head_dim"], scaling: float
 ) -> Float[Tensor, "query_heads n"]:
     """Log-sum-exp of every query's causal logits, in memory that grows with the entries.
 

@@ -10,9 +10,7 @@ from keepset.kernels.blocks import CACHE_BLOCK, block_size
 
 
 def mean_square_attention(
-    queries: Float[Tensor, "query_heads n head_dim"],
-    keys: Float[Tensor, "kv_heads entries head_dim"],
-    scaling: float,
+    queries: Float[Tensor, "query_heads n head_dim"], keys: Float[Tensor, "kv_heads entries head_dim"], scaling: float
 ) -> Float[Tensor, "query_heads entries"]:
     """Mean square of the attention of `n` queries that see all entries.
 

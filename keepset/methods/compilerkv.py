@@ -11,14 +11,16 @@ from torch import Tensor
 
 from keepset.core.budget import Budget
 from keepset.core.feature import Needs
-from keepset.core.features.perplexity import Perplexity
-from keepset.core.features.recent_queries import RecentQueries
+from keepset.core.features.given import Perplexity, RecentQueries
 from keepset.core.keep_set import KeepSet
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
 from keepset.core.select import ranked_scores, top_mask
 from keepset.core.shapes import Quotas, Scores
 from keepset.core.tables import Tables, load, neutral, say_neutral
+
+Received = Float[Tensor, "batch positions"]
+"""What every position receives of the window's attention, over all layers and heads (equation 6)."""
 
 THRESHOLD = 0.9
 """Where no table says another: the middle of the paper's range, and what its authors' program falls back to."""
@@ -98,14 +100,14 @@ class CompilerKV(Method):
     def select_all(self, observations: Sequence[Observation], budget: Budget) -> KeepSet:
         tables, received = self.tables_for(observations[0]), self.received_attention(observations)
         parts = []
-        for seen in observations:
-            quotas = budget.quotas(seen)
+        for observation in observations:
+            quotas = budget.quotas(observation)
             row = tables.nearest(quotas.amax(-1))
-            ranked = ranked_scores(self._utility(seen, received, tables, row), seen, budget)
+            ranked = ranked_scores(self._utility(observation, received, tables, row), observation, budget)
             if self.elastic:
-                threshold = self._threshold(seen, received, tables, row)
-                quotas = quotas.minimum(candidates(seen, budget, threshold))
-            parts.append(seen.keep(top_mask(ranked, quotas)).layer(seen.layer))
+                threshold = self._threshold(observation, received, tables, row)
+                quotas = quotas.minimum(candidates(observation, budget, threshold))
+            parts.append(observation.keep(top_mask(ranked, quotas)).layer(observation.layer))
         return KeepSet(parts)
 
     @property
@@ -125,24 +127,20 @@ class CompilerKV(Method):
             say_neutral()
         return neutral(*shape, THRESHOLD)
 
-    def received_attention(self, observations: Sequence[Observation]) -> Float[Tensor, "batch positions"]:
+    def received_attention(self, observations: Sequence[Observation]) -> Received:
         """Equation 6 summed over the window: the mean over layers and heads of what every position receives."""
-        longest = max(1, *(int(seen.lengths.max()) for seen in observations))
+        longest = max(1, *(int(observation.lengths.max()) for observation in observations))
         total = observations[0].keys.new_zeros(len(observations[0].keys), longest, dtype=torch.float32)
         heads = 0
-        for seen in observations:
-            usage = seen.window_usage(self.window).nan_to_num(0.0)
-            at = _places(seen, longest).repeat_interleave(usage.shape[1] // seen.keys.shape[1], 1)
+        for observation in observations:
+            usage = observation.window_usage(self.window).nan_to_num(0.0)
+            at = _places(observation, longest).repeat_interleave(usage.shape[1] // observation.keys.shape[1], 1)
             total.scatter_add_(1, at.flatten(1), usage.flatten(1))
             heads += usage.shape[1]
         return total / heads
 
     def _utility(
-        self,
-        observation: Observation,
-        received: Float[Tensor, "batch positions"],
-        tables: Tables,
-        row: Int[Tensor, " batch"],
+        self, observation: Observation, received: Received, tables: Tables, row: Int[Tensor, " batch"]
     ) -> Scores:
         """Equations 9 and 10."""
         weights = tables.weights.to(row.device)[row, observation.depth]
@@ -153,9 +151,7 @@ class CompilerKV(Method):
         best = utility.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(2)
         return best.amax(1, keepdim=True).where(observation.heads_alike[:, None, None], best)
 
-    def signal(
-        self, observation: Observation, received: Float[Tensor, "batch positions"]
-    ) -> Float[Tensor, "batch kv_heads _ entries"]:
+    def signal(self, observation: Observation, received: Received) -> Float[Tensor, "batch kv_heads _ entries"]:
         """Equations 7 and 8, of every query head, or one for all that share a KV head."""
         if self.global_mean:
             shared = received.gather(1, _places(observation, received.shape[1]).flatten(1))
@@ -167,20 +163,15 @@ class CompilerKV(Method):
         return attention
 
     def _threshold(
-        self,
-        observation: Observation,
-        received: Float[Tensor, "batch positions"],
-        tables: Tables,
-        row: Int[Tensor, " batch"],
+        self, observation: Observation, received: Received, tables: Tables, row: Int[Tensor, " batch"]
     ) -> Float[Tensor, " batch"]:
-        """What the table says of the risk."""
         if not self.gate:
             return torch.full_like(received[:, 0], THRESHOLD)
         bins = tables.bins(*self.risk(observation, received))
         return tables.gate.to(row.device)[row, observation.depth, *bins]
 
     def risk(
-        self, observation: Observation, received: Float[Tensor, "batch positions"]
+        self, observation: Observation, received: Received
     ) -> tuple[Float[Tensor, " batch"], Float[Tensor, " batch"]]:
         """Equations 11 to 13: the entropy of what is received, and the window's perplexity."""
         share = received / received.sum(-1, keepdim=True)

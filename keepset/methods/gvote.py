@@ -10,13 +10,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from keepset.core.feature import Needs
+from keepset.core.features.given import RecentQueries
 from keepset.core.features.moments import HiddenMoments
-from keepset.core.features.recent_queries import RecentQueries
 from keepset.core.keep_set import LayerKeepSet, Layout
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
-from keepset.core.ranking import Ranking
-from keepset.core.select import top_mask
+from keepset.core.select import Ranking, top_mask
 from keepset.core.shapes import Scores
 from keepset.methods.noise import normal, stream
 

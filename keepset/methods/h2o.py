@@ -9,8 +9,7 @@ from keepset.core.feature import Needs
 from keepset.core.features.attention_columns import AttentionColumns
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
-from keepset.core.ranking import Ranking
-from keepset.core.select import RECENT_RANK
+from keepset.core.select import RECENT_RANK, Ranking
 from keepset.core.shapes import Quotas, Scores
 from keepset.kernels.statistic import ColumnStatistic
 

@@ -8,18 +8,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from keepset.core.accumulate import Accumulators
+from keepset.core.accumulator import Accumulators
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.page_tables import OccupiedPages
 from keepset.paged.query_windows import QueryCapture, QueryRecord, QueryWindows
-from keepset.paged.step import (
-    EvictionEvent,
-    PromptChunk,
-    RecordedQueries,
-    ScheduledRequest,
-    StepBatch,
-    StepPlan,
-)
+from keepset.paged.step import EvictionEvent, PromptChunk, RecordedQueries, ScheduledRequest, StepBatch, StepPlan
 
 
 class CapturePlanner:

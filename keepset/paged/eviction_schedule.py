@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from keepset.core.accumulate import Accumulators
+from keepset.core.accumulator import Accumulators
 from keepset.core.observation import Observation
 from keepset.recipe import Recipe
 

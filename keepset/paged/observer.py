@@ -9,10 +9,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keepset.core.accumulate import Accumulators
-from keepset.core.accumulator import Chunk, Entries, QuerySource, Turn
+from keepset.core.accumulator import Accumulators, Chunk, Entries, QuerySource, Turn
 from keepset.core.feature import Feature, Needs
-from keepset.core.features.model_statistics import ModelStatistics
+from keepset.core.features.given import ModelStatistics
 from keepset.core.rope import RotaryTable, undone_right
 from keepset.core.shapes import HiddenStates, Queries
 from keepset.core.statistics import load

@@ -182,10 +182,10 @@ class PerHeadTables:
         return self._filed.first[page]
 
     def _slots(self, layout: Layout, tables: Tensor, before: Tensor, starts: Tensor, decoding: bool) -> Tensor:
-        row = torch.arange(before.shape[0], device=before.device)
-        if not decoding:
-            row = torch.repeat_interleave(row, starts[1:] - starts[:-1])
-            before = before[row] + torch.arange(row.shape[0], device=row.device) - starts[row]
+        if decoding:
+            row = torch.arange(before.shape[0], device=before.device)
+        else:
+            row, before = new_tokens(before, starts)
         return subpages.slots(layout, tables, before, row, self._block_size)
 
     def _file(self, device: torch.device) -> Layout:
@@ -194,6 +194,14 @@ class PerHeadTables:
             self._filed = Layout(empty[..., None].repeat(1, 1, self._kv_heads), empty, empty.clone())
             self._tokens = torch.zeros(self._blocks, dtype=torch.int64, device=device)
         return self._filed
+
+
+def new_tokens(
+    before: Int[Tensor, " rows"], starts: Int[Tensor, " rows_plus_1"]
+) -> tuple[Int[Tensor, " tokens"], Int[Tensor, " tokens"]]:
+    """Row and position of each of a step's new tokens."""
+    row = torch.repeat_interleave(starts.diff())
+    return row, torch.arange(row.shape[0], device=row.device) - starts[row] + before[row]
 
 
 def _like(known: Tensor, part: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keepset.core.accumulate import Accumulators
+from keepset.core.accumulator import Accumulators
 
 
 @dataclass(frozen=True)

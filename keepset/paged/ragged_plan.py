@@ -17,12 +17,7 @@ class RaggedPlanner:
     """Tables, slots and events of a step."""
 
     def __init__(
-        self,
-        schedule: EvictionSchedule,
-        layers: int,
-        blocks: int,
-        freed_blocks: FreedBlocks,
-        capture: CapturePlanner,
+        self, schedule: EvictionSchedule, layers: int, blocks: int, freed_blocks: FreedBlocks, capture: CapturePlanner
     ) -> None:
         self._schedule, self._freed_blocks, self._capture = schedule, freed_blocks, capture
         self._tables = PerHeadTables(layers, schedule.kv_heads, schedule.block_size, blocks)

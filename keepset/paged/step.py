@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from keepset.core.accumulate import Accumulators
+from keepset.core.accumulator import Accumulators
 from keepset.core.keep_set import LayerKeepSet
 from keepset.paged.page_tables import OccupiedPages
 from keepset.paged.per_head import PerHeadSequences

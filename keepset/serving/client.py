@@ -18,15 +18,11 @@ _MOST_CHARACTERS = 300
 
 @dataclass
 class Reply:
-    """What became of one request; times are seconds since the round's start.
+    """What became of one request; times are seconds since the round's start, tokens are counted by the server.
 
     Attributes:
         index: which request of its round.
-        start: when it was sent.
         chunks: when each piece of the answer came; a piece may hold several tokens.
-        end: when the answer was over.
-        prompt_tokens: of the prompt, as the server counts.
-        output_tokens: of the answer, as the server counts.
         error: why it failed; None if it did not.
     """
 
@@ -69,21 +65,14 @@ def connect(url: str, concurrency: int) -> httpx2.AsyncClient:
 
 
 async def complete(
-    client: httpx2.AsyncClient,
-    model: str,
-    prompt: list[int],
-    output_tokens: int,
-    *,
-    index: int,
-    began: float,
-    timeout: float,
+    client: httpx2.AsyncClient, model: str, prompt: list[int], tokens: int, *, index: int, began: float, timeout: float
 ) -> Reply:
     """Ask for exactly so many tokens after a prompt; a failure is part of the reply."""
     reply = Reply(index, time.perf_counter() - began)
     body = {
         "model": model,
         "prompt": prompt,
-        "max_tokens": output_tokens,
+        "max_tokens": tokens,
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
@@ -96,8 +85,8 @@ async def complete(
                     text = (await response.aread()).decode(errors="replace")
                     raise AnswerError(f"HTTP {response.status_code}: {_shorten(text)}")
                 await _read(response, reply, began)
-        if reply.output_tokens != output_tokens:
-            raise AnswerError(f"{reply.output_tokens} tokens came instead of {output_tokens}")
+        if reply.output_tokens != tokens:
+            raise AnswerError(f"{reply.output_tokens} tokens came instead of {tokens}")
     except TimeoutError:
         reply.error = f"no whole answer in {timeout:g} s"
     except (AnswerError, import_http().HTTPError, import_http().StreamError) as error:
@@ -135,8 +124,7 @@ def _take(text: str, reply: Reply, now: float) -> None:
         raise AnswerError(_shorten(str(event["error"])))
     if event.get("choices"):
         reply.chunks.append(now)
-    usage = event.get("usage")
-    if isinstance(usage, dict):
+    if isinstance(usage := event.get("usage"), dict):
         prompt, output = usage.get("prompt_tokens"), usage.get("completion_tokens")
         reply.prompt_tokens = prompt if isinstance(prompt, int) else None
         reply.output_tokens = output if isinstance(output, int) else None

@@ -1,7 +1,5 @@
 """The command line of a vLLM server, with or without a recipe."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import json
@@ -9,17 +7,19 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from keepset import models
 from keepset.errors import KeepsetError, UnsupportedEngineError
+from keepset.recipe import Recipe
 from keepset.vllm.settings import CONNECTOR, KEY
-
-if TYPE_CHECKING:
-    from keepset.recipe import Recipe
 
 _ADDITIONAL = "--additional-config"
 _SHORTEST = len("--add")
 _SMALL = 256
+_RESERVED = ("--host", "--port", "--uds", "--api-key", "--root-path", "--ssl-keyfile", "--ssl-certfile", "--headless")
 
 
 def split(words: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -29,12 +29,18 @@ def split(words: Sequence[str]) -> tuple[str | None, list[str]]:
     return None, list(words)
 
 
-def check_installed(recipe: Recipe | None) -> None:
-    """Refuses to start a server that could not start, or that would not know the recipe.
+def check_options(options: Sequence[str]) -> None:
+    """Refuses options under which a benchmark could not reach its server."""
+    if options and not options[0].startswith("-"):
+        raise KeepsetError(f"{options[0]!r} is no option for vLLM: write MODEL, then --, then options.")
+    for word in options:
+        name = word.split("=", 1)[0].replace("_", "-")
+        if name in _RESERVED:
+            raise KeepsetError(f"{name} is not for the benchmark: its servers listen on a free port of 127.0.0.1.")
 
-    Raises:
-        UnsupportedEngineError: vLLM is not installed, or will not load keepset's plug-in.
-    """
+
+def check_installed(recipe: Recipe | None) -> None:
+    """Refuses, with an `UnsupportedEngineError`, a server that could not start, or that would not know the recipe."""
     if importlib.util.find_spec("vllm") is None:
         raise UnsupportedEngineError('vLLM is not installed: run `pip install "keepset[vllm]"`.')
     if recipe is None:
@@ -52,8 +58,6 @@ def check_installed(recipe: Recipe | None) -> None:
 
 def folder(model: str | None) -> str:
     """Where a model is: the embedded one's folder for None or its name, others as they are named."""
-    from keepset import models
-
     if model is None or (model == models.EMBEDDED and not Path(model).is_dir()):
         return str(models.embedded_folder())
     return model
@@ -68,8 +72,6 @@ def command(model: str | None, recipe: Recipe | None, options: Sequence[str], fo
         options: further options of `vllm serve`; it listens on 127.0.0.1 if they do not say where.
         forced: more of them, which the former cannot change.
     """
-    from keepset.models import EMBEDDED
-
     additional, rest = _additional(options)
     if recipe is not None:
         additional[KEY] = str(recipe)
@@ -78,7 +80,7 @@ def command(model: str | None, recipe: Recipe | None, options: Sequence[str], fo
     place = folder(model)
     words = _program(place)
     if place != model and not has_option(rest, "--served-model-name"):
-        words += ["--served-model-name", EMBEDDED]
+        words += ["--served-model-name", models.EMBEDDED]
     if additional:
         words += [_ADDITIONAL, json.dumps(additional)]
     if recipe is not None:
@@ -109,11 +111,8 @@ def has_option(options: Sequence[str], name: str) -> bool:
 def block_size_hint(recipe: Recipe | None, options: Sequence[str]) -> str | None:
     """A sentence for who keeps few entries in the large blocks that vLLM takes on a CPU; None for others."""
     keep = None if recipe is None else recipe.budget.keep
-    if not isinstance(keep, int) or keep >= _SMALL or has_option(options, "--block-size"):
-        return None
-    import torch
-
-    if torch.accelerator.is_available():
+    few = isinstance(keep, int) and keep < _SMALL
+    if not few or has_option(options, "--block-size") or torch.accelerator.is_available():
         return None
     return f"keep={keep} is small for the blocks of 128 tokens that vLLM uses on a CPU: add --block-size 32."
 

@@ -1,7 +1,5 @@
 """Libraries that only `keepset[serve]` brings along."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 
@@ -9,20 +7,12 @@ from keepset.errors import KeepsetError
 
 
 def import_http() -> Any:
-    """The HTTP library.
-
-    Raises:
-        KeepsetError: it is not installed.
-    """
+    """The HTTP library; a `KeepsetError` where it is not installed."""
     return _import("httpx2", "HTTP client")
 
 
 def import_parser() -> Any:
-    """What takes apart the text format of Prometheus.
-
-    Raises:
-        KeepsetError: it is not installed.
-    """
+    """What takes apart the text format of Prometheus; a `KeepsetError` where it is not installed."""
     return _import("prometheus_client.parser", "reader of metrics").text_string_to_metric_families
 
 

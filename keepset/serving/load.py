@@ -1,16 +1,12 @@
 """What a load consists of, and which server may be put under it."""
 
-from __future__ import annotations
-
 import ipaddress
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from keepset.errors import KeepsetError
 
-_MAX_REQUESTS = 10_000
 MAX_CONCURRENCY = 1_000
-_MAX_TOKENS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -19,8 +15,6 @@ class Load:
 
     Attributes:
         requests: how many, each with a text of its own.
-        prompt_tokens: tokens of each prompt.
-        output_tokens: tokens of each answer.
         concurrency: how many may be outstanding at once.
         rounds: how often it all is repeated, with other texts.
         seed: for the choice of texts.
@@ -36,20 +30,16 @@ class Load:
     timeout: float = 600.0
 
     def __post_init__(self) -> None:
-        for name, most in (
-            ("requests", _MAX_REQUESTS),
-            ("prompt_tokens", _MAX_TOKENS),
-            ("output_tokens", _MAX_TOKENS),
-            ("concurrency", MAX_CONCURRENCY),
-            ("rounds", 100),
+        for name, value, least, most in (
+            ("requests", self.requests, 1, 10_000),
+            ("prompt-tokens", self.prompt_tokens, 1, 1_000_000),
+            ("output-tokens", self.output_tokens, 1, 1_000_000),
+            ("concurrency", self.concurrency, 1, MAX_CONCURRENCY),
+            ("rounds", self.rounds, 1, 100),
+            ("seed", self.seed, 0, 2**63 - 1),
         ):
-            value = getattr(self, name)
-            if not 1 <= value <= most:
-                raise KeepsetError(
-                    f"--{name.replace('_', '-')} {value} is out of range: use an integer from 1 to {most}."
-                )
-        if not 0 <= self.seed < 2**63:
-            raise KeepsetError(f"--seed {self.seed} is out of range: use an integer from 0 to {2**63 - 1}.")
+            if not least <= value <= most:
+                raise KeepsetError(f"--{name} {value} is out of range: use an integer from {least} to {most}.")
         if not 0 < self.timeout <= 86400:
             raise KeepsetError(f"--request-timeout {self.timeout} is out of range: use seconds from above 0 to 86400.")
 
@@ -77,11 +67,9 @@ def local_url(url: str) -> str:
 
 
 def _is_local(host: str) -> bool:
-    if host == "localhost":
-        return True
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
-        return False
+        return host == "localhost"
     # An IPv6 address that maps or scopes another one is not worth its doubts.
     return address.is_loopback if address.version == 4 else str(address) == "::1"

@@ -4,35 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from keepset.errors import KeepsetError
 from keepset.serving.client import Reply, complete, connect
 from keepset.serving.extras import import_http
+from keepset.serving.load import Load
 from keepset.serving.metrics import Sample, take_sample
 
 if TYPE_CHECKING:
     import httpx2
 
-    from keepset.serving.load import Load
-
 SAMPLE_SECONDS = 0.5
 """Seconds between two looks at the metrics."""
-
 _WARM_UP = 8
 
 
 @dataclass
 class Round:
-    """One round of a load: its replies, and samples from before its start to after its end.
+    """One round of a load: its replies, and samples of the metrics from before its start to after its end.
 
     Attributes:
         seconds: from the first request to the end of the last answer.
         replies: in the order of the prompts.
-        samples: of the server's metrics, in the order of time.
     """
 
     seconds: float
@@ -42,13 +40,7 @@ class Round:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What a server says that it serves.
-
-    Attributes:
-        name: of the model, for requests.
-        root: where the server has it from.
-        longest: tokens of a prompt and its answer.
-    """
+    """What a server says that it serves: the name for requests, where it has it from, and the tokens that it takes."""
 
     name: str
     root: str | None
@@ -56,11 +48,7 @@ class ServedModel:
 
 
 def served_model(url: str) -> ServedModel:
-    """What the server there serves.
-
-    Raises:
-        KeepsetError: there is no server that speaks OpenAI's language.
-    """
+    """What the server there serves; a `KeepsetError` where there is none that speaks OpenAI's language."""
     library = import_http()
     try:
         answer = library.get(f"{url}/v1/models", timeout=10.0, trust_env=False)
@@ -76,11 +64,7 @@ def served_model(url: str) -> ServedModel:
 
 
 def check_fits(load: Load, model: ServedModel) -> None:
-    """Refuses a load of which the server would refuse every request.
-
-    Raises:
-        KeepsetError: prompt and answer are longer than its context.
-    """
+    """Refuses a load of which the server would refuse every request, because it is longer than its context."""
     if model.longest is not None and load.prompt_tokens + load.output_tokens > model.longest:
         raise KeepsetError(
             f"{load.prompt_tokens} tokens of prompt and {load.output_tokens} of output do not fit the server's "
@@ -91,76 +75,57 @@ def check_fits(load: Load, model: ServedModel) -> None:
 def measure(
     url: str, model: str, load: Load, prompts: Sequence[list[list[int]]], on_reply: Callable[[], None] = lambda: None
 ) -> list[Round]:
-    """Warm the server up, then run every round of a load.
+    """Warm the server up, then run every round of a load; the prompts are what `workload.prompts` gives."""
 
-    Args:
-        url: the server's address.
-        model: the name that it serves.
-        load: how many requests of which size.
-        prompts: what `workload.prompts` gives.
-        on_reply: called after each reply.
-    """
-    return asyncio.run(_measure(url, model, load, prompts, on_reply))
+    async def run() -> list[Round]:
+        async with connect(url, load.concurrency) as client:
+            ask = partial(complete, client, model, timeout=load.timeout)
+            warm_up, *rounds = prompts
+            await ask(warm_up[0], min(_WARM_UP, load.output_tokens), index=0, began=time.perf_counter())
+            return [await _run_round(client, ask, load, texts, on_reply) for texts in rounds]
 
-
-async def _measure(
-    url: str, model: str, load: Load, prompts: Sequence[list[list[int]]], on_reply: Callable[[], None]
-) -> list[Round]:
-    warm_up, *rounds = prompts
-    async with connect(url, load.concurrency) as client:
-        run_round = _LoadGenerator(client, model, load, on_reply)
-        await complete(
-            client, model, warm_up[0], min(_WARM_UP, load.output_tokens),
-            index=0, began=time.perf_counter(), timeout=load.timeout,
-        )  # fmt: skip
-        return [await run_round(texts) for texts in rounds]
+    return asyncio.run(run())
 
 
-class _LoadGenerator:
-    """Runs rounds on one server."""
+async def _run_round(
+    client: httpx2.AsyncClient,
+    ask: Callable[..., Awaitable[Reply]],
+    load: Load,
+    prompts: list[list[int]],
+    on_reply: Callable[[], None],
+) -> Round:
+    replies: list[Reply] = []
+    samples = [await take_sample(client, 0.0)]
+    began = time.perf_counter()
+    # A shared iterator is the queue: whoever is free takes the next prompt.
+    queue = iter(enumerate(prompts))
 
-    def __init__(self, client: httpx2.AsyncClient, model: str, load: Load, on_reply: Callable[[], None]) -> None:
-        self._client, self._model, self._load, self._on_reply = client, model, load, on_reply
-
-    async def __call__(self, prompts: list[list[int]]) -> Round:
-        before = await take_sample(self._client, 0.0)
-        began = time.perf_counter()
-        samples: list[Sample] = []
-        replies: list[Reply] = []
-        sampling = asyncio.create_task(self._sample(began, samples))
-        try:
-            # A shared iterator is the queue: whoever is free takes the next prompt.
-            queue = iter(enumerate(prompts))
-            async with asyncio.TaskGroup() as group:
-                for _ in range(min(self._load.concurrency, len(prompts))):
-                    group.create_task(self._send(queue, began, replies))
-            seconds = max(reply.end or 0.0 for reply in replies)
-        finally:
-            sampling.cancel()
-            with suppress(asyncio.CancelledError):
-                await sampling
-        after = await take_sample(self._client, time.perf_counter() - began)
-        replies.sort(key=lambda reply: reply.index)
-        return Round(seconds, replies, [sample for sample in (before, *samples, after) if sample is not None])
-
-    async def _send(self, queue: Iterator[tuple[int, list[int]]], began: float, replies: list[Reply]) -> None:
+    async def send() -> None:
         for index, prompt in queue:
-            reply = await complete(
-                self._client, self._model, prompt, self._load.output_tokens,
-                index=index, began=began, timeout=self._load.timeout,
-            )  # fmt: skip
-            replies.append(reply)
-            self._on_reply()
+            replies.append(await ask(prompt, load.output_tokens, index=index, began=began))
+            on_reply()
 
-    async def _sample(self, began: float, samples: list[Sample]) -> None:
+    async def watch() -> None:
         due = SAMPLE_SECONDS
         while True:
             await asyncio.sleep(due - (time.perf_counter() - began))
             now = time.perf_counter() - began
-            sample = await take_sample(self._client, now)
-            if sample is not None:
-                samples.append(sample)
+            samples.append(await take_sample(client, now))
             due = max(due + SAMPLE_SECONDS, now)
+
+    watching = asyncio.create_task(watch())
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(load.concurrency, len(prompts))):
+                group.create_task(send())
+    finally:
+        watching.cancel()
+        with suppress(asyncio.CancelledError):
+            await watching
+    samples.append(await take_sample(client, time.perf_counter() - began))
+    replies.sort(key=lambda reply: reply.index)
+    seconds = max(reply.end or 0.0 for reply in replies)
+    return Round(seconds, replies, [sample for sample in samples if sample is not None])
 
 
 def to_json(rounds: Sequence[Round]) -> list[dict[str, Any]]:

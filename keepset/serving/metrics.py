@@ -10,12 +10,13 @@ from keepset.serving.extras import import_http, import_parser
 if TYPE_CHECKING:
     import httpx2
 
-_KEEPSET = "keepset:"
-_RUNNING = "vllm:num_requests_running"
-_WAITING = "vllm:num_requests_waiting"
-_PREEMPTIONS = "vllm:num_preemptions_total"
-_USAGE = "vllm:kv_cache_usage_perc"
-_NAMES = (_KEEPSET, _RUNNING, _WAITING, _PREEMPTIONS, _USAGE)
+_KEEPSET, _USAGE = "keepset:", "vllm:kv_cache_usage_perc"
+_SUMMED = {
+    "running": "vllm:num_requests_running",
+    "waiting": "vllm:num_requests_waiting",
+    "preemptions": "vllm:num_preemptions_total",
+}
+_NAMES = (_KEEPSET, _USAGE, *_SUMMED.values())
 
 
 @dataclass
@@ -24,8 +25,7 @@ class Sample:
 
     Attributes:
         time: seconds since the round's start.
-        running: requests that are computed.
-        waiting: requests that wait.
+        running, waiting: requests that are computed, and that wait to be.
         preemptions: so far.
         kv_usage: the share of the pool's blocks that are taken; the mean over engines.
         counters: keepset's own, so far.
@@ -40,11 +40,7 @@ class Sample:
 
 
 def parse_sample(text: str, time: float) -> Sample:
-    """A sample from the text format of Prometheus.
-
-    Raises:
-        ValueError: it is not in that format.
-    """
+    """A sample from the text format of Prometheus; a `ValueError` where it is not in that format."""
     families = import_parser()
     # A server has hundreds of lines, and whoever measures it should not keep it from working.
     lines = [line for line in text.splitlines() if line.startswith(_NAMES)]
@@ -55,10 +51,8 @@ def parse_sample(text: str, time: float) -> Sample:
     sums = {name: sum(each) for name, each in values.items()}
     usage = values.get(_USAGE)
     return Sample(
-        time=time,
-        running=sums.get(_RUNNING),
-        waiting=sums.get(_WAITING),
-        preemptions=sums.get(_PREEMPTIONS),
+        time,
+        **{name: sums.get(metric) for name, metric in _SUMMED.items()},
         kv_usage=sum(usage) / len(usage) if usage else None,
         counters={
             name.removeprefix(_KEEPSET).removesuffix("_total"): value

@@ -1,7 +1,5 @@
 """A vLLM server of one's own: started, waited for, and always stopped with all of its processes."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -9,7 +7,6 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import IO, Self
@@ -39,33 +36,23 @@ def free_port() -> int:
 
 
 class Server:
-    """A server process between `with` and the block's end.
+    """A server process between `with` and the block's end; the command lets it listen on this port."""
 
-    Args:
-        command: its words.
-        port: where it will listen.
-    """
+    _process: subprocess.Popen[bytes]
+    _log: IO[bytes]
 
     def __init__(self, command: Sequence[str], port: int) -> None:
-        self.url = f"http://{_HOST}:{port}"
-        self._command = list(command)
-        self._process: subprocess.Popen[bytes] | None = None
-        self._log: IO[bytes] | None = None
+        self.url, self._command = f"http://{_HOST}:{port}", command
 
     def __enter__(self) -> Self:
         self._log = tempfile.TemporaryFile()
         # A session of its own: all that it starts can be stopped at once, and Ctrl-C reaches only us.
         self._process = subprocess.Popen(
-            self._command,
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+            self._command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
         )
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._process is not None and self._log is not None
         try:
             if self._process.poll() is None:
                 self._process.terminate()
@@ -78,11 +65,7 @@ class Server:
             self._log.close()
 
     def wait(self, seconds: float) -> None:
-        """Wait until it answers.
-
-        Raises:
-            ServerError: it stopped, or did not answer in time.
-        """
+        """Wait until it answers; a `ServerError` where it stopped, or did not answer in time."""
         library = import_http()
         until = time.monotonic() + seconds
         with library.Client(base_url=self.url, timeout=5.0, trust_env=False) as client:
@@ -96,12 +79,7 @@ class Server:
                 time.sleep(0.25)
 
     def check(self) -> None:
-        """Make sure that it still runs.
-
-        Raises:
-            ServerError: it does not.
-        """
-        assert self._process is not None
+        """Raises a `ServerError` where it does not run any more."""
         code = self._process.poll()
         if code is not None:
             cause = _ERROR.search(self._text())
@@ -110,11 +88,9 @@ class Server:
 
     def last_lines(self) -> list[str]:
         """The end of what it wrote."""
-        return list(deque((line for line in self._text().splitlines() if line.strip()), _LINES))
+        return [line for line in self._text().splitlines() if line.strip()][-_LINES:]
 
     def _text(self) -> str:
-        assert self._log is not None
         # Read by place, so that the process, which shares the file's, goes on writing at the end.
-        size = os.fstat(self._log.fileno()).st_size
-        length = 64 * 1024
+        size, length = os.fstat(self._log.fileno()).st_size, 64 * 1024
         return os.pread(self._log.fileno(), length, max(0, size - length)).decode(errors="replace")

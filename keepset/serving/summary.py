@@ -1,24 +1,16 @@
 """The figures of a load, from its replies and samples."""
 
-from __future__ import annotations
-
-import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from keepset.serving.measure import Round
-from keepset.serving.metrics import Sample
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
     """The value below which so many percent lie, between two neighbours in proportion; None of nothing."""
-    if not values:
-        return None
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return float(torch.tensor(values, dtype=torch.float64).quantile(percent / 100)) if values else None
 
 
 def summary(rounds: Sequence[Round]) -> dict[str, Any]:
@@ -39,22 +31,23 @@ def summary(rounds: Sequence[Round]) -> dict[str, Any]:
         "output_tokens": tokens,
         "output_tokens_per_second": tokens / seconds if good and seconds > 0 else None,
     }
-    for name, values in (
-        ("first_token_seconds", [reply.first_token for reply in good]),
-        ("seconds_per_token", [reply.per_token for reply in good]),
-        ("request_seconds", [reply.total for reply in good]),
-    ):
-        known = [value for value in values if value is not None]
-        figures[name] = {"p50": percentile(known, 50), "p99": percentile(known, 99)}
+    for name, attribute in (
+        ("first_token_seconds", "first_token"), ("seconds_per_token", "per_token"), ("request_seconds", "total")
+    ):  # fmt: skip
+        times = [value for reply in good if (value := getattr(reply, attribute)) is not None]
+        figures[name] = {"p50": percentile(times, 50), "p99": percentile(times, 99)}
     during = [sample for each in rounds for sample in each.samples if 0 < sample.time <= each.seconds]
     for name in ("running", "waiting", "kv_usage"):
         readings = [value for sample in during if (value := getattr(sample, name)) is not None]
-        figures[name] = {
-            "mean": sum(readings) / len(readings) if readings else None,
-            "max": max(readings, default=None),
-        }
-    figures["preemptions"] = _sum([_increase([sample.preemptions for sample in each.samples]) for each in rounds])
-    figures["keepset"] = {name: _sum([_counter(each.samples, name) for each in rounds]) for name in _names(rounds)}
+        mean = sum(readings) / len(readings) if readings else None
+        figures[name] = {"mean": mean, "max": max(readings, default=None)}
+    figures["preemptions"] = _increase([[sample.preemptions for sample in each.samples] for each in rounds])
+    counters = sorted({name for each in rounds for sample in each.samples for name in sample.counters})
+    # A counter that has not been there from the start began at zero.
+    figures["keepset"] = {
+        name: _increase([[sample.counters.get(name, 0.0) for sample in each.samples] for each in rounds])
+        for name in counters
+    }
     figures["errors"] = sorted({reply.error for reply in replies if reply.error is not None})
     return figures
 
@@ -64,20 +57,8 @@ def ratio(value: float | None, to: float | None) -> float | None:
     return None if value is None or to is None or to == 0 else value / to
 
 
-def _names(rounds: Sequence[Round]) -> list[str]:
-    return sorted({name for each in rounds for sample in each.samples for name in sample.counters})
-
-
-def _counter(samples: Sequence[Sample], name: str) -> float | None:
-    """How far a counter came. One that has not been there from the start began at zero."""
-    return _increase([sample.counters.get(name, 0.0) for sample in samples])
-
-
-def _increase(counts: Sequence[float | None]) -> float | None:
-    known = [count for count in counts if count is not None]
-    return known[-1] - known[0] if len(known) > 1 else None
-
-
-def _sum(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None
+def _increase(rounds: Sequence[Sequence[float | None]]) -> float | None:
+    """How far a counter came in all rounds; None where none of them saw it twice."""
+    known = [[count for count in counts if count is not None] for counts in rounds]
+    increases = [counts[-1] - counts[0] for counts in known if len(counts) > 1]
+    return sum(increases) if increases else None

@@ -1,7 +1,5 @@
 """The figures of a run in rows for a person: what, each server's, and the ratio of the last to the first."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,26 +30,23 @@ _ROWS = (
 
 def table_rows(summaries: Sequence[dict[str, Any]]) -> list[list[str]]:
     """One row per figure: its name, one cell per server and, of two servers, their ratio."""
-    rows = [_row(name, path, form, scale, summaries) for name, path, form, scale in _ROWS]
+    rows = list(_ROWS)
     for name in sorted({name for each in summaries for name in each["keepset"]}):
         form = "{:.3f}" if "seconds" in name else "{:.0f}"
-        rows.append(_row(f"keepset: {name.replace('_', ' ')}", ("keepset", name), form, 1, summaries))
-    return rows
+        rows.append((f"keepset: {name.replace('_', ' ')}", ("keepset", name), form, 1))
+    figures = [{**each, "answered": each["requests"] - each["failed"]} for each in summaries]
+    return [[name, *_cells([_value(each, path) for each in figures], form, scale)] for name, path, form, scale in rows]
 
 
-def _row(name: str, path: tuple[str, ...], form: str, scale: float, summaries: Sequence[dict[str, Any]]) -> list[str]:
-    values = [_value(each, path) for each in summaries]
+def _value(figures: Any, path: tuple[str, ...]) -> float | None:
+    for key in path:
+        figures = figures.get(key)
+    return figures
+
+
+def _cells(values: list[float | None], form: str, scale: float) -> list[str]:
     cells = [NONE if value is None else form.format(value * scale) for value in values]
     if len(values) > 1:
         times = ratio(values[-1], values[0])
         cells.append(NONE if times is None else f"x{times:.2f}")
-    return [name, *cells]
-
-
-def _value(figures: dict[str, Any], path: tuple[str, ...]) -> float | None:
-    if path == ("answered",):
-        return float(figures["requests"] - figures["failed"])
-    value: Any = figures
-    for key in path:
-        value = value.get(key) if isinstance(value, dict) else None
-    return None if value is None else float(value)
+    return cells

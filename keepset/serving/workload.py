@@ -1,27 +1,18 @@
 """The prompts of a load: exact numbers of tokens, each from another place of the essays."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from keepset.errors import KeepsetError
-
-if TYPE_CHECKING:
-    from keepset.serving.load import Load
+from keepset.serving.load import Load
+from keepset.texts import essay, essays
 
 
 @dataclass(frozen=True)
 class TokenSource:
-    """Tokens to cut prompts from, and where they come from.
-
-    Attributes:
-        ids: a text's tokens, or every token that may be drawn.
-        text: whether `ids` is a text.
-        note: why it is none.
-    """
+    """The tokens of a text, or every token that may be drawn, and then a note why there is no text."""
 
     ids: Sequence[int]
     text: bool
@@ -30,23 +21,31 @@ class TokenSource:
 
 def essay_tokens(tokenizer: Any) -> TokenSource:
     """The essays as tokens; random tokens of the vocabulary where the essays are not installed."""
-    from keepset.texts import essay, essays
-
     try:
         text = "\n\n".join(essay(name) for name in essays())
     except KeepsetError as error:
-        special = set(tokenizer.all_special_ids)
-        ids = sorted(token for token in set(tokenizer.get_vocab().values()) if token not in special)
+        ids = sorted(set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids))
         return TokenSource(ids, text=False, note=f"Prompts are random tokens. {error}")
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return TokenSource(ids, text=True)
+    return TokenSource(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], text=True)
+
+
+def token_source(folder: str) -> TokenSource:
+    """What prompts for the model in that folder, or of that hub name, are cut from; it must have a tokenizer."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError) as error:
+        raise KeepsetError(
+            f"The tokenizer of {folder!r} cannot be loaded: give MODEL, a folder or a name on the Hugging Face Hub."
+        ) from error
+    return essay_tokens(tokenizer)
 
 
 def prompts(source: TokenSource, load: Load) -> list[list[list[int]]]:
     """One prompt to warm up, then for each round one per request: always the same for the same seed."""
     generator = random.Random(load.seed)
-    count = load.rounds * load.requests + 1
-    length = load.prompt_tokens
+    count, length = load.rounds * load.requests + 1, load.prompt_tokens
     if source.text:
         size = len(source.ids)
         # Different places, so that no prompt begins as another does; the text goes round.

@@ -15,9 +15,9 @@ from keepset.paged.engine import LayerAdapter, Pages
 from keepset.paged.layer import PagedLayer
 from keepset.paged.pages import StridedPages
 from keepset.paged.per_head import PerHeadBatch
+from keepset.vllm import stats
 from keepset.vllm.compat import rotary_table
 from keepset.vllm.engine_context import PlannedStep, active
-from keepset.vllm.stats import worker_stats
 
 
 class KeepImpl:
@@ -134,9 +134,12 @@ class KeepImpl:
             model_type = context.config.model_config.hf_text_config.model_type
             rotary = rotary_table(model_type, query.shape[-1], query.dtype)
         projection = context.projections.get(name)
-        # Of several ranks, one counts.
-        count = worker_stats().compressed if get_tensor_model_parallel_rank() == 0 else None
+        count = _count if get_tensor_model_parallel_rank() == 0 else None  # of several ranks, one counts
         return PagedLayer(step.planner, step.places[name], self.scale, rotary, projection, context.barrier, count)
+
+
+def _count(events: int, kept: int, dropped: int, seconds: float) -> None:
+    stats.count(events=events, entries_kept=kept, entries_dropped=dropped, seconds=seconds)
 
 
 # Not a base class: a protocol's `__init__` would not go on to the backend's.

@@ -22,11 +22,7 @@ from keepset.vllm.engine_context import activate, active
 from keepset.vllm.metadata import KeepBuilder
 from keepset.vllm.settings import recipe_of
 
-_LAYERS: dict[str, type[KeepImpl]] = {
-    "CPU_ATTN": CPUMixin,
-    "FLASH_ATTN": KeepImpl,
-    "TRITON_ATTN": TritonMixin,
-}
+_LAYERS: dict[str, type[KeepImpl]] = {"CPU_ATTN": CPUMixin, "FLASH_ATTN": KeepImpl, "TRITON_ATTN": TritonMixin}
 """What is added to the layers of the backends that keepset knows."""
 
 

@@ -29,7 +29,6 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from keepset.core.rope import RotaryTable
 from keepset.errors import UnsupportedEngineError, UnsupportedModelError
-from keepset.paged.step import ShiftedBatch
 
 SUPPORTED = ("0.32",)
 """vLLM versions that keepset is tested with."""
@@ -42,7 +41,7 @@ def ask_for_prompt_lengths(config: VllmConfig) -> None:
     """Makes the runner tell attention how long prompts are: a field of reference sliding windows (R-SWA).
 
     It is filled where the model has such a window and the backend says that it supports them; its number plays no
-    part, since `planned` hides the field from the backend.
+    part, since `MetadataAdapter.planned` hides the field from the backend.
     """
     config.model_config.model_arch_config.rswa_window = 1
 
@@ -64,21 +63,6 @@ def lengths_on_host(metadata: CommonAttentionMetadata) -> list[int]:
     """Tokens of each row after the step: the runner's upper bound, exact without speculative decoding."""
     bound = metadata.seq_lens_cpu_upper_bound
     return (metadata.seq_lens if bound is None else bound)[: metadata.num_reqs].tolist()
-
-
-def planned(metadata: CommonAttentionMetadata, shifted: ShiftedBatch | None) -> CommonAttentionMetadata:
-    """For the backend: without the prompts' lengths, which it would take for a window, and of what is kept."""
-    if shifted is None:
-        return metadata.replace(rswa_prefix_lens=None)
-    bound = metadata.seq_lens_cpu_upper_bound
-    return metadata.replace(
-        rswa_prefix_lens=None,
-        block_table_tensor=shifted.block_table,
-        seq_lens=shifted.seq_lens,
-        seq_lens_cpu_upper_bound=None if bound is None else bound - torch.tensor(shifted.dropped, dtype=bound.dtype),
-        max_seq_len=shifted.max_seq_len,
-        _num_computed_tokens_cache=None,
-    )
 
 
 def attention_layers(config: VllmConfig) -> Iterator[tuple[str, Any, int]]:

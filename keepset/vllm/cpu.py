@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 from vllm import _custom_ops as ops
 
-from keepset.paged.engine import Pages
 from keepset.paged.per_head import PerHeadBatch
 from keepset.vllm.attention import KeepImpl
 from keepset.vllm.cpu_pages import CPUPages
@@ -28,9 +27,9 @@ class CPUMixin(KeepImpl):
     def attend_per_head(
         self, layer: Any, queries: Tensor, kv_cache: Tensor, metadata: Any, batch: PerHeadBatch, output: Tensor
     ) -> None:
-        pages: Pages = self.pages(layer, kv_cache)
+        pages = self.pages(layer, kv_cache)
         assert isinstance(pages, CPUPages)
-        keys, values = pages.folded()
+        keys, values = pages.folded
         work = ops.cpu_attn_get_scheduler_metadata(
             num_reqs=batch.seq_lens.shape[0],
             num_heads=self.num_queries_per_kv,

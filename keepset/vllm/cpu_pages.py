@@ -18,6 +18,8 @@ class CPUPages:
     Attributes:
         kv_heads, block_size, head_dim, slots: of the cache.
         isa: the instruction set that the layer's metadata builder chose (`layer.isa`).
+        folded: keys and values for the backend's kernels, `[subpages, 1, block_size, head_dim]`: every sub-page is a
+            block of one KV head, so that a page table has one row per (request, head), and each row its own length.
     """
 
     def __init__(self, kv_cache: Float[Tensor, "blocks kv_heads block_size two_head_dim"], isa: str) -> None:
@@ -33,7 +35,8 @@ class CPUPages:
         # numbers, because barrier 16-bit floats converts them on a CPU: 2 to 3 times slower, and it alters NaNs.
         bits = {2: torch.int16, 4: torch.int32}[kv_cache.dtype.itemsize]
         self._rows = kv_cache.view(bits).view(blocks * self.kv_heads * 2, self.block_size * self.head_dim)
-        self._folded = kv_cache.view(-1, 1, 2 * self.block_size, self.head_dim).chunk(2, dim=2)
+        keys, values = kv_cache.view(-1, 1, 2 * self.block_size, self.head_dim).chunk(2, dim=2)
+        self.folded = keys, values
         self._key_order, self._value_order = packing(self.block_size, self.head_dim, kv_cache.dtype, isa)
 
     def read(
@@ -54,20 +57,7 @@ class CPUPages:
         if keys.dtype != self._cache.dtype or values.dtype != self._cache.dtype:
             # The kernel goes by the dtype of the keys alone and would scribble over the pool.
             raise KeepsetError(f"The KV cache holds {self._cache.dtype}: keys and values must have the same dtype.")
-        _pack(keys, values, *self.folded(), slots, self.isa)
-
-    def folded(
-        self,
-    ) -> tuple[
-        Float[Tensor, "subpages 1 block_size head_dim"],
-        Float[Tensor, "subpages 1 block_size head_dim"],
-    ]:
-        """Views for the backend's kernels in which every sub-page is a block of one KV head: keys, values.
-
-        With them a page table has one row per (request, head), and each row its own length.
-        """
-        keys, values = self._folded
-        return keys, values
+        _pack(keys, values, *self.folded, slots, self.isa)
 
 
 @functools.cache

@@ -7,6 +7,7 @@ layer, and makes the objects itself. So what they share is here, and only which 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
@@ -61,18 +62,17 @@ class EngineContext:
         self.barrier = LayerBarrier() if recipe.method.across_layers else None
         self.freed_blocks = FreedBlocks()
         self._watch = watch_projections(self.projections) if recipe.method.needs.hidden_states else None
-        self._layers: dict[str, int] = {}
         self._specs_made = 0
         self._steps: dict[str, PlannedStep] = {}
 
-    @property
+    @cached_property
     def layers(self) -> dict[str, int]:
         """The model's attention layers by name, and their indices."""
-        if not self._layers:
-            for name, layer, index in attention_layers(self.config):
-                check_layer(name, layer, unseen=self._watch is not None and name not in self.projections)
-                self._layers[name] = index
-        return self._layers
+        layers = {}
+        for name, layer, index in attention_layers(self.config):
+            check_layer(name, layer, unseen=self._watch is not None and name not in self.projections)
+            layers[name] = index
+        return layers
 
     def spec_of_next_layer(self, spec: AttentionSpec) -> AttentionSpec:
         """The kind of cache of the layer that is asked for now."""
@@ -86,7 +86,7 @@ class EngineContext:
         index = indices[self._specs_made % len(indices)]
         self._specs_made += 1
         ask_for_prompt_lengths(self.config)
-        return KeepSpec.wrap(spec, self.recipe, group_leader(self.recipe, index, indices), indices)
+        return KeepSpec.wrap(spec, str(self.recipe), group_leader(self.recipe, index, indices), indices)
 
     def begin(self, step: PlannedStep) -> None:
         """What the next forward of these layers is to do."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import Request
 
@@ -13,7 +12,7 @@ from keepset.errors import UnsupportedEngineError
 from keepset.paged.admission import Footprint, required_blocks
 from keepset.paged.engine import SchedulerAdapter
 from keepset.paged.eviction_schedule import EvictionSchedule
-from keepset.vllm.stats import request_stats, scheduler_stats
+from keepset.vllm import stats
 
 
 class KeepManager(FullAttentionManager, SchedulerAdapter):
@@ -49,7 +48,7 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
             self._remove_blocks_in_range(request_id, 0, blocks)
             freed = self.block_pool.get_num_free_blocks() - before
             self._freed[request_id] = self._freed.get(request_id, 0) + freed
-            scheduler_stats().freed(freed)
+            stats.count(blocks_freed=freed)
 
     def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> int:
         """As vLLM counts; a request that waits must also leave the room that those which run will grow into."""
@@ -63,7 +62,7 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         footprint, freed = self._requests.pop(request_id, None), self._freed.pop(request_id, 0)
         if footprint is not None and self.kv_cache_group_id == 0:
             dropped = self.schedule.dropped(*footprint)
-            request_stats().ended(request_id, footprint.prompt, footprint.length, dropped, freed)
+            stats.ended(request_id, footprint.prompt, footprint.length, dropped, freed)
         return super().pop_blocks_for_free(request_id)
 
     def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
@@ -77,20 +76,9 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         super().cache_blocks(request, offered, *args, **kwargs)
 
     @classmethod
-    def find_longest_cache_hit(
-        cls,
-        block_hashes: BlockHashList,
-        max_length: int,
-        kv_cache_group_ids: list[int],
-        block_pool: BlockPool,
-        kv_cache_spec: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
+    def find_longest_cache_hit(cls, *, max_length: int, kv_cache_spec: Any, **others: Any) -> Any:  # type: ignore[override]
         """Shares only blocks that this request's own compression will not write to."""
         prompt = max_length + 1  # vLLM recomputes a prompt's last token, whatever is cached
         shareable = kv_cache_spec.schedule.shareable(prompt)
         length = max_length if shareable is None else min(max_length, shareable)
-        return super().find_longest_cache_hit(
-            block_hashes, length, kv_cache_group_ids, block_pool, kv_cache_spec, *args, **kwargs
-        )
+        return super().find_longest_cache_hit(max_length=length, kv_cache_spec=kv_cache_spec, **others)

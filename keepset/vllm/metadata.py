@@ -13,7 +13,7 @@ from keepset.paged.engine import StepAdapter
 from keepset.paged.grouping import group_leader
 from keepset.paged.planner import Planner
 from keepset.paged.step import ScheduledRequest, StepBatch, StepPlan
-from keepset.vllm.compat import lengths_on_host, planned, prompt_lengths
+from keepset.vllm.compat import lengths_on_host, prompt_lengths
 from keepset.vllm.engine_context import PlannedStep, active
 from keepset.vllm.spec import KeepSpec
 
@@ -38,7 +38,18 @@ class MetadataAdapter(StepAdapter):
         )
 
     def planned(self, metadata: CommonAttentionMetadata, plan: StepPlan) -> CommonAttentionMetadata:
-        return planned(metadata, plan.shifted)
+        # Without the prompts' lengths, which the backend would take for a window.
+        if plan.shifted is None:
+            return metadata.replace(rswa_prefix_lens=None)
+        shifted, bound = plan.shifted, metadata.seq_lens_cpu_upper_bound
+        return metadata.replace(
+            rswa_prefix_lens=None,
+            block_table_tensor=shifted.block_table,
+            seq_lens=shifted.seq_lens,
+            seq_lens_cpu_upper_bound=None if bound is None else bound - bound.new_tensor(shifted.dropped),
+            max_seq_len=shifted.max_seq_len,
+            _num_computed_tokens_cache=None,
+        )
 
 
 class KeepBuilder:

@@ -34,10 +34,10 @@ class KeepSpec(FullAttentionSpec):
     layers: tuple[int, ...]
 
     @classmethod
-    def wrap(cls, spec: FullAttentionSpec, recipe: Recipe, layer: int, layers: tuple[int, ...]) -> KeepSpec:
+    def wrap(cls, spec: FullAttentionSpec, recipe: str, layer: int, layers: tuple[int, ...]) -> Self:
         """vLLM's own spec, and what keepset adds."""
         own = {field.name: getattr(spec, field.name) for field in fields(FullAttentionSpec)}
-        return cls(**own, recipe=str(recipe), layer=layer, layers=layers)
+        return cls(**own, recipe=recipe, layer=layer, layers=layers)
 
     @cached_property
     def schedule(self) -> EvictionSchedule:
@@ -52,22 +52,13 @@ class KeepSpec(FullAttentionSpec):
     @classmethod
     def merge(cls, specs: Sequence[Self]) -> Self:
         """One spec for a group; an AssertionError tells vLLM that these layers are not one."""
-        assert all(_same_group(specs[0], spec) for spec in specs)
-        names = [field.name for field in fields(FullAttentionSpec)]
+        first, names = specs[0], [field.name for field in fields(FullAttentionSpec)]
+        assert all(_same_group(first, spec) for spec in specs)
         plain = [FullAttentionSpec(**{name: getattr(spec, name) for name in names}) for spec in specs]
-        first = specs[0]
-        merged = FullAttentionSpec.merge(plain)
-        return cls(
-            **{name: getattr(merged, name) for name in names},
-            recipe=first.recipe,
-            layer=first.layer,
-            layers=first.layers,
-        )
+        return cls.wrap(FullAttentionSpec.merge(plain), first.recipe, first.layer, first.layers)
 
 
 def _same_group(a: KVCacheSpec, b: KVCacheSpec) -> bool:
-    return (
-        isinstance(a, KeepSpec)
-        and isinstance(b, KeepSpec)
-        and (a.recipe, a.layer, a.layers) == (b.recipe, b.layer, b.layers)
-    )
+    if not (isinstance(a, KeepSpec) and isinstance(b, KeepSpec)):
+        return False
+    return (a.recipe, a.layer, a.layers) == (b.recipe, b.layer, b.layers)

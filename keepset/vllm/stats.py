@@ -26,46 +26,29 @@ COUNTERS = {
     "blocks_freed": "KV-cache blocks that compressions returned to the pool.",
     "seconds": "Seconds that compressions took.",
 }
-"""What is counted, in the order of the files."""
-
+"""What is counted."""
 
 REQUESTS = 1024
 """How many of the newest requests are remembered."""
 
+_COUNTER = np.dtype([(name, "f8") for name in COUNTERS])
 _REQUEST = np.dtype(
     [("number", "i8"), ("name", "S96"), ("prompt", "i8"), ("tokens", "i8"), ("dropped", "i8"), ("blocks_freed", "i8")]
 )
 
 
-class Stats:
-    """This process's counters, in memory where no folder is named."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._values = _array(path, len(COUNTERS), np.dtype(np.float64))
-
-    def compressed(self, events: int, kept: int, dropped: int, seconds: float) -> None:
-        """One layer has compressed; `events` counts requests once, not once a layer."""
-        self._values[0] += events
-        self._values[1] += kept
-        self._values[2] += dropped
-        self._values[4] += seconds
-
-    def freed(self, blocks: int) -> None:
-        """Blocks went back to the pool."""
-        self._values[3] += blocks
+def count(**more: float) -> None:
+    """Adds to this process's counters."""
+    counters = _array("counters", _COUNTER, 1)
+    for name, value in more.items():
+        counters[name] += value
 
 
-class Requests:
-    """A ring of the newest requests that ended."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._number, self._rows = 0, _array(path, REQUESTS, _REQUEST)
-
-    def ended(self, name: str, prompt: int, tokens: int, dropped: int, blocks_freed: int) -> None:
-        """A request ended or was preempted, as the first group of layers saw it."""
-        row = (self._number + 1, name.encode()[:96], prompt, tokens, dropped, blocks_freed)
-        self._rows[self._number % REQUESTS] = row
-        self._number += 1
+def ended(name: str, prompt: int, tokens: int, dropped: int, blocks_freed: int) -> None:
+    """A request ended or was preempted, as the first group of layers saw it; the newest are remembered."""
+    rows = _array("requests", _REQUEST, REQUESTS)
+    number = int(rows["number"].max())
+    rows[number % REQUESTS] = (number + 1, name.encode()[:96], prompt, tokens, dropped, blocks_freed)
 
 
 def name_folder() -> None:
@@ -78,45 +61,26 @@ def name_folder() -> None:
     atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == owner else None)
 
 
-def _array(path: Path | None, length: int, dtype: np.dtype) -> np.ndarray:
-    """Zeros, in the file where there is one."""
-    if path is None:
+@cache
+def _array(name: str, dtype: np.dtype, length: int) -> np.ndarray:
+    """Zeros of this process: in a file, or in memory where no folder is named."""
+    if FOLDER not in os.environ:
         return np.zeros(length, dtype)
+    path = Path(os.environ[FOLDER]) / f"{name}-{os.getpid()}"
     path.parent.mkdir(parents=True, exist_ok=True)
     return np.memmap(path, dtype=dtype, mode="w+", shape=(length,))
 
 
-def _file(name: str) -> Path | None:
-    folder = os.environ.get(FOLDER)
-    return None if folder is None else Path(folder) / f"{name}-{os.getpid()}"
-
-
-@cache
-def scheduler_stats() -> Stats:
-    """Of the process that schedules."""
-    return Stats(_file("scheduler"))
-
-
-@cache
-def worker_stats() -> Stats:
-    """Of a process that computes; of several ranks, only the first counts."""
-    return Stats(_file("worker"))
-
-
-@cache
-def request_stats() -> Requests:
-    """Of the process that schedules."""
-    return Requests(_file("requests"))
+def _rows(name: str, dtype: np.dtype) -> list[Any]:
+    """What the engine's processes have in their files."""
+    files = sorted(Path(os.environ[FOLDER]).glob(f"{name}-*")) if FOLDER in os.environ else []
+    return [row for file in files for row in np.fromfile(file, dtype=dtype)]
 
 
 def totals() -> dict[str, float]:
     """All counters, over all processes of this engine."""
-    sums = np.zeros(len(COUNTERS))
-    for file in (*_files("scheduler"), *_files("worker")):
-        values = np.fromfile(file, dtype=np.float64)
-        if values.shape == sums.shape:
-            sums += values
-    return dict(zip(COUNTERS, sums.tolist(), strict=True))
+    rows = _rows("counters", _COUNTER)
+    return {name: float(sum(row[name] for row in rows)) for name in COUNTERS}
 
 
 def requests() -> list[dict[str, Any]]:
@@ -126,17 +90,12 @@ def requests() -> list[dict[str, Any]]:
     them the average KV head had `dropped` (where the data decide, that is not known here), and the `blocks_freed`;
     where layers differ, of the first group of layers. A request that was preempted has an entry for each time.
     """
-    rows = [row for file in _files("requests") for row in np.fromfile(file, dtype=_REQUEST) if row["number"]]
     return [
         {"request": row["name"].decode(errors="replace")}
         | {name: int(row[name]) for name in ("prompt", "tokens", "dropped", "blocks_freed")}
-        for row in sorted(rows, key=lambda row: int(row["number"]))
+        for row in sorted(_rows("requests", _REQUEST), key=lambda row: int(row["number"]))
+        if row["number"]
     ]
-
-
-def _files(name: str) -> list[Path]:
-    folder = os.environ.get(FOLDER)
-    return sorted(Path(folder).glob(f"{name}-*")) if folder else []
 
 
 class PrometheusCollector:
@@ -146,7 +105,7 @@ class PrometheusCollector:
         """Reads them."""
         from prometheus_client.core import CounterMetricFamily
 
-        if _files("scheduler") or _files("worker"):
+        if _rows("counters", _COUNTER):
             for name, value in totals().items():
                 yield CounterMetricFamily(f"keepset:{name}", COUNTERS[name], value=value)
 

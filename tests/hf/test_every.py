@@ -19,8 +19,8 @@ from transformers import AttentionInterface
 import keepset
 from keepset.core.budget import Budget
 from keepset.core.feature import Needs
+from keepset.core.features.given import RecentQueries
 from keepset.core.features.moments import HiddenMoments, QueryDistribution, QueryMoments
-from keepset.core.features.recent_queries import RecentQueries
 from keepset.core.method import Method
 from keepset.core.observation import Observation
 from keepset.core.select import ranked_scores, top_mask

@@ -15,9 +15,8 @@ from torch import Tensor
 from keepset import METHODS, Method, Observation
 from keepset.core.feature import Feature
 from keepset.core.features.attention_columns import AttentionColumns
-from keepset.core.features.model_statistics import ModelStatistics
+from keepset.core.features.given import ModelStatistics, OutputProjection
 from keepset.core.features.moments import HiddenDistribution, HiddenMoments, QueryDistribution, QueryMoments
-from keepset.core.features.output_projection import OutputProjection
 from keepset.core.features.prompt_queries import PromptQueryAttention
 from keepset.core.features.second_pass import SecondPass, SecondPassColumns
 from keepset.core.method import Allocator

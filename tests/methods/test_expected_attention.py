@@ -5,7 +5,7 @@ import torch
 
 from keepset import Budget, KeepsetError, Observation
 from keepset.core.feature import Needs
-from keepset.core.features.model_statistics import ModelStatistics
+from keepset.core.features.given import ModelStatistics
 from keepset.core.features.moments import QueryDistribution, QueryMoments
 from keepset.methods import expected_attention
 from keepset.methods.expected_attention import ExpectedAttention

@@ -368,7 +368,7 @@ def test_ragged_compaction_is_attention_over_what_was_kept(arguments: CaseArgume
         by_head = queries.unflatten(0, (rows, tokens)).transpose(1, 2)
         output = official_attention(
             by_head.flatten(0, 2),
-            *case.pages.folded(),
+            *case.pages.folded,
             table[:, 0].flatten(0, 1),
             held[:, 0].flatten(),
             torch.arange(rows * kv_heads + 1) * tokens,

@@ -87,7 +87,8 @@ def prefilled(model: Embedded, prompts: list[Ask]) -> list[tuple[Recorder, int]]
     recorders = []
     for ask in prompts:
         recorder = Recorder(model[0], needs)
-        recorders.append((recorder, int(recorder.prefill(torch.tensor([ask.ids])).argmax())))
+        recorder.prefill(torch.tensor([ask.ids]))
+        recorders.append((recorder, int(recorder.logits.argmax())))
     return recorders
 
 

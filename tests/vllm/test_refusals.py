@@ -11,8 +11,7 @@ import pytest
 from keepset import KeepsetError, Recipe
 from keepset.allocators.pool import Pool
 from keepset.core.feature import Needs
-from keepset.core.features.output_projection import OutputProjection
-from keepset.core.features.perplexity import Perplexity
+from keepset.core.features.given import OutputProjection, Perplexity
 from keepset.core.features.second_pass import SecondPass
 from keepset.core.rope import RotaryTable
 from keepset.kernels.statistic import ColumnStatistic

@@ -1,4 +1,4 @@
-"""What KeepSets tell: wiped-out regions, gaps, the middle, stability, attention kept; and how much a text repeats."""
+"""What KeepSets tell: wiped-out regions, gaps, the middle, stability; and how much a text repeats."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from keepset.core.keep_set import KeepSet, LayerKeepSet
+from keepset.core.keep_set import KeepSet
 from keepset.errors import KeepsetError
 
 REGION = 16
@@ -16,12 +16,7 @@ REGION = 16
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """One event.
-
-    Attributes:
-        keep_set: what stayed.
-        lengths: tokens that each request has had so far, dropped ones included, padding not.
-    """
+    """One event: what stayed, and the tokens each request has had so far, dropped ones included, padding not."""
 
     keep_set: KeepSet
     lengths: Int[Tensor, " batch"]
@@ -69,22 +64,8 @@ def gone(snapshot: Snapshot) -> Bool[Tensor, "layers batch kv_heads positions"]:
     return ~snapshot.kept() & snapshot.exists()[:, None]
 
 
-def dropped(snapshot: Snapshot, earlier: Snapshot | None = None) -> Bool[Tensor, "layers batch kv_heads positions"]:
-    """Positions that this event itself has dropped: one row of the map in Figure 2 (Yang and Shen, AMS).
-
-    `earlier` is the event before it; None at the first, which had the whole text.
-    """
-    lost = gone(snapshot)
-    if earlier is not None:
-        lost[..., : int(earlier.lengths.max())] &= ~gone(earlier)
-    return lost
-
-
 def longest_run(flags: Bool[Tensor, "*rows positions"]) -> Int[Tensor, "*rows"]:
-    """Length of the longest stretch of neighbours that are all true.
-
-    Of `gone` it is the longest gap that a head has in its text.
-    """
+    """Length of the longest stretch of neighbours that are all true; of `gone`, a head's longest gap in its text."""
     count = torch.arange(1, flags.shape[-1] + 1, device=flags.device)
     last_false = count.expand_as(flags).masked_fill(flags, 0).cummax(-1).values
     runs = count - last_false
@@ -118,23 +99,6 @@ def by_depth(values: Float[Tensor, " layers *rest"]) -> dict[str, float]:
     middle = values.shape[0] - 2 * third
     stages = zip(("early", "middle", "late"), torch.split(values, [third, middle, third]), strict=True)
     return {name: float(part.mean()) for name, part in stages if part.shape[0]}
-
-
-def attention_kept(
-    attention: Float[Tensor, "batch query_heads window entries"],
-    positions: Int[Tensor, "batch kv_heads entries"],
-    kept: LayerKeepSet,
-) -> Float[Tensor, "batch kv_heads"]:
-    """Share of the window's attention that falls on kept entries, all queries of a KV head's group together.
-
-    `attention` and `positions` are those of an Observation of the layer (`window_attention`, `positions`).
-    1 where nobody attends to anything.
-    """
-    batch, kv_heads, _ = positions.shape
-    stays = kept.mask(int(positions.max()) + 1).gather(-1, positions.long().clamp(min=0))
-    mass = attention.float().reshape(batch, kv_heads, -1, attention.shape[-1]).sum(2)
-    total = mass.sum(-1)
-    return ((mass * stays).sum(-1) / total).masked_fill(total == 0, 1.0)
 
 
 def repetition_rate(ids: Int[Tensor, " tokens"], n: int = 4) -> float:

@@ -14,12 +14,9 @@ PARTS = 10
 
 @dataclass(frozen=True)
 class NeedleMap:
-    """One recipe's scores by depth and length.
+    """One recipe's scores and numbers of examples: a row for each tenth of the depth, a column for each length.
 
-    Attributes:
-        task: the tasks' name without the length.
-        scores: a row for each tenth of the depth, a column for each length; None where there are no examples.
-        examples: how many each score is of.
+    The task is named without the length; a score is None where there are no examples.
     """
 
     task: str

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
 from keepset.bench.analysis import intervals
 from keepset.bench.analysis.intervals import Interval
-from keepset.bench.cell import Cell, Outcome
+from keepset.bench.cell import COSTS, Cell, Outcome
 
 Cells = Mapping[tuple[int, str], Cell]
 """A recipe's cells on one task, by seed and example."""
@@ -72,9 +72,6 @@ class TableRow:
     prefill_seconds: float | None = None
     select_seconds: float | None = None
     decode_seconds: float | None = None
-
-
-_COSTS = tuple(each.name for each in fields(Outcome) if each.name not in ("scores", "replies"))
 
 
 def table_row(cells: Cells, baseline: Cells | None, examples: Collection[str]) -> TableRow:
@@ -154,7 +151,6 @@ def _mean(figures: Iterable[Figure | None]) -> Figure:
 
 
 def _costs(parts: Sequence[Outcome] | Sequence[TableRow]) -> dict[str, Any]:
-    """Means of bytes, seconds and the like."""
-    costs = {name: fmean(getattr(part, name) for part in parts) for name in _COSTS}
+    costs = {name: fmean(getattr(part, name) for part in parts) for name in COSTS}
     full = costs["kv_bytes_full"]
     return {**costs, "share": costs["kv_bytes"] / full if full else None}

@@ -32,11 +32,8 @@ class Reach:
 class Trade:
     """A method's curve over its budgets, on one task or a group's: what it keeps against what it answers.
 
-    Attributes:
-        smallest: the smallest measured keep; areas compare where it is the same.
-        budgets: how many, beside the full cache.
-        examples: how many have all budgets.
-        failed: how often the method failed on an example under a budget, which counts as not answered.
+    `budgets` says how many there are beside the full cache, `examples` how many have all of them, `failed` how often
+    the method failed on one, which counts as not answered. Areas compare where the smallest measured keep is the same.
     """
 
     task: str
@@ -67,12 +64,8 @@ class Summary:
 def summarise(cells: Sequence[Cell], baseline: str | None = None) -> Summary:
     """The figures of all cells, which may be of a sweep that is not finished.
 
-    Args:
-        baseline: a recipe with its budget, or a method, which stands for its recipe with the same budget; the full
-            cache if None.
-
-    Raises:
-        KeepsetError: no cell is the baseline's.
+    The baseline is a recipe with its budget, or a method, which stands for its recipe with the same budget; the full
+    cache if None.
     """
     baseline = FULL if baseline is None else _known(baseline, cells)
     tasks: dict[str, dict[str, dict[tuple[int, str], Cell]]] = {}
@@ -109,7 +102,6 @@ def benchmark_of(task: str) -> str | None:
 
 
 def _known(baseline: str, cells: Sequence[Cell]) -> str:
-    """The baseline as cells write it."""
     from keepset.recipe import Recipe  # loads torch, which no more than this takes
 
     names = dict.fromkeys(name for cell in cells for name in (cell.method, cell.recipe))

@@ -31,12 +31,9 @@ class Segmented(Protocol):
 
 
 class HeadSegments(NamedTuple):
-    """One head's mass and segments at an event: what Figure 3 of Yang and Shen (AMS) draws.
+    """One head's mass of every entry, ends of segments (one past each one's last entry) and how many each was to keep.
 
-    Attributes:
-        mass: of every entry, in the order of the cache.
-        ends: one past each segment's last entry.
-        quotas: how many entries each segment was to keep.
+    It is what Figure 3 of Yang and Shen (AMS) draws.
     """
 
     mass: Float[Tensor, " entries"]
@@ -64,11 +61,9 @@ def head_segments(method: Method, observation: Observation, budget: Budget) -> l
 
 @dataclass(frozen=True, eq=False)
 class TraceEvent(Snapshot):
-    """One event of a trace.
+    """One event, with the number of entries that there were, over all layers and KV heads.
 
-    Attributes:
-        entries: entries that there were, over all layers and KV heads.
-        segments: of every layer, head by head; empty where the method tells none.
+    `segments` are those of every layer, head by head; empty where the method tells none.
     """
 
     entries: int
@@ -85,10 +80,8 @@ class Trace:
     """What one generation left behind.
 
     Attributes:
-        recipe: canonical text.
         ids: the prompt's tokens and those that followed.
         prompt: how many of them are the prompt.
-        events: the compressions.
         tokens_per_second: after the first token, observing not counted; None for a text that was only followed.
     """
 
@@ -102,10 +95,7 @@ class Trace:
 class Tracer:
     """Runs one text of one request under a recipe; `trace` may be asked for at any time, also after Ctrl-C.
 
-    Args:
-        model: a decoder-only transformers model.
-        recipe: what to keep.
-        on_token: is called with the number of tokens whenever some have come.
+    `on_token` is called with the number of tokens whenever some have come.
     """
 
     def __init__(

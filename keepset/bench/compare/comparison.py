@@ -20,23 +20,15 @@ class Measurement:
     """What one recipe made of one text, beside the full cache; what could not be had is None, `error` says why.
 
     Attributes:
-        recipe: canonical text.
-        method: the method without its budget.
         keep: fraction of the prompt's entries that stayed.
-        kv_bytes: bytes allocated after compression.
-        kv_bytes_peak: the most bytes held after any token, while decoding.
-        kv_bytes_full: bytes of the whole prompt's keys and values.
+        kv_bytes: allocated after compression; the peak is the most after any token, while decoding.
         kl: mean KL(full || compressed) in nats over the continuation's tokens.
         kl_drift: the same of every `drift_tokens` tokens of the continuation, while decoding.
         nll_delta: mean negative log-likelihood of the continuation, less the full cache's, in nats.
         top1: share of the continuation's tokens after which both caches prefer the same next token.
         prefill_seconds: of a prefill with this recipe: the shared one, what was collected for it, selection.
-        prefill_seconds_full: of the shared prefill alone.
-        select_seconds: choosing and freeing, over all layers.
         decode_tokens_per_second: one token at a time, after the prompt.
-        answer: what the model answers to the question.
-        needle_found: whether that contains the right answer.
-        facts_found: where several questions are asked, which of the answers contain the right one.
+        needle_found: whether the answer to the question contains the right one; of several questions, `facts_found`.
     """
 
     recipe: str
@@ -121,20 +113,15 @@ class Comparer(ABC):
 
     @abstractmethod
     def _measure(self, row: Measurement, recipe: Recipe) -> tuple[Measurement, Bool[Tensor, "layers kv_heads tokens"]]:
-        """The row with a recipe's figures, and what it kept.
-
-        Raises:
-            KeepsetError: it cannot be had.
-        """
+        """The row with a recipe's figures, and what it kept; raises KeepsetError where they cannot be had."""
 
 
 def measure(
     row: Measurement, prompt: CachedPrompt, reference: Float[Tensor, "n vocabulary"], continuation: Int[Tensor, "1 n"]
 ) -> Measurement:
-    """The row with the figures of a compressed prompt: its cost, and its fidelity over the text that follows.
+    """The row with a compressed prompt's cost, and its fidelity over the text that follows.
 
-    Args:
-        reference: the full cache's logits after each token of the continuation.
+    The reference is the full cache's logits after each token of the continuation.
     """
     event, nbytes = prompt.event, prompt.cache.nbytes
     logits = prompt.follow(continuation)

@@ -20,13 +20,7 @@ from keepset.recipe import Recipe
 class PromptComparer(Comparer):
     """Measures recipes against the full cache on one prompt, the text that follows and a question.
 
-    Args:
-        name: the model's, for people.
-        recipes: all that will be measured.
-        on_layer: is called after each layer of the prefill.
-
-    Raises:
-        KeepsetError: what one of the recipes looks at cannot be had of this prompt.
+    `recipes` are all that will be measured; `on_layer` is called after each layer of the prefill.
     """
 
     def __init__(

@@ -14,13 +14,9 @@ from keepset.texts import Needle, chat_parts, insert
 
 @dataclass(frozen=True, eq=False)
 class TextTask:
-    """What a comparison runs.
+    """What a comparison runs: a prompt that is compressed, the text that follows it, and what is asked instead of that.
 
-    Attributes:
-        prompt: token ids that are prefilled and compressed, `[1, tokens]`.
-        continuation: token ids of the text that follows, `[1, n]`, for fidelity.
-        question: token ids of the question after the prompt, asked instead of the continuation.
-        needle: what the question is about; None when nothing is asked.
+    The needle is what the question is about; None when nothing is asked.
     """
 
     prompt: Int[Tensor, "1 tokens"]
@@ -43,26 +39,21 @@ def make_text_task(
 
     With a needle its sentence is inserted at `depth` of the prompt, unless it is empty because the text
     holds the answer already, and the prompt is the part of a user's message before the question.
-
-    Raises:
-        KeepsetError: the text or the model's context is too short.
     """
-    question = _ids(tokenizer, chat_parts(tokenizer, "", needle.question)[1]) if needle is not None else None
-    after = (
-        max(continuation, _length(question) + ANSWER_TOKENS) if question is not None else continuation + ANSWER_TOKENS
-    )
+    question = None if needle is None else _ids(tokenizer, chat_parts(tokenizer, "", needle.question)[1])
+    after = continuation + ANSWER_TOKENS if question is None else max(continuation, question.shape[1] + ANSWER_TOKENS)
     check_fits(tokens, after, longest)
     body = _ids(tokenizer, text)
-    around = _length(_ids(tokenizer, _wrap(tokenizer, "", needle)))
+    total, around = body.shape[1], _ids(tokenizer, _wrap(tokenizer, "", needle)).shape[1]
     if tokens <= around:
         raise KeepsetError(
             f"{tokens} tokens of prompt leave no room for the text, because {around} stand around it: "
             "ask for more tokens."
         )
-    length = min(tokens - around, _length(body) - continuation)
+    length = min(tokens - around, total - continuation)
     if length < 1:
         raise KeepsetError(
-            f"The text has {_length(body)} tokens, too few for a prompt and {continuation} tokens of continuation: "
+            f"The text has {total} tokens, too few for a prompt and {continuation} tokens of continuation: "
             "give a longer text, or ask for a shorter continuation."
         )
     start = str(tokenizer.decode(body[0, :length]))
@@ -77,11 +68,7 @@ def make_text_task(
 
 
 def check_fits(tokens: int, after: int, longest: int | None) -> None:
-    """Refuses more tokens than the model's context holds; `longest` is None where it says nothing.
-
-    Raises:
-        KeepsetError: says how many there are.
-    """
+    """Refuses more tokens than the model's context holds; `longest` is None where it says nothing."""
     if longest is not None and tokens + after > longest:
         raise KeepsetError(
             f"{tokens} tokens of prompt and {after} after it do not fit the model's context of "
@@ -104,7 +91,3 @@ def _ids(tokenizer: Any, text: str, special: bool = False) -> Tensor:
     # verbose=False: a long text is cut before the model sees it, so its length is nothing to warn of.
     ids = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
     return torch.tensor([ids], dtype=torch.long)
-
-
-def _length(ids: Tensor | None) -> int:
-    return 0 if ids is None else ids.shape[1]

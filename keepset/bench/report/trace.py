@@ -1,55 +1,32 @@
 """The HTML page of `keepset trace`: a generation's events to look through."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
+from keepset.bench.analysis.trace import HeadSegments, Trace, TraceEvent
 from keepset.bench.report.compare import pack
 from keepset.bench.report.page import assemble
 
-Head = tuple[Tensor, Tensor, Tensor]
-"""One head's mass of every entry, the ends of its segments, and their quotas."""
 
+def render(result: dict[str, Any], traces: Sequence[Trace], tokens: Sequence[Sequence[str]], layers: list[int]) -> str:
+    """The page as one self-contained HTML text of what `keepset trace --json` prints, and of these layers of its runs.
 
-@dataclass(frozen=True, eq=False)
-class Drawn:
-    """What the page draws of one run.
-
-    Attributes:
-        tokens: the text of each token, the prompt's first.
-        kept: for each event a boolean `[layers, kv_heads, length]`: which tokens of the text so far it kept.
-        segments: for each event and layer its heads' segments; an empty list where the method tells none.
-    """
-
-    tokens: Sequence[str]
-    kept: Sequence[Tensor]
-    segments: Sequence[Sequence[Sequence[Head]]]
-
-
-def render(trace: dict[str, Any], runs: Sequence[Drawn], layers: Sequence[int]) -> str:
-    """The page as one self-contained HTML text.
-
-    Args:
-        trace: what `keepset trace --json` prints.
-        runs: the same runs, in the same order.
-        layers: which layers of the model are drawn.
+    For each of the runs, in the same order, there are the trace and the text of every token, the prompt's first.
     """
     drawn = [
-        {
-            "tokens": list(run.tokens),
-            "events": [
-                {"kept": pack(kept), "segments": [[_head(head) for head in heads] for heads in layers_of]}
-                for kept, layers_of in zip(run.kept, run.segments, strict=True)
-            ],
-        }
-        for run in runs
+        {"tokens": list(texts), "events": [_event(event, layers) for event in trace.events]}
+        for trace, texts in zip(traces, tokens, strict=True)
     ]
-    return assemble("trace", "keepset trace", {"trace": trace, "drawn": drawn, "layers": list(layers)})
+    return assemble("trace", "keepset trace", {"trace": result, "drawn": drawn, "layers": layers})
 
 
-def _head(head: Head) -> dict[str, Any]:
-    mass, ends, quotas = head
+def _event(event: TraceEvent, layers: list[int]) -> dict[str, Any]:
+    """Which tokens of the text so far each layer and KV head kept, and their segments; none where a method has none."""
+    kept = event.kept()[[event.keep_set.layers.index(layer) for layer in layers], 0]
+    return {"kept": pack(kept), "segments": [list(map(_head, event.segments.get(layer, []))) for layer in layers]}
+
+
+def _head(head: HeadSegments) -> dict[str, Any]:
     # Four digits are more than a curve shows.
-    return {"mass": [float(f"{x:.3e}") for x in mass.tolist()], "ends": ends.tolist(), "quotas": quotas.tolist()}
+    mass = [float(f"{x:.3e}") for x in head.mass.tolist()]
+    return {"mass": mass, "ends": head.ends.tolist(), "quotas": head.quotas.tolist()}

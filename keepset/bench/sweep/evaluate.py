@@ -25,11 +25,7 @@ TOGETHER = 8
 
 
 class Evaluator:
-    """Asks the same of every cache.
-
-    Args:
-        temperature: 0 for greedy decoding.
-    """
+    """Asks the same of every cache, greedily if the temperature is 0."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, temperature: float) -> None:
         self._model, self._tokenizer, self._temperature = model, tokenizer, temperature
@@ -39,11 +35,8 @@ class Evaluator:
     ) -> list[list[Outcome]]:
         """What becomes of each question, for each of the cached prompts, which are used up.
 
-        Several are asked as a batch: questions with choices, and caches that cannot join others, come alone.
-
-        Args:
-            draw: what all luck depends on, beside the question's number among the example's.
-            first: that of the prompt's first question.
+        Several are asked as a batch: questions with choices, and caches that cannot join others, come alone. All luck
+        depends on `draw` and the question's number among the example's, which for the prompt's first is `first`.
         """
         begun = [CacheMemory(each.cache, each.is_full) for each in cached]
         decodes = task.decodes or cached[0].cache.schedule.every is not None
@@ -53,7 +46,7 @@ class Evaluator:
             for number, question in enumerate(prompt.questions, first):
                 used = cache if question is prompt.questions[-1] else cache.fork()
                 memories = [copy.copy(memory) for memory in begun]
-                look = partial(memories[0].look, used) if decodes else _nothing
+                look = partial(memories[0].look, used) if decodes else lambda: None
                 try:
                     answers = self._answers(task, question, cached, used, look, (*draw, number))
                     if decodes:
@@ -116,7 +109,3 @@ def _plain(reply: Reply) -> Any:
     if isinstance(reply, str):
         return reply
     return [[likelihood if math.isfinite(likelihood) else None, greedy] for likelihood, greedy in reply]
-
-
-def _nothing() -> None:
-    pass

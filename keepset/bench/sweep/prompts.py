@@ -12,12 +12,7 @@ from keepset.texts import chat_frame
 
 @dataclass(frozen=True)
 class TokenizedQuestion:
-    """A question of a prompt.
-
-    Attributes:
-        ids: follow the compressed prompt; none where the question is in the prompt.
-        choices: the tokens of every choice, if there are choices.
-    """
+    """A question's tokens after the compressed prompt, none where it is in the prompt, and those of its choices."""
 
     question: Question
     ids: tuple[int, ...]
@@ -26,11 +21,7 @@ class TokenizedQuestion:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is prefilled once, and asked.
-
-    Attributes:
-        cut: tokens that were left out, because the model's context does not hold them.
-    """
+    """What is prefilled once, and asked; `cut` tokens were left out, because the model's context does not hold them."""
 
     ids: tuple[int, ...]
     questions: tuple[TokenizedQuestion, ...]
@@ -41,17 +32,10 @@ class Prompts:
     """Makes the prompts of examples.
 
     Context, question and the answer's prefix are one text, tokenized as lm-evaluation-harness does: white space before
-    a choice belongs to the choice. In a chat, context and question are a user's message in the model's template, and
-    the prefix begins the assistant's answer. A prompt that the model's context does not hold, together with the answer,
-    loses the middle of its own context, as in LongBench (Bai and others 2023, arXiv:2308.14508).
-
-    Args:
-        agnostic: only the context is prompt; each question follows it, tokenized by itself.
-        chat: use the model's chat template.
-        longest: tokens that the model's context holds; None where it says nothing.
-
-    Raises:
-        KeepsetError: the model has no chat template, or one that cannot be cut.
+    a choice belongs to the choice; if `agnostic`, each question follows the context's prompt, tokenized by itself. In a
+    chat, context and question are a user's message in the model's template, and the prefix begins the assistant's
+    answer. A prompt that the model's `longest` context does not hold, together with the answer, loses the middle of its
+    own context, as in LongBench (Bai and others 2023, arXiv:2308.14508).
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, agnostic: bool, chat: bool, longest: int | None) -> None:
@@ -62,14 +46,7 @@ class Prompts:
         self._before, self._after = chat_frame(tokenizer) if chat else ("", "")
 
     def of(self, example: Example, answer: int) -> list[Prompt]:
-        """The example's prompts: one for all questions if agnostic, else one for each.
-
-        Args:
-            answer: tokens that are generated at most.
-
-        Raises:
-            KeepsetError: there is no context to compress, or no room for a question.
-        """
+        """The example's prompts: one for all questions if agnostic, else one for each; `answer` is in tokens."""
         if not self._agnostic:
             return [self._aware(example, question, answer) for question in example.questions]
         if not example.context.strip():
@@ -107,11 +84,7 @@ class Prompts:
         return choices
 
     def _fitted(self, prompt: Prompt, example: Example, end: Sequence[int], answer: int) -> Prompt:
-        """The prompt without the middle of its context, if it is too long.
-
-        Args:
-            end: what of the prompt is not context, but follows it.
-        """
+        """The prompt without the middle of its context, if it is too long; `end` is what of it follows the context."""
         after = max(len(each.ids) + max(map(len, each.choices), default=answer) for each in prompt.questions)
         excess = 0 if self._longest is None else len(prompt.ids) + after - self._longest
         if excess <= 0:

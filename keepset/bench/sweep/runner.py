@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from keepset.bench.candidate import Candidate
-from keepset.bench.cell import Cell, Outcome
+from keepset.bench.cell import COSTS, Cell, Outcome
 from keepset.bench.memory import is_out_of_memory, nbytes_full
 from keepset.bench.sweep.evaluate import Evaluator
 from keepset.bench.sweep.prompts import Prompts
@@ -30,20 +30,11 @@ TOGETHER = 4
 class Runner:
     """Asks the same of every candidate, so that cells differ by nothing but the recipe.
 
-    The first token of an answer is predicted by the whole prompt, as in `generate`; where a question follows a
-    compressed context, by what was kept of it. Answers are the most likely tokens; with a temperature they are drawn by
-    the seed, the example and the question alone, so that all candidates have the same luck. Of the model's generation
-    config only what ends an answer counts.
-
-    Args:
-        model: a causal language model.
-        tokenizer: the model's.
-        agnostic: compress the context before any question is known, instead of context and question together.
-        chat: ask in the model's chat template.
-        temperature: 0 for greedy decoding.
-
-    Raises:
-        KeepsetError: the model has no chat template, or the temperature is out of range.
+    If `agnostic`, the context is compressed before any question is known, instead of context and question together. The
+    first token of an answer is predicted by the whole prompt, as in `generate`; where a question follows a compressed
+    context, by what was kept of it. Answers are the most likely tokens; with a temperature they are drawn by the seed,
+    the example and the question alone, so that all candidates have the same luck. Of the model's generation config only
+    what ends an answer counts.
     """
 
     def __init__(
@@ -162,7 +153,7 @@ def _groups(session: PromptSession, runs: Sequence[_Run], batched: bool) -> Iter
     group: list[_Run] = []
     for run in runs:
         alone = not batched or run.every is not None
-        if group and (alone or not _joins(group) or not (_begins(run, session) and _fits(run, group))):
+        if group and (alone or not _joins(run, group, session)):
             yield group
             group = []
         run.begin(session)
@@ -171,29 +162,21 @@ def _groups(session: PromptSession, runs: Sequence[_Run], batched: bool) -> Iter
         yield group
 
 
-def _joins(group: Sequence[_Run]) -> bool:
-    """Whether what has begun can be asked together with others."""
-    return all(can_join(run.cached.cache) for run in group if run.cached is not None)
-
-
-def _begins(run: _Run, session: PromptSession) -> bool:
-    """Whether memory is enough for it beside those that have begun."""
+def _joins(run: _Run, group: Sequence[_Run], session: PromptSession) -> bool:
+    """Whether a group can be asked together with others, and this one begins beside it without holding too much."""
+    held = [other.cached.cache for other in group if other.cached is not None]
+    if not all(map(can_join, held)):
+        return False
     try:
         run.begin(session)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         return False
-    return True
-
-
-def _fits(run: _Run, group: Sequence[_Run]) -> bool:
-    """Whether a group that it joins does not hold too much; one that cannot be had is no burden."""
-    if run.cached is None:
+    if run.cached is None:  # what cannot be had is no burden
         return True
     cache = run.cached.cache
-    others = (other.cached.cache.nbytes for other in group if other.cached is not None)
-    return sum(others, cache.nbytes) <= TOGETHER * nbytes_full(cache)
+    return sum((other.nbytes for other in held), cache.nbytes) <= TOGETHER * nbytes_full(cache)
 
 
 def _evaluate(
@@ -223,12 +206,7 @@ def _text(example: Example) -> str:
 
 
 def _mean(outcomes: Sequence[Outcome]) -> Outcome:
-    """The means of all figures, and all replies."""
-    means: dict[str, Any] = {
-        each.name: fmean(getattr(outcome, each.name) for outcome in outcomes)
-        for each in fields(Outcome)
-        if each.name not in ("scores", "replies")
-    }
+    means: dict[str, Any] = {name: fmean(getattr(outcome, name) for outcome in outcomes) for name in COSTS}
     for name in ("kv_bytes", "kv_bytes_full"):
         means[name] = round(means[name])
     return Outcome(

@@ -7,13 +7,14 @@ import json
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from itertools import product
 
 from transformers import PreTrainedTokenizerBase
 
 from keepset.bench.candidate import Candidate
 from keepset.bench.cell import Cell
 from keepset.bench.memory import is_out_of_memory
+from keepset.bench.sweep.runner import Runner
 from keepset.bench.sweep.store import Key, Store
 from keepset.bench.tasks.task import Example, Task
 from keepset.errors import KeepsetError
@@ -22,21 +23,9 @@ POLL = 1.0
 """Seconds between looks at what another process has claimed."""
 
 
-class Runs(Protocol):
-    """What makes cells: `keepset.bench.sweep.runner.Runner`."""
-
-    def run(self, task: Task, example: Example, candidates: Sequence[Candidate], seed: int) -> Iterator[Cell]:
-        """One cell per candidate, in their order."""
-
-
 @dataclass(frozen=True)
 class Grid:
-    """What is asked for.
-
-    Attributes:
-        candidates: of every task, by its name.
-        limit: examples of each task at most.
-    """
+    """What is asked for: candidates of every task, by its name, on at most `limit` examples of each."""
 
     tasks: Sequence[Task]
     seeds: Sequence[int]
@@ -46,32 +35,24 @@ class Grid:
     def is_done(self, store: Store) -> bool:
         """Whether a file has all of it, as far as it knows which examples there are."""
         done = store.done()
-        return all(
-            (examples := store.examples(task.name, seed)) is not None
-            and all(
-                ((task.name, seed, example), candidate.text) in done
-                for example in examples
-                for candidate in self.candidates[task.name]
-            )
-            for task in self.tasks
-            for seed in self.seeds
-        )
+        for task, seed in product(self.tasks, self.seeds):
+            if (examples := store.examples(task.name, seed)) is None:
+                return False
+            wanted = product(examples, self.candidates[task.name])
+            if not all(((task.name, seed, example), candidate.text) in done for example, candidate in wanted):
+                return False
+        return True
 
     def groups(self, store: Store, tokenizer: PreTrainedTokenizerBase) -> list[Group]:
-        """All of it, example by example; which examples there are is noted in the file.
-
-        Raises:
-            KeepsetError: a task's data are bad, or not those that the file has cells of.
-        """
+        """All of it, example by example; which examples there are is noted in the file."""
         groups = []
-        for task in self.tasks:
-            for seed in self.seeds:
-                examples = task.examples(tokenizer, limit=self.limit, seed=seed)
-                ids = [example.id for example in examples]
-                if len(set(ids)) < len(ids):
-                    raise KeepsetError(f"{task.name} has several examples of one id: give each an id of its own.")
-                store.register(task.name, seed, ids, digest(task, examples))
-                groups += [Group(task, seed, example, self.candidates[task.name]) for example in examples]
+        for task, seed in product(self.tasks, self.seeds):
+            examples = task.examples(tokenizer, limit=self.limit, seed=seed)
+            ids = [example.id for example in examples]
+            if len(set(ids)) < len(ids):
+                raise KeepsetError(f"{task.name} has several examples of one id: give each an id of its own.")
+            store.register(task.name, seed, ids, digest(task, examples))
+            groups += [Group(task, seed, example, self.candidates[task.name]) for example in examples]
         return groups
 
     def of(self, cells: Sequence[Cell]) -> list[Cell]:
@@ -128,11 +109,10 @@ def digest(task: Task, examples: Sequence[Example]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def run(store: Store, groups: Sequence[Group], runner: Runs, on_cells: Callable[[int], None]) -> list[Skipped]:
+def run(store: Store, groups: Sequence[Group], runner: Runner, on_cells: Callable[[int], None]) -> list[Skipped]:
     """Makes all cells that are missing, together with whoever else is at it; those that could not be had come back.
 
-    Args:
-        on_cells: told how many more cells of the groups are there.
+    `on_cells` is told how many more cells of the groups are there.
     """
     skipped = []
     for claim in claimed(store, groups, on_cells):
@@ -174,7 +154,7 @@ def claimed(
             yield None
 
 
-def work(runner: Runs, group: Group, recipes: Sequence[str]) -> Iterator[Cell | Skipped]:
+def work(runner: Runner, group: Group, recipes: Sequence[str]) -> Iterator[Cell | Skipped]:
     """The group's cells of these recipes, as they are made.
 
     Where memory is not enough the recipe that is next is left out, and the others share a prefill of their own.

@@ -9,6 +9,7 @@ import select
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from typing import IO, cast
 
 from keepset.errors import KeepsetError
@@ -38,24 +39,14 @@ def agree(gold: str, solution: str) -> bool:
     """
     with _lock:
         process = _running()
-        try:
+        with suppress(BrokenPipeError):
             cast(IO[str], process.stdin).write(json.dumps([_final(gold), _final(solution)]) + "\n")
             cast(IO[str], process.stdin).flush()
-            verdict = _line(process)
-        except BrokenPipeError:
-            verdict = ""
-        if not verdict:
-            process.kill()
-            process.wait()
-        return verdict == "true\n"
+        return _line(process) == "true\n"
 
 
 def start() -> None:
-    """Starts the process, so that what is missing is known before hours of answers.
-
-    Raises:
-        KeepsetError: math-verify is not installed.
-    """
+    """Starts the process, so that what is missing is known before hours of answers."""
     with _lock:
         _running()
 
@@ -72,17 +63,19 @@ def _running() -> subprocess.Popen[str]:
             encoding="ascii",
         )
         if _line(_process) != "ready\n":
-            _process.kill()
-            _process.wait()
             raise KeepsetError('Answers are judged by math-verify, which does not start: pip install "keepset[eval]".')
     return _process
 
 
 def _line(process: subprocess.Popen[str]) -> str:
-    """What it says next; nothing where it ended or takes too long."""
+    """What it says next; nothing where it ended or takes too long, which ends it."""
     stdout = cast(IO[str], process.stdout)
     ready, _, _ = select.select([stdout], [], [], _SECONDS)
-    return stdout.readline() if ready else ""
+    line = stdout.readline() if ready else ""
+    if not line:
+        process.kill()
+        process.wait()
+    return line
 
 
 def _final(text: str) -> str:

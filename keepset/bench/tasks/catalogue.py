@@ -15,9 +15,6 @@ class Settings:
     Attributes:
         data: a folder with data as `<task>.jsonl`; None for what a task brings, makes or finds on the hub.
         lengths: in tokens, of tasks that are made to a length.
-
-    Raises:
-        KeepsetError: there is no such folder or length.
     """
 
     data: Path | None = None

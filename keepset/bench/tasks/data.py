@@ -13,30 +13,17 @@ from keepset.texts import json_lines
 
 @dataclass(frozen=True)
 class DataRecord:
-    """One item.
-
-    Attributes:
-        where: the place that messages name: file and line.
-        fields: by name.
-    """
+    """One item's fields, and where it stands, as messages name it: file and line."""
 
     where: str
     fields: Mapping[str, Any]
 
     def __getitem__(self, name: str) -> Any:
-        """A field.
-
-        Raises:
-            KeepsetError: it is not there.
-        """
+        """A field, which has to be there."""
         return self.first(name)
 
     def first(self, *names: str) -> Any:
-        """The first of these fields that is there.
-
-        Raises:
-            KeepsetError: none is.
-        """
+        """The first of these fields that is there."""
         for name in names:
             if self.fields.get(name) is not None:
                 return self.fields[name]
@@ -46,11 +33,7 @@ class DataRecord:
 
 
 def records(folder: Path, name: str) -> list[DataRecord]:
-    """The lines of `<name>.jsonl` in a folder; empty ones are left out.
-
-    Raises:
-        KeepsetError: there is no such file, or it is damaged or empty.
-    """
+    """The lines of `<name>.jsonl` in a folder; empty ones are left out."""
     path = folder / f"{name}.jsonl"
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -77,11 +60,7 @@ def own_records(folder: Path | None, name: str) -> list[DataRecord] | None:
 
 
 def extra(module: str) -> ModuleType:
-    """A module that `keepset[eval]` installs.
-
-    Raises:
-        KeepsetError: it is not installed.
-    """
+    """A module that `keepset[eval]` installs."""
     try:
         return import_module(module)
     except ImportError as error:

@@ -15,9 +15,6 @@ def find(names: Sequence[str], settings: Settings) -> list[Task]:
 
     A name can also be the path of a task's YAML file, written for lm-evaluation-harness. A task that is named twice,
     by itself or by groups, comes once.
-
-    Raises:
-        KeepsetError: a name is unknown, or its task cannot be used; the message names the nearest ones.
     """
     if not names:
         raise KeepsetError("There is no task to evaluate: name one, such as gsm8k.")

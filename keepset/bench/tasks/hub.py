@@ -14,11 +14,7 @@ _SECONDS = 5
 
 
 def download(name: str, path: str, subset: str | None, split: str) -> list[DataRecord]:
-    """The items of a data set, for the task of this name.
-
-    Raises:
-        KeepsetError: they cannot be had.
-    """
+    """The items of a data set, for the task of this name."""
     with loading(name):
         items = extra("datasets").load_dataset(path, subset, split=split)
         return [DataRecord(f"{path}, item {index},", item) for index, item in enumerate(items)]
@@ -29,9 +25,6 @@ def loading(name: str) -> Iterator[None]:
     """Whatever goes wrong while the data of a task are loaded is one sentence.
 
     Where the hub does not answer, what was downloaded before is used, and nothing waits for it.
-
-    Raises:
-        KeepsetError: says what went wrong.
     """
     datasets = extra("datasets")
     before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE

@@ -48,9 +48,6 @@ def make(name: str, settings: Settings) -> list[Task]:
     With `settings.data`, a task whose `<name>.jsonl` lies there takes its items from it. The examples before a question
     then come from `<name>.<split>.jsonl`, with the name of the split that the task takes them from, or where there is
     no such file from the other items.
-
-    Raises:
-        KeepsetError: the data cannot be had, or the task is of a kind that cannot be evaluated.
     """
     # A file is a task by itself; reading the harness's thousands takes seconds.
     manager = TaskManager(include_defaults=False) if _is_file(name) else _manager(settings.data)
@@ -64,14 +61,7 @@ class HarnessTask(Task):
 
     The context ends with the passage that an item brings, where one is in the prompt; else with the examples before the
     question. The metric is the first of the task's that is a mean over items and higher when better, by its first
-    filter. Where it is sent to another process, that one makes it anew.
-
-    Args:
-        task: the harness's.
-        source: the name and settings that it is made from.
-
-    Raises:
-        KeepsetError: there is no such metric, or the task asks for what is not one prompt and one answer.
+    filter. Where it is sent to another process, that one makes it anew, from the name and settings of `source`.
     """
 
     def __init__(self, name: str, task: Any, source: tuple[str, Settings]) -> None:
@@ -108,11 +98,7 @@ class HarnessTask(Task):
             return [self._example(*item) for item in itertools.islice(self._task.doc_iterator(), limit)]
 
     def judge(self, question: Question, reply: Reply) -> dict[str, float]:
-        """All metrics that are means over items, by every filter of the task: `exact_match,strict-match`.
-
-        Raises:
-            KeepsetError: a score is missing or not between 0 and 1.
-        """
+        """All metrics that are means over items, by every filter of the task: `exact_match,strict-match`."""
         replies = [reply] if isinstance(reply, str) else reply
         instances = [Instance("", question.target, (), index, resps=[one]) for index, one in enumerate(replies)]
         figures: dict[str, float] = {}
@@ -213,7 +199,6 @@ class _Factory(TaskFactory):
 
 
 def _from_folder(data: Path, name: str, config: dict[str, Any]) -> dict[str, Any]:
-    """What is different about a task whose data lie in a folder."""
     files = {"test": name}
     shots: str | None = config.get("fewshot_split") or config.get("training_split") or config.get("validation_split")
     if "samples" in (config.get("fewshot_config") or {}):

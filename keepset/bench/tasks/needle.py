@@ -31,10 +31,8 @@ class NeedleTask(Task):
     """
 
     def __init__(self, length: int) -> None:
-        self.length = length
-        self.name = f"needle@{length}"
-        self.metric = "found"
-        self.generation = Generation(_TOKENS)
+        self.length, self.name = length, f"needle@{length}"
+        self.metric, self.generation = "found", Generation(_TOKENS)
 
     def examples(self, tokenizer: Tokenizer, *, limit: int | None = None, seed: int = 0) -> Sequence[Example]:
         """Refuses a length that is too short."""
@@ -55,7 +53,6 @@ class NeedleTask(Task):
         return examples
 
     def judge(self, question: Question, reply: Reply) -> dict[str, float]:
-        """Whether the number is in the reply."""
         return {"found": float(question.target in str(reply))}
 
     def _example(self, size: int, index: int, seed: int) -> Example:

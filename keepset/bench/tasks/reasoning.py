@@ -20,11 +20,7 @@ NAMES = tuple(_SOURCES)
 
 
 def make(name: str, settings: Settings) -> list[Task]:
-    """The task.
-
-    Raises:
-        KeepsetError: math-verify, which judges answers, is not installed.
-    """
+    """The task, if math-verify is there to judge its answers."""
     answers.start()
     return [Reasoning(name, settings)]
 
@@ -47,21 +43,16 @@ class Reasoning(Task):
 
     def examples(self, tokenizer: Tokenizer, *, limit: int | None = None, seed: int = 0) -> Sequence[Example]:
         """From the folder's file, or where there is none from the hub; in the order of the data, whatever the seed."""
-        items = own_records(self._folder, self.name) or _download(self.name)
+        from keepset.bench.tasks.hub import download  # loads what only a download takes
+
+        items = own_records(self._folder, self.name) or download(self.name, *_SOURCES[self.name][:3])
         return [
             Example(id=str(index), context="", questions=(Question(_prompt(row), target=_gold(row)),))
             for index, row in enumerate(items[:limit])
         ]
 
     def judge(self, question: Question, reply: Reply) -> dict[str, float]:
-        """Whether the final answer is right."""
         return {"accuracy": float(answers.agree(question.target, str(reply)))}
-
-
-def _download(name: str) -> list[DataRecord]:
-    from keepset.bench.tasks.hub import download
-
-    return download(name, *_SOURCES[name][:3])
 
 
 def _prompt(row: DataRecord) -> str:

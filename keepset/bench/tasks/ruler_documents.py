@@ -9,7 +9,7 @@ from typing import Any
 
 from keepset import texts
 from keepset.bench.tasks.data import extra
-from keepset.bench.tasks.ruler_draws import Draw, Draws, cut, seeded
+from keepset.bench.tasks.ruler_draws import Draw, Draws, cut
 from keepset.errors import KeepsetError
 
 _ASKED = "\n\nAnswer the question based on the given documents."
@@ -39,24 +39,18 @@ class Documents(Draws):
             for query, answers, needed, related in entries
         ]
         self.largest, self.questions = len(self._documents), len(self._questions)
+        self._qa = extra("lm_eval.tasks.ruler.qa_utils")
 
     def draw(self, size: int, index: int, seed: int) -> Draw:
         """The question among so many documents, or those that it needs if they are more."""
         chosen = random.Random(seed).sample(range(len(self._questions)), len(self._questions))[index]
-        with seeded(index, seed):
-            # A list of its own: where all documents fit, the harness shuffles what it is given.
-            text, answers = extra("lm_eval.tasks.ruler.qa_utils").generate_input_output(
-                chosen, size, self._questions, list(self._documents)
-            )
+        # A list of its own: where all documents fit, the harness shuffles what it is given.
+        text, answers = self._qa.generate_input_output(chosen, size, self._questions, list(self._documents))
         return cut(f"{text} Answer:", _ASKED, answers)
 
 
 def read(name: str, folder: Path | None) -> Documents:
-    """The documents and questions of `squad` or `hotpot`: a user's file, else what the harness downloads.
-
-    Raises:
-        KeepsetError: there is neither, or the file is not in the official format.
-    """
+    """The documents and questions of `squad` or `hotpot`: a user's file, else what the harness downloads."""
     parse = _PARSERS[name]
     path = None if folder is None else folder / f"{name}.json"
     if path is None or not path.is_file():

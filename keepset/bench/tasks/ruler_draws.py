@@ -4,7 +4,9 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
+
+import numpy as np
 
 from keepset.bench.tasks.data import extra
 from keepset.bench.tasks.task import Question
@@ -17,12 +19,7 @@ Draw = tuple[str, Question]
 
 
 class Draws(ABC):
-    """One task's examples.
-
-    Attributes:
-        largest: None where there is no end.
-        questions: so many there are; None where there is no end.
-    """
+    """One task's examples; `largest` and `questions` say how large and how many, if there is an end."""
 
     largest: int | None = None
     questions: int | None = None
@@ -34,18 +31,18 @@ class Draws(ABC):
 
     @abstractmethod
     def draw(self, size: int, index: int, seed: int) -> Draw:
-        """The example of that index and seed, so large."""
+        """The example of that index and seed, so large; what it draws from the shared generators is seeded."""
 
 
 class Variables(Draws):
     """Five variables of one value, assigned one to the other in a chain; a short one with its answer comes first."""
 
+    def __init__(self) -> None:
+        self._vt = extra("lm_eval.tasks.ruler.vt_utils")
+
     def draw(self, size: int, index: int, seed: int) -> Draw:
-        """Sentences of noise around the chain."""
-        vt = extra("lm_eval.tasks.ruler.vt_utils")
-        with seeded(index, seed):
-            shot, shown = vt.generate_input_output(_SHOT, 1, 4, is_icl=True)
-            text, answers = vt.generate_input_output(size, 1, 4)
+        shot, shown = self._vt.generate_input_output(_SHOT, 1, 4, is_icl=True)
+        text, answers = self._vt.generate_input_output(size, 1, 4)
         return cut(f"{shot} {' '.join(shown)}\n\n\n\n{text}", QUESTION, answers)
 
 
@@ -62,19 +59,14 @@ class CommonWords(Draws):
     smallest = 20
 
     def __init__(self, length: int) -> None:
-        self.length, self.largest = length, len(self._cwe().WORDS)
+        self._length, self._cwe = length, extra("lm_eval.tasks.ruler.cwe_utils")
+        self.largest = len(self._cwe.WORDS)
 
     def draw(self, size: int, index: int, seed: int) -> Draw:
-        """A list of so many different words."""
-        cwe = self._cwe()
-        with seeded(index, seed):
-            cwe.RNG.seed(random.getrandbits(32))
-            shot, text, answers = cwe.generate_input_output(size, self.length)
-        answer = cwe.CONFIG["answer_prefix"]
+        self._cwe.RNG.seed(random.getrandbits(32))
+        shot, text, answers = self._cwe.generate_input_output(size, self._length)
+        answer = self._cwe.CONFIG["answer_prefix"]
         return cut(f"{shot.replace(answer, answer + ' ')}\n{text}", QUESTION, answers)
-
-    def _cwe(self) -> ModuleType:
-        return extra("lm_eval.tasks.ruler.cwe_utils")
 
 
 class FrequentWords(Draws):
@@ -84,14 +76,12 @@ class FrequentWords(Draws):
     """From here on the third is more frequent than the fourth."""
 
     def __init__(self, length: int) -> None:
-        self.length = length
+        self._length, self._fwe = length, extra("lm_eval.tasks.ruler.fwe_utils")
 
     def draw(self, size: int, index: int, seed: int) -> Draw:
-        """A text of so many words, by Zeta's distribution."""
-        fwe = extra("lm_eval.tasks.ruler.fwe_utils")
-        with seeded(index, seed):
-            # What is too long it would shorten by itself, for ever: so nothing is.
-            text, answers, _ = fwe.generate_input_output(0, _no_tokens, size, vocab_size=max(self.length // 50, 5))
+        words = max(self._length // 50, 5)
+        # What is too long it would shorten by itself, for ever: so nothing is.
+        text, answers, _ = self._fwe.generate_input_output(0, _no_tokens, size, vocab_size=words)
         return cut(text, QUESTION, answers)
 
 
@@ -109,12 +99,11 @@ def cut(text: str, question: str, answers: Sequence[str]) -> Draw:
 @contextmanager
 def seeded(index: int, seed: int) -> Iterator[None]:
     """The harness draws from generators that everybody shares: they are lent to one example."""
-    numpy = extra("numpy.random")
-    before, numpy_before = random.getstate(), numpy.get_state()
+    before, numpy_before = random.getstate(), np.random.get_state()
     random.seed(f"{index} {seed}")
-    numpy.seed(random.getrandbits(32))
+    np.random.seed(random.getrandbits(32))
     try:
         yield
     finally:
         random.setstate(before)
-        numpy.set_state(numpy_before)
+        np.random.set_state(numpy_before)

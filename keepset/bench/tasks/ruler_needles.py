@@ -32,11 +32,9 @@ class Needles(Draws):
 
     @property
     def smallest(self) -> int:
-        """A place for every needle."""
         return self.keys * self.values
 
     def draw(self, size: int, index: int, seed: int) -> Draw:
-        """Needles at random places; those of essays come after one of 40 depths."""
         chance = random.Random(f"{self} {index} {seed}")
         known: dict[str, list[str]] = {}
         while len(known) < self.keys:

@@ -12,16 +12,14 @@ from keepset.bench.generation import end_tokens
 from keepset.bench.tune.pieces import ANSWER_TOKENS, TextPiece
 from keepset.errors import BudgetError, KeepsetError
 from keepset.hf.cache import Cache
-from keepset.hf.prompt_session import PromptSession, freed, warm_up
+from keepset.hf.prompt_session import PromptSession, warm_up
 from keepset.recipe import Recipe
 
 
 class Measurer:
     """Measures recipes on pieces: one prefill serves all of them.
 
-    Attributes:
-        full_found: by piece, which of its facts the full cache finds.
-        full_bytes: by piece, of the full cache.
+    By piece, `full_found` says which of its facts the full cache finds, `full_bytes` what it holds.
     """
 
     def __init__(
@@ -36,25 +34,22 @@ class Measurer:
         """Each recipe's figures on one piece, or why there are none."""
         piece = self._pieces[number]
         session = PromptSession(self._model, piece.prompt, recipes)
-        try:
-            full = session.compress(None)
-            with freed(full.cache):
-                reference = full.follow(piece.continuation)
-                if number not in self.full_bytes:
-                    self.full_bytes[number] = full.event.nbytes_before
-                    self.full_found[number] = self._ask(piece, full.cache)
-            for recipe in recipes:
-                row = Measurement(str(recipe), str(recipe.without_budget()))
-                try:
-                    prompt = session.compress(recipe)
-                    with freed(prompt.cache):
-                        self._check_share(recipe, prompt.event.kept / prompt.event.entries, piece)
-                        row = measure(row, prompt, reference, piece.continuation)
-                        yield replace(row, facts_found=self._ask(piece, prompt.cache))
-                except KeepsetError as error:
-                    yield replace(row, error=str(error))
-        finally:
-            session.close()
+        full = session.compress(None)
+        reference = full.follow(piece.continuation)
+        if number not in self.full_bytes:
+            self.full_bytes[number] = full.event.nbytes_before
+            self.full_found[number] = self._ask(piece, full.cache)
+        del full
+        for recipe in recipes:
+            row = Measurement(str(recipe), str(recipe.without_budget()))
+            try:
+                prompt = session.compress(recipe)
+                self._check_share(recipe, prompt.event.kept / prompt.event.entries, piece)
+                row = measure(row, prompt, reference, piece.continuation)
+                yield replace(row, facts_found=self._ask(piece, prompt.cache))
+                del prompt
+            except KeepsetError as error:
+                yield replace(row, error=str(error))
 
     def _check_share(self, recipe: Recipe, kept: float, piece: TextPiece) -> None:
         """Refuses what chooses its own number and keeps more than the budget."""
@@ -75,15 +70,14 @@ class Measurer:
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in questions])
         generate: Any = self._model.generate
         inputs = cache.ask(ids, mask)
-        with freed(inputs["past_key_values"]):
-            output = generate(
-                **inputs,
-                max_new_tokens=ANSWER_TOKENS,
-                do_sample=False,
-                temperature=None,
-                top_p=None,
-                top_k=None,
-                pad_token_id=next(iter(end_tokens(self._model)), None),
-            )
+        output = generate(
+            **inputs,
+            max_new_tokens=ANSWER_TOKENS,
+            do_sample=False,
+            temperature=None,
+            top_p=None,
+            top_k=None,
+            pad_token_id=next(iter(end_tokens(self._model)), None),
+        )
         answers = self._tokenizer.batch_decode(output[:, longest:], skip_special_tokens=True)
         return tuple(fact.answer in answer for fact, answer in zip(piece.facts, answers, strict=True))

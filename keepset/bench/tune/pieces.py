@@ -28,13 +28,9 @@ _ROOM = {False: 1, True: 512}
 
 @dataclass(frozen=True, eq=False)
 class TextPiece:
-    """What recipes are measured on.
+    """What recipes are measured on: a prompt that is compressed, and the text that follows it.
 
-    Attributes:
-        prompt: token ids that are prefilled and compressed.
-        continuation: token ids of the text that follows.
-        facts: hidden in the prompt.
-        questions: about each of them, as it follows the prompt, up to where the answer differs.
+    Facts are hidden in the prompt; questions about each follow the prompt, up to where the answer differs.
     """
 
     prompt: Int[Tensor, "1 tokens"]
@@ -49,9 +45,6 @@ def cut(
     """`PIECES` pieces, in an order that the seed decides.
 
     They are as long as the texts, all together, and the model's context allow, and overlap no more than they must.
-
-    Raises:
-        KeepsetError: the texts are too short, or the context is.
     """
     # verbose=False: a long text is cut before the model sees it, so its length is nothing to warn of.
     ids = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
@@ -76,7 +69,8 @@ def cut(
     begin = [tokenizer.bos_token_id] if adds_bos(tokenizer) else []
     pieces = []
     for text, start in chance.sample(places, PIECES):
-        body, after = _split(ids[text][start : start + size])
+        end = start + size - size // SHARE
+        body, after = ids[text][start:end], ids[text][end : start + size]
         if retrieval:
             pieces.append(_with_facts(tokenizer, body, after, chance))
         else:
@@ -93,11 +87,6 @@ def _places(lengths: Sequence[int], size: int) -> list[tuple[int, int]]:
         if len(places) >= PIECES:
             break
     return places
-
-
-def _split(ids: list[int]) -> tuple[list[int], list[int]]:
-    after = len(ids) // SHARE
-    return ids[:-after], ids[-after:]
 
 
 def _with_facts(

@@ -64,7 +64,6 @@ def composed_at_most() -> int:
 
 
 def _scorer(method: Method) -> Method:
-    """The innermost method."""
     if isinstance(method, Preset):
         method = method.composition
     while isinstance(method, Allocator):

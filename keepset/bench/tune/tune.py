@@ -17,14 +17,7 @@ from keepset.recipe import Recipe
 
 
 class Tuner:
-    """The race of all recipes on a text's pieces, and what came of it.
-
-    Attributes:
-        unfit: recipes that were never in the race, with the reason.
-
-    Raises:
-        KeepsetError: the budget drops nothing of these pieces.
-    """
+    """The race of all recipes on a text's pieces; those that were never in it are `unfit`, with the reason."""
 
     def __init__(
         self,
@@ -66,11 +59,7 @@ class Tuner:
         return any(map(any, self._measurer.full_found.values()))
 
     def run(self) -> None:
-        """All of it; stopped halfway, what is known stays.
-
-        Raises:
-            KeepsetError: no recipe can run.
-        """
+        """All of it; stopped halfway, what is known stays."""
         self.race.run()
         if not self.race.alive:
             raise KeepsetError(f"No recipe can run: {next(iter(self.dropped.values()), 'there is none')}")
@@ -88,7 +77,6 @@ class Tuner:
         return (fmean(values), of_score(values)) if values else None
 
     def _runnable(self, recipes: Sequence[Recipe]) -> list[Recipe]:
-        """Those of which the model has what they look at."""
         able = []
         for recipe in recipes:
             try:
@@ -139,7 +127,8 @@ class Tuner:
         if chosen is None:
             sentences.append(f"Measured on {pieces} pieces: too few to name a recipe.")
         elif len(tied) == 1:
-            sentences.append(f"Use {chosen.recipe}: the best of {_many(self.race.entries)} on {pieces} pieces.")
+            ran = sum(entry.error is None for entry in self.race.entries)
+            sentences.append(f"Use {chosen.recipe}: the best of {ran} recipes on {pieces} pieces.")
         else:
             rest = ", ".join(str(entry.recipe) for entry in tied if entry is not chosen)
             sentences.append(
@@ -173,7 +162,3 @@ def _figure(figure: tuple[float, Interval | None] | None) -> dict[str, float | N
     value, interval = figure or (None, None)
     low, high = interval or (None, None)
     return {"mean": value, "low": low, "high": high}
-
-
-def _many(entries: Sequence[Contender]) -> str:
-    return f"{sum(entry.error is None for entry in entries)} recipes"

@@ -10,8 +10,7 @@ from typing import Any
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keepset.core.accumulate import widened
-from keepset.core.accumulator import Accumulator, Chunk
+from keepset.core.accumulator import Accumulator, Chunk, widened
 from keepset.core.feature import Feature
 from keepset.kernels.columns import ColumnAccumulator
 from keepset.kernels.statistic import ColumnStatistic

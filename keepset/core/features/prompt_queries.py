@@ -11,8 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from keepset.core.accumulate import widened
-from keepset.core.accumulator import Accumulator, Chunk
+from keepset.core.accumulator import Accumulator, Chunk, widened
 from keepset.core.feature import Feature
 from keepset.core.features.attention_columns import PROMPT_ATTENTION
 from keepset.kernels.mean_square import mean_square_attention

@@ -1,7 +1,5 @@
 """`Judge`: what any tables make of one context, whose prompt runs once."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -52,7 +50,7 @@ class Judge:
         ids = context.ids.to(model.device)[None]
         self._session = PromptSession(model, ids[:, : context.tokens], [Recipe.of(self._method)])
         self._following = ids[:, context.tokens :]
-        observations = self._session.observations
+        observations = self._session.prefill().observations
         self._received = self._method.received_attention(observations)
         entropy, perplexity = self._method.risk(observations[0], self._received)
         # As Tables.bins has it: what is no number is the highest risk.
@@ -60,8 +58,8 @@ class Judge:
 
     def verdict(self, tables: Tables, keep: int, *, elastic: bool) -> Verdict:
         """Of these tables under this budget; a `KeepsetError` where the model's logits are not finite."""
-        known = {field.name: getattr(self._method, field.name) for field in dataclasses.fields(CompilerKV)}
-        method = _Given(**{**known, "elastic": elastic}, given=tables, received=self._received, signals=self._signals)
+        parameters = {**dataclasses.asdict(self._method), "elastic": elastic}
+        method = _Given(**parameters, given=tables, received=self._received, signals=self._signals)
         prompt = self._session.compress(Recipe(method, Budget(keep, recent=method.window)))
         keep_set = prompt.event.keep_set
         assert keep_set is not None
@@ -74,7 +72,7 @@ class Judge:
 
     @cached_property
     def _signals(self) -> dict[int, Tensor]:
-        return {each.layer: self._method.signal(each, self._received) for each in self._session.observations}
+        return {each.layer: self._method.signal(each, self._received) for each in self._session.prefill().observations}
 
     @cached_property
     def _full(self) -> Float[Tensor, "n vocabulary"]:

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from keepset.bench.report.trace import Drawn, render
+from keepset import KeepSet
+from keepset.bench.analysis.trace import HeadSegments, Trace, TraceEvent
+from keepset.bench.report.trace import render
+from keepset.core.keep_set import LayerKeepSet
 
 EVIL = "</script><img src=x onerror=window.pwned=1><b>&lt; %{x} $data"
 TOKENS = ["Once", EVIL, "\n", "", " $data", *(f" word{i}" for i in range(25))]
@@ -36,16 +39,21 @@ def entries(kept: Kept, event: int, layer: int, head: int) -> list[int]:
     return before + list(range(LENGTHS[event - 1], LENGTHS[event]))
 
 
-def drawn(kept: Kept, telling: bool) -> Drawn:
-    def head(event: int, layer: int, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def traced(kept: Kept, telling: bool) -> Trace:
+    def head(event: int, layer: int, index: int) -> HeadSegments:
         size = len(entries(kept, event, layer, index))
-        return torch.rand(size) + 0.01, torch.tensor([3, size]), torch.tensor([2, 4])
+        return HeadSegments(torch.rand(size) + 0.01, torch.tensor([3, size]), torch.tensor([2, 4]))
 
-    segments = [
-        [[head(event, layer, index) for index in range(HEADS)] if telling else [] for layer in range(len(LAYERS))]
-        for event in range(len(LENGTHS))
-    ]
-    return Drawn(TOKENS, kept, segments)
+    def event(number: int, length: int, masks: torch.Tensor) -> TraceEvent:
+        positions = torch.arange(length).expand(1, HEADS, length)
+        parts = [
+            LayerKeepSet.from_mask(layer, mask[None], positions, 8) for layer, mask in zip(LAYERS, masks, strict=True)
+        ]
+        segments = {layer: [head(number, row, index) for index in range(HEADS)] for row, layer in enumerate(LAYERS)}
+        return TraceEvent(KeepSet(parts), torch.tensor([length]), 60, segments if telling else {})
+
+    events = [event(number, length, masks) for number, (length, masks) in enumerate(zip(LENGTHS, kept, strict=False))]
+    return Trace("recipe", torch.arange(len(TOKENS)), PROMPT, events, None)
 
 
 def run(recipe: str) -> dict[str, Any]:
@@ -72,8 +80,9 @@ HISTORIES = [history(0), history(1)]
 
 
 def page_of(*recipes: str) -> str:
-    runs = [drawn(HISTORIES[i], telling=i == 0) for i in range(len(recipes))]
-    return render({"model": EVIL, "forced": False, "runs": [run(recipe) for recipe in recipes]}, runs, LAYERS)
+    traces = [traced(HISTORIES[i], telling=i == 0) for i in range(len(recipes))]
+    result = {"model": EVIL, "forced": False, "runs": [run(recipe) for recipe in recipes]}
+    return render(result, traces, [TOKENS] * len(traces), LAYERS)
 
 
 def test_text_is_only_in_the_data_block() -> None:
@@ -205,7 +214,7 @@ def test_nothing_overflows_the_page(load: Any, width: int) -> None:
 
 def test_a_text_in_which_nothing_was_compressed(load: Any) -> None:
     bare = {**run("tova"), "events": [], "mean": {}, "by_depth": {}, "segments": None, "layers": [], "kv_heads": 0}
-    page = load(render({"model": "m", "forced": False, "runs": [bare]}, [Drawn(TOKENS, [], [])], LAYERS))
+    page = load(render({"model": "m", "forced": False, "runs": [bare]}, [traced([], telling=False)], [TOKENS], LAYERS))
     assert page.locator("#share").text_content() == "Nothing was compressed."
     assert page.locator("#text").text_content() == "".join(TOKENS)
     assert page.locator("#events").is_hidden() and page.locator("#curves").is_hidden()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepset import Budget
-from keepset.core.pool import padded, pooled_counts, total_entries
+from keepset.allocators.layers import padded, pooled_counts, total_entries
 from tests.methods.naive import Shape, observe
 from tests.tiers import examples
 
