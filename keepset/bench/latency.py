@@ -87,13 +87,12 @@ def latency(
         timings += here
         gc.collect()
         for number in range(rounds + 1):
+            # A first, short one: thread pools, allocators and compiled kernels are nobody's cost.
+            count = output_tokens if number else min(2, output_tokens)
             for timing, recipe in zip(here, (None, *recipes), strict=True):
                 if timing.error is None:
                     try:
-                        # A first, short one: thread pools, allocators and compiled kernels are nobody's cost.
-                        generation = _generation(
-                            model, prompt, recipe, output_tokens if number else min(2, output_tokens)
-                        )
+                        generation = _generation(model, prompt, recipe, count)
                     except KeepsetError as error:
                         timing.error = str(error)
                     else:

@@ -13,6 +13,7 @@ from keepset.bench.compare.fidelity import kl, mean, nll
 from keepset.errors import KeepsetError
 from keepset.hf.prompt_session import CachedPrompt
 from keepset.recipe import Recipe
+from keepset.texts import Needle
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,8 @@ class Comparison:
     model: str
     tokens: int
     continuation_tokens: int
-    question: str | None
-    expected_answer: str | None
     full: dict[str, Any]
+    needle: Needle | None = None
     rows: list[Measurement] = field(default_factory=list)
     kept: list[Bool[Tensor, "layers kv_heads tokens"] | None] = field(default_factory=list)
     drift_tokens: int | None = None
@@ -81,7 +81,7 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """As `keepset compare --json` prints it."""
-        needle = None if self.question is None else {"question": self.question, "answer": self.expected_answer}
+        needle = None if self.needle is None else {"question": self.needle.question, "answer": self.needle.answer}
         return {
             "model": self.model,
             "tokens": self.tokens,

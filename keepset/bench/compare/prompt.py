@@ -39,13 +39,11 @@ class PromptComparer(Comparer):
         full = self._session.compress(None)
         self._reference = full.follow(task.continuation)
         answer, speed = self._answer(full.cache)
-        needle = task.needle
         self.comparison = Comparison(
             model=name,
             tokens=task.prompt.shape[1],
             continuation_tokens=task.continuation.shape[1],
-            question=None if needle is None else needle.question,
-            expected_answer=None if needle is None else needle.answer,
+            needle=task.needle,
             full={
                 "kv_bytes": full.kv_bytes_full,
                 "nll": mean(nll(self._reference, task.continuation[0])),

@@ -58,8 +58,9 @@ class Runner:
     def run(self, task: Task, example: Example, candidates: Sequence[Candidate], seed: int) -> Iterator[Cell]:
         """A cell for every candidate, in their order; what cannot be had is a cell with an error."""
         runs = [_Run(candidate, candidate.error) for candidate in candidates]
+        text = "".join([example.context, *(question.text for question in example.questions)])
         for run in runs:
-            run.check(lambda recipe: refuse_contaminated(recipe, _text(example)))
+            run.check(lambda recipe: refuse_contaminated(recipe, text))
         try:
             prompts = self._prompts.of(example, task.generation.tokens)
         except KeepsetError as error:
@@ -199,10 +200,6 @@ def _evaluate(
     for run in begun:
         run.begin(session)
         _evaluate(evaluate, session, [run])
-
-
-def _text(example: Example) -> str:
-    return "".join([example.context, *(question.text for question in example.questions)])
 
 
 def _mean(outcomes: Sequence[Outcome]) -> Outcome:

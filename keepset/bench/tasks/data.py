@@ -18,10 +18,6 @@ class DataRecord:
     where: str
     fields: Mapping[str, Any]
 
-    def __getitem__(self, name: str) -> Any:
-        """A field, which has to be there."""
-        return self.first(name)
-
     def first(self, *names: str) -> Any:
         """The first of these fields that is there."""
         for name in names:

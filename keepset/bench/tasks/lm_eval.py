@@ -135,9 +135,7 @@ def _made(own: str, name: str, settings: Settings) -> Task:
     return next(task for task in _every(name, settings) if task.name == own)
 
 
-@functools.cache
-def _every(name: str, settings: Settings) -> list[Task]:
-    return make(name, settings)
+_every = functools.cache(make)
 
 
 def _check_kind(name: str, task: Any) -> None:
