@@ -33,6 +33,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: "vllm" not in item.path.parts)
 
 
+def pytest_runtest_setup() -> None:
+    typecheck.begin_test()
+
+
 def pytest_collection_finish() -> None:
     """The modules stay: garbage is looked for among what tests make alone, or each look takes a third of a second."""
     gc.collect()

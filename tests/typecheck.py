@@ -3,7 +3,9 @@
 Others are left out: recipes pass them what users typed, and they must answer with their own sentence.
 """
 
+import functools
 import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,9 @@ from beartype import BeartypeConf, beartype
 
 _beartype = beartype(conf=BeartypeConf(is_pep484_tower=True))
 _jaxtyped = jaxtyping.jaxtyped
+CALLS = 16
+"""So many calls of a function are checked in every test: more of them are of the same kind, a token each."""
+_checked: Counter[Callable[..., Any]] = Counter()
 
 
 def install() -> None:
@@ -23,7 +28,31 @@ def install() -> None:
 def jaxtyped(*, typechecker: Callable[..., Any]) -> Callable[[Any], Any]:
     """jaxtyping's own, which costs more than most functions do, only where there are shapes."""
     decorate = _jaxtyped(typechecker=typechecker)
-    return lambda thing: decorate(thing) if isinstance(thing, type) or has_shapes(thing) else thing
+
+    def decorated(thing: Any) -> Any:
+        if isinstance(thing, type):
+            return decorate(thing)
+        return first_calls(thing, decorate(thing)) if has_shapes(thing) else thing
+
+    return decorated
+
+
+def first_calls(function: Callable[..., Any], checking: Callable[..., Any]) -> Callable[..., Any]:
+    """The one that checks, and after so many calls in a test the one that does not."""
+
+    @functools.wraps(function)
+    def called(*args: Any, **options: Any) -> Any:
+        if _checked[function] >= CALLS:
+            return function(*args, **options)
+        _checked[function] += 1
+        return checking(*args, **options)
+
+    return called
+
+
+def begin_test() -> None:
+    """All functions are checked again."""
+    _checked.clear()
 
 
 def has_shapes(function: Callable[..., Any]) -> bool:
