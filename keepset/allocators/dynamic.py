@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from keepset.allocators.layers import LayerAllocator, divide, padded, pooled_counts
+from keepset.allocators.layers import LayerAllocator, PerLayer, PerRequest, divide, padded, pooled_counts
 from keepset.core.method import parameter
 from keepset.core.select import RECENT_RANK, Ranking
 
@@ -34,9 +34,7 @@ class Dynamic(LayerAllocator):
     r_max: float = parameter(10.0, minimum=1.0)
     interval: int = parameter(4, minimum=1)
 
-    def divided(
-        self, rankings: Sequence[Ranking], rest: Int[Tensor, " batch"], room: Int[Tensor, "batch layers"]
-    ) -> Int[Tensor, "batch layers"]:
+    def divided(self, rankings: Sequence[Ranking], rest: PerRequest, room: PerLayer) -> PerLayer:
         ranked = [ranking.scores for ranking in rankings]
         layers, heads = len(ranked), ranked[0].shape[1]
         mean = rest.double() / layers

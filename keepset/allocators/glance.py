@@ -20,7 +20,6 @@ class Glance(Preset):
     """
 
     name = "glance"
-    paper = "none"
 
     @property
     def composition(self) -> Method:

@@ -22,7 +22,6 @@ class Reread(Preset):
     """
 
     name = "reread"
-    paper = "none"
 
     @property
     def composition(self) -> Method:

@@ -26,13 +26,9 @@ from keepset.recipe import Recipe
 
 @dataclass(frozen=True)
 class Round:
-    """One generation.
+    """One generation: the first new token, compression included, and all others; keys and values at the end.
 
-    Attributes:
-        first_seconds: from the prompt to the first new token, compression included.
-        rest_seconds: of all further tokens.
-        kv_bytes: of keys and values at the end.
-        peak_bytes: the most allocated on the device, or on a CPU resident; None where the system does not say.
+    The peak is the most allocated on the device, or on a CPU resident; None where the system does not say.
     """
 
     first_seconds: float

@@ -58,14 +58,14 @@ class Tables:
 
         Warns where that is another number of them.
         """
-        found = self.weights.shape[1:]
-        if found == (layers, query_heads):
+        compiled = self.weights.shape[1:]
+        if compiled == (layers, query_heads):
             return self
         _say(
-            f"The tables {self.name!r} are of a model with {found[0]} layers of {found[1]} query heads, and this one "
-            f"has {layers} of {query_heads}: each layer and head takes what stands at its relative place."
+            f"The tables {self.name!r} are of a model with {compiled[0]} layers of {compiled[1]} query heads, and this "
+            f"one has {layers} of {query_heads}: each layer and head takes what stands at its relative place."
         )
-        rows, heads = _relative(layers, found[0]), _relative(query_heads, found[1])
+        rows, heads = _relative(layers, compiled[0]), _relative(query_heads, compiled[1])
         return dataclasses.replace(self, weights=self.weights[:, rows][:, :, heads], gate=self.gate[:, rows])
 
     def nearest(self, budget: Int[Tensor, " batch"]) -> Int[Tensor, " batch"]:
@@ -123,14 +123,8 @@ def save(tables: Tables, path: Path) -> None:
     _FILE.write(path, tensors, {**tables.provenance, **shape})
 
 
-_TYPES = {
-    "weights": torch.float32,
-    "gate": torch.float32,
-    "entropy_edges": torch.float32,
-    "perplexity_edges": torch.float32,
-    "budgets": torch.int64,
-    "counts": torch.int64,
-}
+_TYPES = dict.fromkeys(("weights", "gate", "entropy_edges", "perplexity_edges"), torch.float32)
+_TYPES |= dict.fromkeys(("budgets", "counts"), torch.int64)
 
 
 @lru_cache(maxsize=4)
@@ -166,9 +160,9 @@ def _check(tables: Tables) -> None:
         raise ValueError
 
 
-def _relative(wanted: int, found: int) -> Int[Tensor, " wanted"]:
-    """For each of so many the one at the same relative place among those found."""
-    places = torch.arange(wanted, dtype=torch.float64) * (found - 1) / max(wanted - 1, 1)
+def _relative(wanted: int, existing: int) -> Int[Tensor, " wanted"]:
+    """For each of so many the one at the same relative place among those that there are."""
+    places = torch.arange(wanted, dtype=torch.float64) * (existing - 1) / max(wanted - 1, 1)
     return (places + 0.5).floor().long()
 
 

@@ -117,7 +117,7 @@ class DecodingPhase:
         until, beyond = forward.split(point)
         self.record(until)
         if beyond is not None and store is not None:
-            store.crop(beyond.counts().tolist())
+            store.crop((beyond.lengths - until.lengths).tolist())
         observed = {**_entries(until, store), **self.window.parts(self._needs.window)}
         event = LayerEvent(point, observed, self._features(until), beyond)
         self.next = point + self._every

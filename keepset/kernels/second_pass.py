@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from keepset.kernels.blocks import PRODUCT_BLOCK, block_size
-from keepset.kernels.statistic import ColumnStatistic
+from keepset.kernels.columns import ColumnStatistic
 
 _LEAST_ROWS = 16
 """Fewer queries make slow matrix products."""
@@ -90,9 +90,8 @@ def second_pass_attention(
                 logits = workspace[: group * size * visible].view(group * size, visible)
                 folded = block.reshape(group * size, -1)
                 logits = torch.addmm(logits, folded, keys[:visible].T, beta=0, alpha=scaling, out=logits).float()
-                logits.view(group, size, visible)[..., visible - size :].masked_fill_(
-                    future[:size, :size], float("-inf")
-                )
+                own = logits.view(group, size, visible)[..., visible - size :]
+                own.masked_fill_(future[:size, :size], float("-inf"))
                 attention = torch.softmax(logits, -1, out=logits)
                 attended = attention.to(values.dtype) @ values[:visible]
                 output[head, :, first + start : first + start + size] = attended.view(group, size, -1)

@@ -11,7 +11,7 @@ from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
 from keepset.core.select import RECENT_RANK, Ranking
 from keepset.core.shapes import Quotas, Scores
-from keepset.kernels.statistic import ColumnStatistic
+from keepset.kernels.columns import ColumnStatistic
 
 _RECEIVED = AttentionColumns(ColumnStatistic.SUM)
 

@@ -41,7 +41,6 @@ class PromptQueries(Method):
     """
 
     name = "prompt_queries"
-    paper = "none"
     sinks = 4  # as in StreamingLLM
     recent = 8  # neighbours, which no token asked from afar shows
 

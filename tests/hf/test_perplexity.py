@@ -22,7 +22,7 @@ from keepset.core.features.second_pass import SecondPass
 from keepset.core.method import Method
 from keepset.core.observation import Observation
 from keepset.hf.recorder import Recorder
-from keepset.kernels.statistic import ColumnStatistic
+from keepset.kernels.columns import ColumnStatistic
 from tests.hf.models import full, generate, left_padded, prompt, same_keep_set, tiny
 
 LENGTH, PADDING = 30, [0, 7, 24]

@@ -14,7 +14,7 @@ from keepset.core.features.attention_columns import AttentionColumns
 from keepset.core.features.given import RecentQueries
 from keepset.core.features.moments import QueryMoments
 from keepset.hf.prompt_session import PromptSession, needs_of
-from keepset.kernels.statistic import ColumnStatistic
+from keepset.kernels.columns import ColumnStatistic
 from tests.hf.models import left_padded, prompt, recipe, same_keep_set, tiny
 
 LENGTH = 60

@@ -20,7 +20,7 @@ from keepset.core.features.second_pass import SecondPass
 from keepset.core.method import Method
 from keepset.core.observation import Observation
 from keepset.hf.recorder import Recorder
-from keepset.kernels.statistic import ColumnStatistic
+from keepset.kernels.columns import ColumnStatistic
 from tests.hf.models import ARCHITECTURES, full, generate, left_padded, prompt, tiny
 
 LENGTH, PADDING = 36, [0, 7]

@@ -21,7 +21,7 @@ from keepset.core.features.prompt_queries import PromptQueryAttention
 from keepset.core.features.second_pass import SecondPass, SecondPassColumns
 from keepset.core.method import Allocator
 from keepset.core.statistics import LayerStatistics, Statistics
-from keepset.kernels.statistic import ColumnStatistic
+from keepset.kernels.columns import ColumnStatistic
 
 ROPE_BASE = 100.0
 HIDDEN = 7

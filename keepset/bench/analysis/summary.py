@@ -78,26 +78,20 @@ def summarise(cells: Sequence[Cell], baseline: str | None = None) -> Summary:
 
     rows: dict[str, dict[str, TableRow]] = {}
     for task, recipes in tasks.items():
-        examples = {example for its in recipes.values() for _, example in its}
+        examples = {example for recipe_cells in recipes.values() for _, example in recipe_cells}
         against = {name: _against(recipes, name, baseline) for name in recipes}
-        rows[task] = {name: table_row(its, against[name], examples) for name, its in recipes.items()}
+        rows[task] = {name: table_row(recipe_cells, against[name], examples) for name, recipe_cells in recipes.items()}
     averages = []
     for group, members in groups.items():
         for recipe in dict.fromkeys(recipe for task in members for recipe in rows[task]):
             parts = [rows[task][recipe] for task in members if recipe in rows[task]]
             averages.append(average(group, parts, len(members)))
     together = {**{task: [task] for task in tasks}, **groups}
-    return Summary(
-        baseline,
-        [each for task in rows.values() for each in task.values()],
-        averages,
-        [
-            trade
-            for name, members in together.items()
-            for trade in _trades(name, [(tasks[task], rows[task]) for task in members])
-        ],
-        needle_maps(cells),
-    )
+    trades: list[Trade] = []
+    for name, members in together.items():
+        trades += _trades(name, [(tasks[task], rows[task]) for task in members])
+    every = [row for by_recipe in rows.values() for row in by_recipe.values()]
+    return Summary(baseline, every, averages, trades, needle_maps(cells))
 
 
 def benchmark_of(task: str) -> str | None:
@@ -158,16 +152,9 @@ def _trade(
         if (removed := compression(curve, tolerance)) is not None:
             at_least = removed[0] >= 1 - smallest - 1e-9
             reaches.append(Reach(tolerance, Figure.of(*removed), at_least))
-    return Trade(
-        name,
-        method,
-        smallest,
-        len(recipes),
-        sum(map(len, scores)),
-        sum(rows[recipe].failed for recipe in recipes for _, rows in tasks),
-        None if surface is None else Figure.of(*surface),
-        reaches,
-    )
+    failed = sum(rows[recipe].failed for recipe in recipes for _, rows in tasks)
+    figure = None if surface is None else Figure.of(*surface)
+    return Trade(name, method, smallest, len(recipes), sum(map(len, scores)), failed, figure, reaches)
 
 
 def _scores(points: Sequence[Cells]) -> np.ndarray:

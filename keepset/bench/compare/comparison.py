@@ -60,9 +60,8 @@ class Measurement:
 class Comparison:
     """Recipes on one text; rows are appended as they are measured.
 
-    Attributes:
-        kept: per row which tokens stayed, `[layers, kv_heads, tokens]`; None for failed rows.
-        drift_tokens: how many tokens each figure of a row's `kl_drift` stands for; None without decoding.
+    `kept` says per row which tokens stayed, None for failed rows; `drift_tokens` how many tokens each figure of a row's
+    `kl_drift` stands for, None without decoding.
     """
 
     model: str

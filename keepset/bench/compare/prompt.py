@@ -6,12 +6,13 @@ from typing import Any
 
 from jaxtyping import Bool
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from keepset.bench.compare.comparison import Comparer, Comparison, Measurement, measure
 from keepset.bench.compare.fidelity import mean, nll
 from keepset.bench.compare.text_task import ANSWER_TOKENS, TextTask
 from keepset.bench.generation import end_tokens, greedy
+from keepset.bench.tasks.task import Tokenizer
 from keepset.hf.cache import Cache
 from keepset.hf.prompt_session import PromptSession, warm_up
 from keepset.recipe import Recipe
@@ -26,7 +27,7 @@ class PromptComparer(Comparer):
     def __init__(
         self,
         model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         task: TextTask,
         name: str,
         recipes: Sequence[Recipe],

@@ -3,9 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from transformers import PreTrainedTokenizerBase
-
-from keepset.bench.tasks.task import Example, Question
+from keepset.bench.tasks.task import Example, Question, Tokenizer
 from keepset.errors import KeepsetError
 from keepset.texts import chat_frame
 
@@ -38,7 +36,7 @@ class Prompts:
     own context, as in LongBench (Bai and others 2023, arXiv:2308.14508).
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, agnostic: bool, chat: bool, longest: int | None) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, agnostic: bool, chat: bool, longest: int | None) -> None:
         if chat and not tokenizer.chat_template:
             raise KeepsetError("The model has no chat template: evaluate it without one.")
         self._tokenizer, self._agnostic, self._longest = tokenizer, agnostic, longest

@@ -8,14 +8,14 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from keepset.bench.candidate import Candidate
 from keepset.bench.cell import COSTS, Cell, Outcome
 from keepset.bench.memory import is_out_of_memory, nbytes_full
 from keepset.bench.sweep.evaluate import Evaluator
 from keepset.bench.sweep.prompts import Prompts
-from keepset.bench.tasks.task import Example, Task
+from keepset.bench.tasks.task import Example, Task, Tokenizer
 from keepset.errors import KeepsetError
 from keepset.hf.cache import Cache
 from keepset.hf.join import can_join
@@ -38,13 +38,7 @@ class Runner:
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        agnostic: bool,
-        chat: bool,
-        temperature: float = 0.0,
+        self, model: PreTrainedModel, tokenizer: Tokenizer, *, agnostic: bool, chat: bool, temperature: float = 0.0
     ) -> None:
         # Divided by less, logits overflow.
         if not (temperature == 0 or 0.01 <= temperature <= 100):

@@ -139,7 +139,6 @@ _every = functools.cache(make)
 
 
 def _check_kind(name: str, task: Any) -> None:
-    reason = None
     if task.OUTPUT_TYPE == "loglikelihood_rolling":
         reason = "scores a text from its first token on, so there is no prompt to compress"
     elif getattr(task, "MULTIMODAL", False):
@@ -148,8 +147,9 @@ def _check_kind(name: str, task: Any) -> None:
         reason = "runs code that the model writes, which is not safe here"
     elif task.config.repeats > 1:
         reason = f"asks for {task.config.repeats} answers to every question, and one is evaluated"
-    if reason is not None:
-        raise KeepsetError(f"{name} {reason}: leave it out.")
+    else:
+        return
+    raise KeepsetError(f"{name} {reason}: leave it out.")
 
 
 def _split(prompt: str, question: str, doc: Any) -> tuple[str, str]:
@@ -210,11 +210,7 @@ def _from_folder(data: Path, name: str, config: dict[str, Any]) -> dict[str, Any
     return {
         # Not its loader of JSON files, which makes dates of texts that look like dates.
         "custom_dataset": functools.partial(_read, data, files),
-        "dataset_path": None,
-        "dataset_name": None,
-        "dataset_kwargs": None,
-        "training_split": None,
-        "validation_split": None,
+        **dict.fromkeys(("dataset_path", "dataset_name", "dataset_kwargs", "training_split", "validation_split")),
         "test_split": "test",
         "fewshot_split": shots,
     }

@@ -80,8 +80,7 @@ def _config(data_set: str) -> dict[str, Any]:
     loader: Any = type("Loader", (yaml.SafeLoader,), {})
     loader.add_constructor("!function", lambda _, node: node.value)
     path = Path(harness.origin).parent / "tasks" / _GROUP / f"{data_set}.yaml"
-    config: dict[str, Any] = yaml.load(path.read_text(encoding="utf-8"), loader)
-    return config
+    return yaml.load(path.read_text(encoding="utf-8"), loader)
 
 
 def _download(config: dict[str, Any]) -> list[DataRecord]:

@@ -54,12 +54,9 @@ class NeedleTask(Task):
         draw = random.Random(f"needle {seed} {index}")
         city, number, depth = draw.choice(texts.CITIES), str(draw.randint(1000, 9999)), _DEPTHS[index % len(_DEPTHS)]
         needle = texts.secret_number(city, number)
-        return Example(
-            id=str(index),
-            context=texts.insert(_haystack(index, size), needle, depth),
-            questions=(Question(f"\n\n{needle.question}", target=number, prefix=f" {needle.opening}"),),
-            facts={"length": self.length, "depth": depth},
-        )
+        question = Question(f"\n\n{needle.question}", target=number, prefix=f" {needle.opening}")
+        context = texts.insert(_haystack(index, size), needle, depth)
+        return Example(str(index), context, (question,), {"length": self.length, "depth": depth})
 
 
 def _haystack(index: int, size: int) -> str:

@@ -4,9 +4,10 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from keepset.bench.analysis.intervals import Interval, of_score
+from keepset.bench.tasks.task import Tokenizer
 from keepset.bench.tune import space
 from keepset.bench.tune.halving import LEAST, Contender, Halving
 from keepset.bench.tune.measure import Measurer
@@ -22,7 +23,7 @@ class Tuner:
     def __init__(
         self,
         model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         pieces: Sequence[TextPiece],
         keep: int | float,
         name: str,

@@ -12,35 +12,10 @@ from torch import Tensor
 
 from keepset.core.accumulator import Accumulator, Chunk, widened
 from keepset.core.feature import Feature
-from keepset.kernels.columns import ColumnAccumulator
-from keepset.kernels.statistic import ColumnStatistic
+from keepset.kernels.columns import ColumnAccumulator, ColumnStatistic
 
 PROMPT_ATTENTION = "looks at the attention of the whole prompt, and only there"
 """Why this and its like do not exist at later events."""
-
-
-@dataclass(frozen=True)
-class AttentionColumns(Feature[Float[Tensor, "batch query_heads entries"]]):
-    """A statistic of each column of the prompt's causal attention, streamed: no attention matrix exists.
-
-    Its value is `[batch, query_heads, entries]`.
-
-    Attributes:
-        statistic: the sum or the maximum.
-    """
-
-    log_sum_exp = True
-    prompt_only = PROMPT_ATTENTION
-
-    statistic: ColumnStatistic
-
-    @property
-    def name(self) -> str:
-        return f"column {self.statistic}"
-
-    @classmethod
-    def accumulator(cls, features: Sequence[AttentionColumns]) -> Accumulator:
-        return _Columns(features)
 
 
 class _Columns(Accumulator):
@@ -67,3 +42,24 @@ class _Columns(Accumulator):
             feature: widened([columns.statistics[feature.statistic] for columns in self._requests], width)
             for feature in self._features
         }
+
+
+@dataclass(frozen=True)
+class AttentionColumns(Feature[Float[Tensor, "batch query_heads entries"]]):
+    """A statistic of each column of the prompt's causal attention, streamed: no attention matrix exists.
+
+    Its value is `[batch, query_heads, entries]`.
+
+    Attributes:
+        statistic: the sum or the maximum.
+    """
+
+    log_sum_exp = True
+    accumulator = _Columns
+    prompt_only = PROMPT_ATTENTION
+
+    statistic: ColumnStatistic
+
+    @property
+    def name(self) -> str:
+        return f"column {self.statistic}"

@@ -17,28 +17,6 @@ from keepset.core.features.attention_columns import PROMPT_ATTENTION
 from keepset.kernels.mean_square import mean_square_attention
 
 
-@dataclass(frozen=True)
-class PromptQueryAttention(Feature[Float[Tensor, "batch query_heads entries"]]):
-    """The mean square of what each entry would receive if the prompt's queries came once more, right after it.
-
-    All see all entries. Its value is `[batch, query_heads, entries]`.
-
-    Attributes:
-        stride: of how many tokens one is asked.
-    """
-
-    label = "the prompt's queries once more"
-    unrotated = True
-    prompt_only = PROMPT_ATTENTION
-    transformers_only = "asks the prompt's queries once more, which was not tried under {engine} yet"
-
-    stride: int
-
-    @classmethod
-    def accumulator(cls, features: Sequence[PromptQueryAttention]) -> Accumulator:
-        return _Asked(features)
-
-
 class _Asked(Accumulator):
     def __init__(self, features: Sequence[PromptQueryAttention]) -> None:
         self._queries: dict[PromptQueryAttention, list[list[Tensor]]] = {feature: [] for feature in features}
@@ -71,3 +49,22 @@ class _Asked(Accumulator):
             ]
             values[feature] = widened(columns, width)
         return values
+
+
+@dataclass(frozen=True)
+class PromptQueryAttention(Feature[Float[Tensor, "batch query_heads entries"]]):
+    """The mean square of what each entry would receive if the prompt's queries came once more, right after it.
+
+    All see all entries. Its value is `[batch, query_heads, entries]`.
+
+    Attributes:
+        stride: of how many tokens one is asked.
+    """
+
+    label = "the prompt's queries once more"
+    unrotated = True
+    accumulator = _Asked
+    prompt_only = PROMPT_ATTENTION
+    transformers_only = "asks the prompt's queries once more, which was not tried under {engine} yet"
+
+    stride: int

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from keepset.core.feature import Feature
 from keepset.core.features.attention_columns import PROMPT_ATTENTION
-from keepset.kernels.statistic import ColumnStatistic
+from keepset.kernels.columns import ColumnStatistic
 
 
 @dataclass(frozen=True, eq=False)
