@@ -7,6 +7,7 @@ import functools
 import re
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jaxtyping
@@ -15,8 +16,15 @@ from beartype import BeartypeConf, beartype
 _beartype = beartype(conf=BeartypeConf(is_pep484_tower=True))
 _jaxtyped = jaxtyping.jaxtyped
 CALLS = 16
-"""So many calls of a function are checked in every test: more of them are of the same kind, a token each."""
-_checked: Counter[Callable[..., Any]] = Counter()
+"""So many calls of a function are checked in a test: further ones are of the same kind, a token each."""
+_calls: Counter[Callable[..., Any]] = Counter()
+_test = SimpleNamespace(checks=True)
+
+
+def begin_test(checks: bool) -> None:
+    """All functions are checked again, or none."""
+    _test.checks = checks
+    _calls.clear()
 
 
 def install() -> None:
@@ -30,9 +38,13 @@ def jaxtyped(*, typechecker: Callable[..., Any]) -> Callable[[Any], Any]:
     decorate = _jaxtyped(typechecker=typechecker)
 
     def decorated(thing: Any) -> Any:
-        if isinstance(thing, type):
-            return decorate(thing)
-        return first_calls(thing, decorate(thing)) if has_shapes(thing) else thing
+        if not isinstance(thing, type):
+            return first_calls(thing, decorate(thing)) if has_shapes(thing) else thing
+        plain = thing.__init__
+        thing = decorate(thing)
+        if thing.__init__ is not plain:
+            thing.__init__ = first_calls(plain, thing.__init__)
+        return thing
 
     return decorated
 
@@ -42,17 +54,12 @@ def first_calls(function: Callable[..., Any], checking: Callable[..., Any]) -> C
 
     @functools.wraps(function)
     def called(*args: Any, **options: Any) -> Any:
-        if _checked[function] >= CALLS:
+        if not _test.checks or _calls[function] >= CALLS:
             return function(*args, **options)
-        _checked[function] += 1
+        _calls[function] += 1
         return checking(*args, **options)
 
     return called
-
-
-def begin_test() -> None:
-    """All functions are checked again."""
-    _checked.clear()
 
 
 def has_shapes(function: Callable[..., Any]) -> bool:
