@@ -12,9 +12,9 @@ from keepset.allocators import segments
 from keepset.allocators.segments import PerEntry, PerSegment
 from keepset.core.budget import Budget
 from keepset.core.feature import Needs
-from keepset.core.features.recent_queries import RecentQueries
+from keepset.core.features.given import RecentQueries
 from keepset.core.keep_set import LayerKeepSet
-from keepset.core.method import Allocator, parameter
+from keepset.core.method import Allocator, Method, parameter
 from keepset.core.observation import Observation
 from keepset.core.select import Ranking, finite
 from keepset.core.shapes import Quotas, Scores
@@ -89,12 +89,13 @@ class AMS(Allocator):
                 f"ams: max_segment={self.max_segment} is less than twice min_segment={self.min_segment}, "
                 "so that a segment could be too long to stay and too short to divide: raise it."
             )
-        for inner in self.inner():
-            if inner.chooses:
-                raise RecipeError(
-                    f"ams chooses inside each segment, so it cannot wrap {inner.name}, which chooses too: wrap a "
-                    f"scorer, as in ams(tova), and put ams inside, as in {inner.name}(ams(tova)), if you want both."
-                )
+
+    def objection(self, inner: Method) -> str:
+        sentence = (
+            f"ams chooses inside each segment, so it cannot wrap {inner.name}, which chooses too: wrap a scorer, as in "
+            f"ams(tova), and put ams inside, as in {inner.name}(ams(tova)), if you want both."
+        )
+        return sentence if inner.chooses else ""
 
     @property
     def needs(self) -> Needs:
@@ -172,7 +173,7 @@ class AMS(Allocator):
             ends = segments.cut_by_mass(filled, order, self.segment_mass, self.min_segment, self.max_segment)
         else:
             ends = segments.cut_by_length(order, self.FIXED_LENGTH)
-        segment = segments.members(ends, order)
+        segment = torch.searchsorted(ends, order)  # of a hole some segment
         length = ends.diff(dim=-1, prepend=torch.zeros_like(ends[..., :1])).double()
         weight = segments.sums(filled, order, ends) if self.weighted else length
         parts = segments.divide(quotas, weight, length, length.clamp(max=self.min_quota))

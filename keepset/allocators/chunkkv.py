@@ -16,26 +16,24 @@ class ChunkKV(Allocator):
     """Keeps whole chunks, those with the best mean score first (Liu et al. 2025, arXiv:2502.00299).
 
     What is there is cut into chunks of `chunk` consecutive entries. The chunk that would exceed the quota gives its
-    best entries, so that the number is exact. What always stays is taken first and counts in no chunk's mean. Each KV
-    head has its own chunks (the authors add heads up). The paper's reuse of chosen chunks in neighbouring layers, which
-    saves time and not memory, is left out.
+    best entries of each head, so that the number is exact. What always stays is taken first and counts in no chunk's
+    mean. KV heads rank chunks together, by the mean over them, as in the authors' program (which adds them up); heads
+    that hold different entries, as inside `adakv` after an event, each for itself. The paper's reuse of chosen chunks
+    in neighbouring layers, which saves time and not memory, is left out.
     """
 
     name = "chunkkv"
     paper = "arXiv:2502.00299"
+    chooses_alone = True
 
     chunk: int = parameter(20, minimum=1)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_chooses_alone()
 
     def choose(self, ranking: Ranking) -> LayerKeepSet:
         entries = ranking.scores.shape[-1]
         padded = F.pad(ranking.scores.double(), (0, -entries % self.chunk), value=float("-inf"))
         chunks = padded.unflatten(-1, (-1, self.chunk))
         counted = (chunks < RECENT_RANK) & ~chunks.isneginf()
-        mean = chunks.masked_fill(~counted, 0.0).sum(-1) / counted.sum(-1)
+        mean = ranking.observation.mean_over_heads(chunks.masked_fill(~counted, 0.0).sum(-1)) / counted.sum(-1)
         # In both orders the later of equal ones is the better, as everywhere. Chunks without entries play no part.
         best = mean.argsort(dim=-1, stable=True).argsort(dim=-1)
         within = chunks.argsort(dim=-1, stable=True).argsort(dim=-1)

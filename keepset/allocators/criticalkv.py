@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from keepset.core.budget import share_of
 from keepset.core.feature import Needs
-from keepset.core.features.output_projection import OutputProjection
+from keepset.core.features.given import OutputProjection
 from keepset.core.keep_set import LayerKeepSet
 from keepset.core.method import Allocator, parameter
 from keepset.core.select import LARGEST_SCORE, RECENT_RANK, Ranking, top_mask
@@ -27,12 +27,9 @@ class CriticalKV(Allocator):
 
     name = "criticalkv"
     paper = "arXiv:2502.03805"
+    chooses_alone = True
 
     alpha: float = parameter(0.5, minimum=0.0, maximum=1.0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_chooses_alone()
 
     @property
     def needs(self) -> Needs:

@@ -18,15 +18,14 @@ class Outcome:
         scores: by the task's names, from 0 to 1.
         replies: what was answered, one per question; likelihoods of choices as JSON has them.
         keep: fraction of the context's entries that stayed; while decoding, of all tokens at the end.
-        kv_bytes: bytes of keys and values: right after the compression, or while decoding the most after any token.
-        kv_bytes_full: the full cache's at the same moment.
+        kv_bytes: of keys and values: right after the compression, or while decoding the most after any token; the full
+            cache's are those at the same moment.
         tokens: generated.
         finished: share of answers that ended by themselves or at a text of `until`, and were not cut off.
         repetition: share of the generated tokens' four-grams that were there before, in the same answer.
         prefill_seconds: of the shared prefill and of what was collected for this recipe.
         select_seconds: choosing and freeing.
-        decode_seconds: hearing the question and generating, or scoring the choices; of answers that were decoded as a
-            batch, an even share.
+        decode_seconds: hearing the question and generating, or scoring the choices; of a batch an even share.
     """
 
     scores: dict[str, float]
@@ -50,11 +49,8 @@ COSTS = tuple(each.name for each in fields(Outcome) if each.name not in ("scores
 class Cell:
     """What a candidate's `recipe`, `method` and `requested` made of one of a task's examples.
 
-    Attributes:
-        seed: of the generated data and of sampling.
-        recipe: canonical text with its budget, or `FULL`.
-        metric: which of the outcome's scores counts.
-        outcome: None where `error` says in one sentence why there is none.
+    The seed is that of the generated data and of sampling, the metric says which of the outcome's scores counts; the
+    outcome is None where `error` says in one sentence why there is none.
     """
 
     task: str

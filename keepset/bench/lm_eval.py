@@ -6,8 +6,7 @@ The harness finds models by import only, so this runs its own command line, whic
 import logging
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,9 +47,6 @@ class KeepsetLM(HFLM):
         recipe: a text such as `"snapkv(keep=0.25)"`, or a `Recipe`.
         batch_size: prompts that generate together, and continuations of one context that are scored together.
         options: whatever else the harness's `hf` takes.
-
-    Raises:
-        KeepsetError: model, recipe or options cannot be used.
     """
 
     def __init__(
@@ -77,7 +73,6 @@ class KeepsetLM(HFLM):
         self._cache().stop_watching()  # refuses now what it would refuse after the tasks were made
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        """Refused."""
         raise KeepsetError(
             "loglikelihood_rolling scores a text from its first token on, so there is no prompt to compress: leave out "
             "tasks that measure perplexity."
@@ -103,9 +98,11 @@ class KeepsetLM(HFLM):
             logger.warning("%d contexts are cut from the left, to a length of %d tokens.", cut, self.max_length)
 
         answers: dict[int, tuple[float, bool]] = {}
+        mixed = self.mixed_precision_dtype
         # The longest first, so that what does not fit into memory is known at once.
         for context in tqdm(sorted(groups, key=len, reverse=True), disable=disable_tqdm or self.rank != 0):
-            with self._computing():
+            # As the harness calls its models.
+            with torch.no_grad(), torch.autocast(self.device.type, mixed, enabled=mixed is not None):
                 scored = self._score(context, [requests[index][2] for index in groups[context]])
                 for index, answer in zip(groups[context], scored, strict=True):
                     answers[index] = answer
@@ -125,12 +122,6 @@ class KeepsetLM(HFLM):
 
     def _cache(self) -> Cache:
         return Cache(self.model, self.recipe)
-
-    @contextmanager
-    def _computing(self) -> Iterator[None]:
-        mixed = self.mixed_precision_dtype
-        with torch.no_grad(), torch.autocast(self.device.type, mixed, enabled=mixed is not None):
-            yield
 
 
 def main() -> None:

@@ -1,7 +1,5 @@
 """The command line: `keepset`."""
 
-from __future__ import annotations
-
 import sys
 
 import typer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from types import FrameType
@@ -13,18 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Exit, Option
 
 import keepset
-from keepset.bench.report.serving import render
 from keepset.cli.checks import check_writable
 from keepset.cli.console import cell, counted, note, progress, say, show, status, table, write
 from keepset.cli.options import JsonFile, PlotsHtml, group
 from keepset.errors import KeepsetError
 from keepset.models import EMBEDDED
-from keepset.serving.extras import import_http, import_parser
-from keepset.serving.load import MAX_CONCURRENCY, Load, local_url
-from keepset.serving.server import ServerError
 
 if TYPE_CHECKING:
     from keepset.recipe import Recipe
+    from keepset.serving.load import Load
 
 _ERRORS = 5
 
@@ -61,9 +58,12 @@ def serve(
     Starts a server without the recipe, sends it requests, stops it; then the same with the recipe. Requests are
     streamed, as many at once as --concurrency allows, and each has a text of its own.
     """
+    from keepset.bench.report.serving import render
     from keepset.recipe import Recipe
-    from keepset.serving.bench import check_options
-    from keepset.serving.command import block_size_hint, check_installed, split
+    from keepset.serving.command import block_size_hint, check_installed, check_options, split
+    from keepset.serving.extras import import_http, import_parser
+    from keepset.serving.load import MAX_CONCURRENCY, Load, local_url
+    from keepset.serving.server import ServerError
     from keepset.serving.table import table_rows
 
     model, options = split(words or [])
@@ -116,22 +116,40 @@ def serve(
 def _measure(
     model: str | None, recipe: Recipe | None, options: list[str], load: Load, url: str | None, start_timeout: float
 ) -> tuple[str, list[dict[str, Any]]]:
-    """What to call the model, and everything about each server."""
-    from keepset.serving.bench import Bench, token_source
-    from keepset.serving.command import folder
-    from keepset.serving.measure import served_model
+    """What to call the model, and everything about each server; all get the same prompts."""
+    from keepset.serving.command import command, folder
+    from keepset.serving.measure import ServedModel, check_fits, measure, served_model, to_json
+    from keepset.serving.server import Server, free_port
+    from keepset.serving.summary import summary
+    from keepset.serving.workload import prompts, token_source
 
     running = None if url is None else served_model(url)
     tokens = token_source(folder(model) if running is None or model is not None else running.root or running.name)
     if tokens.note is not None:
         note(tokens.note)
-    runner = Bench(load, tokens, lambda server: status(f"starting the {server} server"), _loading)
+    texts = prompts(tokens, load)
+
+    def under_load(name: str, url: str, model: ServedModel) -> dict[str, Any]:
+        check_fits(load, model)
+        with progress() as bar:
+            on_reply = counted(bar, f"requests to the {name} server", load.rounds * load.requests)
+            rounds = measure(url, model.name, load, texts, on_reply)
+        return {"summary": summary(rounds), "rounds": to_json(rounds)}
+
     if url is not None and running is not None:
-        return running.name, [runner.measure_running(url, running)]
-    recipes = {"plain": None, "recipe": recipe}
-    return model or EMBEDDED, [
-        runner.measure_started(name, model, each, options, start_timeout) for name, each in recipes.items()
-    ]
+        figures = under_load("server", url, running)
+        return running.name, [{"name": "server", "recipe": None, "command": None, **figures}]
+    servers = []
+    for name, each in (("plain", None), ("recipe", recipe)):
+        port = free_port()
+        words = command(model, each, options, forced=("--host", "127.0.0.1", "--port", str(port)))
+        with Server(words, port) as server:
+            with status(f"starting the {name} server"):
+                server.wait(start_timeout)
+            figures = under_load(name, server.url, served_model(server.url))
+            server.check()
+        servers.append({"name": name, "recipe": None if each is None else str(each), "command": words, **figures})
+    return model or EMBEDDED, servers
 
 
 def print_table(result: dict[str, Any], rows: list[list[str]]) -> None:
@@ -165,9 +183,3 @@ def _terminable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-@contextmanager
-def _loading(name: str, total: int) -> Iterator[Callable[[], None]]:
-    with progress() as bar:
-        yield counted(bar, f"requests to the {name} server", total)

@@ -1,7 +1,5 @@
 """`keepset calibrate`: statistics of a model, for methods that look at them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """What several commands refuse, with a `KeepsetError`, before any work is done."""
 
-from __future__ import annotations
-
 import unicodedata
 from pathlib import Path
 from typing import Any

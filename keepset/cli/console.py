@@ -69,15 +69,15 @@ def write(path: Path | None, content: Callable[[], str], described: str | None =
         note(f"{described}: {path}")
 
 
-def table(*texts: str, numbers: Iterable[str] = ()) -> Table:
-    """A table with these columns: texts may go on in a next line, numbers may not."""
+def table(*texts: str, numbers: Iterable[str] = (), fold: bool = False) -> Table:
+    """A table with these columns: texts may go on in a next line, numbers only with `fold`."""
     from rich.table import Table
 
     grid = Table(box=None, pad_edge=False, header_style="bold")
     for title in texts:
         grid.add_column(title, overflow="fold")
     for title in numbers:
-        grid.add_column(title, justify="right", no_wrap=True)
+        grid.add_column(title, justify="right", no_wrap=not fold, overflow="fold" if fold else "ellipsis")
     return grid
 
 

@@ -1,7 +1,5 @@
 """`keepset context`: compress a text once, ask about it many times."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

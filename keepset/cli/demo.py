@@ -1,7 +1,5 @@
 """`keepset demo`: the main job, on the embedded model and a real essay, without a network."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """`keepset diagnose`: how well what a method supposes holds on a text."""
 
-from __future__ import annotations
-
 import math
 from typing import Annotated, Any
 
@@ -84,11 +82,11 @@ def _print(result: dict[str, Any]) -> None:
     say(f"{result['model']}, {result['recipe']}: {result['tokens']} tokens, the last one masked.")
     grid = table()
     grid.add_column("layer", justify="right")
-    for title in ("overlap", "usage"):
-        grid.add_column(title, justify="right", no_wrap=True)
-        grid.add_column("heads", overflow="fold")
-    for title in ("needed", "correlation"):
-        grid.add_column(title, justify="right", no_wrap=True)
+    for title in ("overlap", "heads", "usage", "heads", "needed", "correlation"):
+        if title == "heads":
+            grid.add_column(title, overflow="fold")
+        else:
+            grid.add_column(title, justify="right", no_wrap=True)
     means = [(str(row["layer"]), {name: _mean(row[name]) for name in FIGURES}, row) for row in result["layers"]]
     for title, figures, heads in (*means, ("mean", result["mean"], {}), ("paper", result["paper"], {})):
         overlap, usage, *rest = ("-" if figures[name] is None else f"{figures[name]:.3f}" for name in FIGURES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -85,15 +86,17 @@ def evaluate(
         Sampling(1, temperature, seed)
     check_writable(out)
 
-    from keepset.bench.sweep import ray_sweep, sweep
+    from keepset.bench.sweep import sweep
     from keepset.bench.sweep.runner import Runner
     from keepset.bench.sweep.store import Store
     from keepset.bench.tasks.catalogue import Settings
     from keepset.bench.tasks.find import find
     from keepset.hf.fingerprint import fingerprint
 
-    if ray:
-        ray_sweep.check_installed()
+    if ray and find_spec("ray") is None:
+        raise KeepsetError(
+            'Ray is not installed: run `pip install "keepset[ray]"`, or leave --ray out to use this machine alone.'
+        )
     names = [name.strip() for word in tasks for name in word.split(",") if name.strip()]
     chosen = find(names, Settings(data, tuple(_whole(lengths, "lengths"))))
     if every is not None and not any(task.decodes for task in chosen):
@@ -113,12 +116,13 @@ def evaluate(
     with Store.begin(out, model or EMBEDDED, {**settings, _CHAT: chat, **fingerprint(loaded)}) as store:
         with status("making examples"):
             groups = grid.groups(store, tokenizer)
-        left = sweep.unfinished(groups, store.done())
-        total = sweep.count(groups)
+        left, total = sweep.unfinished(groups, store.done()), sweep.count(groups)
         try:
             with progress() as bar:
                 advance = counted(bar, "cells", total, total - sweep.count(left))
                 if ray:
+                    from keepset.bench.sweep import ray_sweep
+
                     nbytes = 2 * sum(parameter.nbytes for parameter in loaded.parameters())
                     lost = ray_sweep.run(store, left, ray_sweep.Loads(model, **asking), nbytes, advance)
                 else:

@@ -1,7 +1,5 @@
 """`keepset generate`: one prompt under a recipe, streamed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,11 +1,9 @@
 """`keepset bench latency`: time to the first token, tokens per second, latency and memory, by length of the prompt."""
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from typer import Exit, Option
 
@@ -16,9 +14,6 @@ from keepset.cli.options import JsonFile, Model, PlotsHtml
 from keepset.errors import KeepsetError
 from keepset.models import EMBEDDED
 from keepset.texts import essay, read
-
-if TYPE_CHECKING:
-    from keepset.bench.latency import Timing
 
 
 def latency(
@@ -46,6 +41,7 @@ def latency(
             raise KeepsetError(f"{name} {value} is too few: use an integer from 1.")
     check_writable(json_file, html)
 
+    from keepset.bench.latency import Timing
     from keepset.bench.latency import latency as measure
     from keepset.offline.corpus import default_texts
 

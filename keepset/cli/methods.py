@@ -1,7 +1,5 @@
 """`keepset methods`: the catalogue."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from keepset.cli.console import cell, output, show, table

@@ -1,18 +1,12 @@
 """Lists of numbers as commands take them, separated by commas."""
 
-from __future__ import annotations
-
 import ast
 
 from keepset.errors import BudgetError
 
 
 def parse_budgets(text: str) -> list[int | float]:
-    """The budgets of a list such as `512, 0.25`: entries per head or fractions.
-
-    Raises:
-        BudgetError: one of them is no budget.
-    """
+    """The budgets of a list such as `512, 0.25`: entries per head or fractions."""
     from keepset.core.budget import KEEP_HELP, Budget
 
     budgets: list[int | float] = []

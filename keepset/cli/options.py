@@ -1,7 +1,5 @@
 """Options that several commands have, and groups of commands."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -15,7 +15,6 @@ from keepset.cli.options import Html, Json
 from keepset.errors import KeepsetError
 
 if TYPE_CHECKING:
-    from rich.table import Table
     from rich.text import Text
 
     from keepset.bench.analysis.rows import Figure, TableRow
@@ -66,13 +65,12 @@ def print_summary(summary: Summary) -> None:
     """The figures as tables; averages come last, where they are seen."""
     from rich.text import Text
 
-    rows = _table("score (95 %)", "difference (95 %)", "kept", "bytes", "examples")
+    rows = table("", numbers=("score (95 %)", "difference (95 %)", "kept", "bytes", "examples"), fold=True)
     for task, group in groupby((*summary.rows, *summary.averages), attrgetter("task")):
         of_task = list(group)
         cut = max(row.cut for row in of_task)
-        rows.add_row(
-            Text.assemble(cell(task, style="bold"), f", {cut} contexts cut to what the model takes" if cut else "")
-        )
+        warning = f", {cut} contexts cut to what the model takes" if cut else ""
+        rows.add_row(Text.assemble(cell(task, style="bold"), warning))
         for row in of_task:
             rows.add_row(_named(row), *_cells(row))
     show(rows)
@@ -80,7 +78,8 @@ def print_summary(summary: Summary) -> None:
     if not summary.trades:
         return
     tolerances = sorted({each.tolerance for trade in summary.trades for each in trade.reach})
-    trades = _table("area (95 %)", "from", *(f"can go, loss {tolerance:.0%}" for tolerance in tolerances))
+    losses = (f"can go, loss {tolerance:.0%}" for tolerance in tolerances)
+    trades = table("", numbers=("area (95 %)", "from", *losses), fold=True)
     for task, of_recipes in groupby(summary.trades, attrgetter("task")):
         trades.add_row(cell(task, style="bold"))
         for trade in of_recipes:
@@ -88,13 +87,6 @@ def print_summary(summary: Summary) -> None:
             trades.add_row(cell(f"  {trade.method}", failed), *_over_budgets(trade, tolerances))
     show()
     show(trades)
-
-
-def _table(*titles: str) -> Table:
-    grid = table("")
-    for title in titles:
-        grid.add_column(title, justify="right", overflow="fold")
-    return grid
 
 
 def _named(row: TableRow) -> Text:

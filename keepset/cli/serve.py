@@ -1,7 +1,5 @@
 """`keepset serve`: vLLM's server under a recipe."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """How tokens are drawn, and a generation that is printed as it comes."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from typing import Any

@@ -1,11 +1,9 @@
 """`keepset trace`: one generation under a recipe, and what every compression of its cache kept."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from typer import Argument, Exit, Option
 
@@ -17,10 +15,6 @@ from keepset.cli.streaming import Sampling
 from keepset.errors import KeepsetError
 from keepset.models import EMBEDDED
 from keepset.texts import chat_parts, read
-
-if TYPE_CHECKING:
-    from keepset.bench.analysis.trace import Tracer
-    from keepset.recipe import Recipe
 
 RECIPE = "ams(tova, window=32, keep=256, every=128)"
 REASON = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -83,14 +77,23 @@ def trace(
     compressed = list(tracers[0].layers)
     shown = compressed if every_layer else _shown(wanted, compressed)
     finished = False
-    with suppress(KeyboardInterrupt):
-        _run(tracers, recipes, ids, sampling, forced)
+    with suppress(KeyboardInterrupt), progress() as bar:
+        for number, tracer in enumerate(tracers):
+            tracer.on_token = counted(bar, str(recipes[number]), sampling.tokens)
+            torch.manual_seed(sampling.seed)
+            if forced and number:
+                # The last token was never fed.
+                tracer.follow(tracers[0].trace.ids[:-1], ids.shape[1])
+            else:
+                tracer.generate(ids, **sampling.options)
         finished = True
     traces = [tracer.trace for tracer in tracers if tracer.trace.events or finished]
     if not traces:
         raise KeyboardInterrupt
-    texts = [str(tokenizer.decode(each.ids[each.prompt :], skip_special_tokens=True)) for each in traces]
-    runs = [{**figures(each, region), "text": text} for each, text in zip(traces, texts, strict=True)]
+    runs = [
+        {**figures(each, region), "text": str(tokenizer.decode(each.ids[each.prompt :], skip_special_tokens=True))}
+        for each in traces
+    ]
     result = {"model": model or EMBEDDED, "forced": forced, "runs": runs}
     output(result, as_json, lambda: _print(runs))
     tokens_of = [[str(tokenizer.decode([token])) for token in each.ids.tolist()] for each in traces]
@@ -98,22 +101,6 @@ def trace(
     if not finished:
         note(f"interrupted after {len(traces[-1].ids) - traces[-1].prompt} of {sampling.tokens} tokens")
         raise Exit(130)
-
-
-def _run(tracers: list[Tracer], recipes: list[Recipe], ids: Any, sampling: Sampling, forced: bool) -> None:
-    """Generates under every recipe; a forced baseline follows the first one's tokens."""
-    import torch
-
-    with progress() as bar:
-        for number, tracer in enumerate(tracers):
-            tracer.on_token = counted(bar, str(recipes[number]), sampling.tokens)
-            torch.manual_seed(sampling.seed)
-            if forced and number:
-                # The last token was never fed.
-                first = tracers[0].trace
-                tracer.follow(first.ids[:-1], first.prompt)
-            else:
-                tracer.generate(ids, **sampling.options)
 
 
 def _encoded(tokenizer: Any, before: str, question: str | None) -> list[int]:

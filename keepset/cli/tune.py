@@ -1,10 +1,8 @@
 """`keepset tune`: which recipe suits a text."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from typer import Exit, Option
 
@@ -16,11 +14,6 @@ from keepset.cli.options import Html, Json, Model
 from keepset.errors import BudgetError, KeepsetError
 from keepset.models import EMBEDDED, context_length
 from keepset.texts import read
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
-
-    from keepset.bench.tune.tune import Tuner
 
 
 def tune(
@@ -60,8 +53,15 @@ def tune(
     pieces = cut(tokenizer, sources, retrieval=retrieval, longest=context_length(loaded), seed=seed)
     finished = False
     with progress() as bar:
-        tuner = Tuner(loaded, tokenizer, pieces, budgets[0], model or EMBEDDED, lambda: _show_progress(bar, tuner))
-        _show_progress(bar, tuner)
+
+        def show_progress() -> None:
+            race = tuner.race
+            description = f"round {race.round} of {race.rounds}: {len(race.alive)} recipes"
+            bar.update(task, description=description, completed=race.done, total=race.planned)
+
+        tuner = Tuner(loaded, tokenizer, pieces, budgets[0], model or EMBEDDED, show_progress)
+        task = bar.add_task("", total=tuner.race.planned)
+        show_progress()
         with suppress(KeyboardInterrupt):
             tuner.run()
             finished = True
@@ -117,11 +117,3 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 def _interval(figure: dict[str, float], form: str) -> str:
     return f"{figure['low']:{form}}..{figure['high']:{form}}"
-
-
-def _show_progress(bar: Progress, tuner: Tuner) -> None:
-    race = tuner.race
-    description = f"round {race.round} of {race.rounds}: {len(race.alive)} recipes"
-    if not bar.tasks:
-        bar.add_task(description, total=race.planned)
-    bar.update(bar.tasks[0].id, description=description, completed=race.done, total=race.planned)

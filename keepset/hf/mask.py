@@ -30,9 +30,7 @@ class MaskRule:
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         self._arguments = arguments
-        self.offset = int(arguments["q_offset"])
-        self.length = int(arguments["q_length"])
-        self._padding: Tensor | None = arguments.get("attention_mask")
+        self.offset, self.length = int(arguments["q_offset"]), int(arguments["q_length"])
 
     @cached_property
     def matrix(self) -> Bool[Tensor, "batch 1 q kv"] | None:
@@ -51,16 +49,17 @@ class MaskRule:
             raise UnsupportedModelError(
                 "keepset.Cache supports plain causal attention with padding; this model or call asks for another mask."
             )
-        if self._padding is None:
+        padding: Tensor | None = self._arguments.get("attention_mask")
+        if padding is None:
             return None
         end = self.offset + self.length
-        if self._padding.shape[-1] < end:
+        if padding.shape[-1] < end:
             raise KeepsetError(
-                f"The attention mask covers {self._padding.shape[-1]} tokens but the cache and the input are {end}: "
+                f"The attention mask covers {padding.shape[-1]} tokens but the cache and the input are {end}: "
                 "give a mask for all tokens, cached ones included; chunked prefill onto a cache that is not empty "
                 "is not supported."
             )
-        new = self._padding[:, self.offset : end]
+        new = padding[:, self.offset : end]
         return None if bool(new.all()) else new
 
 

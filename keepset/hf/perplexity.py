@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from keepset.core.features.perplexity import Perplexity
+from keepset.core.features.given import Perplexity
 from keepset.errors import KeepsetError, UnsupportedModelError
 from keepset.hf.hooks import ModelHooks, weakly
 
@@ -31,7 +31,6 @@ class PerplexityHooks(ModelHooks):
         super().__init__(model, past)
 
     def forget(self) -> None:
-        """Lets go of the logits that were seen."""
         self.watching = False
         self._ids: Tensor | None = None
         self._asked: int | Tensor = 0
@@ -86,10 +85,7 @@ class PerplexityHooks(ModelHooks):
         return output
 
     def _add(
-        self,
-        logits: Float[Tensor, "batch newest vocabulary"],
-        ids: Tensor,
-        valid: Bool[Tensor, "batch tokens"] | None,
+        self, logits: Float[Tensor, "batch newest vocabulary"], ids: Tensor, valid: Bool[Tensor, "batch tokens"] | None
     ) -> None:
         newest, whole = logits.shape[1], logits.shape[1] == ids.shape[1]
         batch = len(ids)

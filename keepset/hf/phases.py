@@ -13,7 +13,7 @@ from torch import Tensor
 
 from keepset.core.accumulator import Accumulators, Chunk, Entries
 from keepset.core.feature import Feature, Needs
-from keepset.core.features.recent_queries import RecentQueries
+from keepset.core.features.given import RecentQueries
 from keepset.hf.forward import Forward
 from keepset.hf.store import EntryStore
 from keepset.hf.window import QueryWindow
@@ -117,7 +117,7 @@ class DecodingPhase:
         until, beyond = forward.split(point)
         self.record(until)
         if beyond is not None and store is not None:
-            store.crop(beyond.counts().tolist())
+            store.crop((beyond.lengths - until.lengths).tolist())
         observed = {**_entries(until, store), **self.window.parts(self._needs.window)}
         event = LayerEvent(point, observed, self._features(until), beyond)
         self.next = point + self._every

@@ -16,10 +16,8 @@ from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
 from keepset.core.feature import Feature, Needs
-from keepset.core.features.model_statistics import ModelStatistics
-from keepset.core.features.output_projection import OutputProjection
-from keepset.core.features.perplexity import Perplexity
-from keepset.core.features.second_pass import SecondPass
+from keepset.core.features.attention import SecondPass
+from keepset.core.features.given import ModelStatistics, OutputProjection, Perplexity
 from keepset.core.observation import Observation
 from keepset.core.statistics import Statistics, load
 from keepset.errors import KeepsetError

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from keepset.core.budget import Budget
 from keepset.core.feature import Needs
-from keepset.core.features.perplexity import Perplexity
-from keepset.core.features.recent_queries import RecentQueries
+from keepset.core.features.given import Perplexity, RecentQueries
 from keepset.core.keep_set import KeepSet
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
@@ -77,7 +76,7 @@ class CompilerKV(Method):
         if self._reads and self.tables:
             load(self.tables)  # or its own sentence, before a prompt has run for nothing
         window = Needs(RecentQueries(self.window))
-        return window | Needs(Perplexity(self.window)) if self._gated else window
+        return window | Needs(Perplexity(self.window)) if self.elastic and self.gate else window
 
     @property
     def fixed_total(self) -> bool:
@@ -112,12 +111,8 @@ class CompilerKV(Method):
         return KeepSet(parts)
 
     @property
-    def _gated(self) -> bool:
-        return self.elastic and self.gate
-
-    @property
     def _reads(self) -> bool:
-        return self.head_table or self._gated
+        return self.head_table or (self.elastic and self.gate)
 
     def tables_for(self, observation: Observation) -> Tables:
         """The file's, for a model of as many layers and query heads; neutral ones where none are named or read."""

@@ -10,8 +10,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from keepset.core.feature import Needs
+from keepset.core.features.given import RecentQueries
 from keepset.core.features.moments import HiddenMoments
-from keepset.core.features.recent_queries import RecentQueries
 from keepset.core.keep_set import LayerKeepSet, Layout
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from keepset.core.feature import Needs
-from keepset.core.features.model_statistics import ModelStatistics
+from keepset.core.features.given import ModelStatistics
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
 from keepset.core.shapes import Scores

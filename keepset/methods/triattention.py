@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from keepset.core.feature import Needs
-from keepset.core.features.model_statistics import ModelStatistics
+from keepset.core.features.given import ModelStatistics
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
 from keepset.core.shapes import Scores

@@ -1,7 +1,5 @@
 """Texts as passages of tokens, in an order that a seed decides."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 

@@ -12,20 +12,11 @@ from keepset.core.accumulator import Accumulators
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.page_tables import OccupiedPages
 from keepset.paged.query_windows import QueryCapture, QueryRecord, QueryWindows
-from keepset.paged.step import EvictionEvent, PromptChunk, RecordedQueries, ScheduledRequest, StepBatch, StepPlan
+from keepset.paged.step import EvictionEvent, PromptChunk, ScheduledRequest, StepBatch, StepPlan
 
 
 class CapturePlanner:
-    """Of one group of layers.
-
-    Args:
-        schedule: when requests are compressed.
-        layers: how many there are in the group.
-        max_requests: how many can run at once.
-
-    Attributes:
-        windows: what was recorded.
-    """
+    """Of a group of so many `layers`; at most `max_requests` run at once."""
 
     def __init__(self, schedule: EvictionSchedule, layers: int, max_requests: int) -> None:
         self._schedule, self._layers = schedule, layers
@@ -44,8 +35,8 @@ class CapturePlanner:
         if not self._records:
             return
         # Of each token its query, its request's slot in the windows, and its place there.
-        captured_before: list[tuple[int, int, int]] = []
-        captured_after: list[tuple[int, int, int]] = []
+        early: list[tuple[int, int, int]] = []
+        late: list[tuple[int, int, int]] = []
         self._by_row = {}
         schedule, pages, size = self._schedule, batch.block_table, self._schedule.block_size
         for request in batch.requests:
@@ -63,15 +54,13 @@ class CapturePlanner:
             record = self.windows.follow(page_before, page, start, request.before, request.after)
             self._by_row[request.row] = record
             if event:
-                captured_before += self._places(request, record, start, event)
+                early += self._places(request, record, start, event)
                 start = max(event, request.after - self._window)
             if soon:
-                (captured_after if event else captured_before).extend(
-                    self._places(request, record, start, request.after)
-                )
+                (late if event else early).extend(self._places(request, record, start, request.after))
             if collecting:
                 plan.chunks.append(self._chunk(request, record, pages[request.row]))
-        plan.captured_before, plan.captured_after = _capture(batch, captured_before), _capture(batch, captured_after)
+        plan.captured_before, plan.captured_after = _capture(batch, early), _capture(batch, late)
 
     def event(
         self,
@@ -87,6 +76,7 @@ class CapturePlanner:
     ) -> EvictionEvent:
         """The compression of these requests, and what it looks at; the other arguments are as in `EvictionEvent`."""
         points = [request.after - newer for request in requests]
+        records = self._recorded(requests, points)
         return EvictionEvent(
             rows=rows,
             at=batch.tensor(points),
@@ -99,14 +89,13 @@ class CapturePlanner:
             equal_heads=not self._schedule.ragged,
             occupied=occupied,
             reassign=reassign,
-            queries=self._recorded(batch, requests, points),
+            records=records,
+            slots=rows.new_tensor([record.slot for record in records]),
         )
 
-    def _recorded(
-        self, batch: StepBatch, requests: list[ScheduledRequest], points: list[int]
-    ) -> RecordedQueries | None:
+    def _recorded(self, requests: list[ScheduledRequest], points: list[int]) -> list[QueryRecord]:
         if not self._records:
-            return None
+            return []
         records = [self._by_row[request.row] for request in requests]
         for request, record, at in zip(requests, records, points, strict=True):
             # First tokens may have come from another request's pages: then their queries were not seen.
@@ -115,9 +104,7 @@ class CapturePlanner:
             unseen = self._collects and at == request.prompt and record.prompt_tokens < at
             if lost or unseen:
                 raise RuntimeError("keepset lost the queries of a request that is to be compressed.")
-        slots = batch.tensor([record.slot for record in records])
-        window = torch.arange(-self._window, 0, device=slots.device)
-        return RecordedQueries(records, slots, batch.tensor(points)[:, None] + window)
+        return records
 
     def _chunk(self, request: ScheduledRequest, record: QueryRecord, blocks: Int[Tensor, " width"]) -> PromptChunk:
         until = min(request.prompt, request.after)

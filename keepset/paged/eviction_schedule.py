@@ -122,15 +122,14 @@ class EvictionSchedule:
         """Entries per head that the event leaves, from those that the event before it left."""
         if len(self._kept) > _CACHED:
             self._kept.clear()
-        first = self.event(prompt, prompt) or prompt + (self.recipe.schedule.every or 0)
-        pending = [event]
-        while pending[-1] > first and (prompt, pending[-1]) not in self._kept:
-            assert self.recipe.schedule.every is not None
-            pending.append(pending[-1] - self.recipe.schedule.every)
-        for at in reversed(pending):
+        every = self.recipe.schedule.every or 0
+        first = self.event(prompt, prompt) or prompt + every
+        known = event
+        while known > first and (prompt, known) not in self._kept:
+            known -= every
+        for at in range(known, event + 1, every or 1):
             if (prompt, at) not in self._kept:
-                before = at - (self.recipe.schedule.every or 0)
-                entries = at if at == first else self._kept[prompt, before] + at - before
+                entries = at if at == first else self._kept[prompt, at - every] + every
                 self._kept[prompt, at] = self._quota(entries, prompt, at)
         return self._kept[prompt, event]
 

@@ -28,13 +28,9 @@ CountEviction = Callable[[int, int, int, float], None]
 
 
 class LayerEvent(NamedTuple):
-    """An event that a layer has reached; entries stay in their pages for now.
+    """An event that a layer has reached, whose entries stay in their pages for now.
 
-    Attributes:
-        event, pages: it, and the layer's cache.
-        occupied: where the layer's entries lie.
-        width: places of entries that the method sees.
-        parts: of the Observation, what else the layer alone knows.
+    The method will see `width` places of entries, and `parts` of the Observation besides them.
     """
 
     event: EvictionEvent

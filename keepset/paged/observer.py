@@ -11,7 +11,7 @@ from torch import Tensor
 
 from keepset.core.accumulator import Accumulators, Chunk, Entries, QuerySource, Turn
 from keepset.core.feature import Feature, Needs
-from keepset.core.features.model_statistics import ModelStatistics
+from keepset.core.features.given import ModelStatistics
 from keepset.core.rope import RotaryTable, undone_right
 from keepset.core.shapes import HiddenStates, Queries
 from keepset.core.statistics import load
@@ -22,16 +22,7 @@ from keepset.paged.step import EvictionEvent, PromptChunk
 
 
 class Observer:
-    """One layer's.
-
-    Args:
-        needs: what the recipe looks at.
-        windows: recorded queries of the layer's group.
-        place: the layer's in the group.
-        scaling: what the model multiplies query-key products with.
-        rotary: of the model, where the recipe looks at queries before rotation.
-        projection: of the layer, where the recipe looks at hidden states.
-    """
+    """One layer's; `needs` is what the recipe looks at, and the other arguments are as in `PagedLayer`."""
 
     def __init__(
         self,
@@ -69,18 +60,15 @@ class Observer:
         """All of it at an event with places for `width` entries, as an Observation's keyword arguments."""
         parts: dict[str, Any] = {"scaling": self._scaling}
         if self._needs.window:
-            assert event.queries is not None
-            window = event.queries.positions[:, -self._needs.window :]
-            parts["queries"] = self._windows.read(self._place, event.queries.slots, window)
+            parts["queries"], positions = self._newest(event, self._needs.window)
             # The default says that nothing is missing, which is cheaper.
-            if event.compressed or not event.equal_heads or bool((event.queries.positions < 0).any()):
-                parts["query_positions"] = window
+            if event.compressed or not event.equal_heads or bool((event.at < self._windows.window).any()):
+                parts["query_positions"] = positions
         collected = self._of_prompts(event, width) if event.ends_prompt else self._of_newest(event)
         return {**parts, "features": {**self._statistics, **collected}}
 
     def _of_prompts(self, event: EvictionEvent, width: int) -> dict[Feature[Any], Any]:
-        records = [] if event.queries is None else event.queries.records
-        prompts = [record.prompt[self._place] for record in records if record.prompt]
+        prompts = [record.prompt[self._place] for record in event.records if record.prompt]
         return prompts[0].joined(prompts[1:]).values(event.at, width) if prompts else {}
 
     def _of_newest(self, event: EvictionEvent) -> dict[Feature[Any], Any]:
@@ -88,12 +76,14 @@ class Observer:
         newest = Accumulators(feature for feature in self._needs if feature.buffer)
         if not newest:
             return {}
-        assert event.queries is not None
-        positions = event.queries.positions[:, -self._needs.buffer :]
-        queries = self._windows.read(self._place, event.queries.slots, positions)
+        queries, positions = self._newest(event, self._needs.buffer)
         source = self._query_source(slice(0))
         newest.add(Chunk(queries, list, positions, None, self._scaling, source=source))
         return newest.values(event.at)
+
+    def _newest(self, event: EvictionEvent, size: int) -> tuple[Queries, Int[Tensor, "rows n"]]:
+        positions = event.at[:, None] + torch.arange(-size, 0, device=event.at.device)
+        return self._windows.read(self._place, event.slots, positions), positions
 
     def _query_source(self, tokens: slice) -> _QuerySource | None:
         return None if self._rotary is None else _QuerySource(self._rotary, self._projection, tokens)

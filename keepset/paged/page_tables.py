@@ -102,7 +102,7 @@ class PerHeadTables:
         known = (before > 0) & (self._tokens[old] == before)
         if not all(is_known or not must for is_known, must in zip(known.tolist(), compressed, strict=True)):
             raise RuntimeError("keepset lost the page tables of a request that was compressed.")
-        layout = Layout(*(part[old].where(_like(known, part), 0) for part in filed))
+        layout = Layout(*(part[old].where(known.view(-1, *(1,) * (part.ndim - 1)), 0) for part in filed))
         for part, now in zip(filed, layout, strict=True):
             part[pages] = now
         self._tokens[pages] = after
@@ -202,7 +202,3 @@ def new_tokens(
     """Row and position of each of a step's new tokens."""
     row = torch.repeat_interleave(starts.diff())
     return row, torch.arange(row.shape[0], device=row.device) - starts[row] + before[row]
-
-
-def _like(known: Tensor, part: Tensor) -> Tensor:
-    return known.view(-1, *(1,) * (part.ndim - 1))

@@ -37,12 +37,6 @@ class PerHeadSequences:
     While requests only decode, request after request and head after head is the order in which queries lie anyway,
     and nothing is copied. Else the queries are sorted head after head, so that each head's of a request are
     neighbours.
-
-    Args:
-        step: the step's tables and slots.
-        tokens: queries of the step.
-        max_query_len: most queries of any request.
-        block_size: entries per page.
     """
 
     def __init__(self, step: PerHeadStep, tokens: int, max_query_len: int, block_size: int) -> None:
@@ -73,10 +67,8 @@ class PerHeadSequences:
     def split(self, queries: Float[Tensor, "n query_heads dim"]) -> Float[Tensor, "heads_n group dim"]:
         """Queries in the order of the heads' requests."""
         tokens, heads = self._tokens, self._heads
-        if self._in_order:
-            return queries[:tokens].reshape(tokens * heads, -1, queries.shape[-1])
         split = queries[:tokens].reshape(tokens, heads, -1, queries.shape[-1])
-        return split.transpose(0, 1).reshape(heads * tokens, -1, queries.shape[-1])
+        return (split if self._in_order else split.transpose(0, 1)).flatten(0, 1)
 
     def output_buffer(self, output: Float[Tensor, "n query_heads dim"]) -> Float[Tensor, "heads_n group dim"]:
         """Where the attention's results go, in that order."""

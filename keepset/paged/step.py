@@ -62,21 +62,6 @@ class StepBatch:
 
 
 @dataclass(frozen=True)
-class RecordedQueries:
-    """The newest queries of an event's requests.
-
-    Attributes:
-        records: of each request.
-        slots: their places in the windows.
-        positions: up to the event's point; negative before a text's beginning.
-    """
-
-    records: list[QueryRecord]
-    slots: Int[Tensor, " rows"]
-    positions: Int[Tensor, "rows n"]
-
-
-@dataclass(frozen=True)
 class EvictionEvent:
     """The compression of requests that hold equally many entries.
 
@@ -95,7 +80,8 @@ class EvictionEvent:
         equal_heads: whether all heads have equally many entries.
         occupied: where a layer, by its place in the group, has the entries.
         reassign: pages for so many entries of each head of a layer; None where they do not fit, and all stays as it is.
-        queries: the newest, where the recipe looks at them or at the whole prompt.
+        records: of the requests, where the recipe looks at queries or at the whole prompt; else none.
+        slots: theirs in the windows.
     """
 
     rows: Int[Tensor, " rows"]
@@ -109,7 +95,8 @@ class EvictionEvent:
     equal_heads: bool
     occupied: Callable[[int], OccupiedPages]
     reassign: Callable[[int, Tensor], Tensor | None]
-    queries: RecordedQueries | None
+    records: Sequence[QueryRecord]
+    slots: Int[Tensor, " recorded"]
 
     def is_counted(self, kept: LayerKeepSet) -> bool:
         """Whether a layer keeps as many entries as the scheduler counts with."""

@@ -1,7 +1,5 @@
 """The command line of a vLLM server, with or without a recipe."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import json
@@ -21,6 +19,7 @@ from keepset.vllm.settings import CONNECTOR, KEY
 _ADDITIONAL = "--additional-config"
 _SHORTEST = len("--add")
 _SMALL = 256
+_RESERVED = ("--host", "--port", "--uds", "--api-key", "--root-path", "--ssl-keyfile", "--ssl-certfile", "--headless")
 
 
 def split(words: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -28,6 +27,16 @@ def split(words: Sequence[str]) -> tuple[str | None, list[str]]:
     if words and not words[0].startswith("-"):
         return words[0], list(words[1:])
     return None, list(words)
+
+
+def check_options(options: Sequence[str]) -> None:
+    """Refuses options under which a benchmark could not reach its server."""
+    if options and not options[0].startswith("-"):
+        raise KeepsetError(f"{options[0]!r} is no option for vLLM: write MODEL, then --, then options.")
+    for word in options:
+        name = word.split("=", 1)[0].replace("_", "-")
+        if name in _RESERVED:
+            raise KeepsetError(f"{name} is not for the benchmark: its servers listen on a free port of 127.0.0.1.")
 
 
 def check_installed(recipe: Recipe | None) -> None:

@@ -1,7 +1,5 @@
 """What a load consists of, and which server may be put under it."""
 
-from __future__ import annotations
-
 import ipaddress
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -69,11 +67,9 @@ def local_url(url: str) -> str:
 
 
 def _is_local(host: str) -> bool:
-    if host == "localhost":
-        return True
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
-        return False
+        return host == "localhost"
     # An IPv6 address that maps or scopes another one is not worth its doubts.
     return address.is_loopback if address.version == 4 else str(address) == "::1"

@@ -1,23 +1,18 @@
 """Put a load on a server and write down what happens."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from keepset.errors import KeepsetError
 from keepset.serving.client import Reply, complete, connect
-from keepset.serving.extras import import_http
+from keepset.serving.extras import AsyncClient, import_http
 from keepset.serving.load import Load
 from keepset.serving.metrics import Sample, take_sample
-
-if TYPE_CHECKING:
-    import httpx2
 
 SAMPLE_SECONDS = 0.5
 """Seconds between two looks at the metrics."""
@@ -26,12 +21,11 @@ _WARM_UP = 8
 
 @dataclass
 class Round:
-    """One round of a load: its replies, and samples from before its start to after its end.
+    """One round of a load: its replies, and samples of the metrics from before its start to after its end.
 
     Attributes:
         seconds: from the first request to the end of the last answer.
         replies: in the order of the prompts.
-        samples: of the server's metrics, in the order of time.
     """
 
     seconds: float
@@ -76,30 +70,20 @@ def check_fits(load: Load, model: ServedModel) -> None:
 def measure(
     url: str, model: str, load: Load, prompts: Sequence[list[list[int]]], on_reply: Callable[[], None] = lambda: None
 ) -> list[Round]:
-    """Warm the server up, then run every round of a load.
+    """Warm the server up, then run every round of a load; the prompts are what `workload.prompts` gives."""
 
-    Args:
-        url: the server's address.
-        model: the name that it serves.
-        load: how many requests of which size.
-        prompts: what `workload.prompts` gives.
-        on_reply: called after each reply.
-    """
-    return asyncio.run(_measure(url, model, load, prompts, on_reply))
+    async def run() -> list[Round]:
+        async with connect(url, load.concurrency) as client:
+            ask = partial(complete, client, model, timeout=load.timeout)
+            warm_up, *rounds = prompts
+            await ask(warm_up[0], min(_WARM_UP, load.output_tokens), index=0, began=time.perf_counter())
+            return [await _run_round(client, ask, load, texts, on_reply) for texts in rounds]
 
-
-async def _measure(
-    url: str, model: str, load: Load, prompts: Sequence[list[list[int]]], on_reply: Callable[[], None]
-) -> list[Round]:
-    async with connect(url, load.concurrency) as client:
-        ask = partial(complete, client, model, timeout=load.timeout)
-        warm_up, *rounds = prompts
-        await ask(warm_up[0], min(_WARM_UP, load.output_tokens), index=0, began=time.perf_counter())
-        return [await _run_round(client, ask, load, texts, on_reply) for texts in rounds]
+    return asyncio.run(run())
 
 
 async def _run_round(
-    client: httpx2.AsyncClient,
+    client: AsyncClient,
     ask: Callable[..., Awaitable[Reply]],
     load: Load,
     prompts: list[list[int]],

@@ -1,21 +1,16 @@
 """What a server says about itself at `/metrics`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from keepset.serving.extras import import_http, import_parser
+from keepset.serving.extras import AsyncClient, import_http, import_parser
 
-if TYPE_CHECKING:
-    import httpx2
-
-_KEEPSET = "keepset:"
-_RUNNING = "vllm:num_requests_running"
-_WAITING = "vllm:num_requests_waiting"
-_PREEMPTIONS = "vllm:num_preemptions_total"
-_USAGE = "vllm:kv_cache_usage_perc"
-_NAMES = (_KEEPSET, _RUNNING, _WAITING, _PREEMPTIONS, _USAGE)
+_KEEPSET, _USAGE = "keepset:", "vllm:kv_cache_usage_perc"
+_SUMMED = {
+    "running": "vllm:num_requests_running",
+    "waiting": "vllm:num_requests_waiting",
+    "preemptions": "vllm:num_preemptions_total",
+}
+_NAMES = (_KEEPSET, _USAGE, *_SUMMED.values())
 
 
 @dataclass
@@ -50,10 +45,8 @@ def parse_sample(text: str, time: float) -> Sample:
     sums = {name: sum(each) for name, each in values.items()}
     usage = values.get(_USAGE)
     return Sample(
-        time=time,
-        running=sums.get(_RUNNING),
-        waiting=sums.get(_WAITING),
-        preemptions=sums.get(_PREEMPTIONS),
+        time,
+        **{name: sums.get(metric) for name, metric in _SUMMED.items()},
         kv_usage=sum(usage) / len(usage) if usage else None,
         counters={
             name.removeprefix(_KEEPSET).removesuffix("_total"): value
@@ -63,7 +56,7 @@ def parse_sample(text: str, time: float) -> Sample:
     )
 
 
-async def take_sample(client: httpx2.AsyncClient, time: float) -> Sample | None:
+async def take_sample(client: AsyncClient, time: float) -> Sample | None:
     """The server's metrics now; None if it does not show them."""
     try:
         response = await client.get("/metrics", timeout=10.0)

@@ -1,7 +1,5 @@
 """A vLLM server of one's own: started, waited for, and always stopped with all of its processes."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -38,17 +36,13 @@ def free_port() -> int:
 
 
 class Server:
-    """A server process between `with` and the block's end.
+    """A server process between `with` and the block's end; the command lets it listen on this port."""
 
-    Args:
-        command: its words, which let it listen on this port.
-    """
+    _process: subprocess.Popen[bytes]
+    _log: IO[bytes]
 
     def __init__(self, command: Sequence[str], port: int) -> None:
-        self.url = f"http://{_HOST}:{port}"
-        self._command = list(command)
-        self._process: subprocess.Popen[bytes] | None = None
-        self._log: IO[bytes] | None = None
+        self.url, self._command = f"http://{_HOST}:{port}", command
 
     def __enter__(self) -> Self:
         self._log = tempfile.TemporaryFile()
@@ -59,7 +53,6 @@ class Server:
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._process is not None and self._log is not None
         try:
             if self._process.poll() is None:
                 self._process.terminate()
@@ -87,7 +80,6 @@ class Server:
 
     def check(self) -> None:
         """Raises a `ServerError` where it does not run any more."""
-        assert self._process is not None
         code = self._process.poll()
         if code is not None:
             cause = _ERROR.search(self._text())
@@ -99,7 +91,6 @@ class Server:
         return [line for line in self._text().splitlines() if line.strip()][-_LINES:]
 
     def _text(self) -> str:
-        assert self._log is not None
         # Read by place, so that the process, which shares the file's, goes on writing at the end.
         size, length = os.fstat(self._log.fileno()).st_size, 64 * 1024
         return os.pread(self._log.fileno(), length, max(0, size - length)).decode(errors="replace")

@@ -1,7 +1,5 @@
 """The figures of a load, from its replies and samples."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The figures of a run in rows for a person: what, each server's, and the ratio of the last to the first."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

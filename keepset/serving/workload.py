@@ -1,7 +1,5 @@
 """The prompts of a load: exact numbers of tokens, each from another place of the essays."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +27,19 @@ def essay_tokens(tokenizer: Any) -> TokenSource:
         ids = sorted(set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids))
         return TokenSource(ids, text=False, note=f"Prompts are random tokens. {error}")
     return TokenSource(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], text=True)
+
+
+def token_source(folder: str) -> TokenSource:
+    """What prompts for the model in that folder, or of that hub name, are cut from; it must have a tokenizer."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError) as error:
+        raise KeepsetError(
+            f"The tokenizer of {folder!r} cannot be loaded: give MODEL, a folder or a name on the Hugging Face Hub."
+        ) from error
+    return essay_tokens(tokenizer)
 
 
 def prompts(source: TokenSource, load: Load) -> list[list[list[int]]]:

@@ -10,7 +10,7 @@ from typing import Any
 import vllm
 from vllm.config import VllmConfig
 
-from keepset.core.features.model_statistics import ModelStatistics
+from keepset.core.features.given import ModelStatistics
 from keepset.core.statistics import load
 from keepset.errors import UnsupportedEngineError, UnsupportedModelError
 from keepset.paged.grouping import one_table

@@ -16,9 +16,9 @@ from tests.methods.naive import Given, Shape, kept, length_of, observe
 from tests.tiers import examples
 
 
-def naive(scores: list[float], chunk: int, keep: int, sinks: int, recent: int) -> list[int]:
-    """Entries of one head, of which none was dropped before."""
-    length = len(scores)
+def naive(heads: list[list[float]], head: int, chunk: int, keep: int, sinks: int, recent: int) -> list[int]:
+    """Entries of one head, of which none was dropped before; all heads together say which chunk is the better."""
+    scores, length = heads[head], len(heads[head])
     first = [entry for entry in range(length) if entry < sinks]
     newest = [entry for entry in reversed(range(length)) if entry >= length - recent and entry not in first]
     always = first + newest
@@ -29,7 +29,8 @@ def naive(scores: list[float], chunk: int, keep: int, sinks: int, recent: int) -
     for start in range(0, length, chunk):
         rest = [entry for entry in range(start, min(start + chunk, length)) if entry not in always]
         if rest:
-            chunks.append((sum(scores[entry] for entry in rest) / len(rest), start, rest))
+            mean = sum(sum(scores[entry] for entry in rest) for scores in heads) / len(heads)
+            chunks.append((mean / len(rest), start, rest))
     for _, _, rest in sorted(chunks, reverse=True):
         best = sorted(rest, key=lambda entry: (scores[entry], entry), reverse=True)
         chosen += best[: keep - len(chosen)]
@@ -52,7 +53,7 @@ def test_whole_chunks_stay_the_best_first(data: st.DataObject, chunk: int, sinks
     for request, head in [(r, h) for r in range(shape.batch) for h in range(shape.kv_heads)]:
         length = length_of(observation, request)
         number = int(budget.quotas(observation)[request, head])
-        expected = naive(scores[request, head, :length].tolist(), chunk, number, sinks, recent)
+        expected = naive(scores[request, :, :length].tolist(), head, chunk, number, sinks, recent)
         assert len(expected) == number
         assert kept(keep_set, observation, request, head) == expected
 
@@ -64,13 +65,23 @@ def test_chunks_are_of_what_is_there_after_an_earlier_compression() -> None:
     assert kept(ChunkKV(Given(), chunk=2).select(observation, Budget(4)), observation, 0, 0) == [0, 3, 4, 8]
 
 
+def test_heads_that_hold_different_entries_rank_their_own_chunks() -> None:
+    positions = torch.tensor([[[0, 1, 2, 3], [0, 2, 3, 5]]])
+    scores = torch.tensor([[[4.0, 4, 1, 1], [1, 1, 3, 3]]])
+    observation = observe(Shape((4,), 2, 1, 1, 1), positions=positions, window=1, state={"scores": scores})
+    keep_set = ChunkKV(Given(), chunk=2).select(observation, Budget(2))
+    assert [kept(keep_set, observation, 0, head) for head in range(2)] == [[0, 1], [3, 5]]
+    alike = observe(Shape((4,), 2, 1, 1, 1), state={"scores": scores})
+    keep_set = ChunkKV(Given(), chunk=2).select(alike, Budget(2))
+    assert [kept(keep_set, alike, 0, head) for head in range(2)] == [[0, 1], [0, 1]]
+
+
 def test_chunks_of_one_entry_are_the_scorer_itself() -> None:
-    observation = observe(Shape((23, 9), 2, 1, 5, 5))
+    observation = observe(Shape((23, 9), 1, 1, 5, 5))
     budget = Budget(8, sinks=2, recent=3)
     alone, chunks = Knorm().select(observation, budget), ChunkKV(Knorm(), chunk=1).select(observation, budget)
     for request in range(2):
-        for head in range(2):
-            assert kept(chunks, observation, request, head) == kept(alone, observation, request, head)
+        assert kept(chunks, observation, request, 0) == kept(alone, observation, request, 0)
 
 
 def test_a_chunk_with_a_score_that_is_no_number_is_the_last() -> None:

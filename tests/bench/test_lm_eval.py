@@ -15,19 +15,11 @@ from transformers import AutoTokenizer
 
 import keepset
 from keepset import KeepsetError
+from tests.bench.harness import WITH_HARNESS
 from tests.bench.sweep.letters import letters
 from tests.hf.models import tiny
 
-pytest.importorskip("lm_eval", reason='pip install "keepset[eval]"')
-
-from lm_eval import simple_evaluate
-from lm_eval.api.instance import Instance
-from lm_eval.api.registry import get_model
-from lm_eval.models.huggingface import HFLM
-from lm_eval.tasks import TaskManager
-
-from keepset.bench import lm_eval as subject
-from keepset.bench.lm_eval import KeepsetLM
+pytestmark = WITH_HARNESS
 
 CONTEXTS = ["What is kept of a long text?", "A", "Some entries; ", "Of two heads, which one looks at the first token?"]
 CHOICES = [[" it", " a longer answer", "?"], ["b", "c", "d"], ["x", "yes", "no, none of them"], ["both", "none", "AA"]]
@@ -93,11 +85,26 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[keepset.Cache]:
             super().__init__(*args, **kwargs)
             made.append(self)
 
-    monkeypatch.setattr(subject, "Cache", Seen)
+    monkeypatch.setattr("keepset.bench.lm_eval.Cache", Seen)
     return made
 
 
+def keepset_lm(*arguments: Any, **options: Any) -> Any:
+    from keepset.bench.lm_eval import KeepsetLM
+
+    return KeepsetLM(*arguments, **options)
+
+
+def hf_lm(*arguments: Any, **options: Any) -> Any:
+    from lm_eval.models.huggingface import HFLM
+
+    return HFLM(*arguments, **options)
+
+
 def evaluate(model: Any, tasks: Path, *names: str) -> Any:
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
     return simple_evaluate(model=model, tasks=list(names), task_manager=manager, bootstrap_iters=0, log_samples=True)
 
@@ -106,7 +113,9 @@ def answers(results: Any, task: str) -> list[Any]:
     return [sample["resps"] for sample in sorted(results["samples"][task], key=lambda sample: sample["doc_id"])]
 
 
-def requests(kind: str, *arguments: tuple[Any, ...]) -> list[Instance]:
+def requests(kind: str, *arguments: tuple[Any, ...]) -> list[Any]:
+    from lm_eval.api.instance import Instance
+
     return [Instance(kind, {}, pair, index) for index, pair in enumerate(arguments)]
 
 
@@ -125,8 +134,8 @@ PAIRS = [
 def test_with_everything_kept_the_harness_says_what_it_says_of_its_own_model(
     folder: str, tasks: Path, batch_size: int, recipe: str
 ) -> None:
-    own = evaluate(HFLM(folder, device="cpu", batch_size=batch_size), tasks, "choose", "write")
-    ours = evaluate(KeepsetLM(folder, recipe, device="cpu", batch_size=batch_size), tasks, "choose", "write")
+    own = evaluate(hf_lm(folder, device="cpu", batch_size=batch_size), tasks, "choose", "write")
+    ours = evaluate(keepset_lm(folder, recipe, device="cpu", batch_size=batch_size), tasks, "choose", "write")
     assert ours["results"] == own["results"]
     assert answers(ours, "write") == answers(own, "write")
     assert len({str(answer) for answer in answers(own, "write")}) == 4
@@ -140,7 +149,7 @@ def test_texts_that_are_empty_too_long_or_what_the_model_would_say(
     folder: str, max_length: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     options: dict[str, Any] = dict(device="cpu", batch_size=2, max_length=max_length)
-    own, ours = HFLM(folder, **options), KeepsetLM(folder, "snapkv(keep=1.0)", **options)
+    own, ours = hf_lm(folder, **options), keepset_lm(folder, "snapkv(keep=1.0)", **options)
     [said] = own.generate_until(requests("generate_until", (CONTEXTS[0], {"max_gen_toks": 5, "until": []})))
     asked = requests("loglikelihood", *PAIRS, (CONTEXTS[0], said), *PAIRS[:2])
     theirs = own.loglikelihood(asked)
@@ -157,7 +166,7 @@ def test_models_with_other_layers(folder: str, architecture: str) -> None:
     options: dict[str, Any] = dict(tokenizer=AutoTokenizer.from_pretrained(folder), batch_size=3)
     written = requests("generate_until", *((context, {"max_gen_toks": 8, "until": []}) for context in CONTEXTS))
     asked = requests("loglikelihood", *PAIRS)
-    own, ours = HFLM(tiny(architecture), **options), KeepsetLM(tiny(architecture), "snapkv(keep=1.0)", **options)
+    own, ours = hf_lm(tiny(architecture), **options), keepset_lm(tiny(architecture), "snapkv(keep=1.0)", **options)
     theirs, mine = own.loglikelihood(asked), ours.loglikelihood(asked)
     assert [greedy for _, greedy in mine] == [greedy for _, greedy in theirs]
     assert [score for score, _ in mine] == pytest.approx([score for score, _ in theirs], abs=1e-4)
@@ -181,7 +190,7 @@ def naive(model: Any, recipe: str, context: list[int], continuation: list[int]) 
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("recipe", ["snapkv(keep=0.25)", "adakv(knorm, keep=0.25)", "tova(keep=6, every=4)"])
 def test_continuations_are_scored_as_if_each_were_decoded_alone(folder: str, batch_size: int, recipe: str) -> None:
-    lm = KeepsetLM(folder, recipe, device="cpu", batch_size=batch_size)
+    lm = keepset_lm(folder, recipe, device="cpu", batch_size=batch_size)
     found = lm.loglikelihood(requests("loglikelihood", *PAIRS))
     ids = lm.tokenizer.convert_tokens_to_ids
     expected = [
@@ -192,14 +201,14 @@ def test_continuations_are_scored_as_if_each_were_decoded_alone(folder: str, bat
     ]
     assert [score for score, _ in found] == pytest.approx([score for score, _ in expected], abs=1e-4)
     assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
-    everything = HFLM(folder, device="cpu").loglikelihood(requests("loglikelihood", *PAIRS))
+    everything = hf_lm(folder, device="cpu").loglikelihood(requests("loglikelihood", *PAIRS))
     assert max(abs(one[0] - two[0]) for one, two in zip(found, everything, strict=True)) > 0.1
 
 
 def test_a_batch_of_prompts_generates_what_each_does_alone(folder: str, caches: list[keepset.Cache]) -> None:
     recipe, options = "snapkv(keep=0.25, recent=4)", {"max_gen_toks": 10, "until": []}
     asked = requests("generate_until", *((context, options) for context in CONTEXTS))
-    lm = KeepsetLM(folder, recipe, device="cpu", batch_size=3)
+    lm = keepset_lm(folder, recipe, device="cpu", batch_size=3)
     found = lm.generate_until(asked)
     for context, text in zip(CONTEXTS, found, strict=True):
         inputs = lm.tokenizer(context, return_tensors="pt", return_token_type_ids=False)
@@ -207,7 +216,7 @@ def test_a_batch_of_prompts_generates_what_each_does_alone(folder: str, caches: 
         said = lm.model.generate(**inputs, past_key_values=cache, max_new_tokens=10, do_sample=False)
         assert text == lm.tokenizer.decode(said[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     assert [len(cache.events) for cache in caches] == [0, 1, 1]
-    assert found != HFLM(folder, device="cpu").generate_until(asked)
+    assert found != hf_lm(folder, device="cpu").generate_until(asked)
 
 
 @pytest.mark.full
@@ -215,7 +224,7 @@ def test_bytes_are_saved(folder: str, tasks: Path, caches: list[keepset.Cache]) 
     held = {}
     for keep in (0.25, 1.0):
         caches.clear()
-        evaluate(KeepsetLM(folder, f"snapkv(keep={keep})", device="cpu"), tasks, "choose", "write")
+        evaluate(keepset_lm(folder, f"snapkv(keep={keep})", device="cpu"), tasks, "choose", "write")
         watched = caches[1:]
         assert len(watched) == 2 * len(CONTEXTS)
         held[keep] = sum(cache.nbytes for cache in watched[: len(CONTEXTS)])  # those of `choose`: their forks grow
@@ -243,24 +252,24 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]
 def test_a_context_is_prefilled_once(
     folder: str, forwards: list[tuple[int, int]], batch_size: int, after: list[tuple[int, int]]
 ) -> None:
-    lm = KeepsetLM(folder, "snapkv(keep=0.5)", device="cpu", batch_size=batch_size)
+    lm = keepset_lm(folder, "snapkv(keep=0.5)", device="cpu", batch_size=batch_size)
     lm.loglikelihood(requests("loglikelihood", *((CONTEXTS[0], choice) for choice in CHOICES[0])))
     assert forwards == [(1, len(CONTEXTS[0])), *after]
 
 
 def test_a_score_that_no_recipe_changes_is_pointed_out(folder: str, caplog: pytest.LogCaptureFixture) -> None:
     asked = requests("loglikelihood", (CONTEXTS[0], "A"), (CONTEXTS[0], "B"), (CONTEXTS[0], "AB"))
-    scores = [KeepsetLM(folder, f"snapkv(keep={keep})", device="cpu").loglikelihood(asked) for keep in (0.25, 1.0)]
+    scores = [keepset_lm(folder, f"snapkv(keep={keep})", device="cpu").loglikelihood(asked) for keep in (0.25, 1.0)]
     assert scores[0][:2] == scores[1][:2] and scores[0][2] != scores[1][2]
     assert "2 of 3 continuations are one token" in caplog.text
     caplog.clear()
-    KeepsetLM(folder, "snapkv(keep=1.0)", device="cpu").loglikelihood(asked[2:])
+    keepset_lm(folder, "snapkv(keep=1.0)", device="cpu").loglikelihood(asked[2:])
     assert "one token" not in caplog.text
 
 
 def test_a_perplexity_is_refused(folder: str, tasks: Path) -> None:
     with pytest.raises(KeepsetError, match="no prompt to compress: leave out tasks"):
-        evaluate(KeepsetLM(folder, "snapkv(keep=0.5)", device="cpu"), tasks, "perplexity")
+        evaluate(keepset_lm(folder, "snapkv(keep=0.5)", device="cpu"), tasks, "perplexity")
 
 
 @pytest.mark.parametrize(
@@ -282,11 +291,15 @@ def test_bad_arguments_are_one_sentence(folder: str, arguments: dict[str, Any], 
     if arguments.get("pretrained") == "FOLDER":
         arguments = {**arguments, "pretrained": folder}
     with pytest.raises(KeepsetError, match=sentence) as caught:
-        KeepsetLM(**arguments, **({"device": "cpu"} if "pretrained" in arguments else {}))
+        keepset_lm(**arguments, **({"device": "cpu"} if "pretrained" in arguments else {}))
     assert "\n" not in str(caught.value) and str(caught.value).endswith(".")
 
 
 def test_the_harness_knows_it_by_its_name() -> None:
+    from lm_eval.api.registry import get_model
+
+    from keepset.bench.lm_eval import KeepsetLM
+
     assert get_model("keepset") is KeepsetLM
 
 
@@ -294,13 +307,17 @@ def test_the_harness_knows_it_by_its_name() -> None:
 def test_on_the_command_line(
     folder: str, tasks: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from lm_eval.tasks import TaskManager
+
+    from keepset.bench.lm_eval import main
+
     # Reading the harness's thousands of own tasks takes seconds.
     monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
 
     def run(recipe: str) -> None:
         where = ["--model", "keepset", "--tasks", "choose", "--include_path", str(tasks), "--device", "cpu"]
         monkeypatch.setattr(sys, "argv", ["keepset", *where, "--model_args", f"pretrained={folder},recipe={recipe}"])
-        subject.main()
+        main()
 
     run("adakv(snapkv, keep=0.25)")
     assert "|choose|" in capsys.readouterr().out

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from keepset.serving import bench as module
 from keepset.serving import command as commands
+from keepset.serving import workload
 from keepset.serving.workload import TokenSource
 from tests.cli.conftest import Run
 from tests.serving.conftest import Fake, fake
@@ -31,7 +31,7 @@ __all__ = ["fake"]  # The fixture.
 
 @pytest.fixture(autouse=True)
 def tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "token_source", lambda folder: TokenSource(list(range(100)), text=True))
+    monkeypatch.setattr(workload, "token_source", lambda folder: TokenSource(list(range(100)), text=True))
     monkeypatch.setattr(commands, "check_installed", lambda recipe: None)
 
 
@@ -46,7 +46,7 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         crash = ["--crash"] if recipe is not None and len(words) < len(options) else []
         return [sys.executable, str(FAKE), *words, *crash, *forced]
 
-    monkeypatch.setattr(module, "command", command)
+    monkeypatch.setattr(commands, "command", command)
     return started
 
 
@@ -186,12 +186,12 @@ def test_own_options_must_be_known(run: Run) -> None:
 PROGRAM = f"""\
 import sys
 from keepset.cli import main
-from keepset.serving import bench, command
+from keepset.serving import command, workload
 from keepset.serving.workload import TokenSource
 
-bench.token_source = lambda folder: TokenSource(list(range(100)), text=True)
+workload.token_source = lambda folder: TokenSource(list(range(100)), text=True)
 command.check_installed = lambda recipe: None
-bench.command = lambda model, recipe, options, forced: [sys.executable, {str(FAKE)!r}, *options, *forced]
+command.command = lambda model, recipe, options, forced: [sys.executable, {str(FAKE)!r}, *options, *forced]
 main()
 """
 
@@ -223,5 +223,5 @@ def test_interrupted(how: str, number: signal.Signals, tmp_path: Path) -> None:
 def servers_of(pid: int) -> list[int]:
     """The small servers among a process's children."""
     children = Path(f"/proc/{pid}/task/{pid}/children")
-    found = [int(child) for child in children.read_text().split()] if children.exists() else []
-    return [child for child in found if FAKE.name in Path(f"/proc/{child}/cmdline").read_text()]
+    pids = [int(child) for child in children.read_text().split()] if children.exists() else []
+    return [child for child in pids if FAKE.name in Path(f"/proc/{child}/cmdline").read_text()]

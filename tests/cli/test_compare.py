@@ -108,8 +108,8 @@ def test_json_with_a_question(run: Run, words: list[str]) -> None:
     assert types(comparison["full"]) == {**FULL, **ASKED}
     (row,) = comparison["rows"]
     assert types(row) == {**ROW, **ASKED}
-    found = comparison["needle"]["answer"].lower() in row["answer"].lower()
-    assert row["needle_found"] is found
+    answered = comparison["needle"]["answer"].lower() in row["answer"].lower()
+    assert row["needle_found"] is answered
 
 
 def test_table(run: Run) -> None:

@@ -39,17 +39,17 @@ def parts(tokenizer: Any, text: str, question: str) -> list[torch.Tensor]:
 def test_tells_what_was_kept(run: Run, tiny: Any, text: Path) -> None:
     done = run("context", "build", "--text", "text", "--out", "saved", "--recipe", RECIPE)
     assert (done.code, done.err) == (0, "")
-    found = re.fullmatch(
+    match = re.fullmatch(
         r"saved: (\d+) tokens under (.*) in [\d.]+ s; ([\d.]+) MB of keys and values before, ([\d.]+) MB after; "
         r"the file has ([\d.]+) MB\n",
         done.out,
     )
-    assert found and found[2] == RECIPE
+    assert match and match[2] == RECIPE
     length = parts(tiny[1], text.read_text(encoding="utf-8"), "")[0].shape[1]
-    assert int(found[1]) == length
+    assert int(match[1]) == length
     per_entry = 2 * 2 * 2 * 8 * 4  # layers, KV heads, keys and values, head size, bytes
-    assert (found[3], found[4]) == (f"{length * per_entry / 1e6:.1f}", f"{length // 2 * per_entry / 1e6:.1f}")
-    assert float(found[5]) == round(Path("saved").stat().st_size / 1e6, 1)
+    assert (match[3], match[4]) == (f"{length * per_entry / 1e6:.1f}", f"{length // 2 * per_entry / 1e6:.1f}")
+    assert float(match[5]) == round(Path("saved").stat().st_size / 1e6, 1)
     assert sorted(path.name for path in Path.cwd().iterdir()) == ["saved", "text"]
 
 
@@ -85,12 +85,12 @@ def test_the_file_says_which_model(run: Run, tiny_folder: Path, tmp_path: Path, 
     folder = tmp_path / "model"
     shutil.copytree(tiny_folder, folder)
     assert run("context", "build", "--text", "text", "--out", "saved", "--model", "model").code == 0
-    asked = ("context", "ask", "saved", "Why?", "--max-new-tokens", "4")
-    assert run(*asked).code == 0
+    words = ("context", "ask", "saved", "Why?", "--max-new-tokens", "4")
+    assert run(*words).code == 0
     folder.rename(tmp_path / "moved")
     because = f"'saved' is of the model {str(folder)!r}, which is not there: say with --model where it is"
-    check_refused(run, *asked, because=because)
-    assert run(*asked, "--model", "moved").code == 0
+    check_refused(run, *words, because=because)
+    assert run(*words, "--model", "moved").code == 0
 
 
 def test_a_file_is_replaced_only_by_force(run: Run, tiny: Any, text: Path) -> None:

@@ -19,15 +19,15 @@ FIGURES = ["overlap", "usage", "needed", "correlation"]
 def test_json(run: Run, tiny: Any, text: Path) -> None:
     done = run("diagnose", "gvote", "--recipe", "gvote(future=3)", "--text", "text", "--tokens", "60", "--json")
     assert (done.code, done.err) == (0, "")
-    told = json.loads(done.out)
-    assert (told["recipe"], told["tokens"], told["paper"]) == ("gvote(future=3)", 60, PAPER)
+    result = json.loads(done.out)
+    assert (result["recipe"], result["tokens"], result["paper"]) == ("gvote(future=3)", 60, PAPER)
     ids = tiny[1](text.read_text(encoding="utf-8"), return_tensors="pt")["input_ids"][:, :60]
-    found = next_query(tiny[0], GVote(future=3), ids)
-    assert [layer["layer"] for layer in told["layers"]] == list(found) == [0, 1]
+    agreements = next_query(tiny[0], GVote(future=3), ids)
+    assert [layer["layer"] for layer in result["layers"]] == list(agreements) == [0, 1]
     for name in FIGURES:
-        numbers = torch.stack([getattr(each, name).double() for each in found.values()])
-        torch.testing.assert_close(torch.tensor([layer[name] for layer in told["layers"]]).double(), numbers)
-        assert told["mean"][name] == pytest.approx(float(numbers.mean()))
+        numbers = torch.stack([getattr(each, name).double() for each in agreements.values()])
+        torch.testing.assert_close(torch.tensor([layer[name] for layer in result["layers"]]).double(), numbers)
+        assert result["mean"][name] == pytest.approx(float(numbers.mean()))
 
 
 def test_table(run: Run, tiny: Any, text: Path) -> None:
@@ -36,15 +36,15 @@ def test_table(run: Run, tiny: Any, text: Path) -> None:
     first, header, *rows, mean, paper = done.out.partition("\noverlap: ")[0].splitlines()
     assert first == "SmolLM2-135M-Instruct, gvote: 60 tokens, the last one masked."
     assert header.split() == ["layer", "overlap", "heads", "usage", "heads", "needed", "correlation"]
-    told = json.loads(run("diagnose", "gvote", "--text", "text", "--tokens", "60", "--json").out)
-    for row, layer in zip(rows, told["layers"], strict=True):
+    result = json.loads(run("diagnose", "gvote", "--text", "text", "--tokens", "60", "--json").out)
+    for row, layer in zip(rows, result["layers"], strict=True):
         number, overlap, heads, usage, uses, needed, correlation = row.split()
         assert number == str(layer["layer"])
         assert [int(digit) for digit in heads] == [min(int(10 * x), 9) for x in layer["overlap"]]
         assert [int(digit) for digit in uses] == [min(int(10 * x), 9) for x in layer["usage"]]
         for cell, name in zip((overlap, usage, needed, correlation), FIGURES, strict=True):
             assert float(cell) == pytest.approx(sum(layer[name]) / 4, abs=6e-4)
-    assert mean.split() == ["mean", *(f"{told['mean'][name]:.3f}" for name in FIGURES)]
+    assert mean.split() == ["mean", *(f"{result['mean'][name]:.3f}" for name in FIGURES)]
     assert paper.split() == ["paper", "0.929", "0.594", "0.400", "0.776"]
 
 

@@ -86,8 +86,8 @@ def test_needles_under_a_real_model(run: Run, tiny: Any) -> None:
     done = run(*NEEDLE, "--json")
     assert (done.code, done.err) == (0, WHERE)
     summary = json.loads(done.out)
-    asked = [FULL, "snapkv(window=8, keep=0.5)", "snapkv(window=8, keep=40)", *BASELINES]
-    assert [row["recipe"] for row in summary["rows"]] == asked * 2
+    recipes = [FULL, "snapkv(window=8, keep=0.5)", "snapkv(window=8, keep=40)", *BASELINES]
+    assert [row["recipe"] for row in summary["rows"]] == recipes * 2
     assert [row["task"] for row in summary["rows"]] == ["needle@256"] * 7 + ["needle@300"] * 7
     assert all(row["examples"] == 2 and row["failed"] == 0 for row in summary["rows"])
     cells = stored()

@@ -40,8 +40,8 @@ def test_streams_what_the_model_generates(run: Run, embedded: Any, monkeypatch: 
     head, tail = done.out.rstrip("\n").rsplit("\n", 1)
     assert head == text
     assert tail.startswith(f"{recipe}: kept {kept:.1%} of {ids.shape[1]} prompt tokens; ")
-    found = SUMMARY.search(tail)
-    assert found and int(found[1]) == len(new)
+    match = SUMMARY.search(tail)
+    assert match and int(match[1]) == len(new)
 
 
 @pytest.mark.parametrize("keep", ["1.0", "100000"])
@@ -88,23 +88,23 @@ def test_compressions_while_decoding_are_counted(
     done = run("generate", "Go on.", "--recipe", recipe, "--max-new-tokens", "11")
     assert (done.code, done.err) == (0, "")
     ours = done.out.splitlines()[-1]
-    found = re.match(r"(.*): kept ([\d.]+)% of (\d+) prompt tokens, compressed (\d+) times while decoding; ", ours)
-    assert found and found[1] == canonical and int(found[4]) == later
-    length = int(found[3])
-    assert found[2] == f"{100 * (kept or length) / length:.1f}"
+    match = re.match(r"(.*): kept ([\d.]+)% of (\d+) prompt tokens, compressed (\d+) times while decoding; ", ours)
+    assert match and match[1] == canonical and int(match[4]) == later
+    length = int(match[3])
+    assert match[2] == f"{100 * (kept or length) / length:.1f}"
 
 
 def test_a_known_question_decides_what_stays(run: Run, tiny: Any, text: Path) -> None:
     model, tokenizer = tiny
     recipe, question = "kvcompose(keep=12)", "When does it end?"
     words = ["generate", "Go on.", "--recipe", recipe, "--text", "text", "--max-new-tokens", "12"]
-    asked = run(*words, "--question", question)
-    assert (asked.code, asked.err) == (0, "")
+    done = run(*words, "--question", question)
+    assert (done.code, done.err) == (0, "")
     ids = encode(tokenizer, text.read_text(encoding="utf-8"), "Go on.")
     task = torch.tensor([tokenizer.encode(question, add_special_tokens=False)])
     aware = keepset.Cache(model, recipe, task_tokens=task)
     ours = generate(model, ids, aware, max_new_tokens=12, eos_token_id=2).sequences[0, ids.shape[1] :].tolist()
-    assert asked.out.startswith(sanitize(tokenizer.decode(ours, skip_special_tokens=True)))
+    assert done.out.startswith(sanitize(tokenizer.decode(ours, skip_special_tokens=True)))
     agnostic = keepset.Cache(model, recipe)
     generate(model, ids, agnostic, max_new_tokens=1)
     assert not torch.equal(agnostic.keep_set.mask(ids.shape[1]), aware.keep_set.mask(ids.shape[1]))

@@ -28,9 +28,9 @@ def alone(tiny: Any, ids: torch.Tensor, recipe: str, new: int) -> tuple[keepset.
 def test_json(run: Run, tiny: Any) -> None:
     done = run("trace", "Go on.", "--recipe", RECIPE, "--tokens", "30", "--json")
     assert (done.code, done.err) == (0, "")
-    told = json.loads(done.out)
-    assert list(told) == ["model", "forced", "runs"] and told["model"] == MODEL and told["forced"] is False
-    (figures,) = told["runs"]
+    result = json.loads(done.out)
+    assert list(result) == ["model", "forced", "runs"] and result["model"] == MODEL and result["forced"] is False
+    (figures,) = result["runs"]
     ids = encode(tiny[1], "", "Go on.")
     cache, sequence = alone(tiny, ids, RECIPE, 30)
     assert figures["recipe"] == RECIPE and figures["prompt_tokens"] == ids.shape[1]

@@ -14,7 +14,7 @@ from torch import Tensor
 from keepset import registry
 from keepset.core.budget import Budget
 from keepset.core.feature import Needs
-from keepset.core.features.recent_queries import RecentQueries
+from keepset.core.features.given import RecentQueries
 from keepset.core.keep_set import KeepSet
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation

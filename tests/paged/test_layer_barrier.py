@@ -46,7 +46,8 @@ class Layer:
             equal_heads=False,
             occupied=_no_pages,
             reassign=_no_pages,
-            queries=None,
+            records=[],
+            slots=at[:0],
         )
         return SimpleNamespace(event=event)
 

@@ -14,8 +14,7 @@ from keepset import models
 from keepset.errors import KeepsetError
 from keepset.recipe import Recipe
 from keepset.serving import command as module
-from keepset.serving.bench import check_options
-from keepset.serving.command import block_size_hint, check_installed, command, has_option, split
+from keepset.serving.command import block_size_hint, check_installed, check_options, command, has_option, split
 
 RECIPE = Recipe.parse("snapkv(keep=64, every=64, window=8)")
 

@@ -13,11 +13,9 @@ from keepset.bench.analysis.intervals import Interval
 class Curve:
     """A method under all its budgets, on a task or on the tasks of a group.
 
-    Attributes:
-        keeps: share of the context's entries that stayed, the mean over the examples; they fall, and 1.0, the full
-            cache, comes first.
-        scores: of each task one row per example, whose numbers differ, and one column per keep; examples
-            that lack a column are not in it.
+    The shares of the context's entries that stayed, means over the examples, fall; 1.0, the full cache, comes first.
+    Each task's scores have one row per example, whose numbers differ, and one column per keep; examples that lack a
+    column are not in them.
     """
 
     keeps: Float[np.ndarray, " points"]

@@ -14,12 +14,9 @@ PARTS = 10
 
 @dataclass(frozen=True)
 class NeedleMap:
-    """One recipe's scores by depth and length.
+    """One recipe's scores and numbers of examples: a row for each tenth of the depth, a column for each length.
 
-    Attributes:
-        task: the tasks' name without the length.
-        scores: a row for each tenth of the depth, a column for each length; None where there are no examples.
-        examples: how many each score is of.
+    The task is named without the length; a score is None where there are no examples.
     """
 
     task: str
@@ -56,13 +53,8 @@ def _map(task: str, recipe: str, lengths: list[float], cells: list[Cell]) -> Nee
         assert place is not None
         squares.setdefault(place, []).append((cell.example, cell.score))
     values = [[by_example(squares.get((part, length), [])) for length in lengths] for part in range(PARTS)]
-    return NeedleMap(
-        task,
-        recipe,
-        lengths,
-        [[fmean(each) if each else None for each in line] for line in values],
-        [[len(each) for each in line] for line in values],
-    )
+    scores = [[fmean(each) if each else None for each in line] for line in values]
+    return NeedleMap(task, recipe, lengths, scores, [[len(each) for each in line] for line in values])
 
 
 def _place(cell: Cell) -> tuple[int, float] | None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from keepset.core.feature import Needs
-from keepset.core.features.recent_queries import RecentQueries
+from keepset.core.features.given import RecentQueries
 from keepset.core.select import top_mask
 from keepset.errors import KeepsetError
 from keepset.hf.recorder import Recorder
@@ -24,8 +24,7 @@ class Agreement:
         overlap: the true query's attention on the nucleus of a synthetic one; mean over the samples.
         usage: share of the entries in that nucleus; mean over the samples.
         needed: share of the entries in the true query's own nucleus.
-        correlation: Pearson's, between the true query's attention and the samples' mean; NaN where one of them is the
-            same for all entries.
+        correlation: Pearson's, of its attention with the samples' mean; NaN where one is the same for all entries.
     """
 
     overlap: Float[Tensor, "*heads"]

@@ -7,32 +7,23 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from keepset.bench.analysis.diagnostics import (
-    REGION,
-    by_depth,
-    gone,
-    longest_run,
-    middle_retention,
-    repetition_rate,
-    retained_iou,
-    wipeout_rate,
-)
+from keepset.bench.analysis import diagnostics
 from keepset.bench.analysis.trace import Trace
 
 Measures = dict[str, Float[Tensor, "events layers kv_heads"]]
 
 
-def figures(trace: Trace, region: int = REGION) -> dict[str, Any]:
+def figures(trace: Trace, region: int = diagnostics.REGION) -> dict[str, Any]:
     """Figures for JSON: of every event, and their means over the events, by layer and by depth.
 
     An event's figures are means over layers and KV heads. IoU is that with the event before, so the first has none;
     along `events` it is IoU by the text's length.
     """
     measures: Measures = {
-        "wipeout": _stack([wipeout_rate(event, region) for event in trace.events]),
-        "iou": _stack([retained_iou(earlier, later) for earlier, later in pairwise(trace.events)]),
-        "middle": _stack([middle_retention(event) for event in trace.events]),
-        "longest_gap": _stack([longest_run(gone(event)).float() for event in trace.events]),
+        "wipeout": _stack([diagnostics.wipeout_rate(event, region) for event in trace.events]),
+        "iou": _stack([diagnostics.retained_iou(earlier, later) for earlier, later in pairwise(trace.events)]),
+        "middle": _stack([diagnostics.middle_retention(event) for event in trace.events]),
+        "longest_gap": _stack([diagnostics.longest_run(diagnostics.gone(event)).float() for event in trace.events]),
     }
     rows = []
     for index, event in enumerate(trace.events):
@@ -45,14 +36,14 @@ def figures(trace: Trace, region: int = REGION) -> dict[str, Any]:
         "prompt_tokens": trace.prompt,
         "tokens": len(trace.ids),
         "region": region,
-        "repetition": repetition_rate(trace.ids[trace.prompt :]),
+        "repetition": diagnostics.repetition_rate(trace.ids[trace.prompt :]),
         "tokens_per_second": trace.tokens_per_second,
         "layers": list(trace.events[0].keep_set.layers) if trace.events else [],
         "kv_heads": trace.events[0].keep_set.counts.shape[2] if trace.events else 0,
         "events": rows,
         "mean": {name: float(values.mean()) for name, values in some.items()},
         "by_layer": {name: values.mean((0, 2)).tolist() for name, values in some.items()},
-        "by_depth": {name: by_depth(values.mean(0)) for name, values in some.items()},
+        "by_depth": {name: diagnostics.by_depth(values.mean(0)) for name, values in some.items()},
         "segments": _segments(trace),
     }
 

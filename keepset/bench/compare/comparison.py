@@ -13,6 +13,7 @@ from keepset.bench.compare.fidelity import kl, mean, nll
 from keepset.errors import KeepsetError
 from keepset.hf.prompt_session import CachedPrompt
 from keepset.recipe import Recipe
+from keepset.texts import Needle
 
 
 @dataclass(frozen=True)
@@ -20,23 +21,15 @@ class Measurement:
     """What one recipe made of one text, beside the full cache; what could not be had is None, `error` says why.
 
     Attributes:
-        recipe: canonical text.
-        method: the method without its budget.
         keep: fraction of the prompt's entries that stayed.
-        kv_bytes: bytes allocated after compression.
-        kv_bytes_peak: the most bytes held after any token, while decoding.
-        kv_bytes_full: bytes of the whole prompt's keys and values.
+        kv_bytes: allocated after compression; the peak is the most after any token, while decoding.
         kl: mean KL(full || compressed) in nats over the continuation's tokens.
         kl_drift: the same of every `drift_tokens` tokens of the continuation, while decoding.
         nll_delta: mean negative log-likelihood of the continuation, less the full cache's, in nats.
         top1: share of the continuation's tokens after which both caches prefer the same next token.
         prefill_seconds: of a prefill with this recipe: the shared one, what was collected for it, selection.
-        prefill_seconds_full: of the shared prefill alone.
-        select_seconds: choosing and freeing, over all layers.
         decode_tokens_per_second: one token at a time, after the prompt.
-        answer: what the model answers to the question.
-        needle_found: whether that contains the right answer.
-        facts_found: where several questions are asked, which of the answers contain the right one.
+        needle_found: whether the answer to the question contains the right one; of several questions, `facts_found`.
     """
 
     recipe: str
@@ -67,17 +60,15 @@ class Measurement:
 class Comparison:
     """Recipes on one text; rows are appended as they are measured.
 
-    Attributes:
-        kept: per row which tokens stayed, `[layers, kv_heads, tokens]`; None for failed rows.
-        drift_tokens: how many tokens each figure of a row's `kl_drift` stands for; None without decoding.
+    `kept` says per row which tokens stayed, None for failed rows; `drift_tokens` how many tokens each figure of a row's
+    `kl_drift` stands for, None without decoding.
     """
 
     model: str
     tokens: int
     continuation_tokens: int
-    question: str | None
-    expected_answer: str | None
     full: dict[str, Any]
+    needle: Needle | None = None
     rows: list[Measurement] = field(default_factory=list)
     kept: list[Bool[Tensor, "layers kv_heads tokens"] | None] = field(default_factory=list)
     drift_tokens: int | None = None
@@ -89,7 +80,7 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """As `keepset compare --json` prints it."""
-        needle = None if self.question is None else {"question": self.question, "answer": self.expected_answer}
+        needle = None if self.needle is None else {"question": self.needle.question, "answer": self.needle.answer}
         return {
             "model": self.model,
             "tokens": self.tokens,

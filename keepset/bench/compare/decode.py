@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -57,20 +58,13 @@ class _Run:
     nbytes: list[int]
     prefill_seconds: float
 
-    def mean_bytes(self, counted: slice) -> int:
-        """Over the counted tokens."""
-        nbytes = self.nbytes[counted]
-        return round(sum(nbytes) / len(nbytes))
-
 
 class DecodeComparer(Comparer):
     """Measures recipes against the full cache while a prompt and the text after it pass through both.
 
-    Figures are those of the tokens after the recipe's first event: what came before could not differ.
-
-    Attributes:
-        comparison: its rows' `keep` and `kept` are what a cache holds at the end, of all tokens; `kv_bytes` is the
-            mean of what it holds after each token, all queries that were recorded for an event included.
+    Figures are those of the tokens after the recipe's first event. `keep` and `kept` are what a cache holds at the end,
+    of all tokens; `kv_bytes` is the mean of what it holds after each token, all queries that were recorded for an event
+    included.
     """
 
     def __init__(
@@ -87,10 +81,8 @@ class DecodeComparer(Comparer):
             model=name,
             tokens=before,
             continuation_tokens=n,
-            question=None,
-            expected_answer=None,
             full={
-                "kv_bytes": self._full.mean_bytes(slice(n)),
+                "kv_bytes": round(fmean(self._full.nbytes)),
                 "kv_bytes_peak": max(self._full.nbytes),
                 "nll": mean(nll(self._full.logits, text[0])),
                 "prefill_seconds": self._full.prefill_seconds,
@@ -102,8 +94,14 @@ class DecodeComparer(Comparer):
     def _measure(self, row: Measurement, recipe: Recipe) -> tuple[Measurement, Bool[Tensor, "layers kv_heads tokens"]]:
         cache = Cache(self._model, recipe)
         run = self._feed(cache, lambda: cache.nbytes, recipe.schedule.every)
-        counted = self._counted(cache)
-        full = self._full
+        # The tokens after the first event: what came before could not differ.
+        n, full = self._text.shape[1], self._full
+        first = cache.events[0].length - self._prompt.shape[1] if cache.events else n
+        if first >= n:
+            raise KeepsetError(
+                f"{cache.recipe} compresses nothing before the last of {n} tokens: let more tokens follow the prompt."
+            )
+        counted = slice(first, None)
         drift = kl(full.logits, run.logits)
         nll_delta = nll(run.logits, self._text[0]) - nll(full.logits, self._text[0])
         same = run.logits.argmax(-1) == full.logits.argmax(-1)
@@ -111,9 +109,9 @@ class DecodeComparer(Comparer):
         row = replace(
             row,
             keep=float(kept.double().mean()),
-            kv_bytes=run.mean_bytes(counted),
+            kv_bytes=round(fmean(run.nbytes[counted])),
             kv_bytes_peak=max(run.nbytes[counted]),
-            kv_bytes_full=full.mean_bytes(counted),
+            kv_bytes_full=round(fmean(full.nbytes[counted])),
             kl=mean(drift[counted]),
             kl_drift=[mean(part) for part in drift.split(DRIFT_TOKENS)],
             nll_delta=mean(nll_delta[counted]),
@@ -123,16 +121,6 @@ class DecodeComparer(Comparer):
             select_seconds=sum(event.seconds for event in cache.events),
         )
         return replace(row, decode_tokens_per_second=self._speed(cache, run)), kept
-
-    def _counted(self, cache: Cache) -> slice:
-        """The tokens after the first event, as indices into the text after the prompt."""
-        n = self._text.shape[1]
-        first = cache.events[0].length - self._prompt.shape[1] if cache.events else n
-        if first >= n:
-            raise KeepsetError(
-                f"{cache.recipe} compresses nothing before the last of {n} tokens: let more tokens follow the prompt."
-            )
-        return slice(first, None)
 
     def _speed(self, cache: Any, run: _Run) -> float:
         """Tokens per second at the end of the text, one at a time."""

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
+from keepset.bench.tasks.task import Tokenizer
 from keepset.errors import KeepsetError
 from keepset.texts import Needle, chat_parts, insert
 
@@ -26,7 +26,7 @@ class TextTask:
 
 
 def make_text_task(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     text: str,
     *,
     tokens: int,
@@ -40,33 +40,27 @@ def make_text_task(
     With a needle its sentence is inserted at `depth` of the prompt, unless it is empty because the text
     holds the answer already, and the prompt is the part of a user's message before the question.
     """
-    question = _ids(tokenizer, chat_parts(tokenizer, "", needle.question)[1]) if needle is not None else None
-    after = (
-        max(continuation, _length(question) + ANSWER_TOKENS) if question is not None else continuation + ANSWER_TOKENS
-    )
+    question = None if needle is None else _ids(tokenizer, chat_parts(tokenizer, "", needle.question)[1])
+    after = continuation + ANSWER_TOKENS if question is None else max(continuation, question.shape[1] + ANSWER_TOKENS)
     check_fits(tokens, after, longest)
     body = _ids(tokenizer, text)
-    around = _length(_ids(tokenizer, _wrap(tokenizer, "", needle)))
+    total, around = body.shape[1], _ids(tokenizer, _wrap(tokenizer, "", needle)).shape[1]
     if tokens <= around:
         raise KeepsetError(
             f"{tokens} tokens of prompt leave no room for the text, because {around} stand around it: "
             "ask for more tokens."
         )
-    length = min(tokens - around, _length(body) - continuation)
+    length = min(tokens - around, total - continuation)
     if length < 1:
         raise KeepsetError(
-            f"The text has {_length(body)} tokens, too few for a prompt and {continuation} tokens of continuation: "
+            f"The text has {total} tokens, too few for a prompt and {continuation} tokens of continuation: "
             "give a longer text, or ask for a shorter continuation."
         )
     start = str(tokenizer.decode(body[0, :length]))
     if needle is not None and needle.sentence:
         start = insert(start, needle, depth)
-    return TextTask(
-        prompt=_ids(tokenizer, _wrap(tokenizer, start, needle), special=needle is None),
-        continuation=body[:, length : length + continuation],
-        question=question,
-        needle=needle,
-    )
+    prompt = _ids(tokenizer, _wrap(tokenizer, start, needle), special=needle is None)
+    return TextTask(prompt, body[:, length : length + continuation], question, needle)
 
 
 def check_fits(tokens: int, after: int, longest: int | None) -> None:
@@ -93,7 +87,3 @@ def _ids(tokenizer: Any, text: str, special: bool = False) -> Tensor:
     # verbose=False: a long text is cut before the model sees it, so its length is nothing to warn of.
     ids = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
     return torch.tensor([ids], dtype=torch.long)
-
-
-def _length(ids: Tensor | None) -> int:
-    return 0 if ids is None else ids.shape[1]

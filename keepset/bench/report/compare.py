@@ -10,23 +10,18 @@ from torch import Tensor
 from keepset.bench.report.page import assemble
 from keepset.errors import KeepsetError
 
-_RANK = 3  # layers, KV heads, tokens
-
 
 def render(comparison: dict[str, Any], tokens: Sequence[str], kept: Sequence[Tensor | None]) -> str:
     """The report as one self-contained HTML page.
 
-    Args:
-        comparison: what `keepset compare --json` prints.
-        tokens: the text of each prompt token.
-        kept: for each row of the comparison the boolean `[layers, kv_heads, tokens]` tensor of what it kept,
-            or None where the row failed.
+    It shows what `keepset compare --json` prints, with the text of each prompt token. For each row of the comparison, a
+    boolean `[layers, kv_heads, tokens]` tensor says what it kept; None where the row failed.
     """
     rows = comparison["rows"]
     if len(kept) != len(rows):
         raise KeepsetError(f"the report needs one kept tensor or None for each of {len(rows)} rows, not {len(kept)}.")
     shapes = {tuple(mask.shape) for mask in kept if mask is not None}
-    if len(shapes) > 1 or any(len(shape) != _RANK or shape[-1] != len(tokens) for shape in shapes):
+    if len(shapes) > 1 or any(len(shape) != 3 or shape[-1] != len(tokens) for shape in shapes):
         raise KeepsetError(
             f"the report's kept tensors need one common shape [layers, kv_heads, {len(tokens)}], not "
             + ", ".join(str(list(shape)) for shape in sorted(shapes))
@@ -40,7 +35,6 @@ def render(comparison: dict[str, Any], tokens: Sequence[str], kept: Sequence[Ten
         "heads": heads,
         "kept": [None if mask is None else pack(mask) for mask in kept],
     }
-
     return assemble("compare", "keepset compare", data)
 
 

@@ -26,7 +26,8 @@ def assemble(name: str, title: str, data: dict[str, Any]) -> str:
 
     plotly: str = get_plotlyjs()
     script = _asset("page.js") + _asset(f"{name}.js")
-    hashes = " ".join(f"'sha256-{_sha256(each)}'" for each in (plotly, script))
+    digests = (base64.b64encode(hashlib.sha256(each.encode()).digest()).decode("ascii") for each in (plotly, script))
+    hashes = " ".join(f"'sha256-{digest}'" for digest in digests)
     return Template(_asset("frame.html")).substitute(
         title=title,
         script_hashes=hashes,
@@ -73,7 +74,3 @@ def _finite(value: Any) -> Any:
 
 def _asset(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
-
-
-def _sha256(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")

@@ -7,11 +7,9 @@ from keepset.bench.report.page import assemble
 
 
 def render(result: dict[str, Any], rows: Sequence[Sequence[str]]) -> str:
-    """The report as one self-contained HTML page.
+    """The report as one self-contained HTML page of what `keepset bench serve --json` writes.
 
-    Args:
-        result: what `keepset bench serve --json` writes.
-        rows: its figures as text: a name, then one cell per server and, of two servers, their ratio.
+    Rows are its figures as text: a name, then one cell per server and, of two servers, their ratio.
     """
     servers = [
         {

@@ -9,13 +9,9 @@ from keepset.bench.report.page import assemble
 
 
 def render(result: dict[str, Any], traces: Sequence[Trace], tokens: Sequence[Sequence[str]], layers: list[int]) -> str:
-    """The page as one self-contained HTML text.
+    """The page as one self-contained HTML text of what `keepset trace --json` prints, and of these layers of its runs.
 
-    Args:
-        result: what `keepset trace --json` prints.
-        traces: its runs, in the same order.
-        tokens: of each of them the text of every token, the prompt's first.
-        layers: which layers of the model are drawn.
+    For each of the runs, in the same order, there are the trace and the text of every token, the prompt's first.
     """
     drawn = [
         {"tokens": list(texts), "events": [_event(event, layers) for event in trace.events]}

@@ -8,11 +8,14 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
 
 from keepset import models
 from keepset.bench.cell import Cell
@@ -20,9 +23,6 @@ from keepset.bench.sweep.runner import Runner
 from keepset.bench.sweep.store import Store
 from keepset.bench.sweep.sweep import POLL, Group, Skipped, claimed, work
 from keepset.errors import KeepsetError
-
-if TYPE_CHECKING:
-    import ray
 
 Maker = Callable[[], Runner]
 """Loads the model where a worker needs it; equal ones are called once per worker."""
@@ -42,16 +42,6 @@ class Loads:
         return Runner(model, tokenizer, agnostic=self.agnostic, chat=self.chat, temperature=self.temperature)
 
 
-def check_installed() -> None:
-    """Refuses where there is no Ray."""
-    try:
-        import ray  # noqa: F401
-    except ImportError:
-        raise KeepsetError(
-            'Ray is not installed: run `pip install "keepset[ray]"`, or leave --ray out to use this machine alone.'
-        ) from None
-
-
 def run(
     store: Store, groups: Sequence[Group], make: Maker, nbytes: int, on_cells: Callable[[int], None]
 ) -> list[Skipped]:
@@ -65,14 +55,17 @@ def run(
     claims = claimed(store, groups, on_cells)
     claim: tuple[Group, list[str]] | tuple[()] | None = None
     with _cluster() as cpus:
-        start = _on_workers(nbytes)
+        # What no machine has would be waited for forever.
+        most = max((node["Resources"].get("memory", 0) for node in ray.nodes()), default=0)
+        start = ray.remote(num_cpus=1, memory=min(nbytes, int(most)), num_returns="streaming")(_cells).remote
         while flying or claim != ():
             # No more than will soon run: other processes may want to share.
             while len(flying) < 2 * cpus and (claim := next(claims, ())):
                 flying[start(make, *claim)] = claim[0]
             if not flying and claim is None:
                 time.sleep(POLL)
-            for stream in _ready(flying):
+            # One that has a cell or has ended, if there is one soon.
+            for stream in ray.wait(list(flying), num_returns=1, timeout=POLL)[0] if flying else ():
                 result = _next(stream, flying[stream].task.name)
                 if isinstance(result, Skipped):
                     skipped.append(result)
@@ -86,8 +79,6 @@ def run(
 @contextmanager
 def _cluster() -> Iterator[int]:
     """The cluster that this process is in or finds, or else a new one on this machine; how many CPUs it has."""
-    import ray
-
     mine = not ray.is_initialized()
     if mine:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -99,15 +90,6 @@ def _cluster() -> Iterator[int]:
             ray.shutdown()
 
 
-def _on_workers(nbytes: int) -> Callable[[Maker, Group, list[str]], ray.ObjectRefGenerator[Any]]:
-    """Starts `_cells` where a CPU and so much memory are free."""
-    import ray
-
-    # What no machine has would be waited for forever.
-    most = max((node["Resources"].get("memory", 0) for node in ray.nodes()), default=0)
-    return ray.remote(num_cpus=1, memory=min(nbytes, int(most)), num_returns="streaming")(_cells).remote
-
-
 def _cells(make: Maker, group: Group, recipes: Sequence[str]) -> Iterator[Cell | Skipped]:
     yield from work(_made(make), group, recipes)
 
@@ -117,18 +99,8 @@ def _made(make: Maker) -> Runner:
     return make()
 
 
-def _ready(streams: Collection[ray.ObjectRefGenerator[Any]]) -> list[ray.ObjectRefGenerator[Any]]:
-    """One that has a cell or has ended, if there is one soon."""
-    import ray
-
-    return ray.wait(list(streams), num_returns=1, timeout=POLL)[0] if streams else []
-
-
 def _next(stream: ray.ObjectRefGenerator[Any], task: str) -> Cell | Skipped | None:
     """What a worker has made; None at the group's end."""
-    import ray
-    from ray.exceptions import RayError, RayTaskError
-
     try:
         return ray.get(next(stream))
     except StopIteration:

@@ -13,10 +13,9 @@ import sqlite3
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 from urllib.parse import quote
 from uuid import uuid4
@@ -57,8 +56,7 @@ _GROUP = "task = ? AND seed = ? AND example = ?"
 class Store:
     """A sweep's file: `begin` writes to it, `open` only reads.
 
-    The model's name is the one that it was first given; the configuration is what all cells have in common, by names
-    that a person understands.
+    It has the name that the model was first given, and what all cells have in common, by names for people.
     """
 
     model: str
@@ -75,28 +73,24 @@ class Store:
         """The sweep in a file, to be read."""
         if not path.is_file():
             raise KeepsetError(f"There is no file {str(path)!r}: name one that `keepset eval` has written.")
-        with _sentences(path):
+        with _sentences(path), ExitStack() as undo:
             store = cls(path, _connect(path, writes=False))
-            try:
-                if not store._is_sweep():
-                    raise _no_sweep(path)
-                store._read()
-            except BaseException:
-                store.close()
-                raise
-            return store
+            undo.callback(store.close)
+            if not store._is_sweep():
+                raise _no_sweep(path)
+            store._read()
+            undo.pop_all()
+        return store
 
     @classmethod
     def begin(cls, path: Path, model: str, configuration: Mapping[str, Any]) -> Store:
         """The sweep in a file, to be added to; a new one if there is none."""
-        with _sentences(path):
+        with _sentences(path), ExitStack() as undo:
             store = cls(path, _connect(path, writes=True))
-            try:
-                store._begin(model, configuration)
-                store.check(configuration)
-            except BaseException:
-                store.close()
-                raise
+            undo.callback(store.close)
+            store._begin(model, configuration)
+            store.check(configuration)
+            undo.pop_all()
         store._beats.start()
         return store
 
@@ -112,19 +106,19 @@ class Store:
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def check(self, configuration: Mapping[str, Any]) -> None:
         """Refuses another configuration, of which not all has to be known yet."""
         mine = self.configuration
-        differs = [name for name, value in configuration.items() if mine.get(name) != value]
+        differs = [
+            f"{name}: {_word(mine.get(name))}, not {_word(value)}"
+            for name, value in configuration.items()
+            if mine.get(name) != value
+        ]
         if differs:
-            difference = "; ".join(
-                f"{name}: {_word(mine.get(name))}, not {_word(configuration[name])}" for name in differs
-            )
+            difference = "; ".join(differs)
             raise KeepsetError(f"{str(self.path)!r} was begun otherwise ({difference}): go on as there, or {_ADVICE}.")
 
     def register(self, task: str, seed: int, ids: Sequence[str], digest: str) -> None:
@@ -158,7 +152,8 @@ class Store:
             rows = self._database.execute("SELECT cell FROM cells ORDER BY rowid").fetchall()
             known = self._database.execute("SELECT task, seed, ids FROM examples ORDER BY rowid").fetchall()
         try:
-            cells = [_renamed(Cell.from_json(json.loads(text))) for (text,) in rows]
+            written = [Cell.from_json(json.loads(text)) for (text,) in rows]
+            cells = [replace(c, recipe=_canonical(c.recipe), method=_canonical(c.method)) for c in written]
             keys = [(task, seed, example) for task, seed, ids in known for example in json.loads(ids)]
             place = {key: at for at, key in enumerate(keys)}
             rank = {recipe: at for at, recipe in enumerate(dict.fromkeys(cell.recipe for cell in cells))}
@@ -274,10 +269,6 @@ class Store:
 def _canonical(text: str) -> str:
     """A recipe's or a method's text as it is written today: a file may be older than a method's name."""
     return _FORMER_METHOD.sub(lambda match: FORMER_NAMES[match[0]], text)
-
-
-def _renamed(cell: Cell) -> Cell:
-    return replace(cell, recipe=_canonical(cell.recipe), method=_canonical(cell.method))
 
 
 def _connect(path: Path, *, writes: bool) -> sqlite3.Connection:

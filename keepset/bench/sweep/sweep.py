@@ -7,15 +7,14 @@ import json
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-
-from transformers import PreTrainedTokenizerBase
+from itertools import product
 
 from keepset.bench.candidate import Candidate
 from keepset.bench.cell import Cell
 from keepset.bench.memory import is_out_of_memory
 from keepset.bench.sweep.runner import Runner
 from keepset.bench.sweep.store import Key, Store
-from keepset.bench.tasks.task import Example, Task
+from keepset.bench.tasks.task import Example, Task, Tokenizer
 from keepset.errors import KeepsetError
 
 POLL = 1.0
@@ -34,28 +33,24 @@ class Grid:
     def is_done(self, store: Store) -> bool:
         """Whether a file has all of it, as far as it knows which examples there are."""
         done = store.done()
-        return all(
-            (examples := store.examples(task.name, seed)) is not None
-            and all(
-                ((task.name, seed, example), candidate.text) in done
-                for example in examples
-                for candidate in self.candidates[task.name]
-            )
-            for task in self.tasks
-            for seed in self.seeds
-        )
+        for task, seed in product(self.tasks, self.seeds):
+            if (examples := store.examples(task.name, seed)) is None:
+                return False
+            wanted = product(examples, self.candidates[task.name])
+            if not all(((task.name, seed, example), candidate.text) in done for example, candidate in wanted):
+                return False
+        return True
 
-    def groups(self, store: Store, tokenizer: PreTrainedTokenizerBase) -> list[Group]:
+    def groups(self, store: Store, tokenizer: Tokenizer) -> list[Group]:
         """All of it, example by example; which examples there are is noted in the file."""
         groups = []
-        for task in self.tasks:
-            for seed in self.seeds:
-                examples = task.examples(tokenizer, limit=self.limit, seed=seed)
-                ids = [example.id for example in examples]
-                if len(set(ids)) < len(ids):
-                    raise KeepsetError(f"{task.name} has several examples of one id: give each an id of its own.")
-                store.register(task.name, seed, ids, digest(task, examples))
-                groups += [Group(task, seed, example, self.candidates[task.name]) for example in examples]
+        for task, seed in product(self.tasks, self.seeds):
+            examples = task.examples(tokenizer, limit=self.limit, seed=seed)
+            ids = [example.id for example in examples]
+            if len(set(ids)) < len(ids):
+                raise KeepsetError(f"{task.name} has several examples of one id: give each an id of its own.")
+            store.register(task.name, seed, ids, digest(task, examples))
+            groups += [Group(task, seed, example, self.candidates[task.name]) for example in examples]
         return groups
 
     def of(self, cells: Sequence[Cell]) -> list[Cell]:

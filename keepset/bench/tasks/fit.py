@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 from keepset.bench.tasks.task import Example, Tokenizer
 
@@ -12,15 +11,11 @@ _FULL = 0.97
 
 def room(tokenizer: Tokenizer, length: int, answer: int) -> int:
     """How many of `length` tokens are left for an example, less its answer and a chat template's own."""
-    return length - answer - _around(tokenizer)
-
-
-def _around(tokenizer: Any) -> int:
     if not tokenizer.chat_template:
-        return 0
+        return length - answer
     empty = [{"role": "user", "content": ""}]
-    text = tokenizer.apply_chat_template(empty, tokenize=False, add_generation_prompt=True)
-    return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+    text = str(tokenizer.apply_chat_template(empty, tokenize=False, add_generation_prompt=True))
+    return length - answer - len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def measure(tokenizer: Tokenizer, example: Example) -> int:

@@ -66,13 +66,9 @@ class Halving:
     """The race (Jamieson & Talwalkar 2016, arXiv:1502.07943).
 
     In every round the better half of the recipes goes on and the text doubles. Recipes are compared on the same pieces.
-    After the first ones `grow` may add recipes, which are measured on these before anyone is out.
-
-    Attributes:
-        entries: all that have ever been in the race, in the order in which they came.
-        alive: those that still are.
-        round: the one under way, from 1.
-        done, planned: units of work, of which a recipe on a piece is one.
+    After the first ones `grow` may add recipes, which are measured on these before anyone is out. `entries` are all
+    that have ever been in the race, in the order in which they came; `alive` those that still are. `done` and `planned`
+    are in units of work, of which a recipe on a piece is one.
     """
 
     def __init__(
@@ -90,14 +86,9 @@ class Halving:
         self._rounds = [count for count in ROUNDS if count < pieces] + [pieces]
         self.entries = [Contender(recipe) for recipe in recipes]
         self.alive = list(self.entries)
-        self.round, self.done = 1, 0
+        self.round, self.rounds, self.done = 1, len(self._rounds), 0
         first, entries = self._rounds[0], len(self.alive)
         self.planned = _cost(first, entries) + _cost(first, grown) + self._later(1, entries + grown)
-
-    @property
-    def rounds(self) -> int:
-        """How many there are."""
-        return len(self._rounds)
 
     @property
     def pieces(self) -> int:

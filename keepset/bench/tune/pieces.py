@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
+from keepset.bench.tasks.task import Tokenizer
 from keepset.bench.tune.halving import ROUNDS
 from keepset.errors import KeepsetError
 from keepset.texts import CITIES, Needle, adds_bos, chat_parts, insert, secret_number
@@ -30,9 +30,7 @@ _ROOM = {False: 1, True: 512}
 class TextPiece:
     """What recipes are measured on: a prompt that is compressed, and the text that follows it.
 
-    Attributes:
-        facts: hidden in the prompt.
-        questions: about each of them, as it follows the prompt, up to where the answer differs.
+    Facts are hidden in the prompt; questions about each follow the prompt, up to where the answer differs.
     """
 
     prompt: Int[Tensor, "1 tokens"]
@@ -42,7 +40,7 @@ class TextPiece:
 
 
 def cut(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, retrieval: bool, longest: int | None, seed: int
+    tokenizer: Tokenizer, texts: Sequence[str], *, retrieval: bool, longest: int | None, seed: int
 ) -> list[TextPiece]:
     """`PIECES` pieces, in an order that the seed decides.
 
@@ -71,7 +69,8 @@ def cut(
     begin = [tokenizer.bos_token_id] if adds_bos(tokenizer) else []
     pieces = []
     for text, start in chance.sample(places, PIECES):
-        body, after = _split(ids[text][start : start + size])
+        end = start + size - size // SHARE
+        body, after = ids[text][start:end], ids[text][end : start + size]
         if retrieval:
             pieces.append(_with_facts(tokenizer, body, after, chance))
         else:
@@ -90,14 +89,7 @@ def _places(lengths: Sequence[int], size: int) -> list[tuple[int, int]]:
     return places
 
 
-def _split(ids: list[int]) -> tuple[list[int], list[int]]:
-    after = len(ids) // SHARE
-    return ids[:-after], ids[-after:]
-
-
-def _with_facts(
-    tokenizer: PreTrainedTokenizerBase, body: list[int], after: list[int], chance: random.Random
-) -> TextPiece:
+def _with_facts(tokenizer: Tokenizer, body: list[int], after: list[int], chance: random.Random) -> TextPiece:
     """A piece whose prompt begins a user's message, with facts at evenly spaced depths."""
     text, facts = str(tokenizer.decode(body)), []
     for number, city in enumerate(chance.sample(CITIES, FACTS)):

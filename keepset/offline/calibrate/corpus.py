@@ -1,9 +1,8 @@
 """`Corpus`: texts as passages of tokens, drawn in an order that a seed decides."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from jaxtyping import Int
@@ -41,12 +40,8 @@ class Corpus:
     @classmethod
     def draw(
         cls, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, tokens: int, length: int, seed: int
-    ) -> Corpus:
-        """Passages of up to `length` tokens until they have `tokens`, or all that there are.
-
-        Raises:
-            KeepsetError: the texts are too short for one.
-        """
+    ) -> Self:
+        """Passages of up to `length` tokens until they have `tokens`, or all that there are, but at least one."""
         shortest = min(SHORTEST, length)
         candidates = shuffled_passages(tokenizer, texts, length=length, shortest=shortest, seed=seed)
         if not candidates:

@@ -7,8 +7,6 @@ the gates' mean, times 0.05, falls. The authors do 2000 steps on texts of up to 
 256 recent ones; here few steps on short texts with few sinks and recent tokens serve a CPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -41,11 +39,7 @@ def with_gates(
     steps: int,
     on_step: Callable[[], None] = lambda: None,
 ) -> Statistics:
-    """The same statistics, and the gates of their layers.
-
-    Raises:
-        UnsupportedModelError: the model's context is too short for passkeys, or its numbers are not finite.
-    """
+    """The same statistics, and the gates of their layers; a text must fit the model's context."""
     longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or LENGTH
     texts = draw(tokenizer, corpus.passages, count=steps, length=min(LENGTH, longest), seed=corpus.seed)
     heads = {index: len(layer.direction) for index, layer in statistics.layers.items()}
@@ -60,11 +54,7 @@ def retrieval_gates(
     kv_heads: Mapping[int, int],
     on_step: Callable[[], None] = lambda: None,
 ) -> dict[int, Float[Tensor, " kv_heads"]]:
-    """A gate from 0 to 1 for every KV head of these layers, one step of training for each text.
-
-    Raises:
-        UnsupportedModelError: the model gives hidden states that are not finite numbers.
-    """
+    """A gate from 0 to 1 for every KV head of these layers, one step of training for each text."""
     gates = {index: torch.ones(heads, requires_grad=True, device=model.device) for index, heads in kv_heads.items()}
     everything = list(gates.values())
     optimizer = torch.optim.AdamW(everything, lr=_RATE, weight_decay=0.0)

@@ -1,7 +1,5 @@
 """Runs a model over passages and measures the queries of its layers."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable
@@ -14,8 +12,8 @@ from transformers import PreTrainedModel
 
 import keepset
 from keepset.core.feature import Needs
+from keepset.core.features.given import RecentQueries
 from keepset.core.features.moments import QueryMoments
-from keepset.core.features.recent_queries import RecentQueries
 from keepset.core.observation import Observation
 from keepset.core.statistics import LayerStatistics, Statistics
 from keepset.errors import UnsupportedModelError
@@ -80,11 +78,7 @@ class _ObservingCache(PromptCache):
 
 @torch.no_grad()
 def measure(model: PreTrainedModel, corpus: Corpus, on_passage: Callable[[], None] = lambda: None) -> Statistics:
-    """The statistics of a model over a corpus, one passage at a time.
-
-    Raises:
-        UnsupportedModelError: keepset cannot compress this model, or cannot tell how it rotates queries.
-    """
+    """The statistics of a model over a corpus, one passage at a time; the model must be one that keepset compresses."""
     layers: dict[int, _Layer] = {}
 
     def start_layer(observation: Observation) -> None:

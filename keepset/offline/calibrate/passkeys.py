@@ -1,7 +1,5 @@
 """Texts in which words are to be found again: passkeys hidden between passages and asked for at the end."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,11 +35,7 @@ def draw(
     length: int = LENGTH,
     seed: int,
 ) -> list[Passkeys]:
-    """So many texts of this length, passkeys and their places drawn by chance, passages in between.
-
-    Raises:
-        UnsupportedModelError: that is too short for passkeys.
-    """
+    """So many texts of this length, passkeys and their places drawn by chance, passages in between."""
     chance, alphabet = torch.Generator().manual_seed(seed), _WORDS.split()
 
     def number(below: int) -> int:

@@ -1,7 +1,5 @@
 """How a layer rotates queries and keys, found out by rotating unit vectors."""
 
-from __future__ import annotations
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor

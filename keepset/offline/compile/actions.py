@@ -1,7 +1,5 @@
 """What the tables may say, and the behaviour policy that tries it out."""
 
-from __future__ import annotations
-
 import hashlib
 
 import torch

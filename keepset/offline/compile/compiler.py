@@ -1,7 +1,5 @@
 """CompilerKV's offline compilation, from contexts to tables (Yang et al. 2026, sections 3.2 to 4.4 and B.1)."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -23,7 +21,7 @@ from keepset.hf.prompt_session import PromptSession
 from keepset.methods.compilerkv import CompilerKV, admitted
 from keepset.offline.compile.actions import THRESHOLDS, WEIGHTS, draw
 from keepset.offline.compile.corpus import Context, ContextPool
-from keepset.offline.compile.cql import Logged, Point, best, learn
+from keepset.offline.compile.cql import Logged, best, learn
 from keepset.offline.compile.judge import Judge
 from keepset.offline.compile.log import Log, Trial
 from keepset.offline.compile.risk import empty, risk_bins, stratified, with_edges
@@ -136,7 +134,7 @@ def compile_tables(
             "actions": {"weights": list(WEIGHTS), "thresholds": list(THRESHOLDS)},
             "alpha": ALPHA,
             "beta": BETA,
-            "curves": {"head": list(map(asdict, head_curve)), "gate": list(map(asdict, gate_curve))},
+            "curves": {"head": head_curve, "gate": gate_curve},
             "marks": [list(context.marks) for context in contexts],
         },
     )
@@ -212,7 +210,7 @@ def _try_actions(
 
 def _head_table(
     rows: Sequence[Trial], settings: Settings, layers: int, deciding: int
-) -> tuple[Float[Tensor, "budgets layers deciding"], list[Point]]:
+) -> tuple[Float[Tensor, "budgets layers deciding"], list[dict[str, float]]]:
     """Equation 9. A state is (l, h, B)."""
     actions, rewards, budgets, _ = _arrays(rows, "head", settings)
     decisions = layers * deciding
@@ -231,7 +229,7 @@ def _head_table(
 
 def _gate_table(
     rows: Sequence[Trial], settings: Settings, layers: int, where: dict[str, int]
-) -> tuple[Float[Tensor, "budgets layers 20 4"], list[Point]]:
+) -> tuple[Float[Tensor, "budgets layers 20 4"], list[dict[str, float]]]:
     """The threshold of highest value. A state is (l, b_ent, b_ppl, B)."""
     actions, rewards, budgets, spread = _arrays(rows, "gate", settings)
     cell = torch.tensor([where[row.context] for row in rows if row.kind == "gate"])

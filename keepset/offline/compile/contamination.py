@@ -3,8 +3,6 @@
 Whoever evaluates recipes on contexts calls `refuse_contaminated(recipe, context)` for every pair, before anything runs.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 

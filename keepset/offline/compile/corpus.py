@@ -1,11 +1,10 @@
 """`Context`: a piece of a text that tables are compiled from, and the files that such texts come from."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import torch
 from jaxtyping import Int
@@ -37,17 +36,10 @@ class Context:
 
 @dataclass(frozen=True, eq=False)
 class ContextPool:
-    """Contexts in an order that a seed decides.
-
-    Attributes:
-        contexts: those that may be looked at, at most as many as were asked for.
-        sha256: of all texts.
-        seed: of the order.
-    """
+    """Contexts that may be looked at, in an order that a seed decides, and the hash of all texts."""
 
     contexts: list[Context]
     sha256: str
-    seed: int
 
     @classmethod
     def draw(
@@ -59,12 +51,8 @@ class ContextPool:
         continuation: int,
         count: int,
         seed: int,
-    ) -> ContextPool:
-        """At most `count` pieces of texts that do not overlap, `tokens` and `continuation` long.
-
-        Raises:
-            KeepsetError: no text is long enough for one.
-        """
+    ) -> Self:
+        """At most `count` pieces of texts that do not overlap, `tokens` and `continuation` long, but at least one."""
         length = tokens + continuation
         passages = shuffled_passages(tokenizer, texts, length=length, shortest=length, seed=seed)
         if not passages:
@@ -81,15 +69,11 @@ class ContextPool:
             text = str(tokenizer.decode(passage[1:] if adds_bos(tokenizer) else passage))
             # The same text twice is one context.
             contexts[name] = Context(ids, tokens, name, passage_hashes(text))
-        return cls(list(contexts.values()), digest(texts), seed)
+        return cls(list(contexts.values()), digest(texts))
 
 
 def read_texts(paths: Sequence[Path]) -> list[str]:
-    """The texts of these files: a .jsonl file has one in the field "text" of every line, any other is one.
-
-    Raises:
-        KeepsetError: one cannot be read, is not UTF-8, is empty, or has a line that is not such an object.
-    """
+    """The texts of these files: a .jsonl file has one in the field "text" of every line, any other is one."""
     texts: list[str] = []
     for path in paths:
         whole = read(path)

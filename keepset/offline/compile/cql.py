@@ -1,7 +1,5 @@
 """Conservative Q-learning (equation 4) where one reward answers for many decisions at once."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -29,15 +27,6 @@ class Logged:
     rewards: Float[Tensor, " rows"]
 
 
-@dataclass(frozen=True)
-class Point:
-    """A point of the learning curve: both terms of equation 4, each without its factor."""
-
-    step: int
-    bellman: float
-    conservative: float
-
-
 def learn(
     logged: Logged,
     features: Int[Tensor, "states kinds"],
@@ -45,8 +34,8 @@ def learn(
     *,
     alpha: float,
     decay: float,
-) -> tuple[Float[Tensor, "states actions"], list[Point]]:
-    """Q of every state and action, and how it was learned.
+) -> tuple[Float[Tensor, "states actions"], list[dict[str, float]]]:
+    """Q of every state and action, and how it was learned: both terms of equation 4, each without its factor.
 
     The value of a joint action is the sum of its decisions' values, so one reward teaches all of them: a contextual
     bandit that is linear in (state, action). Under a sum the log-sum-exp over all joint actions is the sum of those
@@ -67,14 +56,14 @@ def learn(
     visited = taken.view(states, actions).sum(1)
     learned = torch.zeros(int(features.max()) + 1, actions, requires_grad=True)
     optimizer = torch.optim.Adam([learned], lr=RATE)
-    curve = []
+    curve: list[dict[str, float]] = []
     for step in range(STEPS + 1):
         q = known + learned[features].sum(1)
         foretold = F.embedding_bag(index, q.view(-1, 1), mode="sum")[:, 0]
         bellman = (foretold - logged.rewards).square().mean() / 2
         conservative = (visited * q.logsumexp(1)).sum() - (taken * q.flatten()).sum()
         if step % _EVERY == 0:
-            curve.append(Point(step, float(bellman.detach()), float(conservative.detach())))
+            curve.append({"step": step, "bellman": bellman.item(), "conservative": conservative.item()})
         loss = bellman + alpha * conservative + decay / 2 * learned.square().sum()
         (learned.grad,) = torch.autograd.grad(loss, [learned])
         if step < STEPS:

@@ -1,7 +1,5 @@
 """Tables in words."""
 
-from __future__ import annotations
-
 import torch
 
 from keepset.core.tables import Tables

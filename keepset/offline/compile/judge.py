@@ -1,7 +1,5 @@
 """`Judge`: what any tables make of one context, whose prompt runs once."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -41,11 +39,7 @@ class Verdict:
 
 
 class Judge:
-    """One context.
-
-    Attributes:
-        risk: entropy and perplexity of its prompt (equations 12 and 13).
-    """
+    """One context, and its risk: entropy and perplexity of the prompt (equations 12 and 13)."""
 
     def __init__(self, model: PreTrainedModel, method: CompilerKV, context: Context) -> None:
         self._method = dataclasses.replace(method, elastic=True, gate=True)
@@ -60,8 +54,8 @@ class Judge:
 
     def verdict(self, tables: Tables, keep: int, *, elastic: bool) -> Verdict:
         """Of these tables under this budget; a `KeepsetError` where the model's logits are not finite."""
-        known = {field.name: getattr(self._method, field.name) for field in dataclasses.fields(CompilerKV)}
-        method = _Given(**{**known, "elastic": elastic}, given=tables, received=self._received, signals=self._signals)
+        parameters = {**dataclasses.asdict(self._method), "elastic": elastic}
+        method = _Given(**parameters, given=tables, received=self._received, signals=self._signals)
         prompt = self._session.compress(Recipe(method, Budget(keep, recent=method.window)))
         keep_set = prompt.event.keep_set
         assert keep_set is not None

@@ -1,7 +1,5 @@
 """`Log`: what a compilation has found so far, in SQLite, so that it can be interrupted and gone on with."""
 
-from __future__ import annotations
-
 import json
 import sqlite3
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Bins of risk: where they meet, and contexts drawn from them as evenly as there are."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 

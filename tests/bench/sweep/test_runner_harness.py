@@ -14,14 +14,11 @@ from keepset.bench.sweep.runner import Runner
 from keepset.bench.tasks.catalogue import Settings
 from keepset.bench.tasks.find import find
 from keepset.recipe import Recipe
+from tests.bench.harness import WITH_HARNESS
 from tests.bench.sweep.letters import letters
 from tests.hf.models import tiny
 
-pytest.importorskip("lm_eval", reason='pip install "keepset[eval]"')
-
-from lm_eval import simple_evaluate
-from lm_eval.models.huggingface import HFLM
-from lm_eval.tasks import TaskManager
+pytestmark = pytest.mark.full
 
 TEXTS = ["What is kept?", "Some entries; ", "Of two heads, which one looks at the first token?", "A", "12 \n"]
 MEAN = {"aggregation": "mean", "higher_is_better": True}
@@ -58,8 +55,12 @@ def define(folder: Path, said: list[str]) -> dict[str, str]:
     return {name: str(path) for name, path in paths.items()}
 
 
-@pytest.mark.full
+@WITH_HARNESS
 def test_cells_of_a_task_have_the_harness_s_answers_and_its_scores(tmp_path: Path) -> None:
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
     model, tokenizer = tiny("llama"), letters()
 
     def harness(folder: Path) -> Any:

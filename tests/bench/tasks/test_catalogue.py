@@ -10,17 +10,18 @@ import pytest
 from keepset import KeepsetError
 from keepset.bench.tasks.catalogue import Settings
 from keepset.bench.tasks.find import find
+from tests.bench.harness import WITH_HARNESS
 
-pytest.importorskip("lm_eval", reason='pip install "keepset[eval]"')
-
-from lm_eval.tasks import TaskManager
-
-from keepset.bench.tasks import lm_eval
+pytestmark = WITH_HARNESS
 
 
 @pytest.fixture(autouse=True)
 def few_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Reading the harness's thousands of own tasks takes seconds."""
+    from lm_eval.tasks import TaskManager
+
+    from keepset.bench.tasks import lm_eval
+
     tmp_path.joinpath("a.yaml").write_text("{task: hellaswag, dataset_path: x}")
     tmp_path.joinpath("b.yaml").write_text("{task: gsm8k, dataset_path: x}")
     monkeypatch.setattr(

@@ -17,15 +17,9 @@ from keepset import KeepsetError
 from keepset.bench.tasks.catalogue import Settings
 from keepset.bench.tasks.find import find
 from keepset.bench.tasks.task import Question, Reply, Task
+from tests.bench.harness import WITH_HARNESS
 
-pytest.importorskip("lm_eval", reason='pip install "keepset[eval]"')
-
-from lm_eval import simple_evaluate
-from lm_eval.api.instance import Instance
-from lm_eval.api.model import LM
-from lm_eval.tasks import TaskManager
-
-from keepset.bench.tasks import lm_eval as subject
+pytestmark = WITH_HARNESS
 
 WORDS = ["kept", "dropped", "2020-01-01", "of the cache", "Ünits", "12"]
 ITEMS = [
@@ -114,23 +108,27 @@ def define(folder: Path, name: str, **changes: Any) -> str:
     return str(path)
 
 
-class Stub(LM):
-    """Answers by what it was asked, and remembers it."""
+def stub_model() -> Any:
+    """A model of the harness that answers by what it was asked, and remembers it."""
+    from lm_eval.api.model import LM
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked: list[Any] = []
+    class Stub(LM):
+        def __init__(self) -> None:
+            super().__init__()
+            self.asked: list[Any] = []
 
-    def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-        self.asked += [request.args for request in requests]
-        return [likelihood(*request.args) for request in requests]
+        def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
+            self.asked += [request.args for request in requests]
+            return [likelihood(*request.args) for request in requests]
 
-    def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
-        raise AssertionError
+        def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
+            raise AssertionError
 
-    def generate_until(self, requests: list[Instance]) -> list[str]:
-        self.asked += [request.args[:1] for request in requests]
-        return [answer(request.args[0]) for request in requests]
+        def generate_until(self, requests: list[Any]) -> list[str]:
+            self.asked += [request.args[:1] for request in requests]
+            return [answer(request.args[0]) for request in requests]
+
+    return Stub()
 
 
 def answer(prompt: str) -> str:
@@ -158,7 +156,10 @@ def single(name: str, settings: Settings | None = None) -> Task:
 
 @pytest.mark.parametrize("shots", [pytest.param(0, marks=pytest.mark.full), 2])
 def test_prompts_and_scores_are_those_of_the_harness_s_own_evaluator(tmp_path: Path, shots: int) -> None:
-    paths, stub = {name: define(tmp_path, name, num_fewshot=shots) for name in KINDS}, Stub()
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    paths, stub = {name: define(tmp_path, name, num_fewshot=shots) for name in KINDS}, stub_model()
     manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
     own: Any = simple_evaluate(stub, tasks=list(KINDS), task_manager=manager, bootstrap_iters=0)
     asked: list[Any] = []
@@ -211,8 +212,10 @@ def test_what_comes_before_the_question_is_context(tmp_path: Path) -> None:
     ],
 )
 def test_where_a_prompt_is_cut(doc: dict[str, Any], asked: str, context: str) -> None:
+    from keepset.bench.tasks import lm_eval
+
     prompt = "Shown\n\nA text.\nWhy?"
-    assert subject._split(prompt, asked, doc) == (context, prompt[len(context) :])
+    assert lm_eval._split(prompt, asked, doc) == (context, prompt[len(context) :])
 
 
 def test_how_answers_are_generated_is_the_task_s(tmp_path: Path) -> None:
@@ -246,6 +249,10 @@ def test_a_task_that_was_sent_is_the_same(tmp_path: Path) -> None:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder for data, and a harness that knows the four tasks, a group and a tag."""
+    from lm_eval.tasks import TaskManager
+
+    from keepset.bench.tasks import lm_eval
+
     harness, data = tmp_path / "harness", tmp_path / "data"
     harness.mkdir()
     data.mkdir()
@@ -253,10 +260,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         define(harness, name, num_fewshot=2, **({"tag": "some"} if name in ("write", "choose") else {}))
     group = {"group": "all", "task": ["write", "choose", {"task": "prefixed", "num_fewshot": 1}]}
     harness.joinpath("all.yaml").write_text(json.dumps(group), encoding="utf-8")
-    monkeypatch.setattr(subject, "TaskManager", partial(TaskManager, include_path=str(harness), include_defaults=False))
-    subject._manager.cache_clear()
+    monkeypatch.setattr(lm_eval, "TaskManager", partial(TaskManager, include_path=str(harness), include_defaults=False))
+    lm_eval._manager.cache_clear()
     yield data
-    subject._manager.cache_clear()
+    lm_eval._manager.cache_clear()
 
 
 def test_groups_and_tags_stand_for_their_tasks_and_each_comes_once(folder: Path) -> None:

@@ -14,14 +14,9 @@ from keepset.bench.tasks import hub, longbench
 from keepset.bench.tasks.catalogue import Settings
 from keepset.bench.tasks.find import find
 from keepset.bench.tasks.task import Task
+from tests.bench.harness import WITH_HARNESS
 
-pytest.importorskip("lm_eval", reason='pip install "keepset[eval]"')
-for package in ("jieba", "fuzzywuzzy", "rouge"):
-    pytest.importorskip(package, reason='pip install "keepset[eval]"')
-
-import datasets  # noqa: E402
-import lm_eval.tasks  # noqa: E402
-from lm_eval.tasks import TaskManager  # noqa: E402
+pytestmark = WITH_HARNESS
 
 MINIATURE = Path(__file__).parent / "longbench"
 TASKS = longbench.NAMES[:-1]
@@ -39,17 +34,20 @@ def records(name: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def manager() -> TaskManager:
-    folder = Path(lm_eval.tasks.__file__).parent / "longbench"
-    return TaskManager(include_defaults=False, include_path=str(folder))
+def manager() -> Any:
+    from lm_eval import tasks
+
+    folder = Path(tasks.__file__).parent / "longbench"
+    return tasks.TaskManager(include_defaults=False, include_path=str(folder))
 
 
 @pytest.mark.parametrize("name", TASKS)
 def test_prompts_and_scores_are_the_harness_own(
-    name: str, manager: TaskManager, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, manager: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    documents = [{**record, "question": record["input"]} for record in records(name)]
+    import datasets
 
+    documents = [{**record, "question": record["input"]} for record in records(name)]
     found = {"test": datasets.Dataset.from_list(documents)}
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: found)
     harness = manager.load([name])["tasks"][name]
@@ -116,6 +114,8 @@ def test_limit_and_order(tokenizer: Any) -> None:
 
 def test_the_harness_data_set_on_the_hub(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says `question` where the official files say `input`."""
+    import datasets
+
     asked = []
 
     def load_dataset(path: str, name: str, *, split: str) -> Any:
@@ -138,7 +138,7 @@ def test_no_hub(data: str | None, tmp_path: Path, tokenizer: Any, monkeypatch: p
         raise ConnectionError("Couldn't reach it")
 
     monkeypatch.setattr(hub, "_answers", lambda: True)
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
     shutil.copy(MINIATURE / "trec.jsonl", tmp_path)
     made = task("longbench_qasper", None if data is None else tmp_path)
     with pytest.raises(KeepsetError, match=r"qasper cannot be loaded .*give a folder with qasper\.jsonl"):

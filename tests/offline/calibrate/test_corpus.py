@@ -55,14 +55,14 @@ def test_passages_are_parts_of_texts_each_once(
     whole = sum(size for size in sizes if size >= SHORTEST)
     assert corpus.tokens <= min(tokens, whole)
     assert corpus.tokens > min(tokens, whole) - length
-    seen: set[int] = set()
+    drawn: set[int] = set()
     for passage in corpus.passages:
         first, *rest = passage.tolist()[begin:]
         assert bos is None or passage[0] == bos
         assert rest == list(range(first + 1, first + 1 + len(rest)))
         assert SHORTEST <= len(passage) <= length
-        assert seen.isdisjoint({first, *rest})
-        seen |= {first, *rest}
+        assert drawn.isdisjoint({first, *rest})
+        drawn |= {first, *rest}
 
 
 def test_the_seed_decides_the_order() -> None:

@@ -39,11 +39,11 @@ def test_a_gate_mixes_two_attentions(window: int | None) -> None:
         gates._gates.set(None)
 
     def attend(head: int, at: int, streams: bool) -> list[float]:
-        seen = [t for t in range(at + 1) if window is None or at - t < window]
-        seen = [t for t in seen if not streams or t < 2 or at - t < 3]
+        places = [t for t in range(at + 1) if window is None or at - t < window]
+        places = [t for t in places if not streams or t < 2 or at - t < 3]
         keys, values = key[0, head // 2].tolist(), value[0, head // 2].tolist()
-        weights = softmax([0.4 * dot(query[0, head, at].tolist(), keys[t]) for t in seen])
-        return [sum(weight * values[t][i] for weight, t in zip(weights, seen, strict=True)) for i in range(3)]
+        weights = softmax([0.4 * dot(query[0, head, at].tolist(), keys[t]) for t in places])
+        return [sum(weight * values[t][i] for weight, t in zip(weights, places, strict=True)) for i in range(3)]
 
     for head in range(4):
         gate = 0.3 if head < 2 else 1.0
@@ -74,9 +74,9 @@ def test_the_head_that_matters_stays_open(architecture: str) -> None:
     texts = [Passkeys(prompt(1, 40, seed)[0], 30) for seed in range(8)]
     layers = [1, 3] if architecture == "gemma3" else range(2)
     implementation = model.config._attn_implementation
-    found = retrieval_gates(model, texts, dict.fromkeys(layers, heads))
-    assert list(found) == list(layers)
-    for index, gate in found.items():
+    trained = retrieval_gates(model, texts, dict.fromkeys(layers, heads))
+    assert list(trained) == list(layers)
+    for index, gate in trained.items():
         for one in range(heads):
             open_ = index == layer and one == head
             assert gate[one] > 0.7 if open_ else gate[one] < 0.5

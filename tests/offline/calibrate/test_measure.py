@@ -25,7 +25,7 @@ def corpus(*lengths: int) -> Corpus:
 
 def queries(model: Any, ids: Tensor, rotated: bool) -> list[Tensor]:
     """Every layer's queries `[query_heads, tokens, head_dim]`, from the model's projections, for Llama's like."""
-    config, found = model.config, []
+    config, layers = model.config, []
     size = config.head_dim
 
     def projected(module: Any, args: Any, output: Tensor) -> None:
@@ -34,7 +34,7 @@ def queries(model: Any, ids: Tensor, rotated: bool) -> list[Tensor]:
             angles = torch.arange(len(ids))[:, None] * 10000.0 ** -(torch.arange(size // 2) * 2 / size)
             x, y = rows.chunk(2, -1)
             rows = torch.cat([x * angles.cos() - y * angles.sin(), y * angles.cos() + x * angles.sin()], -1)
-        found.append(rows.double())
+        layers.append(rows.double())
 
     handles = [layer.self_attn.q_proj.register_forward_hook(projected) for layer in model.model.layers]
     model.set_attn_implementation("sdpa")
@@ -42,7 +42,7 @@ def queries(model: Any, ids: Tensor, rotated: bool) -> list[Tensor]:
         model(ids[None], use_cache=False)
     for handle in handles:
         handle.remove()
-    return [rows[:, SKIP:] for rows in found]
+    return [rows[:, SKIP:] for rows in layers]
 
 
 def all_queries(name: str, lengths: tuple[int, ...], rotated: bool) -> list[Tensor]:
@@ -72,12 +72,12 @@ def test_moments_are_those_of_all_queries_before_rotation(name: str) -> None:
 def test_direction_is_the_first_right_singular_vector_of_rotated_queries(name: str) -> None:
     statistics = measure(tiny(name), corpus(40, 23))
     for layer, rows in zip(statistics.layers.values(), all_queries(name, (40, 23), True), strict=True):
-        found = []
+        directions = []
         for own in rows:
             vector = torch.linalg.svd(own, full_matrices=False).Vh[0]
-            found.append(vector if (own @ vector).mean() > 0 else -vector)
+            directions.append(vector if (own @ vector).mean() > 0 else -vector)
         kv_heads = len(layer.direction)
-        expected = torch.stack(found).unflatten(0, (kv_heads, -1)).mean(1)
+        expected = torch.stack(directions).unflatten(0, (kv_heads, -1)).mean(1)
         torch.testing.assert_close(layer.direction.double(), expected, rtol=1e-3, atol=1e-4)
 
 

@@ -18,4 +18,4 @@ def context(seed: int) -> Context:
 
 
 def corpus(count: int, seed: int = 0) -> ContextPool:
-    return ContextPool([context(100 * seed + i) for i in range(count)], "0f3a", seed)
+    return ContextPool([context(100 * seed + i) for i in range(count)], "0f3a")

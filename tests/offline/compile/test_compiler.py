@@ -195,11 +195,11 @@ def test_settings_that_say_nothing(other: dict[str, Any], because: str) -> None:
 
 def test_contexts_are_taken_evenly_from_the_bins() -> None:
     """However many a bin has, none gets a second turn while another waits for its first."""
-    found = [0] * 10 + [3] * 2 + [7]
-    assert [found[i] for i in stratified(found, 3)] == [0, 3, 7]
-    assert [found[i] for i in stratified(found, 5)] == [0, 0, 3, 3, 7]
-    assert [found[i] for i in stratified(found, 7)] == [0, 0, 0, 0, 3, 3, 7]
-    assert stratified(found, 99) == list(range(13))
+    bins = [0] * 10 + [3] * 2 + [7]
+    assert [bins[i] for i in stratified(bins, 3)] == [0, 3, 7]
+    assert [bins[i] for i in stratified(bins, 5)] == [0, 0, 3, 3, 7]
+    assert [bins[i] for i in stratified(bins, 7)] == [0, 0, 0, 0, 3, 3, 7]
+    assert stratified(bins, 99) == list(range(13))
 
 
 @pytest.mark.parametrize("case", ["spread", "alike", "one", "infinite"])

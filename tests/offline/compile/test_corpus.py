@@ -58,18 +58,18 @@ def test_contexts_are_pieces_of_texts_that_do_not_overlap(bos: str | None) -> No
     corpus = drawn(tokenizer, texts)
     begin = 1 if bos else 0
     size = TOKENS + CONTINUATION - begin
-    found = []
+    decoded = []
     for context in corpus.contexts:
         assert len(context.ids) == TOKENS + CONTINUATION and context.tokens == TOKENS
         assert context.ids[:begin].tolist() == [1] * begin
-        found.append(tokenizer.decode(context.ids[begin:].tolist()))
+        decoded.append(tokenizer.decode(context.ids[begin:].tolist()))
     expected = [
         " ".join(text.split()[first : first + size])
         for text in texts
         for first in range(0, len(text.split()), size)
         if len(text.split()) >= first + size
     ]
-    assert sorted(found) == sorted(expected)
+    assert sorted(decoded) == sorted(expected)
     again = drawn(tokenizer, texts, count=3)
     assert [a.name for a in again.contexts] == [a.name for a in corpus.contexts][:3]
     assert [a.name for a in drawn(tokenizer, texts, seed=1).contexts] != [a.name for a in corpus.contexts]
@@ -137,15 +137,15 @@ def test_marks_of_little() -> None:
 def test_recipes_are_not_judged_by_what_their_tables_have_seen(tmp_path: Path) -> None:
     tables = random_tables()
     text = words(500)
-    seen = tmp_path / "seen"
+    compiled = tmp_path / "compiled"
     save(
         type(tables)(**{**vars(tables), "provenance": {**PROVENANCE, "marks": [list(passage_hashes(text))]}}),
-        seen,
+        compiled,
     )
     save(tables, tmp_path / "silent")
     with pytest.raises(KeepsetError, match="were compiled from this context"):
-        refuse_contaminated(Recipe.parse(f"compilerkv(tables={str(seen)!r}, keep=70)"), f"Read this. {text}")
-    refuse_contaminated(Recipe.parse(f"compilerkv(tables={str(seen)!r}, keep=70)"), words(500, "other"))
+        refuse_contaminated(Recipe.parse(f"compilerkv(tables={str(compiled)!r}, keep=70)"), f"Read this. {text}")
+    refuse_contaminated(Recipe.parse(f"compilerkv(tables={str(compiled)!r}, keep=70)"), words(500, "other"))
     for recipe in (f"compilerkv(tables={str(tmp_path / 'silent')!r}, keep=70)", "compilerkv(keep=70)", "adakv(snapkv)"):
         refuse_contaminated(Recipe.parse(recipe), text)
     assert torch.equal(tables.weights, random_tables().weights)

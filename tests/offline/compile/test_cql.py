@@ -38,7 +38,7 @@ def test_finds_the_best_action_where_all_were_tried(seed: int, alpha: float) -> 
     true, logged = bandit(seed)
     q, curve = learn(logged, alone(STATES), torch.zeros(STATES, ACTIONS), alpha=alpha, decay=0.0)
     assert torch.equal(best(q), true.argmax(1))
-    assert curve[-1].bellman < curve[0].bellman / 5
+    assert curve[-1]["bellman"] < curve[0]["bellman"] / 5
 
 
 @pytest.mark.full
@@ -83,8 +83,8 @@ def test_no_other_values_are_better_by_the_formula(seed: int, alpha: float, deca
         everything = [value(values, each) for each in itertools.product(range(actions), repeat=decisions)]
         total = 0.0
         for taken, reward in zip(logged.actions.tolist(), logged.rewards.tolist(), strict=True):
-            found = value(values, tuple(taken))
-            total += alpha * (math.log(sum(map(math.exp, everything))) - found) + (found - reward) ** 2 / 2
+            foretold = value(values, tuple(taken))
+            total += alpha * (math.log(sum(map(math.exp, everything))) - foretold) + (foretold - reward) ** 2 / 2
         return total / len(logged.rewards) + decay / 2 * sum(x * x for row in values for x in row)
 
     learned = q.double().tolist()

@@ -85,8 +85,8 @@ def test_the_risk_is_what_bins_are_made_of(name: str, tmp_path: Path) -> None:
     mass = [sum(row[t] for head in heads for row in head) for t in range(TOKENS)]
     share = [each / sum(mass) for each in mass]
     assert entropy == pytest.approx(-sum(x * math.log(x) for x in share if x), rel=1e-4)
-    told = output.logits[0].double().log_softmax(-1)
-    losses = [-float(told[t - 1, ids[0, t]]) for t in range(TOKENS - WINDOW, TOKENS)]
+    log_probabilities = output.logits[0].double().log_softmax(-1)
+    losses = [-float(log_probabilities[t - 1, ids[0, t]]) for t in range(TOKENS - WINDOW, TOKENS)]
     assert perplexity == pytest.approx(math.exp(sum(losses) / WINDOW), rel=1e-4)
 
 

@@ -1,0 +1,114 @@
+"""Features that a runtime gives by other means than collecting them while a prompt runs."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from keepset.core.feature import Feature
+from keepset.core.observation import BLOCK, DEVICE_BLOCK, Observation
+from keepset.core.statistics import LayerStatistics, Statistics
+
+
+@dataclass(frozen=True)
+class RecentQueries(Feature[Tensor]):
+    """The newest `window` queries, after rotation: `observation.queries`, `window_attention` and `window_usage`.
+
+    They are there at every event; every runtime records them itself.
+    """
+
+    window: int = field()
+
+    @property
+    def name(self) -> str:
+        return f"window of {self.window} queries"
+
+    @property
+    def key(self) -> Hashable:
+        """A longer window has a shorter one in it."""
+        return RecentQueries
+
+    def merged(self, other: RecentQueries) -> RecentQueries:
+        return max(self, other, key=lambda feature: feature.window)
+
+
+@dataclass(frozen=True)
+class Perplexity(Feature[Float[Tensor, " batch"]]):
+    """Perplexity of the prompt's newest tokens by the model's own logits, `[batch]`; infinite where none is foretold.
+
+    Attributes:
+        tokens: of how many.
+    """
+
+    label = "perplexity of the newest tokens"
+    prompt_only = "looks at the prompt's perplexity, and only there"
+    transformers_only = "looks at the prompt's perplexity, which attention layers do not see"
+
+    tokens: int
+
+
+@dataclass(frozen=True)
+class OutputProjection(Feature[Float[Tensor, "query_heads value_dim hidden"]]):
+    """Of every query head, from its value to the layer's output, `[query_heads, value_dim, hidden]`."""
+
+    label = "output projection"
+    transformers_only = "looks at the output projection, which attention layers do not see"
+
+    def norms(self, observation: Observation, order: int) -> Float[Tensor, "batch query_heads entries"]:
+        """Norm of what each query head's output projection makes of each entry's value, `|W_O v|`, in float32.
+
+        `order` 1 adds up the sizes of its numbers, 2 is its length. The projected values are made in blocks.
+        """
+        batch, kv_heads = observation.values.shape[:2]
+        most = BLOCK if observation.values.device.type == "cpu" else DEVICE_BLOCK
+        norms = []
+        for head, group in enumerate(observation[self].unflatten(0, (kv_heads, -1)).unbind(0)):
+            rows = max(1, most // (batch * group.shape[0] * group.shape[2]))
+            blocks = [
+                torch.linalg.vector_norm(values.float()[:, None] @ group.float(), ord=order, dim=-1)
+                for values in observation.values[:, head].split(rows, 1)
+            ]
+            norms.append(torch.cat(blocks, -1))
+        return torch.cat(norms, 1)
+
+
+@dataclass(frozen=True)
+class ModelStatistics(Feature[Statistics]):
+    """Statistics of the model, measured by `keepset calibrate`.
+
+    Attributes:
+        file: that holds them; "" for those offered for the model.
+    """
+
+    label = "statistics of the model"
+
+    file: str
+
+    def layer(self, observation: Observation) -> LayerStatistics:
+        """The layer's, on the keys' device.
+
+        Args:
+            observation: of that layer.
+
+        Raises:
+            KeepsetError: nobody gave the statistics, or they are of a model of another shape.
+        """
+        _, kv_heads, _, head_dim = observation.keys.shape
+        measured = observation[self].layer(observation.layer, observation.layers, kv_heads, head_dim)
+        return measured.to(observation.keys.device)
+
+    def retrieval(self, observation: Observation) -> Float[Tensor, "layers kv_heads"]:
+        """How much the KV heads of all compressed layers retrieve, from 0 to 1 (DuoAttention, arXiv:2410.10819).
+
+        Args:
+            observation: of any of them.
+
+        Raises:
+            KeepsetError: nobody gave the statistics, they are of another model, or that was not measured.
+        """
+        self.layer(observation)  # or its own sentence
+        return observation[self].gates().to(observation.keys.device)
