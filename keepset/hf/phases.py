@@ -54,11 +54,7 @@ class PromptPhase:
         return True
 
     def take(self, forward: Forward, store: EntryStore | None) -> LayerEvent | None:
-        """One chunk, once its attention is done; the event if it is the last.
-
-        Args:
-            store: of all entries; None where the forward is all there is.
-        """
+        """One chunk, once its attention is done; the event if it is the last. No store: the forward is all there is."""
         if not self.needs and forward.end < self._length:
             return None
         observed = _entries(forward, store)
@@ -106,9 +102,7 @@ class DecodingPhase:
     def take(self, forward: Forward, store: EntryStore | None) -> LayerEvent | None:
         """One forward, once its attention is done; the newest event that it reaches, older ones are passed over.
 
-        Args:
-            store: of all entries, out of which those beyond the event are taken; None where the forward is all there
-                is.
+        Entries beyond the event are taken out of the store; without one the forward is all there is.
         """
         if forward.end < self.next:
             self.record(forward)

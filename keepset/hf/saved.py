@@ -11,9 +11,8 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,14 +48,8 @@ _FILE = TensorFile(
 )
 
 
-@dataclass(frozen=True)
-class Header:
-    """What a file says of itself before anything else is read.
-
-    Attributes:
-        model: the name of the model, a folder or a hub name.
-        tokens: of the context, padding included.
-    """
+class Header(NamedTuple):
+    """A file's recipe, the name of its model, a folder or a hub name, and how many tokens it has, with padding."""
 
     recipe: str
     model: str
@@ -92,9 +85,7 @@ def save(cache: Cache, path: Path, model: PreTrainedModel, name: str) -> None:
         "model": name,
         "fingerprint": fingerprint(model),
         "progress": {
-            "logical": progress.logical,
-            "prompt": progress.prompt,
-            "compressed_at": progress.compressed_at,
+            **{name: getattr(progress, name) for name in ("logical", "prompt", "compressed_at")},
             "next_event": None if decoding is None else decoding.next,
         },
         "layers": len(cache.layers),
@@ -221,10 +212,8 @@ def _opened(path: Path) -> AbstractContextManager[tuple[Any, dict[str, Any]]]:
 
 
 def _check_model(path: Path, theirs: Mapping[str, str], ours: Mapping[str, str]) -> None:
-    other = [name for name, value in ours.items() if theirs[name] != value]
-    if not other:
-        return
-    # The first says it: what follows from it, such as the weights, differs too.
-    name = other[0]
-    differs = "weights differ" if name == "weights" else f"{name} differs: {theirs[name]} there, {ours[name]} here"
-    raise KeepsetError(f"{str(path)!r} is a context of another model, whose {differs}; load that model.")
+    for name, here in ours.items():
+        if theirs[name] != here:
+            # The first says it: what follows from it, such as the weights, differs too.
+            differs = "weights differ" if name == "weights" else f"{name} differs: {theirs[name]} there, {here} here"
+            raise KeepsetError(f"{str(path)!r} is a context of another model, whose {differs}; load that model.")

@@ -35,8 +35,8 @@ Entries = tuple[Float[Tensor, "batch kv_heads entries head_dim"], Float[Tensor, 
 class SecondPasses(ModelHooks):
     """Runs tokens on top of a prompt of which all layers still hold all entries, inside the last layer's attention.
 
-    Requests run one by one, without their padding, each as a call of the model's decoder with a cache that only looks
-    at those entries. The prompt's tokens, or embeddings, are seen by a hook on the decoder.
+    Requests run one by one, without padding, each as a call of the model's decoder with a cache that only looks at
+    those entries. The prompt's tokens, or embeddings, are seen by a hook on the decoder.
 
     Attributes:
         seconds: that each pass took, by its `cost`.
@@ -86,8 +86,12 @@ class SecondPasses(ModelHooks):
         progress: Progress,
         layers: Sequence[Any],
     ) -> dict[int, SecondPassColumns]:
-        prompt, valid = self._prompt(progress.logical), progress.valid
-        batch, tasks = len(prompt), self._tasks
+        if sum(part.shape[1] for part in self._inputs) < progress.logical:
+            raise UnsupportedModelError(
+                "keepset could not see the prompt's tokens; this model cannot run a second pass."
+            )
+        prompt, valid, tasks = torch.cat(self._inputs, 1)[:, : progress.logical], progress.valid, self._tasks
+        batch = len(prompt)
         for task in tasks:
             if batch % len(task):  # where beams repeat requests, they repeat their tasks
                 raise KeepsetError(
@@ -129,14 +133,6 @@ class SecondPasses(ModelHooks):
             inputs = kwargs.get("input_ids", args[0] if args else None)
         if inputs is not None:
             self._inputs = [*self._inputs, inputs.detach()]
-
-    def _prompt(self, tokens: int) -> Shaped[Tensor, "batch tokens *hidden"]:
-        """The first `tokens` of every request, padding included."""
-        if sum(part.shape[1] for part in self._inputs) < tokens:
-            raise UnsupportedModelError(
-                "keepset could not see the prompt's tokens; this model cannot run a second pass."
-            )
-        return torch.cat(self._inputs, 1)[:, :tokens]
 
     def _passes(self, kind: SecondPass, own: Tensor, tasks: list[Tensor]) -> list[Part]:
         """What runs after one request's prompt."""

@@ -14,7 +14,7 @@ import torch
 import keepset
 from keepset import Recipe
 from keepset.core.feature import Needs
-from keepset.hf.recorder import Recorder
+from keepset.hf.prompt_session import Recorder
 from tests.paged.methods import registered
 from tests.vllm.compared import CHUNKED, Embedded, asks, check_cache, check_oracle, fed, result
 from tests.vllm.conftest import LAYERS
