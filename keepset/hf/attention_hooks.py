@@ -170,9 +170,6 @@ class LayerInput(QuerySource):
         """Compares a few queries with what the module itself makes without rotation.
 
         Unrotated ones must be equal; where they are equal as they are, this layer does not rotate, as in some models.
-
-        Raises:
-            UnsupportedModelError: neither is so.
         """
         if self.rotation is None:
             return

@@ -22,7 +22,7 @@ from keepset.core.keep_set import KeepSet, LayerKeepSet
 from keepset.core.observation import Observation
 from keepset.errors import KeepsetError
 from keepset.hf import saved
-from keepset.hf.event import Event
+from keepset.hf.progress import Event
 from keepset.hf.prompt_cache import PromptCache
 from keepset.recipe import Recipe, check_schedule
 

@@ -149,8 +149,9 @@ class PromptCache(TransformersCache, ABC):
             new = progress.logical - (progress.compressed_at or 0)
             if removed > new:
                 raise KeepsetError(
-                    f"Only the {new} tokens after the compression can be taken back, not {removed}: assisted generation "
-                    "needs keepset.Cache(..., prompt_length=...), because it drafts tokens together with the prompt."
+                    f"Only the {new} tokens after the compression can be taken back, not {removed}: assisted "
+                    "generation needs keepset.Cache(..., prompt_length=...), because it drafts tokens together with "
+                    "the prompt."
                 )
             if removed:
                 per_request = progress.crop(removed).tolist()
@@ -211,8 +212,9 @@ class PromptCache(TransformersCache, ABC):
         """The first layer's part of a forward: counts the tokens for all."""
         n = call.query.shape[2]
         if self.progress is None:
-            self.progress = Progress.start(self.prompt_length or n, len(call.query), call.query.device)
-            prompt, every = self.progress.prompt, self.schedule.every
+            none = torch.zeros(len(call.query), dtype=torch.long, device=call.query.device)
+            prompt, every = self.prompt_length or n, self.schedule.every
+            self.progress = Progress(0, prompt, none, none)
             for layer in self.kept_layers.values():
                 layer.prompt = PromptPhase(self.needs, prompt) if self.schedule.prefill else None
                 layer.decoding = None if every is None else DecodingPhase(self.needs, every, prompt + every)
@@ -279,11 +281,7 @@ class PromptCache(TransformersCache, ABC):
             hooks.close()
 
     def require_prompt(self) -> Progress:
-        """How far the cache has come, between two forwards.
-
-        Raises:
-            KeepsetError: it does not hold a whole prompt, or nothing that keepset has compressed.
-        """
+        """How far the cache has come, between two forwards; raises KeepsetError where it holds no whole prompt."""
         if not self.kept_layers:
             raise KeepsetError("Every layer of this model has a window of its own, so keepset has nothing to save.")
         progress = self.progress

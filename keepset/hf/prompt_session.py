@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
+from typing import Self
 
 import torch
 from jaxtyping import Float, Int
@@ -18,10 +19,10 @@ from keepset.core.feature import Needs
 from keepset.core.observation import Observation
 from keepset.errors import KeepsetError
 from keepset.hf.cache import Cache
-from keepset.hf.event import Event
 from keepset.hf.forward import Forward
 from keepset.hf.layer import KeepLayer
 from keepset.hf.phases import LayerEvent
+from keepset.hf.progress import Event
 from keepset.hf.prompt_cache import PromptCache
 from keepset.methods.streaming_llm import StreamingLLM
 from keepset.recipe import Recipe
@@ -81,8 +82,8 @@ class Recorder(PromptCache):
         self._collecting: Counter[Hashable] = Counter()
 
     @torch.no_grad()
-    def prefill(self, ids: Int[Tensor, "batch tokens"]) -> None:
-        """Runs the prompt."""
+    def prefill(self, ids: Int[Tensor, "batch tokens"]) -> Self:
+        """Runs the prompt; returns itself."""
         start = time.perf_counter()
         try:
             output = self._model(ids, past_key_values=self, use_cache=True, logits_to_keep=1)
@@ -92,6 +93,7 @@ class Recorder(PromptCache):
             self._collecting.update(self._second.seconds)
         self.seconds = time.perf_counter() - start - self._collecting.total()
         self.logits: Float[Tensor, "batch vocabulary"] = output.logits[:, -1]
+        return self
 
     @property
     def nbytes_full(self) -> int:
@@ -135,11 +137,7 @@ class PromptSession:
         self._shares = True
 
     def prefill(self) -> Recorder:
-        """What the shared prefill has seen; it runs now if it has not yet.
-
-        Raises:
-            KeepsetError: what one of the recipes looks at cannot be had.
-        """
+        """What the shared prefill has seen, which runs now if it has not; raises KeepsetError where a recipe cannot."""
         if self._shared is None:
             self._shared = self._record(self._recipes)
         return self._shared
@@ -148,9 +146,6 @@ class PromptSession:
         """The prompt as this recipe, which compresses nothing else, leaves it; without one, as the full cache has it.
 
         Where what one recipe looks at spoils the shared prefill, each has one of its own.
-
-        Raises:
-            KeepsetError: it cannot be had.
         """
         chosen = recipe or _KEEP_ALL
         recorder = self._recorded(chosen)
@@ -160,11 +155,7 @@ class PromptSession:
 
     @torch.no_grad()
     def compress_alone(self, recipe: Recipe) -> CachedPrompt:
-        """The same after a prefill of its own, for recipes that go on compressing while decoding.
-
-        Raises:
-            KeepsetError: it cannot be had.
-        """
+        """The same after a prefill of its own, for recipes that go on compressing while decoding."""
         cache = Cache(self._model, recipe)
         began = time.perf_counter()
         try:
@@ -184,9 +175,7 @@ class PromptSession:
         return self._record([recipe])
 
     def _record(self, recipes: Sequence[Recipe]) -> Recorder:
-        recorder = Recorder(self._model, needs_of(recipes), self._on_layer)
-        recorder.prefill(self._ids)
-        return recorder
+        return Recorder(self._model, needs_of(recipes), self._on_layer).prefill(self._ids)
 
 
 def needs_of(recipes: Sequence[Recipe]) -> Needs:

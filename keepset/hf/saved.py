@@ -23,11 +23,10 @@ import keepset
 from keepset.core.keep_set import KeepSet, LayerKeepSet
 from keepset.core.tensor_file import TensorFile
 from keepset.errors import KeepsetError, UnsupportedModelError
-from keepset.hf.event import Event
 from keepset.hf.fingerprint import fingerprint
 from keepset.hf.layer import KeepLayer
 from keepset.hf.phases import DecodingPhase
-from keepset.hf.progress import Progress
+from keepset.hf.progress import Event, Progress
 from keepset.hf.store import EntryStore
 from keepset.hf.window import QueryWindow
 
@@ -57,12 +56,7 @@ class Header(NamedTuple):
 
 
 def save(cache: Cache, path: Path, model: PreTrainedModel, name: str) -> None:
-    """Writes a cache of this model, whole or not at all; `name` is what the model is found by again.
-
-    Raises:
-        KeepsetError: it does not hold a whole prompt, a layer is of a kind that is not saved, or the place cannot be
-            written to.
-    """
+    """What `Cache.save` does; `name` is what the model is found by again."""
     progress, event = cache.require_prompt(), cache.events[-1] if cache.events else None
     decoding = next(iter(cache.kept_layers.values())).decoding
     tensors = {"lengths": progress.lengths, "prompts": progress.prompts}
@@ -95,22 +89,13 @@ def save(cache: Cache, path: Path, model: PreTrainedModel, name: str) -> None:
 
 
 def header(path: Path) -> Header:
-    """What a file says of itself; its tensors are not looked at.
-
-    Raises:
-        KeepsetError: it is no saved context that this version can read.
-    """
+    """What a file says of itself; raises KeepsetError if it is no saved context that this version can read."""
     with _opened(path) as (_, metadata):
         return Header(str(metadata["recipe"]), str(metadata["model"]), int(metadata["progress"]["logical"]))
 
 
 def load(kind: type[Cache], path: Path, model: PreTrainedModel) -> Cache:
-    """A cache of what a file holds, on this model's devices.
-
-    Raises:
-        KeepsetError: there is no such file, it is no saved context that this version can read, damaged, or of another
-            model.
-    """
+    """What `Cache.load` does, on this model's devices."""
     with _opened(path) as (file, metadata):
         _check_model(path, metadata["fingerprint"], fingerprint(model))
         tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}

@@ -57,13 +57,7 @@ class SecondPasses(ModelHooks):
     def run(
         self, entries: Mapping[int, Entries], progress: Progress, layers: Sequence[Any]
     ) -> dict[int, dict[Feature[Any], SecondPassColumns]]:
-        """What the entries of each layer receive in every pass that is needed.
-
-        Args:
-            entries: of the layers that are observed, by their indices and in their order.
-            progress: of the cache, whose tokens are the prompt's.
-            layers: of the cache; those that keepset leaves alone are copied, never changed.
-        """
+        """What the entries of each observed layer receive in every pass; layers of another kind are never changed."""
         passes: dict[int, dict[Feature[Any], SecondPassColumns]] = {index: {} for index in entries}
         for kind in dict.fromkeys(needed.cost for needed in self._needs):
             together = [needed for needed in self._needs if needed.cost == kind]
@@ -157,12 +151,8 @@ class SecondPasses(ModelHooks):
         positions = torch.cat([torch.arange(length, length + len(part), device=part.device) for part in parts])[None]
         kind = "input_ids" if tokens.ndim == 1 else "inputs_embeds"
         with _unchanged_rotations(decoder), suppress(_Done):
-            decoder(
-                **{kind: tokens[None]},
-                position_ids=positions,
-                past_key_values=TransformersCache(layers=layers),
-                use_cache=True,
-            )
+            inputs = {kind: tokens[None], "past_key_values": TransformersCache(layers=layers)}
+            decoder(**inputs, position_ids=positions, use_cache=True)
 
 
 _TOGETHER = 512
@@ -183,22 +173,21 @@ def _calls(parts: list[Part], most: int) -> list[list[Part]]:
 
 
 class _Done(Exception):  # noqa: N818
-    """The last layer has been caches at: what the model would make of it nobody needs."""
+    """The last layer has been looked at: what the model would make of it nobody needs."""
 
 
 class _Entries(LogicalLayer):
     """One request's entries of one layer, which tokens look at without being added to them.
 
     Attributes:
-        received: the named statistics of every entry's column, `[query_heads, entries]`.
+        received: statistics of every entry's column, `[query_heads, entries]`.
         pieces: what runs now.
         last: whether the pass is over with this layer.
     """
 
     def __init__(self, entries: Entries, request: int, length: int, names: Collection[ColumnStatistic]) -> None:
         super().__init__()
-        keys, values = entries
-        self._entries = keys[request, :, :length], values[request, :, :length]
+        self._entries = entries[0][request, :, :length], entries[1][request, :, :length]
         self.logical, self._names = length, names
         self.received: dict[ColumnStatistic, Tensor] = {}
         self.pieces: list[PackedSequence] = []

@@ -86,8 +86,7 @@ def prefilled(model: Embedded, prompts: list[Ask]) -> list[tuple[Recorder, int]]
             needs |= Recipe.parse(recipe).method.needs
     recorders = []
     for ask in prompts:
-        recorder = Recorder(model[0], needs)
-        recorder.prefill(torch.tensor([ask.ids]))
+        recorder = Recorder(model[0], needs).prefill(torch.tensor([ask.ids]))
         recorders.append((recorder, int(recorder.logits.argmax())))
     return recorders
 
