@@ -202,11 +202,7 @@ class Recipe:
 
 
 def check_schedule(recipe: Recipe) -> None:
-    """Refuses to compress while decoding by a method that looks at what is gone by then.
-
-    Raises:
-        RecipeError: says what it looks at.
-    """
+    """Refuses to compress while decoding by a method that looks at what is gone by then: RecipeError says at what."""
     if recipe.schedule.every is None:
         return
     for feature in recipe.method.needs:

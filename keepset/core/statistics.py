@@ -95,11 +95,7 @@ class Statistics:
     name: str = ""
 
     def layer(self, index: int, layers: tuple[int, ...], kv_heads: int, head_dim: int) -> LayerStatistics:
-        """Those of one layer of a model of this shape.
-
-        Raises:
-            KeepsetError: they were measured on a model of another shape.
-        """
+        """Those of one layer of a model of this shape; KeepsetError where they were measured on one of another."""
         measured = next(iter(self.layers.values())) if index not in self.layers else self.layers[index]
         theirs, ours = (len(self.layers), *measured.direction.shape), (len(layers), kv_heads, head_dim)
         if tuple(self.layers) != layers or theirs != ours:
@@ -110,11 +106,7 @@ class Statistics:
         return measured
 
     def gates(self) -> Float[Tensor, "layers kv_heads"]:
-        """How much each KV head retrieves.
-
-        Raises:
-            KeepsetError: that was not measured.
-        """
+        """How much each KV head retrieves; KeepsetError where that was not measured."""
         if not self.retrieval:
             raise KeepsetError(
                 f"The statistics {self.name!r} do not say which heads retrieve: make them again with keepset "
@@ -200,11 +192,7 @@ def _retrieval(file: Any, layers: Mapping[int, LayerStatistics]) -> dict[int, Te
 
 
 def save(statistics: Statistics, path: Path) -> None:
-    """Writes them whole or not at all.
-
-    Raises:
-        KeepsetError: the place cannot be written to.
-    """
+    """Writes them whole or not at all; KeepsetError where the place cannot be written to."""
     # Cloned: layers may share tensors, and a file may not.
     tensors = {
         f"layers.{index}.{name}": getattr(layer, name).clone(memory_format=torch.contiguous_format)

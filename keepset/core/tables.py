@@ -40,7 +40,7 @@ class Tables:
         entropy_edges, perplexity_edges: where the bins meet; an edge belongs to the bin above it. Entropy is in nats.
         budgets: entries per KV head that they were compiled for, rising.
         counts: how many texts of the corpus fell into each bin.
-        provenance: model, corpus, seed and version of keepset; plain JSON.
+        provenance: should name model, corpus, seed and version of keepset; plain JSON.
         name: for messages: what the recipe calls them.
     """
 
@@ -96,11 +96,7 @@ def neutral(layers: int, query_heads: int, threshold: float) -> Tables:
 
 
 def load(file: str) -> Tables:
-    """The tables in a file.
-
-    Raises:
-        KeepsetError: it holds none that this version can read.
-    """
+    """The tables in a file; KeepsetError where it holds none that this version can read."""
     try:
         state = Path(file).stat()
     except (OSError, ValueError):
@@ -109,14 +105,7 @@ def load(file: str) -> Tables:
 
 
 def save(tables: Tables, path: Path) -> None:
-    """Writes them whole or not at all.
-
-    Args:
-        tables: their provenance should name model, corpus, seed and version.
-
-    Raises:
-        KeepsetError: the place cannot be written to.
-    """
+    """Writes them whole or not at all, with provenance; KeepsetError where the place cannot be written to."""
     layers, heads = tables.weights.shape[1:]
     shape = {"format": FORMAT, "layers": layers, "query_heads": heads}
     tensors = {name: getattr(tables, name).contiguous() for name in _TYPES}

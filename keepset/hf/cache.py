@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from keepset.core.budget import Budget
-from keepset.core.features.second_pass import SecondPass
+from keepset.core.features.attention import SecondPass
 from keepset.core.keep_set import KeepSet, LayerKeepSet
 from keepset.core.observation import Observation
 from keepset.errors import KeepsetError

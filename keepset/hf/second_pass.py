@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache as TransformersCache
 
 from keepset.core.accumulator import widened
 from keepset.core.feature import Feature, Needs
-from keepset.core.features.second_pass import SecondPass, SecondPassColumns
+from keepset.core.features.attention import SecondPass, SecondPassColumns
 from keepset.errors import KeepsetError, UnsupportedModelError
 from keepset.hf.attention import AttentionCall, hand_over
 from keepset.hf.hooks import ModelHooks, weakly

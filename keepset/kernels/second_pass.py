@@ -112,14 +112,10 @@ def _merge_columns(
     sinks, start, stop = scope or SoftmaxScope(0, 0, entries)
     columns = attention[:, start:stop]
     if sinks < start or stop < entries:
-        columns = columns / _mass(attention[:, :sinks], columns, attention[:, entries:])
+        parts = attention[:, :sinks], columns, attention[:, entries:]
+        paid = torch.stack([part.sum(1, keepdim=True) for part in parts]).sum(0)
+        columns = columns / paid.clamp(min=torch.finfo(paid.dtype).tiny)  # less is nothing, even of so little
     columns = columns.unflatten(0, (-1, rows))
     for name, statistic in statistics.items():
         kind, so_far = ColumnStatistic(name), statistic[:, start:stop]
         so_far.copy_(kind.merge(so_far, kind.over_queries(columns)))
-
-
-def _mass(*parts: Float[Tensor, "rows _"]) -> Float[Tensor, "rows 1"]:
-    """What rows of attention pay to these parts of all that they see."""
-    paid = torch.stack([part.sum(1, keepdim=True) for part in parts]).sum(0)
-    return paid.clamp(min=torch.finfo(paid.dtype).tiny)  # less is nothing, even of so little

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from keepset.core.budget import Budget, share_of
 from keepset.core.feature import Needs
-from keepset.core.features.attention_columns import AttentionColumns
+from keepset.core.features.attention import AttentionColumns
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
 from keepset.core.select import RECENT_RANK, Ranking

@@ -19,6 +19,7 @@ from keepset.core.budget import Budget
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
 from keepset.core.select import ranked_scores, top_mask
+from tests import tiers
 from tests.hf.models import (
     ARCHITECTURES,
     LAYOUTS,
@@ -31,7 +32,7 @@ from tests.hf.models import (
     tiny,
 )
 
-LENGTH, PADDING, NEW = 40, [0, 7], 8
+LENGTH, PADDING, NEW = 40, [0, 7], 8 if tiers.FULL else 4
 COMPRESSED = [name for name in ARCHITECTURES if name != "mistral_window"]
 """All but the one that has nothing but sliding windows, which bound themselves."""
 

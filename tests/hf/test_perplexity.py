@@ -17,8 +17,8 @@ from torch import Tensor
 import keepset
 from keepset import KeepsetError
 from keepset.core.feature import Needs
+from keepset.core.features.attention import SecondPass
 from keepset.core.features.given import Perplexity
-from keepset.core.features.second_pass import SecondPass
 from keepset.core.method import Method
 from keepset.core.observation import Observation
 from keepset.hf.prompt_session import Recorder

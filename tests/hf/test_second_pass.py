@@ -15,8 +15,8 @@ from torch import Tensor
 
 import keepset
 from keepset.core.feature import Needs
+from keepset.core.features.attention import SecondPass
 from keepset.core.features.moments import HiddenMoments, QueryMoments
-from keepset.core.features.second_pass import SecondPass
 from keepset.core.method import Method
 from keepset.core.observation import Observation
 from keepset.hf.prompt_session import Recorder

@@ -11,8 +11,8 @@ import pytest
 from keepset import KeepsetError, Recipe
 from keepset.allocators.pool import Pool
 from keepset.core.feature import Needs
+from keepset.core.features.attention import SecondPass
 from keepset.core.features.given import OutputProjection, Perplexity
-from keepset.core.features.second_pass import SecondPass
 from keepset.core.rope import RotaryTable
 from keepset.kernels.columns import ColumnStatistic
 from keepset.methods.snapkv import SnapKV

@@ -3,13 +3,11 @@
 import functools
 import itertools
 import logging
-import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from lm_eval.api.instance import Instance
 from lm_eval.api.metrics import mean
 from lm_eval.models.utils import normalize_gen_kwargs
@@ -18,7 +16,7 @@ from lm_eval.tasks._factory import TaskFactory
 from lm_eval.tasks._index import Entry, Kind
 
 from keepset.bench.tasks.catalogue import Settings
-from keepset.bench.tasks.data import extra, records
+from keepset.bench.tasks.data import extra, records, seeded
 from keepset.bench.tasks.hub import loading
 from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task, Tokenizer
 from keepset.errors import KeepsetError
@@ -232,17 +230,13 @@ def _read(data: Path, files: dict[str, str], **_: Any) -> Any:
 def _prepared() -> Iterator[None]:
     """Tasks that shuffle do it as under the harness's own command line; advice to their authors is not shown."""
     datasets = extra("datasets")
-    chance, level = (random.getstate(), np.random.get_state()), _log.level
-    bars = not datasets.are_progress_bars_disabled()
-    random.seed(0)
-    np.random.seed(1234)
+    level, bars = _log.level, not datasets.are_progress_bars_disabled()
     _log.setLevel(logging.ERROR)
     datasets.disable_progress_bars()
     try:
-        yield
+        with seeded(0, 1234):
+            yield
     finally:
-        random.setstate(chance[0])
-        np.random.set_state(chance[1])
         _log.setLevel(level)
         if bars:
             datasets.enable_progress_bars()

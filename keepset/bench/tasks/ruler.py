@@ -4,9 +4,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from keepset.bench.tasks.catalogue import Settings
+from keepset.bench.tasks.data import seeded
 from keepset.bench.tasks.fit import fit, measure, room
 from keepset.bench.tasks.ruler_documents import read
-from keepset.bench.tasks.ruler_draws import CommonWords, Draws, FrequentWords, Variables, seeded
+from keepset.bench.tasks.ruler_draws import CommonWords, Draws, FrequentWords, Variables
 from keepset.bench.tasks.ruler_needles import Needles
 from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task, Tokenizer
 from keepset.errors import KeepsetError
@@ -85,6 +86,6 @@ class RulerTask(Task):
         return {"match": max(hits) if self._any else sum(hits) / len(hits)}
 
     def _example(self, draws: Draws, index: int, seed: int, size: int) -> Example:
-        with seeded(index, seed):
+        with seeded(f"{index} {seed}"):
             context, question = draws.draw(size, index, seed)
         return Example(str(index), context, (question,), {"length": self._length})
