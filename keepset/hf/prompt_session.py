@@ -8,7 +8,6 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
-from typing import Self
 
 import torch
 from jaxtyping import Float, Int
@@ -82,7 +81,7 @@ class Recorder(PromptCache):
         self._collecting: Counter[Hashable] = Counter()
 
     @torch.no_grad()
-    def prefill(self, ids: Int[Tensor, "batch tokens"]) -> Self:
+    def prefill(self, ids: Int[Tensor, "batch tokens"]) -> Recorder:
         """Runs the prompt; returns itself."""
         start = time.perf_counter()
         try:
