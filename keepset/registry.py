@@ -13,12 +13,11 @@ from keepset.allocators.chunkkv import ChunkKV
 from keepset.allocators.composite import Composite
 from keepset.allocators.criticalkv import CriticalKV
 from keepset.allocators.dynamic import Dynamic
-from keepset.allocators.glance import Glance
 from keepset.allocators.kvcompose import KVCompose
 from keepset.allocators.kvzip import KVZip
 from keepset.allocators.pool import Pool
+from keepset.allocators.prompt_presets import Glance, Reread
 from keepset.allocators.pyramid import Pyramid
-from keepset.allocators.reread import Reread
 from keepset.allocators.uniform import Uniform
 from keepset.allocators.zigzag import ZigZag
 from keepset.core.former_names import FORMER_NAMES
@@ -87,20 +86,18 @@ def catalogue() -> list[dict[str, Any]]:
 
     A parameter without a default (an allocator's scorer) is None.
     """
-    entries = []
-    for kind in METHODS.values():
-        fields = dataclasses.fields(kind)
-        defaults = {f.name: None if f.default is dataclasses.MISSING else f.default for f in fields}
-        example = kind(SnapKV()) if issubclass(kind, Allocator) else kind()
-        entries.append(
-            {
-                "name": kind.name,
-                "family": kind.family,
-                "layout": kind.layout,
-                "needs": ["what its scorer needs"] if issubclass(kind, Allocator) else example.needs.names(),
-                "parameters": defaults,
-                "paper": kind.paper,
-                "summary": (kind.__doc__ or "").strip().partition("\n")[0],
-            }
-        )
-    return entries
+    return [
+        {
+            "name": kind.name,
+            "family": kind.family,
+            "layout": kind.layout,
+            "needs": ["what its scorer needs"] if issubclass(kind, Allocator) else kind().needs.names(),
+            "parameters": {
+                option.name: None if option.default is dataclasses.MISSING else option.default
+                for option in dataclasses.fields(kind)
+            },
+            "paper": kind.paper,
+            "summary": (kind.__doc__ or "").strip().partition("\n")[0],
+        }
+        for kind in METHODS.values()
+    ]

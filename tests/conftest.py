@@ -24,13 +24,21 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return "\npytestmark = pytest.mark.full\n" in collection_path.read_text(encoding="utf-8") or None
 
 
+ONLY_FULL = pytest.StashKey[set[pytest.Item]]()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    only_full = config.stash[ONLY_FULL] = tiers.of_full_tier(items)
     if not tiers.FULL:
-        left_out = tiers.of_full_tier(items)
-        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=[item for item in items if item in only_full])
+        items[:] = [item for item in items if item not in only_full]
     # Engines first: processes take work from each other's end, where it is divided more finely.
     items.sort(key=lambda item: "vllm" not in item.path.parts)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Of a product of parameters the diagonal has every type in it; to check the rest too takes minutes."""
+    typecheck.begin_test(checks="cross" not in item.keywords or item not in item.config.stash[ONLY_FULL])
 
 
 def pytest_collection_finish() -> None:

@@ -17,6 +17,10 @@ os.environ["KEEPSET_FULL"] = str(int(FULL))
 TYPECHECK = os.environ.setdefault("KEEPSET_TYPECHECK", str(int(FULL))) == "1"
 """Whether types are checked while tests run, which takes half as long again."""
 
+# No test asserts a wall time.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
+
 
 def examples(number: int, *, derandomize: bool = True, **options: Any) -> settings:
     """So many random examples in the full tier, an eighth of them in the fast one.

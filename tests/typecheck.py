@@ -3,8 +3,11 @@
 Others are left out: recipes pass them what users typed, and they must answer with their own sentence.
 """
 
+import functools
 import re
+from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jaxtyping
@@ -12,6 +15,16 @@ from beartype import BeartypeConf, beartype
 
 _beartype = beartype(conf=BeartypeConf(is_pep484_tower=True))
 _jaxtyped = jaxtyping.jaxtyped
+CALLS = 16
+"""So many calls of a function are checked in a test: further ones are of the same kind, a token each."""
+_calls: Counter[Callable[..., Any]] = Counter()
+_test = SimpleNamespace(checks=True)
+
+
+def begin_test(checks: bool) -> None:
+    """All functions are checked again, or none."""
+    _test.checks = checks
+    _calls.clear()
 
 
 def install() -> None:
@@ -23,7 +36,30 @@ def install() -> None:
 def jaxtyped(*, typechecker: Callable[..., Any]) -> Callable[[Any], Any]:
     """jaxtyping's own, which costs more than most functions do, only where there are shapes."""
     decorate = _jaxtyped(typechecker=typechecker)
-    return lambda thing: decorate(thing) if isinstance(thing, type) or has_shapes(thing) else thing
+
+    def decorated(thing: Any) -> Any:
+        if not isinstance(thing, type):
+            return first_calls(thing, decorate(thing)) if has_shapes(thing) else thing
+        plain = thing.__init__
+        thing = decorate(thing)
+        if thing.__init__ is not plain:
+            thing.__init__ = first_calls(plain, thing.__init__)
+        return thing
+
+    return decorated
+
+
+def first_calls(function: Callable[..., Any], checking: Callable[..., Any]) -> Callable[..., Any]:
+    """The one that checks, and after so many calls in a test the one that does not."""
+
+    @functools.wraps(function)
+    def called(*args: Any, **options: Any) -> Any:
+        if not _test.checks or _calls[function] >= CALLS:
+            return function(*args, **options)
+        _calls[function] += 1
+        return checking(*args, **options)
+
+    return called
 
 
 def has_shapes(function: Callable[..., Any]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 
 from keepset.allocators import segments
@@ -13,7 +14,7 @@ from keepset.core.budget import Budget
 from keepset.core.feature import Needs
 from keepset.core.features.given import RecentQueries
 from keepset.core.keep_set import LayerKeepSet
-from keepset.core.method import Allocator, parameter
+from keepset.core.method import Allocator, Method, parameter
 from keepset.core.observation import Observation
 from keepset.core.select import Ranking
 from keepset.core.shapes import Quotas, Scores
@@ -84,12 +85,13 @@ class AMS(Allocator):
                 f"ams: max_segment={self.max_segment} is less than twice min_segment={self.min_segment}, "
                 "so that a segment could be too long to stay and too short to divide: raise it."
             )
-        for inner in self.inner():
-            if inner.chooses:
-                raise RecipeError(
-                    f"ams chooses inside each segment, so it cannot wrap {inner.name}, which chooses too: wrap a "
-                    f"scorer, as in ams(tova), and put ams inside, as in {inner.name}(ams(tova)), if you want both."
-                )
+
+    def objection(self, inner: Method) -> str:
+        sentence = (
+            f"ams chooses inside each segment, so it cannot wrap {inner.name}, which chooses too: wrap a scorer, as in "
+            f"ams(tova), and put ams inside, as in {inner.name}(ams(tova)), if you want both."
+        )
+        return sentence if inner.chooses else ""
 
     @property
     def needs(self) -> Needs:
@@ -160,7 +162,7 @@ class AMS(Allocator):
             ends = segments.cut_by_mass(filled, order, self.segment_mass, self.min_segment, self.max_segment)
         else:
             ends = segments.cut_by_length(order, self.FIXED_LENGTH)
-        segment = segments.members(ends, order)
+        segment = torch.searchsorted(ends, order)  # of a hole some segment
         begins, count = F.pad(ends[..., :-1], (1, 0)), ends[..., -1:]
         length = (ends - begins).double()
         sinks = (budget.is_sink(observation) & valid).sum(-1, keepdim=True).minimum(quotas[..., None])

@@ -23,12 +23,9 @@ class ChunkKV(Allocator):
 
     name = "chunkkv"
     paper = "arXiv:2502.00299"
+    chooses_alone = True
 
     chunk: int = parameter(20, minimum=1)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_chooses_alone()
 
     def choose(self, ranking: Ranking) -> LayerKeepSet:
         entries = ranking.scores.shape[-1]

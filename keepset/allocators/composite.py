@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from keepset.allocators.layers import LayerAllocator, padded, pooled_counts
+from keepset.allocators.layers import LayerAllocator, PerLayer, PerRequest, padded, pooled_counts
 from keepset.core.method import parameter
 from keepset.core.select import Ranking
 from keepset.core.shapes import Scores
@@ -37,9 +37,7 @@ class Composite(LayerAllocator):
     aggregate_head: str = parameter("mean", choices=("max", "mean"))
     floor: float = parameter(0.0, minimum=0.0, maximum=1.0)
 
-    def divided(
-        self, rankings: Sequence[Ranking], rest: Int[Tensor, " batch"], room: Int[Tensor, "batch layers"]
-    ) -> Int[Tensor, "batch layers"]:
+    def divided(self, rankings: Sequence[Ranking], rest: PerRequest, room: PerLayer) -> PerLayer:
         """By the best composite tokens of all layers; those that always stay are the first of each."""
         ranked = [ranking.scores for ranking in rankings]
         values = torch.stack([self._composite(order) for order in padded(ranked)], 1)

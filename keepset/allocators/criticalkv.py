@@ -27,12 +27,9 @@ class CriticalKV(Allocator):
 
     name = "criticalkv"
     paper = "arXiv:2502.03805"
+    chooses_alone = True
 
     alpha: float = parameter(0.5, minimum=0.0, maximum=1.0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_chooses_alone()
 
     @property
     def needs(self) -> Needs:

@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor
 
-from keepset.allocators.layers import LayerAllocator, divide, padded, pooled_counts
+from keepset.allocators.layers import LayerAllocator, PerLayer, PerRequest, divide, padded, pooled_counts
 from keepset.core.method import parameter
 from keepset.core.select import RECENT_RANK, Ranking
 
@@ -34,14 +32,14 @@ class Dynamic(LayerAllocator):
     r_max: float = parameter(10.0, minimum=1.0)
     interval: int = parameter(4, minimum=1)
 
-    def divided(
-        self, rankings: Sequence[Ranking], rest: Int[Tensor, " batch"], room: Int[Tensor, "batch layers"]
-    ) -> Int[Tensor, "batch layers"]:
+    def divided(self, rankings: Sequence[Ranking], rest: PerRequest, room: PerLayer) -> PerLayer:
         ranked = [ranking.scores for ranking in rankings]
         layers, heads = len(ranked), ranked[0].shape[1]
         mean = rest.double() / layers
         held = (mean[:, None] * self.r_max).ceil().long().minimum(room)
-        values = _stacked(ranked)
+        # Of every head of every layer, without what always stays.
+        divisible = [scores.masked_fill(scores >= RECENT_RANK, float("-inf")) for scores in ranked]
+        values = torch.cat(padded(divisible), 1)
         shares = torch.zeros_like(mean)[:, None]
         for so_far in sorted({*range(self.interval, layers, self.interval), layers}):
             most = (mean * so_far * heads).floor().long()
@@ -50,9 +48,3 @@ class Dynamic(LayerAllocator):
             held[:, :so_far] = divide(shares.double(), rest, held[:, :so_far])
         # After an event layers hold different numbers, and some have no room for what others left them.
         return held + divide(shares.double(), rest - held.sum(-1), room - held)
-
-
-def _stacked(ranked: Sequence[Float[Tensor, "batch kv_heads _"]]) -> Float[Tensor, "batch parts entries"]:
-    """Scores of every head of every layer, without what always stays, -inf where there is no entry."""
-    divisible = [order.masked_fill(order >= RECENT_RANK, float("-inf")) for order in ranked]
-    return torch.cat(padded(divisible), 1)

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from keepset.core.budget import Budget, share_of
 from keepset.core.keep_set import KeepSet, Layout
-from keepset.core.method import Allocator
+from keepset.core.method import Allocator, Method
 from keepset.core.observation import Observation
 from keepset.core.select import Ranking, round_to_total, top_mask
 from keepset.core.shapes import Scores
-from keepset.errors import RecipeError
+
+PerRequest = Int[Tensor, " batch"]
+PerLayer = Int[Tensor, "batch layers"]
 
 
 @dataclass(frozen=True)
@@ -32,18 +34,13 @@ class LayerAllocator(Allocator):
     across_layers = True
     counts_from_data = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for inner in self.inner():
-            if inner.across_layers or not inner.equal_layers:
-                raise RecipeError(
-                    f"{self.name} says how much every layer keeps, and so does {inner.name}: leave one of them out."
-                )
+    def objection(self, inner: Method) -> str:
+        if inner.across_layers or not inner.equal_layers:
+            return f"{self.name} says how much every layer keeps, and so does {inner.name}: leave one of them out."
+        return ""
 
     @abstractmethod
-    def divided(
-        self, rankings: Sequence[Ranking], rest: Int[Tensor, " batch"], room: Int[Tensor, "batch layers"]
-    ) -> Int[Tensor, "batch layers"]:
+    def divided(self, rankings: Sequence[Ranking], rest: PerRequest, room: PerLayer) -> PerLayer:
         """The `rest` of every request, divided among its layers, none of which takes more than its `room`."""
 
     def select(self, observation: Observation, budget: Budget) -> KeepSet:
@@ -51,10 +48,10 @@ class LayerAllocator(Allocator):
 
     def select_all(self, observations: Sequence[Observation], budget: Budget) -> KeepSet:
         scorer, heads = self.scorer, observations[0].keys.shape[1]
-        rankings = [scorer.ranked(seen, budget, scorer.quotas(seen, budget)) for seen in observations]
-        existing = torch.stack([-(-seen.valid.sum((1, 2)) // heads) for seen in observations], -1)
+        rankings = [scorer.ranked(each, budget, scorer.quotas(each, budget)) for each in observations]
+        existing = torch.stack([-(-each.valid.sum((1, 2)) // heads) for each in observations], -1)
         total = (total_entries(observations, budget) // heads).clamp(min=len(observations)).minimum(existing.sum(-1))
-        always = torch.stack([budget.always(seen) for seen in observations], -1).clamp(min=1)
+        always = torch.stack([budget.always(each) for each in observations], -1).clamp(min=1)
         always = always.minimum(existing).minimum(total[:, None] // len(observations))
         counts = always + self.divided(rankings, total - always.sum(-1), existing - always)
         parts = []
@@ -65,7 +62,7 @@ class LayerAllocator(Allocator):
 
 
 def divide(
-    shares: Float[Tensor, "batch parts"], total: Int[Tensor, " batch"], room: Int[Tensor, "batch parts"]
+    shares: Float[Tensor, "batch parts"], total: PerRequest, room: Int[Tensor, "batch parts"]
 ) -> Int[Tensor, "batch parts"]:
     """Whole numbers in proportion to `shares`, of which none exceeds its `room`.
 
@@ -87,7 +84,7 @@ def divide(
     return round_to_total(ideal.where(fits.any(-1, keepdim=True), room.double()), total)
 
 
-def total_entries(observations: Sequence[Observation], budget: Budget) -> Int[Tensor, " batch"]:
+def total_entries(observations: Sequence[Observation], budget: Budget) -> PerRequest:
     """Entries that all KV heads of all these layers may keep together, for every request.
 
     A fraction is taken of all entries at once, and only then rounded down. What some layers or heads are too short
@@ -109,7 +106,7 @@ def padded(ranked: Sequence[Float[Tensor, "batch kv_heads _"]]) -> list[Scores]:
 
 
 def pooled_counts(
-    values: Float[Tensor, "batch parts entries"], total: Int[Tensor, " batch"], least: Int[Tensor, "batch parts"]
+    values: Float[Tensor, "batch parts entries"], total: PerRequest, least: Int[Tensor, "batch parts"]
 ) -> Int[Tensor, "batch parts"]:
     """How many entries each part keeps when the `total` best of all stay, each part's `least` best in any case.
 

@@ -10,9 +10,8 @@ import torch
 from keepset.allocators.layers import padded, pooled_counts, total_entries
 from keepset.core.budget import Budget
 from keepset.core.keep_set import KeepSet, Layout
-from keepset.core.method import Allocator, parameter
+from keepset.core.method import Allocator, Method, parameter
 from keepset.core.observation import Observation
-from keepset.errors import RecipeError
 
 
 @dataclass(frozen=True)
@@ -36,20 +35,17 @@ class Pool(Allocator):
 
     floor: float = parameter(0.2, minimum=0.0, maximum=1.0)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for inner in self.inner():
-            if inner.across_layers or not (inner.equal_layers and inner.equal_heads):
-                raise RecipeError(
-                    f"{self.name} says how much every head keeps, and {inner.name} says so too: leave one of them out."
-                )
+    def objection(self, inner: Method) -> str:
+        if inner.across_layers or not (inner.equal_layers and inner.equal_heads):
+            return f"{self.name} says how much every head keeps, and {inner.name} says so too: leave one of them out."
+        return ""
 
     def select(self, observation: Observation, budget: Budget) -> KeepSet:
         return self.select_all([observation], budget)
 
     def select_all(self, observations: Sequence[Observation], budget: Budget) -> KeepSet:
         scorer = self.scorer
-        rankings = [scorer.ranked(seen, budget, scorer.quotas(seen, budget)) for seen in observations]
+        rankings = [scorer.ranked(each, budget, scorer.quotas(each, budget)) for each in observations]
         # In double, which has room above what always stays.
         values = torch.cat(padded([ranking.scores for ranking in rankings]), 1).double()
         existing = values.isneginf().logical_not().sum(-1)

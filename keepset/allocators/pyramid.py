@@ -8,10 +8,9 @@ import torch
 
 from keepset.core.budget import Budget
 from keepset.core.keep_set import Layout
-from keepset.core.method import Allocator, parameter
+from keepset.core.method import Allocator, Method, parameter
 from keepset.core.observation import Observation
 from keepset.core.shapes import Quotas
-from keepset.errors import RecipeError
 
 
 @dataclass(frozen=True)
@@ -30,10 +29,9 @@ class Pyramid(Allocator):
 
     beta: float = parameter(20.0, minimum=1.0)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if any(isinstance(inner, Pyramid) for inner in self.inner()):
-            raise RecipeError("pyramid: one pyramid inside another has no exact total: use it once.")
+    def objection(self, inner: Method) -> str:
+        twice = "pyramid: one pyramid inside another has no exact total: use it once."
+        return twice if isinstance(inner, Pyramid) else ""
 
     def quotas(self, observation: Observation, budget: Budget) -> Quotas:
         average = self.scorer.quotas(observation, budget)

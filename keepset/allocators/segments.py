@@ -51,11 +51,6 @@ def cut_by_length(order: PerEntry, length: int) -> PerSegment:
     return order[..., -1:].minimum(ends)
 
 
-def members(ends: PerSegment, order: PerEntry) -> PerEntry:
-    """The segment of every entry; of a hole some segment."""
-    return torch.searchsorted(ends, order)
-
-
 def sums(filled: Scores, order: PerEntry, ends: PerSegment) -> Weights:
     """The mass of every segment."""
     last = torch.searchsorted(order, ends)

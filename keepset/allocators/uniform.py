@@ -12,4 +12,3 @@ class Uniform(Allocator):
     """The same number for every layer and head: what a scorer does by itself, under its own name."""
 
     name = "uniform"
-    paper = "none"

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from keepset.allocators.layers import LayerAllocator, divide
+from keepset.allocators.layers import LayerAllocator, PerLayer, PerRequest, divide
 from keepset.core.feature import Needs
 from keepset.core.features.given import RecentQueries
 from keepset.core.method import parameter
@@ -42,9 +42,7 @@ class ZigZag(LayerAllocator):
     def needs(self) -> Needs:
         return self.scorer.needs | Needs(RecentQueries(self.window))
 
-    def divided(
-        self, rankings: Sequence[Ranking], rest: Int[Tensor, " batch"], room: Int[Tensor, "batch layers"]
-    ) -> Int[Tensor, "batch layers"]:
+    def divided(self, rankings: Sequence[Ranking], rest: PerRequest, room: PerLayer) -> PerLayer:
         minima = torch.stack([self._minimum(ranking.observation) for ranking in rankings], -1)
         uncertainty = minima / minima.sum(-1, keepdim=True)
         return divide(torch.lerp(uncertainty, torch.full_like(uncertainty, 1 / len(rankings)), self.floor), rest, room)

@@ -12,13 +12,11 @@ from keepset.recipe import Recipe, check_schedule
 
 @dataclass(frozen=True)
 class Candidate:
-    """One recipe with its budget, or the full cache.
+    """One recipe with its budget, or the full cache, whose text and method are `FULL`.
 
-    Attributes:
-        recipe: None for the full cache, and where `error` says why recipe and budget do not go together.
-        text: the recipe's canonical text; `FULL` for the full cache.
-        method: the recipe without its budget; `FULL` for the full cache.
-        requested: the budget that was asked for; None where the method decides, 1.0 for the full cache.
+    The recipe is None for the full cache, and where `error` says why recipe and budget do not go together; the method
+    is the recipe without its budget. `requested` is the budget that was asked for: None where the method decides, 1.0
+    for the full cache.
     """
 
     recipe: Recipe | None

@@ -49,11 +49,8 @@ COSTS = tuple(each.name for each in fields(Outcome) if each.name not in ("scores
 class Cell:
     """What a candidate's `recipe`, `method` and `requested` made of one of a task's examples.
 
-    Attributes:
-        seed: of the generated data and of sampling.
-        recipe: canonical text with its budget, or `FULL`.
-        metric: which of the outcome's scores counts.
-        outcome: None where `error` says in one sentence why there is none.
+    The seed is that of the generated data and of sampling, the metric says which of the outcome's scores counts; the
+    outcome is None where `error` says in one sentence why there is none.
     """
 
     task: str

@@ -10,9 +10,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
-from keepset.bench.tasks.task import Generation, Reply
+from keepset.bench.tasks.task import Generation, Reply, Tokenizer
 from keepset.hf.cache import Cache
 
 Pick = Callable[[Float[Tensor, "1 vocabulary"]], Int[Tensor, "1 1"]]
@@ -51,7 +51,7 @@ class Ending:
     looked for in the newest tokens only: in as many as the longest has bytes, and a few more.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, generation: Generation) -> None:
+    def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer, generation: Generation) -> None:
         self._ends = {*end_tokens(model), tokenizer.eos_token_id}
         self._tokenizer, self._tokens = tokenizer, generation.tokens
         self._until = [text for text in generation.until if text]

@@ -26,13 +26,9 @@ from keepset.recipe import Recipe
 
 @dataclass(frozen=True)
 class Round:
-    """One generation.
+    """One generation: the first new token, compression included, and all others; keys and values at the end.
 
-    Attributes:
-        first_seconds: from the prompt to the first new token, compression included.
-        rest_seconds: of all further tokens.
-        kv_bytes: of keys and values at the end.
-        peak_bytes: the most allocated on the device, or on a CPU resident; None where the system does not say.
+    The peak is the most allocated on the device, or on a CPU resident; None where the system does not say.
     """
 
     first_seconds: float
@@ -87,13 +83,12 @@ def latency(
         timings += here
         gc.collect()
         for number in range(rounds + 1):
+            # A first, short one: thread pools, allocators and compiled kernels are nobody's cost.
+            count = output_tokens if number else min(2, output_tokens)
             for timing, recipe in zip(here, (None, *recipes), strict=True):
                 if timing.error is None:
                     try:
-                        # A first, short one: thread pools, allocators and compiled kernels are nobody's cost.
-                        generation = _generation(
-                            model, prompt, recipe, output_tokens if number else min(2, output_tokens)
-                        )
+                        generation = _generation(model, prompt, recipe, count)
                     except KeepsetError as error:
                         timing.error = str(error)
                     else:

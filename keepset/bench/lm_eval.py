@@ -47,9 +47,6 @@ class KeepsetLM(HFLM):
         recipe: a text such as `"snapkv(keep=0.25)"`, or a `Recipe`.
         batch_size: prompts that generate together, and continuations of one context that are scored together.
         options: whatever else the harness's `hf` takes.
-
-    Raises:
-        KeepsetError: model, recipe or options cannot be used.
     """
 
     def __init__(

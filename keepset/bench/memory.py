@@ -10,13 +10,10 @@ from keepset.hf.cache import Cache
 class CacheMemory:
     """What a cache held, in the figures of a cell; `look` is cheap, for every token, and `finish` notes the rest.
 
-    A cache that `is_full` drops nothing and stands for the full one, which has no positions to store.
-
-    Attributes:
-        nbytes: the most bytes at any look, allocated: positions and free places included.
-        nbytes_full: the full cache's at the same moment.
-        keep: fraction of all tokens' entries that were there at the beginning, or when it was finished.
-        select_seconds: that choosing and freeing had taken by then.
+    A cache that `is_full` drops nothing and stands for the full one, which has no positions to store. Bytes are the
+    most at any look, allocated, positions and free places included; the full cache's are those at the same moment.
+    `keep`, the fraction of all tokens' entries that were there, and the seconds that selecting had taken are those at
+    the beginning, or when it was finished.
     """
 
     def __init__(self, cache: Cache, is_full: bool) -> None:

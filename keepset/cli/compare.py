@@ -176,10 +176,10 @@ def print_table(comparison: Comparison) -> None:
         f"Full cache: {megabytes(full['kv_bytes'])}, prefill {full['prefill_seconds']:.2f} s, "
         f"decode {full['decode_tokens_per_second']:.1f} tokens/s.",
     ]
-    if comparison.question is not None:
-        lines += [f"Asked after compression: {comparison.question}", f"Full cache answers: {full['answer']}"]
+    if comparison.needle is not None:
+        lines += [f"Asked after compression: {comparison.needle.question}", f"Full cache answers: {full['answer']}"]
     say("\n".join(lines))
-    decoding, asking = comparison.drift_tokens is not None, comparison.question is not None
+    decoding, asking = comparison.drift_tokens is not None, comparison.needle is not None
     titles = ("kept", "MB", *(["peak MB"] if decoding else []), "KL", "top-1", "prefill", "tok/s")
     grid = table("recipe", numbers=titles)
     if asking:

@@ -69,9 +69,8 @@ def print_summary(summary: Summary) -> None:
     for task, group in groupby((*summary.rows, *summary.averages), attrgetter("task")):
         of_task = list(group)
         cut = max(row.cut for row in of_task)
-        rows.add_row(
-            Text.assemble(cell(task, style="bold"), f", {cut} contexts cut to what the model takes" if cut else "")
-        )
+        warning = f", {cut} contexts cut to what the model takes" if cut else ""
+        rows.add_row(Text.assemble(cell(task, style="bold"), warning))
         for row in of_task:
             rows.add_row(_named(row), *_cells(row))
     show(rows)

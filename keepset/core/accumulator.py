@@ -77,7 +77,10 @@ class Chunk:
 
 
 class Accumulator(ABC):
-    """Collects all features of one kind. What `add` replaces it never writes into, so that copies may share it."""
+    """Collects all features of one kind, each once. What `add` replaces it never writes into: copies may share it."""
+
+    @abstractmethod
+    def __init__(self, features: Sequence[Any]) -> None: ...
 
     @abstractmethod
     def add(self, chunk: Chunk) -> None:
@@ -104,8 +107,7 @@ class Accumulators:
         kinds: defaultdict[type[Feature[Any]], list[Feature[Any]]] = defaultdict(list)
         for feature in needs:
             kinds[type(feature)].append(feature)
-        made = {kind: kind.accumulator(features) for kind, features in kinds.items()}
-        self._parts = {kind: part for kind, part in made.items() if part is not None}
+        self._parts = {kind: kind.accumulator(features) for kind, features in kinds.items() if kind.accumulator}
 
     def __bool__(self) -> bool:
         """Whether anything is collected, which takes every token of a prompt."""

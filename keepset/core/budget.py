@@ -48,16 +48,13 @@ class Budget:
             return
         if isinstance(self.keep, bool) or not isinstance(self.keep, int | float):
             raise BudgetError(f"keep={self.keep!r} is not a number: {KEEP_HELP}.")
-        if isinstance(self.keep, float) and not 0 < self.keep <= 1:
+        if not (0 < self.keep <= 1 if isinstance(self.keep, float) else 1 <= self.keep < LIMIT):
             raise BudgetError(f"keep={self.keep!r} is out of range: {KEEP_HELP}.")
-        if isinstance(self.keep, int):
-            if not 1 <= self.keep < LIMIT:
-                raise BudgetError(f"keep={self.keep} is out of range: {KEEP_HELP}.")
-            if self.keep < self.sinks + self.recent:
-                raise BudgetError(
-                    f"keep={self.keep} is below the {self.sinks + self.recent} entries that always stay "
-                    f"(sinks={self.sinks}, recent={self.recent}): raise keep, or lower those."
-                )
+        if isinstance(self.keep, int) and self.keep < self.sinks + self.recent:
+            raise BudgetError(
+                f"keep={self.keep} is below the {self.sinks + self.recent} entries that always stay "
+                f"(sinks={self.sinks}, recent={self.recent}): raise keep, or lower those."
+            )
 
     def __eq__(self, other: object) -> bool:
         # 1 == 1.0, but one entry is not everything.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from keepset.core.accumulator import Accumulator
@@ -27,6 +27,7 @@ class Feature(ABC, Generic[Value]):
         log_sum_exp: whether that of the prompt's attention saves it work.
         transformers_only: why no paged runtime gives it, as the end of a sentence about a method; `{engine}` stands
             for the engine's name.
+        accumulator: what collects features of this kind over a prompt; None where a runtime gives them by other means.
     """
 
     label: ClassVar[str]
@@ -36,6 +37,7 @@ class Feature(ABC, Generic[Value]):
     hidden_states: ClassVar[bool] = False
     log_sum_exp: ClassVar[bool] = False
     transformers_only: ClassVar[str] = ""
+    accumulator: ClassVar[type[Accumulator] | None] = None
 
     @property
     def name(self) -> str:
@@ -58,24 +60,8 @@ class Feature(ABC, Generic[Value]):
         return type(self)
 
     def merged(self, other: Self) -> Self:
-        """What serves both this one and another of the same key.
-
-        Args:
-            other: of the same class.
-        """
+        """What serves both this one and another of the same key."""
         return self
-
-    @classmethod
-    def accumulator(cls, features: Sequence[Self]) -> Accumulator | None:
-        """What collects features of this kind over a prompt.
-
-        Args:
-            features: all that are needed, each once.
-
-        Returns:
-            None where a runtime gives them by other means.
-        """
-        return None
 
 
 class Needs:
@@ -111,11 +97,7 @@ class Needs:
         return f"Needs({', '.join(map(repr, self))})"
 
     def of(self, kind: type[AnyFeature]) -> list[AnyFeature]:
-        """The features of one kind.
-
-        Args:
-            kind: a class of features.
-        """
+        """The features of one class."""
         return [feature for feature in self if isinstance(feature, kind)]
 
     def names(self) -> list[str]:

@@ -56,7 +56,7 @@ class Method(ABC):
         name: in recipes.
         family: `"scorer"` or `"allocator"`.
         layout: where counts of kept entries may differ.
-        paper: where it is from; `"none"` where there is none.
+        paper: where it is from, if there is one.
         across_layers: whether it chooses for all layers together, once the last one has been observed.
         needs_budget: whether a recipe must say how much to keep.
         counts_from_data: whether how many entries a layer keeps depends on more than lengths and budget.
@@ -68,14 +68,15 @@ class Method(ABC):
     name: ClassVar[str]
     family: ClassVar[str] = "scorer"
     layout: ClassVar[Layout] = Layout.DENSE
-    paper: ClassVar[str]
+    paper: ClassVar[str] = "none"
     across_layers: ClassVar[bool] = False
     needs_budget: ClassVar[bool] = True
     counts_from_data: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        kinds = _kinds(type(self))
         for field in dataclasses.fields(self):
-            self._check(field)
+            self._check(field, kinds[field.name])
 
     @property
     def needs(self) -> Needs:
@@ -205,23 +206,22 @@ class Method(ABC):
         Raises:
             KeepsetError: an observation lacks something that the method needs.
         """
-        return KeepSet([self.select(seen, budget).layer(seen.layer) for seen in observations])
+        return KeepSet([self.select(observation, budget).layer(observation.layer) for observation in observations])
 
-    def _check(self, field: dataclasses.Field[Any]) -> None:
-        value = getattr(self, field.name)
-        kind = _kinds(type(self))[field.name]
+    def _check(self, field: dataclasses.Field[Any], kind: Any) -> None:
+        value, allowed = getattr(self, field.name), field.metadata
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             object.__setattr__(self, field.name, value := float(value))
         if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
             raise RecipeError(f"{self.name}: {field.name}={value!r} is not {_ARTICLES.get(kind, 'a method')}.")
         if kind is float and not math.isfinite(value):
             raise RecipeError(f"{self.name}: {field.name}={value!r} is not a finite number.")
-        low, high = field.metadata.get("minimum"), field.metadata.get("maximum")
+        low, high = allowed.get("minimum"), allowed.get("maximum")
         if (low is not None and value < low) or (high is not None and value > high):
             raise RecipeError(f"{self.name}: {field.name}={value!r} is out of range: use {_range(low, high)}.")
-        if field.metadata.get("odd") and value % 2 == 0:
+        if allowed.get("odd") and value % 2 == 0:
             raise RecipeError(f"{self.name}: {field.name}={value} has no middle: use an odd number.")
-        choices = field.metadata.get("choices")
+        choices = allowed.get("choices")
         if choices and value not in choices:
             known = ", ".join(map(repr, choices))
             raise RecipeError(f"{self.name}: {field.name}={value!r} is none of its choices: use one of {known}.")
@@ -235,37 +235,42 @@ class Allocator(Method):
 
     Attributes:
         scorer: the method that it divides for.
+        chooses_alone: whether no method inside may choose entries.
 
     Raises:
         RecipeError: when it is made of a method that it does not go with.
     """
 
     family: ClassVar[str] = "allocator"
+    chooses_alone: ClassVar[bool] = False
 
     scorer: Method
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.scorer, Allocator) and self.scorer.across_layers and not self.across_layers:
-            inner = self.scorer.name
+            outer = self.scorer.name
             raise RecipeError(
-                f"{self.name} looks at one layer alone, and {inner} at all of them together: put {self.name} inside, "
-                f"as in {inner}({self.name}(snapkv)), or leave one of them out."
+                f"{self.name} looks at one layer alone, and {outer} at all of them together: put {self.name} inside, "
+                f"as in {outer}({self.name}(snapkv)), or leave one of them out."
             )
         if not isinstance(self.scorer, Allocator) and (self.scorer.across_layers or not self.scorer.equal_layers):
             raise RecipeError(
                 f"{self.scorer.name} says itself how much every head keeps, which {self.name} cannot divide again: "
                 "use it alone."
             )
-
-    def _check_chooses_alone(self) -> None:
-        """Refuses a method inside that chooses the entries of every head, as this one does."""
         for inner in self.inner():
-            if inner.chooses:
-                raise RecipeError(
-                    f"{self.name} chooses the entries of every head itself, and so does {inner.name}: put {self.name} "
-                    f"inside, as in adakv({self.name}(snapkv)), or leave one of them out."
-                )
+            if objection := self.objection(inner):
+                raise RecipeError(objection)
+
+    def objection(self, inner: Method) -> str:
+        """Why this does not go with a method inside it, as a sentence; "" where it does."""
+        if not (self.chooses_alone and inner.chooses):
+            return ""
+        return (
+            f"{self.name} chooses the entries of every head itself, and so does {inner.name}: put {self.name} inside, "
+            f"as in adakv({self.name}(snapkv)), or leave one of them out."
+        )
 
     def inner(self) -> Iterator[Method]:
         """The method that it divides a budget for, the one inside that, and so on."""

@@ -10,10 +10,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+Planes = Float[Tensor, "*shape planes"]
+"""Cosines, or sines, of every plane."""
 
-def inverse(
-    cos: Float[Tensor, "*shape planes"], sin: Float[Tensor, "*shape planes"]
-) -> tuple[Float[Tensor, "*shape planes"], Float[Tensor, "*shape planes"]]:
+
+def inverse(cos: Planes, sin: Planes) -> tuple[Planes, Planes]:
     """Cosines and sines of the rotation that undoes this one.
 
     Scaled rotations (YaRN) are not orthogonal; dividing by the squared scale inverts them too.

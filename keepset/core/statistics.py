@@ -95,26 +95,18 @@ class Statistics:
     name: str = ""
 
     def layer(self, index: int, layers: tuple[int, ...], kv_heads: int, head_dim: int) -> LayerStatistics:
-        """Those of one layer of a model of this shape.
-
-        Raises:
-            KeepsetError: they were measured on a model of another shape.
-        """
-        ours = next(iter(self.layers.values())) if index not in self.layers else self.layers[index]
-        found, wanted = (len(self.layers), *ours.direction.shape), (len(layers), kv_heads, head_dim)
-        if tuple(self.layers) != layers or found != wanted:
+        """Those of one layer of a model of this shape; KeepsetError where they were measured on one of another."""
+        measured = next(iter(self.layers.values())) if index not in self.layers else self.layers[index]
+        theirs, ours = (len(self.layers), *measured.direction.shape), (len(layers), kv_heads, head_dim)
+        if tuple(self.layers) != layers or theirs != ours:
             raise KeepsetError(
-                f"The statistics {self.name!r} are of another model: theirs has {_shape(*found)}, this one "
-                f"{_shape(*wanted)}. Make them for this model with keepset calibrate."
+                f"The statistics {self.name!r} are of another model: theirs has {_shape(*theirs)}, this one "
+                f"{_shape(*ours)}. Make them for this model with keepset calibrate."
             )
-        return ours
+        return measured
 
     def gates(self) -> Float[Tensor, "layers kv_heads"]:
-        """How much each KV head retrieves.
-
-        Raises:
-            KeepsetError: that was not measured.
-        """
+        """How much each KV head retrieves; KeepsetError where that was not measured."""
         if not self.retrieval:
             raise KeepsetError(
                 f"The statistics {self.name!r} do not say which heads retrieve: make them again with keepset "
@@ -189,25 +181,18 @@ def _retrieval(file: Any, layers: Mapping[int, LayerStatistics]) -> dict[int, Te
     """The gates of all layers, or none."""
     places = {index: f"layers.{index}.{_RETRIEVAL}" for index in layers}
     written = set(file.keys())
-    if written.isdisjoint(places.values()):
-        return {}
     gates = {index: file.get_tensor(place) for index, place in places.items() if place in written}
-    if len(gates) < len(layers):
+    if gates and len(gates) < len(layers):
         raise ValueError
     for index, gate in gates.items():
-        if gate.shape != layers[index].direction.shape[:1] or gate.dtype != torch.float32:
-            raise ValueError
-        if not ((gate >= 0) & (gate <= 1)).all():
+        shape = layers[index].direction.shape[:1]
+        if gate.shape != shape or gate.dtype != torch.float32 or not ((gate >= 0) & (gate <= 1)).all():
             raise ValueError
     return gates
 
 
 def save(statistics: Statistics, path: Path) -> None:
-    """Writes them whole or not at all.
-
-    Raises:
-        KeepsetError: the place cannot be written to.
-    """
+    """Writes them whole or not at all; KeepsetError where the place cannot be written to."""
     # Cloned: layers may share tensors, and a file may not.
     tensors = {
         f"layers.{index}.{name}": getattr(layer, name).clone(memory_format=torch.contiguous_format)

@@ -40,7 +40,7 @@ class Tables:
         entropy_edges, perplexity_edges: where the bins meet; an edge belongs to the bin above it. Entropy is in nats.
         budgets: entries per KV head that they were compiled for, rising.
         counts: how many texts of the corpus fell into each bin.
-        provenance: model, corpus, seed and version of keepset; plain JSON.
+        provenance: should name model, corpus, seed and version of keepset; plain JSON.
         name: for messages: what the recipe calls them.
     """
 
@@ -58,14 +58,14 @@ class Tables:
 
         Warns where that is another number of them.
         """
-        found = self.weights.shape[1:]
-        if found == (layers, query_heads):
+        compiled = self.weights.shape[1:]
+        if compiled == (layers, query_heads):
             return self
         _say(
-            f"The tables {self.name!r} are of a model with {found[0]} layers of {found[1]} query heads, and this one "
-            f"has {layers} of {query_heads}: each layer and head takes what stands at its relative place."
+            f"The tables {self.name!r} are of a model with {compiled[0]} layers of {compiled[1]} query heads, and this "
+            f"one has {layers} of {query_heads}: each layer and head takes what stands at its relative place."
         )
-        rows, heads = _relative(layers, found[0]), _relative(query_heads, found[1])
+        rows, heads = _relative(layers, compiled[0]), _relative(query_heads, compiled[1])
         return dataclasses.replace(self, weights=self.weights[:, rows][:, :, heads], gate=self.gate[:, rows])
 
     def nearest(self, budget: Int[Tensor, " batch"]) -> Int[Tensor, " batch"]:
@@ -96,11 +96,7 @@ def neutral(layers: int, query_heads: int, threshold: float) -> Tables:
 
 
 def load(file: str) -> Tables:
-    """The tables in a file.
-
-    Raises:
-        KeepsetError: it holds none that this version can read.
-    """
+    """The tables in a file; KeepsetError where it holds none that this version can read."""
     try:
         state = Path(file).stat()
     except (OSError, ValueError):
@@ -109,28 +105,15 @@ def load(file: str) -> Tables:
 
 
 def save(tables: Tables, path: Path) -> None:
-    """Writes them whole or not at all.
-
-    Args:
-        tables: their provenance should name model, corpus, seed and version.
-
-    Raises:
-        KeepsetError: the place cannot be written to.
-    """
+    """Writes them whole or not at all, with provenance; KeepsetError where the place cannot be written to."""
     layers, heads = tables.weights.shape[1:]
     shape = {"format": FORMAT, "layers": layers, "query_heads": heads}
     tensors = {name: getattr(tables, name).contiguous() for name in _TYPES}
     _FILE.write(path, tensors, {**tables.provenance, **shape})
 
 
-_TYPES = {
-    "weights": torch.float32,
-    "gate": torch.float32,
-    "entropy_edges": torch.float32,
-    "perplexity_edges": torch.float32,
-    "budgets": torch.int64,
-    "counts": torch.int64,
-}
+_TYPES = dict.fromkeys(("weights", "gate", "entropy_edges", "perplexity_edges"), torch.float32)
+_TYPES |= dict.fromkeys(("budgets", "counts"), torch.int64)
 
 
 @lru_cache(maxsize=4)
@@ -166,9 +149,9 @@ def _check(tables: Tables) -> None:
         raise ValueError
 
 
-def _relative(wanted: int, found: int) -> Int[Tensor, " wanted"]:
-    """For each of so many the one at the same relative place among those found."""
-    places = torch.arange(wanted, dtype=torch.float64) * (found - 1) / max(wanted - 1, 1)
+def _relative(wanted: int, existing: int) -> Int[Tensor, " wanted"]:
+    """For each of so many the one at the same relative place among those that there are."""
+    places = torch.arange(wanted, dtype=torch.float64) * (existing - 1) / max(wanted - 1, 1)
     return (places + 0.5).floor().long()
 
 

@@ -1,7 +1,6 @@
-"""The attention function that keepset registers with transformers.
+"""The attention function that keepset registers with transformers, for all architectures with its interface.
 
-It sees queries, keys and values after rotation, for every architecture that uses transformers' attention
-interface. It is not given the cache, so a layer that has just been updated is handed over here.
+It is not given the cache, so a layer that has just been updated is handed over here.
 """
 
 from __future__ import annotations
@@ -26,11 +25,8 @@ NAME = "keepset"
 class AttentionCall(NamedTuple):
     """What transformers gives the attention function, for a layer that attends over its own entries.
 
-    Attributes:
-        module: the attention module under way.
-        query: `[batch, query_heads, n, head_dim]`, after rotation.
-        key, value: of the same tokens, `[batch, kv_heads, n, dim]`.
-        mask: as a rule, where there is one.
+    Queries are `[batch, query_heads, n, head_dim]`, after rotation; keys and values, of the same tokens,
+    `[batch, kv_heads, n, dim]`.
     """
 
     module: nn.Module
@@ -100,8 +96,7 @@ def keepset_attention(
         raise UnsupportedModelError(
             "keepset.Cache takes a two-dimensional attention mask [batch, tokens]; this call brought a finished matrix."
         )
-    if scaling is None:
-        scaling = query.shape[-1] ** -0.5
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     return attend(AttentionCall(module, query, key, value, attention_mask, scaling, kwargs.get("position_ids"))), None
 
 

@@ -40,13 +40,9 @@ class _Calls(threading.local):
 
 
 class AttentionHooks(ModelHooks):
-    """Forward hooks that remember the newest call of an attention module and of the rotary embedding.
-
-    Installed only for methods that look at hidden states, and removed with `close` once nothing more is compressed.
-    """
+    """Remember the newest call of an attention module and of rotary embeddings, for methods that look at such."""
 
     def forget(self) -> None:
-        """Lets go of the calls that were seen, and of the hidden states that they hold."""
         self._rotary_calls: list[_Call] = []
         self._local = _Calls()
 
@@ -86,37 +82,32 @@ class AttentionHooks(ModelHooks):
 
 
 class LayerInput(QuerySource):
-    """The input of one attention module in one forward, and what can be computed from it."""
+    """The input of one attention module in one forward, and what can be computed from it.
+
+    Attributes:
+        rotation: of this forward's positions; None where the layer does not rotate.
+    """
 
     def __init__(self, call: _Call, rotary: _Call | None) -> None:
         # Without the cache, whose observations may hold this.
         kwargs = {name: None if name in _CACHES else value for name, value in call.kwargs.items()}
         self._call, self._rotary = replace(call, kwargs=kwargs), rotary
-        self._rotates = True
-        self._rotation: Rotation | None = kwargs.get("position_embeddings")
+        self.rotation: Rotation | None = kwargs.get("position_embeddings")
 
     @property
     def hidden(self) -> HiddenStates:
         hidden = self._call.kwargs.get("hidden_states")
         return self._call.args[0] if hidden is None else hidden
 
-    @property
-    def rotation(self) -> Rotation | None:
-        """Cosines and sines of this forward's positions; None where there is no rotation."""
-        return self._rotation if self._rotates else None
-
     def rotated_by(self, rotation: Rotation | None) -> LayerInput:
         """The same layer's input for queries of other forwards, which this rotation has rotated."""
         other = copy.copy(self)
-        other._rotation = rotation
+        other.rotation = None if self.rotation is None else rotation
         return other
 
     def _future_rotation(self, lengths: Int[Tensor, " batch"], future: int) -> Rotation | None:
-        """Mean cosines and sines over the `future` positions from `lengths` on, `[batch, 1, rotary_dim]`.
-
-        Rotation is linear in them, so rotating with the mean is the mean of the rotations.
-        """
-        if self._rotary is None or not self._rotates:
+        """Means over the `future` positions from `lengths` on: rotating with them is the mean of the rotations."""
+        if self._rotary is None or self.rotation is None:
             return None
         positions = positions_ahead(lengths, future)
 
@@ -135,14 +126,10 @@ class LayerInput(QuerySource):
         return mean_rotation(cos.float(), sin.float())
 
     def _replay(self, hidden: HiddenStates, rotation: Rotation | None) -> Queries:
-        """Queries that the module makes of other hidden states, under another rotation.
-
-        The module itself runs again, so its norms, biases and fused projections all apply.
-        """
-        kwargs = dict(self._call.kwargs, attention_mask=None)
+        """Queries that the module makes of other hidden states: it runs again, with its norms, biases and all."""
+        args, kwargs = self._call.args, {**self._call.kwargs, "attention_mask": None}
         if rotation is not None:
             kwargs["position_embeddings"] = tuple(part.to(hidden.dtype) for part in rotation)
-        args = self._call.args
         if "hidden_states" in kwargs:
             kwargs["hidden_states"] = hidden
         else:
@@ -182,11 +169,7 @@ class LayerInput(QuerySource):
     def check_rotation(self, queries: Queries) -> None:
         """Compares a few queries with what the module itself makes without rotation.
 
-        Unrotated ones must be equal; where they are equal as they are, this layer does not rotate (some models
-        rotate in most layers only).
-
-        Raises:
-            UnsupportedModelError: neither is so: this model rotates in a way that keepset cannot undo.
+        Unrotated ones must be equal; where they are equal as they are, this layer does not rotate, as in some models.
         """
         if self.rotation is None:
             return
@@ -204,4 +187,4 @@ class LayerInput(QuerySource):
                 f"{type(self._call.module).__name__} rotates queries in a way that keepset cannot undo; methods "
                 "that look at future queries do not support this model."
             )
-        self._rotates = False
+        self.rotation = None

@@ -23,8 +23,7 @@ class Forward:
         valid: which tokens are no padding; None when all are.
         start: logical length of the cache before them.
         padded: whether the cache has any padding, theirs included.
-        layer_input: of the whole call, where somebody looks at it.
-        rotation: of the queries, where somebody looks at it.
+        layer_input, rotation: of the whole call and of the queries, where somebody looks at them.
         lse: log-sum-exp of every query's logits, request by request, where attention has made it.
     """
 
@@ -74,16 +73,9 @@ class Forward:
             rotation=None if self.rotation is None else (self.rotation[0][:, part], self.rotation[1][:, part]),
         )
 
-    def counts(self) -> Int[Tensor, " batch"]:
-        """Real tokens of each request."""
-        if self.valid is None:
-            return torch.full_like(self.positions[:, 0], self.length)
-        return self.valid.sum(-1)
-
     def pack(self) -> EntryStore:
         """A store of all real tokens."""
         exists = torch.ones_like(self.positions, dtype=torch.bool) if self.valid is None else self.valid
-        mask = exists[:, None].expand(-1, self.key.shape[1], -1)
-        positions = self.positions[:, None].expand(-1, self.key.shape[1], -1).int()
-        columns = {"keys": self.key, "values": self.value, "positions": positions}
+        positions, mask = (part[:, None].expand(-1, self.key.shape[1], -1) for part in (self.positions, exists))
+        columns = {"keys": self.key, "values": self.value, "positions": positions.int()}
         return EntryStore.pack(columns, mask.nonzero()[:, 2], mask.sum(-1))

@@ -31,7 +31,6 @@ class PerplexityHooks(ModelHooks):
         super().__init__(model, past)
 
     def forget(self) -> None:
-        """Lets go of the logits that were seen."""
         self.watching = False
         self._ids: Tensor | None = None
         self._asked: int | Tensor = 0
@@ -41,11 +40,6 @@ class PerplexityHooks(ModelHooks):
     def _installed(self, model: nn.Module) -> Iterator[RemovableHandle]:
         yield model.register_forward_pre_hook(weakly(self._enter), with_kwargs=True)
         yield model.register_forward_hook(weakly(self._leave), with_kwargs=True)
-
-    def _of(self, window: int) -> Float[Tensor, " batch"]:
-        """Perplexity of each request's newest `window` tokens, the first of all left out: nothing foretells it."""
-        means = [row[-window:].mean() if len(row) else row.new_tensor(torch.inf) for row in self._losses]
-        return torch.stack(means).exp()
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.watching = kwargs.get("past_key_values") is self._past()
@@ -82,14 +76,17 @@ class PerplexityHooks(ModelHooks):
         elif 0 < asked < logits.shape[1]:
             output.logits = logits[:, -asked:].clone()
         self._ids = None
-        past.on_logits({needed: self._of(needed.tokens) for needed in self._needs})
+        perplexities = {}
+        for needed in self._needs:
+            # The first token of all is left out: nothing foretells it.
+            newest = (row[-needed.tokens :] for row in self._losses)
+            means = [row.mean() if len(row) else row.new_tensor(torch.inf) for row in newest]
+            perplexities[needed] = torch.stack(means).exp()
+        past.on_logits(perplexities)
         return output
 
     def _add(
-        self,
-        logits: Float[Tensor, "batch newest vocabulary"],
-        ids: Tensor,
-        valid: Bool[Tensor, "batch tokens"] | None,
+        self, logits: Float[Tensor, "batch newest vocabulary"], ids: Tensor, valid: Bool[Tensor, "batch tokens"] | None
     ) -> None:
         newest, whole = logits.shape[1], logits.shape[1] == ids.shape[1]
         batch = len(ids)

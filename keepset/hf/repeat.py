@@ -25,6 +25,8 @@ _SINKS = 4
 
 _TURN = "\n\nAnswer: "
 """Between the words and their answer where the tokenizer has no chat template."""
+_MARK = "keepset"
+"""Stands for a user's words, to see what a chat template puts around them."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,7 @@ class Repeat:
     """What the authors of KVzip (2025, arXiv:2505.23416) have models told, in a model's tokens.
 
     Attributes:
-        opening: with which the chat template begins a user's words; where a prompt starts with it, it is no part of
-            what is repeated.
+        opening: with which the chat template begins a user's words; where a prompt starts with it, it is not repeated.
         whole: asks for the first chunk.
         part: asks for another one; the last tokens of the one before follow.
         turn: from the user's words to the model's.
@@ -46,11 +47,7 @@ class Repeat:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Repeat:
-        """In the tokens of the tokenizer that lies beside the model.
-
-        Raises:
-            KeepsetError: there is none, or it is another model's.
-        """
+        """In the tokens of the tokenizer that lies beside the model; raises KeepsetError where that has none."""
         name = model.config.name_or_path or ""
         words = _words(name)
         known = getattr(model.get_input_embeddings(), "num_embeddings", None)
@@ -79,29 +76,20 @@ class Repeat:
 
 @cache
 def _words(name: str) -> Repeat:
-    tokenizer = _tokenizer(name)
-
-    def ids(text: str) -> tuple[int, ...]:
-        return tuple(tokenizer.encode(text, add_special_tokens=False))
-
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False) if name else None
+    except (OSError, ValueError, ImportError, RuntimeError):
+        tokenizer = None
+    if tokenizer is None:
+        raise KeepsetError(
+            f"To ask the model to repeat its prompt takes its tokenizer, and {name!r} has none: load the model from a "
+            "folder, or by a name on the Hugging Face Hub, that has one."
+        )
     opening, turn = "", _TURN
     if tokenizer.chat_template:
-        marked = "keepset"
-        chat = tokenizer.apply_chat_template(
-            [{"role": "user", "content": marked}], tokenize=False, add_generation_prompt=True, enable_thinking=False
-        )
-        opening, separator, after = chat.rpartition(marked)
+        marked = [{"role": "user", "content": _MARK}]
+        chat = tokenizer.apply_chat_template(marked, tokenize=False, add_generation_prompt=True, enable_thinking=False)
+        opening, separator, after = chat.rpartition(_MARK)
         turn = after if separator else _TURN
-    return Repeat(ids(opening), ids(_WHOLE), ids(_PART), ids(turn))
-
-
-def _tokenizer(name: str) -> Any:
-    try:
-        if name:
-            return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError, ImportError, RuntimeError):
-        pass
-    raise KeepsetError(
-        f"To ask the model to repeat its prompt takes its tokenizer, and {name!r} has none: load the model from a "
-        "folder, or by a name on the Hugging Face Hub, that has one."
-    )
+    texts = (opening, _WHOLE, _PART, turn)
+    return Repeat(*(tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts))

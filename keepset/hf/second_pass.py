@@ -6,26 +6,27 @@ import copy
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
 
+from keepset.core.accumulator import widened
 from keepset.core.feature import Feature, Needs
-from keepset.core.features.second_pass import SecondPass, SecondPassColumns
+from keepset.core.features.attention import SecondPass, SecondPassColumns
 from keepset.errors import KeepsetError, UnsupportedModelError
 from keepset.hf.attention import AttentionCall, hand_over
 from keepset.hf.hooks import ModelHooks, weakly
 from keepset.hf.layer import LogicalLayer
 from keepset.hf.progress import Progress
 from keepset.hf.repeat import Repeat
+from keepset.kernels.columns import ColumnStatistic
 from keepset.kernels.second_pass import PackedSequence, SoftmaxScope, second_pass_attention
-from keepset.kernels.statistic import ColumnStatistic
 
 Entries = tuple[Float[Tensor, "batch kv_heads entries head_dim"], Float[Tensor, "batch kv_heads entries value_dim"]]
 """Keys and values of one layer."""
@@ -34,8 +35,8 @@ Entries = tuple[Float[Tensor, "batch kv_heads entries head_dim"], Float[Tensor, 
 class SecondPasses(ModelHooks):
     """Runs tokens on top of a prompt of which all layers still hold all entries, inside the last layer's attention.
 
-    Requests run one by one, without their padding, each as a call of the model's decoder with a cache that only looks
-    at those entries. The prompt's tokens, or embeddings, are seen by a hook on the decoder.
+    Requests run one by one, without padding, each as a call of the model's decoder with a cache that only looks at
+    those entries. The prompt's tokens, or embeddings, are seen by a hook on the decoder.
 
     Attributes:
         seconds: that each pass took, by its `cost`.
@@ -43,7 +44,7 @@ class SecondPasses(ModelHooks):
 
     def __init__(self, model: PreTrainedModel, past: Any, needs: Needs, tasks: Sequence[Tensor]) -> None:
         self._needs = needs.of(SecondPass)
-        self._tasks = [check_task(task, model) for task in tasks]
+        self._tasks = [_check_task(task, model) for task in tasks]
         self._repeat = Repeat.of(model) if any(needed.repeat for needed in self._needs) else None
         if self._repeat and tasks:
             raise KeepsetError("A prompt that is to be repeated is its own task: leave task_tokens out.")
@@ -51,51 +52,50 @@ class SecondPasses(ModelHooks):
         super().__init__(model, past)
 
     def forget(self) -> None:
-        """Lets go of the prompt's tokens."""
         self._inputs: list[Tensor] = []
 
     def run(
         self, entries: Mapping[int, Entries], progress: Progress, layers: Sequence[Any]
     ) -> dict[int, dict[Feature[Any], SecondPassColumns]]:
-        """What the entries of each layer receive in every pass that is needed.
-
-        Args:
-            entries: of the layers that are observed, by their indices and in their order.
-            progress: of the cache, whose tokens are the prompt's.
-            layers: of the cache; those that keepset leaves alone are copied, never changed.
-        """
-        groups: dict[SecondPass, set[str]] = {}
-        for needed in self._needs:
-            groups.setdefault(needed.cost, set()).update(needed.statistics)
+        """What the entries of each observed layer receive in every pass; layers of another kind are never changed."""
         passes: dict[int, dict[Feature[Any], SecondPassColumns]] = {index: {} for index in entries}
-        for kind, names in groups.items():
+        for kind in dict.fromkeys(needed.cost for needed in self._needs):
+            together = [needed for needed in self._needs if needed.cost == kind]
+            names = set[ColumnStatistic]().union(*(needed.statistics for needed in together))
             start = time.perf_counter()
             per_layer = self._run(kind, names, entries, progress, layers)
             self.seconds = {**self.seconds, kind: time.perf_counter() - start}
-            for needed in self._needs:
-                if needed.cost == kind:
-                    for index, columns in per_layer.items():
-                        part = {name: columns.statistics[name] for name in needed.statistics}
-                        passes[index][needed] = SecondPassColumns(part, columns.tokens, columns.opening)
+            for index, columns in per_layer.items():
+                for needed in together:
+                    statistics = {name: columns.statistics[name] for name in needed.statistics}
+                    passes[index][needed] = replace(columns, statistics=statistics)
         return passes
 
     @torch.no_grad()
     def _run(
         self,
         kind: SecondPass,
-        names: Collection[str],
+        names: Collection[ColumnStatistic],
         entries: Mapping[int, Entries],
         progress: Progress,
         layers: Sequence[Any],
     ) -> dict[int, SecondPassColumns]:
-        """What each layer's entries receive in a pass of this kind."""
-        prompt, valid = self._prompt(progress.logical), progress.valid
+        if sum(part.shape[1] for part in self._inputs) < progress.logical:
+            raise UnsupportedModelError(
+                "keepset could not see the prompt's tokens; this model cannot run a second pass."
+            )
+        prompt, valid, tasks = torch.cat(self._inputs, 1)[:, : progress.logical], progress.valid, self._tasks
         batch = len(prompt)
-        per_request: list[dict[int, dict[str, Tensor]]] = []
+        for task in tasks:
+            if batch % len(task):  # where beams repeat requests, they repeat their tasks
+                raise KeepsetError(
+                    f"task_tokens has {len(task)} rows and the prompt {batch}: give one row, or one for every request."
+                )
+        received: dict[int, list[dict[ColumnStatistic, Tensor]]] = {index: [] for index in entries}
         tokens, opening = torch.zeros(2, batch, dtype=torch.long, device=prompt.device)
         for request in range(batch):
             own = prompt[request] if valid is None else prompt[request][valid[request]]
-            parts = self._passes(kind, own, self._of_tasks(request, batch, own.device))
+            parts = self._passes(kind, own, [task[request // (batch // len(task))].to(own.device) for task in tasks])
             caches = {i: _Entries(layer, request, len(own), names) for i, layer in entries.items()}
             caches[max(caches)].last = True
             rest = {i: layer for i, layer in enumerate(layers) if i not in caches}
@@ -104,18 +104,16 @@ class SecondPasses(ModelHooks):
                 for each in caches.values():
                     each.pieces = [PackedSequence(len(part), among) for part, among in together]
                 copies = {i: _one_request(layer, request, len(own), valid) for i, layer in rest.items()}
-                self._call(
-                    [part for part, _ in together], len(own), [copies.get(i) or caches[i] for i in range(len(layers))]
-                )
+                self._call([part for part, _ in together], len(own), [(caches | copies)[i] for i in range(len(layers))])
             tokens[request] = sum(len(part) for part, _ in parts)
             opening[request] = parts[0][1].start if parts[0][1] else 0
-            per_request.append({i: each.received for i, each in caches.items()})
-        return {
-            i: SecondPassColumns(
-                {name: _stacked([r[i][name] for r in per_request], keys.shape[2]) for name in names}, tokens, opening
-            )
-            for i, (keys, _) in entries.items()
-        }
+            for i, each in caches.items():
+                received[i].append(each.received)
+        passes = {}
+        for i, rows in received.items():
+            statistics = {name: widened([row[name] for row in rows], entries[i][0].shape[2]) for name in names}
+            passes[i] = SecondPassColumns(statistics, tokens, opening)
+        return passes
 
     def _installed(self, model: nn.Module) -> Iterator[RemovableHandle]:
         decoder: Any = model
@@ -130,58 +128,42 @@ class SecondPasses(ModelHooks):
         if inputs is not None:
             self._inputs = [*self._inputs, inputs.detach()]
 
-    def _prompt(self, tokens: int) -> Shaped[Tensor, "batch tokens *hidden"]:
-        """The first `tokens` of every request, padding included."""
-        if sum(part.shape[1] for part in self._inputs) < tokens:
-            raise UnsupportedModelError(
-                "keepset could not see the prompt's tokens; this model cannot run a second pass."
-            )
-        return torch.cat(self._inputs, 1)[:, :tokens]
-
-    def _passes(self, kind: SecondPass, own: Tensor, tasks: list[Tensor]) -> list[tuple[Tensor, SoftmaxScope | None]]:
-        """What runs after one request's prompt, and which entries it is about; None: all."""
+    def _passes(self, kind: SecondPass, own: Tensor, tasks: list[Tensor]) -> list[Part]:
+        """What runs after one request's prompt."""
         if self._repeat is None or not kind.repeat:
             return [(part, None) for part in tasks or own.split(kind.chunk or len(own))]
         if own.ndim > 1:
             raise KeepsetError("A prompt of embeddings cannot be asked for again in words: give token ids.")
         return list(self._repeat.passes(own, kind.chunk))
 
-    def _of_tasks(self, request: int, batch: int, device: torch.device) -> list[Tensor]:
-        """The tasks' tokens for one request; where beams repeat requests, they repeat their tasks."""
-        for task in self._tasks:
-            if batch % len(task):
-                raise KeepsetError(
-                    f"task_tokens has {len(task)} rows and the prompt {batch}: give one row, or one for every request."
-                )
-        return [task[request // (batch // len(task))].to(device) for task in self._tasks]
-
     def _call(self, parts: list[Shaped[Tensor, " _ *hidden"]], length: int, layers: list[Any]) -> None:
         """Runs parts, each of which follows a request of this length."""
         model = self._model()
         assert model is not None
-        decoder = model.get_decoder()
-        _check_positions(model, length + max(map(len, parts)))
+        decoder, reached = model.get_decoder(), length + max(map(len, parts))
+        longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        if longest is not None and reached > longest and not list(_rotary(model)):
+            raise UnsupportedModelError(
+                f"A second pass after this prompt reaches a length of {reached}, but {type(model).__name__} has "
+                f"learned only {longest} positions: give a shorter prompt."
+            )
         tokens = torch.cat(parts)
         positions = torch.cat([torch.arange(length, length + len(part), device=part.device) for part in parts])[None]
         kind = "input_ids" if tokens.ndim == 1 else "inputs_embeds"
         with _unchanged_rotations(decoder), suppress(_Done):
-            decoder(
-                **{kind: tokens[None]},
-                position_ids=positions,
-                past_key_values=TransformersCache(layers=layers),
-                use_cache=True,
-            )
+            inputs = {kind: tokens[None], "past_key_values": TransformersCache(layers=layers)}
+            decoder(**inputs, position_ids=positions, use_cache=True)
 
 
 _TOGETHER = 512
 """Tokens of one call of the model: enough for products at full speed, few beside the prompt."""
+Part = tuple[Tensor, SoftmaxScope | None]
+"""Tokens to run after a prompt, and which of its entries they are about; None: all."""
 
 
-def _calls(
-    parts: list[tuple[Tensor, SoftmaxScope | None]], most: int
-) -> list[list[tuple[Tensor, SoftmaxScope | None]]]:
+def _calls(parts: list[Part], most: int) -> list[list[Part]]:
     """Parts that run together: at most so many tokens, or one part."""
-    calls: list[list[tuple[Tensor, SoftmaxScope | None]]] = []
+    calls: list[list[Part]] = []
     for part in parts:
         if calls and sum(len(tokens) for tokens, _ in [*calls[-1], part]) <= most:
             calls[-1].append(part)
@@ -191,66 +173,48 @@ def _calls(
 
 
 class _Done(Exception):  # noqa: N818
-    """The last layer has been caches at: what the model would make of it nobody needs."""
+    """The last layer has been looked at: what the model would make of it nobody needs."""
 
 
 class _Entries(LogicalLayer):
     """One request's entries of one layer, which tokens look at without being added to them.
 
     Attributes:
-        received: the named statistics of every entry's column, `[query_heads, entries]`.
+        received: statistics of every entry's column, `[query_heads, entries]`.
         pieces: what runs now.
         last: whether the pass is over with this layer.
     """
 
-    def __init__(self, entries: Entries, request: int, length: int, names: Collection[str]) -> None:
+    def __init__(self, entries: Entries, request: int, length: int, names: Collection[ColumnStatistic]) -> None:
         super().__init__()
-        keys, values = entries
-        self._entries = keys[request, :, :length], values[request, :, :length]
+        self._entries = entries[0][request, :, :length], entries[1][request, :, :length]
         self.logical, self._names = length, names
-        self.received: dict[str, Tensor] = {}
+        self.received: dict[ColumnStatistic, Tensor] = {}
         self.pieces: list[PackedSequence] = []
         self.last = False
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Hands itself to the attention function; the new keys and values are not added."""
         hand_over(self._attend, key_states, value_states)
         return key_states, value_states
 
     def _attend(self, call: AttentionCall) -> Tensor:
-        """Attends, and notes what each entry receives."""
         own = call.key[0], call.value[0]
         output, new = second_pass_attention(call.query[0], self._entries, own, call.scaling, self._names, self.pieces)
         self.received = {
-            name: ColumnStatistic(name).merge(self.received[name], column) if self.received else column
-            for name, column in new.items()
+            name: name.merge(self.received[name], new[name]) if self.received else new[name] for name in self._names
         }
         if self.last:
             raise _Done
         return output.transpose(0, 1)[None].contiguous()
 
 
-def check_task(task: Any, model: PreTrainedModel) -> Int[Tensor, "batch tokens"]:
-    """A task's tokens.
-
-    Raises:
-        KeepsetError: they are none.
-    """
+def _check_task(task: Any, model: PreTrainedModel) -> Int[Tensor, "batch tokens"]:
     if not isinstance(task, Tensor) or task.ndim != 2 or not task.numel() or task.is_floating_point():
         raise KeepsetError("task_tokens is no tensor of token ids [batch, tokens], nor a list of such: give one.")
     known = getattr(model.get_input_embeddings(), "num_embeddings", int(task.max()) + 1)
     if int(task.min()) < 0 or int(task.max()) >= known:
         raise KeepsetError(f"task_tokens has ids that the model does not know: use those from 0 to {known - 1}.")
     return task
-
-
-def _check_positions(model: PreTrainedModel, length: int) -> None:
-    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if longest is not None and length > longest and not list(_rotary(model)):
-        raise UnsupportedModelError(
-            f"A second pass after this prompt reaches a length of {length}, but {type(model).__name__} has learned "
-            f"only {longest} positions: give a shorter prompt."
-        )
 
 
 def _one_request(layer: Any, request: int, length: int, valid: Bool[Tensor, "batch tokens"] | None) -> Any:
@@ -274,10 +238,6 @@ def _one_request(layer: Any, request: int, length: int, valid: Bool[Tensor, "bat
             )
         twin.cumulative_length = length
     return twin
-
-
-def _stacked(rows: list[Tensor], entries: int) -> Float[Tensor, "batch query_heads entries"]:
-    return torch.stack([F.pad(row, (0, entries - row.shape[-1])) for row in rows])
 
 
 def _rotary(model: nn.Module) -> Iterator[nn.Module]:

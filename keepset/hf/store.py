@@ -1,8 +1,7 @@
 """`EntryStore`: the kept entries of one layer, packed in flat tensors.
 
-Heads follow one another, request after request, each with its own number of entries. Equal neighbours form
-one run, so a dense layer is a single run with a zero-copy `[heads, entries, head_dim]` view, a batch of
-requests of different lengths is a run per request, and a head-ragged layer is a run per head.
+Heads follow one another, request after request, each with its own number of entries. Equal neighbours form one run,
+of which `[heads, entries, head_dim]` is a view: a dense layer is a single run, a head-ragged one a run per head.
 """
 
 from __future__ import annotations
@@ -39,32 +38,21 @@ class Run:
 class EntryStore:
     """Keys, values, positions and a method's own columns of one layer, for `batch * kv_heads` heads.
 
-    `positions` are int32, counted from each request's first token. Everything that moves an entry moves all
-    of its columns.
+    `positions` are int32, counted from each request's first token. What moves an entry moves all of its columns.
     """
 
     def __init__(self, batch: int, kv_heads: int, runs: list[Run], columns: dict[str, Tensor]) -> None:
-        self.batch, self.kv_heads = batch, kv_heads
-        self._runs = runs
-        self._columns = columns
+        self.batch, self.kv_heads, self._runs, self._columns = batch, kv_heads, runs, columns
 
     @classmethod
     def pack(
-        cls,
-        columns: dict[str, Tensor],
-        indices: Int[Tensor, " kept"],
-        counts: Int[Tensor, "batch kv_heads"],
+        cls, columns: dict[str, Tensor], indices: Int[Tensor, " kept"], counts: Int[Tensor, "batch kv_heads"]
     ) -> EntryStore:
         """A store with exactly the entries that a KeepSet names, and not a byte more.
 
-        Args:
-            columns: `keys` and `values` `[batch, kv_heads, entries, dim]`, `positions` and the method's own
-                columns `[batch, kv_heads, entries]`.
-            indices: index of each kept entry, packed head after head.
-            counts: kept entries of every head.
+        Columns are `[batch, kv_heads, entries, ...]`, indices packed head after head.
         """
-        batch, kv_heads = counts.shape
-        heads = torch.arange(batch * kv_heads, device=indices.device)
+        heads = torch.arange(counts.numel(), device=indices.device)
         rows = torch.repeat_interleave(heads, counts.flatten())
         return cls.of({name: _pick(column, rows, indices) for name, column in columns.items()}, counts)
 
@@ -91,7 +79,7 @@ class EntryStore:
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
-        return sum(column.numel() * column.element_size() for column in self._columns.values())
+        return sum(column.nbytes for column in self._columns.values())
 
     @property
     def entries(self) -> int:
@@ -102,11 +90,6 @@ class EntryStore:
     def counts(self) -> list[int]:
         """Entries of every head, request after request."""
         return [run.count for run in self._runs for _ in range(run.heads)]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the keys."""
-        return self._columns["keys"].dtype
 
     def spans(self) -> Iterator[HeadRun]:
         """Views for attention."""
@@ -122,16 +105,13 @@ class EntryStore:
         valid: Bool[Tensor, "batch n"] | None = None,
     ) -> None:
         """Adds new tokens to every head; those that are not valid (padding) are left out."""
-        n = keys.shape[2]
-        per_head = positions.int()[:, None].expand(-1, self.kv_heads, -1)
-        new = {"keys": keys, "values": values, "positions": per_head}
+        shape = self.batch, self.kv_heads, (n := keys.shape[2])
+        new = {"keys": keys, "values": values, "positions": positions.int()[:, None].expand(shape)}
+        new |= {name: column.new_zeros(shape) for name, column in self._columns.items() if name not in new}
         if valid is not None:
             columns, exists = self.padded()
-            joined = {}
-            for name, column in columns.items():
-                rows = new[name] if name in new else column.new_zeros(*per_head.shape)
-                joined[name] = torch.cat([column, rows], 2)
-            mask = torch.cat([exists, valid[:, None].expand(-1, self.kv_heads, -1)], 2)
+            joined = {name: torch.cat([column, new[name]], 2) for name, column in columns.items()}
+            mask = torch.cat([exists, valid[:, None].expand(shape)], 2)
             packed = EntryStore.pack(joined, mask.nonzero()[:, 2], mask.sum(-1))
             self._runs, self._columns = packed._runs, packed._columns
             return
@@ -140,10 +120,7 @@ class EntryStore:
         for run in self._runs:
             run.count += n
         for name, flat in self._columns.items():
-            if name not in new:
-                rows = torch.zeros(self.batch * self.kv_heads, n, device=flat.device, dtype=flat.dtype)
-            else:
-                rows = new[name].flatten(0, 1)
+            rows = new[name].flatten(0, 1)
             for run in self._runs:
                 run.view(flat)[:, -n:] = rows[run.first : run.first + run.heads]
 
@@ -154,10 +131,8 @@ class EntryStore:
         """
         shape = (self.batch, self.kv_heads)
         if len(self._runs) == 1:
-            (run,) = self._runs
-            views = {name: run.view(flat).unflatten(0, shape) for name, flat in self._columns.items()}
-            exists = torch.ones(views["positions"].shape, dtype=torch.bool, device=views["positions"].device)
-            return views, exists
+            views = {name: self._runs[0].view(flat).unflatten(0, shape) for name, flat in self._columns.items()}
+            return views, torch.ones_like(views["positions"], dtype=torch.bool)
         longest = max(run.count for run in self._runs)
         columns = {}
         for name, flat in self._columns.items():
@@ -171,10 +146,10 @@ class EntryStore:
 
     def reorder(self, requests: Sequence[int]) -> None:
         """Makes the batch consist of these requests, in this order; any may repeat or be missing."""
-        heads = [request * self.kv_heads + head for request in requests for head in range(self.kv_heads)]
-        counts = self.counts
+        heads, counts = range(self.kv_heads), self.counts
         self.batch = len(requests)
-        self._rebuild([(head, counts[head]) for head in heads])
+        rows = [request * self.kv_heads + head for request in requests for head in heads]
+        self._rebuild([(row, counts[row]) for row in rows])
 
     def crop(self, removed: Sequence[int]) -> None:
         """Drops each request's newest entries, so many per request, from all of its heads."""
@@ -182,13 +157,12 @@ class EntryStore:
             for run in self._runs:
                 run.count -= removed[0]
             return
-        counts = self.counts
-        self._rebuild([(head, count - removed[head // self.kv_heads]) for head, count in enumerate(counts)])
+        self._rebuild([(head, count - removed[head // self.kv_heads]) for head, count in enumerate(self.counts)])
 
     def fork(self) -> EntryStore:
         """An independent copy, without free places."""
         copy = EntryStore(self.batch, self.kv_heads, self._runs, dict(self._columns))
-        copy._rebuild([(head, count) for head, count in enumerate(self.counts)])
+        copy._rebuild(list(enumerate(self.counts)))
         return copy
 
     def _grow(self, slack: int) -> None:

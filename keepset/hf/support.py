@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -11,28 +12,18 @@ from keepset.errors import UnsupportedModelError
 
 
 def check_model(model: nn.Module, config: Any) -> None:
-    """Refuses models whose attention or cache is not of the kind that keepset handles.
-
-    Raises:
-        UnsupportedModelError: says what the model has.
-    """
+    """Refuses models whose attention or cache is not of the kind that keepset handles, and says what they have."""
+    declared = partial(getattr, config)
+    foreign = not (isinstance(model, PreTrainedModel) and model._can_set_attn_implementation())
+    soft_caps = declared("attn_logit_softcapping", None) is not None
     sinks = any(name.rsplit(".", 1)[-1] == "sinks" for name, _ in model.named_parameters())
-    interface = isinstance(model, PreTrainedModel) and model._can_set_attn_implementation()
     reasons = {
-        "is an encoder-decoder; keepset compresses decoder-only models": getattr(config, "is_encoder_decoder", False),
-        "soft-caps its attention logits, which keepset's attention does not support": (
-            getattr(config, "attn_logit_softcapping", None) is not None
-        ),
-        "caches latents instead of keys and values; keepset does not support that": (
-            getattr(config, "kv_lora_rank", None)
-        ),
-        "shares keys and values between layers; keepset does not support that": (
-            getattr(config, "num_kv_shared_layers", None)
-        ),
+        "is an encoder-decoder; keepset compresses decoder-only models": declared("is_encoder_decoder", False),
+        "soft-caps its attention logits, which keepset's attention does not support": soft_caps,
+        "caches latents instead of keys and values; keepset does not support that": declared("kv_lora_rank", None),
+        "shares keys and values between layers; keepset does not support that": declared("num_kv_shared_layers", None),
         "has attention sinks in its softmax, which keepset's attention does not support": sinks,
-        "does not use transformers' attention interface, which keepset needs; most decoder-only models do": (
-            not interface
-        ),
+        "does not use transformers' attention interface, which keepset needs; most decoder-only models do": foreign,
     }
     for reason, applies in reasons.items():
         if applies:

@@ -61,10 +61,7 @@ def ragged_attention(
             last_visible = query_positions.repeat_interleave(kv_heads, 0)[heads]
             visible = run.positions[:, None, None, :] <= last_visible[:, None, :, None]
             visible = visible.expand(-1, group, -1, -1).flatten(1, 2)[None]
-        outputs.append(
-            F.scaled_dot_product_attention(
-                folded[None, heads], run.keys[None], run.values[None], attn_mask=visible, scale=scaling
-            )[0]
-        )
+        keys, values = run.keys[None], run.values[None]
+        outputs.append(F.scaled_dot_product_attention(folded[None, heads], keys, values, visible, scale=scaling)[0])
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return output.view(batch, query_heads, n, -1).transpose(1, 2).contiguous()

@@ -1,8 +1,9 @@
-"""Column statistics of causal attention in O(N) memory: what each entry received, without an N x N matrix."""
+"""Column statistics of attention, causal in O(N) memory: what each entry received, without an N x N matrix."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from enum import StrEnum
 
 import torch
 import torch.nn.functional as F
@@ -10,10 +11,28 @@ from jaxtyping import Float
 from torch import Tensor
 
 from keepset.kernels.blocks import PRODUCT_BLOCK
-from keepset.kernels.statistic import ColumnStatistic
 
 _CHUNK = 64
 """Queries per step: large enough for matrix products, small enough to stay in a core's cache."""
+
+
+class ColumnStatistic(StrEnum):
+    """A statistic of the attention that entries receive; of no queries every one is zero."""
+
+    SUM = "sum"
+    MAX = "max"
+    SQUARE = "square"
+    """The sum of squares."""
+
+    def over_queries(self, attention: Float[Tensor, "*heads queries entries"]) -> Float[Tensor, "*heads entries"]:
+        """The statistic of these queries."""
+        if self is ColumnStatistic.MAX:
+            return attention.amax(-2)
+        return (attention.square() if self is ColumnStatistic.SQUARE else attention).sum(-2)
+
+    def merge(self, some: Float[Tensor, "*shape"], others: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+        """The statistic of all queries from that of some and that of the others."""
+        return torch.maximum(some, others) if self is ColumnStatistic.MAX else torch.add(some, others)
 
 
 def causal_attention(
@@ -39,9 +58,8 @@ def causal_attention(
     group = queries.shape[0] // keys.shape[0]
     query, key, value = (x[None] for x in (queries, *(x.repeat_interleave(group, 0) for x in (keys, values))))
     if queries.device.type == "cpu" and keys.shape[-1] == values.shape[-1]:
-        output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, True, scale=scaling
-        )
+        flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        output, lse = flash_attention(query, key, value, 0.0, True, scale=scaling)
         return output[0], lse[0].float()
     output = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
     return output[0], log_sum_exp(queries, keys, scaling)
@@ -60,10 +78,8 @@ def log_sum_exp(
     Returns:
         float32, whatever the inputs are.
     """
-    parts = [
-        _causal_logits(queries, keys, scaling, start, _CHUNK).logsumexp(-1)
-        for start in range(0, queries.shape[1], _CHUNK)
-    ]
+    starts = range(0, queries.shape[1], _CHUNK)
+    parts = [_causal_logits(queries, keys, scaling, start, _CHUNK).logsumexp(-1) for start in starts]
     return torch.cat(parts, 2).flatten(0, 1)
 
 

@@ -10,11 +10,15 @@ from torch import Tensor
 
 
 class Moments:
-    """Mean and covariance of rows, merged over chunks (Chan, Golub and LeVeque 1983)."""
+    """Mean and covariance of rows, merged over chunks (Chan, Golub and LeVeque 1983).
+
+    Attributes:
+        mean: zero where nothing was counted.
+    """
 
     def __init__(self) -> None:
         self._count: Tensor | None = None
-        self._mean: Tensor
+        self.mean: Float[Tensor, "batch heads dim"]
         self._scatter: Tensor
 
     def add(self, rows: Float[Tensor, "batch heads n dim"], counted: Bool[Tensor, "batch n"], full: bool) -> None:
@@ -32,26 +36,21 @@ class Moments:
         scatter = centred.transpose(-1, -2) @ centred if full else centred.square().sum(2)
         if self._count is not None:
             total = count + self._count
-            shift = mean - self._mean
+            shift = mean - self.mean
             spread = shift[..., :, None] * shift[..., None, :] if full else shift.square()
             weight = count * self._count / total.clamp(min=1)
             scatter = self._scatter + scatter + spread * (weight[..., None] if full else weight)
-            mean = self._mean + shift * count / total.clamp(min=1)
+            mean = self.mean + shift * count / total.clamp(min=1)
             count = total
-        self._count, self._mean, self._scatter = count, mean, scatter
+        self._count, self.mean, self._scatter = count, mean, scatter
 
     def joined(self, others: Sequence[Moments]) -> Moments:
         """Those of this one's batch, and of others' after it."""
         every, joined = (self, *others), Moments()
         joined._count = torch.cat([moments._counted for moments in every])
-        joined._mean = torch.cat([moments._mean for moments in every])
+        joined.mean = torch.cat([moments.mean for moments in every])
         joined._scatter = torch.cat([moments._scatter for moments in every])
         return joined
-
-    @property
-    def mean(self) -> Float[Tensor, "batch heads dim"]:
-        """Zero where nothing was counted."""
-        return self._mean
 
     @property
     def covariance(self) -> Float[Tensor, "batch heads *dims"]:

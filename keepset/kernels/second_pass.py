@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from keepset.kernels.blocks import PRODUCT_BLOCK, block_size
-from keepset.kernels.statistic import ColumnStatistic
+from keepset.kernels.columns import ColumnStatistic
 
 _LEAST_ROWS = 16
 """Fewer queries make slow matrix products."""
@@ -90,9 +90,8 @@ def second_pass_attention(
                 logits = workspace[: group * size * visible].view(group * size, visible)
                 folded = block.reshape(group * size, -1)
                 logits = torch.addmm(logits, folded, keys[:visible].T, beta=0, alpha=scaling, out=logits).float()
-                logits.view(group, size, visible)[..., visible - size :].masked_fill_(
-                    future[:size, :size], float("-inf")
-                )
+                own = logits.view(group, size, visible)[..., visible - size :]
+                own.masked_fill_(future[:size, :size], float("-inf"))
                 attention = torch.softmax(logits, -1, out=logits)
                 attended = attention.to(values.dtype) @ values[:visible]
                 output[head, :, first + start : first + start + size] = attended.view(group, size, -1)
@@ -113,14 +112,10 @@ def _merge_columns(
     sinks, start, stop = scope or SoftmaxScope(0, 0, entries)
     columns = attention[:, start:stop]
     if sinks < start or stop < entries:
-        columns = columns / _mass(attention[:, :sinks], columns, attention[:, entries:])
+        parts = attention[:, :sinks], columns, attention[:, entries:]
+        paid = torch.stack([part.sum(1, keepdim=True) for part in parts]).sum(0)
+        columns = columns / paid.clamp(min=torch.finfo(paid.dtype).tiny)  # less is nothing, even of so little
     columns = columns.unflatten(0, (-1, rows))
     for name, statistic in statistics.items():
         kind, so_far = ColumnStatistic(name), statistic[:, start:stop]
         so_far.copy_(kind.merge(so_far, kind.over_queries(columns)))
-
-
-def _mass(*parts: Float[Tensor, "rows _"]) -> Float[Tensor, "rows 1"]:
-    """What rows of attention pay to these parts of all that they see."""
-    paid = torch.stack([part.sum(1, keepdim=True) for part in parts]).sum(0)
-    return paid.clamp(min=torch.finfo(paid.dtype).tiny)  # less is nothing, even of so little

@@ -76,7 +76,7 @@ class CompilerKV(Method):
         if self._reads and self.tables:
             load(self.tables)  # or its own sentence, before a prompt has run for nothing
         window = Needs(RecentQueries(self.window))
-        return window | Needs(Perplexity(self.window)) if self._gated else window
+        return window | Needs(Perplexity(self.window)) if self.elastic and self.gate else window
 
     @property
     def fixed_total(self) -> bool:
@@ -111,12 +111,8 @@ class CompilerKV(Method):
         return KeepSet(parts)
 
     @property
-    def _gated(self) -> bool:
-        return self.elastic and self.gate
-
-    @property
     def _reads(self) -> bool:
-        return self.head_table or self._gated
+        return self.head_table or (self.elastic and self.gate)
 
     def tables_for(self, observation: Observation) -> Tables:
         """The file's, for a model of as many layers and query heads; neutral ones where none are named or read."""

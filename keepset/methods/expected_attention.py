@@ -13,7 +13,9 @@ from keepset.core.features.given import ModelStatistics
 from keepset.core.features.moments import QueryDistribution, QueryMoments
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
+from keepset.core.rope import positions_ahead
 from keepset.core.shapes import Scores
+from keepset.kernels.blocks import CACHE_BLOCK
 
 
 @dataclass(frozen=True)
@@ -75,16 +77,14 @@ class ExpectedAttention(Method):
 
     def _measured(self, observation: Observation) -> QueryDistribution:
         measured, lengths = ModelStatistics(self.stats).layer(observation), observation.lengths
-
-        def rotate(rows: Tensor, future: int) -> Tensor:
-            return measured.rotate(rows, lengths[:, None] + torch.arange(future, device=rows.device))
-
         batch = (len(lengths), -1, -1)
-        return QueryDistribution(measured.mean.expand(*batch), measured.covariance.expand(*batch, -1), rotate)
+        return QueryDistribution(
+            measured.mean.expand(*batch),
+            measured.covariance.expand(*batch, -1),
+            lambda rows, future: measured.rotate(rows, positions_ahead(lengths, future)),
+        )
 
 
-_BLOCK = 2**18
-"""Numbers of a request's keys at a time: half of what a core's cache holds, or less."""
 _PARTS = 4
 
 
@@ -99,7 +99,7 @@ def _quadratic(
     """
     batch, heads, entries, size = keys.shape
     # Whatever the batch: other blocks would round differently.
-    rows = max(1, _BLOCK // (heads * size)) if keys.device.type == "cpu" else entries
+    rows = max(1, CACHE_BLOCK // (heads * size)) if keys.device.type == "cpu" else entries
     both = matrices + matrices.transpose(-1, -2)
     upper = both.triu(1) + torch.diag_embed(matrices.diagonal(dim1=-2, dim2=-1))
     width = -(-size // _PARTS)
@@ -107,8 +107,8 @@ def _quadratic(
     columns = [slice(start, min(start + width, size)) for start in range(0, size, width)]
     parts = [upper[..., : part.stop, part].transpose(2, 3).flatten(3) for part in columns]
     forms = keys.new_zeros(batch, heads, entries, matrices.shape[2])
-    for block, found in zip(keys.split(rows, 2), forms.split(rows, 2), strict=True):
+    for block, form in zip(keys.split(rows, 2), forms.split(rows, 2), strict=True):
         for part, matrix in zip(columns, parts, strict=True):
             product = (block[..., : part.stop] @ matrix).unflatten(-1, (matrices.shape[2], -1))
-            found.add_(product.mul_(block[..., None, part]).sum(-1))
+            form.add_(product.mul_(block[..., None, part]).sum(-1))
     return forms

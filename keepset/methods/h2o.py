@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 
 from keepset.core.budget import Budget, share_of
 from keepset.core.feature import Needs
-from keepset.core.features.attention_columns import AttentionColumns
+from keepset.core.features.attention import AttentionColumns
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
 from keepset.core.select import RECENT_RANK, Ranking
 from keepset.core.shapes import Quotas, Scores
-from keepset.kernels.statistic import ColumnStatistic
+from keepset.kernels.columns import ColumnStatistic
 
 _RECEIVED = AttentionColumns(ColumnStatistic.SUM)
 

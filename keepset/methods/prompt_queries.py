@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from keepset.core.feature import Needs
-from keepset.core.features.prompt_queries import PromptQueryAttention
+from keepset.core.features.attention import PromptQueryAttention
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
 from keepset.core.shapes import Scores
@@ -41,7 +41,6 @@ class PromptQueries(Method):
     """
 
     name = "prompt_queries"
-    paper = "none"
     sinks = 4  # as in StreamingLLM
     recent = 8  # neighbours, which no token asked from afar shows
 

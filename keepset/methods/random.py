@@ -21,7 +21,6 @@ class Random(Method):
     """
 
     name = "random"
-    paper = "none"
 
     seed: int = parameter(0, minimum=0, maximum=2**31 - 1)
 

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 import torch
 
 from keepset.core.feature import Needs
-from keepset.core.features.attention_columns import AttentionColumns
+from keepset.core.features.attention import AttentionColumns, SecondPass
 from keepset.core.features.given import OutputProjection
-from keepset.core.features.second_pass import SecondPass
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
 from keepset.core.shapes import QueryHeadScores, Scores
 from keepset.errors import RecipeError
-from keepset.kernels.statistic import ColumnStatistic
+from keepset.kernels.columns import ColumnStatistic
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,11 @@
 """One streamed completion over HTTP, and the times at which its pieces came."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from keepset.serving.extras import import_http
-
-if TYPE_CHECKING:
-    import httpx2
+from keepset.serving.extras import AsyncClient, Response, import_http
 
 _MOST_CHARACTERS = 300
 
@@ -56,7 +50,7 @@ class AnswerError(Exception):
     """A request that got no whole answer; the text says why."""
 
 
-def connect(url: str, concurrency: int) -> httpx2.AsyncClient:
+def connect(url: str, concurrency: int) -> AsyncClient:
     """A client for one server: so many connections and a few more, and no proxy on the way to it."""
     library = import_http()
     limits = library.Limits(max_connections=concurrency + 4, max_keepalive_connections=concurrency + 4)
@@ -65,7 +59,7 @@ def connect(url: str, concurrency: int) -> httpx2.AsyncClient:
 
 
 async def complete(
-    client: httpx2.AsyncClient, model: str, prompt: list[int], tokens: int, *, index: int, began: float, timeout: float
+    client: AsyncClient, model: str, prompt: list[int], tokens: int, *, index: int, began: float, timeout: float
 ) -> Reply:
     """Ask for exactly so many tokens after a prompt; a failure is part of the reply."""
     reply = Reply(index, time.perf_counter() - began)
@@ -95,7 +89,7 @@ async def complete(
     return reply
 
 
-async def _read(response: httpx2.Response, reply: Reply, began: float) -> None:
+async def _read(response: Response, reply: Reply, began: float) -> None:
     # Not aiter_lines: it takes characters inside the answer's text, such as U+2028, for the end of a line.
     rest = b""
     async for piece in response.aiter_bytes():

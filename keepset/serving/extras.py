@@ -1,9 +1,15 @@
 """Libraries that only `keepset[serve]` brings along."""
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from keepset.errors import KeepsetError
+
+if TYPE_CHECKING:
+    import httpx2
+
+AsyncClient: TypeAlias = "httpx2.AsyncClient"
+Response: TypeAlias = "httpx2.Response"
 
 
 def import_http() -> Any:

@@ -1,23 +1,18 @@
 """Put a load on a server and write down what happens."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from keepset.errors import KeepsetError
 from keepset.serving.client import Reply, complete, connect
-from keepset.serving.extras import import_http
+from keepset.serving.extras import AsyncClient, import_http
 from keepset.serving.load import Load
 from keepset.serving.metrics import Sample, take_sample
-
-if TYPE_CHECKING:
-    import httpx2
 
 SAMPLE_SECONDS = 0.5
 """Seconds between two looks at the metrics."""
@@ -88,7 +83,7 @@ def measure(
 
 
 async def _run_round(
-    client: httpx2.AsyncClient,
+    client: AsyncClient,
     ask: Callable[..., Awaitable[Reply]],
     load: Load,
     prompts: list[list[int]],

@@ -1,14 +1,8 @@
 """What a server says about itself at `/metrics`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from keepset.serving.extras import import_http, import_parser
-
-if TYPE_CHECKING:
-    import httpx2
+from keepset.serving.extras import AsyncClient, import_http, import_parser
 
 _KEEPSET, _USAGE = "keepset:", "vllm:kv_cache_usage_perc"
 _SUMMED = {
@@ -62,7 +56,7 @@ def parse_sample(text: str, time: float) -> Sample:
     )
 
 
-async def take_sample(client: httpx2.AsyncClient, time: float) -> Sample | None:
+async def take_sample(client: AsyncClient, time: float) -> Sample | None:
     """The server's metrics now; None if it does not show them."""
     try:
         response = await client.get("/metrics", timeout=10.0)

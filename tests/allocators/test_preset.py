@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepset import Budget, Recipe
-from keepset.allocators.glance import Glance
 from keepset.allocators.preset import Preset
-from keepset.allocators.reread import Reread
-from keepset.core.features.prompt_queries import PromptQueryAttention
+from keepset.allocators.prompt_presets import Glance, Reread
+from keepset.core.features.attention import PromptQueryAttention
 from keepset.methods.prompt_queries import PromptQueries
 from tests.allocators.test_kvcompose import budgets, pooled, sets_of
 from tests.methods.naive import Shape, observe

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from keepset.allocators.segments import cut_by_length, cut_by_mass, divide, members, sums, top_of_segments
+from keepset.allocators.segments import cut_by_length, cut_by_mass, divide, sums, top_of_segments
 from tests.tiers import examples
 
 
@@ -85,7 +85,7 @@ def test_cuts(heads: list[list[float]], share: float, shortest: int, more: int, 
         mass[0, index, place], valid[0, index, place] = own / own.sum(), True
     order = valid.cumsum(-1)
     ends = cut_by_mass(mass.double().cumsum(-1), order, share, shortest, longest)
-    segment = members(ends, order)
+    segment = torch.searchsorted(ends, order)
     for index in range(len(heads)):
         found = lengths_of(segment[0, index], valid[0, index])
         kept = mass[0, index][valid[0, index]].double().tolist()
@@ -103,7 +103,7 @@ def test_cuts_of_a_fixed_length(entries: int, length: int) -> None:
     valid = torch.ones(1, 1, entries, dtype=torch.bool)
     order = valid.cumsum(-1)
     ends = cut_by_length(order, length)
-    found = lengths_of(members(ends, order)[0, 0], valid[0, 0])
+    found = lengths_of(torch.searchsorted(ends, order)[0, 0], valid[0, 0])
     assert ends[0, 0].diff(prepend=torch.tensor([0])).tolist() == found
     assert all(part == length for part in found[:-1]) and found[-1] <= length
 

@@ -5,9 +5,9 @@ import torch
 
 from keepset import KeepsetError, Observation
 from keepset.core.feature import Needs
+from keepset.core.features.attention import PromptQueryAttention
 from keepset.core.features.given import RecentQueries
 from keepset.core.features.moments import HiddenMoments, QueryDistribution, QueryMoments
-from keepset.core.features.prompt_queries import PromptQueryAttention
 from tests.methods.naive import (
     DTYPES,
     EXACT,

@@ -17,12 +17,12 @@ from torch import Tensor
 import keepset
 from keepset import KeepsetError
 from keepset.core.feature import Needs
+from keepset.core.features.attention import SecondPass
 from keepset.core.features.given import Perplexity
-from keepset.core.features.second_pass import SecondPass
 from keepset.core.method import Method
 from keepset.core.observation import Observation
-from keepset.hf.recorder import Recorder
-from keepset.kernels.statistic import ColumnStatistic
+from keepset.hf.prompt_session import Recorder
+from keepset.kernels.columns import ColumnStatistic
 from tests.hf.models import full, generate, left_padded, prompt, same_keep_set, tiny
 
 LENGTH, PADDING = 30, [0, 7, 24]

@@ -10,11 +10,11 @@ from torch import Tensor
 
 import keepset
 from keepset.core.feature import Needs
-from keepset.core.features.attention_columns import AttentionColumns
+from keepset.core.features.attention import AttentionColumns
 from keepset.core.features.given import RecentQueries
 from keepset.core.features.moments import QueryMoments
 from keepset.hf.prompt_session import PromptSession, needs_of
-from keepset.kernels.statistic import ColumnStatistic
+from keepset.kernels.columns import ColumnStatistic
 from tests.hf.models import left_padded, prompt, recipe, same_keep_set, tiny
 
 LENGTH = 60

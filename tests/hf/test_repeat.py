@@ -15,8 +15,8 @@ from transformers import AttentionInterface, AutoTokenizer
 import keepset
 from keepset import Observation, models
 from keepset.hf.repeat import Repeat
+from keepset.kernels.columns import ColumnStatistic
 from keepset.kernels.second_pass import PackedSequence, SoftmaxScope, second_pass_attention
-from keepset.kernels.statistic import ColumnStatistic
 from tests.hf.models import generate, left_padded, prompt, tiny, tokenizer
 from tests.methods.naive import softmax
 

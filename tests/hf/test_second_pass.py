@@ -15,12 +15,12 @@ from torch import Tensor
 
 import keepset
 from keepset.core.feature import Needs
+from keepset.core.features.attention import SecondPass
 from keepset.core.features.moments import HiddenMoments, QueryMoments
-from keepset.core.features.second_pass import SecondPass
 from keepset.core.method import Method
 from keepset.core.observation import Observation
-from keepset.hf.recorder import Recorder
-from keepset.kernels.statistic import ColumnStatistic
+from keepset.hf.prompt_session import Recorder
+from keepset.kernels.columns import ColumnStatistic
 from tests.hf.models import ARCHITECTURES, full, generate, left_padded, prompt, tiny
 
 LENGTH, PADDING = 36, [0, 7]

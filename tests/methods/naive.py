@@ -14,14 +14,12 @@ from torch import Tensor
 
 from keepset import METHODS, Method, Observation
 from keepset.core.feature import Feature
-from keepset.core.features.attention_columns import AttentionColumns
+from keepset.core.features.attention import AttentionColumns, PromptQueryAttention, SecondPass, SecondPassColumns
 from keepset.core.features.given import ModelStatistics, OutputProjection
 from keepset.core.features.moments import HiddenDistribution, HiddenMoments, QueryDistribution, QueryMoments
-from keepset.core.features.prompt_queries import PromptQueryAttention
-from keepset.core.features.second_pass import SecondPass, SecondPassColumns
 from keepset.core.method import Allocator
 from keepset.core.statistics import LayerStatistics, Statistics
-from keepset.kernels.statistic import ColumnStatistic
+from keepset.kernels.columns import ColumnStatistic
 
 ROPE_BASE = 100.0
 HIDDEN = 7

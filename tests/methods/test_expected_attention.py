@@ -169,7 +169,7 @@ def _zeros() -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("size", [1, 3, 6, 17])
 def test_quadratic_forms_are_those_of_each_key(size: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of matrices that need not be symmetric: rounding leaves none that is."""
-    monkeypatch.setattr(expected_attention, "_BLOCK", block)
+    monkeypatch.setattr(expected_attention, "CACHE_BLOCK", block)
     draw = torch.Generator().manual_seed(size)
     keys, matrices = torch.randn(2, 3, 11, size, generator=draw), torch.randn(2, 3, 2, size, size, generator=draw)
     forms = expected_attention._quadratic(keys, matrices)

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from keepset.core.feature import Needs
-from keepset.core.features.prompt_queries import PromptQueryAttention
-from keepset.core.features.second_pass import SecondPass
+from keepset.core.features.attention import PromptQueryAttention, SecondPass
 from keepset.core.observation import Observation
-from keepset.kernels.statistic import ColumnStatistic
+from keepset.kernels.columns import ColumnStatistic
 from keepset.methods.prompt_queries import PromptQueries
 from tests.methods.naive import EXACT, SHAPES, Shape, check_scores, length_of, observe, of_a_second_pass
 

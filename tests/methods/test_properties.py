@@ -12,8 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from keepset import METHODS, Budget, KeepSet, Method, Observation
-from keepset.core.features.prompt_queries import PromptQueryAttention
-from keepset.core.features.second_pass import SecondPassColumns
+from keepset.core.features.attention import PromptQueryAttention, SecondPassColumns
 from keepset.core.method import Allocator
 from tests.methods.naive import (
     DTYPES,

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from keepset import KeepsetError, Observation
 from keepset.core.feature import Needs
-from keepset.core.features.attention_columns import AttentionColumns
+from keepset.core.features.attention import AttentionColumns, SecondPass
 from keepset.core.features.given import OutputProjection
-from keepset.core.features.second_pass import SecondPass
-from keepset.kernels.statistic import ColumnStatistic
+from keepset.kernels.columns import ColumnStatistic
 from keepset.methods.second_pass import SecondPassAttention
 from tests.methods.naive import EXACT, MAX, SHAPES, SUM, Shape, check_scores, dot, length_of, observe, of_a_second_pass
 

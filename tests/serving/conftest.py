@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -95,17 +96,24 @@ def handler(fake: Fake) -> type[BaseHTTPRequestHandler]:
                 fake.asked.append(body)
                 fake.running += 1
                 fake.most = max(fake.most, fake.running)
-            try:
-                self.answer(body, fake.trouble.get(number, ""))
-            except (BrokenPipeError, ConnectionResetError):
-                pass
-            finally:
-                with fake.lock:
-                    fake.running -= 1
+            trouble = fake.trouble.get(number, "")
+            with suppress(BrokenPipeError, ConnectionResetError):
+                try:
+                    whole = self.answer(body, trouble)
+                finally:
+                    # Before the end is sent, after which a client asks again.
+                    with fake.lock:
+                        fake.running -= 1
+                if whole:
+                    if trouble != "no end":
+                        self.piece("[DONE]")
+                    self.wfile.write(b"0\r\n\r\n")
 
-        def answer(self, body: dict[str, Any], trouble: str) -> None:
+        def answer(self, body: dict[str, Any], trouble: str) -> bool:
+            """Whether all but the end of it was sent."""
             if trouble == "refused":
-                return self.send('{"error": "too   much"}', 503)
+                self.send('{"error": "too   much"}', 503)
+                return False
             self.send_response(200)
             self.send_header("Content-Type", "text/event-stream")
             self.send_header("Transfer-Encoding", "chunked")
@@ -117,7 +125,7 @@ def handler(fake: Fake) -> type[BaseHTTPRequestHandler]:
                 self.piece({"choices": [{"text": fake.text}], "usage": None})
                 if trouble == "cut off":
                     self.close_connection = True
-                    return None
+                    return False
                 if trouble == "stuck":
                     time.sleep(2.0)
                 if trouble == "error":
@@ -128,10 +136,7 @@ def handler(fake: Fake) -> type[BaseHTTPRequestHandler]:
             usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": sum(fake.tokens) - short}
             if trouble != "no usage":
                 self.piece({"choices": [], "usage": usage})
-            if trouble != "no end":
-                self.piece("[DONE]")
-            self.wfile.write(b"0\r\n\r\n")
-            return None
+            return True
 
     return Handler
 

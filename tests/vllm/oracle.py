@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.models.llama.modeling_llama import rotate_half
 
 from keepset import Observation, Recipe
-from keepset.core.features.attention_columns import AttentionColumns
+from keepset.core.features.attention import AttentionColumns
 from keepset.core.features.moments import HiddenDistribution, HiddenMoments, QueryDistribution, QueryMoments
 from tests.paged.reference import blocks_gone, is_executed, newest_event
 

@@ -14,7 +14,7 @@ import torch
 import keepset
 from keepset import Recipe
 from keepset.core.feature import Needs
-from keepset.hf.recorder import Recorder
+from keepset.hf.prompt_session import Recorder
 from tests.paged.methods import registered
 from tests.vllm.compared import CHUNKED, Embedded, asks, check_cache, check_oracle, fed, result
 from tests.vllm.conftest import LAYERS
@@ -84,8 +84,7 @@ def recorded(shallow_embedded: Embedded, prompts: list[Ask]) -> list[tuple[Recor
             needs |= Recipe.parse(recipe).method.needs
     recorders = []
     for ask in prompts:
-        recorder = Recorder(shallow_embedded[0], needs)
-        recorder.prefill(torch.tensor([ask.ids]))
+        recorder = Recorder(shallow_embedded[0], needs).prefill(torch.tensor([ask.ids]))
         recorders.append((recorder, int(recorder.logits.argmax())))
     return recorders
 

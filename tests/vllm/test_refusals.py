@@ -11,10 +11,10 @@ import pytest
 from keepset import KeepsetError, Recipe
 from keepset.allocators.pool import Pool
 from keepset.core.feature import Needs
+from keepset.core.features.attention import SecondPass
 from keepset.core.features.given import OutputProjection, Perplexity
-from keepset.core.features.second_pass import SecondPass
 from keepset.core.rope import RotaryTable
-from keepset.kernels.statistic import ColumnStatistic
+from keepset.kernels.columns import ColumnStatistic
 from keepset.methods.snapkv import SnapKV
 from keepset.vllm.compat import ONE_ROTATION, SUPPORTED, rotary_table
 from keepset.vllm.settings import recipe_of

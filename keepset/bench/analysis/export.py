@@ -87,9 +87,7 @@ def _trades(trades: Sequence[Trade]) -> str:
     lines = []
     for task in dict.fromkeys(trade.task for trade in trades):
         lines += [r"\midrule", rf"\multicolumn{{{len(TOLERANCES) + 3}}}{{l}}{{\textit{{{escape(task)}}}}} \\"]
-        for trade in trades:
-            if trade.task != task:
-                continue
+        for trade in (each for each in trades if each.task == task):
             reach = {each.tolerance: each for each in trade.reach}
             mark = r"$^{\dagger}$" if trade.failed else ""
             cells = [rf"\texttt{{{escape(trade.method)}}}{mark}", f"{trade.smallest:.3g}", _percent(trade.area)]

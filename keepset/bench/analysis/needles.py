@@ -53,13 +53,8 @@ def _map(task: str, recipe: str, lengths: list[float], cells: list[Cell]) -> Nee
         assert place is not None
         squares.setdefault(place, []).append((cell.example, cell.score))
     values = [[by_example(squares.get((part, length), [])) for length in lengths] for part in range(PARTS)]
-    return NeedleMap(
-        task,
-        recipe,
-        lengths,
-        [[fmean(each) if each else None for each in line] for line in values],
-        [[len(each) for each in line] for line in values],
-    )
+    scores = [[fmean(each) if each else None for each in line] for line in values]
+    return NeedleMap(task, recipe, lengths, scores, [[len(each) for each in line] for line in values])
 
 
 def _place(cell: Cell) -> tuple[int, float] | None:

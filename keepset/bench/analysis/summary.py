@@ -71,28 +71,27 @@ def summarise(cells: Sequence[Cell], baseline: str | None = None) -> Summary:
     tasks: dict[str, dict[str, dict[tuple[int, str], Cell]]] = {}
     for cell in cells:
         tasks.setdefault(cell.task, {}).setdefault(cell.recipe, {})[cell.seed, cell.example] = cell
-    groups: dict[str, list[str]] = {}
+    by_group: dict[str | None, list[str]] = {}
     for task in tasks:
-        if (group := benchmark_of(task)) is not None:
-            groups.setdefault(group, []).append(task)
-    groups = {group: members for group, members in groups.items() if len(members) > 1}
+        by_group.setdefault(benchmark_of(task), []).append(task)
+    groups = {group: members for group, members in by_group.items() if group is not None and len(members) > 1}
 
-    rows = {task: {each.recipe: each for each in _rows(recipes, baseline)} for task, recipes in tasks.items()}
-    averages = [
-        each for group, members in groups.items() for each in _averages(group, [rows[task] for task in members])
-    ]
+    rows: dict[str, dict[str, TableRow]] = {}
+    for task, recipes in tasks.items():
+        examples = {example for recipe_cells in recipes.values() for _, example in recipe_cells}
+        against = {name: _against(recipes, name, baseline) for name in recipes}
+        rows[task] = {name: table_row(recipe_cells, against[name], examples) for name, recipe_cells in recipes.items()}
+    averages = []
+    for group, members in groups.items():
+        for recipe in dict.fromkeys(recipe for task in members for recipe in rows[task]):
+            parts = [rows[task][recipe] for task in members if recipe in rows[task]]
+            averages.append(average(group, parts, len(members)))
     together = {**{task: [task] for task in tasks}, **groups}
-    return Summary(
-        baseline,
-        [each for task in rows.values() for each in task.values()],
-        averages,
-        [
-            trade
-            for name, members in together.items()
-            for trade in _trades(name, [(tasks[task], rows[task]) for task in members])
-        ],
-        needle_maps(cells),
-    )
+    trades: list[Trade] = []
+    for name, members in together.items():
+        trades += _trades(name, [(tasks[task], rows[task]) for task in members])
+    every = [row for by_recipe in rows.values() for row in by_recipe.values()]
+    return Summary(baseline, every, averages, trades, needle_maps(cells))
 
 
 def benchmark_of(task: str) -> str | None:
@@ -112,11 +111,6 @@ def _known(baseline: str, cells: Sequence[Cell]) -> str:
     return text
 
 
-def _rows(recipes: Mapping[str, Cells], baseline: str) -> list[TableRow]:
-    examples = {example for cells in recipes.values() for _, example in cells}
-    return [table_row(cells, _against(recipes, name, baseline), examples) for name, cells in recipes.items()]
-
-
 def _against(recipes: Mapping[str, Cells], recipe: str, baseline: str) -> Cells | None:
     """The cells that a recipe's are compared with: not its own."""
     if baseline in recipes:
@@ -127,11 +121,6 @@ def _against(recipes: Mapping[str, Cells], recipe: str, baseline: str) -> Cells 
         if first.method == baseline and first.requested == requested and name != recipe:
             return cells
     return None
-
-
-def _averages(group: str, tasks: Sequence[Mapping[str, TableRow]]) -> list[TableRow]:
-    recipes = dict.fromkeys(recipe for rows in tasks for recipe in rows)
-    return [average(group, [rows[recipe] for rows in tasks if recipe in rows], len(tasks)) for recipe in recipes]
 
 
 def _trades(name: str, tasks: Sequence[tuple[Mapping[str, Cells], Mapping[str, TableRow]]]) -> list[Trade]:
@@ -163,16 +152,9 @@ def _trade(
         if (removed := compression(curve, tolerance)) is not None:
             at_least = removed[0] >= 1 - smallest - 1e-9
             reaches.append(Reach(tolerance, Figure.of(*removed), at_least))
-    return Trade(
-        name,
-        method,
-        smallest,
-        len(recipes),
-        sum(map(len, scores)),
-        sum(rows[recipe].failed for recipe in recipes for _, rows in tasks),
-        None if surface is None else Figure.of(*surface),
-        reaches,
-    )
+    failed = sum(rows[recipe].failed for recipe in recipes for _, rows in tasks)
+    figure = None if surface is None else Figure.of(*surface)
+    return Trade(name, method, smallest, len(recipes), sum(map(len, scores)), failed, figure, reaches)
 
 
 def _scores(points: Sequence[Cells]) -> np.ndarray:

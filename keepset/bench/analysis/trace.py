@@ -22,12 +22,8 @@ from keepset.recipe import Recipe
 
 
 @runtime_checkable
-class Segmented(Protocol):
-    """A method that can tell its segments at an event, as `ams` does."""
-
-    def segments(self, observation: Observation, budget: Budget) -> Segments:
-        """Mass and segment of every entry, and how many entries each segment was to keep."""
-        ...
+class _Segmented(Protocol):
+    def segments(self, observation: Observation, budget: Budget) -> Segments: ...
 
 
 class HeadSegments(NamedTuple):
@@ -47,7 +43,7 @@ def head_segments(method: Method, observation: Observation, budget: Budget) -> l
     Only the outermost method is asked: one inside another divides what that one leaves it, which it cannot know.
     Segments without entries are left out.
     """
-    if not isinstance(method, Segmented):
+    if not isinstance(method, _Segmented):
         return None
     segments = method.segments(observation, budget)
     heads = []
@@ -77,12 +73,9 @@ class TraceEvent(Snapshot):
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """What one generation left behind.
+    """What one generation left behind: its ids, of which so many are the prompt's, and its events.
 
-    Attributes:
-        ids: the prompt's tokens and those that followed.
-        prompt: how many of them are the prompt.
-        tokens_per_second: after the first token, observing not counted; None for a text that was only followed.
+    The speed is that after the first token, observing not counted; None for a text that was only followed.
     """
 
     recipe: str

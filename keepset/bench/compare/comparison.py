@@ -13,6 +13,7 @@ from keepset.bench.compare.fidelity import kl, mean, nll
 from keepset.errors import KeepsetError
 from keepset.hf.prompt_session import CachedPrompt
 from keepset.recipe import Recipe
+from keepset.texts import Needle
 
 
 @dataclass(frozen=True)
@@ -59,17 +60,15 @@ class Measurement:
 class Comparison:
     """Recipes on one text; rows are appended as they are measured.
 
-    Attributes:
-        kept: per row which tokens stayed, `[layers, kv_heads, tokens]`; None for failed rows.
-        drift_tokens: how many tokens each figure of a row's `kl_drift` stands for; None without decoding.
+    `kept` says per row which tokens stayed, None for failed rows; `drift_tokens` how many tokens each figure of a row's
+    `kl_drift` stands for, None without decoding.
     """
 
     model: str
     tokens: int
     continuation_tokens: int
-    question: str | None
-    expected_answer: str | None
     full: dict[str, Any]
+    needle: Needle | None = None
     rows: list[Measurement] = field(default_factory=list)
     kept: list[Bool[Tensor, "layers kv_heads tokens"] | None] = field(default_factory=list)
     drift_tokens: int | None = None
@@ -81,7 +80,7 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """As `keepset compare --json` prints it."""
-        needle = None if self.question is None else {"question": self.question, "answer": self.expected_answer}
+        needle = None if self.needle is None else {"question": self.needle.question, "answer": self.needle.answer}
         return {
             "model": self.model,
             "tokens": self.tokens,

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -57,11 +58,6 @@ class _Run:
     nbytes: list[int]
     prefill_seconds: float
 
-    def mean_bytes(self, counted: slice) -> int:
-        """Over the counted tokens."""
-        nbytes = self.nbytes[counted]
-        return round(sum(nbytes) / len(nbytes))
-
 
 class DecodeComparer(Comparer):
     """Measures recipes against the full cache while a prompt and the text after it pass through both.
@@ -85,10 +81,8 @@ class DecodeComparer(Comparer):
             model=name,
             tokens=before,
             continuation_tokens=n,
-            question=None,
-            expected_answer=None,
             full={
-                "kv_bytes": self._full.mean_bytes(slice(n)),
+                "kv_bytes": round(fmean(self._full.nbytes)),
                 "kv_bytes_peak": max(self._full.nbytes),
                 "nll": mean(nll(self._full.logits, text[0])),
                 "prefill_seconds": self._full.prefill_seconds,
@@ -115,9 +109,9 @@ class DecodeComparer(Comparer):
         row = replace(
             row,
             keep=float(kept.double().mean()),
-            kv_bytes=run.mean_bytes(counted),
+            kv_bytes=round(fmean(run.nbytes[counted])),
             kv_bytes_peak=max(run.nbytes[counted]),
-            kv_bytes_full=full.mean_bytes(counted),
+            kv_bytes_full=round(fmean(full.nbytes[counted])),
             kl=mean(drift[counted]),
             kl_drift=[mean(part) for part in drift.split(DRIFT_TOKENS)],
             nll_delta=mean(nll_delta[counted]),

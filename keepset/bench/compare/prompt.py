@@ -6,12 +6,13 @@ from typing import Any
 
 from jaxtyping import Bool
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from keepset.bench.compare.comparison import Comparer, Comparison, Measurement, measure
 from keepset.bench.compare.fidelity import mean, nll
 from keepset.bench.compare.text_task import ANSWER_TOKENS, TextTask
 from keepset.bench.generation import end_tokens, greedy
+from keepset.bench.tasks.task import Tokenizer
 from keepset.hf.cache import Cache
 from keepset.hf.prompt_session import PromptSession, warm_up
 from keepset.recipe import Recipe
@@ -26,7 +27,7 @@ class PromptComparer(Comparer):
     def __init__(
         self,
         model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         task: TextTask,
         name: str,
         recipes: Sequence[Recipe],
@@ -39,13 +40,11 @@ class PromptComparer(Comparer):
         full = self._session.compress(None)
         self._reference = full.follow(task.continuation)
         answer, speed = self._answer(full.cache)
-        needle = task.needle
         self.comparison = Comparison(
             model=name,
             tokens=task.prompt.shape[1],
             continuation_tokens=task.continuation.shape[1],
-            question=None if needle is None else needle.question,
-            expected_answer=None if needle is None else needle.answer,
+            needle=task.needle,
             full={
                 "kv_bytes": full.kv_bytes_full,
                 "nll": mean(nll(self._reference, task.continuation[0])),

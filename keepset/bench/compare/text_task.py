@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
+from keepset.bench.tasks.task import Tokenizer
 from keepset.errors import KeepsetError
 from keepset.texts import Needle, chat_parts, insert
 
@@ -26,7 +26,7 @@ class TextTask:
 
 
 def make_text_task(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     text: str,
     *,
     tokens: int,
@@ -59,12 +59,8 @@ def make_text_task(
     start = str(tokenizer.decode(body[0, :length]))
     if needle is not None and needle.sentence:
         start = insert(start, needle, depth)
-    return TextTask(
-        prompt=_ids(tokenizer, _wrap(tokenizer, start, needle), special=needle is None),
-        continuation=body[:, length : length + continuation],
-        question=question,
-        needle=needle,
-    )
+    prompt = _ids(tokenizer, _wrap(tokenizer, start, needle), special=needle is None)
+    return TextTask(prompt, body[:, length : length + continuation], question, needle)
 
 
 def check_fits(tokens: int, after: int, longest: int | None) -> None:

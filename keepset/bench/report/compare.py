@@ -35,7 +35,6 @@ def render(comparison: dict[str, Any], tokens: Sequence[str], kept: Sequence[Ten
         "heads": heads,
         "kept": [None if mask is None else pack(mask) for mask in kept],
     }
-
     return assemble("compare", "keepset compare", data)
 
 

@@ -8,14 +8,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from keepset.bench.analysis.diagnostics import repetition_rate
 from keepset.bench.cell import Outcome
 from keepset.bench.generation import Answer, Ending, generate, likelihoods, picker
 from keepset.bench.memory import CacheMemory
 from keepset.bench.sweep.prompts import Prompt, TokenizedQuestion
-from keepset.bench.tasks.task import Reply, Task
+from keepset.bench.tasks.task import Reply, Task, Tokenizer
 from keepset.hf.cache import Cache
 from keepset.hf.join import join
 from keepset.hf.prompt_session import CachedPrompt
@@ -27,7 +27,7 @@ TOGETHER = 8
 class Evaluator:
     """Asks the same of every cache, greedily if the temperature is 0."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, temperature: float) -> None:
+    def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer, temperature: float) -> None:
         self._model, self._tokenizer, self._temperature = model, tokenizer, temperature
 
     def evaluate(

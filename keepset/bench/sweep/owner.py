@@ -14,9 +14,8 @@ from pathlib import Path
 class Owner:
     """A process, told from all that had or will have its number.
 
-    Attributes:
-        host: the machine and, where there are such, the space in which process numbers count.
-        started: when it was, since which start of the machine; None where that cannot be known.
+    The host is the machine and, where there are such, the space in which process numbers count; `started` says when it
+    was, since which start of the machine, or is None where that cannot be known.
     """
 
     host: str

@@ -3,9 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from transformers import PreTrainedTokenizerBase
-
-from keepset.bench.tasks.task import Example, Question
+from keepset.bench.tasks.task import Example, Question, Tokenizer
 from keepset.errors import KeepsetError
 from keepset.texts import chat_frame
 
@@ -38,7 +36,7 @@ class Prompts:
     own context, as in LongBench (Bai and others 2023, arXiv:2308.14508).
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, agnostic: bool, chat: bool, longest: int | None) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, agnostic: bool, chat: bool, longest: int | None) -> None:
         if chat and not tokenizer.chat_template:
             raise KeepsetError("The model has no chat template: evaluate it without one.")
         self._tokenizer, self._agnostic, self._longest = tokenizer, agnostic, longest
@@ -54,34 +52,27 @@ class Prompts:
                 f"Example {example.id} has no context that could be compressed before its question is known: evaluate "
                 "it with the question as part of the prompt."
             )
-        questions = tuple(self._following(question) for question in example.questions)
+        questions = tuple(self._tokenized(question, "", special=False) for question in example.questions)
         whole = Prompt(self._encode(self._before + example.context, self._special), questions)
         return [self._fitted(whole, example, (), answer)]
 
     def _aware(self, example: Example, question: Question, answer: int) -> Prompt:
-        end = self._end(question)
-        text, choices = self._before + example.context + end, question.choices
-        ids = self._encode(text.rstrip() if choices else text, self._special)
-        tokenized = TokenizedQuestion(question, (), self._choices(text, ids, question, self._special))
-        return self._fitted(
-            Prompt(ids or self._begin(), (tokenized,)), example, self._encode(end, special=False), answer
-        )
+        whole = self._tokenized(question, self._before + example.context, self._special)
+        prompt = Prompt(whole.ids or self._begin(), (replace(whole, ids=()),))
+        return self._fitted(prompt, example, self._encode(self._end(question), special=False), answer)
 
-    def _following(self, question: Question) -> TokenizedQuestion:
-        text = self._end(question)
-        ids = self._encode(text.rstrip() if question.choices else text, special=False)
-        return TokenizedQuestion(question, ids, self._choices(text, ids, question, special=False))
-
-    def _end(self, question: Question) -> str:
-        return question.text + self._after + question.prefix
-
-    def _choices(self, text: str, ids: Sequence[int], question: Question, special: bool) -> tuple[tuple[int, ...], ...]:
-        """What every choice adds to the tokens of the text without the white space at its end."""
+    def _tokenized(self, question: Question, before: str, special: bool) -> TokenizedQuestion:
+        """The question after a text; a choice has the tokens that it adds to those without white space at their end."""
+        text = before + self._end(question)
+        ids = self._encode(text.rstrip() if question.choices else text, special)
         choices = tuple(self._encode(text + choice, special and bool(ids))[len(ids) :] for choice in question.choices)
         for choice, tokens in zip(question.choices, choices, strict=True):
             if not tokens:
                 raise KeepsetError(f"The choice {choice!r} has no tokens, so it has no likelihood: leave it out.")
-        return choices
+        return TokenizedQuestion(question, ids, choices)
+
+    def _end(self, question: Question) -> str:
+        return question.text + self._after + question.prefix
 
     def _fitted(self, prompt: Prompt, example: Example, end: Sequence[int], answer: int) -> Prompt:
         """The prompt without the middle of its context, if it is too long; `end` is what of it follows the context."""

@@ -55,7 +55,9 @@ def run(
     claims = claimed(store, groups, on_cells)
     claim: tuple[Group, list[str]] | tuple[()] | None = None
     with _cluster() as cpus:
-        start = _on_workers(nbytes)
+        # What no machine has would be waited for forever.
+        most = max((node["Resources"].get("memory", 0) for node in ray.nodes()), default=0)
+        start = ray.remote(num_cpus=1, memory=min(nbytes, int(most)), num_returns="streaming")(_cells).remote
         while flying or claim != ():
             # No more than will soon run: other processes may want to share.
             while len(flying) < 2 * cpus and (claim := next(claims, ())):
@@ -86,13 +88,6 @@ def _cluster() -> Iterator[int]:
     finally:
         if mine:
             ray.shutdown()
-
-
-def _on_workers(nbytes: int) -> Callable[[Maker, Group, list[str]], ray.ObjectRefGenerator[Any]]:
-    """Starts `_cells` where a CPU and so much memory are free."""
-    # What no machine has would be waited for forever.
-    most = max((node["Resources"].get("memory", 0) for node in ray.nodes()), default=0)
-    return ray.remote(num_cpus=1, memory=min(nbytes, int(most)), num_returns="streaming")(_cells).remote
 
 
 def _cells(make: Maker, group: Group, recipes: Sequence[str]) -> Iterator[Cell | Skipped]:

@@ -8,14 +8,14 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from keepset.bench.candidate import Candidate
 from keepset.bench.cell import COSTS, Cell, Outcome
 from keepset.bench.memory import is_out_of_memory, nbytes_full
 from keepset.bench.sweep.evaluate import Evaluator
 from keepset.bench.sweep.prompts import Prompts
-from keepset.bench.tasks.task import Example, Task
+from keepset.bench.tasks.task import Example, Task, Tokenizer
 from keepset.errors import KeepsetError
 from keepset.hf.cache import Cache
 from keepset.hf.join import can_join
@@ -38,13 +38,7 @@ class Runner:
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        agnostic: bool,
-        chat: bool,
-        temperature: float = 0.0,
+        self, model: PreTrainedModel, tokenizer: Tokenizer, *, agnostic: bool, chat: bool, temperature: float = 0.0
     ) -> None:
         # Divided by less, logits overflow.
         if not (temperature == 0 or 0.01 <= temperature <= 100):
@@ -58,8 +52,9 @@ class Runner:
     def run(self, task: Task, example: Example, candidates: Sequence[Candidate], seed: int) -> Iterator[Cell]:
         """A cell for every candidate, in their order; what cannot be had is a cell with an error."""
         runs = [_Run(candidate, candidate.error) for candidate in candidates]
+        text = "".join([example.context, *(question.text for question in example.questions)])
         for run in runs:
-            run.check(lambda recipe: refuse_contaminated(recipe, _text(example)))
+            run.check(lambda recipe: refuse_contaminated(recipe, text))
         try:
             prompts = self._prompts.of(example, task.generation.tokens)
         except KeepsetError as error:
@@ -199,10 +194,6 @@ def _evaluate(
     for run in begun:
         run.begin(session)
         _evaluate(evaluate, session, [run])
-
-
-def _text(example: Example) -> str:
-    return "".join([example.context, *(question.text for question in example.questions)])
 
 
 def _mean(outcomes: Sequence[Outcome]) -> Outcome:

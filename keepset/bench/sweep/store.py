@@ -56,8 +56,7 @@ _GROUP = "task = ? AND seed = ? AND example = ?"
 class Store:
     """A sweep's file: `begin` writes to it, `open` only reads.
 
-    The model's name is the one that it was first given; the configuration is what all cells have in common, by names
-    that a person understands.
+    It has the name that the model was first given, and what all cells have in common, by names for people.
     """
 
     model: str

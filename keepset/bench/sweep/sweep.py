@@ -9,14 +9,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 
-from transformers import PreTrainedTokenizerBase
-
 from keepset.bench.candidate import Candidate
 from keepset.bench.cell import Cell
 from keepset.bench.memory import is_out_of_memory
 from keepset.bench.sweep.runner import Runner
 from keepset.bench.sweep.store import Key, Store
-from keepset.bench.tasks.task import Example, Task
+from keepset.bench.tasks.task import Example, Task, Tokenizer
 from keepset.errors import KeepsetError
 
 POLL = 1.0
@@ -43,7 +41,7 @@ class Grid:
                 return False
         return True
 
-    def groups(self, store: Store, tokenizer: PreTrainedTokenizerBase) -> list[Group]:
+    def groups(self, store: Store, tokenizer: Tokenizer) -> list[Group]:
         """All of it, example by example; which examples there are is noted in the file."""
         groups = []
         for task, seed in product(self.tasks, self.seeds):

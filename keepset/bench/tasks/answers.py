@@ -27,7 +27,7 @@ for line in sys.stdin:
     print(json.dumps(verify(parse(gold), parse(answer))), file=out, flush=True)
 """
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _process: subprocess.Popen[str] | None = None
 
 
@@ -38,33 +38,27 @@ def agree(gold: str, solution: str) -> bool:
     there is one: what is called the answer, else the last expression or number. What takes too long is no answer.
     """
     with _lock:
-        process = _running()
+        process = start()
         with suppress(BrokenPipeError):
             cast(IO[str], process.stdin).write(json.dumps([_final(gold), _final(solution)]) + "\n")
             cast(IO[str], process.stdin).flush()
         return _line(process) == "true\n"
 
 
-def start() -> None:
-    """Starts the process, so that what is missing is known before hours of answers."""
-    with _lock:
-        _running()
-
-
-def _running() -> subprocess.Popen[str]:
+def start() -> subprocess.Popen[str]:
+    """Starts the process, unless it runs, so that what is missing is known before hours of answers."""
     global _process  # noqa: PLW0603
-    if _process is None or _process.poll() is not None:
-        # -P: what lies in the working directory must not pass for a package.
-        _process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _PROGRAM],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            encoding="ascii",
-        )
-        if _line(_process) != "ready\n":
-            raise KeepsetError('Answers are judged by math-verify, which does not start: pip install "keepset[eval]".')
-    return _process
+    with _lock:
+        if _process is None or _process.poll() is not None:
+            # -P: what lies in the working directory must not pass for a package.
+            command = [sys.executable, "-P", "-c", _PROGRAM]
+            pipe, null = subprocess.PIPE, subprocess.DEVNULL
+            _process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, encoding="ascii")
+            if _line(_process) != "ready\n":
+                raise KeepsetError(
+                    'Answers are judged by math-verify, which does not start: pip install "keepset[eval]".'
+                )
+        return _process
 
 
 def _line(process: subprocess.Popen[str]) -> str:

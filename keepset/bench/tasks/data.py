@@ -1,11 +1,15 @@
 """Items of a data set, from a user's JSONL file or from the hub, with where each stands for messages."""
 
-from collections.abc import Mapping
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import numpy as np
 
 from keepset.errors import CorruptFileError, KeepsetError
 from keepset.texts import json_lines
@@ -17,10 +21,6 @@ class DataRecord:
 
     where: str
     fields: Mapping[str, Any]
-
-    def __getitem__(self, name: str) -> Any:
-        """A field, which has to be there."""
-        return self.first(name)
 
     def first(self, *names: str) -> Any:
         """The first of these fields that is there."""
@@ -57,6 +57,19 @@ def records(folder: Path, name: str) -> list[DataRecord]:
 def own_records(folder: Path | None, name: str) -> list[DataRecord] | None:
     """The same of a user's folder; None without one, or where it has no such file."""
     return records(folder, name) if folder is not None and (folder / f"{name}.jsonl").is_file() else None
+
+
+@contextmanager
+def seeded(seed: int | str, numpy_seed: int | None = None) -> Iterator[None]:
+    """The harness draws from generators that everybody shares: they are lent to it, with these seeds."""
+    before, numpy_before = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(random.getrandbits(32) if numpy_seed is None else numpy_seed)
+    try:
+        yield
+    finally:
+        random.setstate(before)
+        np.random.set_state(numpy_before)
 
 
 def extra(module: str) -> ModuleType:

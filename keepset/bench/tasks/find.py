@@ -35,8 +35,7 @@ def _others(name: str, settings: Settings) -> list[Task]:
     harness = _module("lm_eval")
     if not harness.knows(name, settings):
         raise KeepsetError(f"There is no task {name!r}{_nearest(name, [*own, *harness.names(settings)])}")
-    tasks: list[Task] = harness.make(name, settings)
-    return tasks
+    return harness.make(name, settings)
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:

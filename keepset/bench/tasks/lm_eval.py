@@ -3,13 +3,11 @@
 import functools
 import itertools
 import logging
-import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from lm_eval.api.instance import Instance
 from lm_eval.api.metrics import mean
 from lm_eval.models.utils import normalize_gen_kwargs
@@ -18,7 +16,7 @@ from lm_eval.tasks._factory import TaskFactory
 from lm_eval.tasks._index import Entry, Kind
 
 from keepset.bench.tasks.catalogue import Settings
-from keepset.bench.tasks.data import extra, records
+from keepset.bench.tasks.data import extra, records, seeded
 from keepset.bench.tasks.hub import loading
 from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task, Tokenizer
 from keepset.errors import KeepsetError
@@ -135,13 +133,10 @@ def _made(own: str, name: str, settings: Settings) -> Task:
     return next(task for task in _every(name, settings) if task.name == own)
 
 
-@functools.cache
-def _every(name: str, settings: Settings) -> list[Task]:
-    return make(name, settings)
+_every = functools.cache(make)
 
 
 def _check_kind(name: str, task: Any) -> None:
-    reason = None
     if task.OUTPUT_TYPE == "loglikelihood_rolling":
         reason = "scores a text from its first token on, so there is no prompt to compress"
     elif getattr(task, "MULTIMODAL", False):
@@ -150,8 +145,9 @@ def _check_kind(name: str, task: Any) -> None:
         reason = "runs code that the model writes, which is not safe here"
     elif task.config.repeats > 1:
         reason = f"asks for {task.config.repeats} answers to every question, and one is evaluated"
-    if reason is not None:
-        raise KeepsetError(f"{name} {reason}: leave it out.")
+    else:
+        return
+    raise KeepsetError(f"{name} {reason}: leave it out.")
 
 
 def _split(prompt: str, question: str, doc: Any) -> tuple[str, str]:
@@ -212,11 +208,7 @@ def _from_folder(data: Path, name: str, config: dict[str, Any]) -> dict[str, Any
     return {
         # Not its loader of JSON files, which makes dates of texts that look like dates.
         "custom_dataset": functools.partial(_read, data, files),
-        "dataset_path": None,
-        "dataset_name": None,
-        "dataset_kwargs": None,
-        "training_split": None,
-        "validation_split": None,
+        **dict.fromkeys(("dataset_path", "dataset_name", "dataset_kwargs", "training_split", "validation_split")),
         "test_split": "test",
         "fewshot_split": shots,
     }
@@ -238,17 +230,13 @@ def _read(data: Path, files: dict[str, str], **_: Any) -> Any:
 def _prepared() -> Iterator[None]:
     """Tasks that shuffle do it as under the harness's own command line; advice to their authors is not shown."""
     datasets = extra("datasets")
-    chance, level = (random.getstate(), np.random.get_state()), _log.level
-    bars = not datasets.are_progress_bars_disabled()
-    random.seed(0)
-    np.random.seed(1234)
+    level, bars = _log.level, not datasets.are_progress_bars_disabled()
     _log.setLevel(logging.ERROR)
     datasets.disable_progress_bars()
     try:
-        yield
+        with seeded(0, 1234):
+            yield
     finally:
-        random.setstate(chance[0])
-        np.random.set_state(chance[1])
         _log.setLevel(level)
         if bars:
             datasets.enable_progress_bars()

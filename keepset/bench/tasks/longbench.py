@@ -60,15 +60,16 @@ class LongBenchTask(Task):
         render = extra("lm_eval.utils").apply_template
         fields = {"question": row.first("question", "input")}
         before, _, after = self._config["doc_to_text"].partition(_CONTEXT)
-        target = {"answers": row["answers"], "all_classes": row.fields.get("all_classes")}
+        answers = row.first("answers")
+        target = {"answers": answers, "all_classes": row.fields.get("all_classes")}
         question = Question(render(after, fields), target=target)
         try:
-            right = isinstance(row["answers"], list) and all(self.judge(question, answer) for answer in row["answers"])
+            right = isinstance(answers, list) and all(self.judge(question, answer) for answer in answers)
         except (TypeError, AttributeError, IndexError):
             right = False
-        if not right or not row["answers"]:
+        if not right or not answers:
             raise KeepsetError(f"{row.where} has answers that {self.name} cannot judge by: take the official file.")
-        return Example(str(row.fields.get("_id", index)), render(before, fields) + row["context"], (question,))
+        return Example(str(row.fields.get("_id", index)), render(before, fields) + row.first("context"), (question,))
 
 
 def _config(data_set: str) -> dict[str, Any]:
@@ -79,8 +80,7 @@ def _config(data_set: str) -> dict[str, Any]:
     loader: Any = type("Loader", (yaml.SafeLoader,), {})
     loader.add_constructor("!function", lambda _, node: node.value)
     path = Path(harness.origin).parent / "tasks" / _GROUP / f"{data_set}.yaml"
-    config: dict[str, Any] = yaml.load(path.read_text(encoding="utf-8"), loader)
-    return config
+    return yaml.load(path.read_text(encoding="utf-8"), loader)
 
 
 def _download(config: dict[str, Any]) -> list[DataRecord]:

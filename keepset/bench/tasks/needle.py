@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from functools import partial
 
 from keepset import texts
 from keepset.bench.tasks.catalogue import Settings
@@ -36,16 +37,10 @@ class NeedleTask(Task):
 
     def examples(self, tokenizer: Tokenizer, *, limit: int | None = None, seed: int = 0) -> Sequence[Example]:
         """Refuses a length that is too short."""
-        space = room(tokenizer, self.length, _TOKENS)
+        space, count = room(tokenizer, self.length, _TOKENS), partial(measure, tokenizer)
         examples, guess = [], None
         for index in range(EXAMPLES if limit is None else limit):
-            fitted = fit(
-                lambda size, index=index: self._example(size, index, seed),
-                lambda example: measure(tokenizer, example),
-                space,
-                smallest=_CHARACTERS,
-                guess=guess,
-            )
+            fitted = fit(partial(self._example, index, seed), count, space, smallest=_CHARACTERS, guess=guess)
             if fitted is None:
                 raise KeepsetError(f"{self.length} tokens leave no room for a needle and a text: ask for more.")
             guess, example = fitted
@@ -55,16 +50,13 @@ class NeedleTask(Task):
     def judge(self, question: Question, reply: Reply) -> dict[str, float]:
         return {"found": float(question.target in str(reply))}
 
-    def _example(self, size: int, index: int, seed: int) -> Example:
+    def _example(self, index: int, seed: int, size: int) -> Example:
         draw = random.Random(f"needle {seed} {index}")
         city, number, depth = draw.choice(texts.CITIES), str(draw.randint(1000, 9999)), _DEPTHS[index % len(_DEPTHS)]
         needle = texts.secret_number(city, number)
-        return Example(
-            id=str(index),
-            context=texts.insert(_haystack(index, size), needle, depth),
-            questions=(Question(f"\n\n{needle.question}", target=number, prefix=f" {needle.opening}"),),
-            facts={"length": self.length, "depth": depth},
-        )
+        question = Question(f"\n\n{needle.question}", target=number, prefix=f" {needle.opening}")
+        context = texts.insert(_haystack(index, size), needle, depth)
+        return Example(str(index), context, (question,), {"length": self.length, "depth": depth})
 
 
 def _haystack(index: int, size: int) -> str:

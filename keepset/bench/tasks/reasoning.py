@@ -57,7 +57,7 @@ class Reasoning(Task):
 
 def _prompt(row: DataRecord) -> str:
     if row.fields.get("prompt") is not None:
-        return str(row["prompt"])
+        return str(row.fields["prompt"])
     return str(row.first("question", "problem", "Problem")) + _ASK
 
 

@@ -1,11 +1,13 @@
 """RULER (Hsieh et al. 2024, arXiv:2404.06654): thirteen synthetic tasks at any length."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from keepset.bench.tasks.catalogue import Settings
+from keepset.bench.tasks.data import seeded
 from keepset.bench.tasks.fit import fit, measure, room
 from keepset.bench.tasks.ruler_documents import read
-from keepset.bench.tasks.ruler_draws import CommonWords, Draws, FrequentWords, Variables, seeded
+from keepset.bench.tasks.ruler_draws import CommonWords, Draws, FrequentWords, Variables
 from keepset.bench.tasks.ruler_needles import Needles
 from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task, Tokenizer
 from keepset.errors import KeepsetError
@@ -57,21 +59,16 @@ class RulerTask(Task):
         draws = self._draws(self._length, self._settings)
         space = room(tokenizer, self._length, self.generation.tokens)
         examples: list[Example] = []
+        count = partial(measure, tokenizer)
         index, guess, wanted = 0, None, EXAMPLES if limit is None else limit
         while len(examples) < wanted and index != draws.questions:
-            fitted = fit(
-                lambda size, index=index: self._example(draws, size, index, seed),
-                lambda example: measure(tokenizer, example),
-                space,
-                smallest=draws.smallest,
-                largest=draws.largest,
-                guess=guess,
-            )
+            make = partial(self._example, draws, index, seed)
+            fitted = fit(make, count, space, smallest=draws.smallest, largest=draws.largest, guess=guess)
             if fitted is not None:
                 guess, example = fitted
                 examples.append(example)
             elif draws.questions is None or (index == draws.questions - 1 and not examples):
-                least = measure(tokenizer, self._example(draws, draws.smallest, index, seed)) + self._length - space
+                least = count(make(draws.smallest)) + self._length - space
                 raise KeepsetError(
                     f"{self.name} is too short: such an example takes {least} tokens with this tokenizer, its answer "
                     "and a chat template included; ask for a longer one."
@@ -88,7 +85,7 @@ class RulerTask(Task):
         hits = [float(answer.lower() in text) for answer in question.target]
         return {"match": max(hits) if self._any else sum(hits) / len(hits)}
 
-    def _example(self, draws: Draws, size: int, index: int, seed: int) -> Example:
-        with seeded(index, seed):
+    def _example(self, draws: Draws, index: int, seed: int, size: int) -> Example:
+        with seeded(f"{index} {seed}"):
             context, question = draws.draw(size, index, seed)
         return Example(str(index), context, (question,), {"length": self._length})

@@ -2,17 +2,13 @@
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from types import SimpleNamespace
-
-import numpy as np
 
 from keepset.bench.tasks.data import extra
 from keepset.bench.tasks.task import Question
 
 QUESTION = "\nQuestion:"
-
 
 Draw = tuple[str, Question]
 """An example: the text up to the question, and the question, whose target is what an answer contains."""
@@ -94,16 +90,3 @@ def cut(text: str, question: str, answers: Sequence[str]) -> Draw:
     context, begin, rest = text.rpartition(question)
     words, answer, prefix = rest.rpartition(" Answer:")
     return context, Question(begin + words, target=tuple(answers), prefix=(answer + prefix).rstrip())
-
-
-@contextmanager
-def seeded(index: int, seed: int) -> Iterator[None]:
-    """The harness draws from generators that everybody shares: they are lent to one example."""
-    before, numpy_before = random.getstate(), np.random.get_state()
-    random.seed(f"{index} {seed}")
-    np.random.seed(random.getrandbits(32))
-    try:
-        yield
-    finally:
-        random.setstate(before)
-        np.random.set_state(numpy_before)

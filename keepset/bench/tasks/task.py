@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    import transformers
 
-Tokenizer: TypeAlias = "PreTrainedTokenizerBase"
+Tokenizer: TypeAlias = "transformers.PreTrainedTokenizerBase"
 """Of transformers, which nobody has to load for its name."""
 
 

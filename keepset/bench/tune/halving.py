@@ -86,14 +86,9 @@ class Halving:
         self._rounds = [count for count in ROUNDS if count < pieces] + [pieces]
         self.entries = [Contender(recipe) for recipe in recipes]
         self.alive = list(self.entries)
-        self.round, self.done = 1, 0
+        self.round, self.rounds, self.done = 1, len(self._rounds), 0
         first, entries = self._rounds[0], len(self.alive)
         self.planned = _cost(first, entries) + _cost(first, grown) + self._later(1, entries + grown)
-
-    @property
-    def rounds(self) -> int:
-        """How many there are."""
-        return len(self._rounds)
 
     @property
     def pieces(self) -> int:

@@ -5,10 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from keepset.bench.compare.comparison import Measurement, measure
 from keepset.bench.generation import end_tokens
+from keepset.bench.tasks.task import Tokenizer
 from keepset.bench.tune.pieces import ANSWER_TOKENS, TextPiece
 from keepset.errors import BudgetError, KeepsetError
 from keepset.hf.cache import Cache
@@ -23,7 +24,7 @@ class Measurer:
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pieces: Sequence[TextPiece], keep: int | float
+        self, model: PreTrainedModel, tokenizer: Tokenizer, pieces: Sequence[TextPiece], keep: int | float
     ) -> None:
         self._model, self._tokenizer, self._pieces, self._keep = model, tokenizer, pieces, keep
         self.full_found: dict[int, tuple[bool, ...]] = {}

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
+from keepset.bench.tasks.task import Tokenizer
 from keepset.bench.tune.halving import ROUNDS
 from keepset.errors import KeepsetError
 from keepset.texts import CITIES, Needle, adds_bos, chat_parts, insert, secret_number
@@ -40,7 +40,7 @@ class TextPiece:
 
 
 def cut(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, retrieval: bool, longest: int | None, seed: int
+    tokenizer: Tokenizer, texts: Sequence[str], *, retrieval: bool, longest: int | None, seed: int
 ) -> list[TextPiece]:
     """`PIECES` pieces, in an order that the seed decides.
 
@@ -89,9 +89,7 @@ def _places(lengths: Sequence[int], size: int) -> list[tuple[int, int]]:
     return places
 
 
-def _with_facts(
-    tokenizer: PreTrainedTokenizerBase, body: list[int], after: list[int], chance: random.Random
-) -> TextPiece:
+def _with_facts(tokenizer: Tokenizer, body: list[int], after: list[int], chance: random.Random) -> TextPiece:
     """A piece whose prompt begins a user's message, with facts at evenly spaced depths."""
     text, facts = str(tokenizer.decode(body)), []
     for number, city in enumerate(chance.sample(CITIES, FACTS)):

@@ -4,9 +4,10 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from keepset.bench.analysis.intervals import Interval, of_score
+from keepset.bench.tasks.task import Tokenizer
 from keepset.bench.tune import space
 from keepset.bench.tune.halving import LEAST, Contender, Halving
 from keepset.bench.tune.measure import Measurer
@@ -22,7 +23,7 @@ class Tuner:
     def __init__(
         self,
         model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         pieces: Sequence[TextPiece],
         keep: int | float,
         name: str,
@@ -35,9 +36,8 @@ class Tuner:
             )
         self._model, self._pieces, self._keep, self._name = model, pieces, keep, name
         self._measurer = Measurer(model, tokenizer, pieces, keep)
-        self.unfit: dict[str, str] = {}
         recipes, unfit = space.with_budget(space.scorers(), keep)
-        self.unfit.update((recipe.text(keep), why) for recipe, why in unfit.items())
+        self.unfit = {recipe.text(keep): why for recipe, why in unfit.items()}
         self.race = Halving(
             self._measurer,
             self._runnable(recipes),
@@ -47,11 +47,6 @@ class Tuner:
             by_found=lambda: self.retrieves,
             on_step=on_step,
         )
-
-    @property
-    def has_facts(self) -> bool:
-        """Whether facts are hidden in the pieces."""
-        return bool(self._pieces[0].facts)
 
     @property
     def retrieves(self) -> bool:
@@ -70,12 +65,6 @@ class Tuner:
         failed = {str(entry.recipe): entry.error for entry in self.race.entries if entry.error is not None}
         return {**self.unfit, **failed}
 
-    @property
-    def full_found(self) -> tuple[float, Interval | None] | None:
-        """Share of the facts that the full cache finds, and its interval over pieces; None where none are hidden."""
-        values = [fmean(facts) for facts in self._measurer.full_found.values() if facts]
-        return (fmean(values), of_score(values)) if values else None
-
     def _runnable(self, recipes: Sequence[Recipe]) -> list[Recipe]:
         able = []
         for recipe in recipes:
@@ -90,37 +79,34 @@ class Tuner:
     def to_json(self) -> dict[str, Any]:
         """As `keepset tune --json` prints it: what is known so far."""
         race = self.race
-        tied = race.tied()
-        chosen = self._chosen(tied)
+        tied = race.tied() if race.pieces >= LEAST else []
+        # Of what cannot be told apart the one with the cheapest prefill; none while too little is known.
+        chosen = min(tied, key=lambda entry: entry.first(race.pieces).mean("prefill_seconds"), default=None)
         out = [entry for entry in race.entries if entry not in race.alive and entry.figures and entry.error is None]
         order = [*race.ranked(), *sorted(out, key=lambda entry: (-len(entry.figures), entry.kl[0]))]
-        full = self._measurer.full_bytes
+        full, facts = self._measurer.full_bytes, self._pieces[0].facts
+        found = [fmean(each) for each in self._measurer.full_found.values() if each]
+        full_found = (fmean(found), of_score(found)) if found else None
         return {
             "model": self._name,
             "keep": self._keep,
             "tokens": round(fmean(piece.prompt.shape[1] for piece in self._pieces)),
             "continuation_tokens": self._pieces[0].continuation.shape[1],
             "pieces": len(self._pieces),
-            "facts": len(self._pieces[0].facts),
+            "facts": len(facts),
             "round": race.round,
             "rounds": race.rounds,
             "measured": race.pieces,
             "full": {
                 "kv_bytes": round(fmean(full.values())) if full else None,
-                **({"found": _figure(self.full_found)} if self.has_facts else {}),
+                **({"found": _figure(full_found)} if facts else {}),
             },
             "recipe": None if chosen is None else str(chosen.recipe),
-            "tied": [str(entry.recipe) for entry in tied] if race.pieces >= LEAST else [],
+            "tied": [str(entry.recipe) for entry in tied],
             "verdict": self._verdict(tied, chosen),
             "rows": [_row(entry, alive=entry in race.alive) for entry in order],
             "dropped": [{"recipe": recipe, "reason": reason} for recipe, reason in self.dropped.items()],
         }
-
-    def _chosen(self, tied: Sequence[Contender]) -> Contender | None:
-        """Of what cannot be told apart the one with the cheapest prefill; None while too little is known."""
-        if self.race.pieces < LEAST:
-            return None
-        return min(tied, key=lambda entry: entry.first(self.race.pieces).mean("prefill_seconds"), default=None)
 
     def _verdict(self, tied: Sequence[Contender], chosen: Contender | None) -> list[str]:
         sentences, pieces = [], self.race.pieces
@@ -135,7 +121,7 @@ class Tuner:
                 f"There is no winner: {pieces} pieces cannot tell {chosen.recipe} from {rest}. "
                 f"Use {chosen.recipe}, whose prefill is the cheapest of these {len(tied)}."
             )
-        if self.has_facts and self._measurer.full_found and not self.retrieves:
+        if self._pieces[0].facts and self._measurer.full_found and not self.retrieves:
             sentences.append(
                 "The full cache finds none of the facts either, so retrieval says nothing: the order is by KL alone."
             )
@@ -143,7 +129,7 @@ class Tuner:
 
 
 def _row(entry: Contender, *, alive: bool) -> dict[str, Any]:
-    share = entry.found
+    share, names = entry.found, ("keep", "kv_bytes", "kv_bytes_full", "prefill_seconds", "prefill_seconds_full")
     return {
         "recipe": str(entry.recipe),
         "pieces": len(entry.figures),
@@ -151,11 +137,8 @@ def _row(entry: Contender, *, alive: bool) -> dict[str, Any]:
         "kl": _figure(entry.kl),
         "top1": entry.mean("top1"),
         **({} if share is None else {"found": _figure(share)}),
-        **{name: entry.mean(name) for name in _MEANS},
+        **{name: entry.mean(name) for name in names},
     }
-
-
-_MEANS = ("keep", "kv_bytes", "kv_bytes_full", "prefill_seconds", "prefill_seconds_full")
 
 
 def _figure(figure: tuple[float, Interval | None] | None) -> dict[str, float | None]:

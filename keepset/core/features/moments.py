@@ -7,7 +7,7 @@ import functools
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -55,10 +55,37 @@ class HiddenDistribution:
     queries: Rotate
 
 
+class _Moments(Accumulator):
+    def __init__(self, features: Sequence[_OfRows[Any]]) -> None:
+        self._moments = {feature: Moments() for feature in features}
+        self._source: QuerySource
+
+    def add(self, chunk: Chunk) -> None:
+        assert chunk.source is not None
+        self._source, kind = chunk.source, next(iter(self._moments))
+        rows = kind.rows(chunk, chunk.source)
+        self._moments = {feature: copy.copy(moments) for feature, moments in self._moments.items()}
+        for feature, moments in self._moments.items():
+            moments.add(rows, chunk.counted(feature.skip), kind.full)
+
+    def joined(self, others: Sequence[_Moments]) -> _Moments:
+        twin = copy.copy(self)
+        twin._moments = {
+            feature: moments.joined([other._moments[feature] for other in others])
+            for feature, moments in self._moments.items()
+        }
+        return twin
+
+    def values(self, lengths: Int[Tensor, " batch"], width: int) -> Mapping[Feature[Any], Any]:
+        source = self._source
+        return {feature: feature.distribution(moments, source, lengths) for feature, moments in self._moments.items()}
+
+
 class _OfRows(Feature[Value]):
     """Moments of one row per token; `full` says whether the covariance is a matrix or its diagonal."""
 
     unrotated = True
+    accumulator = _Moments
     full = False
 
     skip: int
@@ -70,10 +97,6 @@ class _OfRows(Feature[Value]):
     @abstractmethod
     def distribution(self, moments: Moments, source: QuerySource, lengths: Int[Tensor, " batch"]) -> Value:
         """The moments of requests of these lengths."""
-
-    @classmethod
-    def accumulator(cls, features: Sequence[Self]) -> Accumulator:
-        return _Moments(features)
 
 
 @dataclass(frozen=True)
@@ -130,29 +153,3 @@ class HiddenMoments(_OfRows[HiddenDistribution]):
             return source.queries(hidden, lengths, future)
 
         return HiddenDistribution(moments.mean[:, 0], moments.covariance[:, 0], queries)
-
-
-class _Moments(Accumulator):
-    def __init__(self, features: Sequence[_OfRows[Any]]) -> None:
-        self._moments = {feature: Moments() for feature in features}
-        self._source: QuerySource
-
-    def add(self, chunk: Chunk) -> None:
-        assert chunk.source is not None
-        self._source, kind = chunk.source, next(iter(self._moments))
-        rows = kind.rows(chunk, chunk.source)
-        self._moments = {feature: copy.copy(moments) for feature, moments in self._moments.items()}
-        for feature, moments in self._moments.items():
-            moments.add(rows, chunk.counted(feature.skip), kind.full)
-
-    def joined(self, others: Sequence[_Moments]) -> _Moments:
-        twin = copy.copy(self)
-        twin._moments = {
-            feature: moments.joined([other._moments[feature] for other in others])
-            for feature, moments in self._moments.items()
-        }
-        return twin
-
-    def values(self, lengths: Int[Tensor, " batch"], width: int) -> Mapping[Feature[Any], Any]:
-        source = self._source
-        return {feature: feature.distribution(moments, source, lengths) for feature, moments in self._moments.items()}

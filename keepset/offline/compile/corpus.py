@@ -36,12 +36,7 @@ class Context:
 
 @dataclass(frozen=True, eq=False)
 class ContextPool:
-    """Contexts in an order that a seed decides.
-
-    Attributes:
-        contexts: those that may be looked at, at most as many as were asked for.
-        sha256: of all texts.
-    """
+    """Contexts that may be looked at, in an order that a seed decides, and the hash of all texts."""
 
     contexts: list[Context]
     sha256: str

@@ -39,11 +39,7 @@ class Verdict:
 
 
 class Judge:
-    """One context.
-
-    Attributes:
-        risk: entropy and perplexity of its prompt (equations 12 and 13).
-    """
+    """One context, and its risk: entropy and perplexity of the prompt (equations 12 and 13)."""
 
     def __init__(self, model: PreTrainedModel, method: CompilerKV, context: Context) -> None:
         self._method = dataclasses.replace(method, elastic=True, gate=True)

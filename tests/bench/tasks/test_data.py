@@ -59,8 +59,8 @@ def test_a_folder_in_a_file_s_place_is_one_sentence(tmp_path: Path) -> None:
 
 def test_a_missing_field_is_named_with_its_line() -> None:
     row = DataRecord("a.jsonl, line 3,", {"x": None, "y": 0})
-    assert row["y"] == 0 and row.first("x", "y") == 0
+    assert row.first("y") == 0 and row.first("x", "y") == 0
     with pytest.raises(KeepsetError, match=r"^a.jsonl, line 3, lacks the field 'x' or 'z': it has 'x', 'y'\.$"):
         row.first("x", "z")
     with pytest.raises(KeepsetError, match="lacks the field 'z': it has no field"):
-        DataRecord("b", {})["z"]
+        DataRecord("b", {}).first("z")

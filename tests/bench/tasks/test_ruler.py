@@ -16,8 +16,9 @@ import pytest
 from keepset import KeepsetError, texts
 from keepset.bench.tasks import ruler, ruler_needles
 from keepset.bench.tasks.catalogue import Settings
+from keepset.bench.tasks.data import seeded
 from keepset.bench.tasks.find import find
-from keepset.bench.tasks.ruler_draws import FrequentWords, seeded
+from keepset.bench.tasks.ruler_draws import FrequentWords
 from keepset.bench.tasks.task import Example, Question, Task
 from tests.bench.harness import WITH_HARNESS
 
@@ -182,7 +183,7 @@ def test_frequent_words_are_the_most_frequent_after_the_dots(length: int, tokeni
 def test_the_third_most_frequent_word_is_known_at_every_size() -> None:
     draws = FrequentWords(1000)
     for size in range(draws.smallest - 1, 300):
-        with seeded(0, 0):
+        with seeded("0 0"):
             context, question = draws.draw(size, 0, 0)
         ranked = Counter(context.split("coded words. ")[1].split()).most_common()
         assert (ranked[3][1] > ranked[4][1]) == (size >= draws.smallest)

@@ -1,0 +1,165 @@
+"""What entries receive: of the prompt's own attention, of its queries once more, of a second pass over the prompt."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from keepset.core.accumulator import Accumulator, Chunk, widened
+from keepset.core.feature import Feature
+from keepset.kernels.columns import ColumnAccumulator, ColumnStatistic
+from keepset.kernels.mean_square import mean_square_attention
+
+_PROMPT_ATTENTION = "looks at the attention of the whole prompt, and only there"
+"""Why this and its like do not exist at later events."""
+
+
+class _Columns(Accumulator):
+    def __init__(self, features: Sequence[AttentionColumns]) -> None:
+        self._features = features
+        self._requests: list[ColumnAccumulator] = []
+
+    def add(self, chunk: Chunk) -> None:
+        entries = chunk.entries()
+        names = [feature.statistic for feature in self._features]
+        requests = [copy.copy(columns) for columns in self._requests] or [ColumnAccumulator(names) for _ in entries]
+        for request, (columns, (keys, own)) in enumerate(zip(requests, entries, strict=True)):
+            lse = None if chunk.lse is None else chunk.lse[request]
+            columns.add(chunk.queries[request][:, own], keys, chunk.scaling, lse)
+        self._requests = requests
+
+    def joined(self, others: Sequence[_Columns]) -> _Columns:
+        twin = copy.copy(self)
+        twin._requests = [columns for part in (self, *others) for columns in part._requests]
+        return twin
+
+    def values(self, lengths: Int[Tensor, " batch"], width: int) -> Mapping[Feature[Any], Any]:
+        return {
+            feature: widened([columns.statistics[feature.statistic] for columns in self._requests], width)
+            for feature in self._features
+        }
+
+
+@dataclass(frozen=True)
+class AttentionColumns(Feature[Float[Tensor, "batch query_heads entries"]]):
+    """A statistic of each column of the prompt's causal attention, streamed: no attention matrix exists.
+
+    Its value is `[batch, query_heads, entries]`.
+
+    Attributes:
+        statistic: the sum or the maximum.
+    """
+
+    log_sum_exp = True
+    accumulator = _Columns
+    prompt_only = _PROMPT_ATTENTION
+
+    statistic: ColumnStatistic
+
+    @property
+    def name(self) -> str:
+        return f"column {self.statistic}"
+
+
+class _PromptQueries(Accumulator):
+    def __init__(self, features: Sequence[PromptQueryAttention]) -> None:
+        self._queries: dict[PromptQueryAttention, list[list[Tensor]]] = {feature: [] for feature in features}
+        self._newest: Chunk
+
+    def add(self, chunk: Chunk) -> None:
+        assert chunk.source is not None
+        self._newest, rows = chunk, chunk.source.undo(chunk.queries, chunk.positions)
+        queries = {}
+        for feature, parts in self._queries.items():
+            # By position, so that neither chunks nor padding change who is asked; the first token always is.
+            chosen = chunk.counted(0) & (chunk.positions % feature.stride == 0)
+            queries[feature] = [*parts, [row[:, own] for row, own in zip(rows, chosen, strict=True)]]
+        self._queries = queries
+
+    def joined(self, others: Sequence[_PromptQueries]) -> _PromptQueries:
+        raise NotImplementedError  # only paged runtimes join requests
+
+    def values(self, lengths: Int[Tensor, " batch"], width: int) -> Mapping[Feature[Any], Any]:
+        newest = self._newest
+        assert newest.source is not None
+        turn, entries = newest.source.ahead(lengths, 1), newest.entries()
+        values: dict[Feature[Any], Any] = {}
+        for feature, parts in self._queries.items():
+            queries = [torch.cat(list(rows), 1).transpose(0, 1) for rows in zip(*parts, strict=True)]
+            turned = turn(pad_sequence(queries, batch_first=True).transpose(1, 2))
+            columns = [
+                mean_square_attention(rows[:, : len(own)], keys, newest.scaling)
+                for rows, own, (keys, _) in zip(turned, queries, entries, strict=True)
+            ]
+            values[feature] = widened(columns, width)
+        return values
+
+
+@dataclass(frozen=True)
+class PromptQueryAttention(Feature[Float[Tensor, "batch query_heads entries"]]):
+    """The mean square of what each entry would receive if the prompt's queries came once more, right after it.
+
+    All see all entries. Its value is `[batch, query_heads, entries]`.
+
+    Attributes:
+        stride: of how many tokens one is asked.
+    """
+
+    label = "the prompt's queries once more"
+    unrotated = True
+    accumulator = _PromptQueries
+    prompt_only = _PROMPT_ATTENTION
+    transformers_only = "asks the prompt's queries once more, which was not tried under {engine} yet"
+
+    stride: int
+
+
+@dataclass(frozen=True, eq=False)
+class SecondPassColumns:
+    """What every entry of the prompt received in a second pass.
+
+    Attributes:
+        statistics: by their names, one number per query head and entry; zero where an entry received nothing.
+        tokens: how many tokens have looked at the entries.
+        opening: how many of the first entries were not asked about, because they are the chat template's; none, where
+            nothing is said.
+    """
+
+    statistics: Mapping[ColumnStatistic, Float[Tensor, "batch query_heads entries"]]
+    tokens: Int[Tensor, " batch"]
+    opening: Int[Tensor, " batch"] | None = None
+
+
+@dataclass(frozen=True)
+class SecondPass(Feature[SecondPassColumns]):
+    """Tokens that run once more on top of the prompt's whole cache, for the attention that they pay to it.
+
+    They are the task's tokens where some were given to the cache, else the prompt's own. Nothing of them stays.
+
+    Attributes:
+        statistics: of the columns of that attention.
+        chunk: how many tokens of the prompt run together; those of a chunk see the whole prompt and one another, and
+            each chunk follows the prompt anew. 0: all of them.
+        repeat: every chunk comes after words that ask to repeat it, and the statistics are of a softmax over nothing
+            but itself, these words, the first few entries and the chunk's, each of which is looked at once (KVzip).
+    """
+
+    label = "a second pass"
+    prompt_only = _PROMPT_ATTENTION
+    transformers_only = "has tokens look at the prompt a second time, for which {engine} has no step"
+
+    statistics: frozenset[ColumnStatistic]
+    chunk: int = 0
+    repeat: bool = False
+
+    @property
+    def cost(self) -> SecondPass:
+        """The pass, whatever is asked of it: such passes are run as one."""
+        return replace(self, statistics=frozenset())
