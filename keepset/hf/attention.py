@@ -1,7 +1,6 @@
-"""The attention function that keepset registers with transformers.
+"""The attention function that keepset registers with transformers, for all architectures with its interface.
 
-It sees queries, keys and values after rotation, for every architecture that uses transformers' attention
-interface. It is not given the cache, so a layer that has just been updated is handed over here.
+It is not given the cache, so a layer that has just been updated is handed over here.
 """
 
 from __future__ import annotations

@@ -40,10 +40,7 @@ class _Calls(threading.local):
 
 
 class AttentionHooks(ModelHooks):
-    """Forward hooks that remember the newest call of an attention module and of the rotary embedding.
-
-    Installed only for methods that look at hidden states, and removed with `close` once nothing more is compressed.
-    """
+    """Remember the newest call of an attention module and of rotary embeddings, for methods that look at such."""
 
     def forget(self) -> None:
         self._rotary_calls: list[_Call] = []
@@ -172,11 +169,7 @@ class LayerInput(QuerySource):
     def check_rotation(self, queries: Queries) -> None:
         """Compares a few queries with what the module itself makes without rotation.
 
-        Unrotated ones must be equal; where they are equal as they are, this layer does not rotate (some models
-        rotate in most layers only).
-
-        Raises:
-            UnsupportedModelError: neither is so: this model rotates in a way that keepset cannot undo.
+        Unrotated ones must be equal; where they are equal as they are, this layer does not rotate, as in some models.
         """
         if self.rotation is None:
             return

@@ -22,7 +22,7 @@ from keepset.core.keep_set import KeepSet, LayerKeepSet
 from keepset.core.observation import Observation
 from keepset.errors import KeepsetError
 from keepset.hf import saved
-from keepset.hf.event import Event
+from keepset.hf.progress import Event
 from keepset.hf.prompt_cache import PromptCache
 from keepset.recipe import Recipe, check_schedule
 
@@ -100,11 +100,7 @@ class Cache(PromptCache):
 
     @classmethod
     def from_prompt(
-        cls,
-        model: PreTrainedModel,
-        recipe: str | Recipe,
-        prompt: PromptCache,
-        observations: Sequence[Observation],
+        cls, model: PreTrainedModel, recipe: str | Recipe, prompt: PromptCache, observations: Sequence[Observation]
     ) -> Cache:
         """The cache that this recipe would have left of a prompt that another cache has watched.
 
@@ -121,10 +117,8 @@ class Cache(PromptCache):
         """
         cache = cls(model, recipe)
         if cache.schedule.every is not None:
-            raise KeepsetError(
-                f"{cache.recipe} compresses while decoding, but a shared prefill serves the prompt's compression "
-                "only: leave every= out."
-            )
+            reason = "compresses while decoding, but a shared prefill serves the prompt's compression only"
+            raise KeepsetError(f"{cache.recipe} {reason}: leave every= out.")
         cache.stop_watching()
         for index, other in enumerate(prompt.layers):
             if index not in cache.kept_layers:

@@ -23,8 +23,7 @@ class Forward:
         valid: which tokens are no padding; None when all are.
         start: logical length of the cache before them.
         padded: whether the cache has any padding, theirs included.
-        layer_input: of the whole call, where somebody looks at it.
-        rotation: of the queries, where somebody looks at it.
+        layer_input, rotation: of the whole call and of the queries, where somebody looks at them.
         lse: log-sum-exp of every query's logits, request by request, where attention has made it.
     """
 

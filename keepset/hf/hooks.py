@@ -13,12 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 class ModelHooks(ABC):
-    """Hooks that the model holds, but not this: they go with it.
-
-    Args:
-        model: that is watched.
-        past: the cache whose calls are looked at.
-    """
+    """Hooks that the model holds, but not this: they go with it. Calls with one cache, `past`, are looked at."""
 
     def __init__(self, model: nn.Module, past: Any) -> None:
         self._model: weakref.ref[Any] = weakref.ref(model)

@@ -25,9 +25,6 @@ def join(caches: Sequence[Cache]) -> Cache:
     """The first of them, with the requests of all in their order; the others hold nothing any more.
 
     They are of one model and have as many tokens, and each `can_join`. One alone stays as it is.
-
-    Raises:
-        KeepsetError: one of several does not hold a whole prompt.
     """
     if len(caches) == 1:
         return caches[0]

@@ -21,16 +21,10 @@ class KeepsetLength(int):
 
 
 class MaskRule:
-    """The arguments of one mask, evaluated when somebody needs it.
-
-    Attributes:
-        offset: logical length of the cache before this forward.
-        length: new tokens in this forward.
-    """
+    """The arguments of one mask, evaluated when somebody needs it."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         self._arguments = arguments
-        self.offset, self.length = int(arguments["q_offset"]), int(arguments["q_length"])
 
     @cached_property
     def matrix(self) -> Bool[Tensor, "batch 1 q kv"] | None:
@@ -39,12 +33,7 @@ class MaskRule:
 
     @cached_property
     def valid(self) -> Bool[Tensor, "batch n"] | None:
-        """Which of the new tokens are no padding; None when all are.
-
-        Raises:
-            UnsupportedModelError: the mask is no causal one.
-            KeepsetError: it does not cover the cache.
-        """
+        """Which of the new tokens are no padding; None when all are."""
         if self._arguments["mask_function"] is not causal_mask_function:
             raise UnsupportedModelError(
                 "keepset.Cache supports plain causal attention with padding; this model or call asks for another mask."
@@ -52,14 +41,15 @@ class MaskRule:
         padding: Tensor | None = self._arguments.get("attention_mask")
         if padding is None:
             return None
-        end = self.offset + self.length
+        offset = int(self._arguments["q_offset"])
+        end = offset + int(self._arguments["q_length"])
         if padding.shape[-1] < end:
             raise KeepsetError(
                 f"The attention mask covers {padding.shape[-1]} tokens but the cache and the input are {end}: "
                 "give a mask for all tokens, cached ones included; chunked prefill onto a cache that is not empty "
                 "is not supported."
             )
-        new = padding[:, self.offset : end]
+        new = padding[:, offset:end]
         return None if bool(new.all()) else new
 
 

@@ -41,11 +41,6 @@ class PerplexityHooks(ModelHooks):
         yield model.register_forward_pre_hook(weakly(self._enter), with_kwargs=True)
         yield model.register_forward_hook(weakly(self._leave), with_kwargs=True)
 
-    def _of(self, window: int) -> Float[Tensor, " batch"]:
-        """Perplexity of each request's newest `window` tokens, the first of all left out: nothing foretells it."""
-        means = [row[-window:].mean() if len(row) else row.new_tensor(torch.inf) for row in self._losses]
-        return torch.stack(means).exp()
-
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.watching = kwargs.get("past_key_values") is self._past()
         if not self.watching:
@@ -81,7 +76,13 @@ class PerplexityHooks(ModelHooks):
         elif 0 < asked < logits.shape[1]:
             output.logits = logits[:, -asked:].clone()
         self._ids = None
-        past.on_logits({needed: self._of(needed.tokens) for needed in self._needs})
+        perplexities = {}
+        for needed in self._needs:
+            # The first token of all is left out: nothing foretells it.
+            newest = (row[-needed.tokens :] for row in self._losses)
+            means = [row.mean() if len(row) else row.new_tensor(torch.inf) for row in newest]
+            perplexities[needed] = torch.stack(means).exp()
+        past.on_logits(perplexities)
         return output
 
     def _add(

@@ -54,11 +54,7 @@ class PromptPhase:
         return True
 
     def take(self, forward: Forward, store: EntryStore | None) -> LayerEvent | None:
-        """One chunk, once its attention is done; the event if it is the last.
-
-        Args:
-            store: of all entries; None where the forward is all there is.
-        """
+        """One chunk, once its attention is done; the event if it is the last. No store: the forward is all there is."""
         if not self.needs and forward.end < self._length:
             return None
         observed = _entries(forward, store)
@@ -72,7 +68,7 @@ class PromptPhase:
         self._accumulators.add(chunk)
         if forward.end < self._length:
             return None
-        features, observed = self._accumulators.values(forward.lengths), {**observed, **self._window.parts(size)}
+        features, observed = self._accumulators.values(forward.lengths), {**observed, **self._window.newest(size)}
         return LayerEvent(self._length, observed, features, seconds=self._accumulators.seconds)
 
     def fork(self) -> PromptPhase:
@@ -106,9 +102,7 @@ class DecodingPhase:
     def take(self, forward: Forward, store: EntryStore | None) -> LayerEvent | None:
         """One forward, once its attention is done; the newest event that it reaches, older ones are passed over.
 
-        Args:
-            store: of all entries, out of which those beyond the event are taken; None where the forward is all there
-                is.
+        Entries beyond the event are taken out of the store; without one the forward is all there is.
         """
         if forward.end < self.next:
             self.record(forward)
@@ -118,7 +112,7 @@ class DecodingPhase:
         self.record(until)
         if beyond is not None and store is not None:
             store.crop((beyond.lengths - until.lengths).tolist())
-        observed = {**_entries(until, store), **self.window.parts(self._needs.window)}
+        observed = {**_entries(until, store), **self.window.newest(self._needs.window)}
         event = LayerEvent(point, observed, self._features(until), beyond)
         self.next = point + self._every
         self.window.keep(self._size if forward.padded else self._size - self._every)
@@ -142,10 +136,12 @@ class DecodingPhase:
     def _features(self, forward: Forward) -> dict[Feature[Any], Any]:
         """What is made of the newest queries."""
         newest, layer_input = Accumulators(feature for feature in self._needs if feature.buffer), forward.layer_input
-        if layer_input is None or not newest or (buffer := self.window.newest(self._needs.buffer)) is None:
+        buffer = self.window.newest(self._needs.buffer)
+        if layer_input is None or not newest or not buffer:
             return {}
-        source = layer_input.rotated_by(buffer.rotation)
-        newest.add(Chunk(buffer.queries, list, buffer.positions, None, forward.call.scaling, source=source))
+        queries, positions = buffer["queries"], buffer["query_positions"]
+        source = layer_input.rotated_by(self.window.rotation(self._needs.buffer))
+        newest.add(Chunk(queries, list, positions, None, forward.call.scaling, source=source))
         return newest.values(forward.lengths)
 
 

@@ -1,4 +1,4 @@
-"""`Progress`: how far a cache has come, which is the same in all of its layers between two forwards."""
+"""`Progress`: how far a cache has come, the same in all layers between two forwards; `Event`: a compression."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
+
+from keepset.core.keep_set import KeepSet
 
 
 @dataclass(eq=False)
@@ -29,12 +31,6 @@ class Progress:
     valid: Bool[Tensor, "batch logical"] | None = None
     compressed_at: int | None = None
     positions: Int[Tensor, "batch n"] | None = None
-
-    @classmethod
-    def start(cls, prompt: int, batch: int, device: torch.device) -> Progress:
-        """Before the first token."""
-        none = torch.zeros(batch, dtype=torch.long, device=device)
-        return cls(0, prompt, none, none)
 
     def advance(self, n: int, valid: Bool[Tensor, "batch n"] | None) -> None:
         """Takes `n` more tokens, all of them real where `valid` is None."""
@@ -65,3 +61,24 @@ class Progress:
         """Makes the batch consist of these requests."""
         self.lengths, self.prompts = self.lengths[rows], self.prompts[rows]
         self.valid = None if self.valid is None else self.valid[rows]
+
+
+@dataclass(frozen=True, eq=False)
+class Event:
+    """One compression.
+
+    Attributes:
+        length: logical length of the cache at the event, padding included.
+        keep_set: what stayed; of events before the newest only where the cache keeps its history.
+        entries: entries that there were, over all layers, requests and KV heads.
+        kept: how many of them stayed.
+        nbytes_before: bytes of their keys and values.
+        seconds: time spent on choosing and freeing.
+    """
+
+    length: int
+    keep_set: KeepSet | None
+    entries: int
+    kept: int
+    nbytes_before: int
+    seconds: float

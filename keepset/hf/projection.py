@@ -14,11 +14,7 @@ _NAMES = ("o_proj", "out_proj", "dense", "c_proj")
 def output_projection(
     module: nn.Module, query_heads: int, value_dim: int
 ) -> Float[Tensor, "query_heads value_dim hidden"]:
-    """A view of the output projection's weights: for every query head what its values are multiplied with.
-
-    Raises:
-        UnsupportedModelError: the module has no projection of this shape under a name that is known.
-    """
+    """A view of the output projection's weights: for every query head what its values are multiplied with."""
     for name in _NAMES:
         projection = getattr(module, name, None)
         weight = getattr(projection, "weight", None)

@@ -45,8 +45,7 @@ class PromptCache(TransformersCache, ABC):
     Attributes:
         needs: what its layers collect.
         schedule: when its layers are observed.
-        statistics: those of the model that are needed.
-        kept_layers: the layers that may be compressed, by their indices; others, such as sliding windows, stay
+        kept_layers: those that may be compressed, by their indices; others, such as sliding windows, stay
             transformers' own.
         compressed_layers: their indices.
         progress: how far it has come; None before the first token.
@@ -70,14 +69,12 @@ class PromptCache(TransformersCache, ABC):
         layers = DynamicCache(config=config).layers
         self.kept_layers = {i: KeepLayer(i) for i, layer in enumerate(layers) if type(layer) is DynamicLayer}
         if not self.kept_layers:
-            warnings.warn(
-                f"Every layer of {type(model).__name__} has a window of its own: keepset compresses nothing.",
-                stacklevel=3,
-            )
+            every = f"Every layer of {type(model).__name__} has a window of its own"
+            warnings.warn(f"{every}: keepset compresses nothing.", stacklevel=3)
             needs = Needs()
         super().__init__(layers=[self.kept_layers.get(index, layer) for index, layer in enumerate(layers)])
         self.needs, self.schedule, self.prompt_length = needs, schedule or Schedule(), prompt_length
-        self.statistics: dict[Feature[Any], Statistics] = {
+        self._statistics: dict[Feature[Any], Statistics] = {
             feature: load(feature.file, model.config.name_or_path or "") for feature in needs.of(ModelStatistics)
         }
         self.compressed_layers = tuple(self.kept_layers)
@@ -110,9 +107,8 @@ class PromptCache(TransformersCache, ABC):
             return keys, values
         if self._attending:
             raise KeepsetError(
-                f"keepset.Cache needs the attention implementation {NAME!r}, but another one ran: "
-                f"do not change it after creating the cache, or call "
-                f"model.set_attn_implementation({NAME!r})."
+                f"keepset.Cache needs the attention implementation {NAME!r}, but another one ran: do not change it "
+                f"after creating the cache, or call model.set_attn_implementation({NAME!r})."
             )
         requests, known = len(key_states), None if self.progress is None else len(self.progress.lengths)
         if known not in (None, requests):
@@ -216,8 +212,9 @@ class PromptCache(TransformersCache, ABC):
         """The first layer's part of a forward: counts the tokens for all."""
         n = call.query.shape[2]
         if self.progress is None:
-            self.progress = Progress.start(self.prompt_length or n, len(call.query), call.query.device)
-            prompt, every = self.progress.prompt, self.schedule.every
+            none = torch.zeros(len(call.query), dtype=torch.long, device=call.query.device)
+            prompt, every = self.prompt_length or n, self.schedule.every
+            self.progress = Progress(0, prompt, none, none)
             for layer in self.kept_layers.values():
                 layer.prompt = PromptPhase(self.needs, prompt) if self.schedule.prefill else None
                 layer.decoding = None if every is None else DecodingPhase(self.needs, every, prompt + every)
@@ -256,11 +253,11 @@ class PromptCache(TransformersCache, ABC):
         """What waits is complete."""
         waiting, self._waiting = self._waiting, []
         assert self.progress is not None
+        common: dict[str, Any] = {"prompts": self.progress.prompts, "layers": self.compressed_layers}
         observations = []
         for layer, event in waiting:
-            features, prompts = {**self.statistics, **event.features}, self.progress.prompts
-            place: dict[str, Any] = {"layer": layer.index, "layers": self.compressed_layers}
-            observations.append(Observation(**event.observed, features=features, prompts=prompts, **place))
+            features = {**self._statistics, **event.features}
+            observations.append(Observation(**common, **event.observed, layer=layer.index, features=features))
         self._choose(observations)
 
     @abstractmethod
@@ -284,11 +281,7 @@ class PromptCache(TransformersCache, ABC):
             hooks.close()
 
     def require_prompt(self) -> Progress:
-        """How far the cache has come, between two forwards.
-
-        Raises:
-            KeepsetError: it does not hold a whole prompt, or nothing that keepset has compressed.
-        """
+        """How far the cache has come, between two forwards; raises KeepsetError where it holds no whole prompt."""
         if not self.kept_layers:
             raise KeepsetError("Every layer of this model has a window of its own, so keepset has nothing to save.")
         progress = self.progress

@@ -1,9 +1,10 @@
-"""`PromptSession`: one prefill of a prompt, from which any number of recipes choose what they keep."""
+"""`Recorder` and `PromptSession`: one prefill of a prompt, from which any number of recipes choose what they keep."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
@@ -14,10 +15,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from keepset.core.feature import Needs
+from keepset.core.observation import Observation
 from keepset.errors import KeepsetError
 from keepset.hf.cache import Cache
-from keepset.hf.event import Event
-from keepset.hf.recorder import Recorder
+from keepset.hf.forward import Forward
+from keepset.hf.layer import KeepLayer
+from keepset.hf.phases import LayerEvent
+from keepset.hf.progress import Event
+from keepset.hf.prompt_cache import PromptCache
 from keepset.methods.streaming_llm import StreamingLLM
 from keepset.recipe import Recipe
 
@@ -29,13 +34,11 @@ class CachedPrompt:
     """A prompt as one recipe caches it.
 
     Attributes:
-        model: whose prompt it is.
         cache: what may follow goes there, or on forks of it.
         logits: what the prompt's last token predicts, before anything was dropped.
         prefill_seconds: of a prefill with this recipe alone, its selection not counted.
         prefill_seconds_full: of one that collects nothing.
-        kv_bytes_full: bytes of the whole prompt's keys and values in the layers that can be compressed; None where
-            the recipe had a prefill of its own.
+        kv_bytes_full: see `Recorder.nbytes_full`; None where the recipe had a prefill of its own.
         is_full: it drops nothing and stands for the full cache.
     """
 
@@ -57,6 +60,56 @@ class CachedPrompt:
     def follow(self, ids: Int[Tensor, "1 n"]) -> Float[Tensor, "n vocabulary"]:
         """Logits after each of these tokens, teacher-forced, on a fork: the cache stays as it is."""
         return self.model(ids, past_key_values=self.cache.fork(), use_cache=True).logits[0]
+
+
+class Recorder(PromptCache):
+    """Watches one prompt and drops nothing.
+
+    Args:
+        on_layer: is called when a layer is done.
+
+    Attributes:
+        observations: one per layer, once `prefill` has run; they hold the layers' entries.
+        logits: what the prompt's last tokens predict, once it has run.
+        seconds: of the prefill alone, collecting not counted.
+    """
+
+    def __init__(self, model: PreTrainedModel, needs: Needs, on_layer: Callable[[], None] = lambda: None) -> None:
+        super().__init__(model, needs)
+        self._model, self._on_layer = model, on_layer
+        self.observations: list[Observation] = []
+        self._collecting: Counter[Hashable] = Counter()
+
+    @torch.no_grad()
+    def prefill(self, ids: Int[Tensor, "batch tokens"]) -> Recorder:
+        """Runs the prompt; returns itself."""
+        start = time.perf_counter()
+        try:
+            output = self._model(ids, past_key_values=self, use_cache=True, logits_to_keep=1)
+        finally:
+            self.stop_watching()
+        if self._second is not None:
+            self._collecting.update(self._second.seconds)
+        self.seconds = time.perf_counter() - start - self._collecting.total()
+        self.logits: Float[Tensor, "batch vocabulary"] = output.logits[:, -1]
+        return self
+
+    @property
+    def nbytes_full(self) -> int:
+        """Bytes of the whole prompt's keys and values in the layers that can be compressed."""
+        return sum(int(o.valid.sum()) * o.entry_bytes for o in self.observations)
+
+    def seconds_for(self, needs: Needs) -> float:
+        """Seconds that a prefill takes which collects only for these needs."""
+        return self.seconds + sum(self._collecting[cost] for cost in {feature.cost for feature in needs})
+
+    def _reached(self, layer: KeepLayer, forward: Forward, event: LayerEvent) -> None:
+        self._on_layer()
+        self._collecting.update(event.seconds)
+        super()._reached(layer, forward, event)
+
+    def _choose(self, observations: list[Observation]) -> None:
+        self.observations += observations
 
 
 class PromptSession:
@@ -83,25 +136,15 @@ class PromptSession:
         self._shares = True
 
     def prefill(self) -> Recorder:
-        """What the shared prefill has seen; it runs now if it has not yet.
-
-        Raises:
-            KeepsetError: what one of the recipes looks at cannot be had of this prompt.
-        """
+        """What the shared prefill has seen, which runs now if it has not; raises KeepsetError where a recipe cannot."""
         if self._shared is None:
             self._shared = self._record(self._recipes)
         return self._shared
 
     def compress(self, recipe: Recipe | None) -> CachedPrompt:
-        """The prompt as this recipe leaves it; without one, as the full cache has it.
+        """The prompt as this recipe, which compresses nothing else, leaves it; without one, as the full cache has it.
 
         Where what one recipe looks at spoils the shared prefill, each has one of its own.
-
-        Args:
-            recipe: compresses the prompt only.
-
-        Raises:
-            KeepsetError: it cannot be had.
         """
         chosen = recipe or _KEEP_ALL
         recorder = self._recorded(chosen)
@@ -111,11 +154,7 @@ class PromptSession:
 
     @torch.no_grad()
     def compress_alone(self, recipe: Recipe) -> CachedPrompt:
-        """The same after a prefill of its own, for recipes that go on compressing while decoding.
-
-        Raises:
-            KeepsetError: it cannot be had.
-        """
+        """The same after a prefill of its own, for recipes that go on compressing while decoding."""
         cache = Cache(self._model, recipe)
         began = time.perf_counter()
         try:
@@ -135,9 +174,7 @@ class PromptSession:
         return self._record([recipe])
 
     def _record(self, recipes: Sequence[Recipe]) -> Recorder:
-        recorder = Recorder(self._model, needs_of(recipes), self._on_layer)
-        recorder.prefill(self._ids)
-        return recorder
+        return Recorder(self._model, needs_of(recipes), self._on_layer).prefill(self._ids)
 
 
 def needs_of(recipes: Sequence[Recipe]) -> Needs:

@@ -47,11 +47,7 @@ class Repeat:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Repeat:
-        """In the tokens of the tokenizer that lies beside the model.
-
-        Raises:
-            KeepsetError: there is none, or it is another model's.
-        """
+        """In the tokens of the tokenizer that lies beside the model; raises KeepsetError where that has none."""
         name = model.config.name_or_path or ""
         words = _words(name)
         known = getattr(model.get_input_embeddings(), "num_embeddings", None)

@@ -11,9 +11,8 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,11 +23,10 @@ import keepset
 from keepset.core.keep_set import KeepSet, LayerKeepSet
 from keepset.core.tensor_file import TensorFile
 from keepset.errors import KeepsetError, UnsupportedModelError
-from keepset.hf.event import Event
 from keepset.hf.fingerprint import fingerprint
 from keepset.hf.layer import KeepLayer
 from keepset.hf.phases import DecodingPhase
-from keepset.hf.progress import Progress
+from keepset.hf.progress import Event, Progress
 from keepset.hf.store import EntryStore
 from keepset.hf.window import QueryWindow
 
@@ -49,14 +47,8 @@ _FILE = TensorFile(
 )
 
 
-@dataclass(frozen=True)
-class Header:
-    """What a file says of itself before anything else is read.
-
-    Attributes:
-        model: the name of the model, a folder or a hub name.
-        tokens: of the context, padding included.
-    """
+class Header(NamedTuple):
+    """A file's recipe, the name of its model, a folder or a hub name, and how many tokens it has, with padding."""
 
     recipe: str
     model: str
@@ -64,12 +56,7 @@ class Header:
 
 
 def save(cache: Cache, path: Path, model: PreTrainedModel, name: str) -> None:
-    """Writes a cache of this model, whole or not at all; `name` is what the model is found by again.
-
-    Raises:
-        KeepsetError: it does not hold a whole prompt, a layer is of a kind that is not saved, or the place cannot be
-            written to.
-    """
+    """What `Cache.save` does; `name` is what the model is found by again."""
     progress, event = cache.require_prompt(), cache.events[-1] if cache.events else None
     decoding = next(iter(cache.kept_layers.values())).decoding
     tensors = {"lengths": progress.lengths, "prompts": progress.prompts}
@@ -92,9 +79,7 @@ def save(cache: Cache, path: Path, model: PreTrainedModel, name: str) -> None:
         "model": name,
         "fingerprint": fingerprint(model),
         "progress": {
-            "logical": progress.logical,
-            "prompt": progress.prompt,
-            "compressed_at": progress.compressed_at,
+            **{name: getattr(progress, name) for name in ("logical", "prompt", "compressed_at")},
             "next_event": None if decoding is None else decoding.next,
         },
         "layers": len(cache.layers),
@@ -104,22 +89,13 @@ def save(cache: Cache, path: Path, model: PreTrainedModel, name: str) -> None:
 
 
 def header(path: Path) -> Header:
-    """What a file says of itself; its tensors are not looked at.
-
-    Raises:
-        KeepsetError: it is no saved context that this version can read.
-    """
+    """What a file says of itself; raises KeepsetError if it is no saved context that this version can read."""
     with _opened(path) as (_, metadata):
         return Header(str(metadata["recipe"]), str(metadata["model"]), int(metadata["progress"]["logical"]))
 
 
 def load(kind: type[Cache], path: Path, model: PreTrainedModel) -> Cache:
-    """A cache of what a file holds, on this model's devices.
-
-    Raises:
-        KeepsetError: there is no such file, it is no saved context that this version can read, damaged, or of another
-            model.
-    """
+    """What `Cache.load` does, on this model's devices."""
     with _opened(path) as (file, metadata):
         _check_model(path, metadata["fingerprint"], fingerprint(model))
         tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
@@ -221,10 +197,8 @@ def _opened(path: Path) -> AbstractContextManager[tuple[Any, dict[str, Any]]]:
 
 
 def _check_model(path: Path, theirs: Mapping[str, str], ours: Mapping[str, str]) -> None:
-    other = [name for name, value in ours.items() if theirs[name] != value]
-    if not other:
-        return
-    # The first says it: what follows from it, such as the weights, differs too.
-    name = other[0]
-    differs = "weights differ" if name == "weights" else f"{name} differs: {theirs[name]} there, {ours[name]} here"
-    raise KeepsetError(f"{str(path)!r} is a context of another model, whose {differs}; load that model.")
+    for name, here in ours.items():
+        if theirs[name] != here:
+            # The first says it: what follows from it, such as the weights, differs too.
+            differs = "weights differ" if name == "weights" else f"{name} differs: {theirs[name]} there, {here} here"
+            raise KeepsetError(f"{str(path)!r} is a context of another model, whose {differs}; load that model.")

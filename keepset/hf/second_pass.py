@@ -35,8 +35,8 @@ Entries = tuple[Float[Tensor, "batch kv_heads entries head_dim"], Float[Tensor, 
 class SecondPasses(ModelHooks):
     """Runs tokens on top of a prompt of which all layers still hold all entries, inside the last layer's attention.
 
-    Requests run one by one, without their padding, each as a call of the model's decoder with a cache that only looks
-    at those entries. The prompt's tokens, or embeddings, are seen by a hook on the decoder.
+    Requests run one by one, without padding, each as a call of the model's decoder with a cache that only looks at
+    those entries. The prompt's tokens, or embeddings, are seen by a hook on the decoder.
 
     Attributes:
         seconds: that each pass took, by its `cost`.
@@ -57,13 +57,7 @@ class SecondPasses(ModelHooks):
     def run(
         self, entries: Mapping[int, Entries], progress: Progress, layers: Sequence[Any]
     ) -> dict[int, dict[Feature[Any], SecondPassColumns]]:
-        """What the entries of each layer receive in every pass that is needed.
-
-        Args:
-            entries: of the layers that are observed, by their indices and in their order.
-            progress: of the cache, whose tokens are the prompt's.
-            layers: of the cache; those that keepset leaves alone are copied, never changed.
-        """
+        """What the entries of each observed layer receive in every pass; layers of another kind are never changed."""
         passes: dict[int, dict[Feature[Any], SecondPassColumns]] = {index: {} for index in entries}
         for kind in dict.fromkeys(needed.cost for needed in self._needs):
             together = [needed for needed in self._needs if needed.cost == kind]
@@ -86,8 +80,12 @@ class SecondPasses(ModelHooks):
         progress: Progress,
         layers: Sequence[Any],
     ) -> dict[int, SecondPassColumns]:
-        prompt, valid = self._prompt(progress.logical), progress.valid
-        batch, tasks = len(prompt), self._tasks
+        if sum(part.shape[1] for part in self._inputs) < progress.logical:
+            raise UnsupportedModelError(
+                "keepset could not see the prompt's tokens; this model cannot run a second pass."
+            )
+        prompt, valid, tasks = torch.cat(self._inputs, 1)[:, : progress.logical], progress.valid, self._tasks
+        batch = len(prompt)
         for task in tasks:
             if batch % len(task):  # where beams repeat requests, they repeat their tasks
                 raise KeepsetError(
@@ -130,14 +128,6 @@ class SecondPasses(ModelHooks):
         if inputs is not None:
             self._inputs = [*self._inputs, inputs.detach()]
 
-    def _prompt(self, tokens: int) -> Shaped[Tensor, "batch tokens *hidden"]:
-        """The first `tokens` of every request, padding included."""
-        if sum(part.shape[1] for part in self._inputs) < tokens:
-            raise UnsupportedModelError(
-                "keepset could not see the prompt's tokens; this model cannot run a second pass."
-            )
-        return torch.cat(self._inputs, 1)[:, :tokens]
-
     def _passes(self, kind: SecondPass, own: Tensor, tasks: list[Tensor]) -> list[Part]:
         """What runs after one request's prompt."""
         if self._repeat is None or not kind.repeat:
@@ -161,12 +151,8 @@ class SecondPasses(ModelHooks):
         positions = torch.cat([torch.arange(length, length + len(part), device=part.device) for part in parts])[None]
         kind = "input_ids" if tokens.ndim == 1 else "inputs_embeds"
         with _unchanged_rotations(decoder), suppress(_Done):
-            decoder(
-                **{kind: tokens[None]},
-                position_ids=positions,
-                past_key_values=TransformersCache(layers=layers),
-                use_cache=True,
-            )
+            inputs = {kind: tokens[None], "past_key_values": TransformersCache(layers=layers)}
+            decoder(**inputs, position_ids=positions, use_cache=True)
 
 
 _TOGETHER = 512
@@ -187,22 +173,21 @@ def _calls(parts: list[Part], most: int) -> list[list[Part]]:
 
 
 class _Done(Exception):  # noqa: N818
-    """The last layer has been caches at: what the model would make of it nobody needs."""
+    """The last layer has been looked at: what the model would make of it nobody needs."""
 
 
 class _Entries(LogicalLayer):
     """One request's entries of one layer, which tokens look at without being added to them.
 
     Attributes:
-        received: the named statistics of every entry's column, `[query_heads, entries]`.
+        received: statistics of every entry's column, `[query_heads, entries]`.
         pieces: what runs now.
         last: whether the pass is over with this layer.
     """
 
     def __init__(self, entries: Entries, request: int, length: int, names: Collection[ColumnStatistic]) -> None:
         super().__init__()
-        keys, values = entries
-        self._entries = keys[request, :, :length], values[request, :, :length]
+        self._entries = entries[0][request, :, :length], entries[1][request, :, :length]
         self.logical, self._names = length, names
         self.received: dict[ColumnStatistic, Tensor] = {}
         self.pieces: list[PackedSequence] = []

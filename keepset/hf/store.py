@@ -1,8 +1,7 @@
 """`EntryStore`: the kept entries of one layer, packed in flat tensors.
 
-Heads follow one another, request after request, each with its own number of entries. Equal neighbours form
-one run, so a dense layer is a single run with a zero-copy `[heads, entries, head_dim]` view, a batch of
-requests of different lengths is a run per request, and a head-ragged layer is a run per head.
+Heads follow one another, request after request, each with its own number of entries. Equal neighbours form one run,
+of which `[heads, entries, head_dim]` is a view: a dense layer is a single run, a head-ragged one a run per head.
 """
 
 from __future__ import annotations
@@ -51,10 +50,7 @@ class EntryStore:
     ) -> EntryStore:
         """A store with exactly the entries that a KeepSet names, and not a byte more.
 
-        Args:
-            columns: `keys` and `values` `[batch, kv_heads, entries, dim]`, all others `[batch, kv_heads, entries]`.
-            indices: index of each kept entry, packed head after head.
-            counts: kept entries of every head.
+        Columns are `[batch, kv_heads, entries, ...]`, indices packed head after head.
         """
         heads = torch.arange(counts.numel(), device=indices.device)
         rows = torch.repeat_interleave(heads, counts.flatten())

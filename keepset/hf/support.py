@@ -12,11 +12,7 @@ from keepset.errors import UnsupportedModelError
 
 
 def check_model(model: nn.Module, config: Any) -> None:
-    """Refuses models whose attention or cache is not of the kind that keepset handles.
-
-    Raises:
-        UnsupportedModelError: says what the model has.
-    """
+    """Refuses models whose attention or cache is not of the kind that keepset handles, and says what they have."""
     declared = partial(getattr, config)
     foreign = not (isinstance(model, PreTrainedModel) and model._can_set_attn_implementation())
     soft_caps = declared("attn_logit_softcapping", None) is not None

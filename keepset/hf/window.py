@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -12,18 +11,10 @@ from torch import Tensor
 from keepset.hf.attention_hooks import Rotation
 
 
-class Queries(NamedTuple):
-    """Queries in the order of their positions, right-aligned; positions are negative where there is none."""
-
-    queries: Float[Tensor, "batch query_heads n head_dim"]
-    positions: Int[Tensor, "batch n"]
-    rotation: Rotation | None
-
-
 class QueryWindow:
     """Queries after rotation, their positions and, where it is recorded with them, their rotation.
 
-    A slice costs no more than its own tokens, and no slice is a view: it would keep the whole forward alive.
+    No slice is a view, which would keep the whole forward alive.
 
     Args:
         parts: columns `[batch, n, ...]`, right-aligned. A part is never changed, so copies share it.
@@ -64,18 +55,17 @@ class QueryWindow:
         else:
             self._parts.append({name: column[:, -size:].clone() for name, column in part.items()})
 
-    def newest(self, size: int) -> Queries | None:
-        """The newest `size` queries of each request, or as many as there are; None where there are none."""
+    def newest(self, size: int) -> dict[str, Tensor]:
+        """The newest `size` queries of each request, or as many as there are, as an Observation's keyword arguments."""
         if not size or not self._parts:
-            return None
-        newest = {name: column[:, -size:] for name, column in self.columns.items()}
-        rotation = (newest["cos"], newest["sin"]) if "cos" in newest else None
-        return Queries(newest["queries"].transpose(1, 2), newest["positions"], rotation)
+            return {}
+        newest = {name: self.columns[name][:, -size:] for name in ("queries", "positions")}
+        return {"queries": newest["queries"].transpose(1, 2), "query_positions": newest["positions"]}
 
-    def parts(self, size: int) -> dict[str, Tensor]:
-        """The same as an Observation's keyword arguments."""
-        newest = self.newest(size)
-        return {} if newest is None else {"queries": newest.queries, "query_positions": newest.positions}
+    def rotation(self, size: int) -> Rotation | None:
+        """Of the same queries, where it was recorded."""
+        columns = self.columns
+        return (columns["cos"][:, -size:], columns["sin"][:, -size:]) if "cos" in columns else None
 
     def keep(self, size: int) -> None:
         """Forgets all but the newest `size` queries of each request."""

@@ -23,8 +23,9 @@ from keepset.paged.step import EvictionEvent, StepPlan
 
 logger = logging.getLogger(__name__)
 
-CountEviction = Callable[[int, int, int, float], None]
-"""Is told of a layer's compression: requests (0 in all layers but the first), entries kept, dropped, and seconds."""
+CountEviction = Callable[..., None]
+"""Is told by keyword of a layer's compression: `events` (requests; 0 in all layers but the first), `entries_kept`,
+`entries_dropped`, and `seconds`."""
 
 
 class LayerEvent(NamedTuple):
@@ -176,7 +177,8 @@ class PagedLayer:
         if self._count is not None:
             stays, total = int(counts.sum()), int(before.sum())
             seconds = time.perf_counter() - start
-            self._count(len(event.rows) if self.layer == self.layers[0] else 0, stays, total - stays, seconds)
+            events = len(event.rows) if self.layer == self.layers[0] else 0
+            self._count(events=events, entries_kept=stays, entries_dropped=total - stays, seconds=seconds)
             logger.debug("layer %d kept %d of %d entries in %.1f ms", self.layer, stays, total, 1e3 * seconds)
 
 

@@ -78,13 +78,7 @@ class PerHeadTables:
     ) -> PerHeadStep | None:
         """Moves every request's state along, and makes the tables that the step needs.
 
-        Args:
-            block_table: blocks of each request by logical position.
-            before, after: tokens of each request before and after the step.
-            starts: first of each request's queries, and the end of the last one's.
-            compressed: requests that must have a state.
-            eventful: whether any request is compressed in this step.
-            decoding: whether each request has one new token.
+        Those `compressed` before must have a state; in an `eventful` step some are; `decoding`, each has one new token.
 
         Returns:
             None where the engine's own tables say the same, and no request is compressed.
@@ -156,12 +150,7 @@ class PerHeadTables:
     ) -> Int[Tensor, "rows kv_heads pages"] | None:
         """Deals a layer's pages out anew; None where so many do not fit, and the layer stays as it is.
 
-        Args:
-            rows: the requests that are compressed.
-            block_table: blocks of each request by logical position.
-            first: the block that the scheduler will not free, where it knows; else the last that does.
-            place: the layer.
-            counts: entries that each head has from now on.
+        `first` are the blocks that the scheduler will not free, where it knows; else the last that do.
         """
         lengths = self.step.lengths[rows]
         blocks = -(-lengths // self._block_size)
@@ -176,10 +165,10 @@ class PerHeadTables:
         most = -(-int(counts.max()) // self._block_size)
         return subpages.tables(layout, counts[:, None], block_table[rows], self._block_size, most)[:, 0].long()
 
-    def first_blocks(self, page: int) -> Int[Tensor, " layers"]:
-        """The first block that each layer of a request still uses."""
+    def unused_blocks(self, page: int) -> int:
+        """Leading blocks of the request whose newest token is in this page that no layer uses any more."""
         assert self._filed is not None
-        return self._filed.first[page]
+        return int(self._filed.first[page].min())
 
     def _slots(self, layout: Layout, tables: Tensor, before: Tensor, starts: Tensor, decoding: bool) -> Tensor:
         if decoding:
@@ -202,3 +191,23 @@ def new_tokens(
     """Row and position of each of a step's new tokens."""
     row = torch.repeat_interleave(starts.diff())
     return row, torch.arange(row.shape[0], device=row.device) - starts[row] + before[row]
+
+
+RequestKey = tuple[str, int, int]
+"""A request's id, how often it was preempted, and a group of layers."""
+
+
+class FreedBlocks:
+    """What a step's compressions emptied, on its way from the layers to the scheduler, in a process that computes."""
+
+    def __init__(self) -> None:
+        self._events: list[tuple[PerHeadTables, int]] = []
+
+    def add(self, tables: PerHeadTables, page: int) -> None:
+        """A request whose newest token is in this page is compressed in this step."""
+        self._events.append((tables, page))
+
+    def drain(self, keys: dict[int, RequestKey]) -> dict[RequestKey, int]:
+        """Leading blocks that are empty once the step is done, of the requests whose newest tokens' pages are given."""
+        events, self._events = self._events, []
+        return {keys[page]: tables.unused_blocks(page) for tables, page in events if page in keys}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from keepset.paged.capture import CapturePlanner
 from keepset.paged.eviction_schedule import EvictionSchedule
-from keepset.paged.freed_blocks import FreedBlocks
+from keepset.paged.page_tables import FreedBlocks
 from keepset.paged.ragged_plan import RaggedPlanner
 from keepset.paged.step import StepBatch, StepPlan
 from keepset.paged.uniform_plan import UniformPlanner

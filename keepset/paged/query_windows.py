@@ -59,10 +59,7 @@ class QueryWindows:
     def follow(self, page_before: int, page: int, start: int, before: int, length: int) -> QueryRecord:
         """The record of a request that went from `before` to `length` tokens, a fresh one where there is none.
 
-        Args:
-            page_before, page: ids of the pages that hold its newest token before and after this step.
-            start: position of the first token that is recorded now.
-            before, length: tokens before and after.
+        The pages hold its newest token then and now; `start` is the position of the first that is recorded now.
         """
         record = self._records.pop(page_before, None) if before else None
         if record is None or record.length != before:

@@ -7,8 +7,7 @@ from functools import partial
 
 from keepset.paged.capture import CapturePlanner
 from keepset.paged.eviction_schedule import EvictionSchedule
-from keepset.paged.freed_blocks import FreedBlocks
-from keepset.paged.page_tables import PerHeadTables
+from keepset.paged.page_tables import FreedBlocks, PerHeadTables
 from keepset.paged.per_head import PerHeadSequences
 from keepset.paged.step import ScheduledRequest, StepBatch, StepPlan
 
@@ -50,8 +49,5 @@ class RaggedPlanner:
             elif step is not None:
                 for request in members:
                     self._freed_blocks.add(self._tables, int(step.pages[request.row]))
-            occupied = partial(self._tables.occupied, rows)
-            reassign = partial(self._tables.reassign, rows, batch.block_table, first)
-            plan.events.append(
-                self._capture.event(batch, rows, members, after - at, after, keep, before, occupied, reassign)
-            )
+            pages = partial(self._tables.occupied, rows), partial(self._tables.reassign, rows, batch.block_table, first)
+            plan.events.append(self._capture.event(batch, rows, members, after - at, after, keep, before, *pages))

@@ -37,9 +37,8 @@ class UniformPlanner:
         for (width, newer, left, compressed, _), requests in groups.items():
             rows = batch.tensor([request.row for request in requests])
             pages = self._pages(batch, rows, requests, width, left, compressed)
-            plan.events.append(
-                self._capture.event(batch, rows, requests, newer, width, left - newer, compressed, *pages)
-            )
+            event = self._capture.event(batch, rows, requests, newer, width, left - newer, compressed, *pages)
+            plan.events.append(event)
         if any(dropped):
             plan.shifted = self._shift(batch, dropped)
 

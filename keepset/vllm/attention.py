@@ -134,12 +134,8 @@ class KeepImpl:
             model_type = context.config.model_config.hf_text_config.model_type
             rotary = rotary_table(model_type, query.shape[-1], query.dtype)
         projection = context.projections.get(name)
-        count = _count if get_tensor_model_parallel_rank() == 0 else None  # of several ranks, one counts
+        count = stats.count if get_tensor_model_parallel_rank() == 0 else None  # of several ranks, one counts
         return PagedLayer(step.planner, step.places[name], self.scale, rotary, projection, context.barrier, count)
-
-
-def _count(events: int, kept: int, dropped: int, seconds: float) -> None:
-    stats.count(events=events, entries_kept=kept, entries_dropped=dropped, seconds=seconds)
 
 
 # Not a base class: a protocol's `__init__` would not go on to the backend's.

@@ -24,7 +24,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from keepset.errors import UnsupportedEngineError
-from keepset.paged.freed_blocks import RequestKey
+from keepset.paged.page_tables import RequestKey
 from keepset.vllm.engine_context import active
 from keepset.vllm.manager import KeepManager
 from keepset.vllm.settings import recipe_of

@@ -14,9 +14,9 @@ from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
 from keepset.errors import UnsupportedEngineError
-from keepset.paged.freed_blocks import FreedBlocks
 from keepset.paged.grouping import group_leader
 from keepset.paged.layer_barrier import LayerBarrier
+from keepset.paged.page_tables import FreedBlocks
 from keepset.paged.planner import Planner
 from keepset.paged.step import StepPlan
 from keepset.recipe import Recipe

@@ -20,15 +20,7 @@ from keepset.paged.engine import QueryProjection
 
 
 class VLLMQueryProjection(QueryProjection):
-    """Of one layer.
-
-    Args:
-        module: holds the attention layer and its projection `qkv_proj`; where it has one, `q_norm`.
-        heads, head_dim: of its queries.
-
-    Attributes:
-        hidden: of the forward under way.
-    """
+    """Of one layer: `module` holds it and its projection `qkv_proj`; where it has one, `q_norm`."""
 
     def __init__(self, module: Any, heads: int, head_dim: int) -> None:
         # Weakly, because the module holds the attention layer, which holds this.

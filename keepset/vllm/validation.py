@@ -35,11 +35,7 @@ def check(config: VllmConfig, recipe: Recipe) -> None:
 
 
 def check_layer(name: str, layer: Any, unseen: bool = False) -> None:
-    """Refuses a layer of the model that cannot be compressed.
-
-    Args:
-        name, layer: the layer.
-        unseen: whether the recipe looks at what enters it, and that was not found.
+    """Refuses a layer that cannot be compressed; `unseen`: the recipe looks at what enters it, and that was not found.
 
     Raises:
         UnsupportedModelError: says why.

@@ -20,7 +20,7 @@ from keepset.core.features.given import RecentQueries
 from keepset.core.features.moments import HiddenMoments, QueryMoments
 from keepset.core.method import Method
 from keepset.core.observation import Observation
-from keepset.hf.recorder import Recorder
+from keepset.hf.prompt_session import Recorder
 from tests.hf.models import generate, left_padded, prompt, tiny
 from tests.methods.naive import MAX, SUM
 

@@ -12,7 +12,7 @@ from torch import Tensor
 import keepset
 from keepset import KeepsetError
 from keepset.core.tables import save
-from keepset.hf.recorder import Recorder
+from keepset.hf.prompt_session import Recorder
 from tests.core.test_tables import random_tables
 from tests.hf.models import full, generate, left_padded, oracle_gap, prompt, same_keep_set, tiny
 

@@ -21,7 +21,7 @@ from keepset.core.features.attention import SecondPass
 from keepset.core.features.given import Perplexity
 from keepset.core.method import Method
 from keepset.core.observation import Observation
-from keepset.hf.recorder import Recorder
+from keepset.hf.prompt_session import Recorder
 from keepset.kernels.columns import ColumnStatistic
 from tests.hf.models import full, generate, left_padded, prompt, same_keep_set, tiny
 

@@ -19,7 +19,7 @@ from keepset.core.features.attention import SecondPass
 from keepset.core.features.moments import HiddenMoments, QueryMoments
 from keepset.core.method import Method
 from keepset.core.observation import Observation
-from keepset.hf.recorder import Recorder
+from keepset.hf.prompt_session import Recorder
 from keepset.kernels.columns import ColumnStatistic
 from tests.hf.models import ARCHITECTURES, full, generate, left_padded, prompt, tiny
 

@@ -14,7 +14,7 @@ import keepset
 from keepset import KeepsetError
 from keepset.core.feature import Needs
 from keepset.core.statistics import load, save
-from keepset.hf.recorder import Recorder
+from keepset.hf.prompt_session import Recorder
 from keepset.offline.calibrate.corpus import Corpus
 from keepset.offline.calibrate.measure import measure
 from tests.hf.models import full, generate, left_padded, prompt, same_keep_set, statistics, tiny

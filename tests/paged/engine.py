@@ -15,10 +15,10 @@ from torch import Tensor
 
 from keepset import Observation, Recipe
 from keepset.paged.eviction_schedule import EvictionSchedule
-from keepset.paged.freed_blocks import FreedBlocks
 from keepset.paged.grouping import group_leader
 from keepset.paged.layer import PagedLayer
 from keepset.paged.layer_barrier import LayerBarrier
+from keepset.paged.page_tables import FreedBlocks
 from keepset.paged.pages import StridedPages
 from keepset.paged.planner import Planner
 from keepset.paged.step import ScheduledRequest, StepBatch, StepPlan

@@ -50,11 +50,11 @@ def methods_of_tests() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def essay(embedded: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> list[int]:
+def essay(shallow_embedded: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> list[int]:
     """The tokens of a long text."""
     from keepset import texts
 
-    return embedded[1](texts.essay(), verbose=False)["input_ids"]
+    return shallow_embedded[1](texts.essay(), verbose=False)["input_ids"]
 
 
 @pytest.fixture(scope="session")

@@ -63,6 +63,8 @@ class Scenario:
             "enforce_eager": True,
             "block_size": BLOCK,
             "enable_prefix_caching": False,
+            "skip_tokenizer_init": True,
+            "num_gpu_blocks_override": 512,
         }
         if self.recipe is not None:
             engine["additional_config"] = {"keepset": self.recipe}

@@ -15,7 +15,7 @@ from tests.vllm.oracle import Oracle
 
 pytestmark = pytest.mark.full
 
-SHORT_TOO = (300, 60, 517, 150)
+SHORT_TOO = (200, 60, 280, 110)
 EVERY = [
     "snapkv(window=16, keep=96, every=24)",
     "tova(keep=110, prefill=False, every=20)",
@@ -26,16 +26,14 @@ EVERY = [
     "loud(keep=80, every=16)",
     "snapkv(window=16, keep=96, every=24, protect_prompt=True)",
 ]
-WHOLE = {EVERY[0]}
-"""Those for the whole model; its first layers will do for the others, and are quicker."""
 AMS = ["ams(tova, keep=96, every=4)", "ams(expected_attention(buffer=64), keep=96, every=4)"]
 LONG = "snapkv(window=16, keep=96, every=64)"
 
 
 @pytest.fixture(scope="module")
 def decoding(essay: list[int], shallow: Path) -> dict[str, Any]:
-    some, few = asks(essay, SHORT_TOO, 75), CHUNKED | {"model": str(shallow)}
-    scenarios = [Scenario(recipe, some, engine=CHUNKED if recipe in WHOLE else few) for recipe in EVERY]
+    some, engine = asks(essay, SHORT_TOO, 75), CHUNKED | {"model": str(shallow)}
+    scenarios = [Scenario(recipe, some, engine=engine) for recipe in EVERY]
     return dict(zip(EVERY, raw(*scenarios), strict=True))
 
 
@@ -44,7 +42,7 @@ def reasoning(essay: list[int], shallow: Path, tiny: Path) -> dict[str, Any]:
     """Long generations that live on what they keep."""
     engine = {"model": str(shallow)}
     scenarios = [Scenario(recipe, thoughts(essay), engine=engine | CHUNKED, layer_groups=3) for recipe in AMS]
-    one = Scenario(LONG, [long()], engine={"model": str(tiny), "skip_tokenizer_init": True})
+    one = Scenario(LONG, [long()], engine={"model": str(tiny)})
     return dict(zip((*AMS, LONG), raw(*scenarios, one), strict=True))
 
 
@@ -59,18 +57,18 @@ def long() -> Ask:
 
 @pytest.mark.parametrize("recipe", EVERY)
 def test_while_decoding_it_is_the_reference(
-    recipe: str, decoding: dict[str, Any], essay: list[int], oracle: Oracle, shallow_oracle: Oracle
+    recipe: str, decoding: dict[str, Any], essay: list[int], shallow_oracle: Oracle
 ) -> None:
     engine = result(decoding, recipe)
     assert all(engine.events)
-    check_oracle(oracle if recipe in WHOLE else shallow_oracle, recipe, asks(essay, SHORT_TOO, 75), engine)
+    check_oracle(shallow_oracle, recipe, asks(essay, SHORT_TOO, 75), engine)
 
 
 @pytest.mark.parametrize("recipe", EVERY)
 def test_while_decoding_it_is_the_transformers_runtime(
-    recipe: str, decoding: dict[str, Any], essay: list[int], embedded: Embedded, shallow_embedded: Embedded
+    recipe: str, decoding: dict[str, Any], essay: list[int], shallow_embedded: Embedded
 ) -> None:
-    engine, (model, _) = result(decoding, recipe), embedded if recipe in WHOLE else shallow_embedded
+    engine, (model, _) = result(decoding, recipe), shallow_embedded
     for index, ask in enumerate(asks(essay, SHORT_TOO, 75)[1:3], start=1):
         if recipe.startswith(("loud", "adakv")) and len(ask.ids) < 80:
             # Under vLLM events do not exist that drop nothing, of which loud remembers what it saw, nor those of

@@ -14,16 +14,16 @@ import torch
 import keepset
 from keepset import Recipe
 from keepset.core.feature import Needs
-from keepset.hf.recorder import Recorder
+from keepset.hf.prompt_session import Recorder
 from tests.paged.methods import registered
 from tests.vllm.compared import CHUNKED, Embedded, asks, check_cache, check_oracle, fed, result
 from tests.vllm.conftest import LAYERS
-from tests.vllm.engine import Ask, Result, Scenario, raw
+from tests.vllm.engine import Ask, Result, Scenario, raw, run
 from tests.vllm.oracle import Oracle
 
 pytestmark = pytest.mark.full
 
-LENGTHS = (300, 517, 150, 700)
+LENGTHS, TOKENS = (200, 280, 150, 330), 16
 AFTER_PREFILL = [
     "streaming_llm(keep=96)",
     "random(keep=0.3)",
@@ -37,8 +37,8 @@ AFTER_PREFILL = [
     "mass(share=0.8)",
     "loud(keep=80)",
 ]
-WHOLE = {"snapkv(window=16, keep=0.25)", "adakv(snapkv(window=16), keep=96)"}
-"""Recipes for the whole model, one of each layout; its first layers will do for the others, and are quicker."""
+WHOLE = ["snapkv(window=16, keep=0.25)", "adakv(snapkv(window=16), keep=96)"]
+"""Recipes for the whole model, too, one of each layout; else its first layers will do, and are quicker."""
 UNTOUCHED = ["snapkv(window=16, keep=1024, every=16)", "adakv(knorm, keep=1.0)"]
 
 # Equal tokens have keys of equal norms in the first layer, up to rounding, so that rounding alone would choose.
@@ -50,21 +50,18 @@ def asks_of(recipe: str | None, prompts: list[Ask]) -> list[Ask]:
         return prompts
     ids = (torch.randperm(40000, generator=torch.Generator().manual_seed(6)) + 1000).tolist()
     starts = [sum(LENGTHS[:index]) for index in range(len(LENGTHS))]
-    return [Ask(ids[start : start + length], 24) for start, length in zip(starts, LENGTHS, strict=True)]
+    return [Ask(ids[start : start + length], TOKENS) for start, length in zip(starts, LENGTHS, strict=True)]
 
 
 @pytest.fixture(scope="module")
 def prompts(essay: list[int]) -> list[Ask]:
-    return asks(essay, LENGTHS, 24)
+    return asks(essay, LENGTHS, TOKENS)
 
 
 @pytest.fixture(scope="module")
 def engines(prompts: list[Ask], shallow: Path) -> dict[str, Any]:
     few = CHUNKED | {"model": str(shallow)}
-    scenarios = {
-        recipe: Scenario(recipe, asks_of(recipe, prompts), engine=CHUNKED if recipe in WHOLE else few)
-        for recipe in AFTER_PREFILL
-    }
+    scenarios = {recipe: Scenario(recipe, asks_of(recipe, prompts), engine=few) for recipe in AFTER_PREFILL}
     scenarios |= {recipe: Scenario(recipe, prompts, engine=few) for recipe in UNTOUCHED}
     scenarios["none"] = Scenario(None, prompts, engine=few)
     return dict(zip(scenarios, raw(*scenarios.values()), strict=True))
@@ -78,7 +75,8 @@ def plain(prompts: list[Ask], shallow: Path) -> Result:
     return Result(**answer)
 
 
-def prefilled(model: Embedded, prompts: list[Ask]) -> list[tuple[Recorder, int]]:
+@pytest.fixture(scope="module")
+def recorded(shallow_embedded: Embedded, prompts: list[Ask]) -> list[tuple[Recorder, int]]:
     """Each prompt's prefill in transformers, from which any recipe may choose; and the first token."""
     needs = Needs()
     with registered():
@@ -86,32 +84,21 @@ def prefilled(model: Embedded, prompts: list[Ask]) -> list[tuple[Recorder, int]]
             needs |= Recipe.parse(recipe).method.needs
     recorders = []
     for ask in prompts:
-        recorder = Recorder(model[0], needs)
-        recorder.prefill(torch.tensor([ask.ids]))
+        recorder = Recorder(shallow_embedded[0], needs).prefill(torch.tensor([ask.ids]))
         recorders.append((recorder, int(recorder.logits.argmax())))
     return recorders
 
 
-@pytest.fixture(scope="module")
-def recorded(embedded: Embedded, prompts: list[Ask]) -> list[tuple[Recorder, int]]:
-    return prefilled(embedded, prompts)
-
-
-@pytest.fixture(scope="module")
-def shallow_recorded(shallow_embedded: Embedded, prompts: list[Ask]) -> list[tuple[Recorder, int]]:
-    return prefilled(shallow_embedded, prompts)
-
-
 @pytest.mark.parametrize("recipe", AFTER_PREFILL)
 def test_after_prefill_it_is_the_reference(
-    recipe: str, engines: dict[str, Any], prompts: list[Ask], oracle: Oracle, shallow_oracle: Oracle
+    recipe: str, engines: dict[str, Any], prompts: list[Ask], shallow_oracle: Oracle
 ) -> None:
     engine = result(engines, recipe)
     assert engine.classes == ["CPUKeepImpl"]
     assert [len(events) for events in engine.events] == [1] * len(prompts)
     assert not any(event["left"] for events in engine.events for event in events)
     assert max(tokens for log in engine.log for _, _, tokens in log) < max(LENGTHS)  # in chunks
-    check_oracle(oracle if recipe in WHOLE else shallow_oracle, recipe, asks_of(recipe, prompts), engine)
+    check_oracle(shallow_oracle, recipe, asks_of(recipe, prompts), engine)
 
 
 @pytest.mark.parametrize("recipe", AFTER_PREFILL)
@@ -119,14 +106,11 @@ def test_after_prefill_it_is_the_transformers_runtime(
     recipe: str,
     engines: dict[str, Any],
     prompts: list[Ask],
-    embedded: Embedded,
     shallow_embedded: Embedded,
     recorded: list[tuple[Recorder, int]],
-    shallow_recorded: list[tuple[Recorder, int]],
 ) -> None:
-    engine = result(engines, recipe)
-    model, recorders = (embedded[0], recorded) if recipe in WHOLE else (shallow_embedded[0], shallow_recorded)
-    for index, (ask, (recorder, first)) in enumerate(zip(asks_of(recipe, prompts), recorders, strict=True)):
+    engine, model = result(engines, recipe), shallow_embedded[0]
+    for index, (ask, (recorder, first)) in enumerate(zip(asks_of(recipe, prompts), recorded, strict=True)):
         if recipe == DISTINCT:
             cache, best = keepset.Cache(model, recipe), []
         else:
@@ -136,6 +120,17 @@ def test_after_prefill_it_is_the_transformers_runtime(
         assert tokens is not None
         assert best + fed(model, cache, cache.recipe, ask.ids, tokens) == tokens
         check_cache(cache, engine, index)
+
+
+@pytest.mark.parametrize("recipe", WHOLE)
+def test_all_layers_of_the_model(recipe: str, essay: list[int], embedded: Embedded, oracle: Oracle) -> None:
+    ask = Ask(essay[:128], 8)
+    (engine,) = run(Scenario(recipe, [ask]))
+    check_oracle(oracle, recipe, [ask], engine)
+    cache = keepset.Cache(embedded[0], recipe, history=True)
+    assert fed(embedded[0], cache, cache.recipe, ask.ids, engine.tokens[0] or []) == engine.tokens[0]
+    check_cache(cache, engine, 0)
+    assert len(engine.events[0]) == 1 and len(engine.events[0][0]["layers"]) == embedded[0].config.num_hidden_layers
 
 
 def test_without_a_recipe_it_is_vllm(engines: dict[str, Any], plain: Result) -> None:

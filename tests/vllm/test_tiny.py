@@ -36,7 +36,7 @@ ONCE = [
 ]
 """Undisturbed: heads and layers that keep equally many or not, counts that the data decide, and what is looked at."""
 LENGTHS, TOKENS = (150, 90, 230), 40
-ENGINE: dict[str, Any] = {"skip_tokenizer_init": True, "max_model_len": 512, "num_gpu_blocks_override": 96}
+ENGINE: dict[str, Any] = {"max_model_len": 512, "num_gpu_blocks_override": 96}
 CHUNKED = {"max_num_batched_tokens": 128}
 IDS = torch.randint(3, 512, (4000,), generator=torch.Generator().manual_seed(0)).tolist()
 

@@ -12,7 +12,7 @@ from keepset.core.feature import Needs
 from keepset.core.features.given import RecentQueries
 from keepset.core.select import top_mask
 from keepset.errors import KeepsetError
-from keepset.hf.recorder import Recorder
+from keepset.hf.prompt_session import Recorder
 from keepset.methods.gvote import GVote, nucleus, query_logits
 
 

@@ -21,7 +21,7 @@ from keepset.bench.candidate import Candidate, candidates
 from keepset.bench.cell import FULL, Cell
 from keepset.bench.sweep.runner import TOGETHER, Runner
 from keepset.bench.tasks.task import Example, Question
-from keepset.hf.recorder import Recorder
+from keepset.hf.prompt_session import Recorder
 from tests.bench.sweep.asked import Exact, hooks, scripted, timeless, watched
 from tests.bench.sweep.letters import CHAT, letters
 from tests.hf.models import tiny

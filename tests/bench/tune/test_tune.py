@@ -21,7 +21,7 @@ from keepset.bench.tune.pieces import ANSWER_TOKENS, TextPiece
 from keepset.bench.tune.tune import Tuner
 from keepset.core.features.attention import SecondPass
 from keepset.errors import KeepsetError
-from keepset.hf.recorder import Recorder
+from keepset.hf.prompt_session import Recorder
 from keepset.recipe import Recipe
 from keepset.texts import Needle
 from tests.hf.models import full, generate, prompt, tiny
