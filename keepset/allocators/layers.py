@@ -20,6 +20,7 @@ from keepset.core.shapes import Scores
 
 PerRequest = Int[Tensor, " batch"]
 PerLayer = Int[Tensor, "batch layers"]
+PerPart = Int[Tensor, "batch parts"]
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,7 @@ class LayerAllocator(Allocator):
         return KeepSet(parts)
 
 
-def divide(
-    shares: Float[Tensor, "batch parts"], total: PerRequest, room: Int[Tensor, "batch parts"]
-) -> Int[Tensor, "batch parts"]:
+def divide(shares: Float[Tensor, "batch parts"], total: PerRequest, room: PerPart) -> PerPart:
     """Whole numbers in proportion to `shares`, of which none exceeds its `room`.
 
     They sum to `total`, or to all room where that is less. What does not fit a part goes to the others, in proportion
@@ -105,9 +104,7 @@ def padded(ranked: Sequence[Float[Tensor, "batch kv_heads _"]]) -> list[Scores]:
     return [F.pad(order, (0, longest - order.shape[-1]), value=float("-inf")) for order in ranked]
 
 
-def pooled_counts(
-    values: Float[Tensor, "batch parts entries"], total: PerRequest, least: Int[Tensor, "batch parts"]
-) -> Int[Tensor, "batch parts"]:
+def pooled_counts(values: Float[Tensor, "batch parts entries"], total: PerRequest, least: PerPart) -> PerPart:
     """How many entries each part keeps when the `total` best of all stay, each part's `least` best in any case.
 
     Places without an entry are -inf. The counts sum to `total`, or to all entries where there are fewer; where the

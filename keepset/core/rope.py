@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from keepset.core.shapes import Rows
+
 Planes = Float[Tensor, "*shape planes"]
 """Cosines, or sines, of every plane."""
 
@@ -60,16 +62,12 @@ class RotaryTable:
     def __init__(self, table: Float[Tensor, "positions rotary_dim"], halves: bool) -> None:
         self._table, self._halves = table, halves
 
-    def undo(
-        self, queries: Float[Tensor, "batch heads n head_dim"], positions: Int[Tensor, "batch n"]
-    ) -> Float[Tensor, "batch heads n head_dim"]:
+    def undo(self, queries: Rows, positions: Int[Tensor, "batch n"]) -> Rows:
         """Queries as they were before rotation, float32."""
         cos, sin = self._table[positions][:, None].float().chunk(2, -1)
         return self._rotate(queries.float(), *inverse(cos, sin))
 
-    def rotate_ahead(
-        self, rows: Float[Tensor, "batch heads n head_dim"], lengths: Int[Tensor, " batch"], future: int
-    ) -> Float[Tensor, "batch heads n head_dim"]:
+    def rotate_ahead(self, rows: Rows, lengths: Int[Tensor, " batch"], future: int) -> Rows:
         """Rows under the mean rotation of the `future` positions from each request's length on."""
         cos, sin = mean_rotation(*self._at(positions_ahead(lengths, future)))
         return self._rotate(rows, cos[:, None], sin[:, None])

@@ -20,3 +20,6 @@ Queries = Float[Tensor, "batch query_heads n head_dim"]
 
 HiddenStates = Float[Tensor, "batch n hidden"]
 """As many hidden states that enter a layer's attention."""
+
+Rows = Float[Tensor, "batch heads n head_dim"]
+"""As many rows of some heads, such as queries or keys."""

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from keepset.core.shapes import Rows
 from keepset.core.tensor_file import TensorFile
 from keepset.errors import KeepsetError
 
@@ -56,9 +57,7 @@ class LayerStatistics:
         """The same on another device."""
         return LayerStatistics(**{name: getattr(self, name).to(device) for name in FIELDS})
 
-    def rotate(
-        self, rows: Float[Tensor, "batch heads n head_dim"], positions: Int[Tensor, "batch places"]
-    ) -> Float[Tensor, "batch heads n head_dim"]:
+    def rotate(self, rows: Rows, positions: Int[Tensor, "batch places"]) -> Rows:
         """Rows at the mean rotation of these positions: rotation is linear in cosines and sines."""
         angles = positions[..., None] * self.frequency.double()
         cos, sin = (self.gain * part.mean(1).float() for part in (angles.cos(), angles.sin()))
