@@ -6,11 +6,12 @@ if tiers.TYPECHECK:
 
 import gc
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from keepset import models
+if TYPE_CHECKING:  # the process that only divides the tests among others need not wait for them
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -52,6 +53,8 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.fixture(scope="session")
-def embedded() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def embedded() -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """The embedded model and its tokenizer: shared, so leave them as they are."""
+    from keepset import models
+
     return models.load()

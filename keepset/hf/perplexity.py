@@ -33,7 +33,7 @@ class PerplexityHooks(ModelHooks):
     def forget(self) -> None:
         self.watching = False
         self._ids: Tensor | None = None
-        self._asked: int | Tensor = 0
+        self._wanted: int | Tensor = 0
         self._losses: list[Tensor] = []
         self._last: list[Tensor] = []
 
@@ -48,12 +48,12 @@ class PerplexityHooks(ModelHooks):
         self._ids = kwargs.get("input_ids", args[0] if args else None)
         if self._ids is None:
             raise KeepsetError("Embeddings have no perplexity, which this recipe looks at: give token ids.")
-        self._asked = kwargs.get("logits_to_keep", 0)
-        if isinstance(self._asked, int) and self._asked == 0:
+        self._wanted = kwargs.get("logits_to_keep", 0)
+        if isinstance(self._wanted, int) and self._wanted == 0:
             return None
         least = self._longest + 1
-        enough = isinstance(self._asked, int) and _ends_with_tokens(kwargs.get("attention_mask"), self._ids)
-        return args, {**kwargs, "logits_to_keep": max(self._asked, least) if enough else 0}
+        enough = isinstance(self._wanted, int) and _ends_with_tokens(kwargs.get("attention_mask"), self._ids)
+        return args, {**kwargs, "logits_to_keep": max(self._wanted, least) if enough else 0}
 
     @torch.no_grad()
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -70,11 +70,10 @@ class PerplexityHooks(ModelHooks):
         assert self._ids is not None
         valid = past.progress.valid
         self._add(logits, self._ids, None if valid is None else valid[:, -self._ids.shape[1] :])
-        asked = self._asked
-        if isinstance(asked, Tensor):
-            output.logits = logits[:, asked]
-        elif 0 < asked < logits.shape[1]:
-            output.logits = logits[:, -asked:].clone()
+        if isinstance(self._wanted, Tensor):
+            output.logits = logits[:, self._wanted]
+        elif 0 < self._wanted < logits.shape[1]:
+            output.logits = logits[:, -self._wanted :].clone()
         self._ids = None
         perplexities = {}
         for needed in self._needs:
@@ -98,8 +97,8 @@ class PerplexityHooks(ModelHooks):
             own, tokens = logits[row][exists], ids[row, -newest:][exists]
             # What foretells the first of these tokens came with the call before, unless something lies between.
             known = torch.cat([last[row] if whole else own[:0], own])
-            told = known[:-1].float().log_softmax(-1)
-            losses = -told.gather(-1, tokens[len(tokens) - len(told) :, None].to(told.device))[:, 0]
+            foretold = known[:-1].float().log_softmax(-1)
+            losses = -foretold.gather(-1, tokens[len(tokens) - len(foretold) :, None].to(foretold.device))[:, 0]
             self._losses[row] = torch.cat([self._losses[row], losses])[-self._longest :]
             self._last.append(known[-1:].clone())
 

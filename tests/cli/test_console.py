@@ -12,6 +12,7 @@ from keepset.bench.compare.comparison import Comparison, Measurement
 from keepset.cli import console
 from keepset.cli.compare import print_table
 from keepset.cli.streaming import Streamer
+from keepset.texts import Needle
 from tests.cli.conftest import Run
 
 CONTROLS = "\x00\x07\x08\x0b\x1b\x7f\x9b\r\u200b\u202e\ufeff\ue000\udcff"
@@ -42,7 +43,7 @@ def test_table_is_text(terminal: io.StringIO) -> None:
     )  # fmt: skip
     full = dict(kv_bytes=2, nll=1.0, prefill_seconds=1.0, decode_tokens_per_second=4.0, answer=EVIL, needle_found=True)
     rows = [Measurement(f"a({EVIL})", "a", **figures), Measurement(f"b({EVIL})", "b", error=f"No {EVIL}.")]
-    print_table(Comparison(EVIL, 8, 4, EVIL, "yes", full, rows))
+    print_table(Comparison(EVIL, 8, 4, full, Needle("", EVIL, "yes"), rows))
     shown = terminal.getvalue()
     assert "\x1b" not in shown and "\x07" not in shown and "\r" not in shown
     lines = [line.rstrip() for line in shown.splitlines()]

@@ -140,7 +140,7 @@ def test_padded_rows_equal_single_rows(architecture: str, layout: str) -> None:
     check_padded_rows(architecture, LAYOUTS[layout].format(keep=12))
 
 
-@pytest.mark.cross
+@pytest.mark.full
 @by_method
 @of_two_models
 def test_padded_rows_equal_single_rows_for_any_method(architecture: str, method: str) -> None:

@@ -24,7 +24,7 @@ RECIPES = [
     keepset.Recipe.parse("pyramid(h2o, keep=15)"),
 ]
 architectures = pytest.mark.parametrize(
-    "architecture", ["llama", pytest.param("gemma3", marks=pytest.mark.full), "qwen3"]
+    "architecture", ["llama", *(pytest.param(name, marks=pytest.mark.full) for name in ("gemma3", "qwen3"))]
 )
 
 

@@ -234,7 +234,11 @@ def test_a_batch_is_for_answers_of_caches_that_compress_nothing_more() -> None:
 
 @pytest.mark.parametrize(
     "architecture, asked, most",
-    [("llama", ASKED, TOGETHER), ("llama", EXAMPLE, 0), pytest.param("lfm2", ASKED, 0, marks=pytest.mark.full)],
+    [
+        ("llama", ASKED, TOGETHER),
+        pytest.param("llama", EXAMPLE, 0, marks=pytest.mark.full),
+        pytest.param("lfm2", ASKED, 0, marks=pytest.mark.full),
+    ],
 )
 def test_no_more_is_held_at_once_than_so_many_full_caches(
     monkeypatch: pytest.MonkeyPatch, architecture: str, asked: Example, most: int
