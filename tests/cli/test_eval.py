@@ -304,7 +304,7 @@ def test_ray_that_is_not_there_is_said(run: Run, stub: type[Stub], monkeypatch: 
 
 @pytest.mark.full
 def test_ctrl_c_in_a_process_of_its_own(tiny_folder: Path, tmp_path: Path) -> None:
-    words = ["eval", "needle", "--lengths", "256", "--model", str(tiny_folder), "--recipes", "knorm"]
+    words = ["eval", "needle", "--lengths", "256,288,320,352", "--model", str(tiny_folder), "--recipes", "knorm"]
     process = subprocess.Popen(
         [sys.executable, "-m", "keepset", *words],
         cwd=tmp_path,
@@ -320,4 +320,4 @@ def test_ctrl_c_in_a_process_of_its_own(tiny_folder: Path, tmp_path: Path) -> No
     out, err = process.communicate()
     cells = stored(str(tmp_path / "sweep.sqlite"))
     assert (process.returncode, out) == (130, "")
-    assert err == f"stopped after {len(cells)} of 350 cells, which are in 'sweep.sqlite': the same command goes on\n"
+    assert err == f"stopped after {len(cells)} of 1400 cells, which are in 'sweep.sqlite': the same command goes on\n"

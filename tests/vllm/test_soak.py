@@ -23,7 +23,7 @@ from keepset.serving.server import Server, free_port
 
 pytestmark = pytest.mark.full
 
-REQUESTS = 250
+REQUESTS = 120
 AT_ONCE = 40
 # So few that requests wait and are preempted: each may need 12, and the pool has 47.
 OPTIONS = ["--dtype", "float32", "--enforce-eager", "--served-model-name", "tiny"]
