@@ -145,7 +145,9 @@ def test_no_event_has_no_figures() -> None:
 
 def test_segments_of_ams_are_those_that_it_kept_by() -> None:
     # With credit the mass depends on the state from before the event, which ams itself overwrites.
-    recipe = Recipe.parse("ams(tova, window=6, min_segment=2, max_segment=8, mix=0.2, keep=14, recent=2, every=6)")
+    # Without sinks and suffix nothing joins what the segments chose, and nothing is trimmed.
+    segments = "window=6, min_segment=2, max_segment=8, mix=0.2"
+    recipe = Recipe.parse(f"ams(tova, {segments}, keep=14, sinks=0, recent=0, every=6)")
     tracer = Tracer(tiny("llama"), recipe)
     tracer.follow(prompt(1, 60)[0], 30)
     trace = tracer.trace
