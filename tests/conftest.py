@@ -13,6 +13,8 @@ import pytest
 if TYPE_CHECKING:  # the process that only divides the tests among others need not wait for them
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+ONLY_FULL = pytest.StashKey[set[pytest.Item]]()
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="all tests, with more examples and types checked at run time")
@@ -23,9 +25,6 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     if tiers.FULL or collection_path.suffix != ".py":
         return None
     return "\npytestmark = pytest.mark.full\n" in collection_path.read_text(encoding="utf-8") or None
-
-
-ONLY_FULL = pytest.StashKey[set[pytest.Item]]()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

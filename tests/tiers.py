@@ -15,7 +15,7 @@ FULL = "--full" in sys.argv or os.environ.get("KEEPSET_FULL") == "1"
 """Whether all tests run: said on the command line, or by the process that started this one."""
 os.environ["KEEPSET_FULL"] = str(int(FULL))
 TYPECHECK = os.environ.setdefault("KEEPSET_TYPECHECK", str(int(FULL))) == "1"
-"""Whether types are checked while tests run, which takes half as long again."""
+"""Whether types are checked while tests run."""
 
 # No test asserts a wall time.
 settings.register_profile("untimed", deadline=None)
@@ -28,7 +28,7 @@ def examples(number: int, *, derandomize: bool = True, **options: Any) -> settin
     The same in every run, since a near tie must not fail once in a thousand runs; unless the full tier says otherwise.
     """
     number, derandomize = (number, derandomize) if FULL else (min(number, max(5, number // 8)), True)
-    return settings(max_examples=number, deadline=None, derandomize=derandomize, **options)
+    return settings(max_examples=number, derandomize=derandomize, **options)
 
 
 def of_full_tier(items: Iterable[pytest.Item]) -> set[pytest.Item]:

@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
@@ -69,7 +69,6 @@ def test_a_long_text_gives_pieces_that_do_not_overlap(tokenizer: Any, essay: lis
 
 
 @given(st.lists(st.integers(0, 5000), min_size=1, max_size=6), st.sampled_from(SIZES))
-@settings(deadline=None)
 def test_places_are_in_their_texts_and_no_nearer_than_they_must(lengths: list[int], size: int) -> None:
     places = pieces._places(lengths, size)
     assert len(set(places)) == len(places)
