@@ -77,7 +77,7 @@ def sweep_grid(
                 return Swept(grid.of(store.cells()), ())
     loaded, tokenizer = load(model)
     chat = asking.chat and tokenizer.chat_template is not None
-    runner = {"agnostic": asking.agnostic, "chat": chat, "temperature": asking.temperature}
+    runner: dict[str, Any] = {"agnostic": asking.agnostic, "chat": chat, "temperature": asking.temperature}
     with Store.begin(out, model or EMBEDDED, {**settings, _CHAT: chat, **fingerprint(loaded)}) as store:
         with status("making examples"):
             groups = grid.groups(store, tokenizer)
