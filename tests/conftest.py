@@ -5,6 +5,7 @@ if tiers.TYPECHECK:
     typecheck.install()
 
 import gc
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,9 @@ import pytest
 
 if TYPE_CHECKING:  # the process that only divides the tests among others need not wait for them
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+# Read when Triton is first imported, by whoever does; kernels run in it where a test says so.
+os.environ["TRITON_INTERPRET"] = "1"
 
 ONLY_FULL = pytest.StashKey[set[pytest.Item]]()
 

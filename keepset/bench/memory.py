@@ -41,8 +41,8 @@ def nbytes_full(cache: Cache) -> int:
     total = cache.nbytes
     for layer in cache.kept_layers.values():
         assert layer.store is not None
-        span = next(layer.store.spans())
-        entry = (span.keys.shape[-1] + span.values.shape[-1]) * span.keys.element_size()
+        heads = layer.store.heads
+        entry = (heads.keys.shape[-1] + heads.values.shape[-1]) * heads.keys.element_size()
         total += layer.store.kv_heads * layer.logical * entry - layer.nbytes
     return total
 

@@ -20,7 +20,7 @@ from keepset.hf.mask import KeepsetLength
 from keepset.hf.phases import DecodingPhase, LayerEvent, PromptPhase
 from keepset.hf.store import EntryStore
 from keepset.kernels.attention import ragged_attention
-from keepset.kernels.columns import causal_attention
+from keepset.kernels.columns import attention_with_lse
 
 
 class LogicalLayer(DynamicLayer):
@@ -82,9 +82,10 @@ class KeepLayer(LogicalLayer):
         if self.store is None:
             output, forward = self._attend_first(forward)
         else:
-            self.store.append(forward.key, forward.value, forward.positions, forward.valid)
+            room = 0 if self.decoding is None else self.decoding.next - forward.start
+            self.store.append(forward.key, forward.value, forward.positions, forward.valid, room)
             at = forward.positions if forward.length > 1 else None
-            output = ragged_attention(forward.query, self.store.spans(), forward.key.shape[1], forward.call.scaling, at)
+            output = ragged_attention(forward.query, self.store.heads, forward.key.shape[1], forward.call.scaling, at)
         event = None if self.phase is None else self.phase.take(forward, self.store)
         if self.prompt is not None and self.decoding is not None:
             self.decoding.record(forward)
@@ -140,7 +141,7 @@ class KeepLayer(LogicalLayer):
         n, scaling, mask = forward.length, forward.call.scaling, forward.call.mask
         if self.prompt is not None and self.prompt.needs.log_sum_exp and forward.valid is None:
             rows = zip(forward.query, forward.key, forward.value, strict=True)
-            parts = [causal_attention(q, k, v, scaling) for q, k, v in rows]
+            parts = [attention_with_lse(q, k, v, scaling) for q, k, v in rows]
             output = torch.stack([output for output, _ in parts]).transpose(1, 2).contiguous()
             return output, replace(forward, lse=[lse for _, lse in parts])
         matrix = None if mask is None or mask.matrix is None else mask.matrix[:, :, :n, :n]

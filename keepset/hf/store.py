@@ -6,33 +6,20 @@ of which `[heads, entries, head_dim]` is a view: a dense layer is a single run, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from keepset.kernels.attention import HeadRun
+from keepset.kernels.compaction import append_entries, pack_entries
+from keepset.kernels.packed import HeadTable, PackedHeads, Run
 
 SLACK = 64
-"""Free places per head that a growing store allocates at once."""
-
-
-@dataclass
-class Run:
-    """Neighbouring heads with equally many entries: `heads * capacity` places from `start` on."""
-
-    first: int
-    heads: int
-    start: int
-    count: int
-    capacity: int
-
-    def view(self, flat: Shaped[Tensor, " places *rest"]) -> Shaped[Tensor, "heads entries *rest"]:
-        """This run's part of a flat tensor, without a copy."""
-        stop = self.start + self.heads * self.capacity
-        return flat[self.start : stop].unflatten(0, (self.heads, self.capacity))[:, : self.count]
+"""Free places per head that a growing store allocates at once, at least."""
+_SHARE = 8
+"""Of the entries that there are, one in so many is allocated beside them: what is copied stays in proportion."""
 
 
 class EntryStore:
@@ -42,7 +29,8 @@ class EntryStore:
     """
 
     def __init__(self, batch: int, kv_heads: int, runs: list[Run], columns: dict[str, Tensor]) -> None:
-        self.batch, self.kv_heads, self._runs, self._columns = batch, kv_heads, runs, columns
+        self.batch, self.kv_heads, self._columns = batch, kv_heads, columns
+        self._set_runs(runs)
 
     @classmethod
     def pack(
@@ -52,9 +40,10 @@ class EntryStore:
 
         Columns are `[batch, kv_heads, entries, ...]`, indices packed head after head.
         """
-        heads = torch.arange(counts.numel(), device=indices.device)
-        rows = torch.repeat_interleave(heads, counts.flatten())
-        return cls.of({name: _pick(column, rows, indices) for name, column in columns.items()}, counts)
+        batch, kv_heads = counts.shape
+        runs = _runs(counts.flatten().tolist())
+        packed = pack_entries(columns, indices, counts, max(run.count for run in runs))
+        return cls(batch, kv_heads, runs, packed)
 
     @classmethod
     def of(cls, columns: dict[str, Tensor], counts: Int[Tensor, "batch kv_heads"]) -> EntryStore:
@@ -91,11 +80,11 @@ class EntryStore:
         """Entries of every head, request after request."""
         return [run.count for run in self._runs for _ in range(run.heads)]
 
-    def spans(self) -> Iterator[HeadRun]:
-        """Views for attention."""
-        keys, values, positions = (self._columns[name] for name in ("keys", "values", "positions"))
-        for run in self._runs:
-            yield HeadRun(run.first, run.view(keys), run.view(values), run.view(positions))
+    @property
+    def heads(self) -> PackedHeads:
+        """What attention looks at."""
+        columns = self._columns
+        return PackedHeads(columns["keys"], columns["values"], columns["positions"], self._runs, self._table)
 
     def append(
         self,
@@ -103,8 +92,12 @@ class EntryStore:
         values: Float[Tensor, "batch kv_heads n value_dim"],
         positions: Int[Tensor, "batch n"],
         valid: Bool[Tensor, "batch n"] | None = None,
+        room: int = 0,
     ) -> None:
-        """Adds new tokens to every head; those that are not valid (padding) are left out."""
+        """Adds new tokens to every head; those that are not valid (padding) are left out.
+
+        A store that must grow gets place for `room` tokens in all where that is known, if that is not too many.
+        """
         shape = self.batch, self.kv_heads, (n := keys.shape[2])
         new = {"keys": keys, "values": values, "positions": positions.int()[:, None].expand(shape)}
         new |= {name: column.new_zeros(shape) for name, column in self._columns.items() if name not in new}
@@ -113,16 +106,21 @@ class EntryStore:
             joined = {name: torch.cat([column, new[name]], 2) for name, column in columns.items()}
             mask = torch.cat([exists, valid[:, None].expand(shape)], 2)
             packed = EntryStore.pack(joined, mask.nonzero()[:, 2], mask.sum(-1))
-            self._runs, self._columns = packed._runs, packed._columns
+            self._columns = packed._columns
+            self._set_runs(packed._runs)
             return
         if any(run.count + n > run.capacity for run in self._runs):
-            self._grow(max(n, SLACK))
+            most = max(SLACK, max(run.count for run in self._runs) // _SHARE)
+            self._grow(max(n, min(room, most) if room else most))
         for run in self._runs:
             run.count += n
-        for name, flat in self._columns.items():
-            rows = new[name].flatten(0, 1)
-            for run in self._runs:
-                run.view(flat)[:, -n:] = rows[run.first : run.first + run.heads]
+        append_entries(list(self._columns.values()), [new[name] for name in self._columns], self._runs, self._table)
+        self._table.grown += n
+
+    def trim(self) -> None:
+        """Gives free places back."""
+        if any(run.count < run.capacity for run in self._runs):
+            self._rebuild(list(enumerate(self.counts)))
 
     def padded(self) -> tuple[dict[str, Tensor], Bool[Tensor, "batch kv_heads entries"]]:
         """All columns as `[batch, kv_heads, entries, ...]` and which entries exist; a view when dense.
@@ -156,6 +154,7 @@ class EntryStore:
         if len(set(removed)) == 1:
             for run in self._runs:
                 run.count -= removed[0]
+            self._table.grown -= removed[0]
             return
         self._rebuild([(head, count - removed[head // self.kv_heads]) for head, count in enumerate(self.counts)])
 
@@ -175,14 +174,18 @@ class EntryStore:
             for old, new in zip(self._runs, runs, strict=True):
                 new.view(grown).copy_(old.view(flat))
             self._columns[name] = grown
-        self._runs = runs
+        self._set_runs(runs)
+
+    def _set_runs(self, runs: list[Run]) -> None:
+        """Heads lie elsewhere now."""
+        self._runs, self._table = runs, HeadTable(runs, self._columns["keys"].device)
 
     def _rebuild(self, heads: Sequence[tuple[int, int]]) -> None:
         """Keeps the first `count` entries of each of these heads, in this order."""
         starts = [run.start + i * run.capacity for run in self._runs for i in range(run.heads)]
         for name, flat in self._columns.items():
             self._columns[name] = torch.cat([flat[starts[h] : starts[h] + count] for h, count in heads])
-        self._runs = _runs([count for _, count in heads])
+        self._set_runs(_runs([count for _, count in heads]))
 
 
 def _runs(counts: Sequence[int]) -> list[Run]:
@@ -196,25 +199,3 @@ def _runs(counts: Sequence[int]) -> list[Run]:
             runs.append(Run(head, 1, start, count, count))
         start += count
     return runs
-
-
-def _pick(column: Tensor, rows: Tensor, indices: Tensor) -> Tensor:
-    """`column[rows, indices]` over `[batch, kv_heads, entries, ...]`, gathered row by row.
-
-    Keys and values usually arrive as a transposed view of `[batch, entries, kv_heads, dim]`, or as a view of a
-    store with free places; all orders are read in place, because flattening would copy what is about to be dropped.
-    """
-    batch, heads, entries = column.shape[:3]
-    of_request, of_head, of_entry = column.stride()[:3]
-    if of_head > entries * of_entry > 0 and of_request == heads * of_head and of_head % of_entry == 0:
-        capacity = of_head // of_entry
-        places = (batch * heads - 1) * capacity + entries
-        flat = column.as_strided((places, *column.shape[3:]), column.stride()[2:])
-        return flat.index_select(0, rows * capacity + indices)
-    swapped = column.transpose(1, 2)
-    if not column.is_contiguous() and swapped.is_contiguous():
-        request, head = rows // heads, rows % heads
-        return swapped.reshape(batch * entries * heads, *column.shape[3:]).index_select(
-            0, (request * entries + indices) * heads + head
-        )
-    return column.reshape(batch * heads * entries, *column.shape[3:]).index_select(0, rows * entries + indices)

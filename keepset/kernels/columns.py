@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from keepset.kernels.blocks import PRODUCT_BLOCK
+from keepset.kernels.dispatch import uses_triton
 
 _CHUNK = 64
 """Queries per step: large enough for matrix products, small enough to stay in a core's cache."""
@@ -35,98 +36,161 @@ class ColumnStatistic(StrEnum):
         return torch.maximum(some, others) if self is ColumnStatistic.MAX else torch.add(some, others)
 
 
-def causal_attention(
-    queries: Float[Tensor, "query_heads n head_dim"],
-    keys: Float[Tensor, "kv_heads n head_dim"],
-    values: Float[Tensor, "kv_heads n value_dim"],
-    scaling: float,
-) -> tuple[Float[Tensor, "query_heads n value_dim"], Float[Tensor, "query_heads n"]]:
-    """Causal self-attention of one request, and what it was normalised by.
+class GroupRule(StrEnum):
+    """What becomes of the statistics of the query heads that share a KV head."""
 
-    On a CPU PyTorch's flash operator returns both at once; elsewhere the log-sum-exp is a pass of its own. Memory grows
-    with `n`, and keys and values are repeated for their query groups.
+    EACH = "each"
+    """Every query head has its own."""
+    SUM = "sum"
+    MEAN = "mean"
+    MAX = "max"
+
+
+def attention_with_lse(
+    queries: Float[Tensor, "query_heads n head_dim"],
+    keys: Float[Tensor, "kv_heads entries head_dim"],
+    values: Float[Tensor, "kv_heads entries value_dim"],
+    scaling: float,
+    causal: bool = True,
+) -> tuple[Float[Tensor, "query_heads n value_dim"], Float[Tensor, "query_heads n"]]:
+    """Attention of one request, and what it was normalised by.
+
+    PyTorch's own operators return both at once wherever they take the shapes; elsewhere the log-sum-exp is a pass of
+    its own. Memory grows with queries and entries, and keys and values are repeated for their query groups.
 
     Args:
-        queries: after rotation.
+        queries: after rotation; if `causal`, of the same tokens as the entries, otherwise all see all.
         keys: after rotation.
-        values: of the same tokens.
+        values: beside them.
         scaling: of the logits.
+        causal: whether a token sees the entries up to its own only.
 
     Returns:
         The output in the queries' precision, and the log-sum-exp of every query's logits, float32.
     """
     group = queries.shape[0] // keys.shape[0]
     query, key, value = (x[None] for x in (queries, *(x.repeat_interleave(group, 0) for x in (keys, values))))
-    if queries.device.type == "cpu" and keys.shape[-1] == values.shape[-1]:
-        flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        output, lse = flash_attention(query, key, value, 0.0, True, scale=scaling)
-        return output[0], lse[0].float()
-    output = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
-    return output[0], log_sum_exp(queries, keys, scaling)
+    square = keys.shape[-1] == values.shape[-1]
+    operators = torch.ops.aten
+    if queries.device.type == "cpu" and square:
+        output, lse = operators._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, causal, scale=scaling
+        )
+    elif queries.device.type == "cuda" and square and queries.dtype != torch.float32 and keys.shape[-1] <= 256:
+        output, lse, *_ = operators._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scaling)
+    elif queries.device.type == "cuda":
+        output, lse, *_ = operators._scaled_dot_product_efficient_attention(
+            query, key, value, None, True, 0.0, causal, scale=scaling
+        )
+        lse = lse[..., : queries.shape[1]]  # padded to a block of queries
+    else:
+        output = F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scaling)
+        return output[0], log_sum_exp(queries, keys, scaling, causal)
+    return output[0], lse[0].float()
 
 
 def log_sum_exp(
-    queries: Float[Tensor, "query_heads n head_dim"], keys: Float[Tensor, "kv_heads entries head_dim"], scaling: float
+    queries: Float[Tensor, "query_heads n head_dim"],
+    keys: Float[Tensor, "kv_heads entries head_dim"],
+    scaling: float,
+    causal: bool = True,
 ) -> Float[Tensor, "query_heads n"]:
-    """Log-sum-exp of every query's causal logits, in memory that grows with the entries.
+    """Log-sum-exp of every query's logits, in memory that grows with the entries.
 
     Args:
-        queries: of the last `n` entries.
+        queries: of the last `n` entries; if not `causal`, of whatever comes after all of them.
         keys: of all entries.
         scaling: of the logits.
+        causal: whether a query sees the entries up to its own only.
 
     Returns:
         float32, whatever the inputs are.
     """
+    if uses_triton(keys.device):
+        from keepset.kernels.triton import columns  # loads Triton
+
+        return columns.log_sum_exp(queries, keys, scaling, causal)
+    grouped = queries.unflatten(0, (keys.shape[0], -1))
     starts = range(0, queries.shape[1], _CHUNK)
-    parts = [_causal_logits(queries, keys, scaling, start, _CHUNK).logsumexp(-1) for start in starts]
+    parts = [_logits(grouped, keys, scaling, start, _CHUNK, causal).logsumexp(-1) for start in starts]
     return torch.cat(parts, 2).flatten(0, 1)
 
 
-def column_statistics(
+def attention_columns(
     queries: Float[Tensor, "query_heads n head_dim"],
     keys: Float[Tensor, "kv_heads entries head_dim"],
-    lse: Float[Tensor, "query_heads n"],
-    scaling: float,
-    names: Collection[str],
-) -> dict[str, Float[Tensor, "query_heads entries"]]:
-    """Sum and maximum, over the queries, of the causal attention that each entry receives.
+    *,
+    scaling: float | None = None,
+    names: Collection[str] = (ColumnStatistic.SUM,),
+    group: str = GroupRule.EACH,
+    causal: bool = True,
+    lse: Float[Tensor, "query_heads n"] | None = None,
+) -> dict[str, Float[Tensor, "heads entries"]]:
+    """What each entry receives of attention: statistics of its column, over the queries, without the matrix.
 
-    The sum is the accumulated attention of H2O (Zhang et al. 2023, arXiv:2306.14048). The maximum needs no
-    exponential per pair: exp is monotone, so it is taken of the largest logit less its log-sum-exp. Memory grows with
-    the entries, time with `n` times the entries.
+    The sum is the accumulated attention of H2O (Zhang et al. 2023, arXiv:2306.14048), the window's sum what SnapKV
+    looks at, the maximum KVzip's and KVCompose's. The maximum needs no exponential per pair: exp is monotone, so it is
+    taken of the largest logit less its log-sum-exp. Memory grows with the entries, time with `n` times the entries. On
+    a GPU it is one Triton kernel, or two where the log-sum-exp is not given.
 
     Args:
-        queries: of the last `n` entries, after rotation.
-        keys: of all entries.
-        lse: of the same queries, by `log_sum_exp` or `causal_attention`.
-        scaling: of the logits.
-        names: `sum`, `max` or both; only these are computed.
+        queries: after rotation, of the last `n` entries; if not `causal`, of whatever comes after all of them.
+        keys: of all entries, after rotation.
+        scaling: of the logits; by default one over the root of the head size.
+        names: any of `sum`, `max`, `square`, the sum of squares; only these are computed.
+        group: what becomes of the statistics of query heads that share a KV head: `each` has its own, or their `sum`,
+            `mean` or `max`.
+        causal: whether a query sees the entries up to its own only.
+        lse: the log-sum-exp of the queries' logits, where attention has computed it already.
 
     Returns:
-        The named statistics, float32.
+        The named statistics, float32; `heads` are the query heads where each has its own, otherwise the KV heads.
     """
-    kv_heads, entries, _ = keys.shape
+    kv_heads, entries, head_dim = keys.shape
+    scaling = head_dim**-0.5 if scaling is None else scaling
+    if not queries.shape[1]:  # nothing but padding
+        heads = queries.shape[0] if group == GroupRule.EACH else kv_heads
+        return {name: torch.zeros(heads, entries, device=keys.device) for name in names}
+    lse = log_sum_exp(queries, keys, scaling, causal) if lse is None else lse
+    if uses_triton(keys.device):
+        from keepset.kernels.triton import columns  # loads Triton
+
+        return columns.attention_columns(queries, keys, lse, scaling, names, group, causal)
     grouped = queries.unflatten(0, (kv_heads, -1))
     lse = lse.view(grouped.shape[:3])
-    group, on_cpu = grouped.shape[1], keys.device.type == "cpu"
+    members, on_cpu = grouped.shape[1], keys.device.type == "cpu"
     # On a CPU one KV head at a time: with more logits a pass over them waits for memory.
-    heads, rows = (1, min(max(PRODUCT_BLOCK // max(group * entries, 1), 1), _CHUNK)) if on_cpu else (kv_heads, _CHUNK)
-    total = torch.zeros(kv_heads, group, entries, device=keys.device)
+    heads, rows = (1, min(max(PRODUCT_BLOCK // max(members * entries, 1), 1), _CHUNK)) if on_cpu else (kv_heads, _CHUNK)
+    total, square = (torch.zeros(kv_heads, members, entries, device=keys.device) for _ in range(2))
     largest = torch.full_like(total, float("-inf"))
     for head in range(0, kv_heads, heads):
         block = slice(head, head + heads)
-        block_queries = grouped[block].flatten(0, 1)
         for start in range(0, queries.shape[1], rows):
-            logits = _causal_logits(block_queries, keys[block], scaling, start, rows, lse[block])
+            logits = _logits(grouped[block], keys[block], scaling, start, rows, causal, lse[block])
             visible = logits.shape[-1]
             if "max" in names:
                 running_max = largest[block, :, :visible]
                 torch.maximum(running_max, logits.amax(2), out=running_max)
-            if "sum" in names:
-                total[block, :, :visible] += logits.exp_().sum(2)
-    statistics = {"sum": total, "max": largest.exp()}
-    return {name: statistics[name].flatten(0, 1) for name in names}
+            if "sum" in names or "square" in names:
+                attention = logits.exp_()
+                if "sum" in names:
+                    total[block, :, :visible] += attention.sum(2)
+                if "square" in names:
+                    square[block, :, :visible] += attention.square_().sum(2)
+    statistics = {"sum": total, "max": largest.exp(), "square": square}
+    return {name: _of_group(statistics[name], group) for name in names}
+
+
+def _of_group(statistic: Float[Tensor, "kv_heads group entries"], rule: str) -> Float[Tensor, "heads entries"]:
+    match GroupRule(rule):
+        case GroupRule.EACH:
+            return statistic.flatten(0, 1)
+        case GroupRule.SUM:
+            return statistic.sum(1)
+        case GroupRule.MEAN:
+            return statistic.mean(1)
+        case GroupRule.MAX:
+            return statistic.amax(1)
 
 
 class ColumnAccumulator:
@@ -155,34 +219,38 @@ class ColumnAccumulator:
             scaling: of the logits.
             lse: the queries' log-sum-exp where attention computed it already.
         """
-        if not queries.shape[1]:  # nothing but padding
-            lse = queries.new_zeros(queries.shape[:2], dtype=torch.float32)
-        lse = log_sum_exp(queries, keys, scaling) if lse is None else lse
-        new = column_statistics(queries, keys, lse, scaling, self._names)
+        new = attention_columns(queries, keys, scaling=scaling, names=self._names, lse=lse)
         for name, before in self.statistics.items():
             new[name] = ColumnStatistic(name).merge(new[name], F.pad(before, (0, keys.shape[1] - before.shape[1])))
         self.statistics = new
 
 
-def _causal_logits(
-    queries: Tensor, keys: Tensor, scaling: float, start: int, most: int, lse: Tensor | None = None
-) -> Tensor:
-    """Causal logits of one chunk of queries, less their log-sum-exp, `[kv_heads, group, chunk, visible]`, float32."""
-    kv_heads, entries, head_dim = keys.shape
-    chunk = queries[:, start : start + most]
-    rows = chunk.shape[1]
-    first = entries - queries.shape[1] + start
-    folded = chunk.reshape(kv_heads, -1, head_dim)
-    past = keys[:, : first + rows].transpose(1, 2)
-    shift = None if lse is None else lse[:, :, start : start + rows].reshape(kv_heads, -1, 1)
+def _logits(
+    queries: Float[Tensor, "kv_heads group n head_dim"],
+    keys: Float[Tensor, "kv_heads entries head_dim"],
+    scaling: float,
+    start: int,
+    most: int,
+    causal: bool,
+    lse: Float[Tensor, "kv_heads group n"] | None = None,
+) -> Float[Tensor, "kv_heads group chunk visible"]:
+    """Logits of one chunk of queries, less their log-sum-exp, float32."""
+    entries = keys.shape[1]
+    chunk = queries[:, :, start : start + most]
+    rows = chunk.shape[2]
+    first = entries - queries.shape[2] + start
+    visible = first + rows if causal else entries
+    folded, past = chunk.flatten(1, 2), keys[:, :visible].transpose(1, 2)
+    shift = None if lse is None else lse[:, :, start : start + rows].flatten(1)[..., None]
     if shift is not None and keys.dtype == shift.dtype:
         # Subtracting inside the product saves a pass over what does not fit a cache.
         logits = torch.baddbmm(shift, folded, past, beta=-1, alpha=scaling)
     else:
         logits = torch.bmm(folded, past).float() * scaling
         logits = logits if shift is None else logits - shift
-    logits = logits.view(kv_heads, -1, rows, first + rows)
-    # Only the diagonal block holds anything of the future.
-    future = torch.ones(rows, rows, dtype=torch.bool, device=keys.device).triu(1)
-    logits[..., first:].masked_fill_(future, float("-inf"))
+    logits = logits.unflatten(1, (-1, rows))
+    if causal:
+        # Only the diagonal block holds anything of the future.
+        future = torch.ones(rows, rows, dtype=torch.bool, device=keys.device).triu(1)
+        logits[..., first:].masked_fill_(future, float("-inf"))
     return logits

@@ -168,7 +168,7 @@ class Stores(RuleBasedStateMachine):
 def check(pair: Pair, expected: dict[str, Tensor]) -> None:
     store, heads = pair.store, [head for request in pair.requests for head in request]
     assert store.counts == [len(head) for head in heads]
-    assert store.entries == sum(store.counts) and next(store.spans()).keys.dtype == torch.float32
+    assert store.entries == sum(store.counts) and store.heads.keys.dtype == torch.float32
 
     columns, exists = store.padded()
     assert exists.flatten(0, 1).sum(-1).tolist() == store.counts
@@ -177,15 +177,21 @@ def check(pair: Pair, expected: dict[str, Tensor]) -> None:
         # Equal everywhere, so zero in holes.
         assert column.dtype == columns[name].dtype and torch.equal(columns[name], column), name
 
-    spans = list(store.spans())
-    assert [h for span in spans for h in range(span.first, span.first + len(span.keys))] == list(range(len(heads)))
-    for span in spans:
-        for i, keys in enumerate(span.keys):
-            batch, head = divmod(span.first + i, store.kv_heads)
-            held = slice(store.counts[span.first + i])
-            assert torch.equal(keys, expected["keys"][batch, head, held])
-            assert torch.equal(span.values[i], expected["values"][batch, head, held])
-            assert torch.equal(span.positions[i], expected["positions"][batch, head, held])
+    packed, table = store.heads, store.heads.table
+    assert [h for run in packed.runs for h in range(run.first, run.first + run.heads)] == list(range(len(heads)))
+    for run in packed.runs:
+        for i in range(run.heads):
+            batch, head = divmod(run.first + i, store.kv_heads)
+            held = slice(store.counts[run.first + i])
+            assert torch.equal(run.view(packed.keys)[i], expected["keys"][batch, head, held])
+            assert torch.equal(run.view(packed.values)[i], expected["values"][batch, head, held])
+            assert torch.equal(run.view(packed.positions)[i], expected["positions"][batch, head, held])
+            # What kernels are told is the same.
+            start = run.start + i * run.capacity
+            assert (int(table.starts[run.first + i]), int(table.counts[run.first + i]) + table.grown) == (
+                start,
+                run.count,
+            )
 
     assert store.nbytes == sum(column.untyped_storage().nbytes() for column in store._columns.values())
 

@@ -1,10 +1,16 @@
+"""Attention over packed heads, against a masked softmax that is written out head by head and query by query."""
+
 from __future__ import annotations
+
+import itertools
+import math
 
 import pytest
 import torch
 from torch import Tensor
 
-from keepset.kernels.attention import HeadRun, ragged_attention
+from keepset.kernels.attention import ragged_attention, ragged_log_sum_exp
+from keepset.kernels.packed import HeadTable, PackedHeads, Run
 
 # Entries of every head of every request, [batch][kv_heads].
 COUNTS = [
@@ -14,64 +20,142 @@ COUNTS = [
     pytest.param([[3, 8, 8], [8, 1, 6]], id="ragged_by_head"),
 ]
 TOLERANCE = {
-    torch.float32: dict(rtol=1e-5, atol=1e-6),
+    torch.float32: dict(rtol=1e-5, atol=1e-5),
     # Weights and outputs are rounded to bfloat16's 8 bits: of outputs below 4 that takes a few 2**-7.
     torch.bfloat16: dict(rtol=0.02, atol=0.03),
 }
 
 
-def runs_of(counts: list[int], keys: list[Tensor], values: list[Tensor], positions: list[Tensor]) -> list[HeadRun]:
-    """Neighbouring heads with equal counts side by side, also across requests."""
-    runs, first = [], 0
-    for head in range(1, len(counts) + 1):
-        if head == len(counts) or counts[head] != counts[first]:
-            run = slice(first, head)
-            runs.append(HeadRun(first, *(torch.stack(part[run]) for part in (keys, values, positions))))
-            first = head
-    return runs
+def packed_heads(counts: list[list[int]], sizes: tuple[int, int], dtype: torch.dtype, spare: int) -> PackedHeads:
+    """Random entries, of ascending positions from 0; behind each head `spare` places that hold NaN."""
+    draw = torch.Generator().manual_seed(3)
+    runs, start = [], 0
+    for head, count in enumerate(itertools.chain(*counts)):
+        if runs and runs[-1].count == count:
+            runs[-1].heads += 1
+        else:
+            runs.append(Run(head, 1, start, count, count + spare))
+        start += count + spare
+    keys, values = (torch.randn(start, size, generator=draw).to(dtype) for size in sizes)
+    positions = torch.zeros(start, dtype=torch.int32)
+    for run in runs:
+        for part in (keys, values):
+            spared = part[run.start : run.start + run.heads * run.capacity].unflatten(0, (run.heads, run.capacity))
+            spared[:, run.count :] = float("nan")
+        # The first token always stays, so that every query sees something.
+        for row in run.view(positions):
+            later = 1 + torch.randperm(max(11, len(row)), generator=draw)
+            row[1:] = later[: max(len(row) - 1, 0)].sort().values
+    return PackedHeads(keys, values, positions, runs, HeadTable(runs, keys.device))
 
 
+def expected(
+    queries: Tensor, packed: PackedHeads, kv_heads: int, scaling: float, query_positions: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp."""
+    batch, query_heads, n, _ = queries.shape
+    group = query_heads // kv_heads
+    heads = [
+        tuple(
+            None if flat is None else run.view(flat)[i]
+            for flat in (packed.keys, packed.values, packed.positions, packed.bias)
+        )
+        for run in packed.runs
+        for i in range(run.heads)
+    ]
+    output = torch.zeros(batch, n, query_heads, packed.values.shape[1], dtype=torch.float64)
+    lse = torch.full((batch, n, query_heads), -math.inf, dtype=torch.float64)
+    for request in range(batch):
+        for head in range(query_heads):
+            keys, values, positions, bias = heads[request * kv_heads + head // group]
+            for row in range(n):
+                logits = keys.double() @ queries[request, head, row].double() * scaling
+                if bias is not None:
+                    logits += bias.double()
+                if query_positions is not None:
+                    logits = logits[positions <= query_positions[request, row]]
+                    values = heads[request * kv_heads + head // group][1][positions <= query_positions[request, row]]
+                if len(logits):
+                    output[request, row, head] = logits.softmax(0) @ values.double()
+                    lse[request, row, head] = logits.exp().sum().log()
+    return output, lse
+
+
+@pytest.mark.cross
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("n", [1, 4])
 @pytest.mark.parametrize(("group", "head_dim", "value_dim"), [(1, 5, 5), (3, 8, 8), (8, 3, 7)])
 @pytest.mark.parametrize("counts", COUNTS)
-def test_matches_a_masked_softmax_over_all_positions(
-    counts: list[list[int]], group: int, head_dim: int, value_dim: int, n: int, causal: bool, dtype: torch.dtype
+@pytest.mark.parametrize("biased", [False, True])
+def test_is_a_masked_softmax_over_each_heads_entries(
+    implementation: str,
+    counts: list[list[int]],
+    group: int,
+    head_dim: int,
+    value_dim: int,
+    n: int,
+    causal: bool,
+    biased: bool,
+    dtype: torch.dtype,
 ) -> None:
-    draw = torch.Generator().manual_seed(3)
-    batch, kv_heads, length, scaling = len(counts), len(counts[0]), 12, 0.37
-    keys = torch.randn(batch, kv_heads, length, head_dim, generator=draw).to(dtype)
-    values = torch.randn(batch, kv_heads, length, value_dim, generator=draw).to(dtype)
-    queries = torch.randn(batch, kv_heads * group, n, head_dim, generator=draw).to(dtype)
-    # The first token always stays, so that every query sees something.
-    kept = [
-        [
-            torch.cat([torch.zeros(1), 1 + torch.randperm(length - 1, generator=draw)])[:count].long().sort().values
-            for count in heads
-        ]
-        for heads in counts
-    ]
-    query_positions = torch.stack([torch.arange(n) + length - n - request for request in range(batch)])
-
-    expected = torch.zeros(batch, n, kv_heads * group, value_dim, dtype=torch.float64)
-    for request in range(batch):
-        for head in range(kv_heads * group):
-            stays = torch.zeros(length, dtype=torch.bool)
-            stays[kept[request][head // group]] = True
-            for row in range(n):
-                logits = keys[request, head // group].double() @ queries[request, head, row].double() * scaling
-                hidden = ~stays | (torch.arange(length) > query_positions[request, row] if causal else False)
-                weights = logits.masked_fill(hidden, float("-inf")).softmax(0)
-                expected[request, row, head] = weights @ values[request, head // group].double()
-
-    heads = [(request, head) for request in range(batch) for head in range(kv_heads)]
-    runs = runs_of(
-        [counts[b][h] for b, h in heads],
-        [keys[b, h, kept[b][h]] for b, h in heads],
-        [values[b, h, kept[b][h]] for b, h in heads],
-        [kept[b][h] for b, h in heads],
-    )
-    output = ragged_attention(queries, runs, kv_heads, scaling, query_positions if causal else None)
+    batch, kv_heads, scaling = len(counts), len(counts[0]), 0.37
+    packed = packed_heads(counts, (head_dim, value_dim), dtype, spare=2)
+    draw = torch.Generator().manual_seed(4)
+    if biased:
+        bias = torch.randn(len(packed.keys), generator=draw)
+        packed = PackedHeads(packed.keys, packed.values, packed.positions, packed.runs, packed.table, bias.to(dtype))
+    # As models make them: token by token.
+    queries = torch.randn(batch, n, kv_heads * group, head_dim, generator=draw).to(dtype).transpose(1, 2)
+    at = torch.stack([torch.arange(n) + 12 - n - request for request in range(batch)]) if causal else None
+    output = ragged_attention(queries, packed, kv_heads, scaling, at)
     assert output.dtype == dtype and output.is_contiguous()
-    torch.testing.assert_close(output.double(), expected, **TOLERANCE[dtype])
+    right, lse = expected(queries, packed, kv_heads, scaling, at)
+    torch.testing.assert_close(output.double(), right, **TOLERANCE[dtype])
+    measured = ragged_log_sum_exp(queries, packed, kv_heads, scaling, at)
+    torch.testing.assert_close(measured.double(), lse, rtol=1e-4, atol=1e-5 if dtype == torch.float32 else 0.02)
+
+
+@pytest.mark.parametrize("longest", [257, pytest.param(5000, marks=pytest.mark.full)])
+def test_a_long_head_in_parts(triton_interpreted: None, longest: int) -> None:
+    """Heads without entries and with one beside it; what is not there counts nothing."""
+    packed = packed_heads([[0, longest, 1], [64, 0, 65]], (16, 16), torch.float32, spare=1)
+    queries = torch.randn(2, 6, 1, 16, generator=torch.Generator().manual_seed(1))
+    right, lse = expected(queries, packed, 3, 0.3, None)
+    torch.testing.assert_close(ragged_attention(queries, packed, 3, 0.3).double(), right, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ragged_log_sum_exp(queries, packed, 3, 0.3).double(), lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "head_dim", [64, pytest.param(80, marks=pytest.mark.full), pytest.param(160, marks=pytest.mark.full)]
+)
+def test_many_new_queries_over_other_head_sizes(triton_interpreted: None, head_dim: int) -> None:
+    packed = packed_heads([[12, 7]], (head_dim, head_dim), torch.bfloat16, spare=0)
+    queries = torch.randn(1, 16, 9, head_dim, generator=torch.Generator().manual_seed(1)).bfloat16()
+    at = torch.arange(3, 12)[None]
+    right, _ = expected(queries, packed, 2, head_dim**-0.5, at)
+    output = ragged_attention(queries, packed, 2, head_dim**-0.5, at)
+    torch.testing.assert_close(output.double(), right, **TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.parametrize("strange", [math.nan, math.inf])
+def test_what_is_no_number_spoils_its_own_head_only(implementation: str, strange: float) -> None:
+    packed = packed_heads([[4, 5]], (8, 8), torch.float32, spare=3)
+    run = packed.runs[1]
+    run.view(packed.keys)[0, 2] = strange
+    queries = torch.ones(1, 4, 1, 8)
+    output = ragged_attention(queries, packed, 2, 0.3)
+    assert output[0, 0, :2].isfinite().all() and output[0, 0, 2:].isnan().all()
+
+
+def test_grown_heads(triton_interpreted: None) -> None:
+    """A table is written once: how much all heads have grown since is said by a number."""
+    packed = packed_heads([[3, 8]], (8, 8), torch.float32, spare=0)
+    table = HeadTable(
+        [Run(run.first, run.heads, run.start, run.count - 2, run.capacity) for run in packed.runs], packed.keys.device
+    )
+    table.grown = 2
+    # Where heads begin follows from their capacity, which did not change.
+    grown = PackedHeads(packed.keys, packed.values, packed.positions, packed.runs, table)
+    queries = torch.randn(1, 2, 1, 8, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(ragged_attention(queries, grown, 2, 0.3), ragged_attention(queries, packed, 2, 0.3))

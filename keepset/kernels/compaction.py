@@ -1,0 +1,89 @@
+"""Entries that move: what an event keeps is packed, and new tokens join what is packed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from jaxtyping import Int, Shaped
+from torch import Tensor
+
+from keepset.kernels.dispatch import uses_triton
+from keepset.kernels.packed import HeadTable, Run
+
+
+def pack_entries(
+    columns: Mapping[str, Shaped[Tensor, "batch kv_heads entries *rest"]],
+    indices: Int[Tensor, " kept"],
+    counts: Int[Tensor, "batch kv_heads"],
+    most: int,
+) -> dict[str, Shaped[Tensor, kept * rest]]:
+    """Every head's chosen entries, head after head; on a GPU all columns of all heads in one launch.
+
+    Args:
+        columns: with any strides: keys and values usually arrive as a transposed view.
+        indices: the chosen entries, head after head.
+        counts: how many each head keeps.
+        most: the largest count, known without asking the device.
+    """
+    packed = {name: column.new_empty(len(indices), *column.shape[3:]) for name, column in columns.items()}
+    if not packed or not len(indices):
+        return packed
+    heads = counts.flatten()
+    if uses_triton(indices.device):
+        from keepset.kernels.triton import compaction  # loads Triton
+
+        starts = heads.cumsum(0) - heads
+        compaction.pack(list(columns.values()), list(packed.values()), indices, starts, heads, most)
+        return packed
+    rows = torch.repeat_interleave(torch.arange(len(heads), device=indices.device), heads, output_size=len(indices))
+    return {name: _pick(column, rows, indices) for name, column in columns.items()}
+
+
+def append_entries(
+    packed: Sequence[Shaped[Tensor, places * rest]],
+    new: Sequence[Shaped[Tensor, "batch kv_heads n *rest"]],
+    runs: Sequence[Run],
+    table: HeadTable,
+) -> None:
+    """Writes `n` new entries behind those of every head, column by column; on a GPU in one launch.
+
+    Args:
+        packed: columns with free places.
+        new: what is written to each of them; any strides, zero among them.
+        runs: where the heads lie, with the new entries counted already.
+        table: the same before them.
+    """
+    n = new[0].shape[2]
+    if uses_triton(new[0].device):
+        from keepset.kernels.triton import compaction  # loads Triton
+
+        compaction.append(packed, new, table)
+        return
+    for flat, column in zip(packed, new, strict=True):
+        rows = column.flatten(0, 1)
+        for run in runs:
+            run.view(flat)[:, -n:] = rows[run.first : run.first + run.heads]
+
+
+def _pick(
+    column: Shaped[Tensor, "batch kv_heads entries *rest"], rows: Int[Tensor, " kept"], indices: Int[Tensor, " kept"]
+) -> Shaped[Tensor, kept * rest]:
+    """`column[rows, indices]`, gathered row by row.
+
+    All orders are read in place, because flattening would copy what is about to be dropped.
+    """
+    batch, heads, entries = column.shape[:3]
+    of_request, of_head, of_entry = column.stride()[:3]
+    if of_head > entries * of_entry > 0 and of_request == heads * of_head and of_head % of_entry == 0:
+        capacity = of_head // of_entry
+        places = (batch * heads - 1) * capacity + entries
+        flat = column.as_strided((places, *column.shape[3:]), column.stride()[2:])
+        return flat.index_select(0, rows * capacity + indices)
+    swapped = column.transpose(1, 2)
+    if not column.is_contiguous() and swapped.is_contiguous():
+        request, head = rows // heads, rows % heads
+        return swapped.reshape(batch * entries * heads, *column.shape[3:]).index_select(
+            0, (request * entries + indices) * heads + head
+        )
+    return column.reshape(batch * heads * entries, *column.shape[3:]).index_select(0, rows * entries + indices)

@@ -1,0 +1,22 @@
+"""Which implementation of a kernel runs: chosen here for all of them, by device."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+
+INTERPRETED = False
+"""Whether tensors of a CPU go to the kernels in Triton too. Its interpreter must be on before Triton is first imported
+(`TRITON_INTERPRET=1`); it runs one program after another, which is for tests."""
+
+
+def uses_triton(device: torch.device) -> bool:
+    """Whether a tensor there is given to the kernels in Triton, and not to their counterparts in PyTorch."""
+    return _has_triton() if device.type == "cuda" else INTERPRETED and device.type == "cpu"
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None

@@ -1,0 +1,170 @@
+"""Attention over packed heads of any lengths: one launch over all of them, split along their entries."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from keepset.kernels.packed import PackedHeads
+
+_BLOCK = 64
+"""Entries that a program looks at together."""
+_ROWS = 64
+"""Queries of a head that a program serves at most; the others read its entries once more."""
+_PROGRAMS_PER_PROCESSOR = 4
+_LEAST_PART = 256
+"""Entries below which a part is not worth the merge."""
+_MERGED = 16
+"""Parts of a query that are merged at a time."""
+
+
+def ragged_attention(
+    queries: Float[Tensor, "batch query_heads n head_dim"],
+    packed: PackedHeads,
+    scaling: float,
+    query_positions: Int[Tensor, "batch n"] | None,
+) -> tuple[Float[Tensor, "batch n query_heads value_dim"], Float[Tensor, "batch n query_heads"]]:
+    """The same as `keepset.kernels.attention.ragged_attention`, and the log-sum-exp beside it.
+
+    A head's entries are cut into parts of one length for all heads, so that a long head is more programs and none holds
+    the rest up; the parts' outputs are merged by their log-sum-exps in a second, small launch. Logits, their sums and
+    outputs are float32 until the end. Of nothing to see the output is zero. Nothing waits for the device.
+    """
+    keys, values, table = packed.keys, packed.values, packed.table
+    batch, query_heads, n, head_dim = queries.shape
+    heads, value_dim = len(table.starts), values.shape[1]
+    kv_heads = heads // batch
+    group = query_heads // kv_heads
+    rows = group * n
+    block_rows = min(_ROWS, max(16, triton.next_power_of_2(rows)))
+    row_blocks = triton.cdiv(rows, block_rows)
+    part = _part(queries.device, packed.entries * row_blocks)
+    parts = max(1, triton.cdiv(packed.longest, part))
+    output = queries.new_empty(batch, n, query_heads, value_dim)
+    lse = torch.empty(batch, n, query_heads, device=queries.device)
+    partial = output if parts == 1 else torch.empty(parts, *output.shape, device=queries.device)
+    partial_lse = lse if parts == 1 else torch.empty(parts, *lse.shape, device=queries.device)
+    # The largest products that the registers of one program hold.
+    wide = max(head_dim, value_dim) > 128
+    _attend_part[(heads, parts, row_blocks)](
+        queries, keys, values, packed.positions, table.starts, table.counts, packed.bias, query_positions,
+        partial, partial_lse,
+        *queries.stride(), keys.stride(0), values.stride(0),
+        scaling, part, table.grown, n, kv_heads, batch * n * query_heads,
+        GROUP=group, HEAD_DIM=head_dim, VALUE_DIM=value_dim,
+        HEAD_BLOCK=max(16, triton.next_power_of_2(head_dim)), VALUE_BLOCK=max(16, triton.next_power_of_2(value_dim)),
+        ROWS=block_rows, BLOCK=_BLOCK // 2 if wide else _BLOCK,
+        CAUSAL=query_positions is not None, BIASED=packed.bias is not None,
+    )  # fmt: skip
+    if parts > 1:
+        _merge_parts[(batch * n * query_heads,)](
+            partial, partial_lse, output, lse, batch * n * query_heads, parts,
+            VALUE_DIM=value_dim, VALUE_BLOCK=triton.next_power_of_2(value_dim), BLOCK=_MERGED,
+        )  # fmt: skip
+    return output, lse
+
+
+def _part(device: torch.device, entries: int) -> int:
+    """Entries of a part: as many parts in all as keep the device busy, none shorter than is worth it."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    even = triton.cdiv(entries, processors * _PROGRAMS_PER_PROCESSOR)
+    return max(_LEAST_PART, triton.cdiv(even, _BLOCK) * _BLOCK)
+
+
+@triton.jit(do_not_specialize=["part", "grown", "n"])
+def _attend_part(
+    queries, keys, values, positions, starts, counts, bias, query_positions, output, lse,
+    query_batch, query_head, query_token, query_dim, key_place, value_place,
+    scaling, part, grown, n, kv_heads, outputs,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    CAUSAL: tl.constexpr, BIASED: tl.constexpr,
+):  # fmt: skip
+    head, split = tl.program_id(0), tl.program_id(1)
+    request, kv_head = head // kv_heads, head % kv_heads
+    # The query group is folded into the rows, its tokens innermost.
+    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    exists = row < GROUP * n
+    query, token = kv_head * GROUP + row // n, row % n
+    dims, value_dims = tl.arange(0, HEAD_BLOCK), tl.arange(0, VALUE_BLOCK)
+    of_row = request.to(tl.int64) * query_batch + query * query_head + token * query_token
+    q = tl.load(
+        queries + of_row[:, None] + dims[None, :] * query_dim,
+        mask=exists[:, None] & (dims < HEAD_DIM)[None, :], other=0.0,
+    )  # fmt: skip
+    if CAUSAL:
+        last_visible = tl.load(query_positions + request * n + token, mask=exists, other=-1)
+    start = tl.load(starts + head).to(tl.int64)
+    length = tl.load(counts + head).to(tl.int32) + grown
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    attended = tl.zeros([ROWS, VALUE_BLOCK], tl.float32)
+    first = split * part
+    for offset in range(first, tl.minimum(first + part, length), BLOCK):
+        entry = offset + tl.arange(0, BLOCK)
+        stored = entry < length
+        place = start + entry
+        k = tl.load(
+            keys + place[None, :] * key_place + dims[:, None],
+            mask=stored[None, :] & (dims < HEAD_DIM)[:, None], other=0.0,
+        )  # fmt: skip
+        logits = tl.dot(q, k, input_precision="ieee") * scaling
+        if BIASED:
+            logits += tl.load(bias + place, mask=stored, other=0.0).to(tl.float32)[None, :]
+        visible = stored[None, :]
+        if CAUSAL:
+            at = tl.load(positions + place, mask=stored, other=0)
+            visible = visible & (at[None, :] <= last_visible[:, None])
+        logits = tl.where(visible, logits, float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(logits, 1))
+        # Of rows that have seen nothing yet the difference would be NaN.
+        shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        weights = tl.exp(logits - shift[:, None])
+        shrink = tl.exp(largest - shift)
+        total = total * shrink + tl.sum(weights, 1)
+        v = tl.load(
+            values + place[:, None] * value_place + value_dims[None, :],
+            mask=stored[:, None] & (value_dims < VALUE_DIM)[None, :], other=0.0,
+        )  # fmt: skip
+        attended = attended * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        largest = new_largest
+    # Of nothing seen the output is zero; NaN stays NaN.
+    total = tl.where(total == 0.0, 1.0, total)
+    attended = attended / total[:, None]
+    at_output = (request.to(tl.int64) * n + token) * (kv_heads * GROUP) + query
+    at_part = split.to(tl.int64) * outputs + at_output
+    tl.store(lse + at_part, largest + tl.log(total), mask=exists)
+    tl.store(
+        output + at_part[:, None] * VALUE_DIM + value_dims[None, :],
+        attended.to(output.dtype.element_ty), mask=exists[:, None] & (value_dims < VALUE_DIM)[None, :],
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["outputs", "parts"])
+def _merge_parts(
+    partial, partial_lse, output, lse, outputs, parts,
+    VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, dims = tl.program_id(0).to(tl.int64), tl.arange(0, VALUE_BLOCK)
+    largest, total = float("-inf"), 0.0
+    merged = tl.zeros([VALUE_BLOCK], tl.float32)
+    for first in range(0, parts, BLOCK):
+        part = first + tl.arange(0, BLOCK)
+        of_part = tl.load(partial_lse + part * outputs + row, mask=part < parts, other=float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(of_part, 0))
+        shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        weights, shrink = tl.exp(of_part - shift), tl.exp(largest - shift)
+        attended = tl.load(
+            partial + (part[:, None] * outputs + row) * VALUE_DIM + dims[None, :],
+            mask=(part < parts)[:, None] & (dims < VALUE_DIM)[None, :], other=0.0,
+        )  # fmt: skip
+        total = total * shrink + tl.sum(weights, 0)
+        merged = merged * shrink + tl.sum(attended * weights[:, None], 0)
+        largest = new_largest
+    total = tl.where(total == 0.0, 1.0, total)
+    merged = merged / total
+    tl.store(lse + row, largest + tl.log(total))
+    tl.store(output + row * VALUE_DIM + dims, merged.to(output.dtype.element_ty), mask=dims < VALUE_DIM)

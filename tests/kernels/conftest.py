@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from keepset.kernels import dispatch
+
+
+@pytest.fixture(params=["pytorch", "triton"])
+def implementation(request: pytest.FixtureRequest) -> str:
+    """Kernels as PyTorch runs them, and in Triton's interpreter."""
+    if request.param == "triton":
+        request.getfixturevalue("triton_interpreted")
+    return str(request.param)
+
+
+@pytest.fixture
+def triton_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels in Triton run on tensors of the CPU; `tests/conftest.py` has turned its interpreter on."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    monkeypatch.setattr(dispatch, "INTERPRETED", True)
+    product = interpreter.InterpreterBuilder.create_dot
+
+    # The interpreter holds bfloat16 as its bits and would multiply these as integers.
+    def create_dot(builder, a, b, *rest):  # type: ignore[no-untyped-def]
+        return product(builder, *(_widened(interpreter, factor) for factor in (a, b)), *rest)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+def _widened(interpreter, factor):  # type: ignore[no-untyped-def]
+    if str(factor.dtype.scalar) != "bf16":
+        return factor
+    bits = factor.data.astype(np.uint32) << 16
+    return interpreter.TensorHandle(bits.view(np.float32), interpreter.tl.float32)
