@@ -17,6 +17,8 @@ if TYPE_CHECKING:  # the process that only divides the tests among others need n
 # Read when Triton is first imported, by whoever does; kernels run in it where a test says so.
 os.environ["TRITON_INTERPRET"] = "1"
 
+pytest_plugins = ["tests.kernels.interpreter"]
+
 ONLY_FULL = pytest.StashKey[set[pytest.Item]]()
 
 

@@ -7,6 +7,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from keepset.kernels.blocks import CACHE_BLOCK, block_size
+from keepset.kernels.columns import ColumnStatistic, attention_columns
+from keepset.kernels.dispatch import uses_triton
 
 
 def mean_square_attention(
@@ -24,6 +26,9 @@ def mean_square_attention(
     Returns:
         float32, whatever the inputs are; of no queries it is zero.
     """
+    if uses_triton(keys.device):
+        squares = attention_columns(queries, keys, scaling=scaling, names=[ColumnStatistic.SQUARE], causal=False)
+        return squares[ColumnStatistic.SQUARE] / max(queries.shape[1], 1)
     kv_heads, entries, _ = keys.shape
     grouped = queries.unflatten(0, (kv_heads, -1))
     group, n = grouped.shape[1:3]

@@ -10,7 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from keepset.kernels.blocks import PRODUCT_BLOCK, block_size
-from keepset.kernels.columns import ColumnStatistic
+from keepset.kernels.columns import ColumnStatistic, attention_columns, attention_with_lse, log_sum_exp
+from keepset.kernels.dispatch import uses_triton
 
 _LEAST_ROWS = 16
 """Fewer queries make slow matrix products."""
@@ -67,6 +68,8 @@ def second_pass_attention(
     kv_heads, entries, _ = cached[0].shape
     n = queries.shape[1]
     sequences = [PackedSequence(n)] if sequences is None else sequences
+    if uses_triton(queries.device):
+        return _in_two_passes(queries, cached, new, scaling, names, sequences)
     longest = max(sequence.tokens for sequence in sequences)
     grouped = queries.unflatten(0, (kv_heads, -1))
     group = grouped.shape[1]
@@ -99,6 +102,41 @@ def second_pass_attention(
                 _merge_columns(of_head, attention, entries, size, scope)
             first += tokens
     return output.flatten(0, 1), {name: columns.flatten(0, 1) for name, columns in statistics.items()}
+
+
+def _in_two_passes(
+    queries: Float[Tensor, "query_heads n head_dim"],
+    cached: tuple[Float[Tensor, "kv_heads entries head_dim"], Float[Tensor, "kv_heads entries value_dim"]],
+    new: tuple[Float[Tensor, "kv_heads n head_dim"], Float[Tensor, "kv_heads n value_dim"]],
+    scaling: float,
+    names: Collection[str],
+    sequences: Sequence[PackedSequence],
+) -> tuple[Float[Tensor, "query_heads n value_dim"], dict[str, Float[Tensor, "query_heads entries"]]]:
+    """The same on a GPU: attention by the operators that are made for it, then its columns by their kernel."""
+    entries = cached[0].shape[1]
+    outputs, first = [], 0
+    statistics = {name: torch.zeros(len(queries), entries, device=queries.device) for name in names}
+    for tokens, scope in sequences:
+        part = slice(first, first + tokens)
+        asking, keys, values = queries[:, part], new[0][:, part], new[1][:, part]
+        of_cached, cached_lse = attention_with_lse(asking, *cached, scaling, causal=False)
+        of_own, own_lse = attention_with_lse(asking, keys, values, scaling)
+        lse = torch.logaddexp(cached_lse, own_lse)
+        shares = ((each - lse).exp()[..., None] for each in (cached_lse, own_lse))
+        merged = sum(output * share for output, share in zip((of_cached, of_own), shares, strict=True))
+        outputs.append(merged.to(values.dtype))
+        sinks, start, stop = scope or SoftmaxScope(0, 0, entries)
+        if sinks < start or stop < entries:
+            seen = torch.cat([cached[0][:, :sinks], cached[0][:, start:stop], keys], 1)
+            lse = log_sum_exp(asking, seen, scaling)
+        columns = attention_columns(
+            asking, cached[0][:, start:stop], scaling=scaling, names=names, causal=False, lse=lse
+        )
+        for name, column in columns.items():
+            so_far = statistics[name][:, start:stop]
+            so_far.copy_(ColumnStatistic(name).merge(so_far, column))
+        first += tokens
+    return torch.cat(outputs, 1), statistics
 
 
 def _merge_columns(

@@ -87,7 +87,9 @@ def test_statistics_of_the_newest_queries_columns(
     torch.testing.assert_close(
         log_sum_exp(queries, keys, SCALING).double(), lse, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.02
     )
-    statistics = attention_columns(queries, keys, scaling=SCALING, names=NAMES, lse=lse.float())
+    # As attention gives it, token by token.
+    by_token = lse.float().T.contiguous().T
+    statistics = attention_columns(queries, keys, scaling=SCALING, names=NAMES, lse=by_token)
     assert {name: column.dtype for name, column in statistics.items()} == dict.fromkeys(NAMES, torch.float32)
     torch.testing.assert_close(statistics["sum"].double(), attention.sum(1), **rounding)
     torch.testing.assert_close(statistics["max"].double(), attention.amax(1), **rounding)

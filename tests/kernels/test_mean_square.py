@@ -13,7 +13,14 @@ from keepset.kernels import mean_square
     "kv_heads, group, n, entries, size", [(1, 8, 5, 7, 10), (2, 3, 33, 20, 5), (3, 1, 1, 1, 4), (2, 2, 9, 300, 8)]
 )
 def test_blocks_change_nothing(
-    monkeypatch: pytest.MonkeyPatch, kv_heads: int, group: int, n: int, entries: int, size: int, dtype: torch.dtype
+    implementation: str,
+    monkeypatch: pytest.MonkeyPatch,
+    kv_heads: int,
+    group: int,
+    n: int,
+    entries: int,
+    size: int,
+    dtype: torch.dtype,
 ) -> None:
     monkeypatch.setattr(mean_square, "CACHE_BLOCK", 200)
     draw = torch.Generator().manual_seed(n)
@@ -25,5 +32,5 @@ def test_blocks_change_nothing(
     torch.testing.assert_close(mean_square.mean_square_attention(queries, keys, 0.7), expected, rtol=1e-4, atol=1e-7)
 
 
-def test_of_no_queries_nothing_is_received() -> None:
+def test_of_no_queries_nothing_is_received(implementation: str) -> None:
     assert mean_square.mean_square_attention(torch.zeros(4, 0, 3), torch.ones(2, 6, 3), 1.0).tolist() == [[0.0] * 6] * 4

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from keepset.kernels import second_pass
+from keepset.kernels import dispatch, second_pass
 from keepset.kernels.second_pass import PackedSequence, SoftmaxScope, second_pass_attention
 from tests.methods.naive import EXACT, dot, softmax
 from tests.tiers import examples
@@ -64,6 +64,21 @@ def test_attention_and_its_columns(sizes: tuple[int, int, int, int, int, int], r
     paid = torch.tensor(attentions, dtype=torch.float64)
     for name, expected in {"sum": paid.sum(1), "max": paid.amax(1), "square": paid.square().sum(1)}.items():
         torch.testing.assert_close(received[name].double(), expected, **EXACT)
+
+
+@pytest.mark.parametrize("value_dim", [4, 3])
+def test_as_kernels_of_a_gpu_make_it(triton_interpreted: None, value_dim: int) -> None:
+    sizes = [3, 1, 4]
+    queries, own = random(0, 6, 8, 4), (random(1, 2, 8, 4), random(2, 2, 8, value_dim))
+    entries = random(3, 2, 11, 4), random(4, 2, 11, value_dim)
+    scopes = [None, SoftmaxScope(2, 3, 7), SoftmaxScope(0, 0, 5)]
+    pieces = [PackedSequence(size, scope) for size, scope in zip(sizes, scopes, strict=True)]
+    output, received = second_pass_attention(queries, entries, own, 0.5, NAMES, pieces)
+    with patch.object(dispatch, "INTERPRETED", False):
+        expected, columns = second_pass_attention(queries, entries, own, 0.5, NAMES, pieces)
+    torch.testing.assert_close(output, expected, **EXACT)
+    for name in NAMES:
+        torch.testing.assert_close(received[name], columns[name], **EXACT)
 
 
 def test_only_what_is_asked_for() -> None:

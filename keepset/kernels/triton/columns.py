@@ -36,7 +36,7 @@ def attention_columns(
     unused = lse
     _columns[(triton.cdiv(entries, _BLOCK), heads)](
         queries, keys, lse, *(statistics.get(name, unused) for name in ("sum", "max", "square")),
-        *queries.stride(), *keys.stride(), lse.stride(0), n, entries, scaling,
+        *queries.stride(), *keys.stride(), *lse.stride(), n, entries, scaling,
         MEMBERS=members, RULE=_RULES[group], HEAD_DIM=head_dim, HEAD_BLOCK=max(16, triton.next_power_of_2(head_dim)),
         BLOCK=_BLOCK, CAUSAL=causal, SUM="sum" in names, MAX="max" in names, SQUARE="square" in names,
     )  # fmt: skip
@@ -63,7 +63,7 @@ def log_sum_exp(
 @triton.jit
 def _columns(
     queries, keys, lse, sums, maxima, squares,
-    query_head, query_token, query_dim, key_head, key_entry, key_dim, lse_head, n, entries, scaling,
+    query_head, query_token, query_dim, key_head, key_entry, key_dim, lse_head, lse_token, n, entries, scaling,
     MEMBERS: tl.constexpr, RULE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
     CAUSAL: tl.constexpr, SUM: tl.constexpr, MAX: tl.constexpr, SQUARE: tl.constexpr,
 ):  # fmt: skip
@@ -100,7 +100,7 @@ def _columns(
                 queries + of_query * query_head + row[:, None].to(tl.int64) * query_token + dims[None, :] * query_dim,
                 mask=(row < n)[:, None] & in_head[None, :], other=0.0,
             )  # fmt: skip
-            normaliser = tl.load(lse + of_query * lse_head + row, mask=row < n, other=0.0)
+            normaliser = tl.load(lse + of_query * lse_head + row * lse_token, mask=row < n, other=0.0)
             logits = tl.dot(q, k, input_precision="ieee") * scaling - normaliser[:, None]
             visible = (row < n)[:, None]
             if CAUSAL:

@@ -1,3 +1,5 @@
+"""Kernels in Triton, run on a CPU by its interpreter, as fixtures."""
+
 from __future__ import annotations
 
 import numpy as np
