@@ -27,7 +27,9 @@ def mean_square_attention(
         float32, whatever the inputs are; of no queries it is zero.
     """
     if uses_triton(keys.device):
-        squares = attention_columns(queries, keys, scaling=scaling, names=[ColumnStatistic.SQUARE], causal=False)
+        squares = attention_columns(
+            queries.to(keys.dtype), keys, scaling=scaling, names=[ColumnStatistic.SQUARE], causal=False
+        )
         return squares[ColumnStatistic.SQUARE] / max(queries.shape[1], 1)
     kv_heads, entries, _ = keys.shape
     grouped = queries.unflatten(0, (kv_heads, -1))

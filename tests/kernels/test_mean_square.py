@@ -24,7 +24,8 @@ def test_blocks_change_nothing(
 ) -> None:
     monkeypatch.setattr(mean_square, "CACHE_BLOCK", 200)
     draw = torch.Generator().manual_seed(n)
-    queries = torch.randn(kv_heads * group, n, size, generator=draw) * 2
+    # Rotated in float32, from queries of the model's precision, to which kernels of a GPU round them again.
+    queries = (torch.randn(kv_heads * group, n, size, generator=draw) * 2).to(dtype).float()
     keys = torch.randn(kv_heads, entries, size, generator=draw).to(dtype)
     facing = keys.double().repeat_interleave(group, 0)
     attention = (queries.double() @ facing.transpose(1, 2) * 0.7).softmax(-1)
