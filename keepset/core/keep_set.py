@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -62,14 +63,22 @@ class LayerKeepSet:
             entry_bytes: of one entry of one KV head, its key and its value.
             state: the method's own numbers per entry, before anything is dropped.
         """
-        # One search in one dimension: searching costs more than all else here.
-        kept = mask.flatten().nonzero()[:, 0]
+        counts = mask.sum(-1)
+        sizes = counts.flatten().tolist()  # the one thing that the host waits for at an event
+        kept = _true_places(mask.flatten(), sum(sizes))
         packed = positions.flatten().index_select(0, kept).int()
-        return cls(layer, kept % mask.shape[-1], packed, mask.sum(-1), entry_bytes, state or {})
+        keep_set = cls(layer, kept % mask.shape[-1], packed, counts, entry_bytes, state or {})
+        keep_set.__dict__["sizes"] = sizes
+        return keep_set
 
     def settled(self) -> LayerKeepSet:
         """The same for the records, once a runtime has executed it: four bytes an entry, indices into the text."""
         return replace(self, indices=self.packed_positions, state={})
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """The same counts, head after head and request after request, where the host knows them."""
+        return self.counts.flatten().tolist()
 
     @property
     def cu_seqlens(self) -> Int[Tensor, " heads_plus_1"]:
@@ -80,7 +89,7 @@ class LayerKeepSet:
     def rows(self) -> Int[Tensor, " kept"]:
         """Which of the `batch * kv_heads` heads each packed entry belongs to."""
         heads = torch.arange(self.counts.numel(), device=self.counts.device)
-        return torch.repeat_interleave(heads, self.counts.flatten())
+        return torch.repeat_interleave(heads, self.counts.flatten(), output_size=len(self.indices))
 
     @property
     def nbytes(self) -> int:
@@ -272,3 +281,13 @@ def _merge(a: LayerKeepSet, b: LayerKeepSet) -> LayerKeepSet:
     first = order[F.pad(keys[1:] != keys[:-1], (1, 0), value=True)[: keys.numel()]]
     counts = rows[first].bincount(minlength=a.counts.numel()).view_as(a.counts)
     return LayerKeepSet(a.layer, indices[first], positions[first], counts, a.entry_bytes)
+
+
+def _true_places(mask: Bool[Tensor, " places"], total: int) -> Int[Tensor, " total"]:
+    """Where a mask is true, so often as is known: a search would make the host wait for a device."""
+    if mask.device.type == "cpu":
+        return mask.nonzero()[:, 0]
+    # What is false goes to a place behind all others.
+    rank = (mask.cumsum(0) - 1).where(mask, total)
+    places = torch.arange(len(mask), device=mask.device)
+    return places.new_empty(total + 1).scatter_(0, rank, places)[:total]

@@ -34,14 +34,19 @@ class EntryStore:
 
     @classmethod
     def pack(
-        cls, columns: dict[str, Tensor], indices: Int[Tensor, " kept"], counts: Int[Tensor, "batch kv_heads"]
+        cls,
+        columns: dict[str, Tensor],
+        indices: Int[Tensor, " kept"],
+        counts: Int[Tensor, "batch kv_heads"],
+        sizes: Sequence[int] | None = None,
     ) -> EntryStore:
         """A store with exactly the entries that a KeepSet names, and not a byte more.
 
-        Columns are `[batch, kv_heads, entries, ...]`, indices packed head after head.
+        Columns are `[batch, kv_heads, entries, ...]`, indices packed head after head; `sizes` are the counts where the
+        host knows them.
         """
         batch, kv_heads = counts.shape
-        runs = _runs(counts.flatten().tolist())
+        runs = _runs(counts.flatten().tolist() if sizes is None else sizes)
         packed = pack_entries(columns, indices, counts, max(run.count for run in runs))
         return cls(batch, kv_heads, runs, packed)
 

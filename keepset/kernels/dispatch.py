@@ -8,15 +8,21 @@ from importlib.util import find_spec
 import torch
 
 INTERPRETED = False
-"""Whether tensors of a CPU go to the kernels in Triton too. Its interpreter must be on before Triton is first imported
+"""Whether tensors elsewhere, as on a CPU, go to the kernels in Triton too. Its interpreter must be on before Triton is first imported
 (`TRITON_INTERPRET=1`); it runs one program after another, which is for tests."""
 
 
 def uses_triton(device: torch.device) -> bool:
     """Whether a tensor there is given to the kernels in Triton, and not to their counterparts in PyTorch."""
-    return _has_triton() if device.type == "cuda" else INTERPRETED and device.type == "cpu"
+    return _has_triton() if device.type == "cuda" else INTERPRETED
 
 
 @cache
 def _has_triton() -> bool:
     return find_spec("triton") is not None
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """How many programs run at a time, at least."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

@@ -8,6 +8,7 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from keepset.kernels import dispatch
 from keepset.kernels.packed import PackedHeads
 
 _BLOCK = 64
@@ -69,8 +70,7 @@ def ragged_attention(
 
 def _part(device: torch.device, entries: int) -> int:
     """Entries of a part: as many parts in all as keep the device busy, none shorter than is worth it."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-    even = triton.cdiv(entries, processors * _PROGRAMS_PER_PROCESSOR)
+    even = triton.cdiv(entries, dispatch.processors(device) * _PROGRAMS_PER_PROCESSOR)
     return max(_LEAST_PART, triton.cdiv(even, _BLOCK) * _BLOCK)
 
 

@@ -1,0 +1,158 @@
+"""A make-believe GPU: tensors that say they lie on one, hold a CPU's data, and log what would cost time there."""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from keepset.kernels import dispatch
+from keepset.kernels.triton import attention, columns, compaction
+
+_DEVICE = torch.device("meta")
+"""A name that PyTorch looks for no driver of."""
+_WAITS = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "unique", "_unique2"}
+"""What makes the host wait for the device, wherever it is asked."""
+_NO_LAUNCH = {
+    *("view", "_unsafe_view", "expand", "transpose", "slice", "select", "unsqueeze", "as_strided", "split", "detach"),
+    *("split_with_sizes", "unbind", "alias", "t", "permute", "squeeze", "_reshape_alias", "unfold", "lift_fresh"),
+    *("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "_local_scalar_dense", "diagonal"),
+    *("view_as_real", "view_as_complex"),
+}
+_KERNELS = {attention: ("_attend_part", "_merge_parts"), columns: ("_columns", "_log_sum_exp"), compaction: ("_copy",)}
+
+
+class Posing(Tensor):
+    """Says that it lies on a GPU."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> Posing:
+        shape, strides, offset = held.shape, held.stride(), held.storage_offset()
+        return Tensor._make_wrapper_subclass(
+            cls, shape, strides=strides, storage_offset=offset, dtype=held.dtype, device=_DEVICE
+        )
+
+    def __init__(self, held: Tensor) -> None:
+        self.held = held
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Posing({self.held})"
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _dispatch(function, args, kwargs or {})
+
+    def tolist(self) -> Any:
+        _log("waits", "tolist")
+        return self.held.tolist()
+
+
+class Gpu(TorchDispatchMode):
+    """While it is active every tensor is made on the make-believe GPU that is asked for there.
+
+    Attributes:
+        waits: where the host would have waited for the device.
+        launches: of operators and kernels.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.waits: Counter[str] = Counter()
+        self.launches: Counter[str] = Counter()
+        self._patch = monkeypatch
+
+    def __enter__(self) -> Gpu:
+        for module, names in _KERNELS.items():
+            for name in names:
+                self._patch.setattr(module, name, _Launched(getattr(module, name), name))
+        self._patch.setattr(torch, "tensor", _tensor)
+        self._patch.setattr(dispatch, "processors", lambda device: 4)
+        self._patch.setattr(f"{__name__}._log", self._logged)
+        return super().__enter__()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _dispatch(function, args, kwargs or {})
+
+    def reset(self) -> None:
+        """Begins to count anew."""
+        self.waits.clear()
+        self.launches.clear()
+
+    def _logged(self, kind: str, what: str) -> None:
+        lines = [line for line in traceback.extract_stack() if "/keepset/" in line.filename]
+        where = f" at {lines[-1].filename.partition('/keepset/')[2]}:{lines[-1].lineno}" if lines else ""
+        getattr(self, kind)[f"{what}{where}"] += 1
+
+
+class _Launched:
+    """A kernel in Triton's interpreter, launched on what posing tensors hold."""
+
+    def __init__(self, kernel: Any, name: str) -> None:
+        self._kernel, self._name = kernel, name
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            _log("launches", self._name)
+            self._kernel[grid](*_held(args), **_held(kwargs))
+
+        return launch
+
+
+_plain_tensor = torch.tensor
+
+
+def _tensor(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+    """Which is made before any mode hears of it."""
+    made = _plain_tensor(data, *args, **kwargs)
+    return made if device is None or torch.device(device) != _DEVICE else Posing(made)
+
+
+def _log(kind: str, what: str) -> None:
+    raise AssertionError("a posing tensor was used outside of its GPU")
+
+
+def on_gpu(model: nn.Module) -> nn.Module:
+    """The same model, as if it were there."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(Posing(parameter.data), requires_grad=False)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = Posing(buffer)
+    return model
+
+
+def _held(tree: Any) -> Any:
+    return tree_map(lambda each: each.held if isinstance(each, Posing) else each, tree)
+
+
+def _dispatch(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    name = function.overloadpacket.__name__
+    posing = any(isinstance(each, Posing) for each in tree_leaves((args, kwargs)))
+    target = None if kwargs.get("device") is None else torch.device(kwargs["device"]).type
+    there = posing or target == _DEVICE.type
+    boolean = name in ("index", "index_put", "index_put_") and any(
+        isinstance(each, Tensor) and each.dtype == torch.bool for each in tree_leaves(args[1])
+    )
+    unsized = name == "repeat_interleave" and kwargs.get("output_size") is None
+    if posing and (name in _WAITS or boolean or unsized or (name == "_to_copy" and target == "cpu")):
+        _log("waits", name)
+    if there and name not in _NO_LAUNCH:
+        _log("launches", name)
+    if target == _DEVICE.type:
+        kwargs = {**kwargs, "device": "cpu"}
+    output = function(*_held(args), **_held(kwargs))
+    if name.endswith("_") and not name.endswith("__") and posing:
+        return args[0]
+    if not there or target == "cpu":
+        return output
+    return tree_map(lambda each: Posing(each) if isinstance(each, Tensor) else each, output)
