@@ -8,8 +8,8 @@ from importlib.util import find_spec
 import torch
 
 INTERPRETED = False
-"""Whether tensors elsewhere, as on a CPU, go to the kernels in Triton too. Its interpreter must be on before Triton is first imported
-(`TRITON_INTERPRET=1`); it runs one program after another, which is for tests."""
+"""Whether tensors elsewhere, as on a CPU, go to the kernels in Triton too. Its interpreter must be on before Triton is
+first imported (`TRITON_INTERPRET=1`); it runs one program after another, which is for tests."""
 
 
 def uses_triton(device: torch.device) -> bool:

@@ -1,0 +1,1 @@
+"""What `gpu.py` measures, part by part."""

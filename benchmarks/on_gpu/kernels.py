@@ -1,0 +1,159 @@
+"""Kernels against what they must move, and against PyTorch's attention on equal lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from keepset.kernels.attention import ragged_attention
+from keepset.kernels.columns import attention_columns, attention_with_lse
+from keepset.kernels.compaction import append_entries, pack_entries
+from keepset.kernels.packed import HeadTable, PackedHeads, Run
+from on_gpu.measuring import Bench
+
+KV_HEADS, GROUP, HEAD_DIM = 8, 4, 128
+"""Of Llama-3.1-8B and Qwen3-8B."""
+
+
+def measure(bench: Bench) -> None:
+    """All of them, shortest first."""
+    lengths = (8192, 32768) if bench.on_gpu else (96,)
+    for entries in lengths:
+        for batch in (1, 8) if bench.on_gpu else (1,):
+            _decode(bench, entries, batch)
+        _append(bench, entries)
+        _columns(bench, entries)
+        _compaction(bench, entries)
+
+
+def ragged_counts(entries: int, heads: int) -> list[int]:
+    """Lengths as AdaKV leaves them, from a fifth of the mean to more than twice of it; in sum `entries` a head."""
+    weights = torch.linspace(0.2, 1.8, heads)
+    counts = [int(entries * weight) for weight in weights]
+    counts[-1] += entries * heads - sum(counts)
+    return counts
+
+
+def packed_heads(counts: Sequence[int], bench: Bench) -> PackedHeads:
+    """Random entries, heads of these lengths."""
+    runs, start = [], 0
+    for head, count in enumerate(counts):
+        if runs and runs[-1].count == count:
+            runs[-1].heads += 1
+        else:
+            runs.append(Run(head, 1, start, count, count))
+        start += count
+    keys, values = (torch.randn(start, HEAD_DIM, device=bench.device, dtype=bench.dtype) for _ in range(2))
+    positions = torch.cat([torch.arange(count, device=bench.device, dtype=torch.int32) for count in counts])
+    return PackedHeads(keys, values, positions, runs, HeadTable(runs, bench.device))
+
+
+def _queries(bench: Bench, batch: int, n: int) -> Tensor:
+    shape = batch, n, KV_HEADS * GROUP, HEAD_DIM
+    return torch.randn(shape, device=bench.device, dtype=bench.dtype).transpose(1, 2)
+
+
+def _decode(bench: Bench, entries: int, batch: int) -> None:
+    heads, part = KV_HEADS * batch, f"decode, {entries} entries a head, batch {batch}"
+    nbytes = 2 * entries * heads * HEAD_DIM * bench.dtype.itemsize
+    queries = _queries(bench, batch, 1)
+
+    def ours(counts: Sequence[int]) -> Callable[[], Any]:
+        packed = packed_heads(counts, bench)
+        return lambda: ragged_attention(queries, packed, KV_HEADS, HEAD_DIM**-0.5)
+
+    def sdpa() -> Callable[[], Any]:
+        shape = batch, KV_HEADS, entries, HEAD_DIM
+        keys, values = (torch.randn(shape, device=bench.device, dtype=bench.dtype) for _ in range(2))
+        return lambda: F.scaled_dot_product_attention(queries, keys, values, enable_gqa=True)
+
+    bench.run(part, "SDPA", sdpa, nbytes=nbytes)
+    bench.run(part, "uniform", lambda: ours([entries] * heads), nbytes=nbytes, against="SDPA")
+    ragged = ragged_counts(entries, KV_HEADS) * batch
+    bench.run(part, "ragged", lambda: ours(ragged), nbytes=nbytes, against="uniform")
+
+
+def _append(bench: Bench, entries: int) -> None:
+    n = 64 if bench.on_gpu else 3
+    part = f"{n} new queries, {entries} entries a head"
+    queries = _queries(bench, 1, n)
+    at = torch.arange(entries - n, entries, device=bench.device)[None]
+    nbytes = 2 * entries * KV_HEADS * HEAD_DIM * bench.dtype.itemsize
+
+    def ours(counts: Sequence[int]) -> Callable[[], Any]:
+        packed = packed_heads(counts, bench)
+        return lambda: ragged_attention(queries, packed, KV_HEADS, HEAD_DIM**-0.5, at)
+
+    def sdpa() -> Callable[[], Any]:
+        shape = 1, KV_HEADS, entries, HEAD_DIM
+        keys, values = (torch.randn(shape, device=bench.device, dtype=bench.dtype) for _ in range(2))
+        mask = torch.arange(entries, device=bench.device) <= at[0][:, None]
+        return lambda: F.scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=True)
+
+    bench.run(part, "SDPA", sdpa, nbytes=nbytes)
+    bench.run(part, "uniform", lambda: ours([entries] * KV_HEADS), nbytes=nbytes, against="SDPA")
+    bench.run(part, "ragged", lambda: ours(ragged_counts(entries, KV_HEADS)), nbytes=nbytes, against="uniform")
+
+
+def _columns(bench: Bench, entries: int) -> None:
+    part = f"columns of {entries} queries"
+    keys, values = (torch.randn(KV_HEADS, entries, HEAD_DIM, device=bench.device, dtype=bench.dtype) for _ in range(2))
+    queries = _queries(bench, 1, entries)[0]
+    scaling = HEAD_DIM**-0.5
+    repeats = 5 if bench.on_gpu else 1
+
+    def attention() -> Callable[[], Any]:
+        return lambda: attention_with_lse(queries, keys, values, scaling)
+
+    def columns(names: Sequence[str], group: str) -> Callable[[], Any]:
+        lse = attention_with_lse(queries, keys, values, scaling)[1]
+        return lambda: attention_columns(queries, keys, scaling=scaling, names=names, group=group, lse=lse)
+
+    bench.run(part, "attention itself", attention, repeats=repeats)
+    for names, group in ((["sum"], "mean"), (["max"], "max"), (["sum", "max", "square"], "each")):
+        what = f"{' and '.join(names)}, {group}"
+        bench.run(part, what, lambda n=names, g=group: columns(n, g), against="attention itself", repeats=repeats)
+    window = min(64, entries)
+
+    def of_window() -> Callable[[], Any]:
+        newest = queries[:, -window:]
+        return lambda: attention_columns(newest, keys, scaling=scaling, group="mean")
+
+    bench.run(part, f"sum of the newest {window}", of_window, nbytes=2 * keys.nbytes, against="attention itself")
+
+
+def _compaction(bench: Bench, entries: int) -> None:
+    part = f"compaction of {entries} entries a head to a quarter"
+    keep = entries // 4
+    shape = 1, entries, KV_HEADS, HEAD_DIM
+    columns = {
+        name: torch.randn(shape, device=bench.device, dtype=bench.dtype).transpose(1, 2) for name in ("keys", "values")
+    }
+    columns["positions"] = torch.arange(entries, device=bench.device, dtype=torch.int32).expand(1, KV_HEADS, -1)
+    order = torch.rand(KV_HEADS, entries, device=bench.device).argsort(-1)[:, :keep].sort(-1).values.flatten()
+    counts = torch.full((1, KV_HEADS), keep, device=bench.device)
+    nbytes = 2 * KV_HEADS * keep * (2 * HEAD_DIM * bench.dtype.itemsize + 4)
+    rows = torch.arange(KV_HEADS, device=bench.device).repeat_interleave(keep)
+
+    def gather() -> Callable[[], Any]:
+        return lambda: [column[0][rows, order] for column in columns.values()]
+
+    bench.run(part, "indexing, column by column", gather, nbytes=nbytes)
+    ours = lambda: lambda: pack_entries(columns, order, counts, keep)  # noqa: E731
+    bench.run(part, "all columns at once", ours, nbytes=nbytes, against="indexing, column by column")
+
+    def append() -> Callable[[], Any]:
+        packed = [
+            torch.empty(KV_HEADS * (keep + 1), HEAD_DIM, device=bench.device, dtype=bench.dtype) for _ in range(2)
+        ]
+        run = Run(0, KV_HEADS, 0, keep, keep + 1)
+        table = HeadTable([run], bench.device)
+        new = [column[:, :, :1] for column in columns.values()][:2]
+        after = [Run(0, KV_HEADS, 0, keep + 1, keep + 1)]
+        return lambda: append_entries(packed, new, after, table)
+
+    bench.run(part, "one token more", append)

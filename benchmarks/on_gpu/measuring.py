@@ -1,0 +1,107 @@
+"""How things are timed on a device, and what becomes of a figure that cannot be had."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+WARM_UP = 2
+L2 = 256 * 2**20
+"""Bytes that are written between two runs of a kernel, so that none finds its inputs in the second-level cache."""
+
+
+@dataclass
+class Figure:
+    """One line of the tables: median and spread in milliseconds, or why there is none.
+
+    Attributes:
+        part: which table it belongs to.
+        what: the line's name.
+        nbytes: what must be moved at least, for a share of the device's bandwidth.
+        against: the name of the line that it is compared with.
+        extra: other figures, such as tokens per second.
+    """
+
+    part: str
+    what: str
+    milliseconds: list[float] = field(default_factory=list)
+    nbytes: int = 0
+    against: str = ""
+    extra: dict[str, float] = field(default_factory=dict)
+    missing: str = ""
+
+    @property
+    def median(self) -> float | None:
+        """Of all runs, in milliseconds."""
+        return statistics.median(self.milliseconds) if self.milliseconds else None
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it."""
+        return {**asdict(self), "median": self.median}
+
+
+@dataclass
+class Bench:
+    """Where figures are collected; nothing new begins after the deadline."""
+
+    device: torch.device
+    deadline: float
+    figures: list[Figure] = field(default_factory=list)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Otherwise shapes are tiny, and times mean nothing."""
+        return self.device.type == "cuda"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What GPUs compute in; the interpreter does not multiply it."""
+        return torch.bfloat16 if self.on_gpu else torch.float32
+
+    def run(self, part: str, what: str, make: Callable[[], Callable[[], Any]], **about: Any) -> Figure:
+        """Times what `make` gives; out of memory or of time is said in the table."""
+        repeats = about.pop("repeats", 20 if self.on_gpu else 1)
+        figure = Figure(part, what, **about)
+        self.figures.append(figure)
+        if time.monotonic() > self.deadline:
+            figure.missing = "not measured: no time was left"
+            return figure
+        try:
+            figure.milliseconds = self.times(make(), repeats)
+        except torch.cuda.OutOfMemoryError:
+            figure.missing = "does not fit"
+        if self.on_gpu:
+            torch.cuda.empty_cache()
+        median = figure.median
+        print(f"{part}: {what}: {figure.missing or f'{median:.3f} ms'}", flush=True)
+        return figure
+
+    def times(self, function: Callable[[], Any], repeats: int) -> list[float]:
+        """Milliseconds of each run, by the device's own clock."""
+        if not self.on_gpu:
+            began = time.perf_counter()
+            function()
+            return [1e3 * (time.perf_counter() - began)]
+        for _ in range(min(WARM_UP, repeats)):
+            function()
+        flushed = torch.empty(L2, dtype=torch.int8, device=self.device)
+        marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+        for before, after in marks:
+            flushed.zero_()
+            before.record()
+            function()
+            after.record()
+        torch.cuda.synchronize()
+        return [before.elapsed_time(after) for before, after in marks]
+
+    def bandwidth(self) -> float:
+        """Bytes a millisecond, of the largest copy that is worth its while: read and written."""
+        size = 2**30 if self.on_gpu else 2**20
+        source = torch.empty(size, dtype=torch.int8, device=self.device)
+        target = torch.empty_like(source)
+        return 2 * size / statistics.median(self.times(lambda: target.copy_(source), 10))

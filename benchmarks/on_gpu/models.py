@@ -1,0 +1,197 @@
+"""Whole models of random weights: prefill, decoding and events under keepset.Cache, beside transformers' own cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+import keepset
+from keepset.hf.progress import Progress
+from keepset.hf.store import EntryStore
+from on_gpu.kernels import ragged_counts
+from on_gpu.measuring import Bench
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "Llama-3.1-8B": dict(
+        model_type="llama",
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=131072,
+        rope_theta=500000.0,
+    ),
+    "Qwen3-8B": dict(
+        model_type="qwen3",
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+        max_position_embeddings=131072,
+    ),
+}
+_TINY = dict(
+    model_type="llama",
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=200,
+    max_position_embeddings=512,
+)
+PREFILL = ("snapkv", "expected_attention", "adakv(snapkv)", "h2o", "glance", "reread")
+EVENTS = ("snapkv", "adakv(snapkv)", "ams(tova)")
+KEEPS = (0.25, 0.1)
+
+
+def measure(bench: Bench, name: str, *, everything: bool) -> None:
+    """Decoding, events and prefill of one shape; `everything` of the first, and of the others what differs."""
+    model = _model(bench, name)
+    tokens = 32768 if bench.on_gpu else 320
+    for batch in (1, 8, 32) if bench.on_gpu else (1,):
+        _decoding(bench, name, model, tokens, batch)
+    if everything:
+        for recipe in EVENTS:
+            _event(bench, name, model, recipe, tokens // 4)
+    lengths = (8192, 32768, 131072) if bench.on_gpu and everything else (tokens,)
+    for length in lengths:
+        recipes = PREFILL if length <= 32768 else PREFILL[:3]
+        _prefill(bench, name, model, length, recipes)
+
+
+@torch.no_grad()
+def _model(bench: Bench, name: str) -> PreTrainedModel:
+    shape = dict(SHAPES[name] if bench.on_gpu else _TINY)
+    config = AutoConfig.for_model(shape.pop("model_type"), **shape)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(bench.dtype)
+    try:
+        with bench.device:
+            return AutoModelForCausalLM.from_config(config).eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _ids(bench: Bench, model: PreTrainedModel, batch: int, n: int) -> torch.Tensor:
+    return torch.randint(3, model.config.vocab_size, (batch, n), device=bench.device)
+
+
+def _decoding(bench: Bench, name: str, model: PreTrainedModel, tokens: int, batch: int) -> None:
+    part = f"{name}: one token after {tokens}, batch {batch}"
+    config = model.config
+    heads, size = (
+        config.num_key_value_heads,
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+    )
+    entry = 2 * size * model.dtype.itemsize * heads * config.num_hidden_layers
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    new = _ids(bench, model, batch, 1)
+
+    def step(cache: Any) -> Callable[[], Any]:
+        @torch.no_grad()
+        def run() -> None:
+            model(new, past_key_values=cache, use_cache=True)
+
+        return run
+
+    def full() -> Callable[[], Any]:
+        model.set_attn_implementation("sdpa")
+        cache = DynamicCache(config=config)
+        for layer in range(config.num_hidden_layers):
+            shape = batch, heads, tokens, size
+            cache.update(*(torch.randn(shape, device=bench.device, dtype=model.dtype) for _ in range(2)), layer)
+        return step(cache)
+
+    def kept(keep: float, ragged: bool) -> Callable[[], Any]:
+        entries = int(keep * tokens)
+        counts = ragged_counts(entries, heads) if ragged else [entries] * heads
+        recipe = f"adakv(snapkv, keep={keep})" if ragged else f"snapkv(keep={keep})"
+        return step(filled(keepset.Cache(model, recipe), model, counts, tokens, batch))
+
+    repeats = 20 if bench.on_gpu else 1
+    figures = [bench.run(part, "full cache", full, nbytes=weights + tokens * batch * entry, repeats=repeats)]
+    for keep in KEEPS:
+        nbytes = weights + int(keep * tokens) * batch * entry
+        for ragged in (False, True):
+            what = f"keep {keep}, {'ragged' if ragged else 'uniform'}"
+            make = lambda k=keep, r=ragged: kept(k, r)  # noqa: E731
+            figures.append(bench.run(part, what, make, nbytes=nbytes, against="full cache", repeats=repeats))
+    for figure in figures:
+        if figure.median:
+            figure.extra["tokens per second"] = 1e3 * batch / figure.median
+
+
+def filled(cache: keepset.Cache, model: PreTrainedModel, counts: list[int], tokens: int, batch: int) -> keepset.Cache:
+    """The cache as a compression of so many tokens leaves it, with random entries."""
+    device, config = model.device, model.config
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    lengths = torch.full((batch,), tokens, device=device)
+    cache.progress = Progress(tokens, tokens, lengths, lengths, compressed_at=tokens)
+    for layer in cache.kept_layers.values():
+        total = batch * sum(counts)
+        columns = {name: torch.randn(total, size, device=device, dtype=model.dtype) for name in ("keys", "values")}
+        columns["positions"] = torch.cat([torch.arange(n, device=device, dtype=torch.int32) for n in counts * batch])
+        layer.store = EntryStore.of(columns, torch.tensor([counts] * batch))
+        layer.logical = tokens
+    cache.stop_watching()
+    return cache
+
+
+def _event(bench: Bench, name: str, model: PreTrainedModel, recipe: str, keep: int) -> None:
+    """What choosing and freeing takes while decoding, beside the tokens between two events."""
+    every = 256 if bench.on_gpu else 8
+    part = f"{name}: an event at {keep} + {every} entries"
+
+    def make() -> Callable[[], Any]:
+        parsed = keepset.Recipe.parse(recipe)
+        cache = keepset.Cache(model, f"{parsed.with_keep(keep)}"[:-1] + f", every={every})")
+        ids = _ids(bench, model, 1, keep + every)
+        with torch.no_grad():
+            model(ids[:, :keep], past_key_values=cache, use_cache=True, logits_to_keep=1)
+            for start in range(keep, keep + every - 1):
+                model(ids[:, start : start + 1], past_key_values=cache, use_cache=True)
+
+        @torch.no_grad()
+        def last() -> None:
+            model(ids[:, -1:], past_key_values=cache.fork(), use_cache=True)
+
+        return last
+
+    bench.run(part, recipe, make, repeats=5 if bench.on_gpu else 1)
+
+
+def _prefill(bench: Bench, name: str, model: PreTrainedModel, tokens: int, recipes: tuple[str, ...]) -> None:
+    part, ids = f"{name}: prefill of {tokens}", _ids(bench, model, 1, tokens)
+
+    def run(recipe: str | None) -> Callable[[], Any]:
+        @torch.no_grad()
+        def prefill() -> None:
+            if recipe is None:
+                model.set_attn_implementation("sdpa")
+            cache = DynamicCache(config=model.config) if recipe is None else keepset.Cache(model, recipe)
+            model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+        return prefill
+
+    repeats = 3 if bench.on_gpu else 1
+    for recipe in (None, *(str(keepset.Recipe.parse(recipe).with_keep(0.25)) for recipe in recipes)):
+        if bench.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        figure = bench.run(
+            part,
+            recipe or "full cache",
+            lambda r=recipe: run(r),
+            against="" if recipe is None else "full cache",
+            repeats=repeats,
+        )
+        if bench.on_gpu and figure.median:
+            figure.extra["peak GiB"] = torch.cuda.max_memory_allocated() / 2**30
