@@ -53,9 +53,14 @@ def evaluate(
     lengths: Annotated[str, Option(help="Tokens, separated by commas, for tasks made to a length.")] = "4096",
     limit: Annotated[int | None, Option(help="Examples of each task; all of them if not given.")] = None,
     seeds: Annotated[str, Option(help="For generated data and for sampling, separated by commas.")] = "0",
-    agnostic: Annotated[
-        bool, Option("--agnostic", help="Compress the context before its questions are known.")
-    ] = False,
+    mode: Annotated[
+        str,
+        Option(
+            help="What is compressed: 'prompt', context and question together; 'agnostic', the context before its "
+            "questions are known; 'task', the context by recipes that can be told a question (kvcompose, "
+            "second_pass), by others context and question."
+        ),
+    ] = "prompt",
     no_chat: Annotated[
         bool, Option("--no-chat", help="Ask verbatim, though the tokenizer has a chat template.")
     ] = False,
@@ -78,15 +83,14 @@ def evaluate(
     Each figure is written to a file as soon as it is there. The same command goes on where it was stopped; recipes,
     budgets, tasks, and seeds can be added to a file, and several processes may work on one at the same time.
     """
-    for name, value in (("limit", limit), ("every", every)):
-        if value is not None and value < 1:
-            raise KeepsetError(f"--{name} {value} is out of range: use an integer from 1.")
+    _check_from_one(limit=limit, every=every)
     numbers = _whole(seeds, "seeds")
     for seed in numbers:
         Sampling(1, temperature, seed)
     check_writable(out)
 
     from keepset.bench.sweep import sweep
+    from keepset.bench.sweep.prompts import checked_mode
     from keepset.bench.sweep.runner import Runner
     from keepset.bench.sweep.store import Store
     from keepset.bench.tasks.catalogue import Settings
@@ -103,7 +107,7 @@ def evaluate(
         raise KeepsetError("--every is for tasks that decode, such as gsm8k, and none of these does: leave it out.")
     candidates = {task.name: _candidates(task, recipes, keeps, every or _EVERY, not no_baselines) for task in chosen}
     grid = sweep.Grid(chosen, numbers, candidates, limit)
-    settings = {"--agnostic": agnostic, "--limit": limit, "--temperature": temperature}
+    settings = {"--mode": checked_mode(mode), "--limit": limit, "--temperature": temperature}
     if out.exists() and out.stat().st_size > 0:
         with Store.open(out) as store:
             store.check(settings)
@@ -112,7 +116,7 @@ def evaluate(
                 raise Exit(1 if _show(store, grid, as_json) else 0)
     loaded, tokenizer = load(model)
     chat = not no_chat and tokenizer.chat_template is not None
-    asking: dict[str, Any] = {"agnostic": agnostic, "chat": chat, "temperature": temperature}
+    asking: dict[str, Any] = {"mode": mode, "chat": chat, "temperature": temperature}
     with Store.begin(out, model or EMBEDDED, {**settings, _CHAT: chat, **fingerprint(loaded)}) as store:
         with status("making examples"):
             groups = grid.groups(store, tokenizer)
@@ -174,6 +178,12 @@ def _show(store: Store, grid: Grid, as_json: bool) -> bool:
     output(summary.to_json(), as_json, lambda: print_summary(summary))
     note(f"all figures are in {str(store.path)!r}: keepset results shows them again")
     return any(row.failed for row in summary.rows)
+
+
+def _check_from_one(**options: int | None) -> None:
+    for name, value in options.items():
+        if value is not None and value < 1:
+            raise KeepsetError(f"--{name.replace('_', '-')} {value} is out of range: use an integer from 1.")
 
 
 def _whole(text: str, option: str) -> list[int]:

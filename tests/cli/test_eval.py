@@ -94,7 +94,7 @@ def test_needles_under_a_real_model(run: Run, tiny: Any) -> None:
     assert len(cells) == 28 and all(each.error is None for each in cells)
 
     # What is in the file is what the runner makes of the same examples by itself.
-    by_itself = Runner(*tiny, agnostic=False, chat=True)
+    by_itself = Runner(*tiny, mode="prompt", chat=True)
     (task,) = finding.find(["needle"], catalogue.Settings(lengths=(300,)))
     again = [
         made
@@ -115,17 +115,29 @@ def test_table(run: Run, stub: type[Stub]) -> None:
     assert (done.code, done.err) == (0, WHERE)
     for text in (FULL, "knorm(keep=0.5)", "random(keep=0.5)", "streaming_llm(keep=0.5)"):
         assert sum(text in line for line in done.out.splitlines()) >= 1
-    assert Stub.asking == {"agnostic": False, "chat": True, "temperature": 0.0}
+    assert Stub.asking == {"mode": "prompt", "chat": True, "temperature": 0.0}
 
 
 def test_options_reach_the_runner_and_the_file(run: Run, stub: type[Stub]) -> None:
-    options = ("--agnostic", "--no-chat", "--temperature", "0.5", "--limit", "2", "--seeds", "3,5", "--out", "x.sqlite")
+    options = (
+        "--mode",
+        "agnostic",
+        "--no-chat",
+        "--temperature",
+        "0.5",
+        "--limit",
+        "2",
+        "--seeds",
+        "3,5",
+        "--out",
+        "x.sqlite",
+    )
     assert run("eval", "counting", *options).code == 0
-    assert Stub.asking == {"agnostic": True, "chat": False, "temperature": 0.5}
+    assert Stub.asking == {"mode": "agnostic", "chat": False, "temperature": 0.5}
     assert {(each.seed, each.example) for each in stored("x.sqlite")} == {(s, e) for s in (3, 5) for e in "01"}
     with Store.open(Path("x.sqlite")) as store:
         assert store.model == "SmolLM2-135M-Instruct"
-        expected = {"--agnostic": True, "--limit": 2, "--temperature": 0.5, "chat template": False}
+        expected = {"--mode": "agnostic", "--limit": 2, "--temperature": 0.5, "chat template": False}
         assert {name: store.configuration[name] for name in expected} == expected
         assert store.configuration["number of layers"] == "2" and len(store.configuration["weights"]) == 64
 
@@ -292,7 +304,9 @@ def test_another_configuration_is_refused_before_the_model_is_loaded(
     loaded = models.load
     monkeypatch.setattr(models, "load", lambda name=None: pytest.fail("a model was loaded before input was checked"))
     check_refused(run, "eval", "counting", "--limit", "3", because="was begun otherwise (--limit: 2, not 3)")
-    check_refused(run, "eval", "counting", "--limit", "2", "--agnostic", because="(--agnostic: no, not yes)")
+    check_refused(
+        run, "eval", "counting", "--limit", "2", "--mode", "agnostic", because="(--mode: prompt, not agnostic)"
+    )
     monkeypatch.setattr(models, "load", loaded)
     check_refused(run, "eval", "counting", "--limit", "2", "--no-chat", because="(chat template: yes, not no)")
 

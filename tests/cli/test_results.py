@@ -34,7 +34,7 @@ def write(made: Sequence[Cell], path: Path) -> None:
     groups: dict[tuple[str, int, str], list[Cell]] = {}
     for each in made:
         groups.setdefault((each.task, each.seed, each.example), []).append(each)
-    with Store.begin(path, f"model {EVIL}", {"--agnostic": True, "--limit": None}) as store:
+    with Store.begin(path, f"model {EVIL}", {"--mode": "agnostic", "--limit": None}) as store:
         for task, seed in dict.fromkeys((task, seed) for task, seed, _ in groups):
             store.register(task, seed, [key[2] for key in groups if key[:2] == (task, seed)], "digest")
         for key, members in groups.items():
