@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Exit, Option
 
 from keepset.cli.checks import check_writable
-from keepset.cli.console import counted, load, note, output, progress, status
+from keepset.cli.console import note, output
 from keepset.cli.numbers import parse_budgets
 from keepset.cli.options import Json, Model, Recipes, Temperature
 from keepset.cli.results import print_summary
 from keepset.cli.streaming import Sampling
+from keepset.cli.sweep import Asking, check_ray, say_lost, sweep_grid
 from keepset.errors import BudgetError, KeepsetError
-from keepset.models import EMBEDDED
 
 if TYPE_CHECKING:
     from keepset.bench.candidate import Candidate
-    from keepset.bench.sweep.store import Store
-    from keepset.bench.sweep.sweep import Grid
+    from keepset.bench.cell import Cell
     from keepset.bench.tasks.task import Task
 
 RECIPES = "snapkv, adakv(expected_attention), kvzip"
@@ -30,7 +27,6 @@ KEEPS = "0.5,0.25"
 DECODING = "snapkv, r_kv, ams(tova)"
 DECODING_KEEPS = "256,128"
 _EVERY = 64
-_CHAT = "chat template"
 
 
 def evaluate(
@@ -83,64 +79,30 @@ def evaluate(
     Each figure is written to a file as soon as it is there. The same command goes on where it was stopped; recipes,
     budgets, tasks, and seeds can be added to a file, and several processes may work on one at the same time.
     """
-    _check_from_one(limit=limit, every=every)
+    for name, value in (("limit", limit), ("every", every)):
+        if value is not None and value < 1:
+            raise KeepsetError(f"--{name} {value} is out of range: use an integer from 1.")
     numbers = _whole(seeds, "seeds")
     for seed in numbers:
         Sampling(1, temperature, seed)
     check_writable(out)
+    check_ray(ray)
 
-    from keepset.bench.sweep import sweep
     from keepset.bench.sweep.prompts import checked_mode
-    from keepset.bench.sweep.runner import Runner
-    from keepset.bench.sweep.store import Store
+    from keepset.bench.sweep.sweep import Grid
     from keepset.bench.tasks.catalogue import Settings
     from keepset.bench.tasks.find import find
-    from keepset.hf.fingerprint import fingerprint
 
-    if ray and find_spec("ray") is None:
-        raise KeepsetError(
-            'Ray is not installed: run `pip install "keepset[ray]"`, or leave --ray out to use this machine alone.'
-        )
     names = [name.strip() for word in tasks for name in word.split(",") if name.strip()]
     chosen = find(names, Settings(data, tuple(_whole(lengths, "lengths"))))
     if every is not None and not any(task.decodes for task in chosen):
         raise KeepsetError("--every is for tasks that decode, such as gsm8k, and none of these does: leave it out.")
     candidates = {task.name: _candidates(task, recipes, keeps, every or _EVERY, not no_baselines) for task in chosen}
-    grid = sweep.Grid(chosen, numbers, candidates, limit)
-    settings = {"--mode": checked_mode(mode), "--limit": limit, "--temperature": temperature}
-    if out.exists() and out.stat().st_size > 0:
-        with Store.open(out) as store:
-            store.check(settings)
-            same = store.model == (model or EMBEDDED) and store.configuration[_CHAT] is not no_chat
-            if same and grid.is_done(store):
-                raise Exit(1 if _show(store, grid, as_json) else 0)
-    loaded, tokenizer = load(model)
-    chat = not no_chat and tokenizer.chat_template is not None
-    asking: dict[str, Any] = {"mode": mode, "chat": chat, "temperature": temperature}
-    with Store.begin(out, model or EMBEDDED, {**settings, _CHAT: chat, **fingerprint(loaded)}) as store:
-        with status("making examples"):
-            groups = grid.groups(store, tokenizer)
-        left, total = sweep.unfinished(groups, store.done()), sweep.count(groups)
-        try:
-            with progress() as bar:
-                advance = counted(bar, "cells", total, total - sweep.count(left))
-                if ray:
-                    from keepset.bench.sweep import ray_sweep
-
-                    nbytes = 2 * sum(parameter.nbytes for parameter in loaded.parameters())
-                    lost = ray_sweep.run(store, left, ray_sweep.Loads(model, **asking), nbytes, advance)
-                else:
-                    lost = sweep.run(store, left, Runner(loaded, tokenizer, **asking), advance)
-        except KeyboardInterrupt:
-            note(
-                f"stopped after {sweep.count(groups, store.done())} of {total} cells, which are in {str(out)!r}: the "
-                "same command goes on"
-            )
-            raise Exit(130) from None
-        failed = _show(store, grid, as_json)
-    for each, times in Counter(lost).items():
-        note(f"{each.task}: {each.recipe} was left out, {times} times ({each.reason}); the same command tries again")
-    if failed or lost:
+    grid = Grid(chosen, numbers, candidates, limit)
+    swept = sweep_grid(out, grid, model, Asking(checked_mode(mode), not no_chat, temperature), ray)
+    failed = _show(swept.cells, out, as_json)
+    say_lost(swept.lost)
+    if failed or swept.lost:
         raise Exit(1)
 
 
@@ -170,20 +132,14 @@ def _candidates(task: Task, recipes: str | None, keeps: str | None, every: int, 
     return list({candidate.text: candidate for candidate in chosen}.values())
 
 
-def _show(store: Store, grid: Grid, as_json: bool) -> bool:
+def _show(cells: Sequence[Cell], out: Path, as_json: bool) -> bool:
     """Prints what the file has of what was asked for; whether a recipe failed on anything."""
     from keepset.bench.analysis.summary import summarise
 
-    summary = summarise(grid.of(store.cells()))
+    summary = summarise(cells)
     output(summary.to_json(), as_json, lambda: print_summary(summary))
-    note(f"all figures are in {str(store.path)!r}: keepset results shows them again")
+    note(f"all figures are in {str(out)!r}: keepset results shows them again")
     return any(row.failed for row in summary.rows)
-
-
-def _check_from_one(**options: int | None) -> None:
-    for name, value in options.items():
-        if value is not None and value < 1:
-            raise KeepsetError(f"--{name.replace('_', '-')} {value} is out of range: use an integer from 1.")
 
 
 def _whole(text: str, option: str) -> list[int]:
