@@ -63,8 +63,7 @@ class Prompts:
     def __init__(self, tokenizer: Tokenizer, *, mode: Mode, chat: bool, longest: int | None) -> None:
         if chat and not tokenizer.chat_template:
             raise KeepsetError("The model has no chat template: evaluate it without one.")
-        self.mode = mode
-        self._tokenizer, self._longest = tokenizer, longest
+        self._tokenizer, self._mode, self._longest = tokenizer, mode, longest
         self._special = not chat
         self._before, self._after = chat_frame(tokenizer) if chat else ("", "")
 
@@ -76,7 +75,7 @@ class Prompts:
             answer: its longest, in tokens.
             told: where the mode is `task`: for recipes that can be told a question.
         """
-        if self.mode == "prompt":
+        if self._mode == "prompt":
             return [self._joint(example, question, answer) for question in example.questions]
         if not example.context.strip():
             raise KeepsetError(
@@ -84,7 +83,7 @@ class Prompts:
                 "it with the question as part of the prompt."
             )
         context = self._encode(self._before + example.context, self._special)
-        if self.mode == "agnostic":
+        if self._mode == "agnostic":
             questions = [self._tokenized(question, self._end(question)) for question in example.questions]
             return [self._fitted(Prompt(context, tuple(questions)), example, (), answer)]
         asked = [self._encode(question.text, special=False) for question in example.questions]

@@ -49,7 +49,9 @@ class Runner:
                 f"A temperature of {temperature} is out of range: use 0 for greedy decoding, or 0.01 to 100."
             )
         longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        self._prompts = Prompts(tokenizer, mode=mode, chat=chat, longest=longest)
+        prompts = partial(Prompts, tokenizer, mode=mode, longest=longest)
+        self._mode, self._verbatim = mode, prompts(chat=False)
+        self._chat = prompts(chat=True) if chat else self._verbatim
         self._model, self._evaluator = model, Evaluator(model, tokenizer, temperature)
 
     def run(self, task: Task, example: Example, candidates: Sequence[Candidate], seed: int) -> Iterator[Cell]:
@@ -58,14 +60,13 @@ class Runner:
         text = "".join([example.context, *(question.text for question in example.questions)])
         for run in runs:
             run.check(lambda recipe: refuse_contaminated(recipe, text))
-        telling = self._prompts.mode == "task"
-        for told, together in groupby(runs, lambda run: telling and run.can_be_told):
+        for told, together in groupby(runs, lambda run: self._mode == "task" and run.can_be_told):
             yield from self._share(task, example, list(together), seed, told)
 
     def _share(self, task: Task, example: Example, runs: Sequence[_Run], seed: int, told: bool) -> Iterator[Cell]:
         """The cells of candidates that share their prefills."""
         try:
-            prompts = self._prompts.of(example, task.generation.tokens, told=told)
+            prompts = (self._chat if task.chat else self._verbatim).of(example, task.generation.tokens, told=told)
         except KeepsetError as error:
             for run in runs:
                 run.fail(error)

@@ -117,6 +117,8 @@ def count(groups: Sequence[Group], done: Collection[tuple[Key, str]] | None = No
 def digest(task: Task, examples: Sequence[Example]) -> str:
     """Of all that a task asks; what its targets hold that JSON cannot say counts by its type."""
     content = [asdict(task.generation), task.metric, [asdict(example) for example in examples]]
+    if not task.chat:
+        content.append("verbatim")
     text = json.dumps(content, sort_keys=True, default=lambda value: type(value).__qualname__)
     return hashlib.sha256(text.encode()).hexdigest()
 

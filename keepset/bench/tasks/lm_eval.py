@@ -130,6 +130,7 @@ class HarnessTask(Task):
         return Example(str(index), context, (Question(text, target=doc, prefix=prefix, choices=choices),))
 
 
+@functools.cache
 def _made(own: str, name: str, settings: Settings, generation: Generation) -> Task:
     task = copy.copy(next(task for task in _every(name, settings) if task.name == own))
     task.generation = generation

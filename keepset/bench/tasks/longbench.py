@@ -18,6 +18,7 @@ _DATA_SETS = (
 NAMES = (*(f"{_GROUP}_{data_set}" for data_set in _DATA_SETS), _GROUP)
 
 _FIRST_LINE = ("trec", "triviaqa", "samsum")
+_VERBATIM = (*_FIRST_LINE, "lcc", "repobench-p")
 _CONTEXT = "{{context}}"
 
 
@@ -31,12 +32,14 @@ class LongBenchTask(Task):
     """One of LongBench's tasks, with the prompt and the metric of lm-evaluation-harness.
 
     Where prompts are a few examples, the answer is its first line that is not empty, as in the authors' program; the
-    harness ends it at the first line break, even if nothing came before.
+    harness ends it at the first line break, even if nothing came before. These and code are asked without a chat
+    template, as there.
     """
 
     def __init__(self, name: str, settings: Settings) -> None:
         self.name = name
         self._data_set = name.removeprefix(f"{_GROUP}_")
+        self.chat = self._data_set not in _VERBATIM
         self._folder = settings.data
         self._config = _config(self._data_set)
         self.metric = self._config["metric_list"][-1]["metric"]

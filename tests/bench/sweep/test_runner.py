@@ -177,6 +177,15 @@ def test_of_awkward_models_and_contexts_too(architecture: str) -> None:
                 assert replies(cell) == [answered(model, cache, *parts)], (cell.recipe, context)
 
 
+def test_a_task_that_is_no_chat_is_asked_verbatim() -> None:
+    verbatim, example = Exact(), replace(EXAMPLE, questions=EXAMPLE.questions[:2])
+    verbatim.chat = False
+    asked = dict(todo=parsed("knorm(keep=0.3)"), example=example)
+    cells = [run(**asked, task=task, chat=chat) for task in (Exact(), verbatim) for chat in (False, True)]
+    said = [[replies(cell) for cell in each] for each in cells]
+    assert said[0] == said[2] == said[3] != said[1]
+
+
 def test_in_a_chat_they_are_those_of_the_template() -> None:
     model, question = tiny("llama"), EXAMPLE.questions[1]
     [_, cell] = run(parsed("snapkv(window=8, keep=0.3)"), chat=True)
