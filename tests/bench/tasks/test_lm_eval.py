@@ -7,8 +7,8 @@ import pickle
 import random
 import zlib
 from collections.abc import Iterator
-from functools import partial
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
