@@ -117,9 +117,8 @@ def evaluate(
     chosen = find(names, Settings(data, tuple(_whole(lengths, "lengths"))))
     if every is not None and not any(task.decodes for task in chosen):
         raise KeepsetError("--every is for tasks that decode, such as gsm8k, and none of these does: leave it out.")
-    candidates = {
-        task.name: _candidates(task, recipes, keeps, every or _EVERY, stay, not no_baselines) for task in chosen
-    }
+    each = _EVERY if every is None else every
+    candidates = {task.name: _candidates(task, recipes, keeps, each, stay, not no_baselines) for task in chosen}
     grid = Grid(chosen, numbers, candidates, limit, None if sample is None else _sample(sample))
     swept = sweep_grid(out, grid, model, Asking(checked_mode(mode), not no_chat, temperature, answer_tokens), ray)
     failed = _show(swept.cells, out, as_json)
