@@ -69,8 +69,9 @@ def print_summary(summary: Summary) -> None:
     for task, group in groupby((*summary.rows, *summary.averages), attrgetter("task")):
         of_task = list(group)
         cut = max(row.cut for row in of_task)
+        tasks = f", mean of {of_task[0].tasks_of} tasks" if of_task[0].tasks_of > 1 else ""
         warning = f", {cut} contexts cut to what the model takes" if cut else ""
-        rows.add_row(Text.assemble(cell(task, style="bold"), warning))
+        rows.add_row(Text.assemble(cell(task, style="bold"), tasks, warning))
         for row in of_task:
             rows.add_row(_named(row), *_cells(row))
     show(rows)

@@ -11,11 +11,17 @@ from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task,
 from keepset.errors import KeepsetError
 
 _GROUP = "longbench"
-_DATA_SETS = (
-    *("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "gov_report", "qmsum"),
-    *("multi_news", "trec", "triviaqa", "samsum", "passage_count", "passage_retrieval_en", "lcc", "repobench-p"),
-)
-NAMES = (*(f"{_GROUP}_{data_set}" for data_set in _DATA_SETS), _GROUP)
+_DOMAINS = {
+    "single-document QA": ("narrativeqa", "qasper", "multifieldqa_en"),
+    "multi-document QA": ("hotpotqa", "2wikimqa", "musique"),
+    "summarization": ("gov_report", "qmsum", "multi_news"),
+    "few-shot": ("trec", "triviaqa", "samsum"),
+    "synthetic": ("passage_count", "passage_retrieval_en"),
+    "code": ("lcc", "repobench-p"),
+}
+PARTS = {domain: tuple(f"{_GROUP}_{data_set}" for data_set in data_sets) for domain, data_sets in _DOMAINS.items()}
+"""The authors' kinds of tasks."""
+NAMES = (*(name for names in PARTS.values() for name in names), _GROUP)
 
 _FIRST_LINE = ("trec", "triviaqa", "samsum")
 _VERBATIM = (*_FIRST_LINE, "lcc", "repobench-p")

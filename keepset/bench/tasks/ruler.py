@@ -32,6 +32,12 @@ _TASKS: dict[str, tuple[int, Callable[[int, Settings], Draws]]] = {
     "ruler_qa_hotpot": (32, lambda length, settings: read("hotpot", settings.data)),
 }
 NAMES = (*_TASKS, "ruler")
+PARTS = {
+    "needles": tuple(name for name in _TASKS if name.startswith("niah")),
+    "aggregation": ("ruler_cwe", "ruler_fwe"),
+    "QA": ("ruler_qa_squad", "ruler_qa_hotpot"),
+}
+"""Kinds of tasks, as KVCompose (section 4.1) shows them; there is one more, of the variables alone."""
 
 
 def make(name: str, settings: Settings) -> list[Task]:
