@@ -162,10 +162,11 @@ def test_recipes_and_baselines_where_none_are_named(run: Run, stub: type[Stub]) 
 
 
 def test_a_task_that_decodes_may_have_its_prompt_compressed_only(run: Run, stub: type[Stub]) -> None:
-    run("eval", "reckoning", "--every", "0", "--recipes", "gvote, snapkv(every=8, keep=64)", "--keeps", "0.5")
+    words = ("--recipes", "gvote, tova, snapkv(every=8, keep=64)", "--keeps", "0.5")
+    run("eval", "reckoning", "--every", "0", *words)
     assert recipes("reckoning") == [
-        *(FULL, "gvote", "snapkv(keep=64, every=8)", "random(keep=64)", "random(keep=0.5)"),
-        *("streaming_llm(keep=64)", "streaming_llm(keep=0.5)"),
+        *(FULL, "gvote", "tova(keep=0.5)", "snapkv(keep=64, every=8)"),
+        *("random(keep=64)", "random(keep=0.5)", "streaming_llm(keep=64)", "streaming_llm(keep=0.5)"),
     ]
     run("eval", "reckoning", "--every", "0", "--out", "x.sqlite")
     run("eval", "counting", "--out", "y.sqlite")

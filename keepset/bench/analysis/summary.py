@@ -1,7 +1,7 @@
 """What a sweep's cells come to: a row per task and recipe, averages over groups of tasks, curves, needle maps."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -95,6 +95,18 @@ def summarise(cells: Sequence[Cell], baseline: str | None = None) -> Summary:
         trades += _trades(name, [(tasks[task], rows[task]) for task in members])
     every = [row for by_recipe in rows.values() for row in by_recipe.values()]
     return Summary(baseline, every, averages, trades, needle_maps(cells))
+
+
+def split(cells: Sequence[Cell], fact: str) -> list[Cell]:
+    """The cells as if every value of a fact of the examples, such as `level`, were a task of its own.
+
+    Those of examples without it are left out.
+    """
+    parts = [replace(cell, task=f"{cell.task}, {fact} {cell.facts[fact]}") for cell in cells if fact in cell.facts]
+    if not parts:
+        there = ", ".join(sorted({name for cell in cells for name in cell.facts})) or "nothing"
+        raise KeepsetError(f"No example says its {fact}, so nothing can be split by it; known is: {there}.")
+    return sorted(parts, key=lambda cell: cell.task)
 
 
 def groups_of(task: str) -> list[str]:
