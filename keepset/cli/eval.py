@@ -10,7 +10,7 @@ from typer import Argument, Exit, Option
 
 from keepset.cli.checks import check_writable
 from keepset.cli.console import note, output
-from keepset.cli.numbers import parse_budgets
+from keepset.cli.numbers import parse_budgets, parse_whole
 from keepset.cli.options import Json, Model, Recipes, Temperature
 from keepset.cli.results import print_summary
 from keepset.cli.streaming import Sampling
@@ -77,7 +77,7 @@ def evaluate(
     for name, value in (("limit", limit), ("every", every)):
         if value is not None and value < 1:
             raise KeepsetError(f"--{name} {value} is out of range: use an integer from 1.")
-    numbers = _whole(seeds, "seeds")
+    numbers = parse_whole(seeds, "seeds")
     for seed in numbers:
         Sampling(1, temperature, seed)
     check_writable(out)
@@ -88,7 +88,7 @@ def evaluate(
     from keepset.bench.tasks.find import find
 
     names = [name.strip() for word in tasks for name in word.split(",") if name.strip()]
-    chosen = find(names, Settings(data, tuple(_whole(lengths, "lengths"))))
+    chosen = find(names, Settings(data, tuple(parse_whole(lengths, "lengths"))))
     if every is not None and not any(task.decodes for task in chosen):
         raise KeepsetError("--every is for tasks that decode, such as gsm8k, and none of these does: leave it out.")
     candidates = {task.name: _candidates(task, recipes, keeps, every or _EVERY, not no_baselines) for task in chosen}
@@ -134,11 +134,3 @@ def _show(cells: Sequence[Cell], out: Path, as_json: bool) -> bool:
     output(summary.to_json(), as_json, lambda: print_summary(summary))
     note(f"all figures are in {str(out)!r}: keepset results shows them again")
     return any(row.failed for row in summary.rows)
-
-
-def _whole(text: str, option: str) -> list[int]:
-    """Whole numbers from a list, each once."""
-    try:
-        return list(dict.fromkeys(int(part) for part in text.split(",")))
-    except ValueError:
-        raise KeepsetError(f"--{option} {text!r} is no list of whole numbers: write them as 1,2,3.") from None
