@@ -61,6 +61,14 @@ def evaluate(
         int | None,
         Option(help=f"In tasks that decode, for recipes that do not say it: after how many tokens. [{_EVERY}]"),
     ] = None,
+    always: Annotated[
+        str,
+        Option(
+            metavar="SINKS,RECENT",
+            help="How many of the first and of the newest tokens stay at least, such as 4,32, where a recipe does not "
+            "say it.",
+        ),
+    ] = "0,0",
     model: Model = None,
     out: Annotated[Path, Option(help="The sweep's file: begun, or gone on with.")] = Path("sweep.sqlite"),
     no_baselines: Annotated[
@@ -77,7 +85,7 @@ def evaluate(
     for name, value in (("limit", limit), ("every", every)):
         if value is not None and value < 1:
             raise KeepsetError(f"--{name} {value} is out of range: use an integer from 1.")
-    numbers = parse_whole(seeds, "seeds")
+    numbers, stay = parse_whole(seeds, "seeds"), _stay(always)
     for seed in numbers:
         Sampling(1, temperature, seed)
     check_writable(out)
@@ -91,7 +99,9 @@ def evaluate(
     chosen = find(names, Settings(data, tuple(parse_whole(lengths, "lengths"))))
     if every is not None and not any(task.decodes for task in chosen):
         raise KeepsetError("--every is for tasks that decode, such as gsm8k, and none of these does: leave it out.")
-    candidates = {task.name: _candidates(task, recipes, keeps, every or _EVERY, not no_baselines) for task in chosen}
+    candidates = {
+        task.name: _candidates(task, recipes, keeps, every or _EVERY, stay, not no_baselines) for task in chosen
+    }
     grid = Grid(chosen, numbers, candidates, limit)
     swept = sweep_grid(out, grid, model, Asking(agnostic, not no_chat, temperature), ray)
     failed = _show(swept.cells, out, as_json)
@@ -100,7 +110,9 @@ def evaluate(
         raise Exit(1)
 
 
-def _candidates(task: Task, recipes: str | None, keeps: str | None, every: int, baselines: bool) -> Sequence[Candidate]:
+def _candidates(
+    task: Task, recipes: str | None, keeps: str | None, every: int, always: tuple[int, int], baselines: bool
+) -> Sequence[Candidate]:
     """What a task is to show: the full cache, the recipes, and under the same budgets what every method has to beat."""
     from keepset.bench.candidate import candidates
     from keepset.recipe import Recipe
@@ -118,11 +130,11 @@ def _candidates(task: Task, recipes: str | None, keeps: str | None, every: int, 
                 f"whole numbers too, such as --keeps {DECODING_KEEPS}."
             )
     interval = every if task.decodes else None
-    chosen = candidates(requested, budgets, interval)
+    chosen = candidates(requested, budgets, interval, always)
     if baselines:
         random = f"random(protect_prompt=True, every={every})" if task.decodes else "random"
         under = [*named, *(budgets if open_ended or not named else [])]
-        chosen += candidates(Recipe.parse_list(f"{random}, streaming_llm"), under, interval)
+        chosen += candidates(Recipe.parse_list(f"{random}, streaming_llm"), under, interval, always)
     return list({candidate.text: candidate for candidate in chosen}.values())
 
 
@@ -134,3 +146,13 @@ def _show(cells: Sequence[Cell], out: Path, as_json: bool) -> bool:
     output(summary.to_json(), as_json, lambda: print_summary(summary))
     note(f"all figures are in {str(out)!r}: keepset results shows them again")
     return any(row.failed for row in summary.rows)
+
+
+def _stay(text: str) -> tuple[int, int]:
+    """How many of the first and of the newest tokens always stay, from `--always`."""
+    counts = [int(part) for part in text.split(",") if part.strip().isdecimal() and len(part.strip()) < 10]
+    if len(counts) != 2 or text.count(",") != 1:
+        raise KeepsetError(
+            f"--always {text!r} is not two numbers of tokens, the first and the newest: write them as 4,32."
+        )
+    return counts[0], counts[1]

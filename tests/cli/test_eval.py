@@ -99,7 +99,7 @@ def test_needles_under_a_real_model(run: Run, tiny: Any) -> None:
     again = [
         made
         for example in task.examples(tiny[1], limit=2, seed=0)
-        for made in by_itself.run(task, example, command._candidates(task, NEEDLE[7], NEEDLE[9], 64, True), 0)
+        for made in by_itself.run(task, example, command._candidates(task, NEEDLE[7], NEEDLE[9], 64, (0, 0), True), 0)
     ]
     kept = {(each.example, each.recipe): each for each in cells if each.task == "needle@300"}
     assert len(again) == len(kept) == 14
@@ -154,6 +154,17 @@ def test_recipes_and_baselines_where_none_are_named(run: Run, stub: type[Stub]) 
         *(f"streaming_llm(keep={keep}, every=64)" for keep in (256, 128)),
     ]
     assert all(each.error is None for each in stored())
+
+
+def test_tokens_that_stay_under_every_recipe(run: Run, stub: type[Stub]) -> None:
+    words = ("--recipes", "tova, r_kv(recent=64)", "--keeps", "128", "--always", "4, 32")
+    assert run("eval", "reckoning", *words).code == 0
+    assert recipes("reckoning") == [
+        FULL,
+        *("tova(keep=128, sinks=4, recent=32, every=64)", "r_kv(keep=128, sinks=4, recent=64, every=64)"),
+        "random(keep=128, sinks=4, recent=32, protect_prompt=True, every=64)",
+        "streaming_llm(keep=128, recent=32, every=64)",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -261,6 +272,10 @@ def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
         (["needle", "--every", "8"], "--every is for tasks that decode, such as gsm8k, and none of these does"),
         (["needle", "--seeds", "0,x"], "--seeds '0,x' is no list of whole numbers: write them as 1,2,3."),
         (["needle", "--seeds", "-1"], "--seed -1 is out of range"),
+        *(
+            (["needle", "--always", text], f"--always {text!r} is not two numbers of tokens, the first and the newest")
+            for text in ("", "4", "4,", "4,32,1", "-4,32", "4,x", "4,1234567890")
+        ),
         (["needle", "--lengths", ""], "--lengths '' is no list of whole numbers"),
         (["needle", "--lengths", "0"], "are no lengths in tokens"),
         (["needle", "--temperature", "-1"], "--temperature -1.0 is out of range"),

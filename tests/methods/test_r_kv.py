@@ -21,26 +21,28 @@ from tests.methods.naive import (
 )
 
 
-def importance(observation: Observation, method: RKV, request: int, head: int) -> list[float]:
+def importance(observation: Observation, method: RKV, request: int, head: int, before: list[int]) -> list[float]:
+    """Of every entry before the window, from its attention of each query head and each query of the window."""
     assert observation.queries is not None
     group = observation.queries.shape[1] // observation.keys.shape[1]
-    length, newest = length_of(observation, request), int(observation.lengths[request])
-    keys = observation.keys[request, head, :length].double().tolist()
-    positions = observation.positions[request, head, :length].tolist()
-    before = [entry for entry in range(length) if positions[entry] < newest - method.window]
-    count = min(method.window, observation.queries.shape[2], newest)
-    received = [0.0] * length
-    for back in range(count, 0, -1):
+    keys = observation.keys[request, head].double().tolist()
+    count = min(method.window, observation.queries.shape[2], int(observation.lengths[request]))
+    received = [0.0] * len(before)
+    for back in range(1, count + 1):
         queries = observation.queries[request, head * group : (head + 1) * group, -back].double().tolist()
-        logits = [max(dot(query, keys[entry]) * observation.scaling for query in queries) for entry in before]
-        for entry, share in zip(before, softmax(logits) if logits else [], strict=True):
-            received[entry] += share / count
+        logits = [[dot(query, keys[entry]) * observation.scaling for entry in before] for query in queries]
+        if method.group == "max":
+            logits = [[max(column) for column in zip(*logits, strict=True)]]
+        for row in map(softmax, logits):
+            for place, share in enumerate(row):
+                received[place] += share / (len(logits) * count)
     half = method.kernel // 2
-    return [max(received[max(0, entry - half) : entry + half + 1]) for entry in range(length)]
+    return [max(received[max(0, place - half) : place + half + 1]) for place in range(len(before))]
 
 
-def redundancy(observation: Observation, method: RKV, request: int, head: int) -> list[float]:
-    keys = observation.keys[request, head, : length_of(observation, request)].double().tolist()
+def redundancy(observation: Observation, method: RKV, request: int, head: int, before: list[int]) -> list[float]:
+    """Of every entry before the window, from its cosines with the others before the window."""
+    keys = [observation.keys[request, head, entry].double().tolist() for entry in before]
     unit = [[x / math.sqrt(dot(key, key)) for x in key] for key in keys]
     cosines = [[0.0 if i == j else dot(a, b) for j, b in enumerate(unit)] for i, a in enumerate(unit)]
     for row in cosines:
@@ -51,11 +53,25 @@ def redundancy(observation: Observation, method: RKV, request: int, head: int) -
 
 
 def naive_scores(observation: Observation, method: RKV, request: int, head: int) -> list[float]:
-    a, b = importance(observation, method, request, head), redundancy(observation, method, request, head)
-    return [method.mix_lambda * x - (1 - method.mix_lambda) * y for x, y in zip(a, b, strict=True)]
+    length, newest = length_of(observation, request), int(observation.lengths[request])
+    positions = observation.positions[request, head, :length].tolist()
+    before = [entry for entry in range(length) if positions[entry] < newest - method.window]
+    a = importance(observation, method, request, head, before) if before else []
+    b = redundancy(observation, method, request, head, before) if before else []
+    scores = [method.mix_lambda * x - (1 - method.mix_lambda) * y for x, y in zip(a, b, strict=True)]
+    if before:
+        # The window always stays; what is pooled into it is no matter.
+        scores += RKV.score(method, observation)[request, head, len(before) : length].tolist()
+    return scores or [0.0] * length
 
 
-METHODS = [RKV(window=3), RKV(kernel=1, mix_lambda=0.6), RKV(window=5, kernel=9, threshold=0.2), RKV(mix_lambda=1)]
+METHODS = [
+    RKV(window=3),
+    RKV(kernel=1, mix_lambda=0.6),
+    RKV(window=5, kernel=9, threshold=0.2),
+    RKV(mix_lambda=1),
+    RKV(window=3, mix_lambda=0.5, group="max"),
+]
 
 
 @pytest.mark.parametrize("block", [1, 60, r_kv._BLOCK])

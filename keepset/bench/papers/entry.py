@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -111,14 +111,12 @@ class Sweep:
         lines = [Line(self.full, None, Candidate(None, FULL, FULL, 1.0))] if self.full else []
         for method, text in self.methods.items():
             recipe = Recipe.parse(text.format_map(_Files(files)))
+            if recipe.schedule == AT_THE_PROMPTS_END:
+                recipe = replace(recipe, schedule=self.schedule)
             fixed = recipe.budget.keep is not None or not recipe.method.needs_budget
             for keep in (recipe.budget.keep,) if fixed else self.keeps:
-                lines.append(Line(method, keep, self._candidate(recipe, keep)))
+                lines.append(Line(method, keep, Candidate.of(recipe, keep, None, self.always)))
         return lines
-
-    def _candidate(self, recipe: Recipe, keep: int | float | None) -> Candidate:
-        every = self.schedule.every if recipe.schedule.every is None else None
-        return Candidate.of(recipe, keep, every)
 
 
 Measure = Callable[[PreTrainedModel, Tokenizer, Options], Sequence[Measured]]
