@@ -62,7 +62,7 @@ def test_a_table_is_stopped_gone_on_with_and_shown(
     assert (result["model"], result["paper_model"]) == (EMBEDDED, "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B")
     rows = {(row["method"], row["keep"]): row for row in result["rows"]}
     assert rows["AMS-Expected", 64]["paper"] == 0.567 and rows["TOVA", 128]["paper"] == 0.571
-    recipe = "tova(sinks=4, recent=32, keep=64, prefill=False, every=512)"
+    recipe = "tova(keep=64, sinks=4, recent=32, prefill=False, every=512)"
     scores = [cell.score for cell in cells if cell.recipe == recipe]
     assert len(scores) == 2 and rows["TOVA", 64]["figure"]["value"] == sum(scores) / 2
 
