@@ -161,7 +161,7 @@ def test_tokens_that_stay_under_every_recipe(run: Run, stub: type[Stub]) -> None
     assert run("eval", "reckoning", *words).code == 0
     assert recipes("reckoning") == [
         FULL,
-        *("tova(keep=128, sinks=4, recent=32, every=64)", "r_kv(keep=128, sinks=4, recent=64, every=64)"),
+        *("tova(keep=128, sinks=4, recent=32, every=64)", "r_kv(keep=128, recent=64, every=64)"),
         "random(keep=128, sinks=4, recent=32, protect_prompt=True, every=64)",
         "streaming_llm(keep=128, recent=32, every=64)",
     ]
