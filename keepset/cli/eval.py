@@ -10,7 +10,7 @@ from typer import Argument, Exit, Option
 
 from keepset.cli.checks import check_writable
 from keepset.cli.console import note, output
-from keepset.cli.numbers import parse_budgets
+from keepset.cli.numbers import parse_budgets, parse_whole
 from keepset.cli.options import Json, Model, Recipes, Temperature
 from keepset.cli.results import print_summary
 from keepset.cli.streaming import Sampling
@@ -102,7 +102,7 @@ def evaluate(
             raise KeepsetError(f"--{name} {value} is out of range: use an integer from {least}.")
     if limit is not None and sample is not None:
         raise KeepsetError("--limit takes the first examples and --sample random ones: leave one of them out.")
-    numbers, stay = _whole(seeds, "seeds"), _stay(always)
+    numbers, stay = parse_whole(seeds, "seeds"), _stay(always)
     for seed in numbers:
         Sampling(1, temperature, seed)
     check_writable(out)
@@ -114,7 +114,7 @@ def evaluate(
     from keepset.bench.tasks.find import find
 
     names = [name.strip() for word in tasks for name in word.split(",") if name.strip()]
-    chosen = find(names, Settings(data, tuple(_whole(lengths, "lengths"))))
+    chosen = find(names, Settings(data, tuple(parse_whole(lengths, "lengths"))))
     if every is not None and not any(task.decodes for task in chosen):
         raise KeepsetError("--every is for tasks that decode, such as gsm8k, and none of these does: leave it out.")
     each = _EVERY if every is None else every
@@ -184,11 +184,3 @@ def _sample(text: str) -> int | float:
     if not (sample >= 1 if isinstance(sample, int) else 0 < sample <= 1):
         raise KeepsetError(f"--sample {text!r} is neither a share of the examples, such as 0.1, nor how many to take.")
     return sample
-
-
-def _whole(text: str, option: str) -> list[int]:
-    """Whole numbers from a list, each once."""
-    try:
-        return list(dict.fromkeys(int(part) for part in text.split(",")))
-    except ValueError:
-        raise KeepsetError(f"--{option} {text!r} is no list of whole numbers: write them as 1,2,3.") from None
