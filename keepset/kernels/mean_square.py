@@ -27,10 +27,9 @@ def mean_square_attention(
         float32, whatever the inputs are; of no queries it is zero.
     """
     if uses_triton(keys.device):
-        squares = attention_columns(
-            queries.to(keys.dtype), keys, scaling=scaling, names=[ColumnStatistic.SQUARE], causal=False
-        )
-        return squares[ColumnStatistic.SQUARE] / max(queries.shape[1], 1)
+        asking, square = queries.to(keys.dtype), ColumnStatistic.SQUARE
+        columns = attention_columns(asking, keys, scaling=scaling, names=[square], causal=False)
+        return columns[square] / max(queries.shape[1], 1)
     kv_heads, entries, _ = keys.shape
     grouped = queries.unflatten(0, (kv_heads, -1))
     group, n = grouped.shape[1:3]

@@ -122,9 +122,8 @@ def _in_two_passes(
         of_cached, cached_lse = attention_with_lse(asking, *cached, scaling, causal=False)
         of_own, own_lse = attention_with_lse(asking, keys, values, scaling)
         lse = torch.logaddexp(cached_lse, own_lse)
-        shares = ((each - lse).exp()[..., None] for each in (cached_lse, own_lse))
-        merged = sum(output * share for output, share in zip((of_cached, of_own), shares, strict=True))
-        outputs.append(merged.to(values.dtype))
+        of_cached, of_own = of_cached * (cached_lse - lse).exp()[..., None], of_own * (own_lse - lse).exp()[..., None]
+        outputs.append((of_cached + of_own).to(values.dtype))
         sinks, start, stop = scope or SoftmaxScope(0, 0, entries)
         if sinks < start or stop < entries:
             seen = torch.cat([cached[0][:, :sinks], cached[0][:, start:stop], keys], 1)
