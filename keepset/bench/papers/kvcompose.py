@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from itertools import product
 
 from keepset.bench.papers.entry import AREA, SCORE, Entry, Sweep, removed_at
+from keepset.bench.sweep.prompts import Mode
 
 QWEN2, QWEN3, LLAMA = "Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen3-14B", "meta-llama/Llama-3.1-8B-Instruct"
 _MODELS = (QWEN2, QWEN3, LLAMA)
@@ -42,7 +43,7 @@ def _sweeps(
     methods: Mapping[str, str],
     *metrics: str,
     file: str,
-    modes: tuple[str, ...] = ("agnostic", "task"),
+    modes: tuple[Mode, ...] = ("agnostic", "task"),
     limit: int | None = None,
 ) -> tuple[Sweep, ...]:
     """RULER at 4096 tokens, task-agnostic, task-aware or both."""
@@ -53,7 +54,7 @@ def _sweeps(
             _KEEPS,
             metrics=metrics,
             limit=limit,
-            agnostic=mode == "agnostic",
+            mode=mode,
             average="ruler",
             suffix=f", {mode}",
             name=mode,

@@ -7,7 +7,7 @@ from statistics import fmean
 from keepset.bench.analysis import intervals
 from keepset.bench.analysis.intervals import Interval
 from keepset.bench.analysis.rows import Figure, by_example
-from keepset.bench.analysis.summary import TOLERANCES, Trade, benchmark_of, summarise
+from keepset.bench.analysis.summary import TOLERANCES, Trade, groups_of, summarise
 from keepset.bench.cell import Cell
 from keepset.bench.papers.entry import AREA, SCORE, Key, Line, Measured, Sweep, removed_at
 
@@ -87,7 +87,7 @@ def _over_budgets(together: str, sweep: Sweep, cells: Sequence[Cell], lines: Seq
     if not metrics:
         return
     tasks = {cell.task for cell in cells}
-    whole = tasks if len(tasks) == 1 else {benchmark_of(task) for task in tasks}
+    whole = tasks if len(tasks) == 1 else {group for task in tasks for group in groups_of(task)[-1:]}
     trades = {trade.method: trade for trade in summarise(cells).trades if trade.task in whole}
     methods = {line.candidate.method: line.method for line in lines}
     for metric in metrics:
