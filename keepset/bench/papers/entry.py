@@ -17,6 +17,15 @@ from keepset.recipe import Recipe, Schedule
 
 SCORE = "score"
 """The metric of a figure that is the task's own."""
+AREA = "area"
+"""Under the score over what is kept, of all tasks and budgets together: see `bench.analysis.curves`."""
+
+
+def removed_at(tolerance: float) -> str:
+    """The metric that says how much can go within a relative loss of score, of all tasks and budgets together."""
+    return f"removed at a loss of {tolerance:.0%}"
+
+
 AT_THE_PROMPTS_END = Schedule()
 _MADE_HERE = ("needle", "niah_", "ruler_vt", "ruler_cwe", "ruler_fwe")
 
@@ -28,7 +37,7 @@ class Key(NamedTuple):
         task: its name without a length's `@`, and of a split one also the part's: `math500 Algebra`.
         method: the paper's name of what was run.
         keep: the budget, None where there is none or the method decides.
-        metric: `SCORE`, or the name of a cost of a cell, such as `tokens`.
+        metric: `SCORE`, the name of a cost of a cell, such as `tokens`, `AREA`, or one of `removed_at`.
     """
 
     task: str
@@ -89,7 +98,10 @@ class Sweep:
         answer_tokens: of an answer at most, by task; the task's own where it is not named.
         limit: examples of each task; None for all.
         mode, chat, temperature: see `Runner`.
+        average: the table's name for the mean over all tasks, and for what is said of them together; empty without.
+        suffix: what follows the names of tasks where another sweep of the entry has the same.
         name: tells an entry's sweeps apart, in the names of their files.
+        file: begins those names in place of the entry's, where several entries show the same cells.
     """
 
     tasks: tuple[str, ...]
@@ -105,7 +117,10 @@ class Sweep:
     mode: Mode = "prompt"
     chat: bool = True
     temperature: float = 0.0
+    average: str = ""
+    suffix: str = ""
     name: str = ""
+    file: str = ""
 
     def lines(self, files: Mapping[str, Path]) -> list[Line]:
         """Every method under every budget, the full cache first; a file that is not given is the model's own."""
