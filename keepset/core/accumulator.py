@@ -60,6 +60,7 @@ class Chunk:
         scaling: what the model multiplies query-key products with.
         lse: log-sum-exp of every query's logits where attention computed it already.
         source: where somebody looks at queries before rotation or at hidden states.
+        start: the first token's position, where it is every request's and the host knows it.
     """
 
     queries: Queries
@@ -69,6 +70,7 @@ class Chunk:
     scaling: float
     lse: list[Tensor] | None = None
     source: QuerySource | None = None
+    start: int | None = None
 
     def counted(self, skip: int) -> Bool[Tensor, "batch n"]:
         """Which of the tokens exist and are not among the first `skip`."""

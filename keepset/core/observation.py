@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ class Observation:
         layers: indices of all layers that are compressed; for methods that depend on depth.
         state: the method's own numbers per entry, `[batch, kv_heads, entries]`, that it remembered at the event
             before (`Method.remember`).
+        count: entries of all requests and heads; a runtime that knows it need not ask the device.
 
     Raises:
         KeepsetError: the layer is not among the layers.
@@ -74,8 +76,9 @@ class Observation:
         layer: int = 0,
         layers: Sequence[int] | None = None,
         state: Mapping[str, Tensor] | None = None,
+        count: int | None = None,
     ) -> None:
-        shape, device = keys.shape[:3], keys.device
+        shape, device, whole = keys.shape[:3], keys.device, valid is None
         valid = torch.ones(shape, dtype=torch.bool, device=device) if valid is None else valid
         positions = torch.arange(shape[2], device=device).expand(shape) if positions is None else positions
         lengths = positions.masked_fill(~valid, -1).amax((1, 2)) + 1 if lengths is None else lengths
@@ -97,8 +100,15 @@ class Observation:
             layers=(layer,) if layers is None else tuple(layers),
             state=state or {},
         )
+        if count is not None or whole:
+            vars(self)["count"] = keys.shape[:3].numel() if count is None else count
         if self.layer not in self.layers:
             raise KeepsetError(f"Layer {layer} is not among the observed layers {self.layers}.")
+
+    @cached_property
+    def count(self) -> int:
+        """Entries of all requests and heads."""
+        return int(self.valid.sum())
 
     def __getitem__(self, feature: Feature[Value]) -> Value:
         """What was collected of it.

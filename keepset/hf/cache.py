@@ -213,7 +213,7 @@ class Cache(PromptCache):
         method, budget, length = self.recipe.method, self.recipe.budget, self.progress.compressed_at
         parts = self._unfinished.setdefault(length, [])
         for group in [observations] if method.across_layers else [[observation] for observation in observations]:
-            counts = [int(observation.valid.sum()) for observation in group]
+            counts = [observation.count for observation in group]
             nbytes = sum(count * each.entry_bytes for count, each in zip(counts, group, strict=True))
             start = time.perf_counter()
             keep_set = method.select_all(group, budget)

@@ -64,7 +64,10 @@ class PromptPhase:
                 self._window.keep(size)
         entries = partial(_rows, observed["keys"], observed.get("valid"), forward)
         lse, source = forward.lse, forward.layer_input
-        chunk = Chunk(forward.query, entries, forward.positions, forward.valid, forward.call.scaling, lse, source)
+        start = None if forward.padded else forward.start
+        chunk = Chunk(
+            forward.query, entries, forward.positions, forward.valid, forward.call.scaling, lse, source, start
+        )
         self._accumulators.add(chunk)
         if forward.end < self._length:
             return None
@@ -150,9 +153,10 @@ def _entries(forward: Forward, store: EntryStore | None) -> dict[str, Any]:
     observed = {"lengths": forward.lengths, "scaling": forward.call.scaling}
     if store is None and forward.valid is None:
         return {**observed, "keys": forward.key, "values": forward.value}
-    state, exists = (store or forward.pack()).padded()
+    store = store or forward.pack()
+    state, exists = store.padded()
     columns = {name: state.pop(name) for name in ("keys", "values", "positions")}
-    return {**observed, **columns, "state": state, "valid": exists}
+    return {**observed, **columns, "state": state, "valid": exists, "count": store.entries}
 
 
 def _rows(keys: Tensor, exists: Bool[Tensor, "batch kv_heads entries"] | None, forward: Forward) -> Entries:

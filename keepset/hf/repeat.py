@@ -65,13 +65,13 @@ class Repeat:
     def passes(self, prompt: Int[Tensor, " tokens"], chunk: int) -> Iterator[tuple[Int[Tensor, " more"], SoftmaxScope]]:
         """For every chunk the tokens to run after the prompt, and the entries that they are looked for in."""
         prefix = self.prefix(prompt)
-        before: list[int] = []
+        whole, part, turn = (prompt.new_tensor(words) for words in (self.whole, self.part, self.turn))
+        before = prompt[:0]
         start = prefix
         for own in prompt[prefix:].split(chunk or len(prompt)):
-            words = [*self.part, *before] if start > prefix else self.whole
-            instruction = torch.tensor([*words, *self.turn], dtype=own.dtype, device=own.device)
-            yield torch.cat([instruction, own]), SoftmaxScope(prefix or min(_SINKS, start), start, start + len(own))
-            before, start = own[-_REMINDER:].tolist(), start + len(own)
+            words = [part, before] if start > prefix else [whole]
+            yield torch.cat([*words, turn, own]), SoftmaxScope(prefix or min(_SINKS, start), start, start + len(own))
+            before, start = own[-_REMINDER:], start + len(own)
 
 
 @cache

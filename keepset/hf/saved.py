@@ -149,7 +149,7 @@ def _restore(layer: Any, tensors: Mapping[str, Tensor], logical: int) -> None:
     if isinstance(layer, KeepLayer):
         layer.store, layer.logical = EntryStore.of(_part(tensors, "columns."), tensors["counts"]), logical
         if layer.decoding is not None and (recorded := _part(tensors, "recorded.")):
-            layer.decoding.window = QueryWindow([recorded])
+            layer.decoding.window = QueryWindow([recorded], holes=True)
     else:
         layer.lazy_initialization(tensors["keys"], tensors["values"])
         layer.keys, layer.values = tensors["keys"], tensors["values"]

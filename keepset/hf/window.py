@@ -18,10 +18,11 @@ class QueryWindow:
 
     Args:
         parts: columns `[batch, n, ...]`, right-aligned. A part is never changed, so copies share it.
+        holes: whether some of their queries may not exist.
     """
 
-    def __init__(self, parts: Sequence[dict[str, Tensor]] = ()) -> None:
-        self._parts = list(parts)
+    def __init__(self, parts: Sequence[dict[str, Tensor]] = (), holes: bool = False) -> None:
+        self._parts, self._holes = list(parts), holes
 
     @property
     def nbytes(self) -> int:
@@ -33,8 +34,7 @@ class QueryWindow:
         """All that is recorded, as one part; empty when nothing is."""
         if len(self._parts) > 1:
             joined = {name: torch.cat([part[name] for part in self._parts], 1) for name in self._parts[0]}
-            holes = bool((joined["positions"] < 0).any())
-            self._parts = [_right_aligned(joined, joined["positions"].shape[1]) if holes else joined]
+            self._parts = [_right_aligned(joined, joined["positions"].shape[1]) if self._holes else joined]
         return self._parts[0] if self._parts else {}
 
     def add(
@@ -50,7 +50,7 @@ class QueryWindow:
         if rotation is not None:
             part |= {"cos": rotation[0].expand(len(queries), -1, -1), "sin": rotation[1].expand(len(queries), -1, -1)}
         if valid is not None:
-            part["positions"] = positions.masked_fill(~valid, -1)
+            part["positions"], self._holes = positions.masked_fill(~valid, -1), True
             self._parts.append(_right_aligned(part, size))
         else:
             self._parts.append({name: column[:, -size:].clone() for name, column in part.items()})
@@ -84,11 +84,11 @@ class QueryWindow:
         if columns := self.columns:
             gone = columns["positions"] >= lengths[:, None]
             cropped = {**columns, "positions": columns["positions"].masked_fill(gone, -1)}
-            self._parts = [_right_aligned(cropped, gone.shape[1])]
+            self._parts, self._holes = [_right_aligned(cropped, gone.shape[1])], True
 
     def fork(self) -> QueryWindow:
         """An independent copy."""
-        return QueryWindow(self._parts)
+        return QueryWindow(self._parts, self._holes)
 
 
 def _right_aligned(columns: dict[str, Tensor], size: int) -> dict[str, Tensor]:

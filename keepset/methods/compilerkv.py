@@ -142,7 +142,7 @@ class CompilerKV(Method):
 
     def received_attention(self, observations: Sequence[Observation]) -> Received:
         """Equation 6 summed over the window: the mean over layers and heads of what every position receives."""
-        longest = max(1, *(int(observation.lengths.max()) for observation in observations))
+        longest = max(1, int(observations[0].lengths.max()))
         total = observations[0].keys.new_zeros(len(observations[0].keys), longest, dtype=torch.float32)
         heads = 0
         for observation in observations:

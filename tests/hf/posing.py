@@ -25,6 +25,8 @@ _NO_LAUNCH = {
     *("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "_local_scalar_dense", "diagonal"),
     *("view_as_real", "view_as_complex"),
 }
+_ACROSS_DEVICES = {"_to_copy", "copy_", "index", "index_put", "index_put_", "lift_fresh"}
+"""What may be given tensors of two devices."""
 _KERNELS = {attention: ("_attend_part", "_merge_parts"), columns: ("_columns", "_log_sum_exp"), compaction: ("_copy",)}
 
 
@@ -49,6 +51,9 @@ class Posing(Tensor):
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _dispatch(function, args, kwargs or {})
+
+    def new_tensor(self, data: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        return Posing(self.held.new_tensor(data, **kwargs))
 
     def tolist(self) -> Any:
         _log("waits", "tolist")
@@ -144,6 +149,14 @@ def _dispatch(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         isinstance(each, Tensor) and each.dtype == torch.bool for each in tree_leaves(args[1])
     )
     unsized = name == "repeat_interleave" and kwargs.get("output_size") is None
+    if posing and name not in _ACROSS_DEVICES:
+        strays = [
+            each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and not isinstance(each, Posing)
+        ]
+        if any(each.ndim for each in strays):
+            raise RuntimeError(
+                f"{name} mixes tensors of two devices, of shapes {[tuple(each.shape) for each in strays]}"
+            )
     if posing and (name in _WAITS or boolean or unsized or (name == "_to_copy" and target == "cpu")):
         _log("waits", name)
     if there and name not in _NO_LAUNCH:

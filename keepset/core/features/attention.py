@@ -79,8 +79,12 @@ class _PromptQueries(Accumulator):
         queries = {}
         for feature, parts in self._queries.items():
             # By position, so that neither chunks nor padding change who is asked; the first token always is.
-            chosen = chunk.counted(0) & (chunk.positions % feature.stride == 0)
-            queries[feature] = [*parts, [row[:, own] for row, own in zip(rows, chosen, strict=True)]]
+            if chunk.start is None:
+                chosen = chunk.counted(0) & (chunk.positions % feature.stride == 0)
+                asked = [row[:, own] for row, own in zip(rows, chosen, strict=True)]
+            else:
+                asked = list(rows[:, :, -chunk.start % feature.stride :: feature.stride])
+            queries[feature] = [*parts, asked]
         self._queries = queries
 
     def joined(self, others: Sequence[_PromptQueries]) -> _PromptQueries:
