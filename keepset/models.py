@@ -87,7 +87,7 @@ def _placed(device: str | None, dtype: str | None) -> dict[str, Any]:
         gpus = torch.cuda.device_count()
         there = f"{gpus} GPU{'s' * (gpus > 1)} (cuda:0{f' to cuda:{gpus - 1}' * (gpus > 1)})" if gpus else "no GPU"
         raise KeepsetError(
-            f"PyTorch cannot compute on the device {device!r} and finds {there} here: use cpu, or a device that is there."
+            f"PyTorch cannot compute on the device {device!r} and finds {there} here: use one that is there, or cpu."
         ) from error
     return {"device": wanted, "dtype": dtype or "auto"}
 
