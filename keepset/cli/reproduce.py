@@ -115,7 +115,7 @@ def _sweep(part: Sweep, model: str | None, options: Options, path: Path, ray: bo
         )
 
     check_writable(path)
-    asking = Asking(part.agnostic, part.chat, part.temperature)
+    asking = Asking(part.mode, part.chat, part.temperature, options.answer_tokens)
     swept = sweep_grid(path, grid(part, options), model, asking, ray, foretell)
     say_lost(swept.lost)
     return measured(part, swept.cells, options.files), bool(swept.lost)

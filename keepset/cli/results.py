@@ -30,6 +30,12 @@ def results(
             "not given."
         ),
     ] = None,
+    by: Annotated[
+        str | None,
+        Option(
+            help="A fact of the examples, such as subject, level or depth: each of its values gets its own figures."
+        ),
+    ] = None,
     html: Html = None,
     csv: Annotated[Path | None, Option(help="Write all rows to this file.")] = None,
     latex: Annotated[Path | None, Option(help="Write the scores as LaTeX tables to this file.")] = None,
@@ -40,7 +46,7 @@ def results(
     Differences are over the examples that both recipes were run on. Intervals are of 95 %, over examples.
     """
     from keepset.bench.analysis.export import to_csv, to_latex
-    from keepset.bench.analysis.summary import summarise
+    from keepset.bench.analysis.summary import split, summarise
     from keepset.bench.report.eval import render
     from keepset.bench.sweep.store import Store
 
@@ -52,7 +58,7 @@ def results(
         cells, model, configuration = store.cells(), store.model, store.configuration
     if not cells:
         raise KeepsetError(f"{str(file)!r} has no figures yet: let `keepset eval` make some first.")
-    summary = summarise(cells, baseline)
+    summary = summarise(cells if by is None else split(cells, by), baseline)
     output(summary.to_json(), as_json, lambda: print_summary(summary))
     write(csv, lambda: to_csv(summary), described=None)
     write(latex, lambda: to_latex(summary), described=None)
@@ -69,8 +75,9 @@ def print_summary(summary: Summary) -> None:
     for task, group in groupby((*summary.rows, *summary.averages), attrgetter("task")):
         of_task = list(group)
         cut = max(row.cut for row in of_task)
+        tasks = f", mean of {of_task[0].tasks_of} tasks" if of_task[0].tasks_of > 1 else ""
         warning = f", {cut} contexts cut to what the model takes" if cut else ""
-        rows.add_row(Text.assemble(cell(task, style="bold"), warning))
+        rows.add_row(Text.assemble(cell(task, style="bold"), tasks, warning))
         for row in of_task:
             rows.add_row(_named(row), *_cells(row))
     show(rows)

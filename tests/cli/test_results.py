@@ -17,6 +17,7 @@ from keepset.cli import console
 from keepset.cli.results import _shown
 from tests.bench.analysis.cells import cell, cells
 from tests.cli.conftest import Run
+from tests.cli.test_bad_input import check_refused
 
 EVIL = "\x1b[31m[red]evil[/red]"
 SWEEP = [
@@ -34,7 +35,7 @@ def write(made: Sequence[Cell], path: Path) -> None:
     groups: dict[tuple[str, int, str], list[Cell]] = {}
     for each in made:
         groups.setdefault((each.task, each.seed, each.example), []).append(each)
-    with Store.begin(path, f"model {EVIL}", {"--agnostic": True, "--limit": None}) as store:
+    with Store.begin(path, f"model {EVIL}", {"--mode": "agnostic", "--limit": None}) as store:
         for task, seed in dict.fromkeys((task, seed) for task, seed, _ in groups):
             store.register(task, seed, [key[2] for key in groups if key[:2] == (task, seed)], "digest")
         for key, members in groups.items():
@@ -56,6 +57,17 @@ def test_json(run: Run, sweep: Path) -> None:
         assert json.loads(done.out) == summarise(store.cells()).to_json()
     data = json.loads(done.out)
     assert [each["recipe"] for each in data["averages"]] == list(dict.fromkeys(each.recipe for each in SWEEP))
+
+
+def test_by_a_fact(run: Run, tmp_path: Path) -> None:
+    levels = {"0": 1, "1": 5, "2": 5}
+    made = [replace(each, facts={"level": levels[each.example]}) for each in cells(FULL, [1.0, 0.0, 1.0])]
+    write([*made, cell(task="other")], tmp_path / "x.sqlite")
+    done = run("results", str(tmp_path / "x.sqlite"), "--by", "level", "--json")
+    rows = [(row["task"], row["score"]["value"], row["examples"]) for row in json.loads(done.out)["rows"]]
+    assert rows == [("qa, level 1", 1.0, 1), ("qa, level 5", 0.5, 2)]
+    because = "No example says its subject, so nothing can be split by it; known is: level."
+    check_refused(run, "results", str(tmp_path / "x.sqlite"), "--by", "subject", because=because)
 
 
 def lines_of(text: str) -> list[list[str]]:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from keepset.bench.analysis.rows import Figure
 from keepset.bench.candidate import Candidate
 from keepset.bench.cell import FULL
+from keepset.bench.sweep.prompts import Mode
 from keepset.bench.tasks.task import Tokenizer
 from keepset.recipe import Recipe, Schedule
 
@@ -87,7 +88,7 @@ class Sweep:
         lengths: in tokens, of tasks made to a length.
         answer_tokens: of an answer at most, by task; the task's own where it is not named.
         limit: examples of each task; None for all.
-        agnostic, chat, temperature: see `Runner`.
+        mode, chat, temperature: see `Runner`.
         name: tells an entry's sweeps apart, in the names of their files.
     """
 
@@ -101,7 +102,7 @@ class Sweep:
     lengths: tuple[int, ...] = (4096,)
     answer_tokens: Mapping[str, int] = field(default_factory=dict)
     limit: int | None = None
-    agnostic: bool = False
+    mode: Mode = "prompt"
     chat: bool = True
     temperature: float = 0.0
     name: str = ""

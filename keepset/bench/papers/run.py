@@ -15,7 +15,7 @@ def grid(sweep: Sweep, options: Options) -> Grid:
     """Its tasks and recipes, with what the user wants otherwise."""
     tasks = find(sweep.tasks, Settings(options.data, options.lengths or sweep.lengths))
     for task in tasks:
-        tokens = options.answer_tokens or sweep.answer_tokens.get(_name(task))
+        tokens = sweep.answer_tokens.get(_name(task))
         if tokens is not None:
             task.generation = replace(task.generation, tokens=tokens)
     candidates = list({line.candidate.text: line.candidate for line in sweep.lines(options.files)}.values())
@@ -35,7 +35,7 @@ class Cost:
 
 def cost(groups: Sequence[Group], tokenizer: Tokenizer, sweep: Sweep, chat: bool) -> Cost:
     """Of all groups, those that are done already too."""
-    prompts = Prompts(tokenizer, agnostic=sweep.agnostic, chat=chat, longest=None)
+    prompts = Prompts(tokenizer, mode=sweep.mode, chat=chat, longest=None)
     prompt_tokens = answer_tokens = 0
     for group in groups:
         answer = group.task.generation.tokens

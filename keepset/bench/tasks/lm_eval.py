@@ -1,5 +1,6 @@
 """Every task of lm-evaluation-harness: its prompts verbatim, its filters and its metrics."""
 
+import copy
 import functools
 import itertools
 import logging
@@ -87,7 +88,7 @@ class HarnessTask(Task):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Its functions come from files, which another process would not find, and its data may be large.
-        return _made, (self.name, *self._source)
+        return _made, (self.name, *self._source, self.generation)
 
     def examples(self, tokenizer: Tokenizer, *, limit: int | None = None, seed: int = 0) -> Sequence[Example]:
         """In the order of the data, whatever the seed."""
@@ -129,8 +130,11 @@ class HarnessTask(Task):
         return Example(str(index), context, (Question(text, target=doc, prefix=prefix, choices=choices),))
 
 
-def _made(own: str, name: str, settings: Settings) -> Task:
-    return next(task for task in _every(name, settings) if task.name == own)
+@functools.cache
+def _made(own: str, name: str, settings: Settings, generation: Generation) -> Task:
+    task = copy.copy(next(task for task in _every(name, settings) if task.name == own))
+    task.generation = generation
+    return task
 
 
 _every = functools.cache(make)
