@@ -93,11 +93,11 @@ def _run(entry: Entry, model: str | None, options: Options, out: Path, ray: bool
     lost = False
     for part in entry.parts:
         if isinstance(part, Sweep):
-            words = [entry.name, part.name, Path(model or EMBEDDED).name]
-            path = out / f"{'-'.join(filter(None, words))}.sqlite"
+            path = out / f"{part.name or entry.name}-{Path(model or EMBEDDED).name}.sqlite"
             measured, incomplete = _sweep(part, model, options, path, ray)
             rows, lost = rows + measured, lost or incomplete
         else:
+            note(f"{part.takes}, unless options say otherwise")
             with status(entry.title):
                 rows += part.measure(*load(model), options)
     return rows, lost

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from keepset.bench.papers.entry import SCORE, Entry, Sweep
+from keepset.bench.papers.entry import SCORE, SECONDS, Entry, Sweep
 from keepset.recipe import Schedule
 
 QWEN = "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"
@@ -96,6 +96,7 @@ def _dynamics(metrics: tuple[str, ...], by: tuple[str, ...] = ()) -> Sweep:
     return _sweep(("math500",), _TOVA | _AMS_TOVA, (512,), metrics, by=by, name="ams-dynamics")
 
 
+_STABILITY = ("iou", "iou_early", "iou_middle", "iou_late")
 _BUDGET_OF_DYNAMICS = "The paper does not say the budget: 512 is that of its examples (appendix G)."
 
 ENTRIES = (
@@ -107,16 +108,7 @@ ENTRIES = (
         (
             _sweep(
                 ("math500", "aime24", "aime25"),
-                _STREAMING
-                | _TOVA
-                | _AMS_TOVA
-                | _KEYDIFF
-                | _CHUNKS
-                | _PYRAMID
-                | _ADAKV
-                | _AMS_EXPECTED
-                | _R_KV
-                | _RPC,
+                _STREAMING | _TOVA | _AMS_TOVA | _KEYDIFF | _CHUNKS | _PYRAMID | _ADAKV | _AMS_EXPECTED | _R_KV | _RPC,
                 (256, 512, 1024),
                 full=True,
             ),
@@ -217,7 +209,7 @@ ENTRIES = (
                 ("math500",),
                 _STREAMING | _TOVA | _PYRAMID | _ADAKV | _AMS_EXPECTED,
                 (128, 512, 1024),
-                ("seconds", "peak_bytes"),
+                (SECONDS, "peak_bytes"),
             ),
         ),
         note="Here AdaKV frees what it drops; the paper's masks it. Seconds compare only where nothing else runs.",
@@ -227,8 +219,32 @@ ENTRIES = (
         "AMS, Table 9",
         "How long answers get, and how repetitive",
         (QWEN,),
-        (_dynamics(("tokens", "repetition", "seconds")),),
+        (_dynamics(("tokens", "repetition", SECONDS)),),
         note=_BUDGET_OF_DYNAMICS,
+    ),
+    Entry(
+        "ams-figure-4",
+        "AMS, Figure 4",
+        "The middle of the text, and repetition by difficulty",
+        (QWEN,),
+        (_dynamics(("wipeout", "middle", "repetition"), by=("level",)),),
+        note=f"{_BUDGET_OF_DYNAMICS} Regions are of 16 tokens, the middle is a third.",
+    ),
+    Entry(
+        "ams-figure-5",
+        "AMS, Figure 5",
+        "How much stays from event to event, by depth and subject",
+        (QWEN,),
+        (_dynamics(_STABILITY, by=("subject",)),),
+        note=_BUDGET_OF_DYNAMICS,
+    ),
+    Entry(
+        "ams-table-14",
+        "AMS, Table 14",
+        "How much stays from event to event",
+        (QWEN,),
+        (_dynamics(_STABILITY, by=("subject",)),),
+        note=f"{_BUDGET_OF_DYNAMICS} Numbers and lengths of segments are left out: `keepset trace` shows them.",
     ),
     Entry(
         "ams-table-16",
@@ -254,14 +270,14 @@ ENTRIES = (
                 ("math500",),
                 _INTERVALS,
                 (512, 1024, 2048),
-                (SCORE, "seconds", "peak_bytes"),
+                (SCORE, SECONDS, "peak_bytes"),
                 sample=_TENTH,
                 name="ams-intervals",
             ),
         ),
         note=(
-            "The paper's columns do not go with their heads. By Table 18, of the same runs, the first counts right "
-            "answers of 50, the second is the seconds of all 50, and the last memory; the third is left out."
+            "The paper's columns do not go with their heads. By Table 18, of nearly the same runs, the first counts "
+            "right answers of 50, the second is the seconds of all 50, and the last memory; the third is left out."
         ),
     ),
     Entry(
@@ -274,7 +290,7 @@ ENTRIES = (
                 ("math500",),
                 _INTERVALS,
                 (512, 1024, 2048),
-                (SCORE, "seconds", "peak_bytes"),
+                (SCORE, SECONDS, "peak_bytes"),
                 sample=_TENTH,
                 name="ams-intervals",
             ),
@@ -290,7 +306,7 @@ ENTRIES = (
                 ("math500",),
                 dict(_segmented(*row) for row in _SEGMENTS),
                 (512,),
-                (SCORE, "seconds", "peak_bytes"),
+                (SCORE, SECONDS, "peak_bytes"),
                 sample=_TENTH,
             ),
         ),

@@ -17,6 +17,8 @@ from keepset.recipe import Recipe, Schedule
 
 SCORE = "score"
 """The metric of a figure that is the task's own."""
+SECONDS = "seconds"
+"""The metric of a whole answer's time: prefill, selecting and decoding."""
 AT_THE_PROMPTS_END = Schedule()
 _MADE_HERE = ("needle", "niah_", "ruler_vt", "ruler_cwe", "ruler_fwe")
 
@@ -25,10 +27,10 @@ class Key(NamedTuple):
     """Where a figure stands in a table.
 
     Attributes:
-        task: its name without a length's `@`, and of a split one also the part's: `math500 Algebra`.
+        task: its name, that of a group for an average, and of a part also the fact: `math500, level 5`.
         method: the paper's name of what was run.
         keep: the budget, None where there is none or the method decides.
-        metric: `SCORE`, or the name of a cost of a cell, such as `tokens`.
+        metric: `SCORE`, `SECONDS`, or the name of a cost of a cell, such as `tokens`.
     """
 
     task: str
@@ -87,9 +89,10 @@ class Sweep:
         metrics: what the table shows of each.
         lengths: in tokens, of tasks made to a length.
         answer_tokens: of an answer at most, by task; the task's own where it is not named.
-        limit: examples of each task; None for all.
+        sample: of each task's examples; see `Grid`.
+        by: facts of the examples, such as `level`, each of whose values gets figures of its own beside the whole.
         mode, chat, temperature: see `Runner`.
-        name: tells an entry's sweeps apart, in the names of their files.
+        name: of its file, which sweeps with the same name share; the entry's if empty.
     """
 
     tasks: tuple[str, ...]
@@ -101,7 +104,8 @@ class Sweep:
     metrics: tuple[str, ...] = (SCORE,)
     lengths: tuple[int, ...] = (4096,)
     answer_tokens: Mapping[str, int] = field(default_factory=dict)
-    limit: int | None = None
+    sample: int | float | None = None
+    by: tuple[str, ...] = ()
     mode: Mode = "prompt"
     chat: bool = True
     temperature: float = 0.0
@@ -125,9 +129,13 @@ Measure = Callable[[PreTrainedModel, Tokenizer, Options], Sequence[Measured]]
 
 @dataclass(frozen=True)
 class Measurement:
-    """Anything that is no grid: a function of the model and of texts that it finds itself."""
+    """Anything that is no grid: a function of the model and of texts that it finds itself.
+
+    `takes` says what that is, where no option says otherwise.
+    """
 
     measure: Measure
+    takes: str
 
 
 @dataclass(frozen=True)
