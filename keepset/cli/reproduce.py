@@ -93,7 +93,8 @@ def _run(entry: Entry, model: str | None, options: Options, out: Path, ray: bool
     lost = False
     for part in entry.parts:
         if isinstance(part, Sweep):
-            path = out / f"{part.name or entry.name}-{Path(model or EMBEDDED).name}.sqlite"
+            words = [part.file or entry.name, part.name, Path(model or EMBEDDED).name]
+            path = out / f"{'-'.join(filter(None, words))}.sqlite"
             measured, incomplete = _sweep(part, model, options, path, ray)
             rows, lost = rows + measured, lost or incomplete
         else:

@@ -78,19 +78,20 @@ def summarise(cells: Sequence[Cell], baseline: str | None = None) -> Summary:
     tasks: dict[str, dict[str, dict[tuple[int, str], Cell]]] = {}
     for cell in cells:
         tasks.setdefault(cell.task, {}).setdefault(cell.recipe, {})[cell.seed, cell.example] = cell
-    together = groups(tasks)
+    groups = _groups(tasks)
     rows: dict[str, dict[str, TableRow]] = {}
     for task, recipes in tasks.items():
         examples = {example for recipe_cells in recipes.values() for _, example in recipe_cells}
         against = {name: _against(recipes, name, baseline) for name in recipes}
         rows[task] = {name: table_row(recipe_cells, against[name], examples) for name, recipe_cells in recipes.items()}
     averages = []
-    for group, members in together.items():
+    for group, members in groups.items():
         for recipe in dict.fromkeys(recipe for task in members for recipe in rows[task]):
             parts = [rows[task][recipe] for task in members if recipe in rows[task]]
             averages.append(average(group, parts, len(members)))
+    together = {**{task: [task] for task in tasks}, **groups}
     trades: list[Trade] = []
-    for name, members in {**{task: [task] for task in tasks}, **together}.items():
+    for name, members in together.items():
         trades += _trades(name, [(tasks[task], rows[task]) for task in members])
     every = [row for by_recipe in rows.values() for row in by_recipe.values()]
     return Summary(baseline, every, averages, trades, needle_maps(cells))
@@ -114,7 +115,7 @@ def groups_of(task: str) -> list[str]:
     return [f"{group}{at}{length}" for group, names in _GROUPS.items() if name in names]
 
 
-def groups(tasks: Iterable[str]) -> dict[str, list[str]]:
+def _groups(tasks: Iterable[str]) -> dict[str, list[str]]:
     """Those of two tasks or more; of a benchmark that is there in one part only, not the part."""
     members: dict[str, list[str]] = {}
     for task in tasks:

@@ -2,11 +2,11 @@
 
 import difflib
 
-from keepset.bench.papers import ams, gvote
+from keepset.bench.papers import ams, gvote, kvcompose
 from keepset.bench.papers.entry import Entry
 from keepset.errors import KeepsetError
 
-ENTRIES: dict[str, Entry] = {entry.name: entry for paper in (ams, gvote) for entry in paper.ENTRIES}
+ENTRIES: dict[str, Entry] = {entry.name: entry for paper in (ams, kvcompose, gvote) for entry in paper.ENTRIES}
 
 
 def entry_of(name: str) -> Entry:

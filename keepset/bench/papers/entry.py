@@ -19,6 +19,15 @@ SCORE = "score"
 """The metric of a figure that is the task's own."""
 SECONDS = "seconds"
 """The metric of a whole answer's time: prefill, selecting and decoding."""
+AREA = "area"
+"""Under the score over what is kept, of all tasks and budgets together: see `bench.analysis.curves`."""
+
+
+def removed_at(tolerance: float) -> str:
+    """The metric that says how much can go within a relative loss of score, of all tasks and budgets together."""
+    return f"removed at a loss of {tolerance:.0%}"
+
+
 AT_THE_PROMPTS_END = Schedule()
 _MADE_HERE = ("needle", "niah_", "ruler_vt", "ruler_cwe", "ruler_fwe")
 
@@ -27,10 +36,10 @@ class Key(NamedTuple):
     """Where a figure stands in a table.
 
     Attributes:
-        task: its name, that of a group for an average, and of a part also the fact: `math500, level 5`.
+        task: its name, and of a part of its examples also the fact: `math500, level 5`.
         method: the paper's name of what was run.
         keep: the budget, None where there is none or the method decides.
-        metric: `SCORE`, `SECONDS`, or the name of a cost of a cell, such as `tokens`.
+        metric: `SCORE`, `SECONDS`, the name of a cost of a cell, such as `tokens`, `AREA`, or one of `removed_at`.
     """
 
     task: str
@@ -89,10 +98,13 @@ class Sweep:
         metrics: what the table shows of each.
         lengths: in tokens, of tasks made to a length.
         answer_tokens: of an answer at most, by task; the task's own where it is not named.
-        sample: of each task's examples; see `Grid`.
-        by: facts of the examples, such as `level`, each of whose values gets figures of its own beside the whole.
+        limit, sample: examples of each task; see `Grid`.
+        by: facts of the examples, such as `level`: each of their values gets figures of its own.
         mode, chat, temperature: see `Runner`.
-        name: of its file, which sweeps with the same name share; the entry's if empty.
+        average: the table's name for the mean over all tasks, and for what is said of them together; empty without.
+        suffix: what follows the names of tasks where another sweep of the entry has the same.
+        name: tells an entry's sweeps apart, in the names of their files.
+        file: begins those names in place of the entry's, where several entries show the same cells.
     """
 
     tasks: tuple[str, ...]
@@ -104,12 +116,16 @@ class Sweep:
     metrics: tuple[str, ...] = (SCORE,)
     lengths: tuple[int, ...] = (4096,)
     answer_tokens: Mapping[str, int] = field(default_factory=dict)
+    limit: int | None = None
     sample: int | float | None = None
     by: tuple[str, ...] = ()
     mode: Mode = "prompt"
     chat: bool = True
     temperature: float = 0.0
+    average: str = ""
+    suffix: str = ""
     name: str = ""
+    file: str = ""
 
     def lines(self, files: Mapping[str, Path]) -> list[Line]:
         """Every method under every budget, the full cache first; a file that is not given is the model's own."""

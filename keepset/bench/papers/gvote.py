@@ -1,7 +1,6 @@
 """GVote: Adaptive KV-cache compression without manually setting budget (Tang and others 2025, arXiv:2509.03136)."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 
 import torch
 from jaxtyping import Int
@@ -32,7 +31,9 @@ _LONGBENCH = "The paper cites LongBench v2, whose domains these are."
 
 def _curves(*tasks: str) -> Sweep:
     """Accuracy over usage; the figures that draw it share their cells."""
-    return Sweep(tasks, _BASELINES | {"GVote": "gvote"}, _KEEPS, metrics=_METRICS, name="gvote-curves")
+    return Sweep(
+        tasks, _BASELINES | {"GVote": "gvote"}, _KEEPS, metrics=_METRICS, average="all tasks", file="gvote-curves"
+    )
 
 
 def _ablation(parameter: str, values: Sequence[float]) -> Sweep:
@@ -51,7 +52,7 @@ def _texts(tokenizer: Tokenizer, options: Options) -> Iterator[Int[Tensor, "1 to
 
 def _rows(layers: Sequence[dict[int, Agreement]] | Sequence[dict[int, Gaussianity]], method: str) -> list[Measured]:
     """Means over each text's heads or channels: of all layers, and of each; intervals are over texts."""
-    names = [each.name for each in fields(next(iter(layers[0].values())))]
+    names = vars(next(iter(layers[0].values())))
     rows = []
     for task, wanted in [("all layers", list(layers[0])), *((f"layer {layer}", [layer]) for layer in layers[0])]:
         for name in names:

@@ -1,12 +1,14 @@
 """The papers' own figures, as their texts print them, from JSON files beside this one.
 
-A file has a list of blocks for each entry. A block is of one `model`, `task` and `metric`; its `values` have a row for
-each method, a figure per budget of `keeps` (null where there is none); figures are `scale` times what is measured here.
+A file has a list of blocks for each entry. A block is of one `model`, `task`, `keep` and `metric`, or of several of one
+of the last three: `tasks`, `keeps`, `metrics`. Its `values` have a row for each method, a figure for each of several
+(null where there is none); figures are `scale` times what is measured here.
 """
 
 import json
 from functools import cache
 from importlib.resources import files
+from itertools import product
 from typing import Any
 
 from keepset.bench.papers.entry import SCORE, Key
@@ -19,10 +21,17 @@ def published(entry: str) -> dict[str, dict[Key, float]]:
     by_model: dict[str, dict[Key, float]] = {}
     for block in _blocks().get(entry, []):
         figures = by_model.setdefault(block["model"], {})
+        columns = list(
+            product(
+                block.get("tasks", [block.get("task")]),
+                block.get("keeps", [block.get("keep")]),
+                block.get("metrics", [block.get("metric", SCORE)]),
+            )
+        )
         for method, values in block["values"].items():
-            for keep, value in zip(block["keeps"], values, strict=True):
+            for (task, keep, metric), value in zip(columns, values, strict=True):
                 if value is not None:
-                    key = Key(block["task"], method, keep, block.get("metric", SCORE))
+                    key = Key(task, method, keep, metric)
                     figures[key] = round(value / block.get("scale", 1), 10)  # 56.7 / 100 is 0.567...01 in binary
     return by_model
 

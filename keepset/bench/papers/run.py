@@ -19,8 +19,8 @@ def grid(sweep: Sweep, options: Options) -> Grid:
         if tokens is not None:
             task.generation = replace(task.generation, tokens=tokens)
     candidates = list({line.candidate.text: line.candidate for line in sweep.lines(options.files)}.values())
-    sample = sweep.sample if options.limit is None else None
-    return Grid(tasks, [options.seed], {task.name: candidates for task in tasks}, options.limit, sample)
+    limit, sample = (sweep.limit, sweep.sample) if options.limit is None else (options.limit, None)
+    return Grid(tasks, [options.seed], {task.name: candidates for task in tasks}, limit, sample)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import pytest
 
 from keepset.bench.papers.catalogue import ENTRIES, entry_of
 from keepset.bench.papers.entry import Entry, Key, Options
+from keepset.bench.papers.measured import CURVES
 from keepset.bench.papers.published import _blocks, published
 from keepset.bench.papers.run import grid
 from keepset.errors import KeepsetError
@@ -40,8 +41,10 @@ def keys(entry: Entry) -> set[Key]:
     places: set[Key] = set()
     for sweep in entry.sweeps:
         tasks = [task.name for task in grid(sweep, Options()).tasks]
+        if sweep.average:
+            tasks.append(sweep.average)
         places |= {
-            Key(task, line.method, line.keep, metric)
+            Key(task + sweep.suffix, line.method, None if metric in CURVES else line.keep, metric)
             for task in tasks
             for line in sweep.lines({})
             for metric in sweep.metrics
@@ -54,8 +57,9 @@ def test_published_figures_are_well_formed() -> None:
     assert set(blocks) <= set(ENTRIES)
     for entry in blocks.values():
         for block in entry:
-            assert set(block) <= {"model", "task", "metric", "scale", "keeps", "values"}
-            assert all(len(row) == len(block["keeps"]) for row in block["values"].values())
+            assert set(block) <= {*("model", "task", "keep", "metric", "tasks", "keeps", "metrics"), "scale", "values"}
+            (columns,) = (block[name] for name in ("tasks", "keeps", "metrics") if name in block)
+            assert all(len(row) == len(columns) for row in block["values"].values())
             numbers = [number for row in block["values"].values() for number in row if number is not None]
             assert numbers and all(0 <= number <= 1e6 for number in numbers)
 
