@@ -76,8 +76,16 @@ def reproduce(
     options = Options(limit, seed, answer_tokens, wanted, data, files)
     out.mkdir(parents=True, exist_ok=True)
     results, failed = [], False
-    for name in chosen.models if model is None else (model,):
-        rows, lost = _run(chosen, None if name == _EMBEDDED else name, options, out, ray)
+    names = chosen.models if model is None else (model,)
+    for name in names:
+        try:
+            rows, lost = _run(chosen, None if name == _EMBEDDED else name, options, out, ray)
+        except KeepsetError as error:
+            if len(names) == 1:
+                raise
+            note(f"{name}: {error}")  # the others' figures are none the worse for it
+            failed = True
+            continue
         failed = failed or lost or any(row.failed for row in rows)
         results.append(_result(chosen, EMBEDDED if name == _EMBEDDED else name, rows))
     output(results, as_json, lambda: _print(chosen, results))

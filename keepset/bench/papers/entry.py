@@ -29,6 +29,8 @@ def removed_at(tolerance: float) -> str:
 
 
 AT_THE_PROMPTS_END = Schedule()
+_MADE_BY = {"stats": "calibrate", "tables": "compile"}
+"""Files of a model that recipes may name, and the commands that make them."""
 _MADE_HERE = ("needle", "niah_", "ruler_vt", "ruler_cwe", "ruler_fwe")
 
 
@@ -194,6 +196,8 @@ class Entry:
             return f"cannot be run: {self.missing}"
         sizes = sorted(set(_sizes(self.models)))
         needs = [f"a model of {' and '.join(f'{size:g}B' for size in sizes)}"] if sizes else []
+        texts = "".join(text for sweep in self.sweeps for text in sweep.methods.values())
+        needs += [f"--{name} (keepset {command})" for name, command in _MADE_BY.items() if f"{{{name}}}" in texts]
         if self.data:
             needs.append(f"data: {', '.join(self.data)} (the hub's, or --data)")
         return "; ".join(["needs " + " and ".join(needs)] if needs else ["runs here"])
