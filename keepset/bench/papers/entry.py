@@ -126,7 +126,7 @@ class Sweep:
         """Every method under every budget, the full cache first; a file that is not given is the model's own."""
         lines = [Line(self.full, None, Candidate(None, FULL, FULL, 1.0))] if self.full else []
         for method, text in self.methods.items():
-            recipe = Recipe.parse(text.format_map(_Files(files)))
+            recipe = recipe_of(text, files)
             if recipe.schedule == AT_THE_PROMPTS_END:
                 recipe = replace(recipe, schedule=self.schedule)
             fixed = recipe.budget.keep is not None or not recipe.method.needs_budget
@@ -188,6 +188,11 @@ class Entry:
         if self.data:
             needs.append(f"data: {', '.join(self.data)} (the hub's, or --data)")
         return "; ".join(["needs " + " and ".join(needs)] if needs else ["runs here"])
+
+
+def recipe_of(text: str, files: Mapping[str, Path]) -> Recipe:
+    """The recipe of a text that may name a file of the model in braces; one that is not given is the model's own."""
+    return Recipe.parse(text.format_map(_Files(files)))
 
 
 class _Files(dict[str, str]):
