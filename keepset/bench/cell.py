@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from statistics import fmean
 from typing import Any
 
 FULL = "full cache"
@@ -25,7 +26,11 @@ class Outcome:
         repetition: share of the generated tokens' four-grams that were there before, in the same answer.
         prefill_seconds: of the shared prefill and of what was collected for this recipe.
         select_seconds: choosing and freeing.
-        decode_seconds: hearing the question and generating, or scoring the choices; of a batch an even share.
+        decode_seconds: hearing the question and generating, or scoring the choices; of answers that are decoded side
+            by side an even share.
+        batch: how many were, on the mean over the tokens.
+        peak_bytes: the most that the device had allocated in any call of the model for it, weights and the others of
+            the batch included; None on a CPU.
     """
 
     scores: dict[str, float]
@@ -39,10 +44,18 @@ class Outcome:
     prefill_seconds: float = 0.0
     select_seconds: float = 0.0
     decode_seconds: float = 0.0
+    batch: float = 1.0
+    peak_bytes: int | None = None
 
 
 COSTS = tuple(each.name for each in fields(Outcome) if each.name not in ("scores", "replies"))
-"""The figures that have means."""
+"""The figures that have means, over the outcomes where they are not None."""
+
+
+def means(outcomes: Sequence[Any]) -> dict[str, float | None]:
+    """Of all `COSTS` of outcomes, or of what has the same figures."""
+    values = {name: [value for each in outcomes if (value := getattr(each, name)) is not None] for name in COSTS}
+    return {name: fmean(there) if there else None for name, there in values.items()}
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from keepset.hf.join import join
 
 import keepset
 from keepset.bench.analysis.diagnostics import repetition_rate
 from keepset.bench.generation import Ending, generate, picker
 from keepset.bench.tasks.task import Generation
 from keepset.hf.cache import Cache
-from keepset.hf.join import join
 from tests.bench.sweep.asked import scripted, watched
 from tests.bench.sweep.letters import letters
 from tests.hf.models import prompt, tiny
