@@ -42,7 +42,8 @@ class AttentionCall(NamedTuple):
         """One request's part."""
         rows = slice(index, index + 1)
         query, key, value = self.query[rows], self.key[rows], self.value[rows]
-        return self._replace(query=query, key=key, value=value, rows=rows)
+        at = None if self.position_ids is None else self.position_ids[rows]
+        return self._replace(query=query, key=key, value=value, position_ids=at, rows=rows)
 
 
 Attend = Callable[[AttentionCall], Tensor]

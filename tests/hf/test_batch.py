@@ -31,7 +31,7 @@ RECIPES = {
     "h2o": "h2o(keep=10)",
     "tova": "tova(keep=7, every=1, prefill=False)",
     "across_layers": "kvcompose(keep=0.4)",
-    "layers": "layers(knorm, keep=8, every=3)",
+    "pool": "pool(knorm, keep=8, every=3)",
 }
 LENGTHS = [21, 1, 9, 30, 8, 16]
 """Of prompts: one of a single token, and of as many as some recipes keep; some reach an event at the same step."""
