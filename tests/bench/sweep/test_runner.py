@@ -288,7 +288,7 @@ DECODING = [
     "snapkv(window=4, keep=12, every=5)",
     "adakv(snapkv(window=4), keep=12, every=4)",
     "pyramid(snapkv(window=4), keep=8, every=6)",
-    "ams(tova, window=6, kernel=3, segment_mass=0.2, max_segment=6, keep=14, sinks=2, recent=3, every=4)",
+    "ams(tova, window=6, kernel=3, segment_mass=0.2, min_segment=2, max_segment=6, keep=14, recent=3, every=4)",
     "r_kv(window=3, kernel=3, keep=24, every=5)",
     "expected_attention(future=8, skip=2, buffer=7, keep=8, every=5)",
     "random(keep=9, recent=2, every=1, protect_prompt=True)",
