@@ -31,6 +31,11 @@ class Outcome:
         batch: how many were, on the mean over the tokens.
         peak_bytes: the most that the device had allocated in any call of the model for it, weights and the others of
             the batch included; None on a CPU.
+        wipeout: of the text's regions, the share of which an event kept nothing, on the mean over events, layers and
+            KV heads. This and the following, see `diagnostics`: of recipes with `every=`; None where nothing is known.
+        middle: of the middle third of the text, the share that an event kept.
+        iou: intersection over union of what an event and the one before it kept; `iou_early`, `iou_middle` and
+            `iou_late` that of the first, middle and last third of the layers.
     """
 
     scores: dict[str, float]
@@ -45,7 +50,13 @@ class Outcome:
     select_seconds: float = 0.0
     decode_seconds: float = 0.0
     batch: float = 1.0
-    peak_bytes: int | None = None
+    peak_bytes: float | None = None
+    wipeout: float | None = None
+    middle: float | None = None
+    iou: float | None = None
+    iou_early: float | None = None
+    iou_middle: float | None = None
+    iou_late: float | None = None
 
 
 COSTS = tuple(each.name for each in fields(Outcome) if each.name not in ("scores", "replies"))

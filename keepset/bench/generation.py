@@ -112,7 +112,7 @@ class Stream:
     logits: Float[Tensor, "1 vocabulary"]
     pick: Pick
     ending: Ending
-    on_token: Callable[[], None] = lambda: None
+    on_token: Callable[[], None]
     answer: Answer = field(default_factory=Answer)
     over: bool = False
     error: Exception | None = None

@@ -44,7 +44,7 @@ def say(text: str, generation: Generation) -> tuple[str, bool, int, int]:
         cache = keepset.Cache(model, "streaming_llm(keep=1.0)")
         first = model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1]
         ending = Ending(model, TOKENIZER, generation)
-        [answer] = decoded(model, [Stream(cache, first, picker(0.0, torch.device("cpu")), ending)])
+        [answer] = decoded(model, [Stream(cache, first, picker(0.0, torch.device("cpu")), ending, lambda: None)])
     assert answer.ids == tokens[: len(answer.ids)] and isinstance(answer.reply, str)
     return answer.reply, answer.finished, len(answer.ids), len(calls) - 1
 
@@ -133,7 +133,7 @@ def test_what_an_event_takes_is_its_own_answers(monkeypatch: pytest.MonkeyPatch)
         cache = Cache(model, recipe)
         with torch.no_grad():
             logits = model(prompt(1, 9), past_key_values=cache).logits[:, -1]
-        streams.append(Stream(cache, logits, picker(0.0, torch.device("cpu")), ending))
+        streams.append(Stream(cache, logits, picker(0.0, torch.device("cpu")), ending, lambda: None))
     before = [sum(event.seconds for event in stream.cache.events) for stream in streams]
     selects = type(streams[0].cache.recipe.method).select_all
 

@@ -74,6 +74,12 @@ class TableRow:
     decode_seconds: float | None = None
     batch: float | None = None
     peak_bytes: float | None = None
+    wipeout: float | None = None
+    middle: float | None = None
+    iou: float | None = None
+    iou_early: float | None = None
+    iou_middle: float | None = None
+    iou_late: float | None = None
 
 
 def table_row(cells: Cells, baseline: Cells | None, examples: Collection[str]) -> TableRow:

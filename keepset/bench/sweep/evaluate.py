@@ -3,6 +3,7 @@
 import copy
 import math
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -10,12 +11,14 @@ import torch
 from transformers import PreTrainedModel
 
 from keepset.bench.analysis.diagnostics import repetition_rate
+from keepset.bench.analysis.event_figures import EventFigures
 from keepset.bench.cell import Outcome
 from keepset.bench.generation import Answer, Ending, Stream, likelihoods, picker
 from keepset.bench.memory import CacheMemory
 from keepset.bench.sweep.prompts import Prompt
 from keepset.bench.sweep.scheduler import Streams
 from keepset.bench.tasks.task import Reply, Task, Tokenizer
+from keepset.hf.cache import Cache
 from keepset.hf.prompt_session import CachedPrompt
 
 TOGETHER = 8
@@ -49,7 +52,9 @@ class Evaluator:
             for number, question in enumerate(prompt.questions, first):
                 used = cached.cache if question is prompt.questions[-1] else cached.cache.fork()
                 memory = copy.copy(begun)
-                look = partial(memory.look, used) if decodes else lambda: None
+                events = EventFigures()
+                look = partial(_look, used, [memory, events] if decodes else [])
+                look()
                 try:
                     began, logits = time.perf_counter(), cached.logits
                     if question.ids:
@@ -83,10 +88,16 @@ class Evaluator:
                         select_seconds=memory.select_seconds,
                         decode_seconds=answer.seconds - (memory.select_seconds - begun.select_seconds),
                         batch=answer.beside / len(answer.ids) if answer.ids else 1.0,
+                        **events.means,
                     )
                 )
         finally:
             cached.cache.stop_watching()
+
+
+def _look(cache: Cache, watchers: Sequence[CacheMemory | EventFigures]) -> None:
+    for watcher in watchers:
+        watcher.look(cache)
 
 
 def _plain(reply: Reply) -> Any:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import groupby
 from statistics import fmean
 from typing import Any
 
@@ -14,12 +16,13 @@ from keepset.bench.candidate import Candidate
 from keepset.bench.cell import Cell, Outcome, means
 from keepset.bench.memory import Room, most_tokens
 from keepset.bench.sweep.evaluate import Evaluator
-from keepset.bench.sweep.prompts import Prompt, Prompts
+from keepset.bench.sweep.prompts import Mode, Prompt, Prompts
 from keepset.bench.sweep.scheduler import Scheduler, Streams
 from keepset.bench.tasks.task import Example, Task, Tokenizer
 from keepset.errors import KeepsetError
 from keepset.hf.cache import Cache
 from keepset.hf.prompt_session import CachedPrompt, PromptSession
+from keepset.hf.second_pass import takes_task_tokens
 from keepset.offline.compile.contamination import refuse_contaminated
 from keepset.recipe import Recipe
 
@@ -37,15 +40,14 @@ class Asked:
 class Runner:
     """Asks the same of every candidate, so that cells differ by nothing but the recipe.
 
-    If `agnostic`, the context is compressed before any question is known, instead of context and question together. The
-    first token of an answer is predicted by the whole prompt, as in `generate`; where a question follows a compressed
-    context, by what was kept of it. Answers are the most likely tokens; with a temperature they are drawn by the seed,
-    the example and the question alone, so that all candidates have the same luck. Of the model's generation config only
-    what ends an answer counts.
+    The mode says what is compressed, and what is known by then. The first token of an answer is predicted by the whole
+    prompt, as in `generate`; where something follows what was compressed, by what was kept of it. Answers are the most
+    likely tokens; with a temperature they are drawn by the seed, the example and the question alone, so that all
+    candidates have the same luck. Of the model's generation config only what ends an answer counts.
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: Tokenizer, *, agnostic: bool, chat: bool, temperature: float = 0.0
+        self, model: PreTrainedModel, tokenizer: Tokenizer, *, mode: Mode, chat: bool, temperature: float = 0.0
     ) -> None:
         # Divided by less, logits overflow.
         if not (temperature == 0 or 0.01 <= temperature <= 100):
@@ -53,9 +55,11 @@ class Runner:
                 f"A temperature of {temperature} is out of range: use 0 for greedy decoding, or 0.01 to 100."
             )
         longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        self._room = Room(model.device)
-        self._prompts = Prompts(tokenizer, agnostic=agnostic, chat=chat, longest=longest)
+        prompts = partial(Prompts, tokenizer, mode=mode, longest=longest)
+        self._mode, self._verbatim = mode, prompts(chat=False)
+        self._chat = prompts(chat=True) if chat else self._verbatim
         self._model, self._evaluator = model, Evaluator(model, tokenizer, temperature)
+        self._room = Room(model.device)
 
     def run(self, task: Task, example: Example, candidates: Sequence[Candidate], seed: int) -> Iterator[Cell]:
         """A cell for every candidate, in their order; what cannot be had is a cell with an error.
@@ -63,11 +67,27 @@ class Runner:
         Raises an error that says that memory was not enough for the next of them.
         """
         runs = [_Run(Asked(task, seed, example, candidate)) for candidate in candidates]
-        prompts, questions, left = self._begin(runs), 0, list(runs)
+        for told, together in groupby(runs, self._is_told):
+            yield from self._share(list(together), told)
+
+    def decode(self, asked: Iterable[Asked]) -> Iterator[tuple[Asked, Cell | None]]:
+        """A cell for each, as they are done, side by side, each on a prefill of its own; None without the memory."""
+
+        def job(each: Asked) -> _Job:
+            run = _Run(each)
+            prompts = self._begin([run], self._is_told(run))
+            recipes = [] if run.recipe is None else [run.recipe]
+            return self._job(run, prompts, 0, lambda prompt: self._session(prompt, recipes))
+
+        for done, error in Scheduler(self._model, self._room, map(job, asked)).run():
+            yield done.run.asked, None if error is not None else done.run.cell()
+
+    def _share(self, runs: Sequence[_Run], told: bool) -> Iterator[Cell]:
+        """The cells of candidates that share their prefills."""
+        prompts, questions, left = self._begin(runs, told), 0, list(runs)
         for prompt in prompts:
             recipes = [run.recipe for run in runs if run.error is None and run.recipe is not None]
-            sharing = [recipe for recipe in recipes if recipe.schedule.every is None]
-            session = self._session(prompt, sharing)
+            session = self._session(prompt, [recipe for recipe in recipes if recipe.schedule.every is None])
             jobs = [self._job(run, [prompt], questions, lambda _, session=session: session) for run in runs]
             done = set[_Run]()
             for job, error in Scheduler(self._model, self._room, iter(jobs)).run():
@@ -80,41 +100,30 @@ class Runner:
         for run in left:
             yield run.cell()
 
-    def decode(self, asked: Iterable[Asked]) -> Iterator[tuple[Asked, Cell | None]]:
-        """A cell for each, as they are done, side by side, each on a prefill of its own; None without the memory."""
+    def _is_told(self, run: _Run) -> bool:
+        """Whether it looks at tokens of a task and is given some."""
+        return self._mode == "task" and run.recipe is not None and takes_task_tokens(run.recipe.method.needs)
 
-        def job(each: Asked) -> _Job:
-            run = _Run(each)
-            prompts = self._begin([run])
-            recipes = [] if run.recipe is None else [run.recipe]
-            return self._job(run, prompts, 0, lambda prompt: self._session(prompt, recipes))
-
-        for done, error in Scheduler(self._model, self._room, map(job, asked)).run():
-            yield done.run.asked, None if error is not None else done.run.cell()
-
-    def _begin(self, runs: Sequence[_Run]) -> list[Prompt]:
+    def _begin(self, runs: Sequence[_Run], told: bool) -> list[Prompt]:
         """The prompts of an example; whoever cannot be asked has its error."""
-        asked = runs[0].asked
-        text = "".join([asked.example.context, *(question.text for question in asked.example.questions)])
+        task, example = runs[0].asked.task, runs[0].asked.example
+        text = "".join([example.context, *(question.text for question in example.questions)])
         for run in runs:
-            if run.error is None and run.recipe is not None:
-                try:
-                    refuse_contaminated(run.recipe, text)
-                    Cache(self._model, run.recipe).stop_watching()
-                except KeepsetError as error:
-                    run.error = str(error)
+            run.check(lambda recipe: refuse_contaminated(recipe, text))
         try:
-            prompts = self._prompts.of(asked.example, asked.task.generation.tokens)
+            prompts = (self._chat if task.chat else self._verbatim).of(example, task.generation.tokens, told=told)
         except KeepsetError as error:
             for run in runs:
                 run.error = run.error or str(error)
             return []
         for run in runs:
+            run.check(lambda recipe: Cache(self._model, recipe).stop_watching())
             run.cut = max(prompt.cut for prompt in prompts)
         return prompts
 
     def _session(self, prompt: Prompt, recipes: Sequence[Recipe]) -> PromptSession:
-        return PromptSession(self._model, torch.tensor([prompt.ids], device=self._model.device), recipes)
+        ids, *tasks = (torch.tensor([tokens], device=self._model.device) for tokens in (prompt.ids, *prompt.tasks))
+        return PromptSession(self._model, ids, recipes, task_tokens=tasks)
 
     def _job(
         self, run: _Run, prompts: Sequence[Prompt], first: int, session: Callable[[Prompt], PromptSession]
@@ -143,6 +152,14 @@ class _Run:
     def recipe(self) -> Recipe | None:
         """None for the full cache."""
         return self.asked.candidate.recipe
+
+    def check(self, check: Callable[[Recipe], None]) -> None:
+        """Whether the recipe passes; the first reason why not stays."""
+        if self.error is None and self.recipe is not None:
+            try:
+                check(self.recipe)
+            except KeepsetError as error:
+                self.error = str(error)
 
     def cell(self) -> Cell:
         """What came of it."""
