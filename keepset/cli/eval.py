@@ -10,7 +10,7 @@ from typer import Argument, Exit, Option
 
 from keepset.cli.checks import check_writable
 from keepset.cli.console import note, output
-from keepset.cli.numbers import parse_budgets
+from keepset.cli.numbers import parse_budgets, parse_whole
 from keepset.cli.options import Json, Model, Recipes, Temperature
 from keepset.cli.results import print_summary
 from keepset.cli.streaming import Sampling
@@ -34,8 +34,8 @@ def evaluate(
         list[str],
         Argument(
             metavar="TASKS",
-            help="Separated by commas: needle, ruler or one of its tasks, longbench or one of its tasks, gsm8k, "
-            "math500, aime24, aime25, or any task of lm-evaluation-harness.",
+            help="Separated by commas: needle, ruler, longbench, longbench2, or one of their tasks, gsm8k, math500, "
+            "aime24, aime25, or any task of lm-evaluation-harness.",
         ),
     ],
     recipes: Recipes = None,
@@ -47,11 +47,23 @@ def evaluate(
         ),
     ] = None,
     lengths: Annotated[str, Option(help="Tokens, separated by commas, for tasks made to a length.")] = "4096",
-    limit: Annotated[int | None, Option(help="Examples of each task; all of them if not given.")] = None,
+    limit: Annotated[int | None, Option(help="The first examples of each task; all of them if not given.")] = None,
+    sample: Annotated[
+        str | None,
+        Option(help="A random sample of each task's examples, drawn by the seed: a share such as 0.1, or so many."),
+    ] = None,
+    answer_tokens: Annotated[
+        int | None, Option(help="Tokens of an answer at most, for all tasks; each task's own if not given.")
+    ] = None,
     seeds: Annotated[str, Option(help="For generated data and for sampling, separated by commas.")] = "0",
-    agnostic: Annotated[
-        bool, Option("--agnostic", help="Compress the context before its questions are known.")
-    ] = False,
+    mode: Annotated[
+        str,
+        Option(
+            help="What is compressed: 'prompt', context and question together; 'agnostic', the context before its "
+            "questions are known; 'task', the context by recipes that can be told a question (kvcompose, "
+            "second_pass), by others context and question."
+        ),
+    ] = "prompt",
     no_chat: Annotated[
         bool, Option("--no-chat", help="Ask verbatim, though the tokenizer has a chat template.")
     ] = False,
@@ -59,7 +71,10 @@ def evaluate(
     temperature: Temperature = 0.0,
     every: Annotated[
         int | None,
-        Option(help=f"In tasks that decode, for recipes that do not say it: after how many tokens. [{_EVERY}]"),
+        Option(
+            help="In tasks that decode, for recipes that do not say it: after how many tokens; 0 compresses the prompt "
+            f"only, for which fractions are budgets, too. [{_EVERY}]"
+        ),
     ] = None,
     always: Annotated[
         str,
@@ -82,28 +97,30 @@ def evaluate(
     Each figure is written to a file as soon as it is there. The same command goes on where it was stopped; recipes,
     budgets, tasks, and seeds can be added to a file, and several processes may work on one at the same time.
     """
-    for name, value in (("limit", limit), ("every", every)):
-        if value is not None and value < 1:
-            raise KeepsetError(f"--{name} {value} is out of range: use an integer from 1.")
-    numbers, stay = _whole(seeds, "seeds"), _stay(always)
+    for name, value, least in (("limit", limit, 1), ("every", every, 0), ("answer-tokens", answer_tokens, 1)):
+        if value is not None and value < least:
+            raise KeepsetError(f"--{name} {value} is out of range: use an integer from {least}.")
+    if limit is not None and sample is not None:
+        raise KeepsetError("--limit takes the first examples and --sample random ones: leave one of them out.")
+    numbers, stay = parse_whole(seeds, "seeds"), _stay(always)
     for seed in numbers:
         Sampling(1, temperature, seed)
     check_writable(out)
     check_ray(ray)
 
+    from keepset.bench.sweep.prompts import checked_mode
     from keepset.bench.sweep.sweep import Grid
     from keepset.bench.tasks.catalogue import Settings
     from keepset.bench.tasks.find import find
 
     names = [name.strip() for word in tasks for name in word.split(",") if name.strip()]
-    chosen = find(names, Settings(data, tuple(_whole(lengths, "lengths"))))
+    chosen = find(names, Settings(data, tuple(parse_whole(lengths, "lengths"))))
     if every is not None and not any(task.decodes for task in chosen):
         raise KeepsetError("--every is for tasks that decode, such as gsm8k, and none of these does: leave it out.")
-    candidates = {
-        task.name: _candidates(task, recipes, keeps, every or _EVERY, stay, not no_baselines) for task in chosen
-    }
-    grid = Grid(chosen, numbers, candidates, limit)
-    swept = sweep_grid(out, grid, model, Asking(agnostic, not no_chat, temperature), ray)
+    each = _EVERY if every is None else every
+    candidates = {task.name: _candidates(task, recipes, keeps, each, stay, not no_baselines) for task in chosen}
+    grid = Grid(chosen, numbers, candidates, limit, None if sample is None else _sample(sample))
+    swept = sweep_grid(out, grid, model, Asking(checked_mode(mode), not no_chat, temperature, answer_tokens), ray)
     failed = _show(swept.cells, out, as_json)
     say_lost(swept.lost)
     if failed or swept.lost:
@@ -117,22 +134,22 @@ def _candidates(
     from keepset.bench.candidate import candidates
     from keepset.recipe import Recipe
 
-    requested = Recipe.parse_list((DECODING if task.decodes else RECIPES) if recipes is None else recipes)
-    budgets = parse_budgets((DECODING_KEEPS if task.decodes else KEEPS) if keeps is None else keeps)
+    interval = (every or None) if task.decodes else None
+    requested = Recipe.parse_list((DECODING if interval else RECIPES) if recipes is None else recipes)
+    budgets = parse_budgets((DECODING_KEEPS if interval else KEEPS) if keeps is None else keeps)
     open_ended = [recipe for recipe in requested if recipe.budget.keep is None and recipe.method.needs_budget]
     named = [recipe.budget.keep for recipe in requested if recipe.budget.keep is not None]
-    if task.decodes:
+    if interval:
         budgets = [keep for keep in budgets if isinstance(keep, int)]
         named = [keep for keep in named if isinstance(keep, int)]
         if open_ended and not budgets:
             raise BudgetError(
                 f"{task.name} is about decoding, where a fraction of what is left would shrink at every event: give "
-                f"whole numbers too, such as --keeps {DECODING_KEEPS}."
+                f"whole numbers too, such as --keeps {DECODING_KEEPS}, or compress the prompt only with --every 0."
             )
-    interval = every if task.decodes else None
     chosen = candidates(requested, budgets, interval, always)
     if baselines:
-        random = f"random(protect_prompt=True, every={every})" if task.decodes else "random"
+        random = f"random(protect_prompt=True, every={interval})" if interval else "random"
         under = [*named, *(budgets if open_ended or not named else [])]
         chosen += candidates(Recipe.parse_list(f"{random}, streaming_llm"), under, interval, always)
     return list({candidate.text: candidate for candidate in chosen}.values())
@@ -158,9 +175,12 @@ def _stay(text: str) -> tuple[int, int]:
     return counts[0], counts[1]
 
 
-def _whole(text: str, option: str) -> list[int]:
-    """Whole numbers from a list, each once."""
+def _sample(text: str) -> int | float:
+    """A number of examples, or a share of them, from `--sample`."""
     try:
-        return list(dict.fromkeys(int(part) for part in text.split(",")))
+        sample = int(text) if text.isdecimal() else float(text)
     except ValueError:
-        raise KeepsetError(f"--{option} {text!r} is no list of whole numbers: write them as 1,2,3.") from None
+        sample = 0
+    if not (sample >= 1 if isinstance(sample, int) else 0 < sample <= 1):
+        raise KeepsetError(f"--sample {text!r} is neither a share of the examples, such as 0.1, nor how many to take.")
+    return sample

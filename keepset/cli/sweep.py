@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from keepset.models import EMBEDDED
 
 if TYPE_CHECKING:
     from keepset.bench.cell import Cell
+    from keepset.bench.sweep.prompts import Mode
     from keepset.bench.sweep.sweep import Grid, Group, Skipped
     from keepset.bench.tasks.task import Tokenizer
 
@@ -28,16 +29,24 @@ Foretell = Callable[["Sequence[Group]", "Tokenizer", bool], None]
 
 @dataclass(frozen=True)
 class Asking:
-    """How the same is asked of every candidate: see `Runner`; `chat` where the tokenizer has a template."""
+    """How the same is asked of every candidate: see `Runner`; `chat` where the tokenizer has a template.
 
-    agnostic: bool = False
+    Answers have at most `answer_tokens`; None for each task's own.
+    """
+
+    mode: Mode = "prompt"
     chat: bool = True
     temperature: float = 0.0
+    answer_tokens: int | None = None
 
     @property
     def options(self) -> dict[str, Any]:
         """Those of a file, by the command line's names."""
-        return {"--agnostic": self.agnostic, "--temperature": self.temperature}
+        return {
+            "--mode": self.mode,
+            "--temperature": self.temperature,
+            "--answer-tokens": self.answer_tokens,
+        }
 
 
 @dataclass(frozen=True)
@@ -68,7 +77,10 @@ def sweep_grid(
     from keepset.bench.sweep.store import Store
     from keepset.hf.fingerprint import fingerprint
 
-    settings = {"--limit": grid.limit, **asking.options}
+    if asking.answer_tokens is not None:
+        for task in grid.tasks:
+            task.generation = replace(task.generation, tokens=asking.answer_tokens)
+    settings = {"--limit": grid.limit, "--sample": grid.sample, **asking.options}
     if out.exists() and out.stat().st_size > 0:
         with Store.open(out) as store:
             store.check(settings)
@@ -77,7 +89,7 @@ def sweep_grid(
                 return Swept(grid.of(store.cells()), ())
     loaded, tokenizer = load(model)
     chat = asking.chat and tokenizer.chat_template is not None
-    runner: dict[str, Any] = {"agnostic": asking.agnostic, "chat": chat, "temperature": asking.temperature}
+    runner: dict[str, Any] = {"mode": asking.mode, "chat": chat, "temperature": asking.temperature}
     with Store.begin(out, model or EMBEDDED, {**settings, _CHAT: chat, **fingerprint(loaded)}) as store:
         with status("making examples"):
             groups = grid.groups(store, tokenizer)

@@ -38,7 +38,9 @@ class ExpectedAttention(Method):
         stats: a file of `keepset calibrate`: its mean and covariance are used instead of the text's own, whatever
             `skip` (the file leaves out the first four tokens of its texts). The authors' "with statistics".
         buffer: over how many of the newest queries the statistics are taken where decoded tokens are compressed
-            too (`every=`); the authors' program keeps so many hidden states. A prompt is looked at as a whole.
+            too (`every=`), the event's own among them; 0 leaves that one alone. The authors' program keeps so many
+            hidden states beside the event's own, of what was decoded since the event before. A prompt is looked at as
+            a whole.
     """
 
     name = "expected_attention"
@@ -49,14 +51,14 @@ class ExpectedAttention(Method):
     covariance: bool = parameter(True)
     value_norm: bool = parameter(True)
     epsilon: float = parameter(0.01, minimum=0.0)
-    buffer: int = parameter(256, minimum=1)
+    buffer: int = parameter(256, minimum=0)
     stats: str = parameter("")
 
     @property
     def needs(self) -> Needs:
         if self.stats:
             return Needs(ModelStatistics(self.stats))
-        return Needs(QueryMoments(self.skip, self.buffer))
+        return Needs(QueryMoments(self.skip, max(self.buffer, 1)))
 
     @property
     def sinks(self) -> int:

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from keepset import Budget, KeepsetError, Observation
+from keepset import Budget, KeepsetError, Observation, Recipe
 from keepset.methods import r_kv
 from keepset.methods.r_kv import RKV
 from tests.methods.naive import (
@@ -22,26 +22,27 @@ from tests.methods.naive import (
 
 
 def importance(observation: Observation, method: RKV, request: int, head: int, before: list[int]) -> list[float]:
-    """Of every entry before the window, from its attention of each query head and each query of the window."""
+    """From the attention of each query head and each query of the window to the entries before it."""
     assert observation.queries is not None
     group = observation.queries.shape[1] // observation.keys.shape[1]
-    keys = observation.keys[request, head].double().tolist()
+    length = length_of(observation, request)
+    keys = observation.keys[request, head, :length].double().tolist()
     count = min(method.window, observation.queries.shape[2], int(observation.lengths[request]))
-    received = [0.0] * len(before)
+    received = [0.0] * length
     for back in range(1, count + 1):
         queries = observation.queries[request, head * group : (head + 1) * group, -back].double().tolist()
         logits = [[dot(query, keys[entry]) * observation.scaling for entry in before] for query in queries]
         if method.group == "max":
             logits = [[max(column) for column in zip(*logits, strict=True)]]
-        for row in map(softmax, logits):
-            for place, share in enumerate(row):
-                received[place] += share / (len(logits) * count)
+        for row in logits:
+            for entry, share in zip(before, softmax(row), strict=True):
+                received[entry] += share / (len(logits) * count)
     half = method.kernel // 2
-    return [max(received[max(0, place - half) : place + half + 1]) for place in range(len(before))]
+    return [max(received[max(0, entry - half) : entry + half + 1]) for entry in range(length)]
 
 
 def redundancy(observation: Observation, method: RKV, request: int, head: int, before: list[int]) -> list[float]:
-    """Of every entry before the window, from its cosines with the others before the window."""
+    """From the cosines between the keys before the window."""
     keys = [observation.keys[request, head, entry].double().tolist() for entry in before]
     unit = [[x / math.sqrt(dot(key, key)) for x in key] for key in keys]
     cosines = [[0.0 if i == j else dot(a, b) for j, b in enumerate(unit)] for i, a in enumerate(unit)]
@@ -49,20 +50,17 @@ def redundancy(observation: Observation, method: RKV, request: int, head: int, b
         similar = [j for j, cosine in enumerate(row) if cosine > method.threshold]
         if similar:
             row[similar[-1]] = 0.0
-    return softmax([sum(column) / len(keys) for column in zip(*cosines, strict=True)])
+    redundant = softmax([sum(column) / len(keys) for column in zip(*cosines, strict=True)])
+    return redundant + [0.0] * (length_of(observation, request) - len(before))
 
 
 def naive_scores(observation: Observation, method: RKV, request: int, head: int) -> list[float]:
-    length, newest = length_of(observation, request), int(observation.lengths[request])
-    positions = observation.positions[request, head, :length].tolist()
-    before = [entry for entry in range(length) if positions[entry] < newest - method.window]
-    a = importance(observation, method, request, head, before) if before else []
-    b = redundancy(observation, method, request, head, before) if before else []
-    scores = [method.mix_lambda * x - (1 - method.mix_lambda) * y for x, y in zip(a, b, strict=True)]
-    if before:
-        # The window always stays; what is pooled into it is no matter.
-        scores += RKV.score(method, observation)[request, head, len(before) : length].tolist()
-    return scores or [0.0] * length
+    newest = int(observation.lengths[request])
+    positions = observation.positions[request, head, : length_of(observation, request)].tolist()
+    before = [entry for entry, position in enumerate(positions) if position < newest - method.window]
+    a = importance(observation, method, request, head, before)
+    b = redundancy(observation, method, request, head, before)
+    return [method.mix_lambda * x - (1 - method.mix_lambda) * y for x, y in zip(a, b, strict=True)]
 
 
 METHODS = [
@@ -92,6 +90,22 @@ def test_scores_of_a_cache_that_lost_entries_before() -> None:
     observation = observe(Shape((9,), 2, 2, 6, 6), positions=positions, window=4)
     method = RKV(window=4, kernel=3, mix_lambda=0.5)
     check_scores(method, observation, [[naive_scores(observation, method, 0, head) for head in range(2)]], **EXACT)
+
+
+def test_first_tokens_and_window_always_stay() -> None:
+    observation = observe(Shape((30,), 2, 3, 8, 4))
+    recipe = Recipe.parse("r_kv(keep=12)")
+    for head in range(2):
+        assert kept(recipe.select(observation), observation, 0, head) == [*range(4), *range(22, 30)]
+    assert str(Recipe.parse("r_kv(keep=12, sinks=0)")) == "r_kv(keep=12, sinks=0)"
+
+
+def test_keys_of_the_window_make_nothing_redundant() -> None:
+    observation = observe(Shape((30,), 1, 1, 16, 4), window=4)
+    method = RKV(window=4, mix_lambda=0)
+    scores = method.score(observation)[..., :26]
+    observation.keys[0, 0, 26:] = observation.keys[0, 0, 11].clone()
+    torch.testing.assert_close(method.score(observation)[..., :26], scores, rtol=0, atol=0)
 
 
 def test_of_keys_that_repeat_the_newest_stays() -> None:

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keepset.bench.papers.catalogue import ENTRIES
+from keepset.bench.papers.entry import Entry, Measurement, Sweep
+from keepset.bench.papers.published import published
+from keepset.bench.sweep import runner
+from keepset.bench.sweep.runner import Runner
+from keepset.bench.sweep.store import Store
+from keepset.models import EMBEDDED
+from tests.cli.conftest import Run
+from tests.cli.test_bad_input import check_refused
+
+CHEAP = ("--model", "embedded", "--limit", "2", "--answer-tokens", "12")
+
+
+SHORT = {"ruler": ("niah_single_1", "ruler_vt"), "longbench": ("longbench_trec", "longbench_triviaqa")}
+SHORT["longbench2"] = ("longbench2_single", "longbench2_multi")
+LONGBENCH = Path(__file__).parents[1] / "bench" / "tasks" / "longbench"
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    """A folder with three problems of each of the data sets about numbers, and what there is of LongBench."""
+    folder = tmp_path / "data"
+    shutil.copytree(LONGBENCH, folder)
+    for name in ("gsm8k", "math500", "aime24", "aime25"):
+        rows = [
+            {"question": f"What is {n} plus {n}?", "answer": f"#### {2 * n}", "subject": "Algebra", "level": 5 - n}
+            for n in range(3)
+        ]
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    domains = [
+        {"_id": f"{domain} {n}", "domain": f"{domain}-Document QA", "question": "Which?", "context": "A text. " * 40}
+        | {f"choice_{letter}": f"The {letter}" for letter in "ABCD"}
+        | {"answer": "B"}
+        for domain in ("Single", "Multi")
+        for n in range(2)
+    ]
+    (folder / "longbench2.jsonl").write_text("\n".join(map(json.dumps, domains)), encoding="utf-8")
+    return str(folder)
+
+
+def test_list(run: Run) -> None:
+    done = run("reproduce", "--json")
+    assert done.code == 0
+    listed = {each["name"]: each for each in json.loads(done.out)}
+    assert list(listed) == list(ENTRIES)
+    assert listed["ams-table-2"]["state"] == "needs a model of 7B and data: gsm8k (the hub's, or --data)"
+    text = run("reproduce", "list")
+    assert text.code == 0 and all(name in text.out for name in ENTRIES)
+
+
+def test_a_table_is_stopped_gone_on_with_and_shown(
+    run: Run, tiny: Any, data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("reproduce", "ams-table-2", *CHEAP, "--data", data)
+    path = Path("reproduced") / f"ams-table-2-{EMBEDDED}.sqlite"
+    monkeypatch.setattr(runner, "Runner", Interrupted)
+    stopped = run(*command)
+    assert stopped.code == 130
+    announced, note = stopped.err.splitlines()
+    assert announced.startswith("16 cells of 2 examples: ") and "at most 192 of answers" in announced
+    assert note.startswith("stopped after 3 of 16 cells")
+    with Store.open(path) as store:
+        first = store.cells()
+    assert len(first) == 3
+
+    monkeypatch.setattr(runner, "Runner", Runner)
+    done = run(*command, "--json")
+    assert done.code == 0
+    with Store.open(path) as store:
+        cells = store.cells()
+    assert len(cells) == 16 and all(cell in cells for cell in first)
+    (result,) = json.loads(done.out)
+    assert (result["model"], result["paper_model"]) == (EMBEDDED, "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B")
+    rows = {(row["method"], row["keep"]): row for row in result["rows"]}
+    assert rows["AMS-Expected", 64]["paper"] == 0.567 and rows["TOVA", 128]["paper"] == 0.571
+    recipe = "tova(keep=64, sinks=4, recent=32, prefill=False, every=512)"
+    scores = [cell.score for cell in cells if cell.recipe == recipe]
+    assert len(scores) == 2 and rows["TOVA", 64]["figure"]["value"] == sum(scores) / 2
+
+    table = run(*command)
+    assert table.code == 0 and "its scores mean nothing" in table.out
+    (line,) = [line.split() for line in table.out.splitlines() if line.startswith("  AMS-Expected") and " 64 " in line]
+    assert line[1:3] == ["64", "56.7"] and line[-1] == "2"
+
+
+class Interrupted(Runner):
+    """A runner that somebody stops before its fourth cell."""
+
+    def run(self, *args: Any) -> Any:
+        for number, cell in enumerate(super().run(*args)):
+            if number == 3:
+                raise KeyboardInterrupt
+            yield cell
+
+
+def shortened(entry: Entry) -> Entry:
+    """With two tasks of a benchmark and two budgets, for the time that it takes."""
+
+    def short(part: Sweep | Measurement) -> Sweep | Measurement:
+        if isinstance(part, Measurement):
+            return part
+        tasks = tuple(task for name in part.tasks for task in SHORT.get(name, (name,)))
+        return replace(part, tasks=tasks, keeps=(*part.keeps[:1], *part.keeps[1:][-1:]))
+
+    return replace(entry, parts=tuple(map(short, entry.parts)))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [entry.name for entry in ENTRIES.values() if entry.parts])
+def test_every_entry_runs(name: str, run: Run, tiny: Any, data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENTRIES, name, shortened(ENTRIES[name]))
+    done = run("reproduce", name, *CHEAP[:-1], "3", "--lengths", "600", "--data", data, "--json")
+    (result,) = json.loads(done.out)
+    failed = [row for row in result["rows"] if row["failed"]]
+    assert all("keepset calibrate" in row["error"] or "keepset compile" in row["error"] for row in failed)
+    assert done.code == (1 if failed else 0), done.err
+    whole = [row for row in result["rows"] if not row["failed"]]
+    assert whole and all(row["examples"] for row in whole)
+
+
+@pytest.mark.full
+def test_what_compression_does_to_a_text(run: Run, tiny: Any, data: str) -> None:
+    done = run("reproduce", "ams-figure-4", *CHEAP[:-1], "530", "--data", data, "--json")
+    (result,) = json.loads(done.out)
+    figures = {(row["task"], row["method"], row["metric"]): row["figure"] for row in result["rows"]}
+    for method in ("TOVA", "AMS-TOVA"):
+        assert 0 <= figures["math500", method, "wipeout"]["value"] < 1
+        assert figures["math500, level 5", method, "repetition"] is not None
+    assert figures["math500", "AMS-TOVA", "wipeout"]["value"] < figures["math500", "TOVA", "wipeout"]["value"]
+
+
+@pytest.mark.parametrize("name", ["gvote-figure-2", "gvote-figure-3"])
+def test_what_is_no_sweep(name: str, run: Run, tiny: Any) -> None:
+    done = run("reproduce", name, "--model", "embedded", "--limit", "2", "--lengths", "40", "--json")
+    assert done.code == 0 and "first 1024 tokens, unless options say otherwise" in done.err
+    (result,) = json.loads(done.out)
+    rows = {(row["task"], row["method"], row["keep"], row["metric"]): row for row in result["rows"]}
+    assert all(row["examples"] == 2 for row in rows.values())
+    assert {task for task, *_ in rows} == {"all layers", "layer 0", "layer 1"}
+    paper = {key: figure for figures in published(name).values() for key, figure in figures.items()}
+    assert {key: row["paper"] for key, row in rows.items() if row["paper"] is not None} == paper
+
+
+def test_what_cannot_be(run: Run, tiny: Any) -> None:
+    check_refused(run, "reproduce", "ams-table-99", because="There is no table or figure 'ams-table-99'")
+    check_refused(run, "reproduce", "ams-table-2", "--limit", "0", because="--limit 0 is out of range")
+    check_refused(run, "reproduce", "ams-table-2", "--lengths", "x", because="--lengths 'x' is no list")
