@@ -31,7 +31,7 @@ class Outcome:
             KV heads. This and the following, see `diagnostics`: of recipes with `every=`; None where nothing is known.
         middle: of the middle third of the text, the share that an event kept.
         iou: intersection over union of what an event and the one before it kept; `iou_early`, `iou_middle` and
-            `iou_late` that of the first, middle and last third of the layers.
+            `iou_late` that of the layers of these stages.
     """
 
     scores: dict[str, float]

@@ -397,8 +397,8 @@ def test_what_events_do_to_a_text_is_measured(text: str) -> None:
     for name, events in rates.items():
         assert getattr(cell.outcome, name) == pytest.approx(fmean(value for values in events for value in values)), name
     layers = len(cache.keep_set.layers)  # type: ignore[union-attr]
-    third = round(layers / 3)
-    for stage, part in {"early": range(third), "middle": range(third, layers - third)}.items():
+    end = round(2 * layers / 7)
+    for stage, part in {"early": range(end), "middle": range(end, layers - end)}.items():
         shown = [values[2 * layer + head] for values in rates["iou"] for layer in part for head in range(2)]
         assert getattr(cell.outcome, f"iou_{stage}") == (pytest.approx(fmean(shown)) if shown else None)
 
