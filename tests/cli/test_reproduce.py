@@ -118,7 +118,7 @@ def shortened(entry: Entry) -> Entry:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", [entry.name for entry in ENTRIES.values() if entry.parts])
+@pytest.mark.parametrize("name", list(ENTRIES))
 def test_every_entry_runs(name: str, run: Run, tiny: Any, data: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ENTRIES, name, shortened(ENTRIES[name]))
     done = run("reproduce", name, *CHEAP[:-1], "3", "--lengths", "600", "--data", data, "--json")
@@ -176,6 +176,8 @@ def test_a_model_that_cannot_be_had_leaves_the_others(
 def test_what_cannot_be(run: Run, tiny: Any) -> None:
     check_refused(run, "reproduce", "ams-table-99", because="There is no table or figure 'ams-table-99'")
     check_refused(run, "reproduce", "ams-table-2", "--limit", "0", because="--limit 0 is out of range")
+    Path("file").write_text("")
+    check_refused(run, "reproduce", "ams-table-2", "--out", "file", because="'file' is no folder to write to")
     check_refused(run, "reproduce", "ams-table-2", "--lengths", "x", because="--lengths 'x' is no list")
 
 
