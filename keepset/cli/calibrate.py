@@ -7,7 +7,7 @@ from typer import Option
 
 from keepset.cli.checks import check_tensor_file, check_whole
 from keepset.cli.console import counted, load, note, progress, say
-from keepset.cli.options import Force, Model
+from keepset.cli.options import Device, Dtype, Force, Model
 from keepset.errors import KeepsetError
 from keepset.models import context_length
 from keepset.texts import read
@@ -16,6 +16,8 @@ from keepset.texts import read
 def calibrate(
     out: Annotated[Path, Option(help="The file to write, such as stats.safetensors.")],
     model: Model = None,
+    device: Device = None,
+    dtype: Dtype = None,
     text: Annotated[
         list[Path] | None,
         Option(metavar="<path>", help="A UTF-8 text file, as often as you like; essays if none."),
@@ -51,7 +53,7 @@ def calibrate(
     from keepset.offline.corpus import default_texts
 
     texts = own_texts or default_texts()
-    loaded, tokenizer = load(model)
+    loaded, tokenizer = load(model, device, dtype)
     longest = context_length(loaded)
     if longest is not None and length > longest:
         raise KeepsetError(f"--length {length} is more than the model's context of {longest}: use {longest} or less.")

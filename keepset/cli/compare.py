@@ -12,7 +12,7 @@ from typer import Exit, Option
 from keepset.cli.checks import check_text, check_writable
 from keepset.cli.console import cell, counted, load, megabytes, note, output, progress, say, show, table, write
 from keepset.cli.numbers import parse_budgets
-from keepset.cli.options import Html, Json, Model, OneText, Recipes
+from keepset.cli.options import Device, Dtype, Html, Json, Model, OneText, Recipes
 from keepset.errors import KeepsetError
 from keepset.models import EMBEDDED, context_length
 from keepset.texts import NEEDLE, Needle, essay, read
@@ -60,6 +60,8 @@ def compare(
         int | None, Option(help="With --decode: feed so many tokens that the full cache generated, not the text.")
     ] = None,
     model: Model = None,
+    device: Device = None,
+    dtype: Dtype = None,
     as_json: Json = False,
     html: Html = None,
 ) -> None:
@@ -86,7 +88,7 @@ def compare(
     from keepset.bench.report.compare import render
 
     candidates = grid(parsed, budgets, (every or 64) if decode else None)
-    loaded, tokenizer = load(model)
+    loaded, tokenizer = load(model, device, dtype)
     longest = context_length(loaded)
     if generate is not None:
         check_fits(tokens, generate + ANSWER_TOKENS, longest)

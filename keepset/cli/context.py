@@ -10,7 +10,17 @@ from typer import Argument, Option
 
 from keepset.cli.checks import check_fits_context, check_tensor_file, check_text
 from keepset.cli.console import counted, load, megabytes, progress, say
-from keepset.cli.options import Force, GenerationRecipe, MaxNewTokens, Model, SamplingSeed, Temperature, group
+from keepset.cli.options import (
+    Device,
+    Dtype,
+    Force,
+    GenerationRecipe,
+    MaxNewTokens,
+    Model,
+    SamplingSeed,
+    Temperature,
+    group,
+)
 from keepset.cli.streaming import Sampling, generate_streamed
 from keepset.errors import KeepsetError
 from keepset.models import EMBEDDED
@@ -25,6 +35,8 @@ def build(
     out: Annotated[Path, Option(help="The file to write, such as report.safetensors.")],
     recipe: GenerationRecipe = "reread(keep=0.25)",
     model: Model = None,
+    device: Device = None,
+    dtype: Dtype = None,
     force: Force = False,
 ) -> None:
     """Run a model over a text, compress what it caches, and write that to a file.
@@ -41,7 +53,7 @@ def build(
 
     from keepset.hf.cache import Cache
 
-    loaded, tokenizer = load(model)
+    loaded, tokenizer = load(model, device, dtype)
     prompt, _ = chat_parts(tokenizer, content, "")
     ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt", verbose=False)["input_ids"]
     check_fits_context(loaded, ids.shape[1])
@@ -70,6 +82,8 @@ def ask(
     file: Annotated[Path, Argument(help="A file that keepset context build has written.")],
     question: Annotated[str, Argument(help="What to ask about the text.")],
     model: Annotated[str | None, Option(help="Where the model is now, if not where the file says.")] = None,
+    device: Device = None,
+    dtype: Dtype = None,
     max_new_tokens: MaxNewTokens = 200,
     temperature: Temperature = 0.0,
     seed: SamplingSeed = 0,
@@ -85,7 +99,7 @@ def ask(
     name = header.model if model is None else model
     if model is None and name != EMBEDDED and (not name or Path(name).is_absolute()) and not Path(name).is_dir():
         raise KeepsetError(f"{str(file)!r} is of the model {name!r}, which is not there: say with --model where it is.")
-    loaded, tokenizer = load(None if name == EMBEDDED else name)
+    loaded, tokenizer = load(None if name == EMBEDDED else name, device, dtype)
     _, rest = chat_parts(tokenizer, "", question)
     ids = tokenizer(rest, add_special_tokens=False, return_tensors="pt")["input_ids"].to(loaded.device)
     check_fits_context(loaded, header.tokens + ids.shape[1], sampling.tokens)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from typer import Option
 
 from keepset.cli.console import counted, load, output, progress, say, show, table
-from keepset.cli.options import Json, Model, OneText, group
+from keepset.cli.options import Device, Dtype, Json, Model, OneText, group
 from keepset.errors import KeepsetError, RecipeError
 from keepset.models import EMBEDDED, context_length
 from keepset.texts import essay, read
@@ -22,6 +22,8 @@ def gvote(
     text: OneText = None,
     tokens: Annotated[int, Option(help="Tokens of the text to use at most.")] = 1024,
     model: Model = None,
+    device: Device = None,
+    dtype: Dtype = None,
     as_json: Json = False,
 ) -> None:
     """Compare the attention of gvote's synthetic queries with that of the next query.
@@ -45,7 +47,7 @@ def gvote(
     from keepset.bench.analysis.synthetic import next_query
     from keepset.bench.papers.published import published
 
-    loaded, tokenizer = load(model)
+    loaded, tokenizer = load(model, device, dtype)
     ids = tokenizer(source, return_tensors="pt", verbose=False)["input_ids"][:, :tokens]
     longest = context_length(loaded)
     if longest is not None and ids.shape[1] > longest:

@@ -7,7 +7,7 @@ from typer import Argument, Option
 
 from keepset.cli.checks import check_fits_context, check_text
 from keepset.cli.console import load, say
-from keepset.cli.options import GenerationRecipe, MaxNewTokens, Model, SamplingSeed, Temperature
+from keepset.cli.options import Device, Dtype, GenerationRecipe, MaxNewTokens, Model, SamplingSeed, Temperature
 from keepset.cli.streaming import Sampling, generate_streamed
 from keepset.texts import chat_parts, read
 
@@ -20,6 +20,8 @@ def generate(
         str | None, Option(help="What will be asked: methods with a second pass keep what it looks at.")
     ] = None,
     model: Model = None,
+    device: Device = None,
+    dtype: Dtype = None,
     max_new_tokens: MaxNewTokens = 200,
     temperature: Temperature = 0.0,
     seed: SamplingSeed = 0,
@@ -38,7 +40,7 @@ def generate(
 
     from keepset.hf.cache import Cache
 
-    loaded, tokenizer = load(model)
+    loaded, tokenizer = load(model, device, dtype)
     inputs = tokenizer("".join(chat_parts(tokenizer, before, prompt)), add_special_tokens=False, return_tensors="pt")
     length = inputs["input_ids"].shape[1]
     check_fits_context(loaded, length, sampling.tokens)

@@ -10,7 +10,7 @@ from typer import Exit, Option
 from keepset.bench.report.page import assemble
 from keepset.cli.checks import check_fits_context, check_writable
 from keepset.cli.console import counted, load, megabytes, note, progress, sanitize, say, show, table, write
-from keepset.cli.options import JsonFile, Model, PlotsHtml
+from keepset.cli.options import Device, Dtype, JsonFile, Model, PlotsHtml
 from keepset.errors import KeepsetError
 from keepset.models import EMBEDDED
 from keepset.texts import essay, read
@@ -25,6 +25,8 @@ def latency(
     rounds: Annotated[int, Option(help="How often each is measured, in turns.")] = 3,
     text: Annotated[Path | None, Option(help="A UTF-8 text file for the prompts; essays if none is given.")] = None,
     model: Model = None,
+    device: Device = None,
+    dtype: Dtype = None,
     json_file: JsonFile = None,
     html: PlotsHtml = None,
 ) -> None:
@@ -45,7 +47,7 @@ def latency(
     from keepset.bench.latency import latency as measure
     from keepset.offline.corpus import default_texts
 
-    loaded, tokenizer = load(model)
+    loaded, tokenizer = load(model, device, dtype)
     check_fits_context(loaded, max(lengths), output_tokens)
     whole = "\n\n".join([essay(), *default_texts()]) if text is None else read(text)
     ids = tokenizer(whole, return_tensors="pt", verbose=False)["input_ids"].to(loaded.device)

@@ -7,6 +7,13 @@ import typer
 from typer import Option
 
 Model = Annotated[str | None, Option(help="A folder or a hub name; a small embedded model if none.")]
+Device = Annotated[
+    str | None,
+    Option(
+        help="Such as cuda, cuda:1 or cpu; auto spreads the model over all GPUs. The GPU if none, where there is one."
+    ),
+]
+Dtype = Annotated[str | None, Option(help="float32, bfloat16 or float16; as the model is stored if none.")]
 Recipes = Annotated[str | None, Option(help="Recipes, separated by commas; a choice if none.")]
 GenerationRecipe = Annotated[str, Option(help="What to keep, such as 'snapkv(keep=0.25)'.")]
 OneText = Annotated[Path | None, Option(help="A UTF-8 text file; an essay if none is given.")]

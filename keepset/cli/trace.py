@@ -10,7 +10,7 @@ from typer import Argument, Exit, Option
 from keepset.cli.checks import check_fits_context, check_text, check_writable
 from keepset.cli.console import counted, load, note, output, progress, say, show, table, write
 from keepset.cli.numbers import parse_indices
-from keepset.cli.options import Model, SamplingSeed, Temperature
+from keepset.cli.options import Device, Dtype, Model, SamplingSeed, Temperature
 from keepset.cli.streaming import Sampling
 from keepset.errors import KeepsetError
 from keepset.models import EMBEDDED
@@ -39,6 +39,8 @@ def trace(
         str | None, Option(help="Layers on the page, separated by commas, or all; three of them if not given.")
     ] = None,
     model: Model = None,
+    device: Device = None,
+    dtype: Dtype = None,
     as_json: Annotated[bool, Option("--json", help="Print JSON instead of tables.")] = False,
     html: Annotated[Path | None, Option(help="Write a page to look through the events.")] = None,
 ) -> None:
@@ -70,7 +72,7 @@ def trace(
     from keepset.bench.analysis.trace_figures import figures
     from keepset.bench.report.trace import render
 
-    loaded, tokenizer = load(model)
+    loaded, tokenizer = load(model, device, dtype)
     ids = torch.tensor([_encoded(tokenizer, before, prompt if problem is None else f"{problem}\n{REASON}")])
     check_fits_context(loaded, ids.shape[1], sampling.tokens)
     tracers = [Tracer(loaded, each) for each in recipes]

@@ -10,7 +10,7 @@ from keepset.bench.report.page import assemble
 from keepset.cli.checks import check_whole, check_writable
 from keepset.cli.console import cell, load, note, output, progress, sanitize, say, show, table, write
 from keepset.cli.numbers import parse_budgets
-from keepset.cli.options import Html, Json, Model
+from keepset.cli.options import Device, Dtype, Html, Json, Model
 from keepset.errors import BudgetError, KeepsetError
 from keepset.models import EMBEDDED, context_length
 from keepset.texts import read
@@ -26,6 +26,8 @@ def tune(
         bool, Option("--retrieval", help="Hide facts in the text, ask for them after compression, rank by them first.")
     ] = False,
     model: Model = None,
+    device: Device = None,
+    dtype: Dtype = None,
     seed: Annotated[int, Option(help="Of the order of the text's pieces and of the facts.")] = 0,
     as_json: Json = False,
     html: Html = None,
@@ -49,7 +51,7 @@ def tune(
     from keepset.bench.tune.pieces import cut
     from keepset.bench.tune.tune import Tuner
 
-    loaded, tokenizer = load(model)
+    loaded, tokenizer = load(model, device, dtype)
     pieces = cut(tokenizer, sources, retrieval=retrieval, longest=context_length(loaded), seed=seed)
     finished = False
     with progress() as bar:

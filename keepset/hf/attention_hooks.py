@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Int
@@ -37,6 +38,10 @@ class _Call:
 
 class _Calls(threading.local):
     attention: _Call | None = None
+
+
+_ROTATES: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+"""Whether an attention module rotates its queries, of those whose rotation was compared."""
 
 
 class AttentionHooks(ModelHooks):
@@ -171,9 +176,18 @@ class LayerInput(QuerySource):
         """Compares a few queries with what the module itself makes without rotation.
 
         Unrotated ones must be equal; where they are equal as they are, this layer does not rotate, as in some models.
+        A module is asked once: what it says makes the host wait.
         """
         if self.rotation is None:
             return
+        module = self._call.module
+        if module not in _ROTATES:
+            _ROTATES[module] = self._is_rotated(queries)
+        if not _ROTATES[module]:
+            self.rotation = None
+
+    def _is_rotated(self, queries: Queries) -> bool:
+        assert self.rotation is not None
         # The last: those at position 0, such as padding, are not rotated by any layer.
         first = max(queries.shape[2] - 4, 0)
         few, hidden = queries[:, :, first:], self.hidden[:, first : queries.shape[2]]
@@ -182,10 +196,10 @@ class LayerInput(QuerySource):
         # The module may give its rotation only a part of each query.
         with suppress(RuntimeError):
             if undone_right(self._unrotate(few, first), plain, queries.dtype):
-                return
+                return True
         if not undone_right(few, plain, queries.dtype):
             raise UnsupportedModelError(
                 f"{type(self._call.module).__name__} rotates queries in a way that keepset cannot undo; methods "
                 "that look at future queries do not support this model."
             )
-        self.rotation = None
+        return False

@@ -13,7 +13,7 @@ from keepset.errors import KeepsetError
 from tests.hf.models import prompt, recipe, tiny
 
 pytest.importorskip("triton")
-from tests.hf.posing import Gpu, Posing, on_gpu
+from tests.posing import Gpu, Posing, on_gpu
 
 LENGTH, EVERY = 20, 4
 
@@ -36,9 +36,10 @@ def test_waits_and_launches(triton_interpreted: None, method: str, monkeypatch: 
         step(plain, LENGTH - 1, LENGTH)
         usual = gpu.launches.total()
 
-        text = f"{recipe(method, 12)[:-1]}, every={EVERY})"
+        # A model's first event compares its rotation with keepset's.
+        step(keepset.Cache(model, recipe(method, 12)), 0, LENGTH)
         try:
-            cache = keepset.Cache(model, text)
+            cache = keepset.Cache(model, f"{recipe(method, 12)[:-1]}, every={EVERY})")
         except KeepsetError:  # at the prompt's end only
             cache = keepset.Cache(model, recipe(method, 12))
         step(cache, 0, LENGTH)
@@ -48,5 +49,7 @@ def test_waits_and_launches(triton_interpreted: None, method: str, monkeypatch: 
             step(cache, 0, 1)
             assert not gpu.waits
         if cache.schedule.every is None or not cache.recipe.method.needs.window:
-            assert gpu.launches.total() <= usual + 3 * layers, gpu.launches - gpu.launches
-        assert of_event.total() <= layers, of_event
+            assert gpu.launches.total() <= usual + 3 * layers
+        # KVzip looks for the chat template's opening in each prompt, CompilerKV for the longest of all.
+        more = {"kvzip": len(ids), "compilerkv": 1}.get(method, 0)
+        assert of_event.total() <= layers + more, of_event
