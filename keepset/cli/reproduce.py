@@ -148,7 +148,10 @@ def _print_list(entries: Sequence[Entry], as_json: bool) -> None:
         for each in entries:
             grid.add_row(each.name, each.title, "\n".join(map(_short, each.models)), each.state)
         show(grid)
-        say(f"\nAny entry runs under any model: --model {_EMBEDDED} tries one out, though its scores mean nothing.")
+        say(
+            "\nData come from the hub, or from a folder with --data; what names none runs here. "
+            f"--model {_EMBEDDED} tries any entry out, though its scores mean nothing."
+        )
 
     listed = [
         {name: getattr(each, name) for name in ("name", "source", "title", "models", "data", "state", "note")}

@@ -53,7 +53,7 @@ def test_list(run: Run) -> None:
     assert done.code == 0
     listed = {each["name"]: each for each in json.loads(done.out)}
     assert list(listed) == list(ENTRIES)
-    assert listed["ams-table-2"]["state"] == "needs a model of 7B and data: gsm8k (the hub's, or --data)"
+    assert listed["ams-table-2"]["state"] == "needs a model of 7B; data: gsm8k"
     text = run("reproduce", "list")
     assert text.code == 0 and all(name in text.out for name in ENTRIES)
 

@@ -188,11 +188,9 @@ class Entry:
     @property
     def state(self) -> str:
         """What it takes to run it as the paper did."""
-        sizes = sorted(set(_sizes(self.models)))
-        needs = [f"a model of {' and '.join(f'{size:g}B' for size in sizes)}"] if sizes else []
-        if self.data:
-            needs.append(f"data: {', '.join(self.data)} (the hub's, or --data)")
-        return "; ".join(["needs " + " and ".join(needs)] if needs else ["runs here"])
+        sizes = ", ".join(f"{size:g}B" for size in sorted(set(_sizes(self.models))))
+        needs = [f"models of {sizes}" if "," in sizes else f"a model of {sizes}"]
+        return "needs " + "; ".join([*needs, f"data: {', '.join(self.data)}"] if self.data else needs)
 
 
 def recipe_of(text: str, files: Mapping[str, Path]) -> Recipe:
