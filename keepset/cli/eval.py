@@ -34,8 +34,8 @@ def evaluate(
         list[str],
         Argument(
             metavar="TASKS",
-            help="Separated by commas: needle, ruler or one of its tasks, longbench or one of its tasks, gsm8k, "
-            "math500, aime24, aime25, or any task of lm-evaluation-harness.",
+            help="Separated by commas: needle, ruler, longbench, longbench2, or one of their tasks, gsm8k, math500, "
+            "aime24, aime25, or any task of lm-evaluation-harness.",
         ),
     ],
     recipes: Recipes = None,

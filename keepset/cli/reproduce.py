@@ -98,6 +98,7 @@ def _run(entry: Entry, model: str | None, options: Options, out: Path, ray: bool
             measured, incomplete = _sweep(part, model, options, path, ray)
             rows, lost = rows + measured, lost or incomplete
         else:
+            note(f"{part.takes}, unless options say otherwise")
             with status(entry.title):
                 rows += part.measure(*load(model), options)
     return rows, lost

@@ -15,6 +15,8 @@ from keepset.cli.options import Html, Json
 from keepset.errors import KeepsetError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.text import Text
 
     from keepset.bench.analysis.rows import Figure, TableRow
@@ -82,6 +84,7 @@ def print_summary(summary: Summary) -> None:
             rows.add_row(_named(row), *_cells(row))
     show(rows)
     say(f"Differences are to {summary.baseline}.")
+    _print_events([*summary.rows, *summary.averages])
     if not summary.trades:
         return
     tolerances = sorted({each.tolerance for trade in summary.trades for each in trade.reach})
@@ -96,6 +99,32 @@ def print_summary(summary: Summary) -> None:
     show(trades)
 
 
+def _print_events(rows: Sequence[TableRow]) -> None:
+    """What compression while decoding does to a text: of tasks whose recipes have such events."""
+    from keepset.bench.analysis.diagnostics import REGION
+
+    tasks = {row.task for row in rows if row.wipeout is not None}
+    if not tasks:
+        return
+    columns = ("tokens", "repetition", "wiped out", "middle kept", "IoU", "early, middle, late layers")
+    events = table("", numbers=columns, fold=True)
+    for task, group in groupby((row for row in rows if row.task in tasks), attrgetter("task")):
+        events.add_row(cell(task, style="bold"))
+        for row in group:
+            depths = (row.iou_early, row.iou_middle, row.iou_late)
+            shares = (row.repetition, row.wipeout, row.middle, row.iou)
+            tokens = "" if row.tokens is None else f"{row.tokens:.0f}"
+            layers = ", ".join(f"{share:.1%}" for share in depths if share is not None)
+            events.add_row(cell(f"  {row.recipe}"), tokens, *map(_share, shares), layers)
+    show()
+    show(events)
+    say(f"Wiped out are regions of {REGION} tokens, the middle is a third, and IoU is with the event before.")
+
+
+def _share(share: float | None) -> str:
+    return "" if share is None else f"{share:.1%}"
+
+
 def _named(row: TableRow) -> Text:
     errors = [f"  a score on {row.tasks} of {row.tasks_of} tasks"] if row.tasks < row.tasks_of else []
     errors += [f"  failed on {row.failed} of {row.examples}: {row.error or ''}"] if row.failed else []
@@ -106,8 +135,7 @@ def _cells(row: TableRow) -> list[str]:
     examples = str(row.examples) if row.examples == row.examples_of else f"{row.examples} of {row.examples_of}"
     if row.score is None:
         return ["", "", "", "", examples]
-    shares = ("" if share is None else f"{share:.1%}" for share in (row.keep, row.share))
-    return [_shown(row.score), _shown(row.difference, sign="+"), *shares, examples]
+    return [_shown(row.score), _shown(row.difference, sign="+"), _share(row.keep), _share(row.share), examples]
 
 
 def _over_budgets(trade: Trade, tolerances: list[float]) -> list[str]:

@@ -59,6 +59,19 @@ def test_json(run: Run, sweep: Path) -> None:
     assert [each["recipe"] for each in data["averages"]] == list(dict.fromkeys(each.recipe for each in SWEEP))
 
 
+def test_what_events_do_to_a_text(run: Run, tmp_path: Path) -> None:
+    events = dict(wipeout=0.113, middle=0.25, iou=0.219, iou_early=0.164, iou_late=0.244, repetition=0.2158)
+    made = [*cells(FULL, [1.0]), *cells("tova(keep=0.5)", [0.0], **events), *cells(FULL, [1.0], task="other")]
+    write(made, tmp_path / "x.sqlite")
+    lines = lines_of(run("results", str(tmp_path / "x.sqlite")).out)
+    start = next(index for index, line in enumerate(lines) if line[:2] == ["tokens", "repetition"])
+    assert [line for line in lines[start + 1 :] if line][:3] == [
+        ["qa"],
+        ["full", "cache", "8", "0.0%"],
+        ["tova(keep=0.5)", "8", "21.6%", "11.3%", "25.0%", "21.9%", "16.4%,", "24.4%"],
+    ]
+
+
 def test_by_a_fact(run: Run, tmp_path: Path) -> None:
     levels = {"0": 1, "1": 5, "2": 5}
     made = [replace(each, facts={"level": levels[each.example]}) for each in cells(FULL, [1.0, 0.0, 1.0])]
@@ -86,7 +99,7 @@ def test_table(run: Run, sweep: Path) -> None:
     assert lines[start + 3][-3:] == ["2", "of", "4"]
     assert "failed on 1 of 4: random(keep=0.5) cannot do that." in done.out
     assert "failed on 4 of 4: h2o(keep=0.5) cannot do that." in done.out
-    group = lines.index(["ruler@64"])
+    group = lines.index(["ruler@64,", "mean", "of", "2", "tasks"])
     assert start < group
     assert lines[group + 2][:2] == ["snapkv(keep=0.5)", "62.5"] and lines[group + 2][-1] == "8"
     assert ["a", "score", "on", "1", "of", "2", "tasks"] in lines

@@ -19,8 +19,8 @@ class EventFigures:
         self._events: list[dict[str, float]] = []
 
     def look(self, cache: Cache) -> None:
-        """Notes the newest event, if it is a new one."""
-        if not cache.events or cache.events[-1].length == self._length:
+        """Notes the newest event, if it is a new one; nothing of a recipe that compresses the prompt only."""
+        if cache.schedule.every is None or not cache.events or cache.events[-1].length == self._length:
             return
         event = cache.events[-1]
         assert event.keep_set is not None

@@ -2,11 +2,13 @@
 
 import difflib
 
-from keepset.bench.papers import ams, gvote, kvcompose
+from keepset.bench.papers import ams, compilerkv, gvote, kvcompose
 from keepset.bench.papers.entry import Entry
 from keepset.errors import KeepsetError
 
-ENTRIES: dict[str, Entry] = {entry.name: entry for paper in (ams, kvcompose, gvote) for entry in paper.ENTRIES}
+ENTRIES: dict[str, Entry] = {
+    entry.name: entry for paper in (ams, kvcompose, gvote, compilerkv) for entry in paper.ENTRIES
+}
 
 
 def entry_of(name: str) -> Entry:

@@ -17,6 +17,8 @@ from keepset.recipe import Recipe, Schedule
 
 SCORE = "score"
 """The metric of a figure that is the task's own."""
+SECONDS = "seconds"
+"""The metric of a whole answer's time: prefill, selecting and decoding."""
 AREA = "area"
 """Under the score over what is kept, of all tasks and budgets together: see `bench.analysis.curves`."""
 
@@ -34,10 +36,10 @@ class Key(NamedTuple):
     """Where a figure stands in a table.
 
     Attributes:
-        task: its name without a length's `@`, and of a split one also the part's: `math500 Algebra`.
+        task: its name, and of a part of its examples also the fact: `math500, level 5`.
         method: the paper's name of what was run.
         keep: the budget, None where there is none or the method decides.
-        metric: `SCORE`, the name of a cost of a cell, such as `tokens`, `AREA`, or one of `removed_at`.
+        metric: `SCORE`, `SECONDS`, the name of a cost of a cell, such as `tokens`, `AREA`, or one of `removed_at`.
     """
 
     task: str
@@ -96,7 +98,8 @@ class Sweep:
         metrics: what the table shows of each.
         lengths: in tokens, of tasks made to a length.
         answer_tokens: of an answer at most, by task; the task's own where it is not named.
-        limit: examples of each task; None for all.
+        limit, sample: examples of each task; see `Grid`.
+        by: facts of the examples, such as `level`: each of their values gets figures of its own.
         mode, chat, temperature: see `Runner`.
         average: the table's name for the mean over all tasks, and for what is said of them together; empty without.
         suffix: what follows the names of tasks where another sweep of the entry has the same.
@@ -114,6 +117,8 @@ class Sweep:
     lengths: tuple[int, ...] = (4096,)
     answer_tokens: Mapping[str, int] = field(default_factory=dict)
     limit: int | None = None
+    sample: int | float | None = None
+    by: tuple[str, ...] = ()
     mode: Mode = "prompt"
     chat: bool = True
     temperature: float = 0.0
@@ -126,7 +131,7 @@ class Sweep:
         """Every method under every budget, the full cache first; a file that is not given is the model's own."""
         lines = [Line(self.full, None, Candidate(None, FULL, FULL, 1.0))] if self.full else []
         for method, text in self.methods.items():
-            recipe = Recipe.parse(text.format_map(_Files(files)))
+            recipe = recipe_of(text, files)
             if recipe.schedule == AT_THE_PROMPTS_END:
                 recipe = replace(recipe, schedule=self.schedule)
             fixed = recipe.budget.keep is not None or not recipe.method.needs_budget
@@ -140,9 +145,13 @@ Measure = Callable[[PreTrainedModel, Tokenizer, Options], Sequence[Measured]]
 
 @dataclass(frozen=True)
 class Measurement:
-    """Anything that is no grid: a function of the model and of texts that it finds itself."""
+    """Anything that is no grid: a function of the model and of texts that it finds itself.
+
+    `takes` says what that is, where no option says otherwise.
+    """
 
     measure: Measure
+    takes: str
 
 
 @dataclass(frozen=True)
@@ -188,6 +197,11 @@ class Entry:
         if self.data:
             needs.append(f"data: {', '.join(self.data)} (the hub's, or --data)")
         return "; ".join(["needs " + " and ".join(needs)] if needs else ["runs here"])
+
+
+def recipe_of(text: str, files: Mapping[str, Path]) -> Recipe:
+    """The recipe of a text that may name a file of the model in braces; one that is not given is the model's own."""
+    return Recipe.parse(text.format_map(_Files(files)))
 
 
 class _Files(dict[str, str]):

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from keepset.bench.candidate import Candidate
-from keepset.bench.cell import COSTS, Cell, Outcome
+from keepset.bench.cell import Cell, Outcome, means
 from keepset.bench.memory import is_out_of_memory, nbytes_full
 from keepset.bench.sweep.evaluate import Evaluator
 from keepset.bench.sweep.prompts import Mode, Prompts
@@ -214,11 +214,11 @@ def _evaluate(
 
 
 def _mean(outcomes: Sequence[Outcome]) -> Outcome:
-    means: dict[str, Any] = {name: fmean(getattr(outcome, name) for outcome in outcomes) for name in COSTS}
+    costs: dict[str, Any] = means(outcomes)
     for name in ("kv_bytes", "kv_bytes_full"):
-        means[name] = round(means[name])
+        costs[name] = round(costs[name])
     return Outcome(
         scores={name: fmean(outcome.scores[name] for outcome in outcomes) for name in outcomes[0].scores},
         replies=[reply for outcome in outcomes for reply in outcome.replies],
-        **means,
+        **costs,
     )

@@ -1,6 +1,7 @@
 """Every task of lm-evaluation-harness: its prompts verbatim, its filters and its metrics."""
 
-import copy
+from __future__ import annotations
+
 import functools
 import itertools
 import logging
@@ -41,7 +42,7 @@ def knows(name: str, settings: Settings) -> bool:
     return _is_file(name) or name in _manager(settings.data).task_index
 
 
-def make(name: str, settings: Settings) -> list[Task]:
+def make(name: str, settings: Settings) -> list[HarnessTask]:
     """The harness's task, or all of a group or tag.
 
     With `settings.data`, a task whose `<name>.jsonl` lies there takes its items from it. The examples before a question
@@ -132,7 +133,8 @@ class HarnessTask(Task):
 
 @functools.cache
 def _made(own: str, name: str, settings: Settings, generation: Generation) -> Task:
-    task = copy.copy(next(task for task in _every(name, settings) if task.name == own))
+    known = next(task for task in _every(name, settings) if task.name == own)
+    task = HarnessTask(own, known._task, (name, settings))
     task.generation = generation
     return task
 

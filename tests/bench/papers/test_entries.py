@@ -6,8 +6,9 @@ import re
 
 import pytest
 
+from keepset.bench.cell import COSTS
 from keepset.bench.papers.catalogue import ENTRIES, entry_of
-from keepset.bench.papers.entry import Entry, Key, Options
+from keepset.bench.papers.entry import SCORE, SECONDS, Entry, Key, Options
 from keepset.bench.papers.measured import CURVES
 from keepset.bench.papers.published import _blocks, published
 from keepset.bench.papers.run import grid
@@ -28,13 +29,18 @@ def test_names_recipes_and_tasks(entry: Entry) -> None:
         assert asked.tasks and all(asked.candidates[task.name] for task in asked.tasks)
         for line in sweep.lines({}):
             assert line.candidate.error is None, line
+        assert set(sweep.metrics) <= {SCORE, SECONDS, *COSTS, *CURVES}
 
 
 @EVERY
 def test_the_papers_figures_have_a_place_in_what_is_measured(entry: Entry) -> None:
     for model, figures in published(entry.name).items():
         assert model in entry.models
-        assert set(figures) <= keys(entry)
+        places = keys(entry)
+        facts = [fact for sweep in entry.sweeps for fact in sweep.by]
+        for key in figures:
+            whole, part = re.fullmatch(r"(.+?)(?:, (\w+) [\w ]+)?", key.task).groups()  # type: ignore[union-attr]
+            assert key in places or (part in facts and key._replace(task=whole) in places) or not entry.sweeps, key
 
 
 def keys(entry: Entry) -> set[Key]:

@@ -8,6 +8,7 @@ import json
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -363,6 +364,48 @@ def test_a_draw_is_by_the_seed_and_all_candidates_have_the_same_luck() -> None:
 
 
 # --- figures
+
+
+@pytest.mark.parametrize("text", ["tova(keep=24, every=5)", "adakv(knorm, keep=20, prefill=False, every=4)"])
+def test_what_events_do_to_a_text_is_measured(text: str) -> None:
+    """Positions as sets, event by event."""
+    model, tokens = tiny("llama"), 16
+    example = replace(EXAMPLE, questions=EXAMPLE.questions[:1])
+    _, cell = run(parsed(text), example=example, task=Exact(tokens, decodes=True), mode="prompt")
+    cache = keepset.Cache(model, text, history=True)
+    answered(model, cache, CONTEXT + " Who?", "", tokens)
+    rates: dict[str, list[list[float]]] = {"wipeout": [], "middle": [], "iou": []}
+    before: dict[tuple[int, int], tuple[int, set[int]]] = {}
+    for event in cache.events:
+        assert event.keep_set is not None
+        rows: dict[str, list[float]] = {name: [] for name in rates}
+        for layer in event.keep_set.layers:
+            for head in range(2):
+                kept, length = set(event.keep_set.positions(layer, 0, head).tolist()), event.length
+                regions = [set(range(start, min(start + 16, length))) for start in range(0, length, 16)]
+                rows["wipeout"].append(sum(not region & kept for region in regions) / len(regions))
+                middle = set(range(length // 3, length - length // 3))
+                rows["middle"].append(len(middle & kept) / len(middle))
+                if (layer, head) in before:
+                    end, old = before[layer, head]
+                    now = {position for position in kept if position < end}
+                    rows["iou"].append(len(old & now) / len(old | now))
+                before[layer, head] = length, kept
+        for name, values in rows.items():
+            rates[name] += [values] if values else []
+    assert cell.outcome is not None and len(rates["iou"]) >= 2
+    for name, events in rates.items():
+        assert getattr(cell.outcome, name) == pytest.approx(fmean(value for values in events for value in values)), name
+    layers = len(cache.keep_set.layers)  # type: ignore[union-attr]
+    end = round(2 * layers / 7)
+    for stage, part in {"early": range(end), "middle": range(end, layers - end)}.items():
+        shown = [values[2 * layer + head] for values in rates["iou"] for layer in part for head in range(2)]
+        assert getattr(cell.outcome, f"iou_{stage}") == (pytest.approx(fmean(shown)) if shown else None)
+
+
+def test_a_recipe_without_events_while_decoding_has_no_such_figures() -> None:
+    for cell in run(parsed("knorm(keep=0.5)"), task=Exact(4, decodes=True), mode="prompt"):
+        assert cell.outcome is not None and cell.outcome.wipeout is cell.outcome.iou is None
 
 
 def full_bytes(model: Any, tokens: int) -> int:

@@ -7,6 +7,7 @@ import json
 import os
 import sqlite3
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,19 @@ def test_another_configuration_is_refused(path: Path, change: dict[str, Any], sa
         opened.check({"--limit": None})
         with pytest.raises(KeepsetError, match="--limit: none, not 3"):
             opened.check({"--limit": 3})
+
+
+def test_a_file_of_before_there_were_three_modes_goes_on(path: Path) -> None:
+    for agnostic, mode, other in ((True, "agnostic", "prompt"), (False, "prompt", "agnostic")):
+        file = path.with_name(f"{mode}.sqlite")
+        Store.begin(file, "a model", {}).close()
+        with closing(sqlite3.connect(file)) as database, database:
+            old = json.dumps({"weights": "0a1b", "--agnostic": agnostic})
+            database.execute("UPDATE sweep SET configuration = ?", [old])
+        with Store.begin(file, "a model", {"weights": "0a1b", "--mode": mode, "--sample": None}) as store:
+            assert store.configuration == {"weights": "0a1b", "--mode": mode}
+            with pytest.raises(KeepsetError, match=f"--mode: {mode}, not {other}"):
+                store.check({"--mode": other})
 
 
 def test_the_model_may_have_moved(path: Path) -> None:
