@@ -29,6 +29,8 @@ def removed_at(tolerance: float) -> str:
 
 
 AT_THE_PROMPTS_END = Schedule()
+_MADE_BY = {"stats": "calibrate", "tables": "compile"}
+"""Files of a model that recipes may name, and the commands that make them."""
 _MADE_HERE = ("needle", "niah_", "ruler_vt", "ruler_cwe", "ruler_fwe")
 
 
@@ -165,16 +167,14 @@ class Entry:
         models: the paper's, by their names on the hub.
         parts: what is run for it.
         note: what the paper leaves open, and how it is here.
-        missing: why it cannot be run at all; empty where it can.
     """
 
     name: str
     source: str
     title: str
     models: tuple[str, ...]
-    parts: tuple[Sweep | Measurement, ...] = ()
+    parts: tuple[Sweep | Measurement, ...]
     note: str = ""
-    missing: str = ""
 
     @property
     def sweeps(self) -> list[Sweep]:
@@ -190,10 +190,10 @@ class Entry:
     @property
     def state(self) -> str:
         """What it takes to run it as the paper did."""
-        if self.missing:
-            return f"cannot be run: {self.missing}"
         sizes = sorted(set(_sizes(self.models)))
         needs = [f"a model of {' and '.join(f'{size:g}B' for size in sizes)}"] if sizes else []
+        texts = "".join(text for sweep in self.sweeps for text in sweep.methods.values())
+        needs += [f"--{name} (keepset {command})" for name, command in _MADE_BY.items() if f"{{{name}}}" in texts]
         if self.data:
             needs.append(f"data: {', '.join(self.data)} (the hub's, or --data)")
         return "; ".join(["needs " + " and ".join(needs)] if needs else ["runs here"])
