@@ -29,9 +29,9 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     only_full = config.stash[ONLY_FULL] = tiers.of_full_tier(items)
-    if not tiers.FULL:
-        config.hook.pytest_deselected(items=[item for item in items if item in only_full])
-        items[:] = [item for item in items if item not in only_full]
+    left_out = tiers.of_no_tier(items) if tiers.FULL else only_full
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
     # Engines first: processes take work from each other's end, where it is divided more finely.
     items.sort(key=lambda item: "vllm" not in item.path.parts)
 

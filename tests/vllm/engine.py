@@ -42,6 +42,7 @@ class Scenario:
         recipe, requests, engine: it, what it is asked, and further arguments of it.
         preempt: steps before which all running requests are preempted.
         layer_groups: how many groups of layers there may be.
+        own_process: whether its scheduler and its worker are in another process, where nobody watches.
         stub_streams: whether its scheduler runs ahead, with stand-ins for a device's streams.
         backend: one for GPUs, with stand-ins for its kernels; the same for all scenarios of a process.
     """
@@ -51,6 +52,7 @@ class Scenario:
     preempt: Sequence[int] = ()
     engine: dict[str, Any] = field(default_factory=dict)
     layer_groups: int | None = None
+    own_process: bool = False
     stub_streams: bool = False
     backend: str | None = None
 
@@ -78,6 +80,7 @@ class Scenario:
             "requests": [vars(ask) for ask in self.requests],
             "preempt": list(self.preempt),
             "layer_groups": self.layer_groups,
+            "own_process": self.own_process,
             "stub_streams": self.stub_streams,
             "backend": self.backend,
         }
@@ -168,7 +171,6 @@ class _Server:
 
     def __init__(self) -> None:
         environment = os.environ | {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_LOGGING_LEVEL": "ERROR",
             "OMP_NUM_THREADS": "1",

@@ -18,6 +18,7 @@ if os.environ.get("KEEPSET_TYPECHECK", "1") == "1":
 import contextlib
 import gc
 import json
+import multiprocessing
 import sys
 import traceback
 from collections import defaultdict
@@ -133,12 +134,13 @@ def number(name: str) -> int:
 
 def run(scenario: dict[str, Any]) -> dict[str, Any]:
     """One engine."""
-    from vllm import LLM, SamplingParams
+    from vllm import LLM, SamplingParams, envs
     from vllm.distributed import cleanup_dist_env_and_memory
 
     from keepset.paged import grouping
     from keepset.vllm import stats
 
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(scenario["own_process"]))
     default_groups, grouping.GROUPS = grouping.GROUPS, scenario["layer_groups"] or grouping.GROUPS
     llm = LLM(**scenario["engine"])
     engine = llm.llm_engine
@@ -178,8 +180,26 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
     engine.engine_core.shutdown()
     del llm, engine, core, watch, layers
     cleanup_dist_env_and_memory()
+    envs.disable_envs_cache()
     gc.collect()
     return result
+
+
+LOADED_FIRST = (
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.model_executor.models.llama",
+)
+
+
+def start_processes_quickly() -> None:
+    """Processes that engines start are as new as they are elsewhere, but for vLLM, which one imports for all."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(LOADED_FIRST))
+    get_context = multiprocessing.get_context
+    multiprocessing.get_context = lambda method=None: context if method == "spawn" else get_context(method)
 
 
 def keep_async_scheduling() -> None:
@@ -236,6 +256,7 @@ def answer(job: dict[str, Any]) -> None:
     """Runs a job's scenarios."""
     os.environ.update(job["env"])
     scenarios = job["scenarios"]
+    start_processes_quickly()
     if any(scenario["stub_streams"] for scenario in scenarios):
         keep_async_scheduling()
     if backends := {scenario["backend"] for scenario in scenarios} - {None}:
