@@ -14,6 +14,8 @@ if TYPE_CHECKING:  # the process that only divides the tests among others need n
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 ONLY_FULL = pytest.StashKey[set[pytest.Item]]()
+FILE = pytest.StashKey[Path]()
+"""Of the newest test."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,11 +40,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Of a product of parameters the diagonal has every type in it; to check the rest too takes minutes."""
+    if item.path != item.config.stash.get(FILE, None):
+        item.config.stash[FILE] = item.path
+        leave_to_themselves()
     typecheck.begin_test(checks="cross" not in item.keywords or item not in item.config.stash[ONLY_FULL])
 
 
-def pytest_collection_finish() -> None:
-    """The modules stay: garbage is looked for among what tests make alone, or each look takes a third of a second."""
+def leave_to_themselves() -> None:
+    """What there is stays: garbage is looked for among what a file's tests make, or each look takes half a second."""
     gc.collect()
     gc.freeze()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import pytest
 import torch
@@ -43,9 +42,7 @@ SMALL = {
 INSIDE = ["keydiff", "lagkv", "r_kv", "rpc", "chunkkv", "ams"]
 
 every_method = pytest.mark.parametrize("name", [*sorted(METHODS), *(f"adakv({scorer})" for scorer in INSIDE)])
-# The same examples in every run, since a near tie must not fail once in a thousand runs; and in a test of all methods.
-made_once = lru_cache(maxsize=500)
-"""Of what costs more to make than most methods take to look at it: a test's examples, with all requests of each."""
+# The same examples in every run: a near tie must not fail once in a thousand runs.
 
 
 def make(name: str) -> Method:
@@ -68,8 +65,32 @@ class Case:
     dropped: int
     dtype: torch.dtype
 
-    def observations(self) -> Sequence[Observation]:
-        return observations(self.shape, self.layers, self.seed, self.dropped, self.dtype)
+    def observations(self) -> list[Observation]:
+        return [
+            observe(
+                self.shape,
+                layer=layer,
+                layers=self.layers,
+                seed=self.seed + layer,
+                dtype=self.dtype,
+                positions=self._positions(layer),
+            )
+            for layer in self.layers
+        ]
+
+    def _positions(self, layer: int) -> torch.Tensor | None:
+        """As after an earlier compression: every head lost other entries, never the newest."""
+        if not self.dropped:
+            return None
+        draw = torch.Generator().manual_seed(self.seed + layer)
+        shape = self.shape
+        positions = torch.zeros(shape.batch, shape.kv_heads, shape.entries, dtype=torch.long)
+        for request, length in enumerate(shape.lengths):
+            newest = length + self.dropped - 1
+            for head in range(shape.kv_heads):
+                older = torch.randperm(newest, generator=draw)[: length - 1].sort().values
+                positions[request, head, :length] = torch.cat([older, torch.tensor([newest])])
+        return positions
 
     def wanted_in_all(self, length: int) -> int:
         """Entries that all layers keep together of `length` in each, on average over heads; one in each at least."""
@@ -91,36 +112,6 @@ class Case:
         if isinstance(keep, float):
             return max(1, length * round(keep * 100) // 100)
         return min(keep, length) if keep is not None else length
-
-
-@made_once
-def observations(
-    shape: Shape, layers: tuple[int, ...], seed: int, dropped: int, dtype: torch.dtype
-) -> Sequence[Observation]:
-    """Of each layer; where so many were dropped before, every head lost other entries, but never the newest."""
-    return [
-        observe(
-            shape,
-            layer=layer,
-            layers=layers,
-            seed=seed + layer,
-            dtype=dtype,
-            positions=positions_without(shape, dropped, seed + layer) if dropped else None,
-        )
-        for layer in layers
-    ]
-
-
-def positions_without(shape: Shape, dropped: int, seed: int) -> torch.Tensor:
-    """Where entries are after an earlier compression."""
-    draw = torch.Generator().manual_seed(seed)
-    positions = torch.zeros(shape.batch, shape.kv_heads, shape.entries, dtype=torch.long)
-    for request, length in enumerate(shape.lengths):
-        newest = length + dropped - 1
-        for head in range(shape.kv_heads):
-            older = torch.randperm(newest, generator=draw)[: length - 1].sort().values
-            positions[request, head, :length] = torch.cat([older, torch.tensor([newest])])
-    return positions
 
 
 @st.composite
@@ -160,9 +151,20 @@ def always(case: Case, observation: Observation, request: int, head: int) -> lis
 @every_method
 @examples(40)
 @given(case=cases())
-def test_keeps_exactly_what_was_asked_for(name: str, case: Case) -> None:
+def test_keeps_exactly_what_was_asked_for_sorted_and_what_always_stays(name: str, case: Case) -> None:
     method, observations = make(name), case.observations()
     keep_set = method.select_all(observations, case.budget)
+    check_counts(method, case, keep_set)
+    for observation in observations:
+        for request in range(case.shape.batch):
+            for head in range(case.shape.kv_heads):
+                positions = kept(keep_set, observation, request, head)
+                assert positions == sorted(set(positions))
+                assert set(positions) <= set(entries_of(observation, request, head))
+                assert set(always(case, observation, request, head)[: len(positions)]) <= set(positions)
+
+
+def check_counts(method: Method, case: Case, keep_set: KeepSet) -> None:
     for request, length in enumerate(case.shape.lengths):
         wanted, counts = case.wanted(length), keep_set.counts[:, request].tolist()
         if method.layout == "dense":
@@ -191,47 +193,6 @@ def test_keeps_exactly_what_was_asked_for(name: str, case: Case) -> None:
 
 @every_method
 @examples(40)
-@given(case=cases())
-def test_keeps_sorted_existing_entries_and_what_always_stays(name: str, case: Case) -> None:
-    observations = case.observations()
-    keep_set = make(name).select_all(observations, case.budget)
-    for observation in observations:
-        for request in range(case.shape.batch):
-            for head in range(case.shape.kv_heads):
-                positions = kept(keep_set, observation, request, head)
-                assert positions == sorted(set(positions))
-                assert set(positions) <= set(entries_of(observation, request, head))
-                assert set(always(case, observation, request, head)[: len(positions)]) <= set(positions)
-
-
-@made_once
-def decoded(
-    shape: Shape, layers: tuple[int, ...], prompts: tuple[int, ...], recent: int, seed: int
-) -> Sequence[Observation]:
-    """With whole prompts and whole recent suffixes."""
-    draw = torch.Generator().manual_seed(seed)
-
-    def positions() -> torch.Tensor:
-        places = torch.zeros(shape.batch, shape.kv_heads, shape.entries, dtype=torch.long)
-        for request, (prompt, length) in enumerate(zip(prompts, shape.lengths, strict=True)):
-            newest = length + 7 - min(recent, length - prompt)
-            for head in range(shape.kv_heads):
-                older = (
-                    torch.randperm(newest - prompt, generator=draw)[: max(length - prompt - recent, 0)].sort().values
-                )
-                places[request, head, :length] = torch.cat(
-                    [torch.arange(prompt), older + prompt, torch.arange(newest, length + 7)]
-                )
-        return places
-
-    return [
-        observe(shape, layer=layer, layers=layers, seed=seed, positions=positions(), prompts=torch.tensor(prompts))
-        for layer in layers
-    ]
-
-
-@every_method
-@examples(40)
 @given(data=st.data(), recent=st.integers(0, 5), more=st.integers(0, 20), seed=st.integers(0, 1000))
 def test_keeps_a_protected_prompt_and_exactly_its_number(
     name: str, data: st.DataObject, recent: int, more: int, seed: int
@@ -241,7 +202,25 @@ def test_keeps_a_protected_prompt_and_exactly_its_number(
     lengths = tuple(prompt + data.draw(st.integers(1, 12)) for prompt in prompts)
     shape = Shape(lengths, data.draw(st.integers(1, 3)), 2, 3, 2)
     keep, layers = max(1, recent) + more, (0, 2, 3)
-    observations = decoded(shape, layers, tuple(prompts), recent, seed)
+    draw = torch.Generator().manual_seed(seed)
+
+    def positions() -> torch.Tensor:
+        places = torch.zeros(shape.batch, shape.kv_heads, shape.entries, dtype=torch.long)
+        for request, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+            newest = length + 7 - min(recent, length - prompt)  # The newest are all there.
+            for head in range(shape.kv_heads):
+                older = (
+                    torch.randperm(newest - prompt, generator=draw)[: max(length - prompt - recent, 0)].sort().values
+                )
+                places[request, head, :length] = torch.cat(
+                    [torch.arange(prompt), older + prompt, torch.arange(newest, length + 7)]
+                )
+        return places
+
+    observations = [
+        observe(shape, layer=layer, layers=layers, seed=seed, positions=positions(), prompts=torch.tensor(prompts))
+        for layer in layers
+    ]
     method = make(name)
     keep_set = method.select_all(observations, Budget(keep, 0, recent, protect_prompt=True))
     for request, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
@@ -275,29 +254,21 @@ def test_keeps_all_under_a_full_budget(name: str, case: Case, beyond: int) -> No
 
 @every_method
 @examples(40)
-@given(case=cases(dtypes=[torch.float32]))
-def test_every_request_is_decided_by_itself(name: str, case: Case) -> None:
-    method, observations = make(name), case.observations()
-    together = method.select_all(observations, case.budget)
-    for request in range(case.shape.batch):
-        single = method.select_all([by_itself(observation, request) for observation in observations], case.budget)
-        for observation in observations:
-            for head in range(case.shape.kv_heads):
-                assert kept(together, observation, request, head) == kept(single, observation, 0, head)
-
-
-@every_method
-@examples(40)
 @given(case=cases(dtypes=[torch.float32]), data=st.data())
-def test_permuting_the_batch_permutes_the_answer(name: str, case: Case, data: st.DataObject) -> None:
+def test_every_request_is_decided_by_itself_wherever_it_is_in_the_batch(
+    name: str, case: Case, data: st.DataObject
+) -> None:
     order = data.draw(st.permutations(range(case.shape.batch)))
     method, observations = make(name), case.observations()
-    straight = method.select_all(observations, case.budget)
-    turned = method.select_all([permuted(observation, tuple(order)) for observation in observations], case.budget)
-    for observation in observations:
-        for place, request in enumerate(order):
+    together = method.select_all(observations, case.budget)
+    turned = method.select_all([permuted(observation, order) for observation in observations], case.budget)
+    for request in range(case.shape.batch):
+        single = method.select_all([alone(observation, request) for observation in observations], case.budget)
+        for observation in observations:
             for head in range(case.shape.kv_heads):
-                assert kept(turned, observation, place, head) == kept(straight, observation, request, head)
+                positions = kept(together, observation, request, head)
+                assert positions == kept(single, observation, 0, head)
+                assert positions == kept(turned, observation, order.index(request), head)
 
 
 @every_method
@@ -318,13 +289,8 @@ def test_numbers_that_overflowed_change_no_count(name: str, poison: float) -> No
             assert {0, newest - 1, newest} <= set(kept(keep_set, observation, request, head))
 
 
-by_itself = made_once(alone)
-
-
-@made_once
-def permuted(observation: Observation, turned: tuple[int, ...]) -> Observation:
+def permuted(observation: Observation, order: list[int]) -> Observation:
     """The same requests in another order."""
-    order = list(turned)
     assert observation.queries is not None and observation.query_positions is not None
     return Observation(
         keys=observation.keys[order],

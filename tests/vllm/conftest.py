@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tests.vllm.oracle import Oracle
 
 
-LAYERS = 4
+LAYERS = 3
 TEXT = 4096
 TINY = LlamaConfig(
     hidden_size=64,
@@ -84,7 +84,7 @@ def oracle() -> Oracle:
 def shallow(words: list[int], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the embedded model's first layers and of one text's words: for tests that are not about models.
 
-    All layers take eight times as long, and all words, at each step, as long as these layers.
+    All layers take ten times as long, and all words, at each step, longer than these layers.
     """
     model = models.load()[0]
     model.model.layers = model.model.layers[:LAYERS]

@@ -56,6 +56,11 @@ class Scenario:
     stub_streams: bool = False
     backend: str | None = None
 
+    @property
+    def processes(self) -> bool:
+        """Whether parts of it are in other processes."""
+        return self.own_process or "tensor_parallel_size" in self.engine
+
     def as_json(self) -> dict[str, Any]:
         """What `tests.vllm.job` reads."""
         engine: dict[str, Any] = {
@@ -140,10 +145,10 @@ def layers_of(event: dict[str, Any]) -> dict[int, list[list[int]]]:
     return {int(layer): heads for layer, heads in event["layers"].items()}
 
 
-def run(*scenarios: Scenario, env: dict[str, str] | None = None) -> list[Result]:
+def run(*scenarios: Scenario) -> list[Result]:
     """Runs engines, one after another in one process."""
     results = []
-    for answer in raw(*scenarios, env=env):
+    for answer in raw(*scenarios):
         assert isinstance(answer, dict), answer
         results.append(Result(**answer))
     return results
@@ -156,6 +161,7 @@ def raw(*scenarios: Scenario, env: dict[str, str] | None = None) -> list[Any]:
         job = {
             "scenarios": [scenario.as_json() for scenario in scenarios],
             "env": env or {},
+            "processes": any(scenario.processes for scenario in scenarios),
             "log": str(log),
             "answer": str(answered),
         }

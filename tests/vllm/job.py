@@ -18,7 +18,6 @@ if os.environ.get("KEEPSET_TYPECHECK", "1") == "1":
 import contextlib
 import gc
 import json
-import multiprocessing
 import sys
 import traceback
 from collections import defaultdict
@@ -28,6 +27,7 @@ from typing import Any
 import torch
 
 from tests.paged import methods
+from tests.vllm import processes
 
 methods.register()  # here, so that processes that are spawned from this one know them too
 
@@ -185,23 +185,6 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-LOADED_FIRST = (
-    "vllm.v1.engine.core",
-    "vllm.v1.executor.multiproc_executor",
-    "vllm.v1.worker.cpu_worker",
-    "vllm.v1.attention.backends.cpu_attn",
-    "vllm.model_executor.models.llama",
-)
-
-
-def start_processes_quickly() -> None:
-    """Processes that engines start are as new as they are elsewhere, but for vLLM, which one imports for all."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(LOADED_FIRST))
-    get_context = multiprocessing.get_context
-    multiprocessing.get_context = lambda method=None: context if method == "spawn" else get_context(method)
-
-
 def keep_async_scheduling() -> None:
     """The CPU platform turns asynchronous scheduling off; keeps it on, with stand-ins for the device's streams."""
     from vllm.platforms.cpu import CpuPlatform
@@ -256,7 +239,8 @@ def answer(job: dict[str, Any]) -> None:
     """Runs a job's scenarios."""
     os.environ.update(job["env"])
     scenarios = job["scenarios"]
-    start_processes_quickly()
+    if job["processes"]:
+        processes.use()
     if any(scenario["stub_streams"] for scenario in scenarios):
         keep_async_scheduling()
     if backends := {scenario["backend"] for scenario in scenarios} - {None}:
@@ -298,7 +282,10 @@ def main() -> None:
     os.dup2(2, 1)  # whatever vLLM has to say
     load_vllm()
     for line in sys.stdin:
-        print(fork(json.loads(line)), file=codes, flush=True)
+        job = json.loads(line)
+        if job["processes"]:
+            processes.make_ready()
+        print(fork(job), file=codes, flush=True)
 
 
 if __name__ == "__main__":

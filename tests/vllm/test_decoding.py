@@ -42,7 +42,7 @@ def decoding(essay: list[int], shallow: Path) -> dict[str, Any]:
 def reasoning(essay: list[int], shallow: Path, tiny: Path) -> dict[str, Any]:
     """Long generations that live on what they keep."""
     engine = {"model": str(shallow)}
-    scenarios = [Scenario(recipe, thoughts(essay), engine=engine | CHUNKED, layer_groups=3) for recipe in AMS]
+    scenarios = [Scenario(recipe, thoughts(essay), engine=engine | CHUNKED, layer_groups=2) for recipe in AMS]
     one = Scenario(LONG, [long()], engine={"model": str(tiny)})
     return dict(zip((*AMS, LONG), raw(*scenarios, one), strict=True))
 
@@ -86,7 +86,7 @@ def test_while_decoding_it_is_the_transformers_runtime(
 def test_ams_over_long_generations(
     recipe: str, reasoning: dict[str, Any], essay: list[int], shallow_model: PreTrainedModel
 ) -> None:
-    """Token for token; and the same entries but for near ties, of which a thousand events of heads have some.
+    """Token for token; and the same entries but for near ties, of which hundreds of events of heads have some.
 
     Quotas are rounded and masses summed up, so a last bit can move an entry's fate; what is gone stays gone.
     """
@@ -107,7 +107,7 @@ def test_ams_over_long_generations(
                     same.append(mine == positions)
         assert sum(same) > 0.98 * len(same)
         compared += len(same)
-    assert compared > 1000
+    assert compared > 750
 
 
 def test_a_long_generation_stays_small(reasoning: dict[str, Any], tiny_oracle: Oracle) -> None:

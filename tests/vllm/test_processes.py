@@ -52,7 +52,7 @@ def check(oracle: Oracle, recipe: str, some: list[Ask], engine: Result) -> list[
 
 @pytest.fixture(scope="module")
 def engines(essay: list[int], shallow: Path) -> dict[tuple[str, str], Any]:
-    """Those of which parts are in other processes: one process imports vLLM for all of these."""
+    """Those of which parts are in other processes."""
     one, some = ENGINE | {"model": str(shallow)}, asks(essay)
     ranks = one | {"tensor_parallel_size": 3}
     scenarios = {("apart", recipe): Scenario(recipe, some, engine=one, own_process=True) for recipe in RECIPES}
