@@ -168,6 +168,21 @@ class Recipe:
         """
         return replace(self, budget=replace(self.budget, keep=keep))
 
+    def with_always(self, sinks: int, recent: int) -> Recipe:
+        """The same recipe with at least so many tokens that always stay, where it says no other number than its method.
+
+        Args:
+            sinks: of the first tokens.
+            recent: of the newest tokens.
+
+        Raises:
+            BudgetError: it is more than the recipe keeps.
+        """
+        budget, own = self.budget, self.method
+        sinks = max(own.sinks, sinks) if budget.sinks == own.sinks else budget.sinks
+        recent = max(own.recent, recent) if budget.recent == own.recent else budget.recent
+        return replace(self, budget=replace(budget, sinks=sinks, recent=recent))
+
     def without_budget(self) -> Recipe:
         """The same recipe without its `keep`: what rows with different budgets have in common."""
         return replace(self, budget=replace(self.budget, keep=None))

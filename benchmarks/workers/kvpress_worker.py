@@ -25,7 +25,7 @@ PRESSES: dict[str, Callable[[float], Any]] = {
     "knorm": KnormPress,
     "tova": TOVAPress,
     "snapkv": SnapKVPress,
-    "expected_attention": ExpectedAttentionPress,
+    "expected_attention": lambda dropped: ExpectedAttentionPress(dropped, epsilon=0.01),
     "h2o": ObservedAttentionPress,
     "kvcompose": lambda dropped: KVComposePress(compression_ratio=dropped),
     "pyramid(snapkv)": PyramidKVPress,

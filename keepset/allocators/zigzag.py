@@ -25,10 +25,11 @@ class ZigZag(LayerAllocator):
     over a layer's heads, LMBA, divided by that of all layers is the layer's uncertainty u. A layer gets
     B_bound + (B - B_bound) x layers x u, where B is the mean budget and B_bound = `floor` x B.
 
-    The authors published no program: the formula, `mass` and `floor` are those of a port to kvpress and were not
-    checked against the paper's text. Chosen here: attention is that of the newest `window` queries, summed over them;
-    every query head has its own minimum; what always stays is outside the division; a layer that cannot take its
-    number leaves it to the others.
+    Not checked against the paper: its authors published no program, and of its text only the abstract could be had. The
+    formula, `mass` and `floor` are those that a port to kvpress (pull request 238, not merged) gives as the paper's
+    equation 6; an earlier state of that port had a floor of 0.1. Chosen here: attention is that of the newest `window`
+    queries, summed over them, as in that earlier state; every query head has its own minimum; what always stays is
+    outside the division; a layer that cannot take its number leaves it to the others.
     """
 
     name = "zigzag"

@@ -26,13 +26,23 @@ class Candidate:
     error: str | None = None
 
     @classmethod
-    def of(cls, recipe: Recipe, keep: int | float | None, every: int | None) -> Candidate:
-        """The recipe with this budget and interval, where they are said; one that they do not suit has an error."""
+    def of(
+        cls, recipe: Recipe, keep: int | float | None, every: int | None, always: tuple[int, int] = (0, 0)
+    ) -> Candidate:
+        """The recipe with this budget and interval, where they are said; one that they do not suit has an error.
+
+        Args:
+            recipe: the method, with what else the recipe says.
+            keep: see `Budget`.
+            every: see `Schedule`.
+            always: how many of the first and of the newest tokens stay at least; see `Recipe.with_always`.
+        """
         requested = recipe.budget.keep if keep is None else keep
         method = recipe.without_budget()
         try:
             if every is not None:
                 method = replace(method, schedule=replace(recipe.schedule, every=every))
+            method = method.with_always(*always)
             budgeted = method if requested is None else method.with_keep(requested)
             check_schedule(budgeted.require_budget())
         except KeepsetError as error:
@@ -40,22 +50,33 @@ class Candidate:
         return cls(budgeted, str(budgeted), str(method), requested)
 
 
-def candidates(recipes: Sequence[Recipe], keeps: Sequence[int | float], every: int | None = None) -> list[Candidate]:
+def candidates(
+    recipes: Sequence[Recipe],
+    keeps: Sequence[int | float],
+    every: int | None = None,
+    always: tuple[int, int] = (0, 0),
+) -> list[Candidate]:
     """The full cache, then all of the `grid`."""
-    return [Candidate(None, FULL, FULL, 1.0), *grid(recipes, keeps, every)]
+    return [Candidate(None, FULL, FULL, 1.0), *grid(recipes, keeps, every, always)]
 
 
-def grid(recipes: Sequence[Recipe], keeps: Sequence[int | float], every: int | None = None) -> list[Candidate]:
+def grid(
+    recipes: Sequence[Recipe],
+    keeps: Sequence[int | float],
+    every: int | None = None,
+    always: tuple[int, int] = (0, 0),
+) -> list[Candidate]:
     """Every recipe under every budget; what is there already does not come again.
 
-    A recipe that has a budget, or whose method needs none, comes once, as it is. `every` is for recipes that do not say
-    themselves after how many tokens to compress again while decoding.
+    A recipe that has a budget, or whose method needs none, comes once with the budget that it has. `every` is for
+    recipes that do not say themselves after how many tokens to compress again while decoding, `always` for those that
+    do not say themselves how many of the first and of the newest tokens always stay.
     """
     unique: dict[str, Candidate] = {}
     for recipe in recipes:
         interval = None if recipe.schedule.every is not None else every
         fixed = recipe.budget.keep is not None or not recipe.method.needs_budget or not keeps
         for keep in [None] if fixed else keeps:
-            candidate = Candidate.of(recipe, keep, interval)
+            candidate = Candidate.of(recipe, keep, interval, always)
             unique.setdefault(candidate.text, candidate)
     return list(unique.values())

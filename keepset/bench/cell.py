@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from statistics import fmean
 from typing import Any
 
 FULL = "full cache"
@@ -26,6 +27,11 @@ class Outcome:
         prefill_seconds: of the shared prefill and of what was collected for this recipe.
         select_seconds: choosing and freeing.
         decode_seconds: hearing the question and generating, or scoring the choices; of a batch an even share.
+        wipeout: of the text's regions, the share of which an event kept nothing, on the mean over events, layers and
+            KV heads. This and the following, see `diagnostics`: of recipes with `every=`; None where nothing is known.
+        middle: of the middle third of the text, the share that an event kept.
+        iou: intersection over union of what an event and the one before it kept; `iou_early`, `iou_middle` and
+            `iou_late` that of the first, middle and last third of the layers.
     """
 
     scores: dict[str, float]
@@ -39,10 +45,22 @@ class Outcome:
     prefill_seconds: float = 0.0
     select_seconds: float = 0.0
     decode_seconds: float = 0.0
+    wipeout: float | None = None
+    middle: float | None = None
+    iou: float | None = None
+    iou_early: float | None = None
+    iou_middle: float | None = None
+    iou_late: float | None = None
 
 
 COSTS = tuple(each.name for each in fields(Outcome) if each.name not in ("scores", "replies"))
-"""The figures that have means."""
+"""The figures that have means, over the outcomes where they are not None."""
+
+
+def means(outcomes: Sequence[Any]) -> dict[str, float | None]:
+    """Of all `COSTS` of outcomes, or of what has the same figures."""
+    values = {name: [value for each in outcomes if (value := getattr(each, name)) is not None] for name in COSTS}
+    return {name: fmean(there) if there else None for name, there in values.items()}
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from keepset.cli.eval import evaluate
 from keepset.cli.generate import generate
 from keepset.cli.latency import latency
 from keepset.cli.methods import methods
+from keepset.cli.reproduce import reproduce
 from keepset.cli.results import results
 from keepset.cli.serve import serve
 from keepset.cli.trace import trace
@@ -29,7 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (demo, compare, generate, trace, methods, calibrate, compile, tune, results):
+for command in (demo, compare, generate, trace, methods, calibrate, compile, tune, results, reproduce):
     app.command()(command)
 app.command("eval")(evaluate)
 # What is not keepset's own goes on to vLLM.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Option
 
@@ -41,9 +41,19 @@ def compile(
     contexts: Annotated[int, Option(help="Contexts that actions are tried on.")] = 64,
     tokens: Annotated[int, Option(help="Tokens of a context.")] = 1024,
     continuation: Annotated[int, Option(help="Tokens after it, which tell what an action was worth.")] = 48,
+    weights: Annotated[str, Option(help="What a head may be given; the first of equally good ones.")] = "1,2,0.5,0,-1",
+    reward: Annotated[
+        Literal["expected", "said"],
+        Option(help="said: what the text's own tokens lose, as in the paper; expected: what all that might follow do."),
+    ] = "expected",
+    gate: Annotated[
+        Literal["table", "sum"],
+        Option(help="table: a value for layer and risk together, as in the paper; sum: one for each."),
+    ] = "table",
     seed: Annotated[int, Option(help="Of the contexts' order and of the actions.")] = 0,
     log: Annotated[
-        Path | None, Option(metavar="<path>", help="Where rewards are kept; the same command then goes on there.")
+        Path | None,
+        Option(metavar="<path>", help="Where rewards are kept: the same command goes on there, also beside others."),
     ] = None,
     html: Annotated[Path | None, Option(metavar="<path>", help="A page with both tables as maps.")] = None,
     force: Force = False,
@@ -68,14 +78,25 @@ def compile(
     else:
         check_tensor_file(out, force)
         check_whole(2**31, contexts=(contexts, 1), tokens=(tokens, 2), continuation=(continuation, 2), seed=(seed, 0))
-        tables = _compiled(model, corpus or [], _settings(keep, recipe, contexts, tokens, continuation, seed), log)
+        learned: dict[str, Any] = {"weights": _weights(weights), "reward": reward, "gate": gate}
+        settings = _settings(keep, recipe, contexts, tokens, continuation, seed, **learned)
+        tables = _compiled(model, corpus or [], settings, log)
         save(tables, out)
         lines = [f"{out}:", *describe_tables(tables)]
     say("\n".join(lines), soft_wrap=True)
     write(html, lambda: render(tables), described=None)
 
 
-def _settings(keep: str, recipe: str, contexts: int, tokens: int, continuation: int, seed: int) -> Settings:
+def _weights(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(map(float, text.split(",")))
+    except ValueError:
+        raise KeepsetError(f"--weights {text!r} is no list of numbers: write some such as 1,2,0.5,0,-1.") from None
+
+
+def _settings(
+    keep: str, recipe: str, contexts: int, tokens: int, continuation: int, seed: int, **learned: Any
+) -> Settings:
     from keepset.methods.compilerkv import CompilerKV
     from keepset.offline.compile.compiler import Settings
     from keepset.recipe import Recipe
@@ -89,7 +110,7 @@ def _settings(keep: str, recipe: str, contexts: int, tokens: int, continuation: 
     budgets = parse_indices(keep)
     if budgets is None:
         raise BudgetError(f"--keep {keep!r} is no list of budgets: write whole numbers such as 128,256,512.")
-    return Settings(parsed.method, tuple(budgets), contexts, tokens, continuation, seed)
+    return Settings(parsed.method, tuple(budgets), contexts, tokens, continuation, seed, **learned)
 
 
 def _compiled(model: str | None, files: list[Path], settings: Settings, log: Path | None) -> Tables:

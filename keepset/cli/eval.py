@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Exit, Option
 
 from keepset.cli.checks import check_writable
-from keepset.cli.console import counted, load, note, output, progress, status
-from keepset.cli.numbers import parse_budgets
+from keepset.cli.console import note, output
+from keepset.cli.numbers import parse_budgets, parse_whole
 from keepset.cli.options import Json, Model, Recipes, Temperature
 from keepset.cli.results import print_summary
 from keepset.cli.streaming import Sampling
+from keepset.cli.sweep import Asking, check_ray, say_lost, sweep_grid
 from keepset.errors import BudgetError, KeepsetError
-from keepset.models import EMBEDDED
 
 if TYPE_CHECKING:
     from keepset.bench.candidate import Candidate
-    from keepset.bench.sweep.store import Store
-    from keepset.bench.sweep.sweep import Grid
+    from keepset.bench.cell import Cell
     from keepset.bench.tasks.task import Task
 
 RECIPES = "snapkv, adakv(expected_attention), kvzip"
@@ -30,7 +27,6 @@ KEEPS = "0.5,0.25"
 DECODING = "snapkv, r_kv, ams(tova)"
 DECODING_KEEPS = "256,128"
 _EVERY = 64
-_CHAT = "chat template"
 
 
 def evaluate(
@@ -38,8 +34,8 @@ def evaluate(
         list[str],
         Argument(
             metavar="TASKS",
-            help="Separated by commas: needle, ruler or one of its tasks, longbench or one of its tasks, gsm8k, "
-            "math500, aime24, aime25, or any task of lm-evaluation-harness.",
+            help="Separated by commas: needle, ruler, longbench, longbench2, or one of their tasks, gsm8k, math500, "
+            "aime24, aime25, or any task of lm-evaluation-harness.",
         ),
     ],
     recipes: Recipes = None,
@@ -51,11 +47,23 @@ def evaluate(
         ),
     ] = None,
     lengths: Annotated[str, Option(help="Tokens, separated by commas, for tasks made to a length.")] = "4096",
-    limit: Annotated[int | None, Option(help="Examples of each task; all of them if not given.")] = None,
+    limit: Annotated[int | None, Option(help="The first examples of each task; all of them if not given.")] = None,
+    sample: Annotated[
+        str | None,
+        Option(help="A random sample of each task's examples, drawn by the seed: a share such as 0.1, or so many."),
+    ] = None,
+    answer_tokens: Annotated[
+        int | None, Option(help="Tokens of an answer at most, for all tasks; each task's own if not given.")
+    ] = None,
     seeds: Annotated[str, Option(help="For generated data and for sampling, separated by commas.")] = "0",
-    agnostic: Annotated[
-        bool, Option("--agnostic", help="Compress the context before its questions are known.")
-    ] = False,
+    mode: Annotated[
+        str,
+        Option(
+            help="What is compressed: 'prompt', context and question together; 'agnostic', the context before its "
+            "questions are known; 'task', the context by recipes that can be told a question (kvcompose, "
+            "second_pass), by others context and question."
+        ),
+    ] = "prompt",
     no_chat: Annotated[
         bool, Option("--no-chat", help="Ask verbatim, though the tokenizer has a chat template.")
     ] = False,
@@ -63,8 +71,19 @@ def evaluate(
     temperature: Temperature = 0.0,
     every: Annotated[
         int | None,
-        Option(help=f"In tasks that decode, for recipes that do not say it: after how many tokens. [{_EVERY}]"),
+        Option(
+            help="In tasks that decode, for recipes that do not say it: after how many tokens; 0 compresses the prompt "
+            f"only, for which fractions are budgets, too. [{_EVERY}]"
+        ),
     ] = None,
+    always: Annotated[
+        str,
+        Option(
+            metavar="SINKS,RECENT",
+            help="How many of the first and of the newest tokens stay at least, such as 4,32, where a recipe does not "
+            "say it.",
+        ),
+    ] = "0,0",
     model: Model = None,
     out: Annotated[Path, Option(help="The sweep's file: begun, or gone on with.")] = Path("sweep.sqlite"),
     no_baselines: Annotated[
@@ -78,107 +97,90 @@ def evaluate(
     Each figure is written to a file as soon as it is there. The same command goes on where it was stopped; recipes,
     budgets, tasks, and seeds can be added to a file, and several processes may work on one at the same time.
     """
-    for name, value in (("limit", limit), ("every", every)):
-        if value is not None and value < 1:
-            raise KeepsetError(f"--{name} {value} is out of range: use an integer from 1.")
-    numbers = _whole(seeds, "seeds")
+    for name, value, least in (("limit", limit, 1), ("every", every, 0), ("answer-tokens", answer_tokens, 1)):
+        if value is not None and value < least:
+            raise KeepsetError(f"--{name} {value} is out of range: use an integer from {least}.")
+    if limit is not None and sample is not None:
+        raise KeepsetError("--limit takes the first examples and --sample random ones: leave one of them out.")
+    numbers, stay = parse_whole(seeds, "seeds"), _stay(always)
     for seed in numbers:
         Sampling(1, temperature, seed)
     check_writable(out)
+    check_ray(ray)
 
-    from keepset.bench.sweep import sweep
-    from keepset.bench.sweep.runner import Runner
-    from keepset.bench.sweep.store import Store
+    from keepset.bench.sweep.prompts import checked_mode
+    from keepset.bench.sweep.sweep import Grid
     from keepset.bench.tasks.catalogue import Settings
     from keepset.bench.tasks.find import find
-    from keepset.hf.fingerprint import fingerprint
 
-    if ray and find_spec("ray") is None:
-        raise KeepsetError(
-            'Ray is not installed: run `pip install "keepset[ray]"`, or leave --ray out to use this machine alone.'
-        )
     names = [name.strip() for word in tasks for name in word.split(",") if name.strip()]
-    chosen = find(names, Settings(data, tuple(_whole(lengths, "lengths"))))
+    chosen = find(names, Settings(data, tuple(parse_whole(lengths, "lengths"))))
     if every is not None and not any(task.decodes for task in chosen):
         raise KeepsetError("--every is for tasks that decode, such as gsm8k, and none of these does: leave it out.")
-    candidates = {task.name: _candidates(task, recipes, keeps, every or _EVERY, not no_baselines) for task in chosen}
-    grid = sweep.Grid(chosen, numbers, candidates, limit)
-    settings = {"--agnostic": agnostic, "--limit": limit, "--temperature": temperature}
-    if out.exists() and out.stat().st_size > 0:
-        with Store.open(out) as store:
-            store.check(settings)
-            same = store.model == (model or EMBEDDED) and store.configuration[_CHAT] is not no_chat
-            if same and grid.is_done(store):
-                raise Exit(1 if _show(store, grid, as_json) else 0)
-    loaded, tokenizer = load(model)
-    chat = not no_chat and tokenizer.chat_template is not None
-    asking: dict[str, Any] = {"agnostic": agnostic, "chat": chat, "temperature": temperature}
-    with Store.begin(out, model or EMBEDDED, {**settings, _CHAT: chat, **fingerprint(loaded)}) as store:
-        with status("making examples"):
-            groups = grid.groups(store, tokenizer)
-        left, total = sweep.unfinished(groups, store.done()), sweep.count(groups)
-        try:
-            with progress() as bar:
-                advance = counted(bar, "cells", total, total - sweep.count(left))
-                if ray:
-                    from keepset.bench.sweep import ray_sweep
-
-                    nbytes = 2 * sum(parameter.nbytes for parameter in loaded.parameters())
-                    lost = ray_sweep.run(store, left, ray_sweep.Loads(model, **asking), nbytes, advance)
-                else:
-                    lost = sweep.run(store, left, Runner(loaded, tokenizer, **asking), advance)
-        except KeyboardInterrupt:
-            note(
-                f"stopped after {sweep.count(groups, store.done())} of {total} cells, which are in {str(out)!r}: the "
-                "same command goes on"
-            )
-            raise Exit(130) from None
-        failed = _show(store, grid, as_json)
-    for each, times in Counter(lost).items():
-        note(f"{each.task}: {each.recipe} was left out, {times} times ({each.reason}); the same command tries again")
-    if failed or lost:
+    each = _EVERY if every is None else every
+    candidates = {task.name: _candidates(task, recipes, keeps, each, stay, not no_baselines) for task in chosen}
+    grid = Grid(chosen, numbers, candidates, limit, None if sample is None else _sample(sample))
+    swept = sweep_grid(out, grid, model, Asking(checked_mode(mode), not no_chat, temperature, answer_tokens), ray)
+    failed = _show(swept.cells, out, as_json)
+    say_lost(swept.lost)
+    if failed or swept.lost:
         raise Exit(1)
 
 
-def _candidates(task: Task, recipes: str | None, keeps: str | None, every: int, baselines: bool) -> Sequence[Candidate]:
+def _candidates(
+    task: Task, recipes: str | None, keeps: str | None, every: int, always: tuple[int, int], baselines: bool
+) -> Sequence[Candidate]:
     """What a task is to show: the full cache, the recipes, and under the same budgets what every method has to beat."""
     from keepset.bench.candidate import candidates
     from keepset.recipe import Recipe
 
-    requested = Recipe.parse_list((DECODING if task.decodes else RECIPES) if recipes is None else recipes)
-    budgets = parse_budgets((DECODING_KEEPS if task.decodes else KEEPS) if keeps is None else keeps)
+    interval = (every or None) if task.decodes else None
+    requested = Recipe.parse_list((DECODING if interval else RECIPES) if recipes is None else recipes)
+    budgets = parse_budgets((DECODING_KEEPS if interval else KEEPS) if keeps is None else keeps)
     open_ended = [recipe for recipe in requested if recipe.budget.keep is None and recipe.method.needs_budget]
     named = [recipe.budget.keep for recipe in requested if recipe.budget.keep is not None]
-    if task.decodes:
+    if interval:
         budgets = [keep for keep in budgets if isinstance(keep, int)]
         named = [keep for keep in named if isinstance(keep, int)]
         if open_ended and not budgets:
             raise BudgetError(
                 f"{task.name} is about decoding, where a fraction of what is left would shrink at every event: give "
-                f"whole numbers too, such as --keeps {DECODING_KEEPS}."
+                f"whole numbers too, such as --keeps {DECODING_KEEPS}, or compress the prompt only with --every 0."
             )
-    interval = every if task.decodes else None
-    chosen = candidates(requested, budgets, interval)
+    chosen = candidates(requested, budgets, interval, always)
     if baselines:
-        random = f"random(protect_prompt=True, every={every})" if task.decodes else "random"
+        random = f"random(protect_prompt=True, every={interval})" if interval else "random"
         under = [*named, *(budgets if open_ended or not named else [])]
-        chosen += candidates(Recipe.parse_list(f"{random}, streaming_llm"), under, interval)
+        chosen += candidates(Recipe.parse_list(f"{random}, streaming_llm"), under, interval, always)
     return list({candidate.text: candidate for candidate in chosen}.values())
 
 
-def _show(store: Store, grid: Grid, as_json: bool) -> bool:
+def _show(cells: Sequence[Cell], out: Path, as_json: bool) -> bool:
     """Prints what the file has of what was asked for; whether a recipe failed on anything."""
     from keepset.bench.analysis.summary import summarise
 
-    summary = summarise(grid.of(store.cells()))
+    summary = summarise(cells)
     output(summary.to_json(), as_json, lambda: print_summary(summary))
-    note(f"all figures are in {str(store.path)!r}: keepset results shows them again")
+    note(f"all figures are in {str(out)!r}: keepset results shows them again")
     return any(row.failed for row in summary.rows)
 
 
-def _whole(text: str, option: str) -> list[int]:
-    """Whole numbers from a list, each once."""
+def _stay(text: str) -> tuple[int, int]:
+    """How many of the first and of the newest tokens always stay, from `--always`."""
+    counts = [int(part) for part in text.split(",") if part.strip().isdecimal() and len(part.strip()) < 10]
+    if len(counts) != 2 or text.count(",") != 1:
+        raise KeepsetError(
+            f"--always {text!r} is not two numbers of tokens, the first and the newest: write them as 4,32."
+        )
+    return counts[0], counts[1]
+
+
+def _sample(text: str) -> int | float:
+    """A number of examples, or a share of them, from `--sample`."""
     try:
-        return list(dict.fromkeys(int(part) for part in text.split(",")))
+        sample = int(text) if text.isdecimal() else float(text)
     except ValueError:
-        raise KeepsetError(f"--{option} {text!r} is no list of whole numbers: write them as 1,2,3.") from None
+        sample = 0
+    if not (sample >= 1 if isinstance(sample, int) else 0 < sample <= 1):
+        raise KeepsetError(f"--sample {text!r} is neither a share of the examples, such as 0.1, nor how many to take.")
+    return sample

@@ -2,7 +2,7 @@
 
 import ast
 
-from keepset.errors import BudgetError
+from keepset.errors import BudgetError, KeepsetError
 
 
 def parse_budgets(text: str) -> list[int | float]:
@@ -29,3 +29,11 @@ def parse_indices(text: str) -> list[int] | None:
     if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
         return None
     return sorted({int(part) for part in parts})
+
+
+def parse_whole(text: str, option: str) -> list[int]:
+    """Whole numbers from a list, each once."""
+    try:
+        return list(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        raise KeepsetError(f"--{option} {text!r} is no list of whole numbers: write them as 1,2,3.") from None

@@ -15,6 +15,8 @@ from keepset.cli.options import Html, Json
 from keepset.errors import KeepsetError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.text import Text
 
     from keepset.bench.analysis.rows import Figure, TableRow
@@ -30,6 +32,12 @@ def results(
             "not given."
         ),
     ] = None,
+    by: Annotated[
+        str | None,
+        Option(
+            help="A fact of the examples, such as subject, level or depth: each of its values gets its own figures."
+        ),
+    ] = None,
     html: Html = None,
     csv: Annotated[Path | None, Option(help="Write all rows to this file.")] = None,
     latex: Annotated[Path | None, Option(help="Write the scores as LaTeX tables to this file.")] = None,
@@ -40,7 +48,7 @@ def results(
     Differences are over the examples that both recipes were run on. Intervals are of 95 %, over examples.
     """
     from keepset.bench.analysis.export import to_csv, to_latex
-    from keepset.bench.analysis.summary import summarise
+    from keepset.bench.analysis.summary import split, summarise
     from keepset.bench.report.eval import render
     from keepset.bench.sweep.store import Store
 
@@ -52,7 +60,7 @@ def results(
         cells, model, configuration = store.cells(), store.model, store.configuration
     if not cells:
         raise KeepsetError(f"{str(file)!r} has no figures yet: let `keepset eval` make some first.")
-    summary = summarise(cells, baseline)
+    summary = summarise(cells if by is None else split(cells, by), baseline)
     output(summary.to_json(), as_json, lambda: print_summary(summary))
     write(csv, lambda: to_csv(summary), described=None)
     write(latex, lambda: to_latex(summary), described=None)
@@ -69,12 +77,14 @@ def print_summary(summary: Summary) -> None:
     for task, group in groupby((*summary.rows, *summary.averages), attrgetter("task")):
         of_task = list(group)
         cut = max(row.cut for row in of_task)
+        tasks = f", mean of {of_task[0].tasks_of} tasks" if of_task[0].tasks_of > 1 else ""
         warning = f", {cut} contexts cut to what the model takes" if cut else ""
-        rows.add_row(Text.assemble(cell(task, style="bold"), warning))
+        rows.add_row(Text.assemble(cell(task, style="bold"), tasks, warning))
         for row in of_task:
             rows.add_row(_named(row), *_cells(row))
     show(rows)
     say(f"Differences are to {summary.baseline}.")
+    _print_events([*summary.rows, *summary.averages])
     if not summary.trades:
         return
     tolerances = sorted({each.tolerance for trade in summary.trades for each in trade.reach})
@@ -89,6 +99,32 @@ def print_summary(summary: Summary) -> None:
     show(trades)
 
 
+def _print_events(rows: Sequence[TableRow]) -> None:
+    """What compression while decoding does to a text: of tasks whose recipes have such events."""
+    from keepset.bench.analysis.diagnostics import REGION
+
+    tasks = {row.task for row in rows if row.wipeout is not None}
+    if not tasks:
+        return
+    columns = ("tokens", "repetition", "wiped out", "middle kept", "IoU", "early, middle, late layers")
+    events = table("", numbers=columns, fold=True)
+    for task, group in groupby((row for row in rows if row.task in tasks), attrgetter("task")):
+        events.add_row(cell(task, style="bold"))
+        for row in group:
+            depths = (row.iou_early, row.iou_middle, row.iou_late)
+            shares = (row.repetition, row.wipeout, row.middle, row.iou)
+            tokens = "" if row.tokens is None else f"{row.tokens:.0f}"
+            layers = ", ".join(f"{share:.1%}" for share in depths if share is not None)
+            events.add_row(cell(f"  {row.recipe}"), tokens, *map(_share, shares), layers)
+    show()
+    show(events)
+    say(f"Wiped out are regions of {REGION} tokens, the middle is a third, and IoU is with the event before.")
+
+
+def _share(share: float | None) -> str:
+    return "" if share is None else f"{share:.1%}"
+
+
 def _named(row: TableRow) -> Text:
     errors = [f"  a score on {row.tasks} of {row.tasks_of} tasks"] if row.tasks < row.tasks_of else []
     errors += [f"  failed on {row.failed} of {row.examples}: {row.error or ''}"] if row.failed else []
@@ -99,8 +135,7 @@ def _cells(row: TableRow) -> list[str]:
     examples = str(row.examples) if row.examples == row.examples_of else f"{row.examples} of {row.examples_of}"
     if row.score is None:
         return ["", "", "", "", examples]
-    shares = ("" if share is None else f"{share:.1%}" for share in (row.keep, row.share))
-    return [_shown(row.score), _shown(row.difference, sign="+"), *shares, examples]
+    return [_shown(row.score), _shown(row.difference, sign="+"), _share(row.keep), _share(row.share), examples]
 
 
 def _over_budgets(trade: Trade, tolerances: list[float]) -> list[str]:

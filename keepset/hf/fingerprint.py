@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -25,6 +27,18 @@ def fingerprint(model: PreTrainedModel) -> dict[str, str]:
         "sliding window": str(getattr(config, "sliding_window", None)),
         "weights": _weights(model),
     }
+
+
+def difference(theirs: Mapping[str, Any], ours: Mapping[str, str]) -> str:
+    """Wherein two fingerprints differ, as the end of a sentence; "" where they do not.
+
+    The first difference says it: what follows from it, such as the weights, differs too.
+    """
+    for name, here in ours.items():
+        there = theirs.get(name, "unknown")
+        if there != here:
+            return "weights differ" if name == "weights" else f"{name} differs: {there} there, {here} here"
+    return ""
 
 
 def _weights(model: PreTrainedModel) -> str:

@@ -17,9 +17,9 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
 from keepset.core.feature import Feature, Needs
 from keepset.core.features.attention import SecondPass
-from keepset.core.features.given import ModelStatistics, OutputProjection, Perplexity
+from keepset.core.features.given import ModelStatistics, ModelTables, OutputProjection, Perplexity
 from keepset.core.observation import Observation
-from keepset.core.statistics import Statistics, load
+from keepset.core.statistics import load
 from keepset.errors import KeepsetError
 from keepset.hf.attention import NAME, AttentionCall, hand_over
 from keepset.hf.attention_hooks import AttentionHooks
@@ -32,6 +32,7 @@ from keepset.hf.progress import Progress
 from keepset.hf.projection import output_projection
 from keepset.hf.second_pass import SecondPasses
 from keepset.hf.support import check_model
+from keepset.hf.tables import tables_for
 from keepset.recipe import Schedule
 
 
@@ -74,8 +75,9 @@ class PromptCache(TransformersCache, ABC):
             needs = Needs()
         super().__init__(layers=[self.kept_layers.get(index, layer) for index, layer in enumerate(layers)])
         self.needs, self.schedule, self.prompt_length = needs, schedule or Schedule(), prompt_length
-        self._statistics: dict[Feature[Any], Statistics] = {
-            feature: load(feature.file, model.config.name_or_path or "") for feature in needs.of(ModelStatistics)
+        self._from_files: dict[Feature[Any], Any] = {
+            **{stats: load(stats.file, model.config.name_or_path or "") for stats in needs.of(ModelStatistics)},
+            **{tables: tables_for(model, len(self.kept_layers), tables.file) for tables in needs.of(ModelTables)},
         }
         self.compressed_layers = tuple(self.kept_layers)
         self.progress: Progress | None = None
@@ -256,7 +258,7 @@ class PromptCache(TransformersCache, ABC):
         common: dict[str, Any] = {"prompts": self.progress.prompts, "layers": self.compressed_layers}
         observations = []
         for layer, event in waiting:
-            features = {**self._statistics, **event.features}
+            features = {**self._from_files, **event.features}
             observations.append(Observation(**common, **event.observed, layer=layer.index, features=features))
         self._choose(observations)
 

@@ -67,6 +67,7 @@ class Recorder(PromptCache):
 
     Args:
         on_layer: is called when a layer is done.
+        task_tokens: as of a `Cache`.
 
     Attributes:
         observations: one per layer, once `prefill` has run; they hold the layers' entries.
@@ -74,8 +75,14 @@ class Recorder(PromptCache):
         seconds: of the prefill alone, collecting not counted.
     """
 
-    def __init__(self, model: PreTrainedModel, needs: Needs, on_layer: Callable[[], None] = lambda: None) -> None:
-        super().__init__(model, needs)
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        needs: Needs,
+        on_layer: Callable[[], None] = lambda: None,
+        task_tokens: Sequence[Tensor] = (),
+    ) -> None:
+        super().__init__(model, needs, tasks=task_tokens)
         self._model, self._on_layer = model, on_layer
         self.observations: list[Observation] = []
         self._collecting: Counter[Hashable] = Counter()
@@ -122,6 +129,8 @@ class PromptSession:
         ids: the prompt, `[1, tokens]`.
         recipes: all that will be asked for; what they look at is collected together.
         on_layer: is called after each layer of a prefill.
+        task_tokens: questions that are known, as for a `Cache`: then only recipes that look at them can be asked for,
+            or such that need no second pass.
     """
 
     def __init__(
@@ -130,8 +139,10 @@ class PromptSession:
         ids: Int[Tensor, "1 tokens"],
         recipes: Sequence[Recipe] = (),
         on_layer: Callable[[], None] = lambda: None,
+        task_tokens: Sequence[Tensor] = (),
     ) -> None:
         self._model, self._ids, self._recipes, self._on_layer = model, ids, recipes, on_layer
+        self._tasks = task_tokens
         self._shared: Recorder | None = None
         self._shares = True
 
@@ -155,7 +166,7 @@ class PromptSession:
     @torch.no_grad()
     def compress_alone(self, recipe: Recipe) -> CachedPrompt:
         """The same after a prefill of its own, for recipes that go on compressing while decoding."""
-        cache = Cache(self._model, recipe)
+        cache = Cache(self._model, recipe, task_tokens=self._tasks or None)
         began = time.perf_counter()
         try:
             logits = self._model(self._ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
@@ -174,7 +185,7 @@ class PromptSession:
         return self._record([recipe])
 
     def _record(self, recipes: Sequence[Recipe]) -> Recorder:
-        return Recorder(self._model, needs_of(recipes), self._on_layer).prefill(self._ids)
+        return Recorder(self._model, needs_of(recipes), self._on_layer, self._tasks).prefill(self._ids)
 
 
 def needs_of(recipes: Sequence[Recipe]) -> Needs:

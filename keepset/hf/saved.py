@@ -23,7 +23,7 @@ import keepset
 from keepset.core.keep_set import KeepSet, LayerKeepSet
 from keepset.core.tensor_file import TensorFile
 from keepset.errors import KeepsetError, UnsupportedModelError
-from keepset.hf.fingerprint import fingerprint
+from keepset.hf.fingerprint import difference, fingerprint
 from keepset.hf.layer import KeepLayer
 from keepset.hf.phases import DecodingPhase
 from keepset.hf.progress import Event, Progress
@@ -197,8 +197,5 @@ def _opened(path: Path) -> AbstractContextManager[tuple[Any, dict[str, Any]]]:
 
 
 def _check_model(path: Path, theirs: Mapping[str, str], ours: Mapping[str, str]) -> None:
-    for name, here in ours.items():
-        if theirs[name] != here:
-            # The first says it: what follows from it, such as the weights, differs too.
-            differs = "weights differ" if name == "weights" else f"{name} differs: {theirs[name]} there, {here} here"
-            raise KeepsetError(f"{str(path)!r} is a context of another model, whose {differs}; load that model.")
+    if differs := difference(theirs, ours):
+        raise KeepsetError(f"{str(path)!r} is a context of another model, whose {differs}; load that model.")

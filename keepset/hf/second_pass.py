@@ -155,6 +155,12 @@ class SecondPasses(ModelHooks):
             decoder(**inputs, position_ids=positions, use_cache=True)
 
 
+def takes_task_tokens(needs: Needs) -> bool:
+    """Whether there is a second pass that can run a task's tokens: one that repeats the prompt is its own task."""
+    passes = needs.of(SecondPass)
+    return bool(passes) and not any(needed.repeat for needed in passes)
+
+
 _TOGETHER = 512
 """Tokens of one call of the model: enough for products at full speed, few beside the prompt."""
 Part = tuple[Tensor, SoftmaxScope | None]

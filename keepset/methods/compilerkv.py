@@ -11,7 +11,7 @@ from torch import Tensor
 
 from keepset.core.budget import Budget
 from keepset.core.feature import Needs
-from keepset.core.features.given import Perplexity, RecentQueries
+from keepset.core.features.given import ModelTables, Perplexity, RecentQueries
 from keepset.core.keep_set import KeepSet
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
@@ -30,16 +30,26 @@ THRESHOLD = 0.9
 class CompilerKV(Method):
     """Keeps what the whole model looks at, by heads that a table trusts (Yang et al. 2026, CompilerKV).
 
-    Attention of the `window` newest queries, summed over them and averaged over all heads of all layers, times the
-    length of an entry's value relative to its head's mean, times the head's weight in the table; an entry counts by the
-    head where that is most. All heads of a layer keep one set. `tables` is a file that `keepset compile` makes; without
-    one all weights are 1.
+    The utility of an entry is the attention of the `window` newest queries, summed over them and averaged over all
+    heads of all layers, times the length of its value relative to its head's mean, times the head's weight in the
+    table; it counts by the head where that is most (equations 6 to 10). All heads of a layer keep one set. `tables` is
+    a file that `keepset compile` makes for a model; without one all weights are 1 and all thresholds 0.9.
 
-    With `elastic=True` a layer keeps fewer than the budget where a threshold admits fewer: the table's for the entropy
-    of that attention and the perplexity of the window. By default every layer keeps exactly the budget, and then
-    **the threshold changes nothing**: what it admits are the best entries by the very score that fills or cuts them
-    to the budget. So it is neither looked up, nor is the perplexity. The paper keeps fewer (eq. 16); its authors'
-    program fills up.
+    A layer's candidates are what reaches its threshold, which the table has for the entropy of that attention and the
+    perplexity of the window (equations 11 to 15). They stay where they are no more than the budget `keep`; of more the
+    best stay (equation 16). So **`keep` is a cap**, also where it is as long as the text.
+
+    `threshold` says what is compared with it:
+
+    - `"utility"`, as equation 15 has it: the number itself, of which equation 7 has normalised the length of values and
+      nothing else. All utilities of a layer add up to about `window`, so that at most some `window / 0.8` entries can
+      reach 0.8, however long the text: few do beside the window, and the budget hardly ever cuts.
+    - `"mean"`: the number relative to its layer's mean. Then it lies around 1, as appendix B.1 says that it does, and
+      what reaches 0.8 grows with the text.
+
+    With `elastic=False` every layer is filled up to exactly `keep`, as the authors' program does (which divides by the
+    layer's largest utility instead). Then **the threshold changes nothing**: candidates are the best entries by the
+    very number that fills or cuts them. So it is neither looked up, nor is the perplexity.
 
     The paper's ablations: `head_table=False` (all weights 1), `gate=False` (one threshold), and for raw attention
     `global_mean=False` (each head's own) with `relative_norm=False` (no values).
@@ -49,14 +59,13 @@ class CompilerKV(Method):
 
     "All layers" are those that are compressed; sliding windows are not among them.
 
-    Chosen here, where the paper is silent: `window` is 64, and always stays, as in the authors' program. Heads of
-    attention and weights are query heads; the value of an entry is its KV head's. A threshold says the share of a
-    layer's entries, what always stays left aside, that rank below a candidate: 0.8 admits the best fifth, 1 the best.
-    Compared with the layer's largest score, as in the authors' program, a single sink would decide how many stay;
-    ranks mean the same in every layer and text. Entropy is in nats; what is no number counts as the highest risk. Of
-    several budgets in the file the nearest to the request's counts. Tables of a model of another depth or head count
-    are mapped by relative place, with a warning. Where heads hold different entries, attention is added up by
-    position, and every KV head goes by its own query heads.
+    Chosen here, where the paper is silent: `window` is 64, and always stays, as in the authors' program; it counts
+    towards `keep`, and no threshold is asked about it. A layer of which nothing stays keeps its best entry. Heads of
+    attention and weights are query heads; the value of an entry is its KV head's. Entropy is in nats; what is no number
+    counts as the highest risk. Of several budgets in the file the nearest to the request's counts. Tables of a model of
+    another depth or head count are mapped by relative place; that, and that they are of another model, is warned of.
+    Where heads hold different entries, attention is added up by position, and every KV head goes by its own query
+    heads.
     """
 
     name = "compilerkv"
@@ -65,7 +74,8 @@ class CompilerKV(Method):
 
     tables: str = parameter("")
     window: int = parameter(64, minimum=1)
-    elastic: bool = parameter(False)
+    elastic: bool = parameter(True)
+    threshold: str = parameter("utility", choices=("utility", "mean"))
     head_table: bool = parameter(True)
     gate: bool = parameter(True)
     global_mean: bool = parameter(True)
@@ -73,10 +83,11 @@ class CompilerKV(Method):
 
     @property
     def needs(self) -> Needs:
+        needs = Needs(RecentQueries(self.window))
         if self._reads and self.tables:
             load(self.tables)  # or its own sentence, before a prompt has run for nothing
-        window = Needs(RecentQueries(self.window))
-        return window | Needs(Perplexity(self.window)) if self.elastic and self.gate else window
+            needs |= Needs(ModelTables(self.tables))
+        return needs | Needs(Perplexity(self.window)) if self.gated else needs
 
     @property
     def fixed_total(self) -> bool:
@@ -103,10 +114,11 @@ class CompilerKV(Method):
         for observation in observations:
             quotas = budget.quotas(observation)
             row = tables.nearest(quotas.amax(-1))
-            ranked = ranked_scores(self._utility(observation, received, tables, row), observation, budget)
+            utility = self._utility(observation, received, tables, row)
+            ranked = ranked_scores(utility, observation, budget)
             if self.elastic:
                 threshold = self._threshold(observation, received, tables, row)
-                quotas = quotas.minimum(candidates(observation, budget, threshold))
+                quotas = quotas.minimum(self._candidates(utility, observation, budget, threshold))
             parts.append(observation.keep(top_mask(ranked, quotas)).layer(observation.layer))
         return KeepSet(parts)
 
@@ -114,11 +126,16 @@ class CompilerKV(Method):
     def _reads(self) -> bool:
         return self.head_table or (self.elastic and self.gate)
 
+    @property
+    def gated(self) -> bool:
+        """Whether thresholds depend on the text; without tables they are all the same."""
+        return self.elastic and self.gate and bool(self.tables)
+
     def tables_for(self, observation: Observation) -> Tables:
         """The file's, for a model of as many layers and query heads; neutral ones where none are named or read."""
         shape = len(observation.layers), observation.newest_queries(1)[0].shape[1]
         if self._reads and self.tables:
-            return load(self.tables).fitted(*shape)
+            return observation[ModelTables(self.tables)].fitted(*shape)
         if self._reads:
             say_neutral()
         return neutral(*shape, THRESHOLD)
@@ -161,10 +178,23 @@ class CompilerKV(Method):
     def _threshold(
         self, observation: Observation, received: Received, tables: Tables, row: Int[Tensor, " batch"]
     ) -> Float[Tensor, " batch"]:
-        if not self.gate:
+        if not self.gated:
             return torch.full_like(received[:, 0], THRESHOLD)
         bins = tables.bins(*self.risk(observation, received))
         return tables.gate.to(row.device)[row, observation.depth, *bins]
+
+    def _candidates(
+        self, utility: Scores, observation: Observation, budget: Budget, threshold: Float[Tensor, " batch"]
+    ) -> Quotas:
+        """How many entries equation 15 admits, with what always stays; one in any case."""
+        existing = observation.valid
+        if self.threshold == "mean":
+            known = existing & utility.isfinite()
+            total = utility.masked_fill(~known, 0.0).sum(-1, keepdim=True)
+            # Where all weights of a layer are negative, so is the mean, and nothing is a candidate.
+            utility = utility / (total / known.sum(-1, keepdim=True)).abs()
+        always = budget.is_sink(observation) | budget.is_recent(observation)
+        return ((utility >= threshold[:, None, None]) | always).logical_and(existing).sum(-1).clamp(min=1)
 
     def risk(
         self, observation: Observation, received: Received
@@ -186,17 +216,3 @@ def _relative_norms(observation: Observation) -> Scores:
     mean = norms.sum(-1, keepdim=True) / observation.valid.sum(-1, keepdim=True)
     # Where all values are zero none is longer than another.
     return torch.where(mean == 0, 1.0, norms / mean)
-
-
-def candidates(observation: Observation, budget: Budget, threshold: Float[Tensor, " batch"]) -> Quotas:
-    """What always stays, and how many of the rest rank above the threshold; of these one in any case."""
-    existing = observation.valid
-    always = ((budget.is_sink(observation) | budget.is_recent(observation)) & existing).sum(-1)
-    return always + admitted(existing.sum(-1) - always, threshold[:, None])
-
-
-def admitted(rest: Int[Tensor, "*#n"], threshold: Float[Tensor, "*#n"]) -> Int[Tensor, "*n"]:
-    """How many of so many entries a threshold admits; one in any case."""
-    # Tables are float32: 0.8 of them is a little more.
-    above = ((1 - threshold.double()) * (rest - 1) + 1e-5).floor().long()
-    return (above + 1).minimum(rest).clamp(min=0)

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from keepset.core.feature import Needs
 from keepset.core.features.given import RecentQueries
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
-from keepset.core.shapes import Scores
+from keepset.core.shapes import Mask, Scores
 
 _BLOCK = 2**20
 """Similarities at a time, of all heads together."""
@@ -21,26 +22,34 @@ _BLOCK = 2**20
 class RKV(Method):
     """Keeps what the newest queries attend to, less what is redundant (Cai et al. 2025, arXiv:2505.24133).
 
-    Importance: the largest logit of the query group, softmax over the entries before the window, mean over the
-    window's queries, max-pooled with `kernel`. Redundancy: cosines between keys, summed over all others and divided
-    by the number of entries, softmax over the entries; of the keys that are more similar to a key than `threshold`,
-    the newest is not charged with that cosine. The score is `mix_lambda` · importance - (1 - `mix_lambda`) ·
-    redundancy. The window always stays.
+    As the AMS paper compares it (table 11), by its authors' program. Importance: attention over the entries before the
+    window, mean over the query group and the window's queries, max-pooled with `kernel`. Redundancy: cosines between
+    the keys before the window, summed over all others and divided by their number, softmax; of the keys that are more
+    similar to a key than `threshold`, the newest is not charged with that cosine. The score is `mix_lambda` ·
+    importance - (1 - `mix_lambda`) · redundancy. The first four tokens and the window always stay.
 
-    As in the authors' program one newest entry is spared: its ratio of retained ones (0.1) changes nothing in the
-    direction that it takes by default. A key without a similar one spares none (there it spares the first entry).
+    With `group="max"` it is R-KV's own importance (eq. 2 and 3, and its authors' program): the largest logit of the
+    group, then softmax. R-KV protects no first tokens: `sinks=0`. Else its text differs from both programs, which are
+    followed: it pools each query's attention, over an even width, before the mean (eq. 4), and relieves a key of its
+    own newest similar one instead of relieving that one (eq. 5 and 6). Followed is its text where a key has no similar
+    one: none is relieved, while the programs relieve the first entry. Its own program counts the window's keys among
+    those that may be repeated, and its text (3.1) does not. One newest entry is relieved: the programs' ratio of
+    retained ones (0.1) changes nothing in the direction that they take.
 
     Attributes:
-        mix_lambda: the paper's lambda.
+        mix_lambda: the paper's lambda; 0.07 as in both programs, 0.1 in R-KV's text.
+        group: how the query heads that share a KV head come together: "mean" of their attention, "max" of their logits.
     """
 
     name = "r_kv"
     paper = "arXiv:2505.24133"
+    sinks = 4
 
     window: int = parameter(8, minimum=1)
     kernel: int = parameter(7, minimum=1, odd=True)
     mix_lambda: float = parameter(0.07, minimum=0.0, maximum=1.0)
     threshold: float = parameter(0.5, minimum=0.0, maximum=1.0)
+    group: str = parameter("mean", choices=("mean", "max"))
 
     @property
     def needs(self) -> Needs:
@@ -51,24 +60,24 @@ class RKV(Method):
         return self.window
 
     def score(self, observation: Observation) -> Scores:
-        return self.mix_lambda * self._importance(observation) - (1 - self.mix_lambda) * self._redundancy(observation)
+        history = observation.valid & (observation.positions < observation.lengths[:, None, None] - self.window)
+        importance, redundancy = self._importance(observation, history), self._redundancy(observation, history)
+        return self.mix_lambda * importance - (1 - self.mix_lambda) * redundancy
 
-    def _importance(self, observation: Observation) -> Scores:
+    def _importance(self, observation: Observation, history: Mask) -> Scores:
         newest, at = observation.newest_queries(self.window)
         queries = observation.by_query_group(newest * observation.scaling)
-        logits = (queries.flatten(2, 3) @ observation.keys.transpose(-1, -2)).float()
-        logits = logits.unflatten(2, queries.shape[2:4]).amax(2)
-        # All window queries see what lies before the window.
-        before = observation.positions < observation.lengths[:, None, None] - self.window
+        logits = (queries.flatten(2, 3) @ observation.keys.transpose(-1, -2)).float().unflatten(2, queries.shape[2:4])
+        if self.group == "max":
+            logits = logits.amax(2, keepdim=True)
+        # All of the window's queries see what lies before it.
+        attention = _softmax(logits, history[:, :, None, None])
         exists = (at >= 0)[:, None, :, None]
-        logits = logits.masked_fill(~(before & observation.valid)[:, :, None], float("-inf"))
-        attention = logits.softmax(-1).nan_to_num(nan=0.0).masked_fill(~exists, 0.0)
-        received = attention.sum(2) / exists.sum(2).clamp(min=1)
+        received = attention.mean(2).masked_fill(~exists, 0.0).sum(2) / exists.sum(2).clamp(min=1)
         return F.max_pool1d(received, self.kernel, stride=1, padding=self.kernel // 2)
 
-    def _redundancy(self, observation: Observation) -> Scores:
-        directions = F.normalize(observation.keys.float(), dim=-1)
-        directions = directions.masked_fill(~observation.valid[..., None], 0.0)
+    def _redundancy(self, observation: Observation, history: Mask) -> Scores:
+        directions = F.normalize(observation.keys.float(), dim=-1).masked_fill(~history[..., None], 0.0)
         others = directions.sum(2, keepdim=True) - directions
         charged = (directions * others).sum(-1)
         batch, kv_heads, entries, _ = directions.shape
@@ -80,7 +89,11 @@ class RKV(Method):
             cosines = rows @ directions.transpose(-1, -2)
             cosines.diagonal(start, -2, -1).zero_()
             newest = place.where(cosines > self.threshold, -1).amax(-1).long()
-            spared = cosines.gather(-1, newest.clamp(min=0)[..., None])[..., 0].masked_fill(newest < 0, 0.0)
-            charged.scatter_add_(-1, newest.clamp(min=0), -spared)
-        mean = charged / observation.valid.sum(-1, keepdim=True).clamp(min=1)
-        return mean.masked_fill(~observation.valid, float("-inf")).softmax(-1)
+            relieved = cosines.gather(-1, newest.clamp(min=0)[..., None])[..., 0].masked_fill(newest < 0, 0.0)
+            charged.scatter_add_(-1, newest.clamp(min=0), -relieved)
+        return _softmax(charged / history.sum(-1, keepdim=True).clamp(min=1), history)
+
+
+def _softmax(numbers: Tensor, counted: Tensor) -> Tensor:
+    """Over the entries that count; zero for the others, also where none does."""
+    return numbers.masked_fill(~counted, float("-inf")).softmax(-1).masked_fill(~counted, 0.0)

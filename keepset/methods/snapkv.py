@@ -37,9 +37,6 @@ class SnapKV(Method):
         return self.window
 
     def score(self, observation: Observation) -> Scores:
-        received = self._received(observation)
+        received = observation.by_query_group(observation.window_usage(self.window)).mean(2) / self.window
         in_window = observation.positions >= observation.lengths[:, None, None] - self.window
         return F.avg_pool1d(received.masked_fill(in_window, 0.0), self.kernel, stride=1, padding=self.kernel // 2)
-
-    def _received(self, observation: Observation) -> Scores:
-        return observation.by_query_group(observation.window_usage(self.window)).mean(2) / self.window

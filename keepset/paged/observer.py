@@ -9,9 +9,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from keepset.core import tables
 from keepset.core.accumulator import Accumulators, Chunk, Entries, QuerySource, Turn
 from keepset.core.feature import Feature, Needs
-from keepset.core.features.given import ModelStatistics
+from keepset.core.features.given import ModelStatistics, ModelTables
 from keepset.core.rope import RotaryTable, undone_right
 from keepset.core.shapes import HiddenStates, Queries
 from keepset.core.statistics import load
@@ -36,7 +37,10 @@ class Observer:
         self._needs, self._windows, self._place = needs, windows, place
         self._scaling, self._rotary, self._projection = scaling, rotary, projection
         self._checked = False
-        self._statistics = {statistics: load(statistics.file) for statistics in needs.of(ModelStatistics)}
+        self._from_files: dict[Feature[Any], Any] = {
+            **{stats: load(stats.file) for stats in needs.of(ModelStatistics)},
+            **{compiled: tables.load(compiled.file) for compiled in needs.of(ModelTables)},
+        }
 
     def collect(self, chunk: PromptChunk, queries: Float[Tensor, "n query_heads head_dim"], pages: Pages) -> None:
         """Takes in what one step brings of a prompt."""
@@ -65,7 +69,7 @@ class Observer:
             if event.compressed or not event.equal_heads or bool((event.at < self._windows.window).any()):
                 parts["query_positions"] = positions
         collected = self._of_prompts(event, width) if event.ends_prompt else self._of_newest(event)
-        return {**parts, "features": {**self._statistics, **collected}}
+        return {**parts, "features": {**self._from_files, **collected}}
 
     def _of_prompts(self, event: EvictionEvent, width: int) -> dict[Feature[Any], Any]:
         prompts = [record.prompt[self._place] for record in event.records if record.prompt]

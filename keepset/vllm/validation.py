@@ -73,8 +73,6 @@ def _of_recipe(recipe: Recipe) -> Iterator[str]:
             f"{method.name} looks across layers whose quotas differ, so that events are not the same for all; "
             "its class must say that counts come from the data (counts_from_data)."
         )
-    if method.across_layers and method.fixed_total and method.equal_layers:
-        yield f"{method.name} looks across layers and keeps equally many in each, which was not tried under vLLM yet."
     for statistics in needs.of(ModelStatistics):
         load(statistics.file)  # or its own sentence: the engine's processes know none but those in files
 

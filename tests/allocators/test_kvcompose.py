@@ -124,7 +124,12 @@ def test_equations_14_to_24(
 ) -> None:
     method = KVCompose(**options)
     scorer = SecondPassAttention(
-        options["task"], options["aggregate_task"], options["aggregate_group"], options["mean_term"], options["values"]
+        options["task"],
+        options["aggregate_task"],
+        options["aggregate_group"],
+        options["mean_term"],
+        options["values"],
+        chunk=0,
     )
     shape = Shape(tuple(lengths), *heads, 4, 5)
     observations = [received_of(scorer, shape, seed=seed + i, layer=i, layers=range(layers)) for i in range(layers)]
@@ -220,7 +225,7 @@ def test_heads_that_hold_different_numbers_share_what_there_is(
 
 
 def test_kvcompose_is_a_composition_under_its_own_name() -> None:
-    scorer = SecondPassAttention(mean_term=True)
+    scorer = SecondPassAttention(mean_term=True, chunk=0)
     observations = [
         received_of(scorer, Shape((30, 21), 2, 3, 4, 4), seed=i, layer=i, layers=range(3)) for i in range(3)
     ]
@@ -235,8 +240,8 @@ def test_kvcompose_is_a_composition_under_its_own_name() -> None:
 
 
 def test_a_layer_alone_keeps_what_it_was_asked_for() -> None:
-    for method in (KVCompose(), KVCompose(structured=False), Pool(SecondPassAttention())):
-        observation = received_of(SecondPassAttention(mean_term=True), Shape((30, 21), 2, 3, 4, 4))
+    for method in (KVCompose(), KVCompose(structured=False), Pool(SecondPassAttention(chunk=0))):
+        observation = received_of(SecondPassAttention(chunk=0), Shape((30, 21), 2, 3, 4, 4))
         counts = method.select(observation, Budget(7)).counts
         assert counts.sum(-1).tolist() == [[14, 14]]
 

@@ -46,6 +46,28 @@ def test_recipes_that_say_not_when_compress_again_while_decoding() -> None:
     assert found[0].method == "snapkv(every=24)"
 
 
+def test_first_and_newest_tokens_stay_under_recipes_that_name_no_other_number() -> None:
+    recipes = Recipe.parse_list(
+        "tova, snapkv, streaming_llm(sinks=2), gvote, random(recent=8, keep=50), knorm(protect_prompt=True, every=8)"
+    )
+    found = grid(recipes, [48, 128], always=(4, 32))
+    assert [one.text for one in found] == [
+        "tova(keep=48, sinks=4, recent=32)",
+        "tova(keep=128, sinks=4, recent=32)",
+        "snapkv(keep=48, sinks=4)",
+        "snapkv(keep=128, sinks=4)",
+        "streaming_llm(keep=48, sinks=2, recent=32)",
+        "streaming_llm(keep=128, sinks=2, recent=32)",
+        "gvote(sinks=4, recent=32)",
+        "random(keep=50, sinks=4, recent=8)",
+        "knorm(keep=48, sinks=4, recent=32, protect_prompt=True, every=8)",
+        "knorm(keep=128, sinks=4, recent=32, protect_prompt=True, every=8)",
+    ]
+    assert found[0].method == "tova(sinks=4, recent=32)"
+    assert [one.text for one in found if one.error] == ["snapkv(keep=48, sinks=4)"]
+    assert "below the 68 entries that always stay (sinks=4, recent=64)" in (found[2].error or "")
+
+
 def test_what_does_not_go_together_is_a_candidate_with_the_reason() -> None:
     recipes = Recipe.parse_list("snapkv, h2o, knorm(keep=0.3)")
     found = {one.text: one for one in candidates(recipes, [0.5, 8, 128], every=32)}

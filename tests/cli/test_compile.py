@@ -9,6 +9,7 @@ import pytest
 from keepset import models, texts
 from keepset.core.tables import load, save
 from keepset.offline.compile import compiler, cql
+from keepset.offline.compile.actions import WEIGHTS
 from keepset.offline.compile.judge import Judge
 from tests.cli.conftest import Run
 from tests.core.test_tables import random_tables
@@ -35,6 +36,7 @@ def test_writes_a_file_that_recipes_can_name(run: Run, tiny_folder: Path) -> Non
     assert int(tables.counts.sum()) == 3
     known = tables.provenance
     assert known["rows"] == {"head": 3 * 2 * 3, "gate": 3 * 2 * 2} and len(known["marks"]) == 3
+    assert known["weights"] == list(WEIGHTS) and (known["reward"], known["gate"]) == ("expected", "table")
     assert known["method"] == "compilerkv(window=8)" and known["seed"] == 0
     # What compiling prints is what showing does, and what is in the file.
     shown = run("compile", "--show", "tables")
@@ -43,7 +45,7 @@ def test_writes_a_file_that_recipes_can_name(run: Run, tiny_folder: Path) -> Non
     assert "recipe compilerkv(window=8), contexts 3, tokens 48, continuation 5" in shown.out
     assert "bins have fewer than 2 contexts" in shown.out
     assert Path("page.html").read_text(encoding="utf-8").startswith("<!doctype html>")
-    recipe = "compilerkv(tables='tables', window=8, elastic=True, keep=16)"
+    recipe = "compilerkv(tables='tables', window=8, keep=16)"
     done = run("generate", "Hello " * 40, "--model", str(tiny_folder), "--recipe", recipe, "--max-new-tokens", "4")
     assert (done.code, done.err) == (0, "") and "of 72 prompt tokens" in done.out
 
@@ -98,6 +100,8 @@ def test_fewer_contexts_than_asked_for_are_said(run: Run) -> None:
         (("--out", "a", "--recipe", "snapkv"), "--recipe 'snapkv' is not compilerkv"),
         (("--out", "a", "--recipe", "compilerkv(keep=70)"), "and the budgets as --keep"),
         (("--out", "a", "--recipe", "compilerkv(tables='b')"), "has tables already: leave tables= out"),
+        (("--out", "a", "--weights", "1,b"), "--weights '1,b' is no list of numbers"),
+        (("--out", "a", "--weights", "1"), "Weights 1 are no choice"),
         (("--out", "a", "--corpus", "absent"), "'absent' cannot be read"),
         (("--out", "a", "--corpus", "bad.jsonl"), "Line 2 of 'bad.jsonl' is no JSON object"),
     ],

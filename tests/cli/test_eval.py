@@ -44,7 +44,7 @@ BASELINES = [f"{name}(keep={keep})" for name in ("random", "streaming_llm") for 
 class Stub:
     """A runner that makes cells out of their names; `interrupt_at` is the cell before which somebody presses Ctrl-C."""
 
-    made = 0
+    made = answer = 0
     asking: dict[str, Any] = {}  # noqa: RUF012
     interrupt_at: int | None = None
     no_memory_for = ""
@@ -53,6 +53,7 @@ class Stub:
         Stub.asking = asking
 
     def run(self, task: Task, example: Example, todo: Sequence[Candidate], seed: int) -> Iterator[Cell]:
+        Stub.answer = task.generation.tokens
         for candidate in todo:
             Stub.made += 1
             if Stub.made == Stub.interrupt_at:
@@ -94,12 +95,12 @@ def test_needles_under_a_real_model(run: Run, tiny: Any) -> None:
     assert len(cells) == 28 and all(each.error is None for each in cells)
 
     # What is in the file is what the runner makes of the same examples by itself.
-    by_itself = Runner(*tiny, agnostic=False, chat=True)
+    by_itself = Runner(*tiny, mode="prompt", chat=True)
     (task,) = finding.find(["needle"], catalogue.Settings(lengths=(300,)))
     again = [
         made
         for example in task.examples(tiny[1], limit=2, seed=0)
-        for made in by_itself.run(task, example, command._candidates(task, NEEDLE[7], NEEDLE[9], 64, True), 0)
+        for made in by_itself.run(task, example, command._candidates(task, NEEDLE[7], NEEDLE[9], 64, (0, 0), True), 0)
     ]
     kept = {(each.example, each.recipe): each for each in cells if each.task == "needle@300"}
     assert len(again) == len(kept) == 14
@@ -115,17 +116,21 @@ def test_table(run: Run, stub: type[Stub]) -> None:
     assert (done.code, done.err) == (0, WHERE)
     for text in (FULL, "knorm(keep=0.5)", "random(keep=0.5)", "streaming_llm(keep=0.5)"):
         assert sum(text in line for line in done.out.splitlines()) >= 1
-    assert Stub.asking == {"agnostic": False, "chat": True, "temperature": 0.0}
+    assert Stub.asking == {"mode": "prompt", "chat": True, "temperature": 0.0}
 
 
 def test_options_reach_the_runner_and_the_file(run: Run, stub: type[Stub]) -> None:
-    options = ("--agnostic", "--no-chat", "--temperature", "0.5", "--limit", "2", "--seeds", "3,5", "--out", "x.sqlite")
+    options = (
+        *("--mode", "agnostic", "--no-chat", "--temperature", "0.5", "--limit", "2", "--answer-tokens", "7"),
+        *("--seeds", "3,5", "--out", "x.sqlite"),
+    )
     assert run("eval", "counting", *options).code == 0
-    assert Stub.asking == {"agnostic": True, "chat": False, "temperature": 0.5}
+    assert Stub.asking == {"mode": "agnostic", "chat": False, "temperature": 0.5} and Stub.answer == 7
     assert {(each.seed, each.example) for each in stored("x.sqlite")} == {(s, e) for s in (3, 5) for e in "01"}
     with Store.open(Path("x.sqlite")) as store:
         assert store.model == "SmolLM2-135M-Instruct"
-        expected = {"--agnostic": True, "--limit": 2, "--temperature": 0.5, "chat template": False}
+        expected = {"--mode": "agnostic", "--limit": 2, "--temperature": 0.5, "chat template": False}
+        expected |= {"--answer-tokens": 7, "--sample": None}
         assert {name: store.configuration[name] for name in expected} == expected
         assert store.configuration["number of layers"] == "2" and len(store.configuration["weights"]) == 64
 
@@ -154,6 +159,39 @@ def test_recipes_and_baselines_where_none_are_named(run: Run, stub: type[Stub]) 
         *(f"streaming_llm(keep={keep}, every=64)" for keep in (256, 128)),
     ]
     assert all(each.error is None for each in stored())
+
+
+def test_a_task_that_decodes_may_have_its_prompt_compressed_only(run: Run, stub: type[Stub]) -> None:
+    words = ("--recipes", "gvote, tova, snapkv(every=8, keep=64)", "--keeps", "0.5")
+    run("eval", "reckoning", "--every", "0", *words)
+    assert recipes("reckoning") == [
+        *(FULL, "gvote", "tova(keep=0.5)", "snapkv(keep=64, every=8)"),
+        *("random(keep=64)", "random(keep=0.5)", "streaming_llm(keep=64)", "streaming_llm(keep=0.5)"),
+    ]
+    run("eval", "reckoning", "--every", "0", "--out", "x.sqlite")
+    run("eval", "counting", "--out", "y.sqlite")
+    assert recipes("reckoning", "x.sqlite") == recipes("counting", "y.sqlite")
+
+
+def test_a_sample_is_drawn_and_goes_on_as_itself_only(run: Run, stub: type[Stub]) -> None:
+    words = ("eval", "counting", "--recipes", "knorm", "--keeps", "0.5", "--sample", "0.5")
+    assert run(*words).code == 0
+    drawn = {each.example for each in stored()}
+    assert len(drawn) == 2 and len(stored()) == 2 * 4
+    assert run(*words, "--recipes", "tova").code == 0 and {each.example for each in stored()} == drawn
+    check_refused(run, *words[:-1], "2", because="(--sample: 0.5, not 2)")
+    check_refused(run, *words[:-2], because="(--sample: 0.5, not none)")
+
+
+def test_tokens_that_stay_under_every_recipe(run: Run, stub: type[Stub]) -> None:
+    words = ("--recipes", "tova, r_kv(recent=64)", "--keeps", "128", "--always", "4, 32")
+    assert run("eval", "reckoning", *words).code == 0
+    assert recipes("reckoning") == [
+        FULL,
+        *("tova(keep=128, sinks=4, recent=32, every=64)", "r_kv(keep=128, recent=64, every=64)"),
+        "random(keep=128, sinks=4, recent=32, protect_prompt=True, every=64)",
+        "streaming_llm(keep=128, recent=32, every=64)",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -257,10 +295,21 @@ def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     ("words", "because"),
     [
         (["needle", "--limit", "0"], "--limit 0 is out of range: use an integer from 1."),
-        (["gsm8k", "--every", "0"], "--every 0 is out of range: use an integer from 1."),
+        (["gsm8k", "--every", "-1"], "--every -1 is out of range: use an integer from 0."),
+        (["gsm8k", "--answer-tokens", "0"], "--answer-tokens 0 is out of range: use an integer from 1."),
+        (["gsm8k", "--mode", "aware"], "There is no mode 'aware': use prompt, agnostic, task."),
+        (["gsm8k", "--limit", "1", "--sample", "1"], "--limit takes the first examples and --sample random ones"),
+        *(
+            (["gsm8k", "--sample", word], f"--sample '{word}' is neither a share")
+            for word in ("0", "1.5", "nan", "all")
+        ),
         (["needle", "--every", "8"], "--every is for tasks that decode, such as gsm8k, and none of these does"),
         (["needle", "--seeds", "0,x"], "--seeds '0,x' is no list of whole numbers: write them as 1,2,3."),
         (["needle", "--seeds", "-1"], "--seed -1 is out of range"),
+        *(
+            (["needle", "--always", text], f"--always {text!r} is not two numbers of tokens, the first and the newest")
+            for text in ("", "4", "4,", "4,32,1", "-4,32", "4,x", "4,1234567890")
+        ),
         (["needle", "--lengths", ""], "--lengths '' is no list of whole numbers"),
         (["needle", "--lengths", "0"], "are no lengths in tokens"),
         (["needle", "--temperature", "-1"], "--temperature -1.0 is out of range"),
@@ -292,7 +341,9 @@ def test_another_configuration_is_refused_before_the_model_is_loaded(
     loaded = models.load
     monkeypatch.setattr(models, "load", lambda name=None: pytest.fail("a model was loaded before input was checked"))
     check_refused(run, "eval", "counting", "--limit", "3", because="was begun otherwise (--limit: 2, not 3)")
-    check_refused(run, "eval", "counting", "--limit", "2", "--agnostic", because="(--agnostic: no, not yes)")
+    check_refused(
+        run, "eval", "counting", "--limit", "2", "--mode", "agnostic", because="(--mode: prompt, not agnostic)"
+    )
     monkeypatch.setattr(models, "load", loaded)
     check_refused(run, "eval", "counting", "--limit", "2", "--no-chat", because="(chat template: yes, not no)")
 

@@ -17,6 +17,7 @@ from keepset.cli import console
 from keepset.cli.results import _shown
 from tests.bench.analysis.cells import cell, cells
 from tests.cli.conftest import Run
+from tests.cli.test_bad_input import check_refused
 
 EVIL = "\x1b[31m[red]evil[/red]"
 SWEEP = [
@@ -34,7 +35,7 @@ def write(made: Sequence[Cell], path: Path) -> None:
     groups: dict[tuple[str, int, str], list[Cell]] = {}
     for each in made:
         groups.setdefault((each.task, each.seed, each.example), []).append(each)
-    with Store.begin(path, f"model {EVIL}", {"--agnostic": True, "--limit": None}) as store:
+    with Store.begin(path, f"model {EVIL}", {"--mode": "agnostic", "--limit": None}) as store:
         for task, seed in dict.fromkeys((task, seed) for task, seed, _ in groups):
             store.register(task, seed, [key[2] for key in groups if key[:2] == (task, seed)], "digest")
         for key, members in groups.items():
@@ -58,6 +59,30 @@ def test_json(run: Run, sweep: Path) -> None:
     assert [each["recipe"] for each in data["averages"]] == list(dict.fromkeys(each.recipe for each in SWEEP))
 
 
+def test_what_events_do_to_a_text(run: Run, tmp_path: Path) -> None:
+    events = dict(wipeout=0.113, middle=0.25, iou=0.219, iou_early=0.164, iou_late=0.244, repetition=0.2158)
+    made = [*cells(FULL, [1.0]), *cells("tova(keep=0.5)", [0.0], **events), *cells(FULL, [1.0], task="other")]
+    write(made, tmp_path / "x.sqlite")
+    lines = lines_of(run("results", str(tmp_path / "x.sqlite")).out)
+    start = next(index for index, line in enumerate(lines) if line[:2] == ["tokens", "repetition"])
+    assert [line for line in lines[start + 1 :] if line][:3] == [
+        ["qa"],
+        ["full", "cache", "8", "0.0%"],
+        ["tova(keep=0.5)", "8", "21.6%", "11.3%", "25.0%", "21.9%", "16.4%,", "24.4%"],
+    ]
+
+
+def test_by_a_fact(run: Run, tmp_path: Path) -> None:
+    levels = {"0": 1, "1": 5, "2": 5}
+    made = [replace(each, facts={"level": levels[each.example]}) for each in cells(FULL, [1.0, 0.0, 1.0])]
+    write([*made, cell(task="other")], tmp_path / "x.sqlite")
+    done = run("results", str(tmp_path / "x.sqlite"), "--by", "level", "--json")
+    rows = [(row["task"], row["score"]["value"], row["examples"]) for row in json.loads(done.out)["rows"]]
+    assert rows == [("qa, level 1", 1.0, 1), ("qa, level 5", 0.5, 2)]
+    because = "No example says its subject, so nothing can be split by it; known is: level."
+    check_refused(run, "results", str(tmp_path / "x.sqlite"), "--by", "subject", because=because)
+
+
 def lines_of(text: str) -> list[list[str]]:
     return [line.split() for line in text.splitlines()]
 
@@ -74,7 +99,7 @@ def test_table(run: Run, sweep: Path) -> None:
     assert lines[start + 3][-3:] == ["2", "of", "4"]
     assert "failed on 1 of 4: random(keep=0.5) cannot do that." in done.out
     assert "failed on 4 of 4: h2o(keep=0.5) cannot do that." in done.out
-    group = lines.index(["ruler@64"])
+    group = lines.index(["ruler@64,", "mean", "of", "2", "tasks"])
     assert start < group
     assert lines[group + 2][:2] == ["snapkv(keep=0.5)", "62.5"] and lines[group + 2][-1] == "8"
     assert ["a", "score", "on", "1", "of", "2", "tasks"] in lines

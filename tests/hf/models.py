@@ -150,7 +150,7 @@ def recipe(method: str, keep: int | float) -> str:
     parameters = {
         "snapkv": "window=5, kernel=3, ",
         "rpc": "window=5, kernel=3, ",
-        "compilerkv": "window=5, ",
+        "compilerkv": "window=5, elastic=False, ",  # no threshold: what stays is what keep says
         "r_kv": "window=5, kernel=3, ",
         "lagkv": "lag=5, skip=2, ",
         "chunkkv": "chunk=5, ",

@@ -7,7 +7,7 @@ import functools
 import gc
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import pytest
@@ -764,10 +764,17 @@ def test_drafted_tokens() -> None:
         generate(model, prompt(1, 7).repeat(1, 3), past, max_new_tokens=8, prompt_lookup_num_tokens=4)
 
 
-def test_buffer_is_of_one_token_at_least() -> None:
-    assert keepset.Recipe.parse("expected_attention").method.needs.buffer == 256
-    with refusal("buffer=0 is out of range"):
-        keepset.Recipe.parse("expected_attention(buffer=0)")
+@with_prefill
+def test_a_buffer_of_none_leaves_the_events_own_token(prefill: bool) -> None:
+    recipe = keepset.Recipe.parse("expected_attention(future=8, skip=2, buffer=0, keep=11, every=7)")
+    recipe = replace(recipe, schedule=replace(recipe.schedule, prefill=prefill))
+    assert recipe.method.needs.buffer == 1
+    model, ids = tiny("llama"), prompt(1, LENGTH)
+    past, naive = keepset.Cache(model, recipe, history=True), Naive(model, recipe)
+    assert torch.equal(generate(model, ids, past, max_new_tokens=NEW).sequences, naive.say(ids, NEW))
+    check_events(past, naive)
+    with refusal("buffer=-1 is out of range"):
+        keepset.Recipe.parse("expected_attention(buffer=-1)")
 
 
 def test_window_and_buffer_serve_one_method_each_in_its_length() -> None:

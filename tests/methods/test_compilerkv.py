@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from keepset import Budget, KeepsetError, Observation
 from keepset.allocators.pool import Pool
-from keepset.core.features.given import Perplexity
-from keepset.core.tables import Tables, save
+from keepset.core.features.given import ModelTables, Perplexity
+from keepset.core.tables import Tables, load, save
 from keepset.methods.compilerkv import CompilerKV
 from tests.core.test_tables import random_tables
 from tests.methods.naive import DTYPES, Shape, kept, length_of, observe, window_attention
@@ -26,11 +26,13 @@ WINDOW = 5
 
 
 def layers_of(
-    shape: Shape, layers: int, perplexities: Sequence[float], seed: int = 0, **parts: Any
+    shape: Shape, layers: int, perplexities: Sequence[float], seed: int = 0, file: str = "", **parts: Any
 ) -> list[Observation]:
-    told = {Perplexity(WINDOW): torch.tensor(perplexities)}
+    features: dict[Any, Any] = {Perplexity(WINDOW): torch.tensor(perplexities)}
+    if file:
+        features[ModelTables(file)] = load(file)
     return [
-        observe(shape, window=WINDOW, layer=i, layers=range(layers), seed=seed + i, features=told, **parts)
+        observe(shape, window=WINDOW, layer=i, layers=range(layers), seed=seed + i, features=features, **parts)
         for i in range(layers)
     ]
 
@@ -118,20 +120,36 @@ def written(folder: Path, layers: int, heads: int, seed: int = 0) -> tuple[Table
     return tables, str(path)
 
 
+def literally_kept(
+    method: CompilerKV, utility: list[float], tau: float, budget: Budget, wanted: int
+) -> tuple[list[int], int]:
+    """Equations 15 and 16, of one layer, and how many candidates there are; what always stays is one by itself."""
+    always, rest = best_first(utility, budget)
+    scale = abs(sum(utility)) / len(utility) if method.threshold == "mean" else 1.0
+    candidates = [t for t in range(len(utility)) if t in always or utility[t] >= tau * scale]
+    if not candidates:
+        return rest[:1], 0
+    if method.elastic and len(candidates) <= wanted:
+        return candidates, len(candidates)
+    best = [t for t in always + rest if t in candidates or not method.elastic]
+    return sorted(best[:wanted]), len(candidates)
+
+
 @examples(60)
 @given(
     case=cases(),
     switches=st.fixed_dictionaries(
         {name: st.booleans() for name in ("elastic", "head_table", "gate", "global_mean", "relative_norm")}
+        | {"threshold": st.sampled_from(["utility", "mean"])}
     ),
 )
 def test_equations_6_to_16(
-    folder: Path, case: tuple[Shape, int, Budget, list[float], int], switches: dict[str, bool]
+    folder: Path, case: tuple[Shape, int, Budget, list[float], int], switches: dict[str, Any]
 ) -> None:
     shape, layers, budget, perplexities, seed = case
     tables, file = written(folder, layers, shape.kv_heads * shape.group)
     method = CompilerKV(tables=file, window=WINDOW, **switches)
-    observations = layers_of(shape, layers, perplexities, seed)
+    observations = layers_of(shape, layers, perplexities, seed, file)
     keep_set = method.select_all(observations, budget)
     for request, length in enumerate(shape.lengths):
         keep = budget.keep
@@ -140,14 +158,50 @@ def test_equations_6_to_16(
         row = min(range(2), key=lambda i: (abs(wanted - tables.budgets.tolist()[i]), i))
         for layer, seen in enumerate(observations):
             scores = utilities(observations, layer, request, tables.weights[row, layer].tolist(), method)
-            always, rest = best_first(scores[0], budget)
             entropy = entropy_of(observations, request)
             tau = threshold_of(tables, row, layer, entropy, perplexities[request]) if method.gate else 0.9
-            # A candidate's rank: the share of the others that are worse.
-            above = [e for i, e in enumerate(rest) if len(rest) == 1 or (len(rest) - 1 - i) / (len(rest) - 1) >= tau]
-            stay = (always + (above if method.elastic else rest))[:wanted]
+            stay, _ = literally_kept(method, scores[0], tau, budget, wanted)
             for head in range(shape.kv_heads):
-                assert kept(keep_set, seen, request, head) == sorted(stay)
+                assert kept(keep_set, seen, request, head) == stay
+
+
+@pytest.mark.parametrize(("threshold", "tau"), [("utility", 0.2), ("mean", 1.0)])
+def test_both_branches_of_equation_16(folder: Path, threshold: str, tau: float) -> None:
+    """Under the budget all candidates stay and no more, above it the best of them; at the budget both are the same."""
+    shape = Shape((40,), 2, 2, 4, 5)
+    tables = random_tables(1, 4, (8,))
+    tables.weights.fill_(1.0)
+    tables.gate.fill_(tau)
+    file = str(folder / f"branches {threshold}")
+    save(tables, Path(file))
+    method = CompilerKV(file, window=WINDOW, threshold=threshold)
+    observations = layers_of(shape, 1, [2.0], 0, file)
+    utility = utilities(observations, 0, 0, [1.0] * 4, method)[0]
+    _, count = literally_kept(method, utility, float(tables.gate[0, 0, 0, 0]), Budget(40, recent=WINDOW), 40)
+    assert count - 1 > WINDOW and count + 1 < 40
+    for keep in (count - 1, count, count + 1, 40):
+        budget = Budget(keep, recent=WINDOW)
+        stay, _ = literally_kept(method, utility, float(tables.gate[0, 0, 0, 0]), budget, keep)
+        assert len(stay) == min(keep, count)
+        assert kept(method.select_all(observations, budget), observations[0], 0, 0) == stay
+
+
+def test_few_entries_can_reach_a_threshold_of_the_utility_itself() -> None:
+    """Utilities under weights of 1 add up to the window's length where values are alike, however long the text is."""
+    shape = Shape((400,), 1, 1, 4, 4)
+    observations = layers_of(shape, 2, [1.0])
+    for seen in observations:
+        seen.keys.zero_()  # all that is visible is looked at alike
+        seen.values.fill_(1.0)
+    method = CompilerKV(window=WINDOW)
+    utility = utilities(observations, 0, 0, [1.0], method)[0]
+    assert sum(utility) == pytest.approx(WINDOW, rel=1e-6)
+    counts = {
+        name: int(CompilerKV(window=WINDOW, threshold=name).select_all(observations, Budget(400)).counts[0, 0, 0])
+        for name in ("utility", "mean")
+    }
+    # Nothing reaches 0.9, and one entry stays all the same; all but the window's last reach 0.9 of the mean.
+    assert counts == {"utility": 1, "mean": sum(u >= 0.9 * WINDOW / 400 for u in utility)}
 
 
 @examples(60)
@@ -196,16 +250,16 @@ def test_one_layers_score_is_what_it_selects_by() -> None:
 
 @examples(60)
 @given(case=cases(), seed=st.integers(0, 5))
-def test_with_exact_counts_the_threshold_changes_nothing(
+def test_filled_up_the_threshold_changes_nothing(
     folder: Path, case: tuple[Shape, int, Budget, list[float], int], seed: int
 ) -> None:
-    """And elastic ones are the best of the exact ones."""
+    """And what stays by default is the best of what stays then."""
     shape, layers, budget, perplexities, _ = case
     _, file = written(folder, layers, shape.kv_heads * shape.group, seed)
-    observations = layers_of(shape, layers, perplexities, seed)
-    exact = CompilerKV(file, window=WINDOW).select_all(observations, budget)
-    ungated = CompilerKV(file, window=WINDOW, gate=False).select_all(observations, budget)
-    elastic = CompilerKV(file, window=WINDOW, elastic=True).select_all(observations, budget)
+    observations = layers_of(shape, layers, perplexities, seed, file)
+    exact = CompilerKV(file, window=WINDOW, elastic=False).select_all(observations, budget)
+    ungated = CompilerKV(file, window=WINDOW, elastic=False, gate=False).select_all(observations, budget)
+    elastic = CompilerKV(file, window=WINDOW).select_all(observations, budget)
     assert torch.equal(exact.counts, ungated.counts)
     for seen in observations:
         for request in range(shape.batch):
@@ -218,15 +272,17 @@ def test_with_exact_counts_the_threshold_changes_nothing(
 def test_what_risk_does(folder: Path) -> None:
     """A table whose threshold falls with both risks keeps more where they are high."""
     tables = random_tables(1, 2, (8,))
+    tables.weights.fill_(1.0)
     tables.gate.copy_((1 - torch.arange(20.0)[:, None] / 40 - torch.arange(4.0) / 16).expand(1, 1, 20, 4))
-    save(tables, folder / "risk")
-    method, shape = CompilerKV(str(folder / "risk"), window=WINDOW, elastic=True), Shape((200,), 2, 1, 4, 4)
+    file = str(folder / "risk")
+    save(tables, Path(file))
+    method, shape = CompilerKV(file, window=WINDOW, threshold="mean"), Shape((200,), 2, 1, 4, 4)
     counts = [
-        int(method.select_all(layers_of(shape, 1, [told]), Budget(200)).counts[0, 0, 0])
+        int(method.select_all(layers_of(shape, 1, [told], file=file), Budget(200)).counts[0, 0, 0])
         for told in (1.0, 3.0, 7.0, math.nan)
     ]
     assert counts == sorted(set(counts))
-    flat, sharp = layers_of(shape, 1, [1.0]), layers_of(shape, 1, [1.0])
+    flat, sharp = layers_of(shape, 1, [1.0], file=file), layers_of(shape, 1, [1.0], file=file)
     flat[0].keys.mul_(0.0)
     sharp[0].keys.mul_(30.0)
     few, many = (int(method.select_all(seen, Budget(200)).counts[0, 0, 0]) for seen in (sharp, flat))
@@ -240,7 +296,7 @@ def test_equal_scores_keep_the_later_and_all_heads_the_same() -> None:
         seen.keys.zero_()
         seen.values.fill_(1.0)
     # Entries before the window are seen by all of it alike.
-    keep_set = CompilerKV(window=WINDOW).select_all(observations, Budget(8, recent=WINDOW))
+    keep_set = CompilerKV(window=WINDOW, elastic=False).select_all(observations, Budget(8, recent=WINDOW))
     for seen in observations:
         for head in range(3):
             assert kept(keep_set, seen, 0, head) == [*range(12, 20)]
@@ -248,7 +304,7 @@ def test_equal_scores_keep_the_later_and_all_heads_the_same() -> None:
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_a_head_that_has_overflowed_does_not_speak_for_the_others(poison: float) -> None:
-    method, shape = CompilerKV(window=WINDOW), Shape((20,), 2, 1, 4, 4)
+    method, shape = CompilerKV(window=WINDOW, elastic=False), Shape((20,), 2, 1, 4, 4)
     broken, whole = layers_of(shape, 1, [1.0]), layers_of(shape, 1, [1.0])
     broken[0].values[0, 0].fill_(poison)
     budget = Budget(9, recent=WINDOW)
@@ -263,25 +319,44 @@ def test_values_of_length_zero_are_equal() -> None:
     assert torch.equal(CompilerKV(window=WINDOW).score(seen), plain)
 
 
-def test_what_it_needs_and_says(tmp_path: Path) -> None:
+@pytest.mark.parametrize("threshold", ["utility", "mean"])
+@pytest.mark.parametrize("weight", [0.0, -1.0])
+def test_a_layer_whose_heads_all_weigh_nothing_has_no_candidates(folder: Path, weight: float, threshold: str) -> None:
+    tables, shape = random_tables(1, 4, (8,)), Shape((30, 3), 2, 2, 4, 5)
+    tables.weights.fill_(weight)
+    file = str(folder / f"nothing {weight} {threshold}")
+    save(tables, Path(file))
+    observations = layers_of(shape, 1, [1.0, 1.0], file=file)
+    method = CompilerKV(file, window=WINDOW, threshold=threshold)
+    counts = method.select_all(observations, Budget(12, recent=WINDOW)).counts
+    assert counts.tolist() == [[[WINDOW] * 2, [3] * 2]]
+    assert method.select_all(observations, Budget(12)).counts.unique().tolist() == [1]
+
+
+def test_what_it_needs_and_says(folder: Path) -> None:
+    _, file = written(folder, 2, 2)
     assert CompilerKV().needs.window == CompilerKV().recent == 64
-    assert not CompilerKV(gate=True).needs.of(Perplexity)
-    assert not CompilerKV(elastic=True, gate=False).needs.of(Perplexity)
-    assert CompilerKV(elastic=True, window=7).needs.of(Perplexity) == [Perplexity(7)]
-    assert CompilerKV().fixed_total and CompilerKV().equal_layers and CompilerKV().equal_heads
-    elastic = CompilerKV(elastic=True)
+    assert not CompilerKV().needs.of(Perplexity)  # without tables, all thresholds are the same
+    assert not CompilerKV(file, gate=False).needs.of(Perplexity)
+    assert not CompilerKV(file, elastic=False).needs.of(Perplexity)
+    assert CompilerKV(file, window=7).needs.of(Perplexity) == [Perplexity(7)]
+    assert CompilerKV(file, elastic=False).needs.of(ModelTables) == [ModelTables(file)]
+    exact, elastic = CompilerKV(elastic=False), CompilerKV()
+    assert exact.fixed_total and exact.equal_layers and exact.equal_heads
     assert elastic.equal_heads and not elastic.fixed_total and not elastic.equal_layers
     with pytest.raises(KeepsetError, match="There is no file 'absent' with tables"):
         _ = CompilerKV("absent").needs
-    assert not CompilerKV("absent", head_table=False).needs.of(Perplexity)  # which reads none
+    assert not CompilerKV("absent", head_table=False, gate=False).needs.of(ModelTables)  # which reads none
     with pytest.raises(KeepsetError, match="says itself how much every head keeps"):
         Pool(CompilerKV())
+    told = {ModelTables(file): load(file)}
     with pytest.raises(KeepsetError, match=r"features=\{Perplexity"):
-        elastic.select_all([observe(Shape((9,), 1, 2, 4, 4))], Budget(5))
-    seen = layers_of(Shape((9,), 1, 2, 4, 4), 2, [1.0])
-    save(random_tables(7, 5), tmp_path / "other")
+        CompilerKV(file).select_all([observe(Shape((9,), 1, 2, 4, 4), features=told)], Budget(5))
+    other = str(folder / "other")
+    save(random_tables(7, 5), Path(other))
+    seen = layers_of(Shape((9,), 1, 2, 4, 4), 2, [1.0], file=other)
     with pytest.warns(UserWarning, match="with 7 layers of 5 query heads, and this one has 2 of 2"):
-        CompilerKV(str(tmp_path / "other"), window=WINDOW).select_all(seen, Budget(5))
+        CompilerKV(other, window=WINDOW).select_all(seen, Budget(5))
 
 
 # --- theorem 4.1
@@ -338,7 +413,7 @@ def test_the_error_is_within_what_the_dropped_mass_allows(length: int, keep: int
     what the mean hides; its second term is an order, without constants to check.
     """
     seen = layers_of(Shape((length,), heads, 1, 4, 4), 1, [1.0], seed)
-    keep_set = CompilerKV(window=WINDOW).select_all(seen, Budget(keep, recent=WINDOW))
+    keep_set = CompilerKV(window=WINDOW, elastic=False).select_all(seen, Budget(keep, recent=WINDOW))
     error, lost = frobenius(seen[0], kept(keep_set, seen[0], 0, 0))
     rows = min(WINDOW, length)
     per_head = [lost[i : i + rows] for i in range(0, len(lost), rows)]

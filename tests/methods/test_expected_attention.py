@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import pytest
@@ -77,7 +78,9 @@ def naive_scores(observation: Observation, method: ExpectedAttention, request: i
             logits.append(logit)
         for entry, weight in zip(counted, softmax(logits) if logits else [], strict=True):
             attention[entry] += weight / group
-    norms = [math.sqrt(dot(value, value)) if method.value_norm else 1.0 for value in values]
+    if not method.value_norm:
+        return attention
+    norms = [math.sqrt(dot(value, value)) for value in values]
     return [(attention[entry] + method.epsilon) * norms[entry] for entry in range(length)]
 
 
@@ -86,6 +89,7 @@ def naive_scores(observation: Observation, method: ExpectedAttention, request: i
     "method",
     [
         ExpectedAttention(),
+        ExpectedAttention(epsilon=0.0),
         ExpectedAttention(future=7, skip=0),
         ExpectedAttention(future=30, covariance=False),
         ExpectedAttention(future=1, skip=2, value_norm=False, epsilon=0.01),
@@ -103,6 +107,20 @@ def test_scores_are_the_gaussian_expectation_times_the_values_norm(
         for request in range(shape.batch)
     ]
     check_scores(method, observation, expected, **{**EXACT, "rtol": 1e-4})
+
+
+def test_what_nothing_looks_at_counts_by_a_hundredth_of_its_values_norm() -> None:
+    observation = observe(Shape((9,), 1, 1, 4, 4), skips=(0,))
+    moments = observation[QueryMoments(0)]
+    # One key along the mean query draws all attention; the others look away from it, where exp is 0 in float32.
+    ahead = matmul([moments.mean[0, 0].double().tolist()], transposed(mean_rotation(4, 9, 1)))[0]
+    keys = torch.tensor([[1e4 * (1 if entry == 2 else -entry - 1) * x for x in ahead] for entry in range(9)])
+    observation = dataclasses.replace(observation, keys=keys[None, None])
+    values = observation.values[0, 0].double().tolist()
+    norms = [math.sqrt(dot(value, value)) for value in values]
+    expected = [(1.01 if entry == 2 else 0.01) * norms[entry] for entry in range(9)]
+    scores = ExpectedAttention(future=1, skip=0, covariance=False).score(observation)[0, 0]
+    assert scores.tolist() == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("skip", [0, 4])

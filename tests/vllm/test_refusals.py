@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +15,13 @@ from keepset.core.feature import Needs
 from keepset.core.features.attention import SecondPass
 from keepset.core.features.given import OutputProjection, Perplexity
 from keepset.core.rope import RotaryTable
+from keepset.core.tables import save
 from keepset.kernels.columns import ColumnStatistic
 from keepset.methods.snapkv import SnapKV
 from keepset.vllm.compat import ONE_ROTATION, SUPPORTED, rotary_table
 from keepset.vllm.settings import recipe_of
 from keepset.vllm.validation import CONNECTOR, check, check_layer
+from tests.core.test_tables import random_tables
 from tests.paged.methods import Mass
 
 
@@ -95,8 +98,7 @@ REFUSED = [
     (UNIFORM, {"model_config__is_mm_prefix_lm": True}, "the model attends to parts of its prompt in both directions"),
     ("gvote", SERVED | {"model_config__enforce_eager": False}, "compiled code does not show the hidden states"),
     ("pool(snapkv, keep=96)", SERVED | {"parallel_config__tensor_parallel_size": 2}, "it compares all heads, of which"),
-    ("compilerkv(keep=128)", {}, "compilerkv looks across layers and keeps equally many in each"),
-    ("compilerkv(elastic=True, keep=128)", SERVED, "compilerkv looks at the prompt's perplexity"),
+    ("compilerkv(keep=128)", {"cache_config__enable_prefix_caching": False}, GIVE_CARRIER),
 ]
 
 
@@ -121,10 +123,24 @@ def test_a_configuration_that_is_refused(recipe: str, changes: dict[str, Any], s
         ("pool(snapkv, keep=96, every=64)", SERVED),
         ("h2o(keep=0.5)", {"parallel_config__tensor_parallel_size": 2}),
         ("gvote", SERVED | {"parallel_config__tensor_parallel_size": 2}),
+        ("compilerkv(keep=128)", SERVED),
+        ("compilerkv(elastic=False, keep=128)", {}),
     ],
 )
 def test_a_configuration_that_is_served(recipe: str, changes: dict[str, Any]) -> None:
     check(config(**changes), Recipe.parse(recipe))
+
+
+def test_what_compiled_tables_can_do(tmp_path: Path) -> None:
+    """Their thresholds go by the perplexity, which vLLM cannot tell; head weights alone are served."""
+    path = str(tmp_path / "tables")
+    save(random_tables(), Path(path))
+    with pytest.raises(KeepsetError, match=r"compilerkv looks at the prompt's perplexity, .* \(gate=False\)\.$"):
+        check(config(**SERVED), Recipe.parse(f"compilerkv(tables={path!r}, keep=128)"))
+    check(config(**SERVED), Recipe.parse(f"compilerkv(tables={path!r}, gate=False, keep=128)"))
+    check(config(), Recipe.parse(f"compilerkv(tables={path!r}, elastic=False, keep=128)"))
+    with pytest.raises(KeepsetError, match="There is no file 'absent' with tables"):
+        check(config(**SERVED), Recipe.parse("compilerkv(tables='absent', gate=False, keep=128)"))
 
 
 @pytest.mark.parametrize(

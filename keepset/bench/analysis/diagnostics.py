@@ -92,12 +92,13 @@ def retained_iou(earlier: Snapshot, later: Snapshot) -> Float[Tensor, "layers ba
 def by_depth(values: Float[Tensor, " layers *rest"]) -> dict[str, float]:
     """Means over the early, middle and late layers (Table 14).
 
-    The paper cuts its 28 layers into 8, 12 and 8 and gives no rule. Here early and late are a third of the layers
+    The paper cuts its 28 layers into 8, 12 and 8 and gives no rule. Here early and late are two sevenths of the layers
     each, rounded, and the middle is the rest; stages without layers are left out.
     """
-    third = round(values.shape[0] / 3)
-    middle = values.shape[0] - 2 * third
-    stages = zip(("early", "middle", "late"), torch.split(values, [third, middle, third]), strict=True)
+    edge = round(values.shape[0] * 2 / 7)
+    stages = zip(
+        ("early", "middle", "late"), torch.split(values, [edge, values.shape[0] - 2 * edge, edge]), strict=True
+    )
     return {name: float(part.mean()) for name, part in stages if part.shape[0]}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from keepset.bench.analysis import intervals
 from keepset.bench.analysis.intervals import Interval
-from keepset.bench.cell import COSTS, Cell, Outcome
+from keepset.bench.cell import Cell, Outcome, means
 
 Cells = Mapping[tuple[int, str], Cell]
 """A recipe's cells on one task, by seed and example."""
@@ -72,6 +72,12 @@ class TableRow:
     prefill_seconds: float | None = None
     select_seconds: float | None = None
     decode_seconds: float | None = None
+    wipeout: float | None = None
+    middle: float | None = None
+    iou: float | None = None
+    iou_early: float | None = None
+    iou_middle: float | None = None
+    iou_late: float | None = None
 
 
 def table_row(cells: Cells, baseline: Cells | None, examples: Collection[str]) -> TableRow:
@@ -148,6 +154,6 @@ def _mean(figures: Iterable[Figure | None]) -> Figure:
 
 
 def _costs(parts: Sequence[Outcome] | Sequence[TableRow]) -> dict[str, Any]:
-    costs = {name: fmean(getattr(part, name) for part in parts) for name in COSTS}
+    costs: dict[str, Any] = means(parts)
     full = costs["kv_bytes_full"]
     return {**costs, "share": costs["kv_bytes"] / full if full else None}

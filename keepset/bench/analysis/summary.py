@@ -1,7 +1,7 @@
 """What a sweep's cells come to: a row per task and recipe, averages over groups of tasks, curves, needle maps."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -11,10 +11,17 @@ from keepset.bench.analysis.curves import Curve, area, compression
 from keepset.bench.analysis.needles import NeedleMap, needle_maps
 from keepset.bench.analysis.rows import Cells, Figure, TableRow, average, by_example, table_row
 from keepset.bench.cell import FULL, Cell
-from keepset.bench.tasks import longbench, ruler
+from keepset.bench.tasks import longbench, longbench2, ruler
 from keepset.errors import KeepsetError
 
-_BENCHMARKS = {"ruler": ruler.NAMES, "longbench": longbench.NAMES}
+_GROUPS: dict[str, Sequence[str]] = {
+    **{f"ruler {part}": names for part, names in ruler.PARTS.items()},
+    "ruler": ruler.NAMES,
+    **{f"longbench {part}": names for part, names in longbench.PARTS.items()},
+    "longbench": longbench.NAMES,
+    "longbench2": longbench2.NAMES,
+}
+"""Benchmarks and parts of them, whose tasks have an average; a benchmark follows its parts."""
 TOLERANCES = (0.1, 0.2)
 """Relative losses of accuracy for which it is said how much can go: those of KVCompose's Table 2."""
 
@@ -71,11 +78,7 @@ def summarise(cells: Sequence[Cell], baseline: str | None = None) -> Summary:
     tasks: dict[str, dict[str, dict[tuple[int, str], Cell]]] = {}
     for cell in cells:
         tasks.setdefault(cell.task, {}).setdefault(cell.recipe, {})[cell.seed, cell.example] = cell
-    by_group: dict[str | None, list[str]] = {}
-    for task in tasks:
-        by_group.setdefault(benchmark_of(task), []).append(task)
-    groups = {group: members for group, members in by_group.items() if group is not None and len(members) > 1}
-
+    groups = _groups(tasks)
     rows: dict[str, dict[str, TableRow]] = {}
     for task, recipes in tasks.items():
         examples = {example for recipe_cells in recipes.values() for _, example in recipe_cells}
@@ -94,10 +97,35 @@ def summarise(cells: Sequence[Cell], baseline: str | None = None) -> Summary:
     return Summary(baseline, every, averages, trades, needle_maps(cells))
 
 
-def benchmark_of(task: str) -> str | None:
-    """The benchmark whose tasks a task is averaged with, at the same length; None without one."""
+def split(cells: Sequence[Cell], fact: str) -> list[Cell]:
+    """The cells as if every value of a fact of the examples, such as `level`, were a task of its own.
+
+    Those of examples without it are left out.
+    """
+    parts = [replace(cell, task=f"{cell.task}, {fact} {cell.facts[fact]}") for cell in cells if fact in cell.facts]
+    if not parts:
+        there = ", ".join(sorted({name for cell in cells for name in cell.facts})) or "nothing"
+        raise KeepsetError(f"No example says its {fact}, so nothing can be split by it; known is: {there}.")
+    return sorted(parts, key=lambda cell: cell.task)
+
+
+def groups_of(task: str) -> list[str]:
+    """The groups of tasks that a task is averaged in, each with those of the same length."""
     name, at, length = task.partition("@")
-    return next((f"{benchmark}{at}{length}" for benchmark, names in _BENCHMARKS.items() if name in names), None)
+    return [f"{group}{at}{length}" for group, names in _GROUPS.items() if name in names]
+
+
+def _groups(tasks: Iterable[str]) -> dict[str, list[str]]:
+    """Those of two tasks or more; of a benchmark that is there in one part only, not the part."""
+    members: dict[str, list[str]] = {}
+    for task in tasks:
+        for group in groups_of(task):
+            members.setdefault(group, []).append(task)
+    order = list(_GROUPS)
+    by_members = {
+        tuple(members[group]): group for group in sorted(members, key=lambda g: order.index(g.partition("@")[0]))
+    }
+    return {group: list(own) for own, group in by_members.items() if len(own) > 1}
 
 
 def _known(baseline: str, cells: Sequence[Cell]) -> str:

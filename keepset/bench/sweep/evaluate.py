@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from keepset.bench.analysis.diagnostics import repetition_rate
+from keepset.bench.analysis.event_figures import EventFigures
 from keepset.bench.cell import Outcome
 from keepset.bench.generation import Answer, Ending, generate, likelihoods, picker
 from keepset.bench.memory import CacheMemory
@@ -46,7 +47,9 @@ class Evaluator:
             for number, question in enumerate(prompt.questions, first):
                 used = cache if question is prompt.questions[-1] else cache.fork()
                 memories = [copy.copy(memory) for memory in begun]
-                look = partial(memories[0].look, used) if decodes else lambda: None
+                events = EventFigures()
+                look = partial(_look, used, [memories[0], events] if decodes else [])
+                look()
                 try:
                     answers = self._answers(task, question, cached, used, look, (*draw, number))
                     if decodes:
@@ -67,6 +70,7 @@ class Evaluator:
                             prefill_seconds=cached[row].prefill_seconds,
                             select_seconds=memory.select_seconds,
                             decode_seconds=answer.seconds - (memory.select_seconds - begun[row].select_seconds),
+                            **events.means,
                         )
                     )
         finally:
@@ -102,6 +106,11 @@ class Evaluator:
         for answer in answers:
             answer.seconds += question_seconds
         return answers
+
+
+def _look(cache: Cache, watchers: Sequence[CacheMemory | EventFigures]) -> None:
+    for watcher in watchers:
+        watcher.look(cache)
 
 
 def _plain(reply: Reply) -> Any:

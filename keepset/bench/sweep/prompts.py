@@ -2,10 +2,27 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 from keepset.bench.tasks.task import Example, Question, Tokenizer
 from keepset.errors import KeepsetError
 from keepset.texts import chat_frame
+
+Mode = Literal["prompt", "agnostic", "task"]
+"""What is compressed, and what is known of the questions by then.
+
+`prompt`: context and question together. `agnostic`: the context, before its questions are known. `task`: the context,
+by recipes that are told its questions (KVCompose 2025, arXiv:2509.05165, section 3.2.1: task-aware); for all other
+recipes the question is the end of what is compressed.
+"""
+
+
+def checked_mode(name: str) -> Mode:
+    """The mode of this name."""
+    for mode in get_args(Mode):
+        if name == mode:
+            return mode
+    raise KeepsetError(f"There is no mode {name!r}: use {', '.join(get_args(Mode))}.")
 
 
 @dataclass(frozen=True)
@@ -19,51 +36,76 @@ class TokenizedQuestion:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is prefilled once, and asked; `cut` tokens were left out, because the model's context does not hold them."""
+    """What is prefilled once, and asked; `cut` tokens were left out, because the model's context does not hold them.
+
+    `tasks` are the tokens of questions that are told to recipes which can be told.
+    """
 
     ids: tuple[int, ...]
     questions: tuple[TokenizedQuestion, ...]
     cut: int = 0
+    tasks: tuple[tuple[int, ...], ...] = ()
 
 
 class Prompts:
     """Makes the prompts of examples.
 
     Context, question and the answer's prefix are one text, tokenized as lm-evaluation-harness does: white space before
-    a choice belongs to the choice; if `agnostic`, each question follows the context's prompt, tokenized by itself. In a
-    chat, context and question are a user's message in the model's template, and the prefix begins the assistant's
-    answer. A prompt that the model's `longest` context does not hold, together with the answer, loses the middle of its
-    own context, as in LongBench (Bai and others 2023, arXiv:2308.14508).
+    a choice belongs to the choice; where the mode is `agnostic`, each question follows the context's prompt, tokenized
+    by itself. In a chat, context and question are a user's message in the model's template, and the prefix begins the
+    assistant's answer. A prompt that the model's `longest` context does not hold, together with the answer, loses the
+    middle of its own context, as in LongBench (Bai and others 2023, arXiv:2308.14508).
+
+    Where the mode is `task`, context, question, and what stands between it and the answer are tokenized one by one, so
+    that all recipes have the same tokens; the last part is not compressed with them, as in kvpress' evaluation.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, agnostic: bool, chat: bool, longest: int | None) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, mode: Mode, chat: bool, longest: int | None) -> None:
         if chat and not tokenizer.chat_template:
             raise KeepsetError("The model has no chat template: evaluate it without one.")
-        self._tokenizer, self._agnostic, self._longest = tokenizer, agnostic, longest
+        self._tokenizer, self._mode, self._longest = tokenizer, mode, longest
         self._special = not chat
         self._before, self._after = chat_frame(tokenizer) if chat else ("", "")
 
-    def of(self, example: Example, answer: int) -> list[Prompt]:
-        """The example's prompts: one for all questions if agnostic, else one for each; `answer` is in tokens."""
-        if not self._agnostic:
-            return [self._aware(example, question, answer) for question in example.questions]
+    def of(self, example: Example, answer: int, *, told: bool = False) -> list[Prompt]:
+        """The example's prompts: one for all questions that follow a context, else one for each.
+
+        Args:
+            example: what is asked.
+            answer: its longest, in tokens.
+            told: where the mode is `task`: for recipes that can be told a question.
+        """
+        if self._mode == "prompt":
+            return [self._joint(example, question, answer) for question in example.questions]
         if not example.context.strip():
             raise KeepsetError(
                 f"Example {example.id} has no context that could be compressed before its question is known: evaluate "
                 "it with the question as part of the prompt."
             )
-        questions = tuple(self._tokenized(question, "", special=False) for question in example.questions)
-        whole = Prompt(self._encode(self._before + example.context, self._special), questions)
-        return [self._fitted(whole, example, (), answer)]
+        context = self._encode(self._before + example.context, self._special)
+        if self._mode == "agnostic":
+            questions = [self._tokenized(question, self._end(question)) for question in example.questions]
+            return [self._fitted(Prompt(context, tuple(questions)), example, (), answer)]
+        asked = [self._encode(question.text, special=False) for question in example.questions]
+        ends = [self._tokenized(question, self._after + question.prefix) for question in example.questions]
+        if not all(asked):
+            raise KeepsetError(f"Example {example.id} has no question that could be told: use another mode.")
+        if told:
+            both = [replace(end, ids=ids + end.ids) for ids, end in zip(asked, ends, strict=True)]
+            prompt = Prompt(context, tuple(both), tasks=tuple(asked))
+            return [self._fitted(prompt, example, (), answer)]
+        return [
+            self._fitted(Prompt(context + ids, (end,)), example, ids, answer)
+            for ids, end in zip(asked, ends, strict=True)
+        ]
 
-    def _aware(self, example: Example, question: Question, answer: int) -> Prompt:
-        whole = self._tokenized(question, self._before + example.context, self._special)
+    def _joint(self, example: Example, question: Question, answer: int) -> Prompt:
+        whole = self._tokenized(question, self._before + example.context + self._end(question), self._special)
         prompt = Prompt(whole.ids or self._begin(), (replace(whole, ids=()),))
         return self._fitted(prompt, example, self._encode(self._end(question), special=False), answer)
 
-    def _tokenized(self, question: Question, before: str, special: bool) -> TokenizedQuestion:
-        """The question after a text; a choice has the tokens that it adds to those without white space at their end."""
-        text = before + self._end(question)
+    def _tokenized(self, question: Question, text: str, special: bool = False) -> TokenizedQuestion:
+        """A text that a question ends; a choice has the tokens that it adds to those without white space at its end."""
         ids = self._encode(text.rstrip() if question.choices else text, special)
         choices = tuple(self._encode(text + choice, special and bool(ids))[len(ids) :] for choice in question.choices)
         for choice, tokens in zip(question.choices, choices, strict=True):

@@ -19,6 +19,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from keepset import models
 from keepset.bench.cell import Cell
+from keepset.bench.sweep.prompts import Mode
 from keepset.bench.sweep.runner import Runner
 from keepset.bench.sweep.store import Store
 from keepset.bench.sweep.sweep import POLL, Group, Skipped, claimed, work
@@ -33,13 +34,13 @@ class Loads:
     """Makes a `Runner`."""
 
     model: str | None
-    agnostic: bool
+    mode: Mode
     chat: bool
     temperature: float
 
     def __call__(self) -> Runner:
         model, tokenizer = models.load(self.model)
-        return Runner(model, tokenizer, agnostic=self.agnostic, chat=self.chat, temperature=self.temperature)
+        return Runner(model, tokenizer, mode=self.mode, chat=self.chat, temperature=self.temperature)
 
 
 def run(

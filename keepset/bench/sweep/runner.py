@@ -1,9 +1,12 @@
 """`Runner`: what every candidate makes of one example, all of them on one prefill of its context."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
 from statistics import fmean
 from typing import Any
 
@@ -11,15 +14,16 @@ import torch
 from transformers import PreTrainedModel
 
 from keepset.bench.candidate import Candidate
-from keepset.bench.cell import COSTS, Cell, Outcome
+from keepset.bench.cell import Cell, Outcome, means
 from keepset.bench.memory import is_out_of_memory, nbytes_full
 from keepset.bench.sweep.evaluate import Evaluator
-from keepset.bench.sweep.prompts import Prompts
+from keepset.bench.sweep.prompts import Mode, Prompts
 from keepset.bench.tasks.task import Example, Task, Tokenizer
 from keepset.errors import KeepsetError
 from keepset.hf.cache import Cache
 from keepset.hf.join import can_join
 from keepset.hf.prompt_session import CachedPrompt, PromptSession
+from keepset.hf.second_pass import takes_task_tokens
 from keepset.offline.compile.contamination import refuse_contaminated
 from keepset.recipe import Recipe
 
@@ -30,15 +34,14 @@ TOGETHER = 4
 class Runner:
     """Asks the same of every candidate, so that cells differ by nothing but the recipe.
 
-    If `agnostic`, the context is compressed before any question is known, instead of context and question together. The
-    first token of an answer is predicted by the whole prompt, as in `generate`; where a question follows a compressed
-    context, by what was kept of it. Answers are the most likely tokens; with a temperature they are drawn by the seed,
-    the example and the question alone, so that all candidates have the same luck. Of the model's generation config only
-    what ends an answer counts.
+    The mode says what is compressed, and what is known by then. The first token of an answer is predicted by the whole
+    prompt, as in `generate`; where something follows what was compressed, by what was kept of it. Answers are the most
+    likely tokens; with a temperature they are drawn by the seed, the example and the question alone, so that all
+    candidates have the same luck. Of the model's generation config only what ends an answer counts.
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: Tokenizer, *, agnostic: bool, chat: bool, temperature: float = 0.0
+        self, model: PreTrainedModel, tokenizer: Tokenizer, *, mode: Mode, chat: bool, temperature: float = 0.0
     ) -> None:
         # Divided by less, logits overflow.
         if not (temperature == 0 or 0.01 <= temperature <= 100):
@@ -46,7 +49,9 @@ class Runner:
                 f"A temperature of {temperature} is out of range: use 0 for greedy decoding, or 0.01 to 100."
             )
         longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        self._prompts = Prompts(tokenizer, agnostic=agnostic, chat=chat, longest=longest)
+        prompts = partial(Prompts, tokenizer, mode=mode, longest=longest)
+        self._mode, self._verbatim = mode, prompts(chat=False)
+        self._chat = prompts(chat=True) if chat else self._verbatim
         self._model, self._evaluator = model, Evaluator(model, tokenizer, temperature)
 
     def run(self, task: Task, example: Example, candidates: Sequence[Candidate], seed: int) -> Iterator[Cell]:
@@ -55,8 +60,13 @@ class Runner:
         text = "".join([example.context, *(question.text for question in example.questions)])
         for run in runs:
             run.check(lambda recipe: refuse_contaminated(recipe, text))
+        for told, together in groupby(runs, lambda run: self._mode == "task" and run.can_be_told):
+            yield from self._share(task, example, list(together), seed, told)
+
+    def _share(self, task: Task, example: Example, runs: Sequence[_Run], seed: int, told: bool) -> Iterator[Cell]:
+        """The cells of candidates that share their prefills."""
         try:
-            prompts = self._prompts.of(example, task.generation.tokens)
+            prompts = (self._chat if task.chat else self._verbatim).of(example, task.generation.tokens, told=told)
         except KeepsetError as error:
             for run in runs:
                 run.fail(error)
@@ -70,7 +80,9 @@ class Runner:
         for prompt in prompts:
             ids = torch.tensor([prompt.ids], device=self._model.device)
             sharing = [run.candidate.recipe for run in runs if run.error is None and run.every is None]
-            session = PromptSession(self._model, ids, [recipe for recipe in sharing if recipe is not None])
+            tasks = [torch.tensor([tokens], device=self._model.device) for tokens in prompt.tasks]
+            needed = [recipe for recipe in sharing if recipe is not None]
+            session = PromptSession(self._model, ids, needed, task_tokens=tasks)
             evaluate = partial(self._evaluator.evaluate, task, prompt, (seed, example.id), questions)
             batched = not task.decodes and not any(question.choices for question in prompt.questions)
             for group in _groups(session, runs, batched):
@@ -93,6 +105,11 @@ class _Run:
     def every(self) -> int | None:
         """After how many tokens it compresses again while decoding."""
         return None if self.candidate.recipe is None else self.candidate.recipe.schedule.every
+
+    @property
+    def can_be_told(self) -> bool:
+        """Whether its recipe looks at tokens of a task where it is given some."""
+        return self.candidate.recipe is not None and takes_task_tokens(self.candidate.recipe.method.needs)
 
     def check(self, check: Callable[[Recipe], None]) -> None:
         """Whether the recipe passes."""
@@ -197,11 +214,11 @@ def _evaluate(
 
 
 def _mean(outcomes: Sequence[Outcome]) -> Outcome:
-    means: dict[str, Any] = {name: fmean(getattr(outcome, name) for outcome in outcomes) for name in COSTS}
+    costs: dict[str, Any] = means(outcomes)
     for name in ("kv_bytes", "kv_bytes_full"):
-        means[name] = round(means[name])
+        costs[name] = round(costs[name])
     return Outcome(
         scores={name: fmean(outcome.scores[name] for outcome in outcomes) for name in outcomes[0].scores},
         replies=[reply for outcome in outcomes for reply in outcome.replies],
-        **means,
+        **costs,
     )

@@ -236,6 +236,8 @@ class Store:
         try:
             self.model, text = self._database.execute("SELECT model, configuration FROM sweep").fetchone()
             self.configuration = json.loads(text)
+            if (agnostic := self.configuration.pop("--agnostic", None)) is not None:  # before there were three modes
+                self.configuration["--mode"] = "agnostic" if agnostic else "prompt"
         except (ValueError, TypeError):
             raise _no_sweep(self.path) from None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,12 +24,17 @@ POLL = 1.0
 
 @dataclass(frozen=True)
 class Grid:
-    """What is asked for: candidates of every task, by its name, on at most `limit` examples of each."""
+    """What is asked for: candidates of every task, by its name, on examples of each.
+
+    These are the first `limit`, or a random `sample`, which is a share of them up to 1.0, or a number; all if neither
+    is given. A sample is drawn by the task's name and the seed.
+    """
 
     tasks: Sequence[Task]
     seeds: Sequence[int]
     candidates: Mapping[str, Sequence[Candidate]]
-    limit: int | None
+    limit: int | None = None
+    sample: int | float | None = None
 
     def is_done(self, store: Store) -> bool:
         """Whether a file has all of it, as far as it knows which examples there are."""
@@ -45,13 +51,21 @@ class Grid:
         """All of it, example by example; which examples there are is noted in the file."""
         groups = []
         for task, seed in product(self.tasks, self.seeds):
-            examples = task.examples(tokenizer, limit=self.limit, seed=seed)
+            examples = self._drawn(task, task.examples(tokenizer, limit=self.limit, seed=seed), seed)
             ids = [example.id for example in examples]
             if len(set(ids)) < len(ids):
                 raise KeepsetError(f"{task.name} has several examples of one id: give each an id of its own.")
             store.register(task.name, seed, ids, digest(task, examples))
             groups += [Group(task, seed, example, self.candidates[task.name]) for example in examples]
         return groups
+
+    def _drawn(self, task: Task, examples: Sequence[Example], seed: int) -> Sequence[Example]:
+        """The sample, in the order of the examples."""
+        if self.sample is None:
+            return examples
+        count = self.sample if isinstance(self.sample, int) else max(1, round(self.sample * len(examples)))
+        order = random.Random(f"{task.name} {seed}").sample(range(len(examples)), len(examples))
+        return [examples[index] for index in sorted(order[:count])]
 
     def of(self, cells: Sequence[Cell]) -> list[Cell]:
         """Those cells that are asked for, in the order of tasks and candidates."""
@@ -103,6 +117,8 @@ def count(groups: Sequence[Group], done: Collection[tuple[Key, str]] | None = No
 def digest(task: Task, examples: Sequence[Example]) -> str:
     """Of all that a task asks; what its targets hold that JSON cannot say counts by its type."""
     content = [asdict(task.generation), task.metric, [asdict(example) for example in examples]]
+    if not task.chat:
+        content.append("verbatim")
     text = json.dumps(content, sort_keys=True, default=lambda value: type(value).__qualname__)
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from keepset.errors import KeepsetError
 
-MODULES = ("reasoning", "ruler", "needle", "longbench")
+MODULES = ("reasoning", "ruler", "needle", "longbench", "longbench2")
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """Every task of lm-evaluation-harness: its prompts verbatim, its filters and its metrics."""
 
+from __future__ import annotations
+
 import functools
 import itertools
 import logging
@@ -40,7 +42,7 @@ def knows(name: str, settings: Settings) -> bool:
     return _is_file(name) or name in _manager(settings.data).task_index
 
 
-def make(name: str, settings: Settings) -> list[Task]:
+def make(name: str, settings: Settings) -> list[HarnessTask]:
     """The harness's task, or all of a group or tag.
 
     With `settings.data`, a task whose `<name>.jsonl` lies there takes its items from it. The examples before a question
@@ -87,7 +89,7 @@ class HarnessTask(Task):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Its functions come from files, which another process would not find, and its data may be large.
-        return _made, (self.name, *self._source)
+        return _made, (self.name, *self._source, self.generation)
 
     def examples(self, tokenizer: Tokenizer, *, limit: int | None = None, seed: int = 0) -> Sequence[Example]:
         """In the order of the data, whatever the seed."""
@@ -129,8 +131,12 @@ class HarnessTask(Task):
         return Example(str(index), context, (Question(text, target=doc, prefix=prefix, choices=choices),))
 
 
-def _made(own: str, name: str, settings: Settings) -> Task:
-    return next(task for task in _every(name, settings) if task.name == own)
+@functools.cache
+def _made(own: str, name: str, settings: Settings, generation: Generation) -> Task:
+    known = next(task for task in _every(name, settings) if task.name == own)
+    task = HarnessTask(own, known._task, (name, settings))
+    task.generation = generation
+    return task
 
 
 _every = functools.cache(make)

@@ -11,13 +11,20 @@ from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task,
 from keepset.errors import KeepsetError
 
 _GROUP = "longbench"
-_DATA_SETS = (
-    *("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "gov_report", "qmsum"),
-    *("multi_news", "trec", "triviaqa", "samsum", "passage_count", "passage_retrieval_en", "lcc", "repobench-p"),
-)
-NAMES = (*(f"{_GROUP}_{data_set}" for data_set in _DATA_SETS), _GROUP)
+_DOMAINS = {
+    "single-document QA": ("narrativeqa", "qasper", "multifieldqa_en"),
+    "multi-document QA": ("hotpotqa", "2wikimqa", "musique"),
+    "summarization": ("gov_report", "qmsum", "multi_news"),
+    "few-shot": ("trec", "triviaqa", "samsum"),
+    "synthetic": ("passage_count", "passage_retrieval_en"),
+    "code": ("lcc", "repobench-p"),
+}
+PARTS = {domain: tuple(f"{_GROUP}_{data_set}" for data_set in data_sets) for domain, data_sets in _DOMAINS.items()}
+"""The authors' kinds of tasks."""
+NAMES = (*(name for names in PARTS.values() for name in names), _GROUP)
 
 _FIRST_LINE = ("trec", "triviaqa", "samsum")
+_VERBATIM = (*_FIRST_LINE, "lcc", "repobench-p")
 _CONTEXT = "{{context}}"
 
 
@@ -31,12 +38,14 @@ class LongBenchTask(Task):
     """One of LongBench's tasks, with the prompt and the metric of lm-evaluation-harness.
 
     Where prompts are a few examples, the answer is its first line that is not empty, as in the authors' program; the
-    harness ends it at the first line break, even if nothing came before.
+    harness ends it at the first line break, even if nothing came before. These and code are asked without a chat
+    template, as there.
     """
 
     def __init__(self, name: str, settings: Settings) -> None:
         self.name = name
         self._data_set = name.removeprefix(f"{_GROUP}_")
+        self.chat = self._data_set not in _VERBATIM
         self._folder = settings.data
         self._config = _config(self._data_set)
         self.metric = self._config["metric_list"][-1]["metric"]

@@ -47,7 +47,7 @@ class Reasoning(Task):
 
         items = own_records(self._folder, self.name) or download(self.name, *_SOURCES[self.name][:3])
         return [
-            Example(id=str(index), context="", questions=(Question(_prompt(row), target=_gold(row)),))
+            Example(str(index), "", (Question(_prompt(row), target=_gold(row)),), _facts(row))
             for index, row in enumerate(items[:limit])
         ]
 
@@ -59,6 +59,12 @@ def _prompt(row: DataRecord) -> str:
     if row.fields.get("prompt") is not None:
         return str(row.fields["prompt"])
     return str(row.first("question", "problem", "Problem")) + _ASK
+
+
+def _facts(row: DataRecord) -> dict[str, float | str]:
+    """MATH's subject and level."""
+    facts = {name: row.fields.get(name) for name in ("subject", "level")}
+    return {name: fact for name, fact in facts.items() if isinstance(fact, str | int)}
 
 
 def _gold(row: DataRecord) -> str:

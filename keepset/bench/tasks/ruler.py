@@ -8,6 +8,7 @@ from keepset.bench.tasks.data import seeded
 from keepset.bench.tasks.fit import fit, measure, room
 from keepset.bench.tasks.ruler_documents import read
 from keepset.bench.tasks.ruler_draws import CommonWords, Draws, FrequentWords, Variables
+from keepset.bench.tasks.ruler_files import draws_of
 from keepset.bench.tasks.ruler_needles import Needles
 from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task, Tokenizer
 from keepset.errors import KeepsetError
@@ -31,6 +32,12 @@ _TASKS: dict[str, tuple[int, Callable[[int, Settings], Draws]]] = {
     "ruler_qa_hotpot": (32, lambda length, settings: read("hotpot", settings.data)),
 }
 NAMES = (*_TASKS, "ruler")
+PARTS = {
+    "needles": tuple(name for name in _TASKS if name.startswith("niah")),
+    "aggregation": ("ruler_cwe", "ruler_fwe"),
+    "QA": ("ruler_qa_squad", "ruler_qa_hotpot"),
+}
+"""Kinds of tasks, as KVCompose (section 4.1) shows them; there is one more, of the variables alone."""
 
 
 def make(name: str, settings: Settings) -> list[Task]:
@@ -48,14 +55,20 @@ class RulerTask(Task):
 
     def __init__(self, name: str, length: int, settings: Settings) -> None:
         self.name = f"{name}@{length}"
-        self.metric = "match"
+        self.metric, self._base = "match", name
         tokens, self._draws = _TASKS[name]
         self.generation = Generation(tokens)
         self._any = name.startswith("ruler_qa")
         self._length, self._settings = length, settings
 
     def examples(self, tokenizer: Tokenizer, *, limit: int | None = None, seed: int = 0) -> Sequence[Example]:
-        """Refuses a length that is too short; questions whose own documents do not fit are left out."""
+        """The user's own, or such as are made. Made ones refuse a length that is too short.
+
+        Questions whose own documents do not fit are left out.
+        """
+        own = draws_of(self._settings.data, self._base, self._length)
+        if own is not None:
+            return [self._made(index, *draw) for index, draw in enumerate(own[:limit])]
         draws = self._draws(self._length, self._settings)
         space = room(tokenizer, self._length, self.generation.tokens)
         examples: list[Example] = []
@@ -87,5 +100,7 @@ class RulerTask(Task):
 
     def _example(self, draws: Draws, index: int, seed: int, size: int) -> Example:
         with seeded(f"{index} {seed}"):
-            context, question = draws.draw(size, index, seed)
+            return self._made(index, *draws.draw(size, index, seed))
+
+    def _made(self, index: int, context: str, question: Question) -> Example:
         return Example(str(index), context, (question,), {"length": self._length})

@@ -62,6 +62,8 @@ class Task(ABC):
     generation: Generation
     decodes: bool = False
     """Answers are long, and what a recipe is worth shows while decoding."""
+    chat: bool = True
+    """Whether it is asked in the model's chat template, where there is one."""
 
     @abstractmethod
     def examples(self, tokenizer: Tokenizer, *, limit: int | None = None, seed: int = 0) -> Sequence[Example]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from keepset.core.feature import Feature
 from keepset.core.observation import BLOCK, DEVICE_BLOCK, Observation
 from keepset.core.statistics import LayerStatistics, Statistics
+from keepset.core.tables import Tables
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,9 @@ class Perplexity(Feature[Float[Tensor, " batch"]]):
 
     label = "perplexity of the newest tokens"
     prompt_only = "looks at the prompt's perplexity, and only there"
-    transformers_only = "looks at the prompt's perplexity, which attention layers do not see"
+    transformers_only = (
+        "looks at the prompt's perplexity, which attention layers do not see: leave what depends on it out (gate=False)"
+    )
 
     tokens: int
 
@@ -112,3 +115,16 @@ class ModelStatistics(Feature[Statistics]):
         """
         self.layer(observation)  # or its own sentence
         return observation[self].gates().to(observation.keys.device)
+
+
+@dataclass(frozen=True)
+class ModelTables(Feature[Tables]):
+    """Tables that `keepset compile` has made for a model.
+
+    Attributes:
+        file: that holds them.
+    """
+
+    label = "compiled tables"
+
+    file: str

@@ -6,10 +6,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-WEIGHTS = (1.0, 0.5, 2.0)
-"""Of a head; of equally good ones the first is taken. The paper has bounded multipliers and does not say which. Only
-ratios matter, and relative lengths of values hardly ever differ by more than a factor of two between heads: beyond it
-one head decides anyway."""
+WEIGHTS = (1.0, 2.0, 0.5, 0.0, -1.0)
+"""Of a head; of equally good ones the first is taken. The paper has bounded multipliers, some of them negative (B.3),
+and does not say which. Relative lengths of values hardly ever differ by more than a factor of two between heads:
+beyond it one head decides anyway. A head whose weight is not positive speaks for no entry, unless its whole layer is
+so."""
 THRESHOLDS = (0.8, 0.85, 0.9, 0.95, 1.0)
 """Of a layer: the paper's range, in steps."""
 

@@ -1,12 +1,13 @@
 """CompilerKV's offline compilation, from contexts to tables (Yang et al. 2026, sections 3.2 to 4.4 and B.1)."""
 
 import dataclasses
+import math
+import random
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from itertools import product
 from pathlib import Path, PureWindowsPath
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -18,7 +19,7 @@ from keepset.core.tables import ENTROPY_BINS, PERPLEXITY_BINS, Tables
 from keepset.errors import BudgetError, RecipeError, UnsupportedModelError
 from keepset.hf.fingerprint import fingerprint
 from keepset.hf.prompt_session import PromptSession
-from keepset.methods.compilerkv import CompilerKV, admitted
+from keepset.methods.compilerkv import CompilerKV
 from keepset.offline.compile.actions import THRESHOLDS, WEIGHTS, draw
 from keepset.offline.compile.corpus import Context, ContextPool
 from keepset.offline.compile.cql import Logged, best, learn
@@ -37,7 +38,9 @@ POOL = 2
 """Contexts that are looked at for each that is used, so that rare risks can be found."""
 Stage = Callable[[str, int], Callable[[], None]]
 """`(what, how many) -> one is done`: how progress is told."""
+Work = TypeVar("Work")
 Reward = Literal["expected", "said"]
+Gate = Literal["table", "sum"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,10 @@ class Settings:
         budgets: rising.
         tokens, continuation: of a context, and after it, which the reward looks at.
         seed: of the contexts' order and of all actions.
+        weights: that a head may be given; the first of equally good ones.
         reward: which of a verdict's numbers is learned from.
+        gate: what the value of a threshold depends on: layer and risk together, a number for every state, or one for
+            the layer plus one for each risk.
     """
 
     method: CompilerKV
@@ -58,7 +64,9 @@ class Settings:
     tokens: int
     continuation: int
     seed: int
+    weights: tuple[float, ...] = WEIGHTS
     reward: Reward = "expected"
+    gate: Gate = "table"
 
     def __post_init__(self) -> None:
         if self.method.tables:
@@ -71,10 +79,16 @@ class Settings:
                 )
         if not self.budgets or list(self.budgets) != sorted(set(self.budgets)):
             raise BudgetError("Budgets must be rising and different from one another, such as 128,256,512.")
+        if not 1 < len(set(self.weights)) == len(self.weights) < 256 or not all(map(math.isfinite, self.weights)):
+            raise RecipeError(
+                f"Weights {', '.join(f'{weight:g}' for weight in self.weights)} are no choice: give two or more finite "
+                "numbers, all different, such as 1,2,0.5,0,-1."
+            )
 
     def to_json(self) -> dict[str, Any]:
         """As provenance and log have them."""
-        return {**asdict(self), "method": str(Recipe.of(self.method)), "budgets": list(self.budgets)}
+        lists = {"budgets": list(self.budgets), "weights": list(self.weights)}
+        return {**asdict(self), "method": str(Recipe.of(self.method)), **lists}
 
 
 def compile_tables(
@@ -87,7 +101,8 @@ def compile_tables(
     """Looks at contexts, tries joint actions on some of them, and learns both tables from what came of it.
 
     Actions are logged with their rewards (equations 2 and 3) as they are found; with a file as `log` a compilation that
-    was interrupted goes on where it was, and ends with the same tables.
+    was interrupted goes on where it was, and ends with the same tables. Several processes may do the same compilation
+    with the same log: they divide the work, and all end with the same tables.
 
     Choices, where the paper is silent or its text cannot be followed at this size:
 
@@ -97,15 +112,16 @@ def compile_tables(
       what the others do instead of at one point.
     - The reward is by default the expectation of equation 3 over the full cache's own predictions; see `Verdict`.
     - The head table is learned at exact budgets, where no threshold acts; the gate with `elastic=True`, all weights 1.
-    - The penalty (equation 14) is signed as it is written: what a layer admits beyond its budget costs, what it saves
-      pays. Each layer pays for its own, an L-th of beta / T an entry; being known it is added to Q, not learned.
+    - The penalty (equation 14) is signed as it is written: what layers admit beyond their budget costs, what they save
+      pays. It is a joint action's mean over layers, beta / T an entry.
     - States share what they have in common: Q of a head is one part for all budgets and one for its own; Q of a gate
-      is one for the layer, one for layer and budget, one for each of both bins. Bins without a context thus have the
-      layer's threshold, and no other.
+      is one for the layer, one for layer and budget, and one for the state. Bins without a context thus have the
+      layer's threshold, and no other. With `Settings.gate="sum"` the last part is one for each of both bins instead, so
+      that a risk means the same in all layers.
     """
     described = {**settings.to_json(), "corpus": pool.sha256, "pool": len(pool.contexts)}
-    # What is learned from is chosen afterwards.
-    logged = {name: value for name, value in described.items() if name != "reward"}
+    # How it is learned from is chosen afterwards.
+    logged = {name: value for name, value in described.items() if name not in ("reward", "gate")}
     with closing(Log(log, {**logged, "model": fingerprint(model), "keepset": keepset.__version__})) as rewards_log:
         layers, heads, deciding = _shape(model, pool, settings)
         risks = _measure_risks(model, pool, settings, rewards_log, stage)
@@ -131,7 +147,7 @@ def compile_tables(
             **described,
             "contexts": len(contexts),
             "rows": {kind: sum(row.kind == kind for row in rows) for kind in ("head", "gate")},
-            "actions": {"weights": list(WEIGHTS), "thresholds": list(THRESHOLDS)},
+            "thresholds": list(THRESHOLDS),
             "alpha": ALPHA,
             "beta": BETA,
             "curves": {"head": head_curve, "gate": gate_curve},
@@ -161,13 +177,12 @@ def _shape(model: PreTrainedModel, pool: ContextPool, settings: Settings) -> tup
 def _measure_risks(
     model: PreTrainedModel, pool: ContextPool, settings: Settings, log: Log, stage: Stage
 ) -> Float[Tensor, "contexts 2"]:
-    known = log.risks
     done = stage("looking at contexts", len(pool.contexts))
-    for context in pool.contexts:
-        if context.name not in known:
-            known[context.name] = Judge(model, settings.method, context).risk
-            log.add_risk(context.name, known[context.name])
+    for context in _shuffled(pool.contexts):
+        if not log.has_risk(context.name):
+            log.add_risk(context.name, Judge(model, settings.method, context).risk)
         done()
+    known = log.risks
     return torch.tensor([known[context.name] for context in pool.contexts], dtype=torch.float64).float()
 
 
@@ -182,37 +197,42 @@ def _try_actions(
 ) -> None:
     """Logs what comes of every context's actions, except for what has been logged."""
     layers, heads = tables.weights.shape[1:]
-    kinds = (
-        ("head", HEAD_ROWS, layers * deciding, torch.tensor(WEIGHTS)),
-        ("gate", GATE_ROWS, layers, torch.tensor(THRESHOLDS)),
-    )
-    known = {(row.context, row.kind, row.keep, row.number) for row in log.trials}
-    done = stage("trying actions", len(contexts) * len(settings.budgets) * (HEAD_ROWS + GATE_ROWS))
-    for context in contexts:
+    kinds = {
+        "head": (HEAD_ROWS, layers * deciding, torch.tensor(settings.weights)),
+        "gate": (GATE_ROWS, layers, torch.tensor(THRESHOLDS)),
+    }
+    trials = [(kind, keep, n) for keep in settings.budgets for kind, (count, *_) in kinds.items() for n in range(count)]
+    done = stage("trying actions", len(contexts) * len(trials))
+    for context in _shuffled(contexts):
         judge = None
-        for keep, (kind, count, decisions, values) in product(settings.budgets, kinds):
-            drawn = draw(count, decisions, len(values), f"{settings.seed} {context.name} {kind} {keep}")
-            for number, actions in enumerate(drawn):
-                if (context.name, kind, keep, number) not in known:
-                    judge = judge or Judge(model, settings.method, context)
-                    acting = empty(layers, heads, [keep])
-                    if kind == "head":
-                        weights = values[actions].view(1, layers, deciding).repeat_interleave(heads // deciding, 2)
-                        acting = dataclasses.replace(acting, weights=weights)
-                    else:
-                        gate = values[actions].view(1, layers, 1, 1).expand_as(acting.gate)
-                        acting = dataclasses.replace(acting, gate=gate)
-                    verdict = judge.verdict(acting, keep, elastic=kind == "gate")
-                    played = bytes(actions.tolist())
-                    log.add(Trial(context.name, kind, keep, number, played, 1 / len(values), **asdict(verdict)))
-                done()
+        for kind, keep, number in _shuffled(trials):
+            if not log.has(context.name, kind, keep, number):
+                judge = judge or Judge(model, settings.method, context)
+                count, decisions, values = kinds[kind]
+                actions = draw(count, decisions, len(values), f"{settings.seed} {context.name} {kind} {keep}")[number]
+                acting = empty(layers, heads, [keep])
+                if kind == "head":
+                    weights = values[actions].view(1, layers, deciding).repeat_interleave(heads // deciding, 2)
+                    acting = dataclasses.replace(acting, weights=weights)
+                else:
+                    gate = values[actions].view(1, layers, 1, 1).expand_as(acting.gate)
+                    acting = dataclasses.replace(acting, gate=gate)
+                verdict = judge.verdict(acting, keep, elastic=kind == "gate")
+                played = bytes(actions.tolist())
+                log.add(Trial(context.name, kind, keep, number, played, 1 / len(values), **asdict(verdict)))
+            done()
+
+
+def _shuffled(work: Sequence[Work]) -> list[Work]:
+    """In an order of this process' own, so that processes that share a log seldom do the same at once."""
+    return random.SystemRandom().sample(work, len(work))
 
 
 def _head_table(
     rows: Sequence[Trial], settings: Settings, layers: int, deciding: int
 ) -> tuple[Float[Tensor, "budgets layers deciding"], list[dict[str, float]]]:
     """Equation 9. A state is (l, h, B)."""
-    actions, rewards, budgets, _ = _arrays(rows, "head", settings)
+    actions, rewards, budgets = _arrays(rows, "head", settings)
     decisions = layers * deciding
     every = torch.arange(len(settings.budgets))[:, None] * decisions + torch.arange(decisions)
     states = every[budgets]
@@ -220,48 +240,48 @@ def _head_table(
     q, curve = learn(
         Logged(states, actions, rewards),
         torch.stack([of_all, of_budget], 1),
-        torch.zeros(every.numel(), len(WEIGHTS)),
+        len(settings.weights),
         alpha=ALPHA,
         decay=decisions / len(rewards),
     )
-    return torch.tensor(WEIGHTS)[best(q)].view(len(settings.budgets), layers, deciding), curve
+    return torch.tensor(settings.weights)[best(q)].view(len(settings.budgets), layers, deciding), curve
 
 
 def _gate_table(
     rows: Sequence[Trial], settings: Settings, layers: int, where: dict[str, int]
 ) -> tuple[Float[Tensor, "budgets layers 20 4"], list[dict[str, float]]]:
     """The threshold of highest value. A state is (l, b_ent, b_ppl, B)."""
-    actions, rewards, budgets, spread = _arrays(rows, "gate", settings)
+    actions, rewards, budgets = _arrays(rows, "gate", settings)
     cell = torch.tensor([where[row.context] for row in rows if row.kind == "gate"])
     shape = len(settings.budgets), layers, ENTROPY_BINS * PERPLEXITY_BINS
     grid = torch.arange(shape[0] * shape[1] * shape[2]).view(shape)
     states = grid[budgets, :, cell]
     budget, layer, bins = (part.flatten() for part in torch.meshgrid(*map(torch.arange, shape), indexing="ij"))
-    kinds = [layer, budget * layers + layer, bins // PERPLEXITY_BINS, bins % PERPLEXITY_BINS]
+    apart = [bins // PERPLEXITY_BINS, bins % PERPLEXITY_BINS]
+    kinds = [layer, budget * layers + layer, *([grid.flatten()] if settings.gate == "table" else apart)]
     sizes = torch.tensor([0, layers, shape[0] * layers, ENTROPY_BINS]).cumsum(0).tolist()
-    features = torch.stack([kind + size for kind, size in zip(kinds, sizes, strict=True)], 1)
+    features = torch.stack([kind + size for kind, size in zip(kinds, sizes, strict=False)], 1)
     thresholds = torch.tensor(THRESHOLDS)
-    window = settings.method.window
-    kept = window + admitted(torch.tensor(settings.tokens - window), thresholds)
-    over = kept - torch.tensor(settings.budgets)[:, None]
-    costs = BETA / settings.tokens / layers * over / spread[:, None]
-    penalty = -costs[budget]
-    logged = Logged(states, actions, rewards + penalty[states, actions].sum(1))
-    q, curve = learn(logged, features, penalty, alpha=ALPHA, decay=layers / len(rewards))
+    logged = Logged(states, actions, rewards)
+    q, curve = learn(logged, features, len(THRESHOLDS), alpha=ALPHA, decay=layers / len(rewards))
     return thresholds[best(q)].view(shape[0], layers, ENTROPY_BINS, PERPLEXITY_BINS), curve
 
 
 def _arrays(
     rows: Sequence[Trial], kind: str, settings: Settings
-) -> tuple[Int[Tensor, "rows decisions"], Float[Tensor, " rows"], Int[Tensor, " rows"], Float[Tensor, " budgets"]]:
-    """Actions, rewards, and which budget each row has; and the spread that rewards under each were divided by.
+) -> tuple[Int[Tensor, "rows decisions"], Float[Tensor, " rows"], Int[Tensor, " rows"]]:
+    """Actions, rewards (equation 2), and which budget each row has.
 
-    Rewards have the mean of their context and budget taken off: what a context is worth is no action's doing.
+    Rewards have the mean of their context and budget taken off, for what a context is worth is no action's doing, and
+    are divided by the spread of all that are left under their budget.
     """
     chosen = [row for row in rows if row.kind == kind]
     actions = torch.tensor([list(row.actions) for row in chosen])
     budgets = torch.tensor([settings.budgets.index(row.keep) for row in chosen])
     rewards = torch.tensor([getattr(row, settings.reward) for row in chosen], dtype=torch.float64)
+    if kind == "gate":
+        over = torch.tensor([row.admitted - row.keep for row in chosen], dtype=torch.float64)
+        rewards -= BETA / settings.tokens * over
     groups: dict[tuple[str, int], list[int]] = {}
     for index, row in enumerate(chosen):
         groups.setdefault((row.context, row.keep), []).append(index)
@@ -269,4 +289,4 @@ def _arrays(
         rewards[group] -= rewards[group].mean()
     spread = torch.stack([rewards[budgets == b].square().mean().sqrt() for b in range(len(settings.budgets))])
     spread = spread.where(spread > 0, 1.0)
-    return actions, (rewards / spread[budgets]).float(), budgets, spread.float()
+    return actions, (rewards / spread[budgets]).float(), budgets

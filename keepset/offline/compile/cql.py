@@ -30,7 +30,7 @@ class Logged:
 def learn(
     logged: Logged,
     features: Int[Tensor, "states kinds"],
-    known: Float[Tensor, "states actions"],
+    actions: int,
     *,
     alpha: float,
     decay: float,
@@ -39,26 +39,26 @@ def learn(
 
     The value of a joint action is the sum of its decisions' values, so one reward teaches all of them: a contextual
     bandit that is linear in (state, action). Under a sum the log-sum-exp over all joint actions is the sum of those
-    over each decision's actions, so this is equation 4 as it stands, with nothing left out. Q(s, a) is `known`, plus
-    one learned number for each of the state's features: states that share a feature learn from one another.
+    over each decision's actions, so this is equation 4 as it stands, with nothing left out. Q(s, a) is the sum of one
+    learned number for each of the state's features: states that share a feature learn from one another.
 
     Args:
         logged: rewards should have a mean near 0 and a spread near 1.
         features: of every state, one row of the learned numbers for each kind of feature.
-        known: what of Q need not be learned, because it follows from the action alone.
+        actions: how many there are in every state.
         alpha: how conservative, as in the paper; 0 is plain regression.
         decay: a pull of all learned numbers towards 0, which the paper does not have: without it features that say
             the same share its value by chance, and noise fills what few rows look at.
     """
-    states, actions = known.shape
+    states = len(features)
     index = logged.states * actions + logged.actions
-    taken = torch.bincount(index.flatten(), minlength=states * actions).to(known) / len(index)
+    taken = torch.bincount(index.flatten(), minlength=states * actions).float() / len(index)
     visited = taken.view(states, actions).sum(1)
     learned = torch.zeros(int(features.max()) + 1, actions, requires_grad=True)
     optimizer = torch.optim.Adam([learned], lr=RATE)
     curve: list[dict[str, float]] = []
     for step in range(STEPS + 1):
-        q = known + learned[features].sum(1)
+        q = learned[features].sum(1)
         foretold = F.embedding_bag(index, q.view(-1, 1), mode="sum")[:, 0]
         bellman = (foretold - logged.rewards).square().mean() / 2
         conservative = (visited * q.logsumexp(1)).sum() - (taken * q.flatten()).sum()

@@ -31,18 +31,20 @@ class Verdict:
         expected: the same in expectation over what the full cache would say instead of what the text says: the
             negated mean KL(full || compressed). It has the same meaning and far less chance in it.
         kept: entries per KV head, in the mean over layers.
+        admitted: the same without the budget's cut: how many the thresholds alone admit (equation 14).
     """
 
     said: float
     expected: float
     kept: float
+    admitted: float
 
 
 class Judge:
     """One context, and its risk: entropy and perplexity of the prompt (equations 12 and 13)."""
 
     def __init__(self, model: PreTrainedModel, method: CompilerKV, context: Context) -> None:
-        self._method = dataclasses.replace(method, elastic=True, gate=True)
+        self._method = _Gated(**{**dataclasses.asdict(method), "elastic": True, "gate": True})
         ids = context.ids.to(model.device)[None]
         self._session = PromptSession(model, ids[:, : context.tokens], [Recipe.of(self._method)])
         self._following = ids[:, context.tokens :]
@@ -57,6 +59,7 @@ class Judge:
         parameters = {**dataclasses.asdict(self._method), "elastic": elastic}
         method = _Given(**parameters, given=tables, received=self._received, signals=self._signals)
         prompt = self._session.compress(Recipe(method, Budget(keep, recent=method.window)))
+        uncut = method.select_all(self._session.prefill().observations, Budget(1.0, recent=method.window))
         keep_set = prompt.event.keep_set
         assert keep_set is not None
         compressed, full = self._log_probabilities(prompt), self._full
@@ -64,7 +67,7 @@ class Judge:
         expected = -float(F.kl_div(compressed, full, log_target=True, reduction="none").sum(-1).mean())
         if not torch.tensor([said, expected]).isfinite().all():
             raise KeepsetError("Some of the model's logits are not finite numbers: no tables can be compiled.")
-        return Verdict(said, expected, float(keep_set.counts.double().mean()))
+        return Verdict(said, expected, *(float(each.counts.double().mean()) for each in (keep_set, uncut)))
 
     @cached_property
     def _signals(self) -> dict[int, Tensor]:
@@ -79,8 +82,16 @@ class Judge:
         return prompt.follow(self._following[:, :-1]).float().log_softmax(-1)
 
 
+class _Gated(CompilerKV):
+    """The method before its tables are there."""
+
+    @property
+    def gated(self) -> bool:
+        return self.elastic
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
-class _Given(CompilerKV):
+class _Given(_Gated):
     """The method under tables that are in no file, with what does not depend on them made before."""
 
     given: Tables

@@ -1,22 +1,28 @@
-"""`Log`: what a compilation has found so far, in SQLite, so that it can be interrupted and gone on with."""
+"""`Log`: what a compilation has found so far, in SQLite, so that it can be interrupted, gone on with, and shared.
+
+Processes of one machine may use a log at once. Nobody claims work: what one of them adds the others find there, and of
+two that find the same the first is kept.
+"""
 
 import json
 import sqlite3
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 from keepset.errors import CorruptFileError, KeepsetError
 
+_PATIENCE = 60.0
+"""Seconds to wait for another process that writes."""
 _TABLES = """
 CREATE TABLE IF NOT EXISTS compilation (settings TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS contexts (name TEXT PRIMARY KEY, entropy REAL NOT NULL, perplexity REAL NOT NULL) STRICT;
 CREATE TABLE IF NOT EXISTS rewards (
     context TEXT NOT NULL, kind TEXT NOT NULL, keep INTEGER NOT NULL, number INTEGER NOT NULL,
     actions BLOB NOT NULL, propensity REAL NOT NULL,
-    said REAL NOT NULL, expected REAL NOT NULL, kept REAL NOT NULL,
+    said REAL NOT NULL, expected REAL NOT NULL, kept REAL NOT NULL, admitted REAL NOT NULL,
     PRIMARY KEY (context, kind, keep, number)) STRICT;
 """
 
@@ -29,7 +35,7 @@ class Trial:
         kind: `head` or `gate`: which table's actions they are.
         actions: one byte for each decision.
         propensity: the probability with which each single action was chosen.
-        said, expected, kept: see `Verdict`.
+        said, expected, kept, admitted: see `Verdict`.
     """
 
     context: str
@@ -41,6 +47,7 @@ class Trial:
     said: float
     expected: float
     kept: float
+    admitted: float
 
 
 class Log:
@@ -52,22 +59,31 @@ class Log:
 
     def __init__(self, path: Path | None, settings: Mapping[str, Any]) -> None:
         self._path, ours = path, json.dumps(settings, sort_keys=True)
-        with self._readable():
-            self._base = sqlite3.connect(":memory:" if path is None else path)
-            names = {name for (name,) in self._base.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-            if names and "compilation" not in names:
-                raise sqlite3.DatabaseError("it holds other tables")
-            self._base.executescript(_TABLES)
-            (written,) = self._base.execute("SELECT settings FROM compilation").fetchone() or (None,)
-            if written is None:
-                with self._base:
-                    self._base.execute("INSERT INTO compilation VALUES (?)", (ours,))
-        if written not in (None, ours):
+        with self._readable(), ExitStack() as undo:
+            self._base = sqlite3.connect(path or ":memory:", timeout=_PATIENCE, isolation_level=None)
+            undo.callback(self.close)
+            written = self._begun(ours)
+            undo.pop_all()
+        if written != ours:
             self.close()
             raise KeepsetError(
                 f"{str(path)!r} is the log of another compilation ({_difference(written, settings)} differ): name "
                 "another file, or go on with the same model, texts and options."
             )
+
+    def _begun(self, ours: str) -> str:
+        """The settings in the file, which are ours where nobody has begun it."""
+        self._base.execute("BEGIN IMMEDIATE")  # another process may begin it, too
+        names = {name for (name,) in self._base.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        if names and "compilation" not in names:
+            raise sqlite3.DatabaseError("it holds other tables")
+        if not names:
+            for statement in _TABLES.split(";"):
+                self._base.execute(statement)
+            self._base.execute("INSERT INTO compilation VALUES (?)", (ours,))
+        (written,) = self._base.execute("SELECT settings FROM compilation").fetchone()
+        self._base.execute("COMMIT")
+        return str(written)
 
     def close(self) -> None:
         """Releases the file."""
@@ -95,9 +111,21 @@ class Log:
         """One more reward."""
         self._insert("rewards", astuple(trial))
 
+    def has_risk(self, name: str) -> bool:
+        """Whether a context was looked at."""
+        return self._has("contexts WHERE name = ?", (name,))
+
+    def has(self, *trial: str | int) -> bool:
+        """Whether there is the reward of a context, kind, budget and number."""
+        return self._has("rewards WHERE context = ? AND kind = ? AND keep = ? AND number = ?", trial)
+
+    def _has(self, where: str, values: tuple[Any, ...]) -> bool:
+        with self._readable():
+            return self._base.execute(f"SELECT 1 FROM {where}", values).fetchone() is not None
+
     def _insert(self, table: str, values: tuple[Any, ...]) -> None:
-        with self._readable(), self._base:
-            self._base.execute(f"INSERT OR REPLACE INTO {table} VALUES ({', '.join('?' * len(values))})", values)
+        with self._readable():
+            self._base.execute(f"INSERT OR IGNORE INTO {table} VALUES ({', '.join('?' * len(values))})", values)
 
     @contextmanager
     def _readable(self) -> Iterator[None]:

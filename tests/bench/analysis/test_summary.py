@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from keepset.bench.analysis import intervals
 from keepset.bench.analysis.rows import TableRow
-from keepset.bench.analysis.summary import Summary, benchmark_of, summarise
+from keepset.bench.analysis.summary import Summary, groups_of, summarise
 from keepset.bench.cell import FULL, Cell
+from keepset.bench.tasks import longbench
 from keepset.errors import KeepsetError
 from tests.bench.analysis.cells import FULL_BYTES, cell, cells
 
@@ -278,6 +279,31 @@ def test_an_empty_sweep() -> None:
 
 
 def test_groups() -> None:
-    assert benchmark_of("ruler_vt@128") == "ruler@128"
-    assert benchmark_of("longbench_qasper") == "longbench"
-    assert benchmark_of("gsm8k") is None and benchmark_of("needle@128") is None
+    assert groups_of("ruler_cwe@128") == ["ruler aggregation@128", "ruler@128"]
+    assert groups_of("ruler_vt@128") == ["ruler@128"]
+    assert groups_of("longbench_qasper") == ["longbench single-document QA", "longbench"]
+    assert groups_of("longbench2_code") == ["longbench2"]
+    assert groups_of("gsm8k") == groups_of("needle@128") == []
+
+
+def test_longbench_is_averaged_over_its_tasks_and_each_of_its_kinds() -> None:
+    scores = {name: index / 16 for index, name in enumerate(longbench.NAMES[:-1])}
+    made = [each for name, score in scores.items() for each in cells(FULL, [score], task=name)]
+    averages = {row.task: row.score.value for row in summarise(made[::-1]).averages if row.score is not None}
+    kinds = {
+        "single-document QA": 3,
+        "multi-document QA": 3,
+        "summarization": 3,
+        "few-shot": 3,
+        "synthetic": 2,
+        "code": 2,
+    }
+    assert list(averages) == [*(f"longbench {kind}" for kind in kinds), "longbench"]
+    first = 0
+    for kind, count in kinds.items():
+        assert averages[f"longbench {kind}"] == pytest.approx(sum(range(first, first + count)) / count / 16)
+        first += count
+    assert averages["longbench"] == pytest.approx(fmean(scores.values()))
+    # A kind that is all there is of the benchmark does not come twice; nor does one task have an average.
+    assert {row.task for row in summarise(made[:3]).averages} == {"longbench"}
+    assert {row.task for row in summarise([made[0], *made[12:14]]).averages} == {"longbench", "longbench synthetic"}

@@ -16,7 +16,7 @@ from keepset.bench.sweep.sweep import Grid, run
 from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task
 from keepset.recipe import Recipe
 
-CONFIGURATION = {"weights": "0a1b", "--limit": 3, "--agnostic": False}
+CONFIGURATION = {"weights": "0a1b", "--limit": 3, "--mode": "prompt"}
 
 
 class Counting(Task):

@@ -26,9 +26,9 @@ def text(ids: Any) -> str:
     return PLAIN.decode(ids).replace("<bos>", "^")
 
 
-def prompts(of: Example, tokenizer: Any = PLAIN, answer: int = 5, **options: Any) -> list[Prompt]:
-    options = {"agnostic": False, "chat": False, "longest": None, **options}
-    return Prompts(tokenizer, **options).of(of, answer)
+def prompts(of: Example, tokenizer: Any = PLAIN, answer: int = 5, told: bool = False, **options: Any) -> list[Prompt]:
+    options = {"mode": "prompt", "chat": False, "longest": None, **options}
+    return Prompts(tokenizer, **options).of(of, answer, told=told)
 
 
 WHAT = Question(" What?", "x", prefix=" It ")
@@ -42,15 +42,15 @@ def test_a_question_that_is_known_belongs_to_the_prompt() -> None:
 
 
 def test_a_question_that_is_not_known_follows() -> None:
-    [found] = prompts(example("Long text.", WHAT, WHERE), agnostic=True)
+    [found] = prompts(example("Long text.", WHAT, WHERE), mode="agnostic")
     assert text(found.ids) == "Long text."
     assert [text(asked.ids) for asked in found.questions] == [" What? It ", "\nWhere?"]
     assert [asked.question for asked in found.questions] == [WHAT, WHERE]
 
 
 def test_white_space_before_a_choice_belongs_to_the_choice() -> None:
-    for agnostic in (False, True):
-        [found] = prompts(example("Long text.", WHERE), agnostic=agnostic)
+    for mode in ("prompt", "agnostic"):
+        [found] = prompts(example("Long text.", WHERE), mode=mode)
         [asked] = found.questions
         assert text(found.ids + asked.ids) == "Long text.\nWhere?"
         assert list(map(text, asked.choices)) == ["  here", " there", " \n"]
@@ -59,17 +59,38 @@ def test_white_space_before_a_choice_belongs_to_the_choice() -> None:
 def test_a_chat_has_the_answers_beginning_after_its_template() -> None:
     [aware] = prompts(example("Long text.", WHAT), TALKS, chat=True)
     assert text(aware.ids) == "^U:Long text. What?.\nA: It "
-    [agnostic] = prompts(example("Long text.", WHAT, WHERE), TALKS, chat=True, agnostic=True)
+    [agnostic] = prompts(example("Long text.", WHAT, WHERE), TALKS, chat=True, mode="agnostic")
     assert text(agnostic.ids) == "^U:Long text."
     assert [text(asked.ids) for asked in agnostic.questions] == [" What?.\nA: It ", "\nWhere? .\nA:"]
     assert list(map(text, agnostic.questions[1].choices)) == [" here", "there", "\n"]
+
+
+def test_a_question_is_told_or_is_the_prompts_end_and_what_comes_after_it_is_not_compressed() -> None:
+    of = example("Long text.", WHAT, WHERE)
+    [told] = prompts(of, TALKS, chat=True, mode="task", told=True)
+    assert text(told.ids) == "^U:Long text." and list(map(text, told.tasks)) == [" What?", "\nWhere? "]
+    assert [text(asked.ids) for asked in told.questions] == [" What?.\nA: It ", "\nWhere? .\nA:"]
+    one, other = prompts(of, TALKS, chat=True, mode="task")
+    assert (text(one.ids), text(other.ids)) == ("^U:Long text. What?", "^U:Long text.\nWhere? ")
+    assert [text(asked.ids) for asked in one.questions + other.questions] == [".\nA: It ", ".\nA:"]
+    assert one.tasks == other.tasks == () and told.questions[1].choices == other.questions[0].choices
+    for each, asked in zip((one, other), told.questions, strict=True):
+        assert each.ids + each.questions[0].ids == told.ids + asked.ids
+
+
+def test_told_or_not_the_same_is_cut_from_a_context() -> None:
+    of = example("abcdefghijklmnopqrst", Question("????", "x", prefix="!!"))
+    options = dict(answer=3, longest=20, mode="task")
+    [told], [other] = prompts(of, told=True, **options), prompts(of, **options)
+    assert text(told.ids) == "abcdef" + "pqrst" and told.cut == other.cut == 9
+    assert text(other.ids) == "abcdef" + "pqrst" + "????" and text(other.questions[0].ids) == "!!"
 
 
 def test_special_tokens_are_the_tokenizers_own_and_come_once() -> None:
     assert BEGINS("a")["input_ids"] == [1, *PLAIN("a")["input_ids"]]
     assert text(prompts(example("ab", WHAT), BEGINS)[0].ids) == "^ab What? It "
     assert text(prompts(example("<bos>ab", WHAT), BEGINS)[0].ids) == "^ab What? It "
-    [agnostic] = prompts(example("ab", WHAT, WHERE), BEGINS, agnostic=True)
+    [agnostic] = prompts(example("ab", WHAT, WHERE), BEGINS, mode="agnostic")
     assert text(agnostic.ids) == "^ab" and text(agnostic.questions[0].ids) == " What? It "
     assert list(map(text, agnostic.questions[1].choices)) == ["  here", " there", " \n"]
     [scored] = prompts(example("ab", WHERE), BEGINS)
@@ -93,7 +114,7 @@ def test_what_is_too_long_loses_the_middle_of_its_context(
     end = "?" * asked + after
     room = longest - answer - len(before) - len(end)
     of = example(context, Question("?" * asked, "x"))
-    options = dict(answer=answer, longest=longest, chat=chat, agnostic=agnostic)
+    options = dict(answer=answer, longest=longest, chat=chat, mode="agnostic" if agnostic else "prompt")
     if (agnostic or not (before + end)) and not context:
         return
     if length > room and room < 1:
@@ -112,7 +133,7 @@ def test_what_is_too_long_loses_the_middle_of_its_context(
 
 def test_the_longest_question_says_what_a_context_may_be_and_so_do_choices() -> None:
     of = example("x" * 50, Question("?", "a"), Question("??????", "b"), Question("", 0, choices=("c", "dddddddd")))
-    [found] = prompts(of, longest=40, answer=4, agnostic=True)
+    [found] = prompts(of, longest=40, answer=4, mode="agnostic")
     assert len(found.ids) == 40 - 6 - 4
     cuts = [one.cut for one in prompts(of, longest=40, answer=4)]
     assert cuts == [50 + 1 + 4 - 40, 50 + 6 + 4 - 40, 50 + 8 - 40]
@@ -121,7 +142,9 @@ def test_the_longest_question_says_what_a_context_may_be_and_so_do_choices() -> 
 @pytest.mark.parametrize(
     "of, options, sentence",
     [
-        (example(" ", WHAT), dict(agnostic=True), "Example one has no context that could be compressed before"),
+        (example(" ", WHAT), dict(mode="agnostic"), "Example one has no context that could be compressed before"),
+        (example(" ", WHAT), dict(mode="task"), "Example one has no context that could be compressed before"),
+        (example("a", WHAT, Question("", "x")), dict(mode="task"), "Example one has no question that could be told"),
         (example("a", Question("", 0, choices=("b", ""))), {}, "The choice '' has no tokens"),
         (example("a", WHAT), dict(chat=True), "The model has no chat template"),
     ],

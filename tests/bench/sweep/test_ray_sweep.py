@@ -139,7 +139,7 @@ def test_a_real_model_gives_the_same_cells_as_without_ray(embedded: Any, tmp_pat
     embedded[1].save_pretrained(tmp_path / "tiny")
     tasks = find(["needle"], Settings(lengths=(256,)))
     asked = Grid(tasks, [0], {"needle@256": candidates(Recipe.parse_list("knorm, snapkv(window=8)"), [0.5])}, 3)
-    asking = {"agnostic": True, "chat": True, "temperature": 0.0}
+    asking = {"mode": "agnostic", "chat": True, "temperature": 0.0}
     model, tokenizer = models.load(str(tmp_path / "tiny"))
     lost, told = run(tmp_path / "ray.sqlite", Loads(str(tmp_path / "tiny"), **asking), asked, tokenizer)
     assert lost == [] and sum(told) == 9

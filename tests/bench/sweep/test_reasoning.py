@@ -75,7 +75,7 @@ def test_judged_cut_off_and_gone_on_with(model: Any, embedded: Any, tmp_path: Pa
         assert task.generation.tokens >= 1024
         task.generation = Generation(MOST, task.generation.until)
     asked = candidates(Recipe.parse_list("knorm, tova"), [16], every=8)
-    runner = Runner(model, embedded[1], agnostic=False, chat=True)
+    runner = Runner(model, embedded[1], mode="prompt", chat=True)
     grid = Grid(tasks, [0], dict.fromkeys(TASKS, asked), None)
     path = tmp_path / "sweep"
     made: list[int] = []

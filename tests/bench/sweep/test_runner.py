@@ -8,6 +8,7 @@ import json
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -46,7 +47,7 @@ def run(
     seed: int = 0,
     **options: Any,
 ) -> list[Cell]:
-    options = {"agnostic": True, "chat": False, **options}
+    options = {"mode": "agnostic", "chat": False, **options}
     return list(Runner(model or tiny("llama"), TOKENIZER, **options).run(task or Exact(), example, todo, seed))
 
 
@@ -100,7 +101,7 @@ def test_with_everything_kept_cells_say_what_the_harness_says_of_its_own_model()
             scores = harness.loglikelihood(requests, disable_tqdm=True)
             best = max(range(len(scores)), key=lambda index: scores[index][0])
             question = Question(text[4:], best, prefix=prefix, choices=choices)
-            for cell in run(todo, example=Example("one", text[:4], (question,)), agnostic=False):
+            for cell in run(todo, example=Example("one", text[:4], (question,)), mode="prompt"):
                 [reply] = replies(cell)
                 assert [greedy for _, greedy in reply] == [greedy for _, greedy in scores]
                 assert [score for score, _ in reply] == pytest.approx([score for score, _ in scores], abs=1e-4)
@@ -110,7 +111,7 @@ def test_with_everything_kept_cells_say_what_the_harness_says_of_its_own_model()
             options = {"until": list(until), "max_gen_toks": 12, "do_sample": False}
             [answer] = harness.generate_until([Instance("generate_until", {}, (said, options), 0)], disable_tqdm=True)
             question = Question(text[4:], answer, prefix=prefix)
-            for cell in run(todo, example=Example("one", text[:4], (question,)), task=Exact(12, until), agnostic=False):
+            for cell in run(todo, example=Example("one", text[:4], (question,)), task=Exact(12, until), mode="prompt"):
                 assert replies(cell) == [answer] and cell.score == 1.0
             found.add(answer)
     assert len(found) > 2
@@ -127,21 +128,39 @@ def test_answers_are_those_of_generate(architecture: str) -> None:
     model = tiny(architecture)
     every = ["snapkv(window=8, keep=20, every=4)", "knorm(keep=16, prefill=False, every=3)"]
     different = set()
-    for agnostic in (True, False):
-        full, *cells = run(parsed(*TEXTS, *every), agnostic=agnostic, model=model)
+    for mode in ("agnostic", "prompt"):
+        full, *cells = run(parsed(*TEXTS, *every), mode=mode, model=model)
         assert [cell.recipe for cell in cells] == [*TEXTS, *every]
         for cell in cells:
             for question, said in zip(EXAMPLE.questions[:2], replies(cell), strict=False):
                 parts = CONTEXT, question.text + question.prefix
                 cache = keepset.Cache(model, cell.recipe)
-                expected = answered(model, cache, *(parts if agnostic else ("".join(parts), "")))
-                assert said == expected, (cell.recipe, agnostic)
+                expected = answered(model, cache, *(parts if mode == "agnostic" else ("".join(parts), "")))
+                assert said == expected, (cell.recipe, mode)
                 different.add(said)
         model.set_attn_implementation("sdpa")
         for question, said in zip(EXAMPLE.questions[:2], replies(full), strict=False):
             whole = CONTEXT + question.text + question.prefix
             assert said == answered(model, DynamicCache(config=model.config), whole, "")
     assert len(different) > 6
+
+
+def test_a_recipe_is_told_the_questions_where_it_can_be_and_sees_them_where_it_cannot() -> None:
+    model = tiny("llama")
+    texts = ["kvcompose(keep=0.3)", "snapkv(window=8, keep=0.3)", "second_pass(keep=0.2)", "knorm(keep=0.3)"]
+    example = replace(EXAMPLE, questions=EXAMPLE.questions[:2])
+    full, *cells = run(parsed(*texts), mode="task", model=model, example=example)
+    assert [cell.recipe for cell in cells] == texts
+    asked = [TOKENIZER(question.text, return_tensors="pt").input_ids for question in example.questions]
+    for cell in cells:
+        told = cell.method.startswith(("kvcompose", "second_pass"))
+        for question, said in zip(example.questions, replies(cell), strict=True):
+            cache = keepset.Cache(model, cell.recipe, task_tokens=asked if told else None)
+            parts = ("", question.text + question.prefix) if told else (question.text, question.prefix)
+            assert said == answered(model, cache, CONTEXT + parts[0], parts[1]), cell.recipe
+    agnostic = run(parsed(*texts), mode="agnostic", model=model, example=example)
+    assert replies(full) == replies(agnostic[0])
+    assert all(replies(one) != replies(other) for one, other in zip(cells, agnostic[1:], strict=True))
 
 
 @pytest.mark.full
@@ -152,11 +171,20 @@ def test_of_awkward_models_and_contexts_too(architecture: str) -> None:
     texts = ["adakv(snapkv(window=4), keep=8)", "knorm(keep=8, every=3)"]
     for context in ("A", "AAAAAAAA" if half else CONTEXT):
         example = replace(EXAMPLE, context=context, questions=EXAMPLE.questions[:1])
-        for agnostic in (True, False):
-            for cell in run(parsed(*texts)[1:], example=example, model=model, agnostic=agnostic):
+        for mode in ("agnostic", "prompt"):
+            for cell in run(parsed(*texts)[1:], example=example, model=model, mode=mode):
                 cache = keepset.Cache(model, cell.recipe)
-                parts = (context, " Who?") if agnostic else (context + " Who?", "")
+                parts = (context, " Who?") if mode == "agnostic" else (context + " Who?", "")
                 assert replies(cell) == [answered(model, cache, *parts)], (cell.recipe, context)
+
+
+def test_a_task_that_is_no_chat_is_asked_verbatim() -> None:
+    verbatim, example = Exact(), replace(EXAMPLE, questions=EXAMPLE.questions[:2])
+    verbatim.chat = False
+    asked = dict(todo=parsed("knorm(keep=0.3)"), example=example)
+    cells = [run(**asked, task=task, chat=chat) for task in (Exact(), verbatim) for chat in (False, True)]
+    said = [[replies(cell) for cell in each] for each in cells]
+    assert said[0] == said[2] == said[3] != said[1]
 
 
 def test_in_a_chat_they_are_those_of_the_template() -> None:
@@ -193,7 +221,7 @@ def test_one_prefill_serves_all_candidates_and_questions() -> None:
         assert len(run(todo)) == 7
         assert [call for call in calls if call[1] >= length] == [(1, length)]
         calls.clear()
-        assert len(run(todo, agnostic=False)) == 7
+        assert len(run(todo, mode="prompt")) == 7
         prompts = [length + len(question.text + question.prefix) for question in EXAMPLE.questions]
         assert sorted(call[1] for call in calls if call[1] >= length) == sorted(prompts)
         calls.clear()
@@ -212,7 +240,9 @@ MANY = candidates(MIXED, [0.5, 0.25, 12])
 
 
 @pytest.mark.cross
-@pytest.mark.parametrize("options", [{"agnostic": True}, {"agnostic": False}, {"agnostic": True, "temperature": 1.5}])
+@pytest.mark.parametrize(
+    "options", [{"mode": "agnostic"}, {"mode": "prompt"}, {"mode": "agnostic", "temperature": 1.5}]
+)
 @pytest.mark.parametrize("architecture", ["llama", "llama_mqa", pytest.param("gemma3", marks=pytest.mark.full)])
 def test_answers_of_a_batch_are_those_of_each_alone(architecture: str, options: dict[str, Any]) -> None:
     model, batched = tiny(architecture), architecture != "gemma3"
@@ -312,10 +342,10 @@ def test_what_memory_is_not_enough_for_beside_others_waits_for_them(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("agnostic", [True, False])
-def test_cells_do_not_depend_on_other_candidates_or_their_order(agnostic: bool) -> None:
+@pytest.mark.parametrize("mode", ["agnostic", "prompt"])
+def test_cells_do_not_depend_on_other_candidates_or_their_order(mode: str) -> None:
     todo = [*candidates(RECIPES, [0.5, 12]), *parsed("knorm(keep=24, every=4)")[1:]]
-    options: dict[str, Any] = dict(agnostic=agnostic, temperature=1.0, seed=3)
+    options: dict[str, Any] = dict(mode=mode, temperature=1.0, seed=3)
     found = {cell.recipe: timeless(cell) for cell in run(todo, **options)}
     again = {cell.recipe: timeless(cell) for cell in run(todo[::-1], **options)}
     assert list(again) == list(found)[::-1]
@@ -336,6 +366,48 @@ def test_a_draw_is_by_the_seed_and_all_candidates_have_the_same_luck() -> None:
 
 
 # --- figures
+
+
+@pytest.mark.parametrize("text", ["tova(keep=24, every=5)", "adakv(knorm, keep=20, prefill=False, every=4)"])
+def test_what_events_do_to_a_text_is_measured(text: str) -> None:
+    """Positions as sets, event by event."""
+    model, tokens = tiny("llama"), 16
+    example = replace(EXAMPLE, questions=EXAMPLE.questions[:1])
+    _, cell = run(parsed(text), example=example, task=Exact(tokens, decodes=True), mode="prompt")
+    cache = keepset.Cache(model, text, history=True)
+    answered(model, cache, CONTEXT + " Who?", "", tokens)
+    rates: dict[str, list[list[float]]] = {"wipeout": [], "middle": [], "iou": []}
+    before: dict[tuple[int, int], tuple[int, set[int]]] = {}
+    for event in cache.events:
+        assert event.keep_set is not None
+        rows: dict[str, list[float]] = {name: [] for name in rates}
+        for layer in event.keep_set.layers:
+            for head in range(2):
+                kept, length = set(event.keep_set.positions(layer, 0, head).tolist()), event.length
+                regions = [set(range(start, min(start + 16, length))) for start in range(0, length, 16)]
+                rows["wipeout"].append(sum(not region & kept for region in regions) / len(regions))
+                middle = set(range(length // 3, length - length // 3))
+                rows["middle"].append(len(middle & kept) / len(middle))
+                if (layer, head) in before:
+                    end, old = before[layer, head]
+                    now = {position for position in kept if position < end}
+                    rows["iou"].append(len(old & now) / len(old | now))
+                before[layer, head] = length, kept
+        for name, values in rows.items():
+            rates[name] += [values] if values else []
+    assert cell.outcome is not None and len(rates["iou"]) >= 2
+    for name, events in rates.items():
+        assert getattr(cell.outcome, name) == pytest.approx(fmean(value for values in events for value in values)), name
+    layers = len(cache.keep_set.layers)  # type: ignore[union-attr]
+    third = round(layers / 3)
+    for stage, part in {"early": range(third), "middle": range(third, layers - third)}.items():
+        shown = [values[2 * layer + head] for values in rates["iou"] for layer in part for head in range(2)]
+        assert getattr(cell.outcome, f"iou_{stage}") == (pytest.approx(fmean(shown)) if shown else None)
+
+
+def test_a_recipe_without_events_while_decoding_has_no_such_figures() -> None:
+    for cell in run(parsed("knorm(keep=0.5)"), task=Exact(4, decodes=True), mode="prompt"):
+        assert cell.outcome is not None and cell.outcome.wipeout is cell.outcome.iou is None
 
 
 def full_bytes(model: Any, tokens: int) -> int:
@@ -366,7 +438,7 @@ def test_bytes_are_those_right_after_the_compression(architecture: str) -> None:
 def test_while_decoding_bytes_are_the_most_after_any_token(text: str) -> None:
     model, tokens = tiny("llama"), 14
     example = replace(EXAMPLE, questions=(Question(" Who?", "x"),))
-    full, cell = run(parsed(text), example=example, task=Exact(tokens, decodes=True), agnostic=False)
+    full, cell = run(parsed(text), example=example, task=Exact(tokens, decodes=True), mode="prompt")
     assert full.outcome and cell.outcome and cell.outcome.tokens == full.outcome.tokens == tokens
     cache = keepset.Cache(model, text)
     held: list[tuple[int, int]] = []
@@ -389,12 +461,12 @@ def test_figures_are_means_over_the_questions() -> None:
     said = TOKENIZER("abcdabcdabcd", add_special_tokens=False)["input_ids"]
     example = replace(EXAMPLE, questions=(Question("", "abcd"), Question("", "no")))
     with scripted(model, [*said[:4], 2], length), scripted(model, [*said[:4], 2], length):
-        [cell] = run(parsed()[:1], example=example, agnostic=False)
+        [cell] = run(parsed()[:1], example=example, mode="prompt")
     assert cell.outcome is not None
     assert (cell.outcome.scores, cell.outcome.replies) == ({"right": 0.5, "length": 0.04}, ["abcd", "abcd"])
     assert (cell.outcome.tokens, cell.outcome.finished, cell.outcome.repetition) == (5, 1.0, 0.0)
     with scripted(model, said, length):
-        [cell] = run(parsed()[:1], example=example, task=Exact(12), agnostic=False)
+        [cell] = run(parsed()[:1], example=example, task=Exact(12), mode="prompt")
     assert cell.outcome is not None
     assert (cell.outcome.tokens, cell.outcome.finished) == (12, 0.0)
     assert cell.outcome.repetition == repetition_rate(torch.tensor(said)) == 5 / 9
@@ -477,7 +549,7 @@ def test_whatever_happens_no_hook_stays_on_the_model(text: str, call: int) -> No
     finally:
         handle.remove()
     assert hooks(model) == before
-    running = Runner(model, TOKENIZER, agnostic=True, chat=False).run(Exact(), EXAMPLE, parsed(text), 0)
+    running = Runner(model, TOKENIZER, mode="agnostic", chat=False).run(Exact(), EXAMPLE, parsed(text), 0)
     next(running)
     running.close()
     assert hooks(model) == before

@@ -77,7 +77,7 @@ def test_cells_of_a_task_have_the_harness_s_answers_and_its_scores(tmp_path: Pat
     assert results["write"]["exact_match,none"] == 0.6
 
     todo = candidates(Recipe.parse_list("snapkv(keep=1.0), adakv(expected_attention, keep=1.0)"), [])
-    runner = Runner(model, tokenizer, agnostic=False, chat=False)
+    runner = Runner(model, tokenizer, mode="prompt", chat=False)
     for name, path in paths.items():
         [task] = find([path], Settings())
         examples = task.examples(tokenizer)

@@ -19,7 +19,7 @@ from keepset.bench.sweep.store import LEASE, Store
 from keepset.errors import KeepsetError
 from keepset.recipe import Recipe
 
-CONFIGURATION = {"weights": "0a1b", "--limit": None, "--agnostic": False, "--temperature": 0.0}
+CONFIGURATION = {"weights": "0a1b", "--limit": None, "--mode": "prompt", "--temperature": 0.0}
 KEY = ("gsm8k", 0, "a")
 
 
@@ -200,7 +200,7 @@ def test_a_process_is_told_from_others_of_its_number() -> None:
     ("change", "said"),
     [
         ({"--limit": 20}, "(--limit: none, not 20)"),
-        ({"--agnostic": True, "--temperature": 0.5}, "(--agnostic: no, not yes; --temperature: 0.0, not 0.5)"),
+        ({"--mode": "agnostic", "--temperature": 0.5}, "(--mode: prompt, not agnostic; --temperature: 0.0, not 0.5)"),
         ({"weights": "f" * 64}, f"(weights: 0a1b, not {'f' * 37}...)"),
     ],
 )

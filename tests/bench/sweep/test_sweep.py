@@ -10,6 +10,7 @@ from multiprocessing import get_context
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import torch
@@ -228,6 +229,19 @@ def test_examples_that_changed_are_refused(path: Path, notes: Path) -> None:
         sweep(path, Grid([Other()], [0], asked.candidates, 3), Scripted(notes))
 
 
+def test_a_sample_is_of_the_seed_in_the_order_of_the_data_and_larger_ones_hold_smaller(path: Path) -> None:
+    def drawn(sample: int | float | None, name: str = "many", seeds: Sequence[int] = (0,)) -> list[int]:
+        asked = Grid([Counting(name, most=40)], seeds, {name: []}, None, sample)
+        with Store.begin(path.with_name(uuid4().hex), "model", {}) as store:
+            return [int(group.example.id) for group in asked.groups(store, None)]  # type: ignore[arg-type]
+
+    ten = drawn(10)
+    assert ten == sorted(ten) == drawn(0.25) and len(set(ten)) == 10 and ten != list(range(10))
+    assert set(drawn(0.1)) == set(drawn(4)) < set(ten) < set(drawn(0.9))
+    assert drawn(None) == drawn(1.0) == drawn(99) == list(range(40))
+    assert drawn(10, name="others") != ten and drawn(10, seeds=(1,)) != ten and len(drawn(0.001)) == 1
+
+
 def test_ids_that_come_twice_are_refused(path: Path, notes: Path) -> None:
     class Twice(Counting):
         def examples(self, tokenizer: Any, *, limit: int | None = None, seed: int = 0) -> Sequence[Example]:
@@ -253,6 +267,9 @@ def test_a_digest_is_of_everything_that_is_asked() -> None:
     ]
     digests = [sweep_module.digest(task, [each]) for each in [example, *others]]
     digests.append(sweep_module.digest(task, [example, example]))
+    verbatim = Counting()
+    verbatim.chat = False
+    digests.append(sweep_module.digest(verbatim, [example]))
     assert len(set(digests)) == len(digests)
     assert sweep_module.digest(Counting("another"), [example]) == digests[0]
-    assert sweep_module.digest(task, [others[-1]]) == digests[-2]  # whatever object() it is
+    assert sweep_module.digest(task, [others[-1]]) == digests[-3]  # whatever object() it is

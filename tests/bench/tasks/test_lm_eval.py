@@ -7,6 +7,7 @@ import pickle
 import random
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -244,6 +245,8 @@ def test_a_task_that_was_sent_is_the_same(tmp_path: Path) -> None:
     assert again.name == task.name and again is not task
     assert again.examples(None) == task.examples(None)  # type: ignore[arg-type]
     assert pickle.loads(sent) is again
+    task.generation = replace(task.generation, tokens=3)
+    assert pickle.loads(pickle.dumps(task)).generation == task.generation != again.generation
 
 
 @pytest.fixture

@@ -107,6 +107,11 @@ def test_longbench_is_sixteen_tasks() -> None:
     assert [made.name for made in found] == list(TASKS) and len(TASKS) == 16
 
 
+def test_examples_and_code_are_asked_without_a_chat_template() -> None:
+    verbatim = [made.name for made in find(["longbench"], Settings(data=MINIATURE)) if not made.chat]
+    assert sorted(verbatim) == sorted([*FIRST_LINES, "longbench_lcc", "longbench_repobench-p"])
+
+
 def test_limit_and_order(tokenizer: Any) -> None:
     made = task("longbench_qmsum")
     assert made.examples(tokenizer, limit=1, seed=3) == made.examples(tokenizer)[:1]

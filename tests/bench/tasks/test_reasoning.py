@@ -60,6 +60,12 @@ def test_data_in_the_forms_that_there_are(
     assert task(name).judge(question, f"So it is \\boxed{{{gold} + 1}}.") == {"accuracy": 0.0}
 
 
+def test_an_example_has_maths_subject_and_level(tmp_path: Path) -> None:
+    item = {"problem": "Solve it", "answer": "3", "subject": "Number Theory", "level": 4, "unique_id": "x"}
+    assert examples(tmp_path, "math500", item)[0].facts == {"subject": "Number Theory", "level": 4}
+    assert examples(tmp_path, "math500", {**item, "subject": None, "level": [4]})[0].facts == {}
+
+
 def test_examples_come_in_order_and_a_limit_cuts_them(tmp_path: Path) -> None:
     items = [{"question": f"{n}?", "answer": f"#### {n}"} for n in range(5)]
     every = examples(tmp_path, "gsm8k", *items)

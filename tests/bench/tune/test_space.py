@@ -54,7 +54,7 @@ def test_compositions_are_of_the_best_scorers_alone_or_inside_a_recipe() -> None
 def test_scorers_inside_named_compositions_count() -> None:
     named = Recipe.parse("kvcompose(keep=0.25)")
     scorers = {recipe.method.scorer for recipe in compositions([named]) if isinstance(recipe.method, Allocator)}
-    assert scorers == {Recipe.parse("second_pass(mean_term=True)").method}
+    assert scorers == {Recipe.parse("second_pass(mean_term=True, chunk=0)").method}
 
 
 def test_few_recipes_give_few_compositions() -> None:
@@ -65,9 +65,9 @@ def test_few_recipes_give_few_compositions() -> None:
 
 
 def test_what_has_a_name_of_its_own_is_not_composed_again() -> None:
-    """`kvcompose` is `composite(second_pass(mean_term=True))`."""
-    found = list(map(str, compositions([Recipe.parse("second_pass(mean_term=True, keep=0.3)")])))
-    assert "composite(second_pass(mean_term=True), keep=0.3)" not in found
-    assert "pool(second_pass(mean_term=True), keep=0.3)" in found and len(found) == composed_at_most() / 3 - 1
-    others = list(map(str, compositions([Recipe.parse("second_pass(mean_term=True, keep=0.3, sinks=4)")])))
-    assert "composite(second_pass(mean_term=True), keep=0.3, sinks=4)" in others
+    """`kvcompose` is `composite(second_pass(mean_term=True, chunk=0))`."""
+    found = list(map(str, compositions([Recipe.parse("second_pass(mean_term=True, chunk=0, keep=0.3)")])))
+    assert "composite(second_pass(mean_term=True, chunk=0), keep=0.3)" not in found
+    assert "pool(second_pass(mean_term=True, chunk=0), keep=0.3)" in found and len(found) == composed_at_most() / 3 - 1
+    others = list(map(str, compositions([Recipe.parse("second_pass(mean_term=True, chunk=0, keep=0.3, sinks=4)")])))
+    assert "composite(second_pass(mean_term=True, chunk=0), keep=0.3, sinks=4)" in others

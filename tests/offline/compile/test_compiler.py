@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from keepset.offline.compile import compiler
 from keepset.offline.compile.actions import THRESHOLDS, WEIGHTS, draw
 from keepset.offline.compile.compiler import Settings, compile_tables
 from keepset.offline.compile.judge import Judge, Verdict
+from keepset.offline.compile.log import Log, Trial
 from keepset.offline.compile.risk import risk_bins, stratified, with_edges
 from tests.hf.models import tiny
 from tests.offline.compile.conftest import CONTINUATION, TOKENS, corpus
@@ -33,6 +36,7 @@ def options(**other: Any) -> Settings:
             "tokens": TOKENS,
             "continuation": CONTINUATION,
             "seed": 0,
+            "weights": (1.0, 0.5, 2.0),
             **other,
         }
     )
@@ -61,7 +65,7 @@ class Planted(Judge):
             # KV head 0 at odd layers, 1 at even ones.
             right = torch.tensor([[layer % 2 == 1] * 2 + [layer % 2 == 0] * 2 for layer in range(layers)])
             worth = float((tables.weights[0].log() * (right.float() - 0.5)).sum())
-        return Verdict(worth + self.number, 2 * worth - self.number, float(keep))
+        return Verdict(worth + self.number, 2 * worth - self.number, float(keep), float(keep))
 
 
 @pytest.mark.full
@@ -94,18 +98,68 @@ def test_a_price_makes_thresholds_strict(monkeypatch: pytest.MonkeyPatch) -> Non
 
     class Indifferent(Planted):
         def verdict(self, tables: Tables, keep: int, *, elastic: bool) -> Verdict:
-            return Verdict(0.0, 0.0, 0.0)
+            return Verdict(0.0, 0.0, 0.0, float(20 - 10 * tables.gate[0, :, 0, 0].mean()))
 
     monkeypatch.setattr(compiler, "Judge", Indifferent)
     monkeypatch.setattr(compiler, "HEAD_ROWS", 12)
     monkeypatch.setattr(compiler, "GATE_ROWS", 10)
     monkeypatch.setattr(compiler, "ALPHA", 0.0)
-    # Of 19 entries 0.95 admits one, as 1 does.
     tables = compile_tables(tiny("llama"), corpus(4), options())
-    assert tables.gate.unique().tolist() == [pytest.approx(0.95)]
+    assert tables.gate.unique().tolist() == [1.0]
     monkeypatch.setattr(compiler, "BETA", 0.0)
     tables = compile_tables(tiny("llama"), corpus(4), options())
     assert tables.gate.unique().tolist() == [pytest.approx(0.8)] and tables.weights.unique().tolist() == [1.0]
+
+
+@pytest.mark.parametrize("reward", ["said", "expected"])
+def test_rewards_are_equation_2(reward: Any) -> None:
+    """With lambda = beta / T and equation 14 for thresholds, and lambda = 0 for heads."""
+    draw = torch.Generator().manual_seed(0)
+    numbers = torch.rand(12, 4, generator=draw).double().tolist()
+    rows = [
+        Trial(f"context {i // 4}", kind, (8, 12)[i // 2 % 2], i, bytes([0, 1]), 0.2, *numbers[i])
+        for kind in ("head", "gate")
+        for i in range(12)
+    ]
+    for kind in ("head", "gate"):
+        _, rewards, budgets = compiler._arrays(rows, kind, options(reward=reward))
+        mine = [row for row in rows if row.kind == kind]
+        literal = []
+        for row in mine:
+            gained = row.said if reward == "said" else row.expected
+            literal.append(gained - (0.3 / TOKENS * (row.admitted - row.keep) if kind == "gate" else 0.0))
+        centred = []
+        for i, row in enumerate(mine):
+            like = [
+                r
+                for r, other in zip(literal, mine, strict=True)
+                if (other.context, other.keep) == (row.context, row.keep)
+            ]
+            centred.append(literal[i] - sum(like) / len(like))
+        for i, row in enumerate(mine):
+            under = [c for c, other in zip(centred, mine, strict=True) if other.keep == row.keep]
+            spread = (sum(c * c for c in under) / len(under)) ** 0.5
+            assert float(rewards[i]) == pytest.approx(centred[i] / spread, rel=1e-5)
+            assert int(budgets[i]) == (8, 12).index(row.keep)
+
+
+def test_a_table_tells_what_a_sum_cannot() -> None:
+    """A threshold that is best low where both risks are alike, and high where they differ, at the first layer alone."""
+    settings = options(budgets=(8,))
+    corners = {"low low": 0, "low high": 3, "high low": 76, "high high": 79}
+    draw = torch.Generator().manual_seed(0)
+    rows = []
+    for context, cell in corners.items():
+        for number in range(150):
+            actions = torch.randint(len(compiler.THRESHOLDS), (2,), generator=draw)
+            tau = compiler.THRESHOLDS[int(actions[0])]
+            gained = -tau if cell in (0, 79) else tau
+            rows.append(Trial(context, "gate", 8, number, bytes(actions.tolist()), 0.2, gained, gained, 8.0, 8.0))
+    gate, _ = compiler._gate_table(rows, settings, 2, corners)
+    assert [round(float(gate[0, 0, cell // 4, cell % 4]), 2) for cell in corners.values()] == [0.8, 1.0, 1.0, 0.8]
+    summed, _ = compiler._gate_table(rows, dataclasses.replace(settings, gate="sum"), 2, corners)
+    apart = [round(float(summed[0, 0, cell // 4, cell % 4]), 2) for cell in corners.values()]
+    assert apart != [0.8, 1.0, 1.0, 0.8]
 
 
 def contents(tables: Tables, path: Path) -> bytes:
@@ -156,6 +210,53 @@ def test_an_interrupted_compilation_goes_on(after: int, tmp_path: Path, monkeypa
         compile_tables(tiny("llama_mha"), corpus(3), options(), log)
 
 
+def test_processes_share_a_log(tmp_path: Path) -> None:
+    """They write at once, the same trials and others: none is lost, none is there twice, and the first one stays."""
+    path, settings = tmp_path / "log", {"seed": 0}
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from keepset.offline.compile.log import Log, Trial\n"
+        "log, me = Log(Path(sys.argv[1]), {'seed': 0}), int(sys.argv[2])\n"
+        "for n in range(40):\n"
+        "    log.add_risk(f'context {n}', (n, 1.0))\n"
+        "    log.add(Trial('shared', 'head', 8, n, b'', 0.5, me, 0.0, 0.0, 0.0))\n"
+        "    log.add(Trial(f'own {me}', 'head', 8, n, b'', 0.5, me, 0.0, 0.0, 0.0))\n"
+        "    assert log.has('shared', 'head', 8, n) and log.has_risk(f'context {n}')\n"
+    )
+    works = [subprocess.Popen([sys.executable, "-c", code, str(path), str(me)]) for me in (1, 2)]
+    assert [work.wait() for work in works] == [0, 0]
+    log = Log(path, settings)
+    trials, risks = log.trials, log.risks
+    first = next(row for row in trials if row.context == "shared")
+    log.add(dataclasses.replace(first, said=9.0))
+    assert log.trials == trials and not log.has("shared", "gate", 8, 0)
+    log.close()
+    assert len(risks) == 40 and sorted({row.context for row in trials}) == ["own 1", "own 2", "shared"]
+    assert len(trials) == 3 * 40 == len({(row.context, row.number) for row in trials})
+
+
+@pytest.mark.full
+def test_two_compilations_divide_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another process adds meanwhile is not done again, and both end with the same tables."""
+    model, path, true, did = tiny("llama"), tmp_path / "log", Judge.verdict, [0, 0]
+    alone = compile_tables(model, corpus(3), options())
+    inner: list[Tables] = []
+
+    def counted(self: Judge, *args: Any, **kwargs: Any) -> Verdict:
+        did[len(inner)] += 1
+        if sum(did) == 4:
+            monkeypatch.setattr(Judge, "verdict", true)
+            inner.append(compile_tables(model, corpus(3), options(), path))
+            monkeypatch.setattr(Judge, "verdict", counted)
+        return true(self, *args, **kwargs)
+
+    monkeypatch.setattr(Judge, "verdict", counted)
+    outer = compile_tables(model, corpus(3), options(), path)
+    assert did == [4, 0]  # the other one did all the rest
+    made = [contents(tables, tmp_path / f"{i}") for i, tables in enumerate((alone, inner[0], outer))]
+    assert made[0] == made[1] == made[2]
+
+
 def test_what_is_no_log_is_refused_and_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"precious" * 200)
@@ -183,6 +284,9 @@ def test_what_is_no_log_is_refused_and_left_alone(tmp_path: Path) -> None:
         ({"budgets": (WINDOW, 8)}, f"A budget of {WINDOW} leaves nothing to decide"),
         ({"budgets": (8, TOKENS)}, f"A budget of {TOKENS} leaves nothing to decide"),
         ({"method": CompilerKV("file", window=WINDOW)}, "has tables already"),
+        ({"weights": (1.0,)}, "Weights 1 are no choice: give two or more"),
+        ({"weights": (1.0, 1.0)}, "Weights 1, 1 are no choice"),
+        ({"weights": (1.0, float("nan"))}, "Weights 1, nan are no choice"),
     ],
 )
 def test_settings_that_say_nothing(other: dict[str, Any], because: str) -> None:

@@ -14,6 +14,7 @@ from transformers import DynamicCache
 import keepset
 from keepset import KeepsetError
 from keepset.core.tables import Tables, save
+from keepset.hf.fingerprint import fingerprint
 from keepset.methods.compilerkv import CompilerKV
 from keepset.offline.compile.judge import Judge
 from keepset.offline.compile.risk import empty
@@ -30,7 +31,7 @@ def acting(model: Any, keep: int, seed: int = 0) -> Tables:
     draw = torch.Generator().manual_seed(seed)
     tables = empty(layers, model.config.num_attention_heads, [keep])
     weights, gate = (torch.rand(part.shape, generator=draw) for part in (tables.weights, tables.gate))
-    return dataclasses.replace(tables, weights=weights, gate=gate)
+    return dataclasses.replace(tables, weights=weights, gate=gate, provenance={"model": fingerprint(model)})
 
 
 def continued(model: Any, cache: Any) -> list[list[float]]:
@@ -69,6 +70,10 @@ def test_a_verdict_is_what_the_recipe_with_these_tables_loses(
     assert cache.keep_set is not None
     assert verdict.kept == pytest.approx(float(cache.keep_set.counts.double().mean()))
     assert elastic or verdict.kept == keep
+    uncut = keepset.Cache(model, recipe.replace(f"keep={keep}", "keep=1.0"))
+    continued(model, uncut)
+    assert uncut.keep_set is not None
+    assert verdict.admitted == pytest.approx(float(uncut.keep_set.counts.double().mean()))
 
 
 @by_model

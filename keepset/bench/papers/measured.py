@@ -1,0 +1,105 @@
+"""From a sweep's cells to the figures of a table, with intervals."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+
+from keepset.bench.analysis import intervals
+from keepset.bench.analysis.intervals import Interval
+from keepset.bench.analysis.rows import Figure, by_example
+from keepset.bench.analysis.summary import TOLERANCES, Trade, groups_of, summarise
+from keepset.bench.cell import Cell
+from keepset.bench.papers.entry import AREA, SCORE, Key, Line, Measured, Sweep, removed_at
+
+CURVES = (AREA, *map(removed_at, TOLERANCES))
+"""Metrics of all tasks and budgets together."""
+FRACTIONS = (SCORE, "keep", "finished", "repetition", *CURVES)
+"""Metrics from 0 to 1, which papers give in percent."""
+
+
+def measured(sweep: Sweep, cells: Sequence[Cell], files: Mapping[str, Path]) -> list[Measured]:
+    """A figure for every task, method, budget and metric of which there is a cell, and those of all tasks together.
+
+    An example on which a recipe failed counts as not answered in a score, and not at all in a cost.
+    """
+    by_place: dict[tuple[str, str], list[Cell]] = {}
+    for cell in cells:
+        by_place.setdefault((cell.task, cell.recipe), []).append(cell)
+    tasks, lines = list(dict.fromkeys(cell.task for cell in cells)), sweep.lines(files)
+    rows = []
+    for task in tasks:
+        for metric in sweep.metrics:
+            for line in lines:
+                if metric not in CURVES and (there := by_place.get((task, line.candidate.text))):
+                    rows.append(_measured(Key(task + sweep.suffix, line.method, line.keep, metric), there))
+    if not sweep.average:
+        return rows
+    together = sweep.average + sweep.suffix
+    averages = [_average(together, places, len(tasks)) for places in _by_line(rows).values()]
+    return [*rows, *averages, *_over_budgets(together, sweep, cells, lines)]
+
+
+def _measured(key: Key, cells: Sequence[Cell]) -> Measured:
+    errors = [cell.error for cell in cells if cell.outcome is None]
+    figure = None
+    if len(errors) < len(cells):
+        values = by_example((cell.example, value) for cell in cells if (value := _value(cell, key.metric)) is not None)
+        interval = intervals.of_score(values) if key.metric == SCORE else intervals.of_mean(values)
+        figure = Figure.of(fmean(values), interval)
+    examples = len({cell.example for cell in cells})
+    return Measured(key, figure, examples, len(errors), errors[0] if errors else None)
+
+
+def _value(cell: Cell, metric: str) -> float | None:
+    if metric == SCORE:
+        return cell.score
+    return None if cell.outcome is None else getattr(cell.outcome, metric)
+
+
+def _by_line(rows: Sequence[Measured]) -> dict[Key, list[Measured]]:
+    """What differs in the task alone."""
+    places: dict[Key, list[Measured]] = {}
+    for row in rows:
+        places.setdefault(row.key._replace(task=""), []).append(row)
+    return places
+
+
+def _average(together: str, rows: Sequence[Measured], tasks: int) -> Measured:
+    """The mean over tasks, each of which counts the same; no figure where one lacks it."""
+    figures = [row.figure for row in rows if row.figure is not None]
+    figure = None
+    if len(figures) == tasks:
+        ends = [
+            (each.value, Interval(each.low, each.high))
+            for each in figures
+            if each.low is not None and each.high is not None
+        ]
+        interval = intervals.of_average(ends) if len(ends) == tasks else None
+        figure = Figure.of(fmean(each.value for each in figures), interval)
+    error = next((row.error for row in rows if row.error is not None), None)
+    counts = sum(row.examples for row in rows), sum(row.failed for row in rows)
+    return Measured(rows[0].key._replace(task=together), figure, *counts, error)
+
+
+def _over_budgets(together: str, sweep: Sweep, cells: Sequence[Cell], lines: Sequence[Line]) -> Iterator[Measured]:
+    """Figures of curves over all budgets: of the tasks of a benchmark at one length, or of a single task."""
+    metrics = [metric for metric in sweep.metrics if metric in CURVES]
+    if not metrics:
+        return
+    tasks = {cell.task for cell in cells}
+    whole = tasks if len(tasks) == 1 else {group for task in tasks for group in groups_of(task)[-1:]}
+    trades = {trade.method: trade for trade in summarise(cells).trades if trade.task in whole}
+    methods = {line.candidate.method: line.method for line in lines}
+    for metric in metrics:
+        for name, method in methods.items():
+            if name in trades:
+                trade = trades[name]
+                yield Measured(
+                    Key(together, method, None, metric), _of_curve(trade, metric), trade.examples, trade.failed
+                )
+
+
+def _of_curve(trade: Trade, metric: str) -> Figure | None:
+    if metric == AREA:
+        return trade.area
+    return next((reach.removed for reach in trade.reach if removed_at(reach.tolerance) == metric), None)

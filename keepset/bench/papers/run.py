@@ -1,0 +1,51 @@
+"""From an entry and a user's options to the grid that is swept for it, and what that costs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from keepset.bench.papers.entry import Options, Sweep
+from keepset.bench.sweep.prompts import Prompts
+from keepset.bench.sweep.sweep import Grid, Group, count
+from keepset.bench.tasks.catalogue import Settings
+from keepset.bench.tasks.find import find
+from keepset.bench.tasks.task import Task, Tokenizer
+
+
+def grid(sweep: Sweep, options: Options) -> Grid:
+    """Its tasks and recipes, with what the user wants otherwise."""
+    tasks = find(sweep.tasks, Settings(options.data, options.lengths or sweep.lengths))
+    for task in tasks:
+        tokens = sweep.answer_tokens.get(_name(task))
+        if tokens is not None:
+            task.generation = replace(task.generation, tokens=tokens)
+    candidates = list({line.candidate.text: line.candidate for line in sweep.lines(options.files)}.values())
+    limit = sweep.limit if options.limit is None else options.limit
+    return Grid(tasks, [options.seed], {task.name: candidates for task in tasks}, limit)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a sweep takes: tokens of all prompts, each counted once, and of all cells' answers at most."""
+
+    cells: int
+    examples: int
+    prompt_tokens: int
+    answer_tokens: int
+
+
+def cost(groups: Sequence[Group], tokenizer: Tokenizer, sweep: Sweep, chat: bool) -> Cost:
+    """Of all groups, those that are done already too."""
+    prompts = Prompts(tokenizer, mode=sweep.mode, chat=chat, longest=None)
+    prompt_tokens = answer_tokens = 0
+    for group in groups:
+        answer = group.task.generation.tokens
+        for prompt in prompts.of(group.example, answer):
+            prompt_tokens += len(prompt.ids)
+            for question in prompt.questions:
+                longest = max(map(len, question.choices), default=answer)
+                answer_tokens += len(group.candidates) * (len(question.ids) + longest)
+    return Cost(count(groups), len(groups), prompt_tokens, answer_tokens)
+
+
+def _name(task: Task) -> str:
+    return task.name.partition("@")[0]

@@ -1,0 +1,195 @@
+"""`keepset reproduce`: the tables and figures of four papers, each as one command."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Argument, Exit, Option
+
+from keepset.cli.checks import check_writable
+from keepset.cli.console import cell, load, note, output, say, show, status, table
+from keepset.cli.numbers import parse_whole
+from keepset.cli.options import Json, SamplingSeed
+from keepset.cli.streaming import Sampling
+from keepset.cli.sweep import Asking, check_ray, say_lost, sweep_grid
+from keepset.errors import KeepsetError
+from keepset.models import EMBEDDED
+
+if TYPE_CHECKING:
+    from keepset.bench.papers.entry import Entry, Key, Measured, Options, Sweep
+
+_LIST = "list"
+_EMBEDDED = "embedded"
+
+
+def reproduce(
+    entry: Annotated[
+        str, Argument(metavar="ENTRY", help="A table or figure, such as ams-table-1; list shows all.")
+    ] = _LIST,
+    model: Annotated[
+        str | None,
+        Option(help=f"A folder or a hub name, or {_EMBEDDED} for the small embedded one; the paper's if not given."),
+    ] = None,
+    limit: Annotated[int | None, Option(help="Examples of each task; the paper's if not given.")] = None,
+    seed: SamplingSeed = 0,
+    answer_tokens: Annotated[int | None, Option(help="Tokens of an answer at most; the paper's if not given.")] = None,
+    lengths: Annotated[
+        str | None,
+        Option(help="Tokens, separated by commas, for tasks made to a length; the paper's if not given."),
+    ] = None,
+    data: Annotated[Path | None, Option(help="A folder with the tasks' data, used in place of the hub.")] = None,
+    stats: Annotated[
+        Path | None, Option(help="The model's statistics, from `keepset calibrate`, for recipes that need them.")
+    ] = None,
+    tables: Annotated[
+        Path | None, Option(help="The model's tables, from `keepset compile`, for recipes that need them.")
+    ] = None,
+    out: Annotated[Path, Option(help="A folder for the sweeps' files: begun, or gone on with.")] = Path("reproduced"),
+    ray: Annotated[bool, Option("--ray", help="Let the workers of a Ray cluster do it.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Measure what a table or figure of a paper shows, and print the paper's own figures beside it.
+
+    Models, recipes, budgets, intervals, tasks, lengths, and answers are the paper's where no option says otherwise.
+    What it will take is said first; the same command goes on where it was stopped.
+    """
+    for name, value in (("limit", limit), ("answer-tokens", answer_tokens)):
+        if value is not None and value < 1:
+            raise KeepsetError(f"--{name} {value} is out of range: use an integer from 1.")
+    Sampling(1, 0.0, seed)
+    wanted = () if lengths is None else tuple(parse_whole(lengths, "lengths"))
+    check_ray(ray)
+
+    from keepset.bench.papers.catalogue import ENTRIES, entry_of
+    from keepset.bench.papers.entry import Options
+
+    if entry == _LIST:
+        return _print_list(list(ENTRIES.values()), as_json)
+    chosen = entry_of(entry)
+    if chosen.missing:
+        raise KeepsetError(f"{chosen.source} cannot be run: {chosen.missing}")
+    files = {name: path.resolve() for name, path in (("stats", stats), ("tables", tables)) if path is not None}
+    options = Options(limit, seed, answer_tokens, wanted, data, files)
+    out.mkdir(parents=True, exist_ok=True)
+    results, failed = [], False
+    for name in chosen.models if model is None else (model,):
+        rows, lost = _run(chosen, None if name == _EMBEDDED else name, options, out, ray)
+        failed = failed or lost or any(row.failed for row in rows)
+        results.append(_result(chosen, EMBEDDED if name == _EMBEDDED else name, rows))
+    output(results, as_json, lambda: _print(chosen, results))
+    if failed:
+        raise Exit(1)
+
+
+def _run(entry: Entry, model: str | None, options: Options, out: Path, ray: bool) -> tuple[list[Measured], bool]:
+    """All parts under one model; whether something could not be had this time."""
+    from keepset.bench.papers.entry import Sweep
+
+    rows: list[Measured] = []
+    lost = False
+    for part in entry.parts:
+        if isinstance(part, Sweep):
+            words = [part.file or entry.name, part.name, Path(model or EMBEDDED).name]
+            path = out / f"{'-'.join(filter(None, words))}.sqlite"
+            measured, incomplete = _sweep(part, model, options, path, ray)
+            rows, lost = rows + measured, lost or incomplete
+        else:
+            with status(entry.title):
+                rows += part.measure(*load(model), options)
+    return rows, lost
+
+
+def _sweep(part: Sweep, model: str | None, options: Options, path: Path, ray: bool) -> tuple[list[Measured], bool]:
+    from keepset.bench.papers.measured import measured
+    from keepset.bench.papers.run import cost, grid
+
+    def foretell(groups: Any, tokenizer: Any, chat: bool) -> None:
+        each = cost(groups, tokenizer, part, chat)
+        note(
+            f"{each.cells:,} cells of {each.examples:,} examples: {each.prompt_tokens:,} tokens of prompts and at most "
+            f"{each.answer_tokens:,} of answers; figures go to {str(path)!r}"
+        )
+
+    check_writable(path)
+    asking = Asking(part.mode, part.chat, part.temperature, options.answer_tokens)
+    swept = sweep_grid(path, grid(part, options), model, asking, ray, foretell)
+    say_lost(swept.lost)
+    return measured(part, swept.cells, options.files), bool(swept.lost)
+
+
+def _result(entry: Entry, model: str, rows: Sequence[Measured]) -> dict[str, Any]:
+    """The figures beside the paper's: those of the same model, or else of the paper's first."""
+    from keepset.bench.papers.published import published
+
+    by_model = published(entry.name)
+    paper_model = model if model in by_model else next(iter(by_model), None)
+    paper: dict[Key, float] = by_model.get(paper_model or "", {})
+    figures = [{**row.key._asdict(), **asdict(row), "paper": paper.get(row.key)} for row in rows]
+    for figure in figures:
+        del figure["key"]
+    return {"entry": entry.name, "model": model, "paper_model": paper_model, "rows": figures}
+
+
+def _print_list(entries: Sequence[Entry], as_json: bool) -> None:
+    def print_table() -> None:
+        grid = table("entry", "shows", "models", "state", fold=True)
+        for each in entries:
+            grid.add_row(each.name, each.title, "\n".join(map(_short, each.models)), each.state)
+        show(grid)
+        say(f"\nAny entry runs under any model: --model {_EMBEDDED} tries one out, though its scores mean nothing.")
+
+    listed = [
+        {name: getattr(each, name) for name in ("name", "source", "title", "models", "data", "state", "note")}
+        for each in entries
+    ]
+    output(listed, as_json, print_table)
+
+
+def _print(entry: Entry, results: Sequence[dict[str, Any]]) -> None:
+    for result in results:
+        _print_result(entry, result)
+
+
+def _print_result(entry: Entry, result: dict[str, Any]) -> None:
+    say(f"{entry.source}: {entry.title}. Model: {result['model']}.")
+    if result["model"] == EMBEDDED:
+        say("This model is far too small for these tasks: its scores mean nothing.")
+    if result["paper_model"] not in (None, result["model"]):
+        say(f"The paper's figures are of {result['paper_model']}.")
+    if entry.note:
+        say(entry.note)
+    grid = table("", numbers=("keep", "paper", "measured (95 %)", "examples"), fold=True)
+    for (task, metric), rows in groupby(result["rows"], lambda row: (row["task"], row["metric"])):
+        grid.add_row(cell(f"{task}, {metric}", style="bold"))
+        for row in rows:
+            failed = f"  failed on {row['failed']} of {row['examples']}: {row['error']}" if row["failed"] else None
+            keep = "" if row["keep"] is None else str(row["keep"])
+            figures = _number(row["paper"], metric), _figure(row["figure"], metric)
+            grid.add_row(cell(f"  {row['method']}", failed), keep, *figures, str(row["examples"]))
+    show(grid)
+
+
+def _figure(figure: dict[str, float | None] | None, metric: str) -> str:
+    """With its interval, which may go on a line of its own."""
+    if figure is None:
+        return ""
+    value, low, high = (_number(figure[name], metric) for name in ("value", "low", "high"))
+    return f"{value} ({low}..{high})" if low else value
+
+
+def _number(value: float | None, metric: str) -> str:
+    """Fractions in percent."""
+    from keepset.bench.papers.measured import FRACTIONS
+
+    if value is None:
+        return ""
+    # What rounds to zero has no sign of its own.
+    return f"{round(100 * value, 1) + 0.0:.1f}" if metric in FRACTIONS else f"{value:,.4g}"
+
+
+def _short(model: str) -> str:
+    return model.rpartition("/")[2]

@@ -1,0 +1,121 @@
+"""A grid swept into its file, with progress: what `keepset eval` and `keepset reproduce` have in common."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from typer import Exit
+
+from keepset.cli.console import counted, load, note, progress, status
+from keepset.errors import KeepsetError
+from keepset.models import EMBEDDED
+
+if TYPE_CHECKING:
+    from keepset.bench.cell import Cell
+    from keepset.bench.sweep.prompts import Mode
+    from keepset.bench.sweep.sweep import Grid, Group, Skipped
+    from keepset.bench.tasks.task import Tokenizer
+
+_CHAT = "chat template"
+
+Foretell = Callable[["Sequence[Group]", "Tokenizer", bool], None]
+"""Told of all groups, the tokenizer, and whether prompts are chats, before the first cell is made."""
+
+
+@dataclass(frozen=True)
+class Asking:
+    """How the same is asked of every candidate: see `Runner`; `chat` where the tokenizer has a template.
+
+    Answers have at most `answer_tokens`; None for each task's own.
+    """
+
+    mode: Mode = "prompt"
+    chat: bool = True
+    temperature: float = 0.0
+    answer_tokens: int | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those of a file, by the command line's names."""
+        return {
+            "--mode": self.mode,
+            "--temperature": self.temperature,
+            "--answer-tokens": self.answer_tokens,
+        }
+
+
+@dataclass(frozen=True)
+class Swept:
+    """The cells that were asked for, in the order of tasks and candidates, and what memory or a worker kept from it."""
+
+    cells: Sequence[Cell]
+    lost: Sequence[Skipped]
+
+
+def check_ray(ray: bool) -> None:
+    """Refuses Ray where it is not installed."""
+    if ray and find_spec("ray") is None:
+        raise KeepsetError(
+            'Ray is not installed: run `pip install "keepset[ray]"`, or leave --ray out to use this machine alone.'
+        )
+
+
+def sweep_grid(
+    out: Path, grid: Grid, model: str | None, asking: Asking, ray: bool, foretell: Foretell | None = None
+) -> Swept:
+    """Makes the cells that the file lacks; the model is not loaded where it lacks none.
+
+    Ctrl-C ends the command with a note of how far it has come.
+    """
+    from keepset.bench.sweep import sweep
+    from keepset.bench.sweep.runner import Runner
+    from keepset.bench.sweep.store import Store
+    from keepset.hf.fingerprint import fingerprint
+
+    if asking.answer_tokens is not None:
+        for task in grid.tasks:
+            task.generation = replace(task.generation, tokens=asking.answer_tokens)
+    settings = {"--limit": grid.limit, "--sample": grid.sample, **asking.options}
+    if out.exists() and out.stat().st_size > 0:
+        with Store.open(out) as store:
+            store.check(settings)
+            same = store.model == (model or EMBEDDED) and store.configuration[_CHAT] is asking.chat
+            if same and grid.is_done(store):
+                return Swept(grid.of(store.cells()), ())
+    loaded, tokenizer = load(model)
+    chat = asking.chat and tokenizer.chat_template is not None
+    runner: dict[str, Any] = {"mode": asking.mode, "chat": chat, "temperature": asking.temperature}
+    with Store.begin(out, model or EMBEDDED, {**settings, _CHAT: chat, **fingerprint(loaded)}) as store:
+        with status("making examples"):
+            groups = grid.groups(store, tokenizer)
+        if foretell is not None:
+            foretell(groups, tokenizer, chat)
+        left, total = sweep.unfinished(groups, store.done()), sweep.count(groups)
+        try:
+            with progress() as bar:
+                advance = counted(bar, "cells", total, total - sweep.count(left))
+                if ray:
+                    from keepset.bench.sweep import ray_sweep
+
+                    nbytes = 2 * sum(parameter.nbytes for parameter in loaded.parameters())
+                    lost = ray_sweep.run(store, left, ray_sweep.Loads(model, **runner), nbytes, advance)
+                else:
+                    lost = sweep.run(store, left, Runner(loaded, tokenizer, **runner), advance)
+        except KeyboardInterrupt:
+            note(
+                f"stopped after {sweep.count(groups, store.done())} of {total} cells, which are in {str(out)!r}: the "
+                "same command goes on"
+            )
+            raise Exit(130) from None
+        return Swept(grid.of(store.cells()), lost)
+
+
+def say_lost(lost: Sequence[Skipped]) -> None:
+    """Notes what could not be had this time."""
+    for each, times in Counter(lost).items():
+        note(f"{each.task}: {each.recipe} was left out, {times} times ({each.reason}); the same command tries again")

@@ -1,0 +1,95 @@
+"""From cells to figures, against means, trapezoids and straight lines in loops."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from statistics import fmean
+
+import pytest
+
+from keepset.bench.cell import Cell, Outcome
+from keepset.bench.papers.entry import AREA, SCORE, Measured, Sweep, removed_at
+from keepset.bench.papers.measured import measured
+
+TASKS = ("niah_single_1@4096", "ruler_vt@4096")
+SWEEP = Sweep(
+    ("niah_single_1", "ruler_vt"),
+    {"Snap": "snapkv", "TOVA": "tova"},
+    (0.75, 0.5, 0.25),
+    metrics=(SCORE, "tokens", AREA, removed_at(0.2)),
+    average="ruler",
+    suffix=", agnostic",
+)
+
+
+def cells(scores: dict[tuple[str, str, float], list[float]]) -> list[Cell]:
+    """By task, the method's name and what is kept."""
+    made = []
+    for (task, method, keep), values in scores.items():
+        (line,) = [line for line in SWEEP.lines({}) if line.method == method and keep in (line.keep, 1.0)]
+        candidate = line.candidate
+        for example, score in enumerate(values):
+            outcome = Outcome({"match": score}, [], keep, 1, 1, tokens=10 * score)
+            place = dict(task=task, seed=0, example=str(example), facts={}, metric="match", outcome=outcome)
+            made.append(
+                Cell(recipe=candidate.text, method=candidate.method, requested=candidate.requested, **place)  # type: ignore[arg-type]
+            )
+    return made
+
+
+@pytest.fixture
+def scores() -> dict[tuple[str, str, float], list[float]]:
+    draw = random.Random(5)
+    found = {}
+    for task in TASKS:
+        found[task, "Full KV", 1.0] = [0.8, 1.0, 1.0]
+        for method in SWEEP.methods:
+            for keep, level in ((0.75, 0.95), (0.5, 0.9), (0.25, 0.4)):
+                found[task, method, keep] = [level * draw.uniform(0.9, 1.0) for _ in range(3)]
+    return found
+
+
+def figure(rows: list[Measured], *place: object) -> float:
+    (row,) = [row for row in rows if row.key == place]
+    assert row.figure is not None
+    return row.figure.value
+
+
+def test_scores_costs_and_their_means_over_tasks(scores: dict[tuple[str, str, float], list[float]]) -> None:
+    rows = measured(SWEEP, cells(scores), {})
+    for (task, method, kept), values in scores.items():
+        keep = None if kept == 1.0 else kept
+        assert figure(rows, f"{task}, agnostic", method, keep, SCORE) == pytest.approx(fmean(values))
+        assert figure(rows, f"{task}, agnostic", method, keep, "tokens") == pytest.approx(10 * fmean(values))
+        both = fmean([*scores[TASKS[0], method, kept], *scores[TASKS[1], method, kept]])
+        assert figure(rows, "ruler, agnostic", method, keep, SCORE) == pytest.approx(both)
+    averages = [row for row in rows if row.key.task == "ruler, agnostic" and row.key.metric == SCORE]
+    assert len(averages) == 7 and all(row.examples == 6 and row.failed == 0 for row in averages)
+
+
+def test_areas_and_what_can_go(scores: dict[tuple[str, str, float], list[float]]) -> None:
+    rows = measured(SWEEP, cells(scores), {})
+    for method in SWEEP.methods:
+        keeps = [1.0, 0.75, 0.5, 0.25]
+        means = [[fmean(scores[task, method if keep < 1 else "Full KV", keep]) for keep in keeps] for task in TASKS]
+        area = sum(
+            (keeps[i] - keeps[i + 1]) * (mean[i] + mean[i + 1]) / 2 / 0.75 / 2 for mean in means for i in range(3)
+        )
+        assert figure(rows, "ruler, agnostic", method, None, AREA) == pytest.approx(area)
+        losses = [fmean(1 - mean[i] / mean[0] for mean in means) for i in range(4)]
+        assert losses[2] < 0.2 < losses[3]
+        reach = 0.5 + 0.25 * (0.2 - losses[2]) / (losses[3] - losses[2])
+        assert figure(rows, "ruler, agnostic", method, None, removed_at(0.2)) == pytest.approx(reach)
+
+
+def test_a_mean_needs_every_task(scores: dict[tuple[str, str, float], list[float]]) -> None:
+    made = cells(scores)
+    lost = [
+        replace(cell, outcome=None, error="no") if cell.task == TASKS[1] and cell.recipe.startswith("tova") else cell
+        for cell in made
+    ]
+    rows = {row.key: row for row in measured(SWEEP, lost, {}) if row.key.task == "ruler, agnostic"}
+    place = next(key for key in rows if key.method == "TOVA" and key.metric == SCORE)
+    assert rows[place].figure is None and rows[place].failed == 3 and rows[place].error == "no"
+    assert not any(key.method == "TOVA" and key.metric == AREA for key in rows)

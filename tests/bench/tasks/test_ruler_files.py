@@ -1,0 +1,107 @@
+"""RULER's examples from files, told apart by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keepset import KeepsetError
+from keepset.bench.tasks.catalogue import Settings
+from keepset.bench.tasks.find import find
+from keepset.bench.tasks.task import Example
+
+OWN: dict[str, tuple[str, tuple[str, str, str]]] = {
+    "niah_multivalue": (
+        "niah_multivalue",
+        (
+            "Some special magic numbers are hidden within the following text.\nOne of the special magic numbers is 1.",
+            "\nWhat are all the special magic numbers for a mentioned in the provided text?",
+            " The special magic numbers for a mentioned in the provided text are",
+        ),
+    ),
+    "ruler_vt": (
+        "vt",
+        (
+            "Memorize.\n\nVAR A = 1\nQuestion: Find all variables. Answer: According to it: A\n\nVAR B = 2",
+            "\nQuestion: Find all variables that are assigned the value 2 in the text above.",
+            " Answer: According to the chain(s) of variable assignment, 1 variables are assigned: ",
+        ),
+    ),
+    "ruler_cwe": (
+        "cwe",
+        (
+            "1. a 2. b\nQuestion: What are the 10 most common words? Answer: a\n1. c 2. d",
+            "\nQuestion: What are the 10 most common words in the above list?",
+            " Answer: The top 10 words are:",
+        ),
+    ),
+    "ruler_qa_squad": (
+        "qa_1",
+        (
+            "Answer the question based on the given documents. Only.\n\nDocument 1:\nQuestion: not this. Answer: no.",
+            "\n\nAnswer the question based on the given documents. Only.\n\nQuestion: Who said Answer: now?",
+            " Answer:",
+        ),
+    ),
+}
+
+
+def examples(folder: Path, name: str, length: int = 64, limit: int | None = None) -> list[Example]:
+    [task] = find([name], Settings(data=folder, lengths=(length,)))
+    return list(task.examples(None, limit=limit))  # type: ignore[arg-type]
+
+
+def write(path: Path, *items: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(map(json.dumps, items)), encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("apart", [False, True])
+def test_what_the_authors_program_wrote_is_cut_before_question_and_answer(
+    name: str, apart: bool, tmp_path: Path
+) -> None:
+    theirs, (context, question, prefix) = OWN[name]
+    whole = {"index": 0, "input": context + question + prefix, "outputs": ["1", "2"], "length": 64}
+    if apart:
+        whole |= {"input": context + question, "answer_prefix": prefix}
+    write(tmp_path / "64" / theirs / "validation.jsonl", whole, whole)
+    first, _ = examples(tmp_path, name)
+    [asked] = first.questions
+    assert (first.context, asked.text, asked.prefix) == (context, question, prefix)
+    assert asked.target == ("1", "2") and (first.id, first.facts) == ("0", {"length": 64})
+    assert examples(tmp_path, name, limit=1) == [first]
+
+
+def test_kvpress_data_set_has_all_tasks_in_one_file(tmp_path: Path) -> None:
+    item = {
+        "context": "Text.\n",
+        "question": "What? ",
+        "answer_prefix": "Answer:",
+        "answer": ["7"],
+        "max_new_tokens": 9,
+    }
+    write(tmp_path / "ruler@64.jsonl", {**item, "task": "qa_2"}, {**item, "task": "fwe", "context": "Dots.\n"})
+    [example] = examples(tmp_path, "ruler_fwe")
+    [asked] = example.questions
+    assert (example.context, asked.text, asked.prefix, asked.target) == ("Dots.\n", "What? ", "Answer:", ("7",))
+    assert [one.context for one in examples(tmp_path, "ruler_qa_hotpot")] == ["Text.\n"]
+
+
+def test_lines_that_are_something_else_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "64" / "vt" / "validation.jsonl"
+    for item, sentence in [
+        (
+            {"input": "Which? Answer:", "outputs": ["1"]},
+            "line 1, has no question as RULER asks it",
+        ),
+        ({"input": "Question: no", "outputs": ["1"]}, "line 1, has no question as RULER asks it"),
+        ({"input": "Question: x Answer:", "outputs": "1"}, "line 1, has outputs that are no list of answers"),
+        ({"outputs": ["1"]}, "line 1, lacks the field 'input'"),
+    ]:
+        write(path, item)
+        with pytest.raises(KeepsetError, match=sentence):
+            examples(tmp_path, "ruler_vt")
