@@ -217,30 +217,12 @@ def keep_async_scheduling() -> None:
     torch.cuda.stream = lambda *_: contextlib.nullcontext()
 
 
-def load_vllm() -> None:
-    """All that engines need of it; and what each engine would do once more to the whole process is done here."""
-    from vllm import LLM, SamplingParams  # noqa: F401
-    from vllm.model_executor.models import llama  # noqa: F401
-    from vllm.platforms.cpu import CpuPlatform
-    from vllm.v1.attention.backends import cpu_attn  # noqa: F401
-    from vllm.v1.engine import core
-    from vllm.v1.worker import cpu_worker, gpu_worker  # noqa: F401
-
-    # A search through all names of all modules for kernels to replace.
-    CpuPlatform.register_triton_kernel_overrides()
-    CpuPlatform.register_triton_kernel_overrides = lambda _: None
-    # Nothing that has been imported is garbage: to look through it takes longer than an engine's start.
-    gc.collect()
-    gc.freeze()
-    gc.unfreeze = core.freeze_gc_heap = gpu_worker.freeze_gc_heap = lambda: None
-
-
 def answer(job: dict[str, Any]) -> None:
     """Runs a job's scenarios."""
     os.environ.update(job["env"])
     scenarios = job["scenarios"]
     if job["processes"]:
-        processes.use()
+        processes.use(job["log"])
     if any(scenario["stub_streams"] for scenario in scenarios):
         keep_async_scheduling()
     if backends := {scenario["backend"] for scenario in scenarios} - {None}:
@@ -253,7 +235,7 @@ def answer(job: dict[str, Any]) -> None:
         try:
             results.append(run(scenario))
         except Exception:
-            results.append(traceback.format_exc())
+            results.append(traceback.format_exc() + Path(job["log"]).read_text()[-4000:])
     Path(job["answer"]).write_text(json.dumps(results))
 
 
@@ -264,7 +246,7 @@ def fork(job: dict[str, Any]) -> int:
         return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
     code = 1
     try:
-        log, nothing = os.open(job["log"], os.O_WRONLY | os.O_CREAT), os.open(os.devnull, os.O_RDONLY)
+        log, nothing = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND), os.open(os.devnull, os.O_RDONLY)
         for stream, file in enumerate((nothing, log, log)):
             os.dup2(file, stream)
         answer(job)
@@ -280,7 +262,8 @@ def fork(job: dict[str, Any]) -> int:
 def main() -> None:
     codes = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever vLLM has to say
-    load_vllm()
+    from tests.vllm import loaded  # noqa: F401
+
     for line in sys.stdin:
         job = json.loads(line)
         if job["processes"]:
