@@ -70,19 +70,34 @@ def reproduce(
     if entry == _LIST:
         return _print_list(list(ENTRIES.values()), as_json)
     chosen = entry_of(entry)
-    if chosen.missing:
-        raise KeepsetError(f"{chosen.source} cannot be run: {chosen.missing}")
     files = {name: path.resolve() for name, path in (("stats", stats), ("tables", tables)) if path is not None}
     options = Options(limit, seed, answer_tokens, wanted, data, files)
-    out.mkdir(parents=True, exist_ok=True)
+    _make(out)
     results, failed = [], False
-    for name in chosen.models if model is None else (model,):
-        rows, lost = _run(chosen, None if name == _EMBEDDED else name, options, out, ray)
+    names = chosen.models if model is None else (model,)
+    for name in names:
+        try:
+            rows, lost = _run(chosen, None if name == _EMBEDDED else name, options, out, ray)
+        except KeepsetError as error:
+            if len(names) == 1:
+                raise
+            note(f"{name}: {error}")  # the others' figures are none the worse for it
+            failed = True
+            continue
         failed = failed or lost or any(row.failed for row in rows)
         results.append(_result(chosen, EMBEDDED if name == _EMBEDDED else name, rows))
     output(results, as_json, lambda: _print(chosen, results))
     if failed:
         raise Exit(1)
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise KeepsetError(
+            f"{str(folder)!r} is no folder to write to ({error.strerror}): name another with --out."
+        ) from None
 
 
 def _run(entry: Entry, model: str | None, options: Options, out: Path, ray: bool) -> tuple[list[Measured], bool]:
@@ -98,6 +113,7 @@ def _run(entry: Entry, model: str | None, options: Options, out: Path, ray: bool
             measured, incomplete = _sweep(part, model, options, path, ray)
             rows, lost = rows + measured, lost or incomplete
         else:
+            note(f"{part.takes}, unless options say otherwise")
             with status(entry.title):
                 rows += part.measure(*load(model), options)
     return rows, lost

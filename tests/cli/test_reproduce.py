@@ -1,15 +1,21 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from keepset import models
 from keepset.bench.papers.catalogue import ENTRIES
+from keepset.bench.papers.entry import Entry, Measurement, Sweep
+from keepset.bench.papers.published import published
 from keepset.bench.sweep import runner
 from keepset.bench.sweep.runner import Runner
 from keepset.bench.sweep.store import Store
+from keepset.errors import KeepsetError
 from keepset.models import EMBEDDED
 from tests.cli.conftest import Run
 from tests.cli.test_bad_input import check_refused
@@ -17,13 +23,30 @@ from tests.cli.test_bad_input import check_refused
 CHEAP = ("--model", "embedded", "--limit", "2", "--answer-tokens", "12")
 
 
+SHORT = {"ruler": ("niah_single_1", "ruler_vt"), "longbench": ("longbench_trec", "longbench_triviaqa")}
+SHORT["longbench2"] = ("longbench2_single", "longbench2_multi")
+LONGBENCH = Path(__file__).parents[1] / "bench" / "tasks" / "longbench"
+
+
 @pytest.fixture
 def data(tmp_path: Path) -> str:
-    """A folder with three problems of GSM8K's kind."""
+    """A folder with three problems of each of the data sets about numbers, and what there is of LongBench."""
     folder = tmp_path / "data"
-    folder.mkdir()
-    rows = [{"question": f"What is {n} plus {n}?", "answer": f"It is {2 * n}. #### {2 * n}"} for n in range(3)]
-    (folder / "gsm8k.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    shutil.copytree(LONGBENCH, folder)
+    for name in ("gsm8k", "math500", "aime24", "aime25"):
+        rows = [
+            {"question": f"What is {n} plus {n}?", "answer": f"#### {2 * n}", "subject": "Algebra", "level": 5 - n}
+            for n in range(3)
+        ]
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    domains = [
+        {"_id": f"{domain} {n}", "domain": f"{domain}-Document QA", "question": "Which?", "context": "A text. " * 40}
+        | {f"choice_{letter}": f"The {letter}" for letter in "ABCD"}
+        | {"answer": "B"}
+        for domain in ("Single", "Multi")
+        for n in range(2)
+    ]
+    (folder / "longbench2.jsonl").write_text("\n".join(map(json.dumps, domains)), encoding="utf-8")
     return str(folder)
 
 
@@ -82,7 +105,107 @@ class Interrupted(Runner):
             yield cell
 
 
+def shortened(entry: Entry) -> Entry:
+    """With two tasks of a benchmark and two budgets, for the time that it takes."""
+
+    def short(part: Sweep | Measurement) -> Sweep | Measurement:
+        if isinstance(part, Measurement):
+            return part
+        tasks = tuple(task for name in part.tasks for task in SHORT.get(name, (name,)))
+        return replace(part, tasks=tasks, keeps=(*part.keeps[:1], *part.keeps[1:][-1:]))
+
+    return replace(entry, parts=tuple(map(short, entry.parts)))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", list(ENTRIES))
+def test_every_entry_runs(name: str, run: Run, tiny: Any, data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENTRIES, name, shortened(ENTRIES[name]))
+    done = run("reproduce", name, *CHEAP[:-1], "3", "--lengths", "600", "--data", data, "--json")
+    (result,) = json.loads(done.out)
+    failed = [row for row in result["rows"] if row["failed"]]
+    assert all("keepset calibrate" in row["error"] or "keepset compile" in row["error"] for row in failed)
+    assert done.code == (1 if failed else 0), done.err
+    whole = [row for row in result["rows"] if not row["failed"]]
+    assert whole and all(row["examples"] for row in whole)
+
+
+@pytest.mark.full
+def test_what_compression_does_to_a_text(run: Run, tiny: Any, data: str) -> None:
+    done = run("reproduce", "ams-figure-4", *CHEAP[:-1], "530", "--data", data, "--json")
+    (result,) = json.loads(done.out)
+    figures = {(row["task"], row["method"], row["metric"]): row["figure"] for row in result["rows"]}
+    for method in ("TOVA", "AMS-TOVA"):
+        assert 0 <= figures["math500", method, "wipeout"]["value"] < 1
+        assert figures["math500, level 5", method, "repetition"] is not None
+    assert figures["math500", "AMS-TOVA", "wipeout"]["value"] < figures["math500", "TOVA", "wipeout"]["value"]
+
+
+@pytest.mark.parametrize("name", ["gvote-figure-2", "gvote-figure-3"])
+def test_what_is_no_sweep(name: str, run: Run, tiny: Any) -> None:
+    done = run("reproduce", name, "--model", "embedded", "--limit", "2", "--lengths", "40", "--json")
+    assert done.code == 0 and "first 1024 tokens, unless options say otherwise" in done.err
+    (result,) = json.loads(done.out)
+    rows = {(row["task"], row["method"], row["keep"], row["metric"]): row for row in result["rows"]}
+    assert all(row["examples"] == 2 for row in rows.values())
+    assert {task for task, *_ in rows} == {"all layers", "layer 0", "layer 1"}
+    paper = {key: figure for figures in published(name).values() for key, figure in figures.items()}
+    assert {key: row["paper"] for key, row in rows.items() if row["paper"] is not None} == paper
+
+
+def test_a_model_that_cannot_be_had_leaves_the_others(
+    run: Run, tiny: Any, data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = replace(ENTRIES["ams-table-2"], models=("is/not-there", "tiny"))
+    monkeypatch.setitem(ENTRIES, "ams-table-2", entry)
+    load = models.load
+
+    def loaded(name: str | None = None) -> Any:
+        if name == "is/not-there":
+            raise KeepsetError("There is no such model.")
+        return load(name)
+
+    monkeypatch.setattr(models, "load", loaded)
+    done = run("reproduce", "ams-table-2", "--limit", "1", "--answer-tokens", "2", "--data", data, "--json")
+    assert done.code == 1 and "is/not-there: There is no such model." in done.err
+    assert [result["model"] for result in json.loads(done.out)] == ["tiny"]
+    alone = run("reproduce", "ams-table-2", "--model", "is/not-there", "--data", data)
+    assert alone.code == 2 and "There is no such model." in alone.err
+
+
 def test_what_cannot_be(run: Run, tiny: Any) -> None:
     check_refused(run, "reproduce", "ams-table-99", because="There is no table or figure 'ams-table-99'")
     check_refused(run, "reproduce", "ams-table-2", "--limit", "0", because="--limit 0 is out of range")
+    Path("file").write_text("")
+    check_refused(run, "reproduce", "ams-table-2", "--out", "file", because="'file' is no folder to write to")
     check_refused(run, "reproduce", "ams-table-2", "--lengths", "x", because="--lengths 'x' is no list")
+
+
+@pytest.mark.full
+def test_means_over_tasks_and_curves_of_both_modes(run: Run, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Table 3 of KVCompose on two of its tasks: areas are trapezoids over the scores that Figure 5 shows."""
+    tasks, keeps = ("niah_single_1", "ruler_fwe"), (0.5, 0.25)
+    for name in ("kvcompose-table-3", "kvcompose-figure-5"):
+        methods = {"KVCompose (ours)": "kvcompose", "TOVA": "tova"}
+        parts = [replace(part, tasks=tasks, keeps=keeps, methods=methods) for part in ENTRIES[name].sweeps]
+        monkeypatch.setitem(ENTRIES, name, replace(ENTRIES[name], parts=tuple(parts)))
+    asked = (*CHEAP, "--lengths", "600", "--json")
+    areas, scores = (run("reproduce", name, *asked) for name in ("kvcompose-table-3", "kvcompose-figure-5"))
+    assert areas.code == scores.code == 0 and "cells of" in areas.err and "cells of" not in scores.err
+    figures = {
+        (row["task"], row["method"], row["keep"]): row["figure"]["value"]
+        for done in (areas, scores)
+        for row in json.loads(done.out)[0]["rows"]
+    }
+    assert len(figures) == 2 * (2 + 3 * 5)
+    for mode in ("agnostic", "task"):
+        for method in ("KVCompose (ours)", "TOVA"):
+            means = []
+            for keep in (None, 0.5, 0.25):
+                named = "Full KV" if keep is None else method
+                each = [figures[f"{task}@600, {mode}", named, keep] for task in tasks]
+                means.append(figures[f"ruler, {mode}", named, keep])
+                assert means[-1] == pytest.approx(sum(each) / 2)
+            area = (0.5 * (means[0] + means[1]) / 2 + 0.25 * (means[1] + means[2]) / 2) / 0.75
+            # Composite tokens of all layers are not quite the share that was asked for.
+            assert figures[f"ruler, {mode}", method, None] == pytest.approx(area, abs=0.01)

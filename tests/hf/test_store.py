@@ -113,12 +113,6 @@ class Stores(RuleBasedStateMachine):
         """A copy; what happens to either must not be seen by the other."""
         return self.made(pair.store.fork(), [[list(head) for head in request] for request in pair.requests])
 
-    @rule(target=pairs, first=pairs, second=pairs)
-    def join(self, first: Pair, second: Pair) -> Pair:
-        """The requests of two, which stay as they are."""
-        joined = EntryStore.join([first.store, second.store])
-        return self.made(joined, [[list(head) for head in request] for request in first.requests + second.requests])
-
     @invariant()
     def agree(self) -> None:
         for pair in self.pairs_made:

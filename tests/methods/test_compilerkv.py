@@ -362,69 +362,69 @@ def test_what_it_needs_and_says(folder: Path) -> None:
 # --- theorem 4.1
 
 
-def softmax_rows(draw: torch.Generator, heads: int, length: int, scale: float) -> torch.Tensor:
-    logits = scale * torch.randn(heads, length, length, generator=draw, dtype=torch.float64)
-    return logits.masked_fill(torch.ones(length, length).triu(1).bool(), -math.inf).softmax(-1)
+def losses(rows: list[list[float]], stay: Sequence[int]) -> tuple[list[float], list[float], float]:
+    """Of every row of attention what it pays to the dropped, and its L1 error (A1); and |E|_F over all rows (A4).
 
-
-def renormalised(attention: torch.Tensor, stay: list[int]) -> torch.Tensor:
-    """Attention over what stays; a query that sees none of it attends to nothing."""
-    masked = torch.zeros_like(attention)
-    masked[..., stay] = attention[..., stay]
-    return masked / masked.sum(-1, keepdim=True).clamp(min=1e-300)
-
-
-@examples(60)
-@given(
-    length=st.integers(1, 14),
-    heads=st.integers(1, 4),
-    scale=st.sampled_from([0.0, 1.0, 8.0]),
-    seed=st.integers(0, 99),
-    data=st.data(),
-)
-def test_lemma_a1_is_an_equality(length: int, heads: int, scale: float, seed: int, data: st.DataObject) -> None:
-    """Where a query sees something that stays, its L1 error is twice what it paid to the dropped: no more, no less."""
-    attention = softmax_rows(torch.Generator().manual_seed(seed), heads, length, scale)
-    stay = sorted(data.draw(st.sets(st.integers(0, length - 1), min_size=1)))
-    lost = attention.sum(-1) - attention[..., stay].sum(-1)
-    error = (attention - renormalised(attention, stay)).abs().sum(-1)
-    assert bool((error <= 2 * lost + 1e-12).all())
-    sighted = attention[..., stay].sum(-1) > 1e-9
-    torch.testing.assert_close(error[sighted], 2 * lost[sighted], rtol=1e-9, atol=1e-12)
-
-
-def frobenius(observation: Observation, stay: list[int]) -> tuple[float, list[float]]:
-    """Left side of equation 18 for the window's rows, and every head's and row's dropped mass."""
-    assert observation.queries is not None
-    lost, errors = [], []
-    for head in range(observation.queries.shape[1]):
-        rows = torch.tensor(window_attention(observation, 0, head, WINDOW), dtype=torch.float64)
-        errors.append(float((rows - renormalised(rows, stay)).norm()))
-        lost += (rows.sum(-1) - rows[:, stay].sum(-1)).tolist()
-    return sum(errors) / len(errors), lost
-
-
-@examples(60)
-@given(length=st.integers(6, 24), keep=st.integers(WINDOW, 24), heads=st.integers(1, 4), seed=st.integers(0, 99))
-def test_the_error_is_within_what_the_dropped_mass_allows(length: int, keep: int, heads: int, seed: int) -> None:
-    """The proof's steps hold with their constants: |E|_F <= sqrt(2 sum X^2) <= sqrt(2 rows) max X.
-
-    Equation 18's first term, sqrt(T) times the mean mass, leaves out the factor sqrt(2) (A5 is an approximation) and
-    what the mean hides; its second term is an order, without constants to check.
+    What stays is renormalised; a row that sees none of it attends to nothing.
     """
+    dropped, errors, squares = [], [], 0.0
+    for row in rows:
+        left = sum(row[j] for j in stay)
+        compressed = [row[j] / left if j in stay and left > 0 else 0.0 for j in range(len(row))]
+        dropped.append(sum(row[j] for j in range(len(row)) if j not in stay))
+        errors.append(sum(abs(a - b) for a, b in zip(row, compressed, strict=True)))
+        squares += sum((a - b) ** 2 for a, b in zip(row, compressed, strict=True))
+    return dropped, errors, math.sqrt(squares)
+
+
+def check_theorem(heads: list[list[list[float]]], stay: Sequence[int]) -> None:
+    """What the proof of theorem 4.1 shows of a layer, with its constants.
+
+    A1 is an equality wherever a row sees something that stays. So a row's error has length sqrt(2) X at most, X being
+    its dropped mass, and the mean of |E|_F over heads is within that of sqrt(2 sum X^2), and that within sqrt(2 T) max
+    X. Equation 18's first term, sqrt(T) times the mean of X, leaves out the sqrt(2) (A5 is an approximation) and what
+    the mean hides; its second is an order, without constants to check.
+    """
+    error, exact, largest = 0.0, 0.0, 0.0
+    for rows in heads:
+        dropped, errors, frobenius = losses(rows, stay)
+        for row, lost, off in zip(rows, dropped, errors, strict=True):
+            assert off <= 2 * lost + 1e-6
+            if sum(row[j] for j in stay) > 1e-6:
+                assert off == pytest.approx(2 * lost, abs=1e-5)
+        error += frobenius / len(heads)
+        exact += math.sqrt(2 * sum(x * x for x in dropped)) / len(heads)
+        largest = max(largest, *dropped)
+    assert error <= exact + 1e-6
+    assert exact <= math.sqrt(2 * len(heads[0])) * largest + 1e-6
+
+
+@examples(60)
+@given(length=st.integers(6, 20), keep=st.integers(WINDOW, 20), heads=st.integers(1, 4), seed=st.integers(0, 99))
+def test_theorem_4_1_on_random_attention(length: int, keep: int, heads: int, seed: int) -> None:
+    """For what the method keeps, and for any other choice, whose rows may see nothing of it."""
     seen = layers_of(Shape((length,), heads, 1, 4, 4), 1, [1.0], seed)
     keep_set = CompilerKV(window=WINDOW, elastic=False).select_all(seen, Budget(keep, recent=WINDOW))
-    error, lost = frobenius(seen[0], kept(keep_set, seen[0], 0, 0))
-    rows = min(WINDOW, length)
-    per_head = [lost[i : i + rows] for i in range(0, len(lost), rows)]
-    exact = [math.sqrt(2 * sum(x * x for x in head)) for head in per_head]
-    assert error <= sum(exact) / heads + 1e-9
-    assert error <= math.sqrt(2 * rows) * max(lost) + 1e-9
+    rows = [window_attention(seen[0], 0, head, WINDOW) for head in range(heads)]
+    check_theorem(rows, kept(keep_set, seen[0], 0, 0))
+    draw = torch.Generator().manual_seed(seed)
+    check_theorem(rows, torch.randperm(length, generator=draw)[: 1 + seed % length].tolist())
 
 
-def test_the_theorems_first_term_alone_is_exceeded_in_the_tight_case() -> None:
+def test_theorem_4_1s_first_term_alone_is_exceeded_in_the_tight_case() -> None:
     """One kept entry and one dropped, half of every row's mass each: the error is sqrt(2 T) eps, not sqrt(T) eps."""
-    rows = torch.full((6, 2), 0.5, dtype=torch.float64)
-    error, eps = float((rows - renormalised(rows, [0])).norm()), 0.5
+    dropped, _, error = losses([[0.5, 0.5]] * 6, [0])
+    eps = sum(dropped) / 6
     assert error == pytest.approx(math.sqrt(2 * 6) * eps)
     assert error > math.sqrt(6) * eps
+
+
+def test_a_dropped_tokens_utility_does_not_bound_its_attention() -> None:
+    """A2: one head's attention to the dropped is not within their utility, which averages over all heads.
+
+    Two heads of one query, weights of 1, values of one length: the first head looks at the dropped token alone.
+    """
+    one, other = [0.1, 0.9], [1.0, 0.0]
+    utility = (one[1] + other[1]) / 2  # equation 6 over two heads, a window of one row, and rho = 1
+    dropped, _, _ = losses([one], [0])
+    assert dropped[0] == 0.9 > utility / 1.0 == 0.45

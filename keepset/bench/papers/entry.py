@@ -17,6 +17,8 @@ from keepset.recipe import Recipe, Schedule
 
 SCORE = "score"
 """The metric of a figure that is the task's own."""
+SECONDS = "seconds"
+"""The metric of a whole answer's time: prefill, selecting and decoding."""
 AREA = "area"
 """Under the score over what is kept, of all tasks and budgets together: see `bench.analysis.curves`."""
 
@@ -27,6 +29,8 @@ def removed_at(tolerance: float) -> str:
 
 
 AT_THE_PROMPTS_END = Schedule()
+_MADE_BY = {"stats": "calibrate", "tables": "compile"}
+"""Files of a model that recipes may name, and the commands that make them."""
 _MADE_HERE = ("needle", "niah_", "ruler_vt", "ruler_cwe", "ruler_fwe")
 
 
@@ -34,10 +38,10 @@ class Key(NamedTuple):
     """Where a figure stands in a table.
 
     Attributes:
-        task: its name without a length's `@`, and of a split one also the part's: `math500 Algebra`.
+        task: its name, and of a part of its examples also the fact: `math500, level 5`.
         method: the paper's name of what was run.
         keep: the budget, None where there is none or the method decides.
-        metric: `SCORE`, the name of a cost of a cell, such as `tokens`, `AREA`, or one of `removed_at`.
+        metric: `SCORE`, `SECONDS`, the name of a cost of a cell, such as `tokens`, `AREA`, or one of `removed_at`.
     """
 
     task: str
@@ -96,7 +100,8 @@ class Sweep:
         metrics: what the table shows of each.
         lengths: in tokens, of tasks made to a length.
         answer_tokens: of an answer at most, by task; the task's own where it is not named.
-        limit: examples of each task; None for all.
+        limit, sample: examples of each task; see `Grid`.
+        by: facts of the examples, such as `level`: each of their values gets figures of its own.
         mode, chat, temperature: see `Runner`.
         average: the table's name for the mean over all tasks, and for what is said of them together; empty without.
         suffix: what follows the names of tasks where another sweep of the entry has the same.
@@ -114,6 +119,8 @@ class Sweep:
     lengths: tuple[int, ...] = (4096,)
     answer_tokens: Mapping[str, int] = field(default_factory=dict)
     limit: int | None = None
+    sample: int | float | None = None
+    by: tuple[str, ...] = ()
     mode: Mode = "prompt"
     chat: bool = True
     temperature: float = 0.0
@@ -140,9 +147,13 @@ Measure = Callable[[PreTrainedModel, Tokenizer, Options], Sequence[Measured]]
 
 @dataclass(frozen=True)
 class Measurement:
-    """Anything that is no grid: a function of the model and of texts that it finds itself."""
+    """Anything that is no grid: a function of the model and of texts that it finds itself.
+
+    `takes` says what that is, where no option says otherwise.
+    """
 
     measure: Measure
+    takes: str
 
 
 @dataclass(frozen=True)
@@ -156,16 +167,14 @@ class Entry:
         models: the paper's, by their names on the hub.
         parts: what is run for it.
         note: what the paper leaves open, and how it is here.
-        missing: why it cannot be run at all; empty where it can.
     """
 
     name: str
     source: str
     title: str
     models: tuple[str, ...]
-    parts: tuple[Sweep | Measurement, ...] = ()
+    parts: tuple[Sweep | Measurement, ...]
     note: str = ""
-    missing: str = ""
 
     @property
     def sweeps(self) -> list[Sweep]:
@@ -181,10 +190,10 @@ class Entry:
     @property
     def state(self) -> str:
         """What it takes to run it as the paper did."""
-        if self.missing:
-            return f"cannot be run: {self.missing}"
         sizes = sorted(set(_sizes(self.models)))
         needs = [f"a model of {' and '.join(f'{size:g}B' for size in sizes)}"] if sizes else []
+        texts = "".join(text for sweep in self.sweeps for text in sweep.methods.values())
+        needs += [f"--{name} (keepset {command})" for name, command in _MADE_BY.items() if f"{{{name}}}" in texts]
         if self.data:
             needs.append(f"data: {', '.join(self.data)} (the hub's, or --data)")
         return "; ".join(["needs " + " and ".join(needs)] if needs else ["runs here"])

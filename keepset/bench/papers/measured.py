@@ -7,27 +7,29 @@ from statistics import fmean
 from keepset.bench.analysis import intervals
 from keepset.bench.analysis.intervals import Interval
 from keepset.bench.analysis.rows import Figure, by_example
-from keepset.bench.analysis.summary import TOLERANCES, Trade, groups_of, summarise
+from keepset.bench.analysis.summary import TOLERANCES, Trade, groups_of, split, summarise
 from keepset.bench.cell import Cell
-from keepset.bench.papers.entry import AREA, SCORE, Key, Line, Measured, Sweep, removed_at
+from keepset.bench.papers.entry import AREA, SCORE, SECONDS, Key, Line, Measured, Sweep, removed_at
 
 CURVES = (AREA, *map(removed_at, TOLERANCES))
 """Metrics of all tasks and budgets together."""
-FRACTIONS = (SCORE, "keep", "finished", "repetition", *CURVES)
+FRACTIONS = (SCORE, "keep", "finished", "repetition", "wipeout", "middle", *CURVES)
 """Metrics from 0 to 1, which papers give in percent."""
 
 
 def measured(sweep: Sweep, cells: Sequence[Cell], files: Mapping[str, Path]) -> list[Measured]:
     """A figure for every task, method, budget and metric of which there is a cell, and those of all tasks together.
 
+    Parts by a fact come where examples say it.
     An example on which a recipe failed counts as not answered in a score, and not at all in a cost.
     """
+    parts = [part for fact in sweep.by if any(fact in cell.facts for cell in cells) for part in split(cells, fact)]
     by_place: dict[tuple[str, str], list[Cell]] = {}
-    for cell in cells:
+    for cell in [*cells, *parts]:
         by_place.setdefault((cell.task, cell.recipe), []).append(cell)
     tasks, lines = list(dict.fromkeys(cell.task for cell in cells)), sweep.lines(files)
     rows = []
-    for task in tasks:
+    for task in dict.fromkeys(task for task, _ in by_place):
         for metric in sweep.metrics:
             for line in lines:
                 if metric not in CURVES and (there := by_place.get((task, line.candidate.text))):
@@ -35,7 +37,8 @@ def measured(sweep: Sweep, cells: Sequence[Cell], files: Mapping[str, Path]) -> 
     if not sweep.average:
         return rows
     together = sweep.average + sweep.suffix
-    averages = [_average(together, places, len(tasks)) for places in _by_line(rows).values()]
+    whole = [row for row in rows if row.key.task.removesuffix(sweep.suffix) in tasks]
+    averages = [_average(together, places, len(tasks)) for places in _by_line(whole).values()]
     return [*rows, *averages, *_over_budgets(together, sweep, cells, lines)]
 
 
@@ -45,7 +48,7 @@ def _measured(key: Key, cells: Sequence[Cell]) -> Measured:
     if len(errors) < len(cells):
         values = by_example((cell.example, value) for cell in cells if (value := _value(cell, key.metric)) is not None)
         interval = intervals.of_score(values) if key.metric == SCORE else intervals.of_mean(values)
-        figure = Figure.of(fmean(values), interval)
+        figure = Figure.of(fmean(values), interval) if values else None
     examples = len({cell.example for cell in cells})
     return Measured(key, figure, examples, len(errors), errors[0] if errors else None)
 
@@ -53,7 +56,12 @@ def _measured(key: Key, cells: Sequence[Cell]) -> Measured:
 def _value(cell: Cell, metric: str) -> float | None:
     if metric == SCORE:
         return cell.score
-    return None if cell.outcome is None else getattr(cell.outcome, metric)
+    outcome = cell.outcome
+    if outcome is None:
+        return None
+    if metric == SECONDS:
+        return outcome.prefill_seconds + outcome.select_seconds + outcome.decode_seconds
+    return getattr(outcome, metric)
 
 
 def _by_line(rows: Sequence[Measured]) -> dict[Key, list[Measured]]:

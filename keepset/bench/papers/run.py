@@ -19,8 +19,8 @@ def grid(sweep: Sweep, options: Options) -> Grid:
         if tokens is not None:
             task.generation = replace(task.generation, tokens=tokens)
     candidates = list({line.candidate.text: line.candidate for line in sweep.lines(options.files)}.values())
-    limit = sweep.limit if options.limit is None else options.limit
-    return Grid(tasks, [options.seed], {task.name: candidates for task in tasks}, limit)
+    limit, sample = (sweep.limit, sweep.sample) if options.limit is None else (options.limit, None)
+    return Grid(tasks, [options.seed], {task.name: candidates for task in tasks}, limit, sample)
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Cost:
 
 def cost(groups: Sequence[Group], tokenizer: Tokenizer, sweep: Sweep, chat: bool) -> Cost:
     """Of all groups, those that are done already too."""
-    prompts = Prompts(tokenizer, mode=sweep.mode, chat=chat, longest=None)
+    frames = {use: Prompts(tokenizer, mode=sweep.mode, chat=use, longest=None) for use in {chat, False}}
     prompt_tokens = answer_tokens = 0
     for group in groups:
         answer = group.task.generation.tokens
-        for prompt in prompts.of(group.example, answer):
+        for prompt in frames[chat and group.task.chat].of(group.example, answer):
             prompt_tokens += len(prompt.ids)
             for question in prompt.questions:
                 longest = max(map(len, question.choices), default=answer)

@@ -6,8 +6,9 @@ import re
 
 import pytest
 
+from keepset.bench.cell import COSTS
 from keepset.bench.papers.catalogue import ENTRIES, entry_of
-from keepset.bench.papers.entry import Entry, Key, Options
+from keepset.bench.papers.entry import SCORE, SECONDS, Entry, Key, Options
 from keepset.bench.papers.measured import CURVES
 from keepset.bench.papers.published import _blocks, published
 from keepset.bench.papers.run import grid
@@ -21,20 +22,25 @@ def test_names_recipes_and_tasks(entry: Entry) -> None:
     assert re.fullmatch(r"(ams|gvote|kvcompose|compilerkv)-(table|figure)-[a-z]?\d+[a-z]?", entry.name)
     paper, place = entry.source.split(", ")
     assert entry.name == f"{paper} {place}".lower().replace(" ", "-")
-    assert bool(entry.parts) is not bool(entry.missing)
+    assert entry.parts
     assert len({sweep.name for sweep in entry.sweeps}) == len(entry.sweeps)
     for sweep in entry.sweeps:
         asked = grid(sweep, Options())
         assert asked.tasks and all(asked.candidates[task.name] for task in asked.tasks)
         for line in sweep.lines({}):
             assert line.candidate.error is None, line
+        assert set(sweep.metrics) <= {SCORE, SECONDS, *COSTS, *CURVES}
 
 
 @EVERY
 def test_the_papers_figures_have_a_place_in_what_is_measured(entry: Entry) -> None:
     for model, figures in published(entry.name).items():
         assert model in entry.models
-        assert set(figures) <= keys(entry) or not entry.sweeps  # what a function measures is its own tests' matter
+        places = keys(entry)
+        facts = [fact for sweep in entry.sweeps for fact in sweep.by]
+        for key in figures:
+            whole, part = re.fullmatch(r"(.+?)(?:, (\w+) [\w ]+)?", key.task).groups()  # type: ignore[union-attr]
+            assert key in places or (part in facts and key._replace(task=whole) in places) or not entry.sweeps, key
 
 
 def keys(entry: Entry) -> set[Key]:

@@ -93,3 +93,39 @@ def test_a_mean_needs_every_task(scores: dict[tuple[str, str, float], list[float
     place = next(key for key in rows if key.method == "TOVA" and key.metric == SCORE)
     assert rows[place].figure is None and rows[place].failed == 3 and rows[place].error == "no"
     assert not any(key.method == "TOVA" and key.metric == AREA for key in rows)
+
+
+def test_parts_by_a_fact_seconds_and_what_is_not_known() -> None:
+    sweep = Sweep(("math500",), {"TOVA": "tova"}, (64,), metrics=("seconds", "tokens"), by=("level",), full="")
+    (line,) = sweep.lines({})
+    made = [
+        Cell(
+            task="math500",
+            seed=0,
+            example=str(level),
+            recipe=line.candidate.text,
+            method=line.candidate.method,
+            requested=64,
+            facts={"level": level} if level else {},
+            metric="accuracy",
+            outcome=Outcome(
+                {"accuracy": 1.0},
+                [],
+                1.0,
+                1,
+                1,
+                tokens=level,
+                prefill_seconds=0.5,
+                select_seconds=0.25,
+                decode_seconds=float(level),
+            ),
+        )
+        for level in (0, 2, 4)
+    ]
+    rows = measured(sweep, made, {})
+    assert figure(rows, "math500", "TOVA", 64, "seconds") == pytest.approx(0.75 + 2)
+    assert figure(rows, "math500, level 4", "TOVA", 64, "seconds") == pytest.approx(0.75 + 4)
+    assert figure(rows, "math500, level 2", "TOVA", 64, "tokens") == 2
+    assert len(rows) == 6
+    unsplit = measured(sweep, [replace(each, facts={}) for each in made], {})
+    assert {row.key.task for row in unsplit} == {"math500"}

@@ -131,7 +131,7 @@ def test_waits_for_a_group_that_another_process_is_at(path: Path, notes: Path, m
             waits.append(seconds)
             assert len(other.done()) == 33
             assert other.save(cell(groups[0].task, groups[0].example, groups[0].candidates[0], 0))
-            other.release(groups[0].key)
+            other.release(groups[0].key, RECIPES)
 
         monkeypatch.setattr(sweep_module.time, "sleep", sleep)
         told = sweep(path, asked, Scripted(notes))
