@@ -131,7 +131,7 @@ def _sweep(part: Sweep, model: str | None, options: Options, path: Path, ray: bo
         )
 
     check_writable(path)
-    asking = Asking(part.mode, part.chat, part.temperature, options.answer_tokens)
+    asking = Asking(part.mode, part.chat, part.temperature, options.answer_tokens, part.alone)
     swept = sweep_grid(path, grid(part, options), model, asking, ray, foretell)
     say_lost(swept.lost)
     return measured(part, swept.cells, options.files), bool(swept.lost)
@@ -156,7 +156,10 @@ def _print_list(entries: Sequence[Entry], as_json: bool) -> None:
         for each in entries:
             grid.add_row(each.name, each.title, "\n".join(map(_short, each.models)), each.state)
         show(grid)
-        say(f"\nAny entry runs under any model: --model {_EMBEDDED} tries one out, though its scores mean nothing.")
+        say(
+            "\nData come from the hub, or from a folder with --data; what names none runs here. "
+            f"--model {_EMBEDDED} tries any entry out, though its scores mean nothing."
+        )
 
     listed = [
         {name: getattr(each, name) for name in ("name", "source", "title", "models", "data", "state", "note")}
@@ -198,11 +201,13 @@ def _figure(figure: dict[str, float | None] | None, metric: str) -> str:
 
 
 def _number(value: float | None, metric: str) -> str:
-    """Fractions in percent."""
+    """Fractions in percent, bytes in units of 10^9."""
     from keepset.bench.papers.measured import FRACTIONS
 
     if value is None:
         return ""
+    if metric.endswith("_bytes"):
+        return f"{value / 1e9:.2f} GB"
     # What rounds to zero has no sign of its own.
     return f"{round(100 * value, 1) + 0.0:.1f}" if metric in FRACTIONS else f"{value:,.4g}"
 

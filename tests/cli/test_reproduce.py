@@ -55,7 +55,7 @@ def test_list(run: Run) -> None:
     assert done.code == 0
     listed = {each["name"]: each for each in json.loads(done.out)}
     assert list(listed) == list(ENTRIES)
-    assert listed["ams-table-2"]["state"] == "needs a model of 7B and data: gsm8k (the hub's, or --data)"
+    assert listed["ams-table-2"]["state"] == "needs a model of 7B; data: gsm8k"
     text = run("reproduce", "list")
     assert text.code == 0 and all(name in text.out for name in ENTRIES)
 
@@ -81,6 +81,7 @@ def test_a_table_is_stopped_gone_on_with_and_shown(
     with Store.open(path) as store:
         cells = store.cells()
     assert len(cells) == 16 and all(cell in cells for cell in first)
+    assert max(cell.outcome.batch for cell in cells if cell.outcome) > 1
     (result,) = json.loads(done.out)
     assert (result["model"], result["paper_model"]) == (EMBEDDED, "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B")
     rows = {(row["method"], row["keep"]): row for row in result["rows"]}
@@ -98,10 +99,13 @@ def test_a_table_is_stopped_gone_on_with_and_shown(
 class Interrupted(Runner):
     """A runner that somebody stops before its fourth cell."""
 
-    def run(self, *args: Any) -> Any:
-        for number, cell in enumerate(super().run(*args)):
-            if number == 3:
+    made = 0
+
+    def decode(self, *args: Any) -> Any:
+        for cell in super().decode(*args):
+            if self.made == 3:
                 raise KeyboardInterrupt
+            self.made += 1
             yield cell
 
 
@@ -138,6 +142,8 @@ def test_what_compression_does_to_a_text(run: Run, tiny: Any, data: str) -> None
     for method in ("TOVA", "AMS-TOVA"):
         assert 0 <= figures["math500", method, "wipeout"]["value"] < 1
         assert figures["math500, level 5", method, "repetition"] is not None
+    with Store.open(Path("reproduced") / f"ams-dynamics-{EMBEDDED}.sqlite") as store:
+        assert [cell.outcome.batch for cell in store.cells() if cell.outcome] == [1.0] * 4
     assert figures["math500", "AMS-TOVA", "wipeout"]["value"] < figures["math500", "TOVA", "wipeout"]["value"]
 
 
