@@ -102,7 +102,7 @@ class Sweep:
         answer_tokens: of an answer at most, by task; the task's own where it is not named.
         limit, sample: examples of each task; see `Grid`.
         by: facts of the examples, such as `level`: each of their values gets figures of its own.
-        mode, chat, temperature: see `Runner`.
+        mode, chat, temperature, alone: see `Runner`.
         average: the table's name for the mean over all tasks, and for what is said of them together; empty without.
         suffix: what follows the names of tasks where another sweep of the entry has the same.
         name: tells an entry's sweeps apart, in the names of their files.
@@ -124,6 +124,7 @@ class Sweep:
     mode: Mode = "prompt"
     chat: bool = True
     temperature: float = 0.0
+    alone: bool = False
     average: str = ""
     suffix: str = ""
     name: str = ""
@@ -190,13 +191,12 @@ class Entry:
     @property
     def state(self) -> str:
         """What it takes to run it as the paper did."""
-        sizes = sorted(set(_sizes(self.models)))
-        needs = [f"a model of {' and '.join(f'{size:g}B' for size in sizes)}"] if sizes else []
+        sizes = ", ".join(f"{size:g}B" for size in sorted(set(_sizes(self.models))))
         texts = "".join(text for sweep in self.sweeps for text in sweep.methods.values())
+        needs = [f"models of {sizes}" if "," in sizes else f"a model of {sizes}"]
         needs += [f"--{name} (keepset {command})" for name, command in _MADE_BY.items() if f"{{{name}}}" in texts]
-        if self.data:
-            needs.append(f"data: {', '.join(self.data)} (the hub's, or --data)")
-        return "; ".join(["needs " + " and ".join(needs)] if needs else ["runs here"])
+        needs += [f"data: {', '.join(self.data)}"] if self.data else []
+        return f"needs {'; '.join(needs)}"
 
 
 def recipe_of(text: str, files: Mapping[str, Path]) -> Recipe:
