@@ -15,15 +15,23 @@ from tests.posing import Gpu, on_gpu
 
 COMMANDS = {
     "generate": ("generate", "Hello there, you.", "--recipe", "snapkv(window=4, keep=0.5)", "--max-new-tokens", "3"),
-    "compare": ("compare", "snapkv(window=4)", "--keeps", "0.5", "--tokens", "64", "--continuation", "8"),
-    "tune": ("tune", "--text", "text.txt", "--recipes", "snapkv(window=4), knorm", "--keeps", "0.5"),
-    "trace": ("trace", "--recipe", "tova(keep=16, every=4)", "--prompt", "Hello", "--max-new-tokens", "6"),
-    "diagnose": ("diagnose", "stability", "--recipe", "snapkv(window=4)", "--tokens", "64"),
-    "latency": ("bench", "latency", "--recipes", "snapkv(window=4)", "--tokens", "64", "--new-tokens", "4"),
+    "compare": ("compare", "--recipes", "tova, kvzip", "--keeps", "0.5", "--tokens", "64", "--continuation", "8"),
+    "trace": ("trace", "Hello", "--recipe", "tova(keep=16, every=4)", "--tokens", "6", "--html", "trace.html"),
+    "diagnose": ("diagnose", "gvote"),
+    "latency": (
+        "bench",
+        "latency",
+        "--recipes",
+        "tova(keep=9)",
+        "--tokens",
+        "64",
+        "--output-tokens",
+        "4",
+        "--rounds",
+        "1",
+    ),
     "context": ("context", "build", "--text", "text.txt", "--out", "c.safetensors", "--recipe", "snapkv(keep=0.5)"),
     "eval": ("eval", "needle", "--lengths", "128", "--limit", "1", "--recipes", "snapkv(window=4)", "--keeps", "0.5"),
-    "calibrate": ("calibrate", "--out", "s.safetensors"),
-    "compile": ("compile", "--out", "t.safetensors", "--contexts", "2", "--tokens", "64"),
 }
 
 
