@@ -42,18 +42,20 @@ PROBLEMS: list[tuple[str, dict[str, Any], str, bool, bool]] = [
 def model(embedded: Any) -> Iterator[Any]:
     """Says what stands in the script after each problem."""
     model, tokenizer = tiny_model(), embedded[1]
-    now: dict[str, Any] = {}
+    replies: dict[int, str] = {}  # by the lengths of their problems, which differ
 
     def script(module: Any, args: Any, kwargs: Any, output: Any) -> Any:
         ids = args[0] if args else kwargs["input_ids"]
-        at = next(iter(kwargs["past_key_values"].kept_layers.values())).logical
-        if ids.shape[1] > 1:
-            asked = tokenizer.decode(ids[0])
-            (now["reply"],) = (said for _, item, said, _, _ in PROBLEMS if str(next(iter(item.values()))) in asked)
-            now["begin"] = at
-        said = [*tokenizer(now["reply"], add_special_tokens=False)["input_ids"], model.generation_config.eos_token_id]
-        logits = torch.full_like(output.logits, -10.0)
-        logits[:, -1, said[at - now["begin"]]] = 10.0
+        past, logits = kwargs["past_key_values"], torch.full_like(output.logits, -10.0)
+        for row, cache in enumerate(getattr(past, "_caches", [past])):
+            length = cache.progress.prompt
+            if ids.shape[1] > 1:
+                asked = tokenizer.decode(ids[0])
+                (reply,) = (said for _, item, said, _, _ in PROBLEMS if str(next(iter(item.values()))) in asked)
+                assert replies.setdefault(length, reply) == reply
+            said = tokenizer(replies[length], add_special_tokens=False)["input_ids"]
+            said = [*said, model.generation_config.eos_token_id]
+            logits[row, -1, said[cache.progress.logical - length]] = 10.0
         return replace(output, logits=logits)
 
     handle = model.register_forward_hook(script, with_kwargs=True)
