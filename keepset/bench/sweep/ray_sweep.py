@@ -41,10 +41,12 @@ class Loads:
     mode: Mode
     chat: bool
     temperature: float
+    alone: bool = False
 
     def __call__(self) -> Runner:
         model, tokenizer = models.load(self.model)
-        return Runner(model, tokenizer, mode=self.mode, chat=self.chat, temperature=self.temperature)
+        options: dict[str, Any] = {"mode": self.mode, "chat": self.chat, "temperature": self.temperature}
+        return Runner(model, tokenizer, **options, alone=self.alone)
 
 
 def run(

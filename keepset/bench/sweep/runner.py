@@ -17,7 +17,7 @@ from keepset.bench.cell import Cell, Outcome, means
 from keepset.bench.memory import Room, most_tokens
 from keepset.bench.sweep.evaluate import Evaluator
 from keepset.bench.sweep.prompts import Mode, Prompt, Prompts
-from keepset.bench.sweep.scheduler import Scheduler, Streams
+from keepset.bench.sweep.scheduler import MOST, Scheduler, Streams
 from keepset.bench.tasks.task import Example, Task, Tokenizer
 from keepset.errors import KeepsetError
 from keepset.hf.cache import Cache
@@ -44,10 +44,18 @@ class Runner:
     prompt, as in `generate`; where something follows what was compressed, by what was kept of it. Answers are the most
     likely tokens; with a temperature they are drawn by the seed, the example and the question alone, so that all
     candidates have the same luck. Of the model's generation config only what ends an answer counts.
+    If `alone`, answers are decoded one by one: seconds and memory are then each one's own.
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: Tokenizer, *, mode: Mode, chat: bool, temperature: float = 0.0
+        self,
+        model: PreTrainedModel,
+        tokenizer: Tokenizer,
+        *,
+        mode: Mode,
+        chat: bool,
+        temperature: float = 0.0,
+        alone: bool = False,
     ) -> None:
         # Divided by less, logits overflow.
         if not (temperature == 0 or 0.01 <= temperature <= 100):
@@ -59,7 +67,7 @@ class Runner:
         self._mode, self._verbatim = mode, prompts(chat=False)
         self._chat = prompts(chat=True) if chat else self._verbatim
         self._model, self._evaluator = model, Evaluator(model, tokenizer, temperature)
-        self._room = Room(model.device)
+        self._room, self._most = Room(model.device), 1 if alone else MOST
 
     def run(self, task: Task, example: Example, candidates: Sequence[Candidate], seed: int) -> Iterator[Cell]:
         """A cell for every candidate, in their order; what cannot be had is a cell with an error.
@@ -79,7 +87,7 @@ class Runner:
             recipes = [] if run.recipe is None else [run.recipe]
             return self._job(run, prompts, 0, lambda prompt: self._session(prompt, recipes))
 
-        for done, error in Scheduler(self._model, self._room, map(job, asked)).run():
+        for done, error in Scheduler(self._model, self._room, map(job, asked), self._most).run():
             yield done.run.asked, None if error is not None else done.run.cell()
 
     def _share(self, runs: Sequence[_Run], told: bool) -> Iterator[Cell]:
@@ -90,7 +98,7 @@ class Runner:
             session = self._session(prompt, [recipe for recipe in recipes if recipe.schedule.every is None])
             jobs = [self._job(run, [prompt], questions, lambda _, session=session: session) for run in runs]
             done = set[_Run]()
-            for job, error in Scheduler(self._model, self._room, iter(jobs)).run():
+            for job, error in Scheduler(self._model, self._room, iter(jobs), self._most).run():
                 if error is not None:
                     raise error
                 done.add(job.run)

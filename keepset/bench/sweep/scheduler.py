@@ -52,12 +52,12 @@ class Scheduler(Generic[SomeJob]):
     """Decodes answers side by side; where one ends another begins (continuous batching: Yu and others 2022, Orca).
 
     A job is taken from the iterator when there may be room for it, and begins when there is. Where memory is not enough
-    after all, those that it failed begin anew later, and from then on half as many go side by side.
+    after all, those that it failed begin anew later, and from then on half as many go side by side; `most` at first.
     """
 
-    def __init__(self, model: PreTrainedModel, room: Room, jobs: Iterator[SomeJob]) -> None:
+    def __init__(self, model: PreTrainedModel, room: Room, jobs: Iterator[SomeJob], most: int = MOST) -> None:
         self._model, self._room, self._jobs = model, room, jobs
-        self._most = MOST if can_go_together(model) else 1
+        self._most = most if can_go_together(model) else 1
         self._waiting: deque[SomeJob] = deque()
         self._going: list[_Going[SomeJob]] = []
 

@@ -30,10 +30,28 @@ TASKS = ["gsm8k", "math500", "aime24"]
 # Of each problem: the file's item, what the model says, whether that is right, and whether it comes to its end.
 PROBLEMS: list[tuple[str, dict[str, Any], str, bool, bool]] = [
     ("gsm8k", {"question": "How many eggs?", "answer": "9 + 9 = 18\n#### 18"}, r"So it is \boxed{18}.", True, True),
-    ("gsm8k", {"question": "How many robes?", "answer": "#### 3"}, r"So it is \boxed{4}.", False, True),
-    ("math500", {"problem": "Add halves.", "answer": r"\frac{1}{2}"}, r"That is \boxed{0.5}.", True, True),
-    ("math500", {"problem": "Count on.", "answer": "7"}, "one two three " * 40, False, False),
-    ("aime24", {"Problem": "Walk to coffee.", "Answer": 204}, r"Hence \boxed{204}", True, True),
+    ("gsm8k", {"question": "How many robes are there?", "answer": "#### 3"}, r"So it is \boxed{4}.", False, True),
+    (
+        "math500",
+        {"problem": "Add halves, both of them, please.", "answer": r"\frac{1}{2}"},
+        r"That is \boxed{0.5}.",
+        True,
+        True,
+    ),
+    (
+        "math500",
+        {"problem": "Count on and on and on and on and on and on.", "answer": "7"},
+        "one two three " * 40,
+        False,
+        False,
+    ),
+    (
+        "aime24",
+        {"Problem": "Walk to coffee, then on to tea, then to the next, then back home.", "Answer": 204},
+        r"Hence \boxed{204}",
+        True,
+        True,
+    ),
     ("aime24", {"Problem": "Do say.", "Answer": 25}, "", False, True),
 ]
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from multiprocessing import get_context
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -47,11 +48,11 @@ def notes_of(path: Path) -> list[str]:
     return [line.partition(" ")[2] for line in path.read_text().splitlines()]
 
 
-def start(path: Path, notes: Path, stop_at: int = 0, together: int = 1, decodes: bool = False) -> subprocess.Popen[str]:
-    words = [str(path), str(notes), str(stop_at), str(together), str(int(decodes))]
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.bench.sweep.sweeping", *words], stdout=subprocess.PIPE, text=True
-    )
+def start(path: Path, notes: Path, asked: Grid | None = None, **options: int) -> ForkProcess:
+    """A process of its own that sweeps."""
+    process = get_context("fork").Process(target=sweep, args=(path, asked or grid(), Scripted(notes, **options)))
+    process.start()
+    return process
 
 
 @pytest.fixture
@@ -91,12 +92,13 @@ def test_recipes_tasks_and_seeds_can_be_added(path: Path, notes: Path) -> None:
 @pytest.mark.full
 def test_a_killed_sweep_goes_on_and_ends_like_one_that_was_not(path: Path, notes: Path) -> None:
     killed = start(path, notes, stop_at=8)  # the second cell of the third group
-    assert killed.stdout is not None and killed.stdout.readline() == "waiting\n"
-    killed.send_signal(signal.SIGKILL)  # not waited for yet: what is left of it must not pass for a living process
+    while killed.is_alive() and not notes.with_name("waiting").exists():
+        time.sleep(0.01)
+    killed.kill()  # not waited for yet: what is left of it must not pass for a living process
     assert cells(path) == expected(grid())[:7]
     sweep(path, grid(), Scripted(notes))
-    killed.communicate()
-    assert killed.returncode == -signal.SIGKILL
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL
     assert cells(path) == expected(grid())
     assert sorted(notes_of(notes)) == sorted(f"{c.task} {c.seed} {c.example} {c.recipe}" for c in expected(grid()))
 
@@ -104,7 +106,9 @@ def test_a_killed_sweep_goes_on_and_ends_like_one_that_was_not(path: Path, notes
 @pytest.mark.full
 def test_two_processes_share_the_work(path: Path, notes: Path) -> None:
     both = [start(path, notes, together=2) for _ in range(2)]
-    assert [process.wait(timeout=120) for process in both] == [0, 0]
+    for process in both:
+        process.join()
+    assert [process.exitcode for process in both] == [0, 0]
     assert cells(path) == expected(grid())
     assert sorted(notes_of(notes)) == sorted(f"{c.task} {c.seed} {c.example} {c.recipe}" for c in expected(grid()))
     makers: dict[str, set[str]] = {}
@@ -155,21 +159,25 @@ def test_a_killed_sweep_of_tasks_that_decode_loses_only_what_was_under_way(
     path: Path, notes: Path, stop_at: int
 ) -> None:
     asked = grid(decodes=True)
-    killed = start(path, notes, stop_at=stop_at, decodes=True)
-    assert killed.stdout is not None and killed.stdout.readline() == "waiting\n"
-    killed.send_signal(signal.SIGKILL)
+    killed = start(path, notes, asked, stop_at=stop_at)
+    while killed.is_alive() and not notes.with_name("waiting").exists():
+        time.sleep(0.01)
+    killed.kill()
     assert len(cells(path)) == stop_at - 1
     sweep(path, asked, Scripted(notes))
-    killed.communicate()
+    killed.join()
     assert sorted(map(str, cells(path))) == sorted(map(str, expected(asked)))
     assert len(notes_of(notes)) == len(set(notes_of(notes))) == 36
 
 
 @pytest.mark.full
 def test_two_processes_share_the_work_of_tasks_that_decode(path: Path, notes: Path) -> None:
-    both = [start(path, notes, together=2, decodes=True) for _ in range(2)]
-    assert [process.wait(timeout=120) for process in both] == [0, 0]
-    assert sorted(map(str, cells(path))) == sorted(map(str, expected(grid(decodes=True))))
+    asked = grid(decodes=True)
+    both = [start(path, notes, asked, together=2) for _ in range(2)]
+    for process in both:
+        process.join()
+    assert [process.exitcode for process in both] == [0, 0]
+    assert sorted(map(str, cells(path))) == sorted(map(str, expected(asked)))
     lines = notes.read_text().splitlines()
     assert len(set(notes_of(notes))) == len(lines) == 36
     assert {line.split(" ", 1)[0] for line in lines} == {str(process.pid) for process in both}
