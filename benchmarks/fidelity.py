@@ -19,8 +19,9 @@ from keepset.bench.compare.prompt import PromptComparer
 from keepset.bench.compare.text_task import TextTask, make_text_task
 
 RECIPES = (
-    "streaming_llm, random, knorm, keydiff, lagkv, tova, snapkv, h2o, expected_attention, pyramid(snapkv), "
-    "chunkkv(snapkv), adakv(snapkv), adakv(expected_attention), criticalkv(snapkv), zigzag(snapkv), dynamic(snapkv), "
+    "streaming_llm, random, knorm, keydiff, lagkv, tova, snapkv, h2o, expected_attention, "
+    "expected_attention(epsilon=0.0), pyramid(snapkv), chunkkv(snapkv), adakv(snapkv), adakv(expected_attention), "
+    "adakv(expected_attention(epsilon=0.0)), criticalkv(snapkv), zigzag(snapkv), dynamic(snapkv), "
     "duo_attention, kvzip, kvcompose, kvcompose(floor=0.2), kvcompose(structured=False), kvcompose(task='self'), "
     "pool(second_pass(statistic='rms'), sinks=4, recent=32), pool(prompt_queries), reread, glance, gvote"
 )

@@ -14,6 +14,8 @@ if TYPE_CHECKING:  # the process that only divides the tests among others need n
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 ONLY_FULL = pytest.StashKey[set[pytest.Item]]()
+FILE = pytest.StashKey[Path]()
+"""Of the newest test."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,20 +31,23 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     only_full = config.stash[ONLY_FULL] = tiers.of_full_tier(items)
-    if not tiers.FULL:
-        config.hook.pytest_deselected(items=[item for item in items if item in only_full])
-        items[:] = [item for item in items if item not in only_full]
+    left_out = tiers.of_no_tier(items) if tiers.FULL else only_full
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
     # Engines first: processes take work from each other's end, where it is divided more finely.
     items.sort(key=lambda item: "vllm" not in item.path.parts)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Of a product of parameters the diagonal has every type in it; to check the rest too takes minutes."""
+    if item.path != item.config.stash.get(FILE, None):
+        item.config.stash[FILE] = item.path
+        leave_to_themselves()
     typecheck.begin_test(checks="cross" not in item.keywords or item not in item.config.stash[ONLY_FULL])
 
 
-def pytest_collection_finish() -> None:
-    """The modules stay: garbage is looked for among what tests make alone, or each look takes a third of a second."""
+def leave_to_themselves() -> None:
+    """What there is stays: garbage is looked for among what a file's tests make, or each look takes half a second."""
     gc.collect()
     gc.freeze()
 

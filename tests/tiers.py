@@ -6,6 +6,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterable
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -34,23 +35,54 @@ def examples(number: int, *, derandomize: bool = True, **options: Any) -> settin
 def of_full_tier(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     """What is marked `full`, and of tests marked `cross` what is off the diagonal of their parameters' product."""
     items = list(items)
+    outside = {item for product in _products(items) for item in product.keys() - set(_diagonal(product))}
+    return {item for item in items if item.get_closest_marker("full")} | outside
+
+
+def of_no_tier(items: Iterable[pytest.Item]) -> set[pytest.Item]:
+    """Of tests marked `cross` what holds no pair of values that stands in none of the others."""
+    return {item for product in _products(items) for item in product.keys() - _pairwise(product)}
+
+
+Product = dict[pytest.Item, tuple[int, ...]]
+"""All combinations of a test's parameters: which value each of them has of each axis, numbered."""
+
+
+def _products(items: Iterable[pytest.Item]) -> Iterable[Product]:
     crossed: dict[object, list[pytest.Function]] = defaultdict(list)
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("cross"):
             crossed[item.path, item.originalname].append(item)
-    return {item for item in items if item.get_closest_marker("full")}.union(*map(_off_diagonal, crossed.values()))
+    for of_test in crossed.values():
+        places: list[list[int]] = [[] for _ in of_test]
+        for mark in of_test[0].iter_markers("parametrize"):
+            names = mark.args[0].replace(" ", "").split(",") if isinstance(mark.args[0], str) else mark.args[0]
+            values: dict[tuple[int, ...], int] = {}
+            for item, place in zip(of_test, places, strict=True):
+                value = tuple(id(item.callspec.params[name]) for name in names)
+                place.append(values.setdefault(value, len(values)))
+        yield dict(zip(of_test, map(tuple, places), strict=True))
 
 
-def _off_diagonal(items: list[pytest.Function]) -> set[pytest.Item]:
-    """All but enough combinations that each value of each axis is in one."""
-    places: dict[pytest.Item, list[int]] = {item: [] for item in items}
-    sizes = []
-    for mark in items[0].iter_markers("parametrize"):
-        names = mark.args[0].replace(" ", "").split(",") if isinstance(mark.args[0], str) else mark.args[0]
-        values: dict[tuple[int, ...], int] = {}
-        for item in items:
-            value = tuple(id(item.callspec.params[name]) for name in names)
-            places[item].append(values.setdefault(value, len(values)))
-        sizes.append(len(values))
-    diagonal = [[k % size for size in sizes] for k in range(max(sizes))]
-    return {item for item, place in places.items() if place not in diagonal}
+def _diagonal(product: Product) -> list[pytest.Item]:
+    """Enough combinations that each value of each axis is in one."""
+    sizes = [max(axis) + 1 for axis in zip(*product.values(), strict=True)]
+    diagonal = {tuple(k % size for size in sizes) for k in range(max(sizes))}
+    return [item for item, place in product.items() if place in diagonal]
+
+
+def _pairwise(product: Product) -> set[pytest.Item]:
+    """Enough combinations that any two values of two axes are together in one, and the diagonal: always the best next.
+
+    Of one axis or two that is all.
+    """
+    pairs = {item: set(combinations(enumerate(place), 2)) for item, place in product.items()}
+    if not all(pairs.values()):
+        return set(product)
+    chosen = set(_diagonal(product))
+    missing = set().union(*pairs.values()).difference(*(pairs[item] for item in chosen))
+    while missing:
+        best = max(product, key=lambda item: len(pairs[item] & missing))
+        chosen.add(best)
+        missing -= pairs[best]
+    return chosen

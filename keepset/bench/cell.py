@@ -26,7 +26,11 @@ class Outcome:
         repetition: share of the generated tokens' four-grams that were there before, in the same answer.
         prefill_seconds: of the shared prefill and of what was collected for this recipe.
         select_seconds: choosing and freeing.
-        decode_seconds: hearing the question and generating, or scoring the choices; of a batch an even share.
+        decode_seconds: hearing the question and generating, or scoring the choices; of answers that are decoded side
+            by side an even share.
+        batch: how many were, on the mean over the tokens.
+        peak_bytes: the most that the device had allocated in any call of the model for it, weights and the others of
+            the batch included; None on a CPU.
         wipeout: of the text's regions, the share of which an event kept nothing, on the mean over events, layers and
             KV heads. This and the following, see `diagnostics`: of recipes with `every=`; None where nothing is known.
         middle: of the middle third of the text, the share that an event kept.
@@ -45,6 +49,8 @@ class Outcome:
     prefill_seconds: float = 0.0
     select_seconds: float = 0.0
     decode_seconds: float = 0.0
+    batch: float = 1.0
+    peak_bytes: float | None = None
     wipeout: float | None = None
     middle: float | None = None
     iou: float | None = None

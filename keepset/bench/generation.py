@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from keepset.bench.tasks.task import Generation, Reply, Tokenizer
+from keepset.hf.batch import go_together
 from keepset.hf.cache import Cache
 
 Pick = Callable[[Float[Tensor, "1 vocabulary"]], Int[Tensor, "1 1"]]
@@ -84,50 +85,81 @@ class Ending:
 class Answer:
     """One answer: the ids that were generated, and their text without the end; of choices their likelihoods.
 
-    It has `finished` where it ended by itself, or at a text of `until`; of the seconds of answers that were decoded
-    together, it has an even share.
+    It has `finished` where it ended by itself, or at a text of `until`. Of the seconds of answers that were decoded
+    together it has an even share, and those in which its own cache chose what stays; `beside` sums up over its tokens
+    how many answers got one at once.
     """
 
     ids: list[int] = field(default_factory=list)
     seconds: float = 0.0
+    beside: int = 0
     reply: Reply = ""
     finished: bool = True
 
 
-@torch.no_grad()
-def generate(
-    model: PreTrainedModel,
-    cache: Cache,
-    first: Float[Tensor, "rows vocabulary"],
-    picks: Sequence[Pick],
-    ending: Ending,
-    on_token: Callable[[], None] = lambda: None,
-) -> list[Answer]:
-    """One answer for each request of the cache, which they leave when they are at their end.
+@dataclass(eq=False)
+class Stream:
+    """An answer that is being decoded, on a cache of its own.
 
-    `first` are the logits of each answer's first token, `picks` choose its tokens, and `on_token` is called whenever
-    the cache has grown.
+    Attributes:
+        logits: what its next token is picked from.
+        on_token: is called whenever the cache has grown.
+        over: whether it is at its end.
+        error: what has stopped it; of the cache's use is none any more.
     """
-    answers = [Answer() for _ in picks]
-    going, logits, began = list(range(len(picks))), first, time.perf_counter()
-    while True:
-        for row, answer in enumerate(going):
-            answers[answer].ids.append(int(picks[answer](logits[row : row + 1])))
-        stay = [row for row, answer in enumerate(going) if not ending.reached(answers[answer].ids)]
-        began, before = time.perf_counter(), began
-        for answer in going:
-            answers[answer].seconds += (began - before) / len(going)
-        if not stay:
-            break
-        if len(stay) < len(going):
-            cache.batch_select_indices(torch.tensor(stay))
-            going = [going[row] for row in stay]
-        tokens = torch.tensor([[answers[answer].ids[-1]] for answer in going], device=logits.device)
-        logits = model(tokens, past_key_values=cache, use_cache=True).logits[:, -1]
-        on_token()
-    for each in answers:
-        each.reply, each.finished = ending.answer(each.ids)
-    return answers
+
+    cache: Cache
+    logits: Float[Tensor, "1 vocabulary"]
+    pick: Pick
+    ending: Ending
+    on_token: Callable[[], None]
+    answer: Answer = field(default_factory=Answer)
+    over: bool = False
+    error: Exception | None = None
+
+    def say(self) -> None:
+        """Picks the next token."""
+        ids = self.answer.ids
+        ids.append(int(self.pick(self.logits)))
+        if self.ending.reached(ids):
+            self.over = True
+            self.answer.reply, self.answer.finished = self.ending.answer(ids)
+
+
+@torch.no_grad()
+def step(model: PreTrainedModel, streams: Sequence[Stream]) -> None:
+    """One token more of every answer. They may have begun at any time, and are each on a cache of another length."""
+    began, events = time.perf_counter(), [len(stream.cache.events) for stream in streams]
+    for stream in streams:
+        stream.say()
+    going = [stream for stream in streams if not stream.over]
+    if going:
+        _feed(model, going)
+    selecting = [sum(event.seconds for event in s.cache.events[n:]) for s, n in zip(streams, events, strict=True)]
+    share = (time.perf_counter() - began - sum(selecting)) / len(streams)
+    for stream, own in zip(streams, selecting, strict=True):
+        stream.answer.seconds += share + own
+        stream.answer.beside += len(streams)
+    for stream in going:
+        if stream.error is None:
+            stream.on_token()
+
+
+def _feed(model: PreTrainedModel, streams: Sequence[Stream]) -> None:
+    """Each one's newest token."""
+    tokens = torch.tensor([[stream.answer.ids[-1]] for stream in streams], device=model.device)
+    errors: dict[int, Exception] = {}
+    try:
+        if len(streams) == 1:
+            logits = model(tokens, past_key_values=streams[0].cache, use_cache=True).logits[:, -1]
+        else:
+            logits, errors = go_together(model, [stream.cache for stream in streams], tokens)
+    except Exception as error:
+        logits, errors = None, dict.fromkeys(range(len(streams)), error)
+    for row, stream in enumerate(streams):
+        stream.error = errors.get(row)
+        if stream.error is None:
+            stream.logits = logits[row : row + 1]
 
 
 def picker(temperature: float, device: torch.device, *draw: object) -> Pick:

@@ -12,7 +12,6 @@ from keepset.models import EMBEDDED, context_length
 from keepset.texts import essay, read
 
 FIGURES = ("overlap", "usage", "needed", "correlation")
-PAPER = {"overlap": 0.929, "usage": 0.594, "needed": 0.4, "correlation": 0.7759}
 
 diagnose = group("diagnose", "Check what a method supposes.")
 
@@ -44,6 +43,7 @@ def gvote(
     source = essay() if text is None else read(text)
 
     from keepset.bench.analysis.synthetic import next_query
+    from keepset.bench.papers.published import published
 
     loaded, tokenizer = load(model)
     ids = tokenizer(source, return_tensors="pt", verbose=False)["input_ids"][:, :tokens]
@@ -53,6 +53,7 @@ def gvote(
     with progress() as bar:
         layers = loaded.config.get_text_config().num_hidden_layers
         agreements = next_query(loaded, method, ids, counted(bar, "layers of two prefills", 2 * layers))
+    (paper,) = published("gvote-figure-3").values()
     rows: list[dict[str, Any]] = [
         {"layer": layer, **{name: _numbers(getattr(each, name)) for name in FIGURES}}
         for layer, each in agreements.items()
@@ -63,7 +64,7 @@ def gvote(
         "tokens": ids.shape[1],
         "layers": rows,
         "mean": {name: _mean([x for row in rows for x in row[name]]) for name in FIGURES},
-        "paper": PAPER,
+        "paper": {key.metric: figure for key, figure in paper.items()},
     }
     output(result, as_json, lambda: _print(result))
 

@@ -70,19 +70,34 @@ def reproduce(
     if entry == _LIST:
         return _print_list(list(ENTRIES.values()), as_json)
     chosen = entry_of(entry)
-    if chosen.missing:
-        raise KeepsetError(f"{chosen.source} cannot be run: {chosen.missing}")
     files = {name: path.resolve() for name, path in (("stats", stats), ("tables", tables)) if path is not None}
     options = Options(limit, seed, answer_tokens, wanted, data, files)
-    out.mkdir(parents=True, exist_ok=True)
+    _make(out)
     results, failed = [], False
-    for name in chosen.models if model is None else (model,):
-        rows, lost = _run(chosen, None if name == _EMBEDDED else name, options, out, ray)
+    names = chosen.models if model is None else (model,)
+    for name in names:
+        try:
+            rows, lost = _run(chosen, None if name == _EMBEDDED else name, options, out, ray)
+        except KeepsetError as error:
+            if len(names) == 1:
+                raise
+            note(f"{name}: {error}")  # the others' figures are none the worse for it
+            failed = True
+            continue
         failed = failed or lost or any(row.failed for row in rows)
         results.append(_result(chosen, EMBEDDED if name == _EMBEDDED else name, rows))
     output(results, as_json, lambda: _print(chosen, results))
     if failed:
         raise Exit(1)
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise KeepsetError(
+            f"{str(folder)!r} is no folder to write to ({error.strerror}): name another with --out."
+        ) from None
 
 
 def _run(entry: Entry, model: str | None, options: Options, out: Path, ray: bool) -> tuple[list[Measured], bool]:
@@ -116,7 +131,7 @@ def _sweep(part: Sweep, model: str | None, options: Options, path: Path, ray: bo
         )
 
     check_writable(path)
-    asking = Asking(part.mode, part.chat, part.temperature, options.answer_tokens)
+    asking = Asking(part.mode, part.chat, part.temperature, options.answer_tokens, part.alone)
     swept = sweep_grid(path, grid(part, options), model, asking, ray, foretell)
     say_lost(swept.lost)
     return measured(part, swept.cells, options.files), bool(swept.lost)
@@ -141,7 +156,10 @@ def _print_list(entries: Sequence[Entry], as_json: bool) -> None:
         for each in entries:
             grid.add_row(each.name, each.title, "\n".join(map(_short, each.models)), each.state)
         show(grid)
-        say(f"\nAny entry runs under any model: --model {_EMBEDDED} tries one out, though its scores mean nothing.")
+        say(
+            "\nData come from the hub, or from a folder with --data; what names none runs here. "
+            f"--model {_EMBEDDED} tries any entry out, though its scores mean nothing."
+        )
 
     listed = [
         {name: getattr(each, name) for name in ("name", "source", "title", "models", "data", "state", "note")}
@@ -183,11 +201,13 @@ def _figure(figure: dict[str, float | None] | None, metric: str) -> str:
 
 
 def _number(value: float | None, metric: str) -> str:
-    """Fractions in percent."""
+    """Fractions in percent, bytes in units of 10^9."""
     from keepset.bench.papers.measured import FRACTIONS
 
     if value is None:
         return ""
+    if metric.endswith("_bytes"):
+        return f"{value / 1e9:.2f} GB"
     # What rounds to zero has no sign of its own.
     return f"{round(100 * value, 1) + 0.0:.1f}" if metric in FRACTIONS else f"{value:,.4g}"
 

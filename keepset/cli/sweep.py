@@ -38,6 +38,7 @@ class Asking:
     chat: bool = True
     temperature: float = 0.0
     answer_tokens: int | None = None
+    alone: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -46,6 +47,7 @@ class Asking:
             "--mode": self.mode,
             "--temperature": self.temperature,
             "--answer-tokens": self.answer_tokens,
+            **({"answers one by one": True} if self.alone else {}),
         }
 
 
@@ -90,6 +92,7 @@ def sweep_grid(
     loaded, tokenizer = load(model)
     chat = asking.chat and tokenizer.chat_template is not None
     runner: dict[str, Any] = {"mode": asking.mode, "chat": chat, "temperature": asking.temperature}
+    runner |= {"alone": True} if asking.alone else {}
     with Store.begin(out, model or EMBEDDED, {**settings, _CHAT: chat, **fingerprint(loaded)}) as store:
         with status("making examples"):
             groups = grid.groups(store, tokenizer)

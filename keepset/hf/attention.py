@@ -26,7 +26,7 @@ class AttentionCall(NamedTuple):
     """What transformers gives the attention function, for a layer that attends over its own entries.
 
     Queries are `[batch, query_heads, n, head_dim]`, after rotation; keys and values, of the same tokens,
-    `[batch, kv_heads, n, dim]`.
+    `[batch, kv_heads, n, dim]`. `rows` says which these requests are among those that the model was called with.
     """
 
     module: nn.Module
@@ -36,6 +36,14 @@ class AttentionCall(NamedTuple):
     mask: MaskRule | None
     scaling: float
     position_ids: Tensor | None
+    rows: slice = slice(None)
+
+    def row(self, index: int) -> AttentionCall:
+        """One request's part."""
+        rows = slice(index, index + 1)
+        query, key, value = self.query[rows], self.key[rows], self.value[rows]
+        at = None if self.position_ids is None else self.position_ids[rows]
+        return self._replace(query=query, key=key, value=value, position_ids=at, rows=rows)
 
 
 Attend = Callable[[AttentionCall], Tensor]

@@ -54,8 +54,8 @@ class AttentionHooks(ModelHooks):
             elif "RotaryEmbedding" in type(module).__name__:
                 yield module.register_forward_hook(rotated, with_kwargs=True)
 
-    def layer_input(self, module: nn.Module) -> LayerInput:
-        """The input of the call of `module` that is under way."""
+    def layer_input(self, module: nn.Module, rows: slice = slice(None)) -> LayerInput:
+        """The input of the call of `module` that is under way, of some of its requests."""
         call = self._local.attention
         if call is None or call.module is not module:
             raise UnsupportedModelError(
@@ -64,14 +64,14 @@ class AttentionHooks(ModelHooks):
             )
         rotation = call.kwargs.get("position_embeddings")
         if rotation is None:
-            return LayerInput(call, None)
+            return LayerInput(call, None, rows)
         rotary = next((each for each in self._rotary_calls if each.output[0] is rotation[0]), None)
         if rotary is None:
             raise UnsupportedModelError(
                 f"keepset could not find the rotary embedding of {type(module).__name__}; methods that look "
                 "at future queries do not support this model."
             )
-        return LayerInput(call, rotary)
+        return LayerInput(call, rotary, rows)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._local.attention = _Call(module, args, kwargs)
@@ -82,22 +82,23 @@ class AttentionHooks(ModelHooks):
 
 
 class LayerInput(QuerySource):
-    """The input of one attention module in one forward, and what can be computed from it.
+    """The input of one attention module in one forward, of some of its requests, and what can be computed from it.
 
     Attributes:
         rotation: of this forward's positions; None where the layer does not rotate.
     """
 
-    def __init__(self, call: _Call, rotary: _Call | None) -> None:
+    def __init__(self, call: _Call, rotary: _Call | None, rows: slice) -> None:
         # Without the cache, whose observations may hold this.
         kwargs = {name: None if name in _CACHES else value for name, value in call.kwargs.items()}
-        self._call, self._rotary = replace(call, kwargs=kwargs), rotary
-        self.rotation: Rotation | None = kwargs.get("position_embeddings")
+        self._call, self._rotary, self._rows = replace(call, kwargs=kwargs), rotary, rows
+        rotation = kwargs.get("position_embeddings")
+        self.rotation: Rotation | None = None if rotation is None else (rotation[0][rows], rotation[1][rows])
 
     @property
     def hidden(self) -> HiddenStates:
         hidden = self._call.kwargs.get("hidden_states")
-        return self._call.args[0] if hidden is None else hidden
+        return (self._call.args[0] if hidden is None else hidden)[self._rows]
 
     def rotated_by(self, rotation: Rotation | None) -> LayerInput:
         """The same layer's input for queries of other forwards, which this rotation has rotated."""

@@ -105,7 +105,7 @@ class PromptCache(TransformersCache, ABC):
     ) -> tuple[Tensor, Tensor]:
         """Takes a layer's new keys and values; a kept layer stores them when its attention follows."""
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if (layer := self.kept_layers.get(layer_idx)) is None:
+        if layer_idx not in self.kept_layers:
             return keys, values
         if self._attending:
             raise KeepsetError(
@@ -119,7 +119,7 @@ class PromptCache(TransformersCache, ABC):
                 "cache.batch_repeat_interleave(...) first, as for beams or several answers to one question."
             )
         self._attending = True
-        hand_over(partial(self._attend, layer), keys, values)
+        hand_over(partial(self.attend, layer_idx), keys, values)
         return keys, values
 
     def reset(self) -> None:
@@ -181,9 +181,9 @@ class PromptCache(TransformersCache, ABC):
 
     # --- one forward of one layer
 
-    def _attend(self, layer: KeepLayer, call: AttentionCall) -> Tensor:
-        """A layer's attention, and what follows from the events that it reaches by it."""
-        self._attending = False
+    def attend(self, index: int, call: AttentionCall) -> Tensor:
+        """A kept layer's attention, and what follows from the events that it reaches by it."""
+        layer, self._attending = self.kept_layers[index], False
         valid = None if call.mask is None else call.mask.valid
         if layer.index == self.compressed_layers[0]:
             self._advance(call, valid)
@@ -192,7 +192,7 @@ class PromptCache(TransformersCache, ABC):
         forward = Forward(call, call.query, call.key, call.value, positions, valid, layer.logical, padded)
         phase = layer.phase
         if self._hooks is not None and phase is not None and phase.looks_at(forward):
-            layer_input = self._hooks.layer_input(call.module)
+            layer_input = self._hooks.layer_input(call.module, call.rows)
             forward = replace(forward, layer_input=layer_input, rotation=layer_input.rotation)
             if isinstance(phase, PromptPhase) or forward.end >= phase.next:
                 layer_input.check_rotation(call.query)

@@ -62,15 +62,6 @@ class EntryStore:
         batch, kv_heads = counts.shape
         return cls(batch, kv_heads, _runs(counts.flatten().tolist()), columns)
 
-    @classmethod
-    def join(cls, stores: Sequence[EntryStore]) -> EntryStore:
-        """A store of all their requests, in their order; of a method's own columns those that all of them have."""
-        packed = [store.packed for store in stores]
-        names = [name for name in packed[0] if all(name in columns for columns in packed)]
-        joined = {name: torch.cat([columns[name] for columns in packed]) for name in names}
-        counts = [count for store in stores for count in store.counts]
-        return cls(sum(store.batch for store in stores), stores[0].kv_heads, _runs(counts), joined)
-
     @property
     def packed(self) -> dict[str, Shaped[Tensor, " entries *rest"]]:
         """All columns, head after head and without free places; copied only if there are such."""
@@ -80,6 +71,11 @@ class EntryStore:
     def nbytes(self) -> int:
         """Bytes allocated."""
         return sum(column.nbytes for column in self._columns.values())
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of one entry, all its columns."""
+        return sum(column[:1].nbytes for column in self._columns.values())
 
     @property
     def entries(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import Counter
 from typing import Any
@@ -13,10 +14,9 @@ from hypothesis import strategies as st
 
 import keepset
 from keepset.bench.analysis.diagnostics import repetition_rate
-from keepset.bench.generation import Ending, generate, picker
+from keepset.bench.generation import Answer, Ending, Stream, picker, step
 from keepset.bench.tasks.task import Generation
 from keepset.hf.cache import Cache
-from keepset.hf.join import join
 from tests.bench.sweep.asked import scripted, watched
 from tests.bench.sweep.letters import letters
 from tests.hf.models import prompt, tiny
@@ -24,6 +24,16 @@ from tests.tiers import examples
 
 TOKENIZER = letters()
 END = "<eos>"
+
+
+def decoded(model: Any, streams: list[Stream]) -> list[Answer]:
+    """All answers, to their ends."""
+    going = streams
+    while going:
+        step(model, going)
+        assert all(stream.error is None for stream in going)
+        going = [stream for stream in going if not stream.over]
+    return [stream.answer for stream in streams]
 
 
 def say(text: str, generation: Generation) -> tuple[str, bool, int, int]:
@@ -34,10 +44,9 @@ def say(text: str, generation: Generation) -> tuple[str, bool, int, int]:
         cache = keepset.Cache(model, "streaming_llm(keep=1.0)")
         first = model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1]
         ending = Ending(model, TOKENIZER, generation)
-        [answer] = generate(model, cache, first, [picker(0.0, torch.device("cpu"))], ending)
-        said = answer.ids
-    assert said == tokens[: len(said)]
-    return *ending.answer(said), len(said), len(calls) - 1
+        [answer] = decoded(model, [Stream(cache, first, picker(0.0, torch.device("cpu")), ending, lambda: None)])
+    assert answer.ids == tokens[: len(answer.ids)] and isinstance(answer.reply, str)
+    return answer.reply, answer.finished, len(answer.ids), len(calls) - 1
 
 
 @pytest.mark.parametrize(
@@ -75,37 +84,68 @@ def test_no_token_more_than_an_end_needs(text: str, spans: list[tuple[int, int]]
 
 
 def test_answers_of_a_batch_are_those_of_each_alone() -> None:
-    model, ids, device = tiny("llama"), prompt(1, 20), torch.device("cpu")
-    recipes = ["streaming_llm(keep=1.0)", "snapkv(window=4, keep=0.3)", "adakv(snapkv(window=4), keep=0.3)"] * 3
-    generation = Generation(30, ("a", "th", "z"))
-    ending = Ending(model, TOKENIZER, generation)
+    model, device = tiny("llama"), torch.device("cpu")
+    recipes = ["streaming_llm(keep=1.0)", "snapkv(window=4, keep=12, every=5)", "adakv(snapkv(window=4), keep=0.3)"] * 3
+    ending = Ending(model, TOKENIZER, Generation(30, ("th", *"abcdefghij")))
 
-    def started() -> tuple[list[Cache], torch.Tensor, list[Any]]:
-        caches = [Cache(model, recipe) for recipe in recipes]
-        with torch.no_grad():
-            logits = torch.cat([model(ids, past_key_values=cache).logits[:, -1] for cache in caches])
-        return caches, logits, [picker(1.5, device, row) for row in range(len(recipes))]
+    def streams(grown: list[int]) -> list[Stream]:
+        made = []
+        for row, recipe in enumerate(recipes):
+            cache = Cache(model, recipe)
+            with torch.no_grad():
+                logits = model(prompt(1, 20 + row, seed=row), past_key_values=cache).logits[:, -1]
+            on_token = functools.partial(grown.append, row)
+            made.append(Stream(cache, logits, picker(1.5, device, row), ending, on_token))
+        return made
 
-    caches, logits, picks = started()
-    alone = [
-        generate(model, cache, logits[row : row + 1], [picks[row]], ending)[0].ids for row, cache in enumerate(caches)
-    ]
-    caches, logits, picks = started()
-    lengths, began = [], time.perf_counter()
+    alone = [decoded(model, [stream])[0] for stream in streams([])]
+    grown: list[int] = []
+    waiting, began = streams(grown), time.perf_counter()
+    going, answers = waiting[:5], [stream.answer for stream in waiting]
+    del waiting[:5]
     with watched(model) as calls:
-        together = generate(model, join(caches), logits, picks, ending, lambda: lengths.append(len(calls)))
+        rows = []
+        while going:  # where one ends another begins
+            rows.append(len(going))
+            step(model, going)
+            going = [stream for stream in going if not stream.over]
+            while waiting and len(going) < 5:
+                going.append(waiting.pop(0))
     taken = time.perf_counter() - began
-    assert [said.ids for said in together] == alone
-    longest = max(map(len, alone))
-    assert len({len(said) for said in alone}) > 2
+    assert [said.ids for said in answers] == [said.ids for said in alone]
+    assert [(said.reply, said.finished) for said in answers] == [(said.reply, said.finished) for said in alone]
+    assert len({len(said.ids) for said in alone}) > 2
     # A row is fed as long as its answer goes on, and no longer.
-    assert calls == [(sum(len(said) > step for said in alone), 1) for step in range(1, longest)]
-    assert lengths == list(range(1, longest))
-    shares = [said.seconds for said in together]
-    assert 0 < sum(shares) <= taken
-    # Of steps at the same time all have the same share.
-    assert len(set(shares)) == len({len(said) for said in alone})
-    assert sorted(range(9), key=lambda row: shares[row]) == sorted(range(9), key=lambda row: len(alone[row]))
+    assert sum(row for row, _ in calls) == sum(len(said.ids) - 1 for said in alone)
+    assert [grown.count(row) for row in range(9)] == [len(said.ids) - 1 for said in alone]
+    assert max(row for row, _ in calls) == 5 and all(tokens == 1 for _, tokens in calls)
+    assert sum(said.beside for said in answers) == sum(row * row for row in rows)
+    assert all(said.beside == len(said.ids) for said in alone)
+    assert 0 < sum(said.seconds for said in answers) <= taken
+
+
+def test_what_an_event_takes_is_its_own_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama")
+    ending = Ending(model, TOKENIZER, Generation(5))
+    ending._ends = set()
+    streams = []
+    for recipe in ("knorm(keep=4, every=3)", "knorm(keep=4)"):
+        cache = Cache(model, recipe)
+        with torch.no_grad():
+            logits = model(prompt(1, 9), past_key_values=cache).logits[:, -1]
+        streams.append(Stream(cache, logits, picker(0.0, torch.device("cpu")), ending, lambda: None))
+    before = [sum(event.seconds for event in stream.cache.events) for stream in streams]
+    selects = type(streams[0].cache.recipe.method).select_all
+
+    def slow(self: Any, *args: Any) -> Any:
+        time.sleep(0.2)
+        return selects(self, *args)
+
+    monkeypatch.setattr(type(streams[0].cache.recipe.method), "select_all", slow)
+    first, second = decoded(model, streams)
+    own = sum(event.seconds for event in streams[0].cache.events) - before[0]
+    assert own >= 0.4  # of two layers
+    assert first.seconds - own == pytest.approx(second.seconds)
 
 
 def test_the_tokenizers_own_end_counts_beside_the_models() -> None:
@@ -163,6 +203,6 @@ def test_it_is_told_after_every_token_that_the_cache_takes() -> None:
         first = model(ids, past_key_values=cache).logits[:, -1]
     ending = Ending(model, TOKENIZER, Generation(5))
     ending._ends = set()
-    device = torch.device("cpu")
-    generate(model, cache, first, [picker(0.0, device)], ending, lambda: lengths.append(cache.get_seq_length()))
+    pick = picker(0.0, torch.device("cpu"))
+    decoded(model, [Stream(cache, first, pick, ending, lambda: lengths.append(cache.get_seq_length()))])
     assert lengths == [10, 11, 12, 13]

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
+from keepset import models
 from keepset.bench.papers.catalogue import ENTRIES
 from keepset.bench.papers.entry import Entry, Measurement, Sweep
 from keepset.bench.papers.published import published
 from keepset.bench.sweep import runner
 from keepset.bench.sweep.runner import Runner
 from keepset.bench.sweep.store import Store
+from keepset.errors import KeepsetError
 from keepset.models import EMBEDDED
 from tests.cli.conftest import Run
 from tests.cli.test_bad_input import check_refused
@@ -53,7 +55,7 @@ def test_list(run: Run) -> None:
     assert done.code == 0
     listed = {each["name"]: each for each in json.loads(done.out)}
     assert list(listed) == list(ENTRIES)
-    assert listed["ams-table-2"]["state"] == "needs a model of 7B and data: gsm8k (the hub's, or --data)"
+    assert listed["ams-table-2"]["state"] == "needs a model of 7B; data: gsm8k"
     text = run("reproduce", "list")
     assert text.code == 0 and all(name in text.out for name in ENTRIES)
 
@@ -79,6 +81,7 @@ def test_a_table_is_stopped_gone_on_with_and_shown(
     with Store.open(path) as store:
         cells = store.cells()
     assert len(cells) == 16 and all(cell in cells for cell in first)
+    assert max(cell.outcome.batch for cell in cells if cell.outcome) > 1
     (result,) = json.loads(done.out)
     assert (result["model"], result["paper_model"]) == (EMBEDDED, "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B")
     rows = {(row["method"], row["keep"]): row for row in result["rows"]}
@@ -96,10 +99,13 @@ def test_a_table_is_stopped_gone_on_with_and_shown(
 class Interrupted(Runner):
     """A runner that somebody stops before its fourth cell."""
 
-    def run(self, *args: Any) -> Any:
-        for number, cell in enumerate(super().run(*args)):
-            if number == 3:
+    made = 0
+
+    def decode(self, *args: Any) -> Any:
+        for cell in super().decode(*args):
+            if self.made == 3:
                 raise KeyboardInterrupt
+            self.made += 1
             yield cell
 
 
@@ -116,7 +122,7 @@ def shortened(entry: Entry) -> Entry:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", [entry.name for entry in ENTRIES.values() if entry.parts])
+@pytest.mark.parametrize("name", list(ENTRIES))
 def test_every_entry_runs(name: str, run: Run, tiny: Any, data: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ENTRIES, name, shortened(ENTRIES[name]))
     done = run("reproduce", name, *CHEAP[:-1], "3", "--lengths", "600", "--data", data, "--json")
@@ -136,6 +142,8 @@ def test_what_compression_does_to_a_text(run: Run, tiny: Any, data: str) -> None
     for method in ("TOVA", "AMS-TOVA"):
         assert 0 <= figures["math500", method, "wipeout"]["value"] < 1
         assert figures["math500, level 5", method, "repetition"] is not None
+    with Store.open(Path("reproduced") / f"ams-dynamics-{EMBEDDED}.sqlite") as store:
+        assert [cell.outcome.batch for cell in store.cells() if cell.outcome] == [1.0] * 4
     assert figures["math500", "AMS-TOVA", "wipeout"]["value"] < figures["math500", "TOVA", "wipeout"]["value"]
 
 
@@ -151,7 +159,59 @@ def test_what_is_no_sweep(name: str, run: Run, tiny: Any) -> None:
     assert {key: row["paper"] for key, row in rows.items() if row["paper"] is not None} == paper
 
 
+def test_a_model_that_cannot_be_had_leaves_the_others(
+    run: Run, tiny: Any, data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = replace(ENTRIES["ams-table-2"], models=("is/not-there", "tiny"))
+    monkeypatch.setitem(ENTRIES, "ams-table-2", entry)
+    load = models.load
+
+    def loaded(name: str | None = None) -> Any:
+        if name == "is/not-there":
+            raise KeepsetError("There is no such model.")
+        return load(name)
+
+    monkeypatch.setattr(models, "load", loaded)
+    done = run("reproduce", "ams-table-2", "--limit", "1", "--answer-tokens", "2", "--data", data, "--json")
+    assert done.code == 1 and "is/not-there: There is no such model." in done.err
+    assert [result["model"] for result in json.loads(done.out)] == ["tiny"]
+    alone = run("reproduce", "ams-table-2", "--model", "is/not-there", "--data", data)
+    assert alone.code == 2 and "There is no such model." in alone.err
+
+
 def test_what_cannot_be(run: Run, tiny: Any) -> None:
     check_refused(run, "reproduce", "ams-table-99", because="There is no table or figure 'ams-table-99'")
     check_refused(run, "reproduce", "ams-table-2", "--limit", "0", because="--limit 0 is out of range")
+    Path("file").write_text("")
+    check_refused(run, "reproduce", "ams-table-2", "--out", "file", because="'file' is no folder to write to")
     check_refused(run, "reproduce", "ams-table-2", "--lengths", "x", because="--lengths 'x' is no list")
+
+
+@pytest.mark.full
+def test_means_over_tasks_and_curves_of_both_modes(run: Run, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Table 3 of KVCompose on two of its tasks: areas are trapezoids over the scores that Figure 5 shows."""
+    tasks, keeps = ("niah_single_1", "ruler_fwe"), (0.5, 0.25)
+    for name in ("kvcompose-table-3", "kvcompose-figure-5"):
+        methods = {"KVCompose (ours)": "kvcompose", "TOVA": "tova"}
+        parts = [replace(part, tasks=tasks, keeps=keeps, methods=methods) for part in ENTRIES[name].sweeps]
+        monkeypatch.setitem(ENTRIES, name, replace(ENTRIES[name], parts=tuple(parts)))
+    asked = (*CHEAP, "--lengths", "600", "--json")
+    areas, scores = (run("reproduce", name, *asked) for name in ("kvcompose-table-3", "kvcompose-figure-5"))
+    assert areas.code == scores.code == 0 and "cells of" in areas.err and "cells of" not in scores.err
+    figures = {
+        (row["task"], row["method"], row["keep"]): row["figure"]["value"]
+        for done in (areas, scores)
+        for row in json.loads(done.out)[0]["rows"]
+    }
+    assert len(figures) == 2 * (2 + 3 * 5)
+    for mode in ("agnostic", "task"):
+        for method in ("KVCompose (ours)", "TOVA"):
+            means = []
+            for keep in (None, 0.5, 0.25):
+                named = "Full KV" if keep is None else method
+                each = [figures[f"{task}@600, {mode}", named, keep] for task in tasks]
+                means.append(figures[f"ruler, {mode}", named, keep])
+                assert means[-1] == pytest.approx(sum(each) / 2)
+            area = (0.5 * (means[0] + means[1]) / 2 + 0.25 * (means[1] + means[2]) / 2) / 0.75
+            # Composite tokens of all layers are not quite the share that was asked for.
+            assert figures[f"ruler, {mode}", method, None] == pytest.approx(area, abs=0.01)

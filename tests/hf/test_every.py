@@ -660,7 +660,7 @@ def test_bytes_are_freed_at_each_event(name: str, padding: list[int]) -> None:
     ids, mask = left_padded(prompt(2, 100), padding)
     model(ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0), past_key_values=past)
     extra = 8 if name == "habit" else 4 * ("ams" in name)  # what methods remember
-    for tokens in [5] * 13 + [1] * 10 + [5] * 12 + [1] * 15:  # One by one about an event.
+    for tokens in [13] * 5 + [1] * 10 + [12] * 5 + [1] * 15:  # One by one about an event.
         mask = extended(mask, mask.shape[1] + tokens)
         at = (mask.cumsum(-1) - 1)[:, -tokens:]
         model(prompt(2, tokens), attention_mask=mask, position_ids=at, past_key_values=past)

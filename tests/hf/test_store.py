@@ -113,12 +113,6 @@ class Stores(RuleBasedStateMachine):
         """A copy; what happens to either must not be seen by the other."""
         return self.made(pair.store.fork(), [[list(head) for head in request] for request in pair.requests])
 
-    @rule(target=pairs, first=pairs, second=pairs)
-    def join(self, first: Pair, second: Pair) -> Pair:
-        """The requests of two, which stay as they are."""
-        joined = EntryStore.join([first.store, second.store])
-        return self.made(joined, [[list(head) for head in request] for request in first.requests + second.requests])
-
     @invariant()
     def agree(self) -> None:
         for pair in self.pairs_made:
@@ -133,21 +127,18 @@ class Stores(RuleBasedStateMachine):
     def columns(self, requests: list[Request]) -> dict[str, Tensor]:
         """Rectangular columns of these entries, zero where a head has fewer."""
         longest = max(len(head) for request in requests for head in request)
-        shape = (len(requests), self.heads, longest)
-        columns = {
-            "keys": torch.zeros(*shape, self.key_dim),
-            "values": torch.zeros(*shape, self.value_dim),
-            "positions": torch.zeros(shape, dtype=torch.int32),
-            "credit": torch.zeros(shape),
+        hole = Entry(0, 0, 0.0)
+        table = [[head + [hole] * (longest - len(head)) for head in request] for request in requests]
+        numbers = torch.tensor([[[float(entry.number) for entry in head] for head in request] for request in table])
+        exists = numbers[..., None] > 0
+        return {
+            "keys": torch.where(exists, numbers[..., None] + torch.arange(self.key_dim) / 16, 0.0),
+            "values": torch.where(exists, -numbers[..., None] - torch.arange(self.value_dim) / 16, 0.0),
+            "positions": torch.tensor(
+                [[[entry.position for entry in head] for head in request] for request in table], dtype=torch.int32
+            ),
+            "credit": torch.tensor([[[entry.credit for entry in head] for head in request] for request in table]),
         }
-        for b, request in enumerate(requests):
-            for h, head in enumerate(request):
-                for i, entry in enumerate(head):
-                    columns["keys"][b, h, i] = entry.number + torch.arange(self.key_dim) / 16
-                    columns["values"][b, h, i] = -entry.number - torch.arange(self.value_dim) / 16
-                    columns["positions"][b, h, i] = entry.position
-                    columns["credit"][b, h, i] = entry.credit
-        return columns
 
     def kept(self, data: st.DataObject, columns: dict[str, Tensor], requests: list[Request]) -> Pair:
         indices, kept = [], []

@@ -151,9 +151,20 @@ def always(case: Case, observation: Observation, request: int, head: int) -> lis
 @every_method
 @examples(40)
 @given(case=cases())
-def test_keeps_exactly_what_was_asked_for(name: str, case: Case) -> None:
+def test_keeps_exactly_what_was_asked_for_sorted_and_what_always_stays(name: str, case: Case) -> None:
     method, observations = make(name), case.observations()
     keep_set = method.select_all(observations, case.budget)
+    check_counts(method, case, keep_set)
+    for observation in observations:
+        for request in range(case.shape.batch):
+            for head in range(case.shape.kv_heads):
+                positions = kept(keep_set, observation, request, head)
+                assert positions == sorted(set(positions))
+                assert set(positions) <= set(entries_of(observation, request, head))
+                assert set(always(case, observation, request, head)[: len(positions)]) <= set(positions)
+
+
+def check_counts(method: Method, case: Case, keep_set: KeepSet) -> None:
     for request, length in enumerate(case.shape.lengths):
         wanted, counts = case.wanted(length), keep_set.counts[:, request].tolist()
         if method.layout == "dense":
@@ -178,21 +189,6 @@ def test_keeps_exactly_what_was_asked_for(name: str, case: Case) -> None:
             assert all(1 <= head <= length for layer in counts for head in layer)
         else:
             assert [sum(layer) for layer in counts] == [wanted * case.shape.kv_heads] * len(case.layers)
-
-
-@every_method
-@examples(40)
-@given(case=cases())
-def test_keeps_sorted_existing_entries_and_what_always_stays(name: str, case: Case) -> None:
-    observations = case.observations()
-    keep_set = make(name).select_all(observations, case.budget)
-    for observation in observations:
-        for request in range(case.shape.batch):
-            for head in range(case.shape.kv_heads):
-                positions = kept(keep_set, observation, request, head)
-                assert positions == sorted(set(positions))
-                assert set(positions) <= set(entries_of(observation, request, head))
-                assert set(always(case, observation, request, head)[: len(positions)]) <= set(positions)
 
 
 @every_method
@@ -258,29 +254,21 @@ def test_keeps_all_under_a_full_budget(name: str, case: Case, beyond: int) -> No
 
 @every_method
 @examples(40)
-@given(case=cases(dtypes=[torch.float32]))
-def test_every_request_is_decided_by_itself(name: str, case: Case) -> None:
+@given(case=cases(dtypes=[torch.float32]), data=st.data())
+def test_every_request_is_decided_by_itself_wherever_it_is_in_the_batch(
+    name: str, case: Case, data: st.DataObject
+) -> None:
+    order = data.draw(st.permutations(range(case.shape.batch)))
     method, observations = make(name), case.observations()
     together = method.select_all(observations, case.budget)
+    turned = method.select_all([permuted(observation, order) for observation in observations], case.budget)
     for request in range(case.shape.batch):
         single = method.select_all([alone(observation, request) for observation in observations], case.budget)
         for observation in observations:
             for head in range(case.shape.kv_heads):
-                assert kept(together, observation, request, head) == kept(single, observation, 0, head)
-
-
-@every_method
-@examples(40)
-@given(case=cases(dtypes=[torch.float32]), data=st.data())
-def test_permuting_the_batch_permutes_the_answer(name: str, case: Case, data: st.DataObject) -> None:
-    order = data.draw(st.permutations(range(case.shape.batch)))
-    method, observations = make(name), case.observations()
-    straight = method.select_all(observations, case.budget)
-    turned = method.select_all([permuted(observation, order) for observation in observations], case.budget)
-    for observation in observations:
-        for place, request in enumerate(order):
-            for head in range(case.shape.kv_heads):
-                assert kept(turned, observation, place, head) == kept(straight, observation, request, head)
+                positions = kept(together, observation, request, head)
+                assert positions == kept(single, observation, 0, head)
+                assert positions == kept(turned, observation, order.index(request), head)
 
 
 @every_method

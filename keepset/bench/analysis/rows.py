@@ -72,6 +72,8 @@ class TableRow:
     prefill_seconds: float | None = None
     select_seconds: float | None = None
     decode_seconds: float | None = None
+    batch: float | None = None
+    peak_bytes: float | None = None
     wipeout: float | None = None
     middle: float | None = None
     iou: float | None = None

@@ -14,7 +14,7 @@ from keepset.offline.corpus import default_texts
 
 INTERN, LLAMA = "internlm/internlm2_5-7b-chat-1m", "meta-llama/Meta-Llama-3-8B-Instruct"
 QWEN, MISTRAL = "Qwen/Qwen2-7B-Instruct", "mistralai/Mistral-7B-Instruct-v0.2"
-_MODELS = (INTERN, LLAMA, QWEN, MISTRAL)
+_MODELS = (LLAMA, QWEN, MISTRAL, INTERN)
 _BUDGETS = (64, 128, 256, 512, 1024)
 """Section 5.3 names the first and the last."""
 _ROUNDS = 3
@@ -121,9 +121,10 @@ def _row(tables: Tables, place: str, metric: str, of_budget: Sequence[float]) ->
 
 def _needs_tables(keep: str) -> str:
     return (
-        f"CompilerKV needs the model's tables: `keepset compile --model MODEL --keep {keep} --corpus TEXTS --out "
-        "tables.safetensors`, then --tables tables.safetensors; without, all heads count the same and there is one "
-        "threshold. TEXTS are not to be LongBench's."
+        f"CompilerKV needs tables of each model: `keepset compile --model MODEL --keep {keep} --corpus TEXTS --out "
+        "tables.safetensors`, then --model MODEL --tables tables.safetensors; without, all heads count the same and "
+        "there is one threshold. TEXTS are not to be LongBench's. InternLM-2.5 comes with code of its own, which is "
+        "not run: convert it to Llama's form and name that as MODEL."
     )
 
 

@@ -29,6 +29,8 @@ def removed_at(tolerance: float) -> str:
 
 
 AT_THE_PROMPTS_END = Schedule()
+_MADE_BY = {"stats": "calibrate", "tables": "compile"}
+"""Files of a model that recipes may name, and the commands that make them."""
 _MADE_HERE = ("needle", "niah_", "ruler_vt", "ruler_cwe", "ruler_fwe")
 
 
@@ -100,7 +102,7 @@ class Sweep:
         answer_tokens: of an answer at most, by task; the task's own where it is not named.
         limit, sample: examples of each task; see `Grid`.
         by: facts of the examples, such as `level`: each of their values gets figures of its own.
-        mode, chat, temperature: see `Runner`.
+        mode, chat, temperature, alone: see `Runner`.
         average: the table's name for the mean over all tasks, and for what is said of them together; empty without.
         suffix: what follows the names of tasks where another sweep of the entry has the same.
         name: tells an entry's sweeps apart, in the names of their files.
@@ -122,6 +124,7 @@ class Sweep:
     mode: Mode = "prompt"
     chat: bool = True
     temperature: float = 0.0
+    alone: bool = False
     average: str = ""
     suffix: str = ""
     name: str = ""
@@ -165,16 +168,14 @@ class Entry:
         models: the paper's, by their names on the hub.
         parts: what is run for it.
         note: what the paper leaves open, and how it is here.
-        missing: why it cannot be run at all; empty where it can.
     """
 
     name: str
     source: str
     title: str
     models: tuple[str, ...]
-    parts: tuple[Sweep | Measurement, ...] = ()
+    parts: tuple[Sweep | Measurement, ...]
     note: str = ""
-    missing: str = ""
 
     @property
     def sweeps(self) -> list[Sweep]:
@@ -190,13 +191,12 @@ class Entry:
     @property
     def state(self) -> str:
         """What it takes to run it as the paper did."""
-        if self.missing:
-            return f"cannot be run: {self.missing}"
-        sizes = sorted(set(_sizes(self.models)))
-        needs = [f"a model of {' and '.join(f'{size:g}B' for size in sizes)}"] if sizes else []
-        if self.data:
-            needs.append(f"data: {', '.join(self.data)} (the hub's, or --data)")
-        return "; ".join(["needs " + " and ".join(needs)] if needs else ["runs here"])
+        sizes = ", ".join(f"{size:g}B" for size in sorted(set(_sizes(self.models))))
+        texts = "".join(text for sweep in self.sweeps for text in sweep.methods.values())
+        needs = [f"models of {sizes}" if "," in sizes else f"a model of {sizes}"]
+        needs += [f"--{name} (keepset {command})" for name, command in _MADE_BY.items() if f"{{{name}}}" in texts]
+        needs += [f"data: {', '.join(self.data)}"] if self.data else []
+        return f"needs {'; '.join(needs)}"
 
 
 def recipe_of(text: str, files: Mapping[str, Path]) -> Recipe:

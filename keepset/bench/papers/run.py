@@ -25,7 +25,7 @@ def grid(sweep: Sweep, options: Options) -> Grid:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a sweep takes: tokens of all prompts, each counted once, and of all cells' answers at most."""
+    """What a sweep takes: tokens of all prefills, and of all cells' answers at most."""
 
     cells: int
     examples: int
@@ -44,7 +44,7 @@ def cost(groups: Sequence[Group], tokenizer: Tokenizer, sweep: Sweep, chat: bool
             for question in prompt.questions:
                 longest = max(map(len, question.choices), default=answer)
                 answer_tokens += len(group.candidates) * (len(question.ids) + longest)
-    return Cost(count(groups), len(groups), prompt_tokens, answer_tokens)
+    return Cost(count(groups), len({group.key for group in groups}), prompt_tokens, answer_tokens)
 
 
 def _name(task: Task) -> str:

@@ -1,9 +1,9 @@
-"""`Evaluator`: puts a prompt's questions to caches that hold it, and says what became of each."""
+"""`Evaluator`: puts a prompt's questions to a cache that holds it, and says what became of each."""
 
 import copy
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 from keepset.bench.analysis.diagnostics import repetition_rate
 from keepset.bench.analysis.event_figures import EventFigures
 from keepset.bench.cell import Outcome
-from keepset.bench.generation import Answer, Ending, generate, likelihoods, picker
+from keepset.bench.generation import Answer, Ending, Stream, likelihoods, picker
 from keepset.bench.memory import CacheMemory
-from keepset.bench.sweep.prompts import Prompt, TokenizedQuestion
+from keepset.bench.sweep.prompts import Prompt
+from keepset.bench.sweep.scheduler import Streams
 from keepset.bench.tasks.task import Reply, Task, Tokenizer
 from keepset.hf.cache import Cache
-from keepset.hf.join import join
 from keepset.hf.prompt_session import CachedPrompt
 
 TOGETHER = 8
@@ -31,81 +31,68 @@ class Evaluator:
     def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer, temperature: float) -> None:
         self._model, self._tokenizer, self._temperature = model, tokenizer, temperature
 
-    def evaluate(
-        self, task: Task, prompt: Prompt, draw: tuple[object, ...], first: int, cached: Sequence[CachedPrompt]
-    ) -> list[list[Outcome]]:
-        """What becomes of each question, for each of the cached prompts, which are used up.
-
-        Several are asked as a batch: questions with choices, and caches that cannot join others, come alone. All luck
-        depends on `draw` and the question's number among the example's, which for the prompt's first is `first`.
-        """
-        begun = [CacheMemory(each.cache, each.is_full) for each in cached]
-        decodes = task.decodes or cached[0].cache.schedule.every is not None
-        cache = join([each.cache for each in cached])
-        outcomes: list[list[Outcome]] = [[] for _ in cached]
-        try:
-            for number, question in enumerate(prompt.questions, first):
-                used = cache if question is prompt.questions[-1] else cache.fork()
-                memories = [copy.copy(memory) for memory in begun]
-                events = EventFigures()
-                look = partial(_look, used, [memories[0], events] if decodes else [])
-                look()
-                try:
-                    answers = self._answers(task, question, cached, used, look, (*draw, number))
-                    if decodes:
-                        memories[0].finish(used)
-                finally:
-                    used.stop_watching()
-                for row, (answer, memory) in enumerate(zip(answers, memories, strict=True)):
-                    outcomes[row].append(
-                        Outcome(
-                            scores=task.judge(question.question, answer.reply),
-                            replies=[_plain(answer.reply)],
-                            keep=memory.keep,
-                            kv_bytes=memory.nbytes,
-                            kv_bytes_full=memory.nbytes_full,
-                            tokens=len(answer.ids),
-                            finished=float(answer.finished),
-                            repetition=repetition_rate(torch.tensor(answer.ids, dtype=torch.long)),
-                            prefill_seconds=cached[row].prefill_seconds,
-                            select_seconds=memory.select_seconds,
-                            decode_seconds=answer.seconds - (memory.select_seconds - begun[row].select_seconds),
-                            **events.means,
-                        )
-                    )
-        finally:
-            cache.stop_watching()
-        return outcomes
-
-    @torch.no_grad()
-    def _answers(
+    def ask(
         self,
         task: Task,
-        question: TokenizedQuestion,
-        cached: Sequence[CachedPrompt],
-        cache: Cache,
-        look: Callable[[], None],
+        prompt: Prompt,
         draw: tuple[object, ...],
-    ) -> list[Answer]:
-        """To one question, on a cache that is its own; `look` is called whenever the cache has grown."""
-        began = time.perf_counter()
-        if question.ids:
-            ids = torch.tensor([question.ids] * len(cached), device=self._model.device)
-            logits = self._model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
-            look()
-        else:
-            logits = torch.cat([each.logits for each in cached])
-        if question.choices:
-            reply = likelihoods(self._model, cache, logits, question.choices, TOGETHER)
-            return [Answer(seconds=time.perf_counter() - began, reply=reply)]
-        question_seconds = (time.perf_counter() - began) / len(cached)
+        first: int,
+        cached: CachedPrompt,
+        outcomes: list[Outcome],
+    ) -> Streams:
+        """Asks every question of a cached prompt, which is used up; `outcomes` gets what becomes of each.
+
+        Gives the answers that are to be decoded, one after another. All luck depends on `draw` and the question's
+        number among the example's, which for the prompt's first is `first`.
+        """
+        begun = CacheMemory(cached.cache, cached.is_full)
+        decodes = task.decodes or cached.cache.schedule.every is not None
         ending = Ending(self._model, self._tokenizer, task.generation)
-        # One each: all have the same luck.
-        picks = [picker(self._temperature, logits.device, *draw) for _ in cached]
-        answers = generate(self._model, cache, logits, picks, ending, look)
-        for answer in answers:
-            answer.seconds += question_seconds
-        return answers
+        try:
+            for number, question in enumerate(prompt.questions, first):
+                used = cached.cache if question is prompt.questions[-1] else cached.cache.fork()
+                memory = copy.copy(begun)
+                events = EventFigures()
+                look = partial(_look, used, [memory, events] if decodes else [])
+                look()
+                try:
+                    began, logits = time.perf_counter(), cached.logits
+                    if question.ids:
+                        ids = torch.tensor([question.ids], device=self._model.device)
+                        with torch.no_grad():
+                            options = {"past_key_values": used, "use_cache": True, "logits_to_keep": 1}
+                            logits = self._model(ids, **options).logits[:, -1]
+                        look()
+                    if question.choices:
+                        reply = likelihoods(self._model, used, logits, question.choices, TOGETHER)
+                        answer = Answer(seconds=time.perf_counter() - began, reply=reply)
+                    else:
+                        pick = picker(self._temperature, logits.device, *draw, number)
+                        answer = Answer(seconds=time.perf_counter() - began)
+                        yield Stream(used, logits, pick, ending, look, answer)
+                    if decodes:
+                        memory.finish(used)
+                finally:
+                    used.stop_watching()
+                outcomes.append(
+                    Outcome(
+                        scores=task.judge(question.question, answer.reply),
+                        replies=[_plain(answer.reply)],
+                        keep=memory.keep,
+                        kv_bytes=memory.nbytes,
+                        kv_bytes_full=memory.nbytes_full,
+                        tokens=len(answer.ids),
+                        finished=float(answer.finished),
+                        repetition=repetition_rate(torch.tensor(answer.ids, dtype=torch.long)),
+                        prefill_seconds=cached.prefill_seconds,
+                        select_seconds=memory.select_seconds,
+                        decode_seconds=answer.seconds - (memory.select_seconds - begun.select_seconds),
+                        batch=answer.beside / len(answer.ids) if answer.ids else 1.0,
+                        **events.means,
+                    )
+                )
+        finally:
+            cached.cache.stop_watching()
 
 
 def _look(cache: Cache, watchers: Sequence[CacheMemory | EventFigures]) -> None:

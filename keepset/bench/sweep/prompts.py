@@ -79,8 +79,8 @@ class Prompts:
             return [self._joint(example, question, answer) for question in example.questions]
         if not example.context.strip():
             raise KeepsetError(
-                f"Example {example.id} has no context that could be compressed before its question is known: evaluate "
-                "it with the question as part of the prompt."
+                f"Example {example.id} has no context that could be compressed before its question is known: use the "
+                "mode 'prompt'."
             )
         context = self._encode(self._before + example.context, self._special)
         if self._mode == "agnostic":
@@ -89,7 +89,7 @@ class Prompts:
         asked = [self._encode(question.text, special=False) for question in example.questions]
         ends = [self._tokenized(question, self._after + question.prefix) for question in example.questions]
         if not all(asked):
-            raise KeepsetError(f"Example {example.id} has no question that could be told: use another mode.")
+            raise KeepsetError(f"Example {example.id} has no question that could be told: use the mode 'agnostic'.")
         if told:
             both = [replace(end, ids=ids + end.ids) for ids, end in zip(asked, ends, strict=True)]
             prompt = Prompt(context, tuple(both), tasks=tuple(asked))

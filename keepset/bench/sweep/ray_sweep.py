@@ -1,4 +1,4 @@
-"""A sweep on Ray: its workers make the cells, group by group, and this process writes them.
+"""A sweep on Ray: its workers make the cells, some groups at a time, and this process writes them.
 
 Where groups run, how many at once, and what is tried again after a worker died is Ray's business.
 """
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from itertools import groupby, islice
 from typing import Any
 
 import ray
@@ -22,8 +23,11 @@ from keepset.bench.cell import Cell
 from keepset.bench.sweep.prompts import Mode
 from keepset.bench.sweep.runner import Runner
 from keepset.bench.sweep.store import Store
-from keepset.bench.sweep.sweep import POLL, Group, Skipped, claimed, work
+from keepset.bench.sweep.sweep import POLL, Claim, Group, Skipped, claimed, portion_of, work
 from keepset.errors import KeepsetError
+
+TOGETHER = 8
+"""Examples of a task that decodes which one worker is given at a time."""
 
 Maker = Callable[[], Runner]
 """Loads the model where a worker needs it; equal ones are called once per worker."""
@@ -37,10 +41,12 @@ class Loads:
     mode: Mode
     chat: bool
     temperature: float
+    alone: bool = False
 
     def __call__(self) -> Runner:
         model, tokenizer = models.load(self.model)
-        return Runner(model, tokenizer, mode=self.mode, chat=self.chat, temperature=self.temperature)
+        options: dict[str, Any] = {"mode": self.mode, "chat": self.chat, "temperature": self.temperature}
+        return Runner(model, tokenizer, **options, alone=self.alone)
 
 
 def run(
@@ -52,28 +58,29 @@ def run(
     """
 
     skipped: list[Skipped] = []
-    flying: dict[ray.ObjectRefGenerator[Any], Group] = {}
-    claims = claimed(store, groups, on_cells)
-    claim: tuple[Group, list[str]] | tuple[()] | None = None
+    flying: dict[ray.ObjectRefGenerator[Any], list[Claim]] = {}
+    parcels = _parcels(claimed(store, groups, on_cells))
+    parcel: list[Claim] | None = None
     with _cluster() as cpus:
         # What no machine has would be waited for forever.
         most = max((node["Resources"].get("memory", 0) for node in ray.nodes()), default=0)
         start = ray.remote(num_cpus=1, memory=min(nbytes, int(most)), num_returns="streaming")(_cells).remote
-        while flying or claim != ():
+        while flying or parcel != []:
             # No more than will soon run: other processes may want to share.
-            while len(flying) < 2 * cpus and (claim := next(claims, ())):
-                flying[start(make, *claim)] = claim[0]
-            if not flying and claim is None:
+            while len(flying) < 2 * cpus and (parcel := next(parcels, [])):
+                flying[start(make, parcel)] = parcel
+            if not flying and parcel is None:
                 time.sleep(POLL)
             # One that has a cell or has ended, if there is one soon.
             for stream in ray.wait(list(flying), num_returns=1, timeout=POLL)[0] if flying else ():
-                result = _next(stream, flying[stream].task.name)
+                result = _next(stream, flying[stream][0][0].task.name)
                 if isinstance(result, Skipped):
                     skipped.append(result)
-                elif result is not None and store.save(result):
+                elif result is None:
+                    for group, recipes in flying.pop(stream):
+                        store.release(group.key, recipes)
+                elif store.save(result):
                     on_cells(1)
-                else:
-                    store.release(flying.pop(stream).key)
     return skipped
 
 
@@ -91,8 +98,15 @@ def _cluster() -> Iterator[int]:
             ray.shutdown()
 
 
-def _cells(make: Maker, group: Group, recipes: Sequence[str]) -> Iterator[Cell | Skipped]:
-    yield from work(_made(make), group, recipes)
+def _parcels(claims: Iterator[Claim | None]) -> Iterator[list[Claim] | None]:
+    """What one worker is given at a time: a part of a portion. None where there is nothing for now."""
+    for _, portion in groupby(claims, portion_of):
+        while several := list(islice(portion, TOGETHER)):
+            yield None if several[0] is None else [claim for claim in several if claim is not None]
+
+
+def _cells(make: Maker, claims: Sequence[Claim]) -> Iterator[Cell | Skipped]:
+    yield from (result for _, result in work(_made(make), iter(claims)))
 
 
 @cache

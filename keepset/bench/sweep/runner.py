@@ -1,9 +1,8 @@
-"""`Runner`: what every candidate makes of one example, all of them on one prefill of its context."""
+"""`Runner`: what candidates make of examples: all of them of one, on one prefill, or each of many, side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
@@ -15,20 +14,27 @@ from transformers import PreTrainedModel
 
 from keepset.bench.candidate import Candidate
 from keepset.bench.cell import Cell, Outcome, means
-from keepset.bench.memory import is_out_of_memory, nbytes_full
+from keepset.bench.memory import Room, most_tokens
 from keepset.bench.sweep.evaluate import Evaluator
-from keepset.bench.sweep.prompts import Mode, Prompts
+from keepset.bench.sweep.prompts import Mode, Prompt, Prompts
+from keepset.bench.sweep.scheduler import MOST, Scheduler, Streams
 from keepset.bench.tasks.task import Example, Task, Tokenizer
 from keepset.errors import KeepsetError
 from keepset.hf.cache import Cache
-from keepset.hf.join import can_join
 from keepset.hf.prompt_session import CachedPrompt, PromptSession
 from keepset.hf.second_pass import takes_task_tokens
 from keepset.offline.compile.contamination import refuse_contaminated
 from keepset.recipe import Recipe
 
-TOGETHER = 4
-"""As many full caches may be held by candidates that are asked as a batch."""
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """A candidate on one example of a task, under a seed."""
+
+    task: Task
+    seed: int
+    example: Example
+    candidate: Candidate
 
 
 class Runner:
@@ -38,10 +44,18 @@ class Runner:
     prompt, as in `generate`; where something follows what was compressed, by what was kept of it. Answers are the most
     likely tokens; with a temperature they are drawn by the seed, the example and the question alone, so that all
     candidates have the same luck. Of the model's generation config only what ends an answer counts.
+    If `alone`, answers are decoded one by one: seconds and memory are then each one's own.
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: Tokenizer, *, mode: Mode, chat: bool, temperature: float = 0.0
+        self,
+        model: PreTrainedModel,
+        tokenizer: Tokenizer,
+        *,
+        mode: Mode,
+        chat: bool,
+        temperature: float = 0.0,
+        alone: bool = False,
     ) -> None:
         # Divided by less, logits overflow.
         if not (temperature == 0 or 0.01 <= temperature <= 100):
@@ -53,172 +67,165 @@ class Runner:
         self._mode, self._verbatim = mode, prompts(chat=False)
         self._chat = prompts(chat=True) if chat else self._verbatim
         self._model, self._evaluator = model, Evaluator(model, tokenizer, temperature)
+        self._room, self._most = Room(model.device), 1 if alone else MOST
 
     def run(self, task: Task, example: Example, candidates: Sequence[Candidate], seed: int) -> Iterator[Cell]:
-        """A cell for every candidate, in their order; what cannot be had is a cell with an error."""
-        runs = [_Run(candidate, candidate.error) for candidate in candidates]
+        """A cell for every candidate, in their order; what cannot be had is a cell with an error.
+
+        Raises an error that says that memory was not enough for the next of them.
+        """
+        runs = [_Run(Asked(task, seed, example, candidate)) for candidate in candidates]
+        for told, together in groupby(runs, self._is_told):
+            yield from self._share(list(together), told)
+
+    def decode(self, asked: Iterable[Asked]) -> Iterator[tuple[Asked, Cell | None]]:
+        """A cell for each, as they are done, side by side, each on a prefill of its own; None without the memory."""
+
+        def job(each: Asked) -> _Job:
+            run = _Run(each)
+            prompts = self._begin([run], self._is_told(run))
+            recipes = [] if run.recipe is None else [run.recipe]
+            return self._job(run, prompts, 0, lambda prompt: self._session(prompt, recipes))
+
+        for done, error in Scheduler(self._model, self._room, map(job, asked), self._most).run():
+            yield done.run.asked, None if error is not None else done.run.cell()
+
+    def _share(self, runs: Sequence[_Run], told: bool) -> Iterator[Cell]:
+        """The cells of candidates that share their prefills."""
+        prompts, questions, left = self._begin(runs, told), 0, list(runs)
+        for prompt in prompts:
+            recipes = [run.recipe for run in runs if run.error is None and run.recipe is not None]
+            session = self._session(prompt, [recipe for recipe in recipes if recipe.schedule.every is None])
+            jobs = [self._job(run, [prompt], questions, lambda _, session=session: session) for run in runs]
+            done = set[_Run]()
+            for job, error in Scheduler(self._model, self._room, iter(jobs), self._most).run():
+                if error is not None:
+                    raise error
+                done.add(job.run)
+                while prompt is prompts[-1] and left and left[0] in done:
+                    yield left.pop(0).cell()
+            questions += len(prompt.questions)
+        for run in left:
+            yield run.cell()
+
+    def _is_told(self, run: _Run) -> bool:
+        """Whether it looks at tokens of a task and is given some."""
+        return self._mode == "task" and run.recipe is not None and takes_task_tokens(run.recipe.method.needs)
+
+    def _begin(self, runs: Sequence[_Run], told: bool) -> list[Prompt]:
+        """The prompts of an example; whoever cannot be asked has its error."""
+        task, example = runs[0].asked.task, runs[0].asked.example
         text = "".join([example.context, *(question.text for question in example.questions)])
         for run in runs:
             run.check(lambda recipe: refuse_contaminated(recipe, text))
-        for told, together in groupby(runs, lambda run: self._mode == "task" and run.can_be_told):
-            yield from self._share(task, example, list(together), seed, told)
-
-    def _share(self, task: Task, example: Example, runs: Sequence[_Run], seed: int, told: bool) -> Iterator[Cell]:
-        """The cells of candidates that share their prefills."""
         try:
             prompts = (self._chat if task.chat else self._verbatim).of(example, task.generation.tokens, told=told)
         except KeepsetError as error:
             for run in runs:
-                run.fail(error)
-                yield run.cell(task, example, seed)
-            return
+                run.error = run.error or str(error)
+            return []
         for run in runs:
             run.check(lambda recipe: Cache(self._model, recipe).stop_watching())
-        if cut := max(prompt.cut for prompt in prompts):
-            example = replace(example, facts={**example.facts, "cut": cut})
-        questions = 0
+            run.cut = max(prompt.cut for prompt in prompts)
+        return prompts
+
+    def _session(self, prompt: Prompt, recipes: Sequence[Recipe]) -> PromptSession:
+        ids, *tasks = (torch.tensor([tokens], device=self._model.device) for tokens in (prompt.ids, *prompt.tasks))
+        return PromptSession(self._model, ids, recipes, task_tokens=tasks)
+
+    def _job(
+        self, run: _Run, prompts: Sequence[Prompt], first: int, session: Callable[[Prompt], PromptSession]
+    ) -> _Job:
+        answer, tokens = run.asked.task.generation.tokens, 0
         for prompt in prompts:
-            ids = torch.tensor([prompt.ids], device=self._model.device)
-            sharing = [run.candidate.recipe for run in runs if run.error is None and run.every is None]
-            tasks = [torch.tensor([tokens], device=self._model.device) for tokens in prompt.tasks]
-            needed = [recipe for recipe in sharing if recipe is not None]
-            session = PromptSession(self._model, ids, needed, task_tokens=tasks)
-            evaluate = partial(self._evaluator.evaluate, task, prompt, (seed, example.id), questions)
-            batched = not task.decodes and not any(question.choices for question in prompt.questions)
-            for group in _groups(session, runs, batched):
-                _evaluate(evaluate, session, group)
-                if prompt is prompts[-1]:
-                    yield from (run.cell(task, example, seed) for run in group)
-            questions += len(prompt.questions)
+            after = max(len(question.ids) + answer for question in prompt.questions)
+            # A prompt is there twice when it is compressed.
+            tokens = max(tokens, most_tokens(run.recipe, len(prompt.ids), after), 2 * len(prompt.ids))
+        return _Job(run, prompts, first, session, self._evaluator, tokens)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Run:
-    """A candidate on one example, and what has become of it so far."""
+    """What has become so far of what is asked."""
 
-    candidate: Candidate
-    error: str | None
+    asked: Asked
+    error: str | None = None
     outcomes: list[Outcome] = field(default_factory=list)
-    cached: CachedPrompt | None = None
+    cut: int = 0
+
+    def __post_init__(self) -> None:
+        self.error = self.asked.candidate.error
 
     @property
-    def every(self) -> int | None:
-        """After how many tokens it compresses again while decoding."""
-        return None if self.candidate.recipe is None else self.candidate.recipe.schedule.every
-
-    @property
-    def can_be_told(self) -> bool:
-        """Whether its recipe looks at tokens of a task where it is given some."""
-        return self.candidate.recipe is not None and takes_task_tokens(self.candidate.recipe.method.needs)
+    def recipe(self) -> Recipe | None:
+        """None for the full cache."""
+        return self.asked.candidate.recipe
 
     def check(self, check: Callable[[Recipe], None]) -> None:
-        """Whether the recipe passes."""
-        if self.error is None and self.candidate.recipe is not None:
-            with self._failing():
-                check(self.candidate.recipe)
+        """Whether the recipe passes; the first reason why not stays."""
+        if self.error is None and self.recipe is not None:
+            try:
+                check(self.recipe)
+            except KeepsetError as error:
+                self.error = str(error)
 
-    def begin(self, session: PromptSession) -> None:
-        """Caches the prompt its way, unless it has or cannot."""
-        if self.cached is None and self.error is None:
-            recipe = self.candidate.recipe
-            with self._failing():
-                if recipe is None or recipe.schedule.every is None:
-                    self.cached = session.compress(recipe)
-                else:
-                    self.cached = session.compress_alone(recipe)
-
-    def hand_over(self) -> CachedPrompt:
-        """What it has begun, which is somebody else's now: the cache goes as soon as it is used up."""
-        assert self.cached is not None
-        cached, self.cached = self.cached, None
-        return cached
-
-    def fail(self, error: KeepsetError) -> None:
-        """It cannot be had: the first reason stays."""
-        self.error = self.error or str(error)
-
-    def cell(self, task: Task, example: Example, seed: int) -> Cell:
+    def cell(self) -> Cell:
         """What came of it."""
+        task, example, candidate = self.asked.task, self.asked.example, self.asked.candidate
         return Cell(
             task=task.name,
-            seed=seed,
+            seed=self.asked.seed,
             example=example.id,
-            recipe=self.candidate.text,
-            method=self.candidate.method,
-            requested=self.candidate.requested,
-            facts=example.facts,
+            recipe=candidate.text,
+            method=candidate.method,
+            requested=candidate.requested,
+            facts={**example.facts, "cut": self.cut} if self.cut else example.facts,
             metric=task.metric,
             outcome=_mean(self.outcomes) if self.error is None else None,
             error=self.error,
         )
 
-    @contextmanager
-    def _failing(self) -> Iterator[None]:
+
+@dataclass(eq=False)
+class _Job:
+    """Some of an example's prompts, asked of one candidate; `first` is the number of the first question."""
+
+    run: _Run
+    prompts: Sequence[Prompt]
+    first: int
+    session: Callable[[Prompt], PromptSession]
+    evaluator: Evaluator
+    tokens: int
+    peak_bytes: int | None = None
+
+    def streams(self) -> Streams:
+        """See `Job`."""
+        asked, outcomes = self.run.asked, list[Outcome]()
+        if self.run.error is not None:
+            return
         try:
-            yield
+            for prompt in self.prompts:
+                number = self.first + len(outcomes)
+                draw, cached = (asked.seed, asked.example.id), self._cached(prompt)
+                yield from self.evaluator.ask(asked.task, prompt, draw, number, cached, outcomes)
         except KeepsetError as error:
-            self.fail(error)
+            self.run.error = str(error)
+        self.run.outcomes += [replace(outcome, peak_bytes=self.peak_bytes) for outcome in outcomes]
 
-
-def _groups(session: PromptSession, runs: Sequence[_Run], batched: bool) -> Iterator[list[_Run]]:
-    """All of them, begun: neighbours together where they may be asked as a batch and do not hold too much."""
-    group: list[_Run] = []
-    for run in runs:
-        alone = not batched or run.every is not None
-        if group and (alone or not _joins(run, group, session)):
-            yield group
-            group = []
-        run.begin(session)
-        group.append(run)
-    if group:
-        yield group
-
-
-def _joins(run: _Run, group: Sequence[_Run], session: PromptSession) -> bool:
-    """Whether a group can be asked together with others, and this one begins beside it without holding too much."""
-    held = [other.cached.cache for other in group if other.cached is not None]
-    if not all(map(can_join, held)):
-        return False
-    try:
-        run.begin(session)
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        return False
-    if run.cached is None:  # what cannot be had is no burden
-        return True
-    cache = run.cached.cache
-    return sum((other.nbytes for other in held), cache.nbytes) <= TOGETHER * nbytes_full(cache)
-
-
-def _evaluate(
-    evaluate: Callable[[Sequence[CachedPrompt]], list[list[Outcome]]], session: PromptSession, group: Sequence[_Run]
-) -> None:
-    """Evaluates all that have begun; one after another if one spoils it for the others, or memory is not enough."""
-    begun = [run for run in group if run.cached is not None]
-    if not begun:
-        return
-    try:
-        for run, outcomes in zip(begun, evaluate([run.hand_over() for run in begun]), strict=True):
-            run.outcomes += outcomes
-        return
-    except KeepsetError as error:
-        if len(begun) == 1:
-            return begun[0].fail(error)
-    except (MemoryError, RuntimeError) as error:
-        if len(begun) == 1 or not is_out_of_memory(error):
-            raise
-    for run in begun:
-        run.begin(session)
-        _evaluate(evaluate, session, [run])
+    def _cached(self, prompt: Prompt) -> CachedPrompt:
+        recipe = self.run.recipe
+        if recipe is None or recipe.schedule.every is None:
+            return self.session(prompt).compress(recipe)
+        return self.session(prompt).compress_alone(recipe)
 
 
 def _mean(outcomes: Sequence[Outcome]) -> Outcome:
-    costs: dict[str, Any] = means(outcomes)
-    for name in ("kv_bytes", "kv_bytes_full"):
-        costs[name] = round(costs[name])
+    figures: dict[str, Any] = {
+        name: round(value) if value is not None and name.endswith(("bytes", "bytes_full")) else value
+        for name, value in means(outcomes).items()
+    }
     return Outcome(
         scores={name: fmean(outcome.scores[name] for outcome in outcomes) for name in outcomes[0].scores},
         replies=[reply for outcome in outcomes for reply in outcome.replies],
-        **costs,
+        **figures,
     )

@@ -1,7 +1,6 @@
 """The file of a sweep: what was asked for, every cell as soon as it is there, and who is at work on which example.
 
-One SQLite database, which processes of one machine may use at once. A group, all cells of one example under one seed,
-is claimed by one process at a time, since its cells share a prefill.
+One SQLite database, which processes of one machine may use at once. A cell is claimed before it is made.
 """
 
 from __future__ import annotations
@@ -28,8 +27,10 @@ from keepset.errors import CorruptFileError, KeepsetError
 Key = tuple[str, int, str]
 """What tells a group: the task's name, the seed, the example's id."""
 
-FORMAT = 1
+FORMAT = 2
 """Of the file; raise it with every change to its tables or to `Cell`."""
+_FORMER = 1
+"""Can be read and gone on with: its cells lack figures that may be unknown, and its claims were of groups."""
 LEASE = 180.0
 """Seconds after which a claim of another machine is void, unless it was renewed."""
 _BEAT = 20.0
@@ -43,14 +44,18 @@ CREATE TABLE examples (
 );
 CREATE TABLE cells (
     task TEXT, seed INTEGER, example TEXT, recipe TEXT, cell TEXT NOT NULL, PRIMARY KEY (task, seed, example, recipe)
-);
+)
+"""
+_CLAIMS = """
 CREATE TABLE claims (
-    task TEXT, seed INTEGER, example TEXT, token TEXT NOT NULL,
-    host TEXT NOT NULL, pid INTEGER NOT NULL, started TEXT, beat REAL NOT NULL, PRIMARY KEY (task, seed, example)
+    task TEXT, seed INTEGER, example TEXT, recipe TEXT, token TEXT NOT NULL,
+    host TEXT NOT NULL, pid INTEGER NOT NULL, started TEXT, beat REAL NOT NULL,
+    PRIMARY KEY (task, seed, example, recipe)
 )
 """
 _FORMER_METHOD = re.compile(rf"\b({'|'.join(FORMER_NAMES)})(?=[(,)]|$)")
 _GROUP = "task = ? AND seed = ? AND example = ?"
+_CELL = f"{_GROUP} AND recipe = ?"
 
 
 class Store:
@@ -164,50 +169,58 @@ class Store:
     def claim(self, key: Key, recipes: Collection[str]) -> list[str] | None:
         """Those of the recipes that the group lacks, which are now this process's to run.
 
-        None where another process is at work on the group; that of a process that is gone is taken over.
+        None where another process is at work on one of them; that of a process that is gone is taken over.
         """
         with self._transaction() as database:
-            claims = database.execute(f"SELECT token, host, pid, started, beat FROM claims WHERE {_GROUP}", key)
-            if (claim := claims.fetchone()) is not None and self._is_held(*claim):
-                return None
-            database.execute(f"DELETE FROM claims WHERE {_GROUP}", key)
             have = {_canonical(name) for (name,) in database.execute(f"SELECT recipe FROM cells WHERE {_GROUP}", key)}
             missing = [recipe for recipe in recipes if recipe not in have]
-            if missing:
-                me = self._owner
-                values = [*key, self._token, me.host, me.pid, me.started, time.time()]
-                database.execute("INSERT INTO claims VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values)
+            claims = database.execute(f"SELECT recipe, token, host, pid, started, beat FROM claims WHERE {_GROUP}", key)
+            if any(recipe in missing and self._is_held(*claim) for recipe, *claim in claims):
+                return None
+            me = self._owner
+            for recipe in missing:
+                values = [*key, recipe, self._token, me.host, me.pid, me.started, time.time()]
+                database.execute("INSERT OR REPLACE INTO claims VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
             return missing
 
-    def release(self, key: Key) -> None:
-        """Gives a claimed group back."""
+    def release(self, key: Key, recipes: Collection[str]) -> None:
+        """Gives claimed cells back."""
         with self._transaction() as database:
-            database.execute(f"DELETE FROM claims WHERE {_GROUP} AND token = ?", [*key, self._token])
+            for recipe in recipes:
+                database.execute(f"DELETE FROM claims WHERE {_CELL} AND token = ?", [*key, recipe, self._token])
 
     def save(self, cell: Cell) -> bool:
-        """Writes a cell of a claimed group; False if another process has taken the group over."""
-        key = (cell.task, cell.seed, cell.example)
+        """Writes a claimed cell, which is then not claimed any more; False if another process has taken it over."""
+        key = (cell.task, cell.seed, cell.example, cell.recipe)
         with self._transaction() as database:
-            mine = database.execute(f"SELECT 1 FROM claims WHERE {_GROUP} AND token = ?", [*key, self._token])
-            if mine.fetchone() is None:
+            mine = database.execute(f"DELETE FROM claims WHERE {_CELL} AND token = ?", [*key, self._token])
+            if mine.rowcount < 1:
                 return False
-            values = [*key, cell.recipe, json.dumps(cell.to_json())]
-            database.execute("INSERT INTO cells VALUES (?, ?, ?, ?, ?)", values)
+            database.execute("INSERT INTO cells VALUES (?, ?, ?, ?, ?)", [*key, json.dumps(cell.to_json())])
             return True
 
     def _begin(self, model: str, configuration: Mapping[str, Any]) -> None:
         # A database without tables is what a process leaves that was killed at once.
         if self._database.execute("SELECT 1 FROM sqlite_master").fetchone() is not None and not self._is_sweep():
             raise _no_sweep(self.path)
+        self._create(model, configuration)
+        self._write_ahead()
+        self._read()
+
+    def _create(self, model: str, configuration: Mapping[str, Any]) -> None:
+        """Makes the tables, or those that a file of the former format lacks."""
         with self._transaction() as database:
             if not self._is_sweep():  # another process may have been quicker
                 for statement in _TABLES.split(";"):
                     database.execute(statement)
                 database.execute("INSERT INTO sweep VALUES (?, ?)", [model, json.dumps(dict(configuration))])
-                database.execute(f"PRAGMA user_version = {FORMAT}")
                 database.execute(f"PRAGMA application_id = {_APPLICATION}")
-        self._write_ahead()
-        self._read()
+            elif self._version() == _FORMER:
+                database.execute("DROP TABLE claims")
+            else:
+                return
+            database.execute(_CLAIMS)
+            database.execute(f"PRAGMA user_version = {FORMAT}")
 
     def _write_ahead(self) -> None:
         """Readers and a writer at once. SQLite does not wait here for others that do the same."""
@@ -224,9 +237,11 @@ class Store:
     def _is_sweep(self) -> bool:
         return self._database.execute("PRAGMA application_id").fetchone()[0] == _APPLICATION
 
+    def _version(self) -> int:
+        return self._database.execute("PRAGMA user_version").fetchone()[0]
+
     def _read(self) -> None:
-        (version,) = self._database.execute("PRAGMA user_version").fetchone()
-        if version != FORMAT:
+        if (version := self._version()) not in (FORMAT, _FORMER):
             raise CorruptFileError(
                 f"{str(self.path)!r} is of another version of keepset (format {version}, this one's is {FORMAT}): "
                 f"use that version, or {_ADVICE}."

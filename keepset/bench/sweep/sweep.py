@@ -6,20 +6,22 @@ import hashlib
 import json
 import random
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import product
+from itertools import chain, groupby, product
+from typing import cast
 
 from keepset.bench.candidate import Candidate
 from keepset.bench.cell import Cell
 from keepset.bench.memory import is_out_of_memory
-from keepset.bench.sweep.runner import Runner
+from keepset.bench.sweep.runner import Asked, Runner
 from keepset.bench.sweep.store import Key, Store
 from keepset.bench.tasks.task import Example, Task, Tokenizer
 from keepset.errors import KeepsetError
 
 POLL = 1.0
 """Seconds between looks at what another process has claimed."""
+_NO_MEMORY = "memory was not enough"
 
 
 @dataclass(frozen=True)
@@ -48,15 +50,19 @@ class Grid:
         return True
 
     def groups(self, store: Store, tokenizer: Tokenizer) -> list[Group]:
-        """All of it, example by example; which examples there are is noted in the file."""
+        """All of it, example by example, or recipe by recipe; which examples there are is noted in the file."""
         groups = []
-        for task, seed in product(self.tasks, self.seeds):
-            examples = self._drawn(task, task.examples(tokenizer, limit=self.limit, seed=seed), seed)
-            ids = [example.id for example in examples]
-            if len(set(ids)) < len(ids):
-                raise KeepsetError(f"{task.name} has several examples of one id: give each an id of its own.")
-            store.register(task.name, seed, ids, digest(task, examples))
-            groups += [Group(task, seed, example, self.candidates[task.name]) for example in examples]
+        for task in self.tasks:
+            candidates, of_task = self.candidates[task.name], list[tuple[int, Example]]()
+            for seed in self.seeds:
+                examples = self._drawn(task, task.examples(tokenizer, limit=self.limit, seed=seed), seed)
+                ids = [example.id for example in examples]
+                if len(set(ids)) < len(ids):
+                    raise KeepsetError(f"{task.name} has several examples of one id: give each an id of its own.")
+                store.register(task.name, seed, ids, digest(task, examples))
+                of_task += [(seed, example) for example in examples]
+            for chosen in [[each] for each in candidates] if task.decodes else [candidates]:
+                groups += [Group(task, seed, example, chosen) for seed, example in of_task]
         return groups
 
     def _drawn(self, task: Task, examples: Sequence[Example], seed: int) -> Sequence[Example]:
@@ -77,7 +83,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Group:
-    """All cells of one example under one seed: they share its prefill."""
+    """All cells of one example under one seed, which share its prefill; of a task that decodes one cell alone."""
 
     task: Task
     seed: int
@@ -93,6 +99,10 @@ class Group:
     def recipes(self) -> list[str]:
         """The candidates' texts."""
         return [candidate.text for candidate in self.candidates]
+
+
+Claim = tuple[Group, list[str]]
+"""A group and those of its recipes that are this process's to make."""
 
 
 @dataclass(frozen=True)
@@ -129,25 +139,21 @@ def run(store: Store, groups: Sequence[Group], runner: Runner, on_cells: Callabl
     `on_cells` is told how many more cells of the groups are there.
     """
     skipped = []
-    for claim in claimed(store, groups, on_cells):
-        if claim is None:
-            time.sleep(POLL)
+    for portion, claims in groupby(claimed(store, groups, on_cells), portion_of):
+        if portion is None:
+            for _ in claims:
+                time.sleep(POLL)
             continue
-        group, missing = claim
-        for result in work(runner, group, missing):
+        for key, result in work(runner, cast(Iterator[Claim], claims)):
             if isinstance(result, Skipped):
                 skipped.append(result)
+                store.release(key, [result.recipe])
             elif store.save(result):
                 on_cells(1)
-            else:
-                break
-        store.release(group.key)
     return skipped
 
 
-def claimed(
-    store: Store, groups: Sequence[Group], on_cells: Callable[[int], None]
-) -> Iterator[tuple[Group, list[str]] | None]:
+def claimed(store: Store, groups: Sequence[Group], on_cells: Callable[[int], None]) -> Iterator[Claim | None]:
     """Groups that are now this process's, each with the recipes that it lacks.
 
     None where all that is left is another process's for now.
@@ -168,8 +174,29 @@ def claimed(
             yield None
 
 
-def work(runner: Runner, group: Group, recipes: Sequence[str]) -> Iterator[Cell | Skipped]:
-    """The group's cells of these recipes, as they are made.
+def portion_of(claim: Claim | None) -> Hashable:
+    """The same for neighbours that are worked on together: of tasks that decode, all examples under one recipe."""
+    if claim is None:
+        return None
+    group, _ = claim
+    return (group.task.name, *group.recipes) if group.task.decodes else group.key
+
+
+def work(runner: Runner, claims: Iterator[Claim]) -> Iterator[tuple[Key, Cell | Skipped]]:
+    """The cells of one portion, as they are made; a claim is taken from the iterator when it may begin."""
+    for claim in claims:
+        group, recipes = claim
+        if not group.task.decodes:
+            yield from ((group.key, result) for result in _on_one_prefill(runner, group, recipes))
+            continue
+        asked = (Asked(group.task, group.seed, group.example, *group.candidates) for group, _ in chain([claim], claims))
+        for each, cell in runner.decode(asked):
+            skipped = Skipped(each.task.name, each.candidate.text, _NO_MEMORY)
+            yield (each.task.name, each.seed, each.example.id), cell or skipped
+
+
+def _on_one_prefill(runner: Runner, group: Group, recipes: Sequence[str]) -> Iterator[Cell | Skipped]:
+    """The group's cells of these recipes.
 
     Where memory is not enough the recipe that is next is left out, and the others share a prefill of their own.
     """
@@ -184,4 +211,4 @@ def work(runner: Runner, group: Group, recipes: Sequence[str]) -> Iterator[Cell 
             if not is_out_of_memory(error):
                 raise
         skipped, *left = left
-        yield Skipped(group.task.name, skipped.text, "memory was not enough")
+        yield Skipped(group.task.name, skipped.text, _NO_MEMORY)

@@ -70,8 +70,8 @@ def hooks(model: Any) -> int:
 
 
 def timeless(cell: Cell) -> Cell:
-    """The cell without its seconds, which differ."""
+    """The cell without what may differ: its seconds, and beside how many others it was made."""
     if cell.outcome is None:
         return cell
     seconds = dict(prefill_seconds=0.0, select_seconds=0.0, decode_seconds=0.0)
-    return replace(cell, outcome=replace(cell.outcome, **seconds))
+    return replace(cell, outcome=replace(cell.outcome, **seconds, batch=1.0))

@@ -1,9 +1,8 @@
-"""A task and a runner that need no model. `python -m tests.bench.sweep.sweeping` sweeps in a process of its own."""
+"""A task and a runner that need no model."""
 
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -63,7 +62,7 @@ class Scripted:
         for candidate in todo:
             self.made += 1
             if self.made == self.stop_at:
-                print("waiting", flush=True)
+                self.notes.with_name("waiting").touch()
                 time.sleep(600)
             with self.notes.open("a") as notes:
                 notes.write(f"{os.getpid()} {task.name} {seed} {example.id} {candidate.text}\n")
@@ -96,8 +95,3 @@ def sweep(path: Path, asked: Grid, runner: Any) -> list[int]:
     with Store.begin(path, "model", CONFIGURATION) as store:
         assert run(store, asked.groups(store, None), runner, told.append) == []  # type: ignore[arg-type]
     return told
-
-
-if __name__ == "__main__":
-    path, notes, stop_at, together = sys.argv[1:]
-    sweep(Path(path), grid(), Scripted(Path(notes), int(stop_at) or None, int(together)))

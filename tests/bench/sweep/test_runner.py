@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
 import json
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
@@ -20,7 +18,8 @@ from keepset import KeepsetError, Recipe
 from keepset.bench.analysis.diagnostics import repetition_rate
 from keepset.bench.candidate import Candidate, candidates
 from keepset.bench.cell import FULL, Cell
-from keepset.bench.sweep.runner import TOGETHER, Runner
+from keepset.bench.sweep import scheduler
+from keepset.bench.sweep.runner import Asked, Runner
 from keepset.bench.tasks.task import Example, Question
 from keepset.hf.prompt_session import Recorder
 from tests.bench.sweep.asked import Exact, hooks, scripted, timeless, watched
@@ -235,7 +234,9 @@ def test_one_prefill_serves_all_candidates_and_questions() -> None:
 # --- as a batch
 
 ASKED = replace(EXAMPLE, questions=EXAMPLE.questions[:2])
-MANY = candidates([*RECIPES, *Recipe.parse_list("gvote, knorm(keep=16, every=4)")], [0.5, 0.25, 12])
+# Not knorm: the same letter has the same norm again, and which of two equals stays is up to rounding.
+MIXED = [*RECIPES, *Recipe.parse_list("gvote, snapkv(window=4, keep=16, every=4)")]
+MANY = candidates(MIXED, [0.5, 0.25, 12])
 
 
 @pytest.mark.cross
@@ -244,55 +245,28 @@ MANY = candidates([*RECIPES, *Recipe.parse_list("gvote, knorm(keep=16, every=4)"
 )
 @pytest.mark.parametrize("architecture", ["llama", "llama_mqa", pytest.param("gemma3", marks=pytest.mark.full)])
 def test_answers_of_a_batch_are_those_of_each_alone(architecture: str, options: dict[str, Any]) -> None:
-    model = tiny(architecture)
+    model, batched = tiny(architecture), architecture != "gemma3"
+    todo = candidates(MIXED, [0.5, 0.25, 12] if batched else [0.5])
     options = {"model": model, "example": ASKED, "task": Exact(20, ("a",)), **options}
     with watched(model) as calls:
-        together = run(MANY, **options)
-    assert any(rows > 1 and tokens == 1 for rows, tokens in calls) == (architecture != "gemma3")
-    assert [timeless(cell) for cell in together] == [timeless(run([one], **options)[0]) for one in MANY]
+        together = run(todo, **options)
+    assert any(rows > 1 and tokens == 1 for rows, tokens in calls) == batched
+    assert [timeless(cell) for cell in together] == [timeless(run([one], **options)[0]) for one in todo]
     assert len({reply for cell in together for reply in replies(cell)}) > 4
 
 
-@pytest.mark.full
-def test_a_batch_is_for_answers_of_caches_that_compress_nothing_more() -> None:
-    model = tiny("llama")
-    for task, example in ((Exact(decodes=True), ASKED), (Exact(), EXAMPLE)):
-        with watched(model) as calls:
-            run(MANY, model=model, task=task, example=example)
-        assert all(rows == 1 for rows, tokens in calls if tokens > 3)
-
-
-@pytest.mark.parametrize(
-    "architecture, asked, most",
-    [
-        ("llama", ASKED, TOGETHER),
-        pytest.param("llama", EXAMPLE, 0, marks=pytest.mark.full),
-        pytest.param("lfm2", ASKED, 0, marks=pytest.mark.full),
-    ],
-)
-def test_no_more_is_held_at_once_than_so_many_full_caches(
-    monkeypatch: pytest.MonkeyPatch, architecture: str, asked: Example, most: int
-) -> None:
-    made: list[weakref.ref[Any]] = []
-    held: list[int] = []
-    original = keepset.Cache.from_prompt.__func__  # type: ignore[attr-defined]
-
-    def from_prompt(cls: Any, *args: Any) -> Any:
-        gc.collect()
-        there = [cache() for cache in made]
-        held.append(sum(cache.nbytes for cache in there if cache is not None))
-        cache = original(cls, *args)
-        made.append(weakref.ref(cache))
-        return cache
-
-    monkeypatch.setattr(keepset.Cache, "from_prompt", classmethod(from_prompt))
-    todo = candidates(Recipe.parse_list("snapkv(window=8), knorm, tova, random, h2o"), [1.0, 0.9, 0.8])
-    full, *_ = cells = run(todo, example=asked, model=tiny(architecture))
-    assert all(cell.error is None for cell in cells) and full.outcome is not None
-    assert len(made) == 16
-    # Positions are stored beside keys and values, which are 2 * 16 * 4 bytes here.
-    assert max(held) <= most * full.outcome.kv_bytes_full * (1 + 4 / 128)
-    assert max(held) >= (most - 1) * full.outcome.kv_bytes_full
+@pytest.mark.parametrize("free", [0, 30, None])
+def test_as_many_go_side_by_side_as_memory_takes(monkeypatch: pytest.MonkeyPatch, free: int | None) -> None:
+    model, full = tiny("llama"), 2 * 2 * (2 * 16 * 4 + 4) * (len(CONTEXT) + 20)
+    monkeypatch.setattr("keepset.bench.memory.available", lambda device: None if free is None else free * full)
+    todo = candidates(Recipe.parse_list("snapkv(window=8), knorm, random"), [1.0, 0.9])
+    with watched(model) as calls:
+        cells = run(todo, example=ASKED, task=Exact(20), model=model)
+    most = max(rows for rows, tokens in calls)
+    assert most == {0: 1, 30: 7, None: 7}[free]
+    assert [timeless(cell) for cell in cells] == [
+        timeless(run([one], example=ASKED, task=Exact(20))[0]) for one in todo
+    ]
 
 
 @pytest.mark.full
@@ -300,9 +274,11 @@ def test_no_more_is_held_at_once_than_so_many_full_caches(
 def test_where_a_batch_cannot_be_had_they_are_asked_one_after_another(error: Exception) -> None:
     model, todo = tiny("llama"), candidates(RECIPES, [0.5, 0.25])
     expected = run(todo, model=model, example=ASKED)
+    calls: list[int] = []
 
     def refuse(module: Any, args: Any, kwargs: Any) -> None:
-        if len(args[0]) > 1 and next(iter(kwargs["past_key_values"].kept_layers.values())).logical > len(CONTEXT) + 9:
+        calls.append(len(args[0]))
+        if len(args[0]) > 1 and len(calls) > 12:
             raise error
 
     handle = model.register_forward_pre_hook(refuse, with_kwargs=True)
@@ -310,6 +286,7 @@ def test_where_a_batch_cannot_be_had_they_are_asked_one_after_another(error: Exc
         found = run(todo, model=model, example=ASKED)
     finally:
         handle.remove()
+    assert max(calls) > 1
     assert [timeless(cell) for cell in found] == [timeless(cell) for cell in expected]
 
 
@@ -334,6 +311,165 @@ def test_what_memory_is_not_enough_for_beside_others_waits_for_them(
     starts = 0
     with pytest.raises(MemoryError):
         run(todo, example=ASKED)
+
+
+# --- one recipe on many examples
+
+WORDS = ["A", "Who?", "What is said of them all?", CONTEXT, CONTEXT[:24], CONTEXT[3:40], "Some text", CONTEXT[5:80]]
+DECODING = [
+    "snapkv(window=4, keep=12, every=5)",
+    "adakv(snapkv(window=4), keep=12, every=4)",
+    "pyramid(snapkv(window=4), keep=8, every=6)",
+    "ams(tova, window=6, kernel=3, segment_mass=0.2, min_segment=2, max_segment=6, keep=14, recent=3, every=4)",
+    "r_kv(window=3, kernel=3, keep=24, every=5)",
+    "expected_attention(future=8, skip=2, buffer=7, keep=8, every=5)",
+    "random(keep=9, recent=2, every=1, protect_prompt=True)",
+    "tova(keep=7, every=1, prefill=False)",
+    "h2o(keep=10)",
+    "gvote",
+    "kvcompose(keep=0.4)",
+    "adakv(snapkv(window=4), keep=0.3)",
+]
+
+
+def asked(candidate: Candidate, task: Exact) -> list[Asked]:
+    """The words, of which every second is asked two questions."""
+    questions = [
+        (Question(text, "x"), Question(f"{text} And then?", "y"))[: 1 + at % 2] for at, text in enumerate(WORDS)
+    ]
+    return [
+        Asked(task, 3, Example(str(at), "", each, {"at": float(at)}), candidate) for at, each in enumerate(questions)
+    ]
+
+
+def decoded(each: Sequence[Asked], model: Any = None, **options: Any) -> dict[str, Cell]:
+    runner = Runner(model or tiny("llama"), TOKENIZER, mode="prompt", chat=False, **options)
+    cells = {done.example.id: cell for done, cell in runner.decode(each)}
+    assert list(sorted(cells)) == [one.example.id for one in each]
+    return {name: cell for name, cell in cells.items() if cell is not None}
+
+
+def one_by_one(each: Sequence[Asked], model: Any = None, **options: Any) -> dict[str, Cell]:
+    options = {"model": model, "mode": "prompt", **options}
+    alone = (run([one.candidate], task=one.task, example=one.example, seed=one.seed, **options) for one in each)
+    return {cell.example: cell for [cell] in alone}
+
+
+@pytest.mark.cross
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+@pytest.mark.parametrize("architecture", ["llama", "llama_mqa", "llama_odd_head"])
+@pytest.mark.parametrize("text", [FULL, *DECODING])
+def test_of_many_examples_side_by_side_cells_are_those_of_each_alone(
+    monkeypatch: pytest.MonkeyPatch, text: str, architecture: str, temperature: float
+) -> None:
+    model, task = tiny(architecture), Exact(24, tuple("abcdef"), decodes=True)
+    candidate = parsed()[0] if text == FULL else parsed(text)[1]
+    each = asked(candidate, task)
+    expected = one_by_one(each, model, temperature=temperature)
+    monkeypatch.setattr(scheduler, "MOST", 3)  # so that some begin while others go on
+    with watched(model) as calls:
+        found = decoded(each, model, temperature=temperature)
+    assert max(rows for rows, _ in calls) == 3
+    assert {name: timeless(cell) for name, cell in found.items()} == {
+        name: timeless(cell) for name, cell in expected.items()
+    }
+    assert all(cell.error is None for cell in found.values()), [cell.error for cell in found.values()]
+    lengths = {cell.outcome.tokens for cell in found.values() if cell.outcome}
+    assert len(lengths) > 2 and max(cell.outcome.batch for cell in found.values() if cell.outcome) > 2
+    assert all(cell.outcome and cell.outcome.batch == 1 for cell in expected.values())
+
+
+def test_an_answer_may_end_at_its_first_token() -> None:
+    model, task = tiny("llama"), Exact(1, decodes=True)
+    each = asked(parsed(DECODING[0])[1], task)
+    with watched(model) as calls:
+        cells = decoded(each, model)
+    assert all(tokens > 1 or at == 0 for at, (_, tokens) in enumerate(calls))  # prompts alone, one of a single token
+    assert all(cell.outcome and cell.outcome.tokens == 1 for cell in cells.values())
+
+
+@pytest.mark.parametrize(
+    ("error", "where"),
+    [
+        (MemoryError(), "call"),
+        pytest.param(RuntimeError("can't allocate memory"), "row", marks=pytest.mark.full),
+        (MemoryError(), "prefill"),
+        (KeepsetError("Not this one."), "row"),
+        pytest.param(KeepsetError("Not these."), "call", marks=pytest.mark.full),
+    ],
+)
+def test_no_cell_is_lost_where_memory_is_not_enough_for_all(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, where: str
+) -> None:
+    model, task = tiny("llama"), Exact(12, decodes=True)
+    each = asked(parsed(DECODING[0])[1], task)
+    expected = one_by_one(each)
+    calls: list[tuple[int, ...]] = []
+    original = keepset.Cache.attend
+
+    def refuse(module: Any, args: Any, kwargs: Any) -> None:
+        calls.append(tuple(args[0].shape))
+        rows, tokens = calls[-1]
+        if (where == "call" and rows > 2 and len(calls) > 15) or (
+            where == "prefill" and tokens > 1 and len(calls) == 4
+        ):
+            raise error
+
+    def attend(self: Any, index: int, call: Any) -> Any:
+        rows = calls[-1][0]
+        if where == "row" and call.rows.start == 2 and rows > 4 and index == 1 and not failed:
+            failed.append(rows)
+            raise error
+        return original(self, index, call)
+
+    failed: list[int] = []
+    monkeypatch.setattr(keepset.Cache, "attend", attend)
+    handle = model.register_forward_pre_hook(refuse, with_kwargs=True)
+    try:
+        found = decoded(each, model)
+    finally:
+        handle.remove()
+    wrong = {name for name, cell in found.items() if cell.error is not None}
+    assert wrong == ({"2"} if isinstance(error, KeepsetError) and where == "row" else set())
+    for name in found.keys() - wrong:
+        assert timeless(found[name]) == timeless(expected[name])
+    assert max(rows for rows, _ in calls) > 2
+    assert hooks(model) == 0
+
+
+def test_what_one_alone_has_no_memory_for_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    each = asked(parsed(DECODING[0])[1], Exact(6, decodes=True))
+    original = keepset.Cache.attend
+
+    def attend(self: Any, index: int, call: Any) -> Any:
+        if call.key.shape[2] == len(WORDS[4]):
+            raise MemoryError
+        return original(self, index, call)
+
+    monkeypatch.setattr(keepset.Cache, "attend", attend)
+    assert set(decoded(each)) == {"0", "1", "2", "3", "5", "6", "7"}
+
+
+def test_of_a_model_whose_caches_cannot_each_is_asked_alone() -> None:
+    model, task = tiny("gemma3"), Exact(6, decodes=True)
+    each = asked(parsed(DECODING[0])[1], task)
+    with watched(model) as calls:
+        found = decoded(each, model)
+    assert {rows for rows, _ in calls} == {1}
+    assert {name: timeless(cell) for name, cell in found.items()} == {
+        name: timeless(cell) for name, cell in one_by_one(each, model).items()
+    }
+
+
+def test_what_cannot_be_asked_is_an_error_and_the_others_go_on() -> None:
+    task = Exact(6, decodes=True)
+    good, bad = parsed(DECODING[0], "knorm(keep=40, every=3)")[1:]
+    each = asked(good, task)
+    each[1] = replace(each[1], example=replace(each[1].example, questions=(Question("x" * 600, "y"),)))
+    each[2] = replace(each[2], candidate=replace(bad, recipe=None, error="It does not go."))
+    cells = decoded(each)
+    assert "does not fit the model's context" in (cells["1"].error or "") and cells["2"].error == "It does not go."
+    assert all(cells[name].error is None for name in cells.keys() - {"1", "2"})
 
 
 # --- the same in any order

@@ -45,7 +45,6 @@ def put(path: Path, *cells: Cell) -> None:
         for each in cells:
             opened.claim((each.task, each.seed, each.example), [each.recipe])
             assert opened.save(each)
-            opened.release((each.task, each.seed, each.example))
 
 
 def refusal(path: Path, **configuration: Any) -> str:
@@ -77,7 +76,6 @@ def test_cells_come_in_the_order_of_examples_and_recipes_however_they_were_writt
         for each in [cell("z", "9"), cell("a", "9"), cell("a", "10"), cell("z", "10")]:
             opened.claim((each.task, each.seed, each.example), [each.recipe])
             assert opened.save(each)
-            opened.release((each.task, each.seed, each.example))
         assert [(each.example, each.recipe) for each in opened.cells()] == [
             ("10", "z"),
             ("10", "a"),
@@ -128,14 +126,16 @@ def test_a_claim_says_what_is_missing_and_keeps_others_away(path: Path) -> None:
         assert two.claim(KEY, ["a", "b", "c"]) is None
         assert two.claim(("gsm8k", 1, "a"), ["a"]) == ["a"]
         assert not two.save(cell("a"))
-        two.release(KEY)  # which is not its own
+        two.release(KEY, ["a"])  # which is not its own
         assert two.claim(KEY, ["a"]) is None
         assert one.claim(KEY, ["a", "b", "c"]) == ["a", "c"]
-        assert one.save(cell("a"))
-        one.release(KEY)
+        assert one.save(cell("a")) and not one.save(cell("a"))
+        assert two.claim(KEY, ["a", "b", "c"]) is None
+        assert two.claim(KEY, ["a", "b", "d"]) == ["d"]  # another recipe of the same example
+        one.release(KEY, ["c", "d"])
         assert two.claim(KEY, ["a", "b", "c"]) == ["c"]
-        assert one.claim(KEY, ["a"]) is None  # the other may still be at work on another recipe
-        two.release(KEY)
+        assert one.claim(KEY, ["c"]) is None and one.claim(KEY, ["d"]) is None
+        two.release(KEY, ["c", "d"])
         assert one.claim(KEY, ["a", "b"]) == []
         assert two.claim(KEY, ["c"]) == ["c"]  # nothing to do, nothing claimed
 
@@ -300,7 +300,29 @@ def test_another_format_is_refused(path: Path) -> None:
     put(path, cell())
     with begin(path) as opened:
         opened._database.execute("PRAGMA user_version = 7")
-    assert "is of another version of keepset (format 7, this one's is 1)" in refusal(path)
+    assert "is of another version of keepset (format 7, this one's is 2)" in refusal(path)
+
+
+def test_a_file_of_the_former_format_is_read_and_gone_on_with(path: Path) -> None:
+    put(path, cell())
+    with begin(path) as opened:
+        database = opened._database
+        database.execute("PRAGMA user_version = 1")
+        database.execute("DROP TABLE claims")
+        of_groups = "task TEXT, seed INTEGER, example TEXT, token TEXT, host TEXT, pid INTEGER, started TEXT, beat REAL"
+        database.execute(f"CREATE TABLE claims ({of_groups})")
+        database.execute("INSERT INTO claims VALUES ('gsm8k', 0, 'a', 'x', 'y', 1, 'z', 0)")
+        data = cell().to_json()
+        for name in ("batch", "peak_bytes"):
+            del data["outcome"][name]
+        database.execute("UPDATE cells SET cell = ?", [json.dumps(data)])
+    with Store.open(path) as opened:
+        assert opened.cells() == [cell()]
+    with begin(path) as one, begin(path) as two:
+        assert one.claim(KEY, ["knorm(keep=0.5)", "b"]) == ["b"]
+        assert two.claim(KEY, ["b"]) is None and one.save(cell("b"))
+    with Store.open(path) as opened:
+        assert opened.cells() == [cell(), cell("b")]
 
 
 def test_a_full_disk_is_said_and_what_is_there_is_kept(path: Path) -> None:

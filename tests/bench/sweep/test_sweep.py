@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from multiprocessing import get_context
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -47,11 +48,11 @@ def notes_of(path: Path) -> list[str]:
     return [line.partition(" ")[2] for line in path.read_text().splitlines()]
 
 
-def start(path: Path, notes: Path, stop_at: int = 0, together: int = 1) -> subprocess.Popen[str]:
-    words = [str(path), str(notes), str(stop_at), str(together)]
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.bench.sweep.sweeping", *words], stdout=subprocess.PIPE, text=True
-    )
+def start(path: Path, notes: Path, **options: int) -> ForkProcess:
+    """A process of its own that sweeps."""
+    process = get_context("fork").Process(target=sweep, args=(path, grid(), Scripted(notes, **options)))
+    process.start()
+    return process
 
 
 @pytest.fixture
@@ -91,12 +92,13 @@ def test_recipes_tasks_and_seeds_can_be_added(path: Path, notes: Path) -> None:
 @pytest.mark.full
 def test_a_killed_sweep_goes_on_and_ends_like_one_that_was_not(path: Path, notes: Path) -> None:
     killed = start(path, notes, stop_at=8)  # the second cell of the third group
-    assert killed.stdout is not None and killed.stdout.readline() == "waiting\n"
-    killed.send_signal(signal.SIGKILL)  # not waited for yet: what is left of it must not pass for a living process
+    while killed.is_alive() and not notes.with_name("waiting").exists():
+        time.sleep(0.01)
+    killed.kill()  # not waited for yet: what is left of it must not pass for a living process
     assert cells(path) == expected(grid())[:7]
     sweep(path, grid(), Scripted(notes))
-    killed.communicate()
-    assert killed.returncode == -signal.SIGKILL
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL
     assert cells(path) == expected(grid())
     assert sorted(notes_of(notes)) == sorted(f"{c.task} {c.seed} {c.example} {c.recipe}" for c in expected(grid()))
 
@@ -104,7 +106,9 @@ def test_a_killed_sweep_goes_on_and_ends_like_one_that_was_not(path: Path, notes
 @pytest.mark.full
 def test_two_processes_share_the_work(path: Path, notes: Path) -> None:
     both = [start(path, notes, together=2) for _ in range(2)]
-    assert [process.wait(timeout=120) for process in both] == [0, 0]
+    for process in both:
+        process.join()
+    assert [process.exitcode for process in both] == [0, 0]
     assert cells(path) == expected(grid())
     assert sorted(notes_of(notes)) == sorted(f"{c.task} {c.seed} {c.example} {c.recipe}" for c in expected(grid()))
     makers: dict[str, set[str]] = {}
@@ -127,7 +131,7 @@ def test_waits_for_a_group_that_another_process_is_at(path: Path, notes: Path, m
             waits.append(seconds)
             assert len(other.done()) == 33
             assert other.save(cell(groups[0].task, groups[0].example, groups[0].candidates[0], 0))
-            other.release(groups[0].key)
+            other.release(groups[0].key, RECIPES)
 
         monkeypatch.setattr(sweep_module.time, "sleep", sleep)
         told = sweep(path, asked, Scripted(notes))

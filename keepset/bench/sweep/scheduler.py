@@ -1,0 +1,147 @@
+"""`Scheduler`: works through jobs, as many of them side by side as memory holds."""
+
+from collections import deque
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from transformers import PreTrainedModel
+
+from keepset.bench.generation import Stream, step
+from keepset.bench.memory import Room, is_out_of_memory, watch_peak
+from keepset.errors import KeepsetError
+from keepset.hf.batch import can_go_together
+
+MOST = 32
+"""Answers that are decoded side by side, where memory would hold more."""
+Streams = Generator[Stream, None, None]
+
+
+class Job(Protocol):
+    """Something to be answered.
+
+    Attributes:
+        tokens: as many tokens' entries its cache comes to at most, those that its beginning takes included.
+        peak_bytes: the most that the device had allocated in a call for it, where that is measured.
+    """
+
+    tokens: int
+    peak_bytes: int | None
+
+    def streams(self) -> Streams:
+        """Its answers, each of which is decoded to its end before the next is asked for.
+
+        Called again it begins anew. What spoils an answer is raised in it, but not that memory was not enough.
+        """
+
+
+SomeJob = TypeVar("SomeJob", bound=Job)
+Done = Iterator[tuple[SomeJob, Exception | None]]
+
+
+@dataclass(eq=False)
+class _Going(Generic[SomeJob]):
+    """A job that has begun, and its answer that is being decoded."""
+
+    job: SomeJob
+    streams: Streams
+    stream: Stream
+
+
+class Scheduler(Generic[SomeJob]):
+    """Decodes answers side by side; where one ends another begins (continuous batching: Yu and others 2022, Orca).
+
+    A job is taken from the iterator when there may be room for it, and begins when there is. Where memory is not enough
+    after all, those that it failed begin anew later, and from then on half as many go side by side; `most` at first.
+    """
+
+    def __init__(self, model: PreTrainedModel, room: Room, jobs: Iterator[SomeJob], most: int = MOST) -> None:
+        self._model, self._room, self._jobs = model, room, jobs
+        self._most = most if can_go_together(model) else 1
+        self._waiting: deque[SomeJob] = deque()
+        self._going: list[_Going[SomeJob]] = []
+
+    def run(self) -> Iterator[tuple[SomeJob, Exception | None]]:
+        """All jobs, as they are done. An error says that memory was not enough, though nothing went beside."""
+        try:
+            while True:
+                while (job := self._next()) is not None:
+                    yield from self._resume(job, job.streams())
+                if not self._going:
+                    return
+                yield from self._step()
+        finally:
+            for each in self._going:
+                each.streams.close()
+
+    def _next(self) -> SomeJob | None:
+        """The next job, if it may begin now."""
+        if len(self._going) >= self._most:
+            return None
+        job = self._waiting.popleft() if self._waiting else next(self._jobs, None)
+        growing = [(each.stream.cache, each.job.tokens) for each in self._going]
+        if job is not None and not self._room.takes(job.tokens, growing):
+            self._waiting.appendleft(job)
+            return None
+        return job
+
+    def _resume(self, job: SomeJob, streams: Streams, spoiled: KeepsetError | None = None) -> Done[SomeJob]:
+        """Lets a job come to its next answer, or says that it is done; the one that it was at may be spoiled."""
+        peak = watch_peak(self._model.device)
+        try:
+            stream = next(streams) if spoiled is None else streams.throw(spoiled)
+        except StopIteration:
+            stream = None
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            yield from self._again([job], error, len(self._going) + 1)
+            return
+        _note(job, peak())
+        if stream is None:
+            yield job, None
+        else:
+            self._room.learn(stream.cache)
+            self._going.append(_Going(job, streams, stream))
+
+    def _step(self) -> Done[SomeJob]:
+        """One token more of all that go."""
+        stepped, peak = list(self._going), watch_peak(self._model.device)
+        step(self._model, [each.stream for each in stepped])
+        called = [each for each in stepped if not each.stream.over]
+        failed = [each for each in called if each.stream.error is not None]
+        for each in stepped:
+            _note(each.job, peak())
+            error = each.stream.error
+            if error is not None and not isinstance(error, KeepsetError) and not is_out_of_memory(error):
+                raise error
+        again = []
+        for each in stepped:
+            error = each.stream.error
+            if each.stream.over:
+                self._going.remove(each)
+                yield from self._resume(each.job, each.streams)
+            elif isinstance(error, KeepsetError) and (len(called) == 1 or len(failed) < len(called)):
+                self._going.remove(each)
+                yield from self._resume(each.job, each.streams, error)
+            elif error is not None:  # it may be the call's and not its own, or memory's
+                self._going.remove(each)
+                each.streams.close()
+                again.append(each.job)
+        if again:
+            failure = failed[0].stream.error
+            assert failure is not None
+            yield from self._again(again, failure, len(called))
+
+    def _again(self, jobs: list[SomeJob], error: Exception, beside: int) -> Done[SomeJob]:
+        """Jobs that failed where so many went side by side."""
+        if beside == 1:
+            yield jobs[0], error
+        else:
+            self._most = max(1, beside // 2)
+            self._waiting.extendleft(reversed(jobs))
+
+
+def _note(job: Job, peak: int | None) -> None:
+    if peak is not None:
+        job.peak_bytes = max(peak, job.peak_bytes or 0)

@@ -1,0 +1,87 @@
+"""Caches that go on side by side: one call of the model for tokens of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache as TransformersCache
+from transformers.cache_utils import DynamicLayer
+
+from keepset.errors import KeepsetError
+from keepset.hf.attention import NAME, AttentionCall, hand_over
+from keepset.hf.cache import Cache
+from keepset.hf.layer import LogicalLayer
+
+
+def can_go_together(model: PreTrainedModel) -> bool:
+    """Whether caches of this model may go on side by side: all its layers are keepset's.
+
+    Not where it rotates a token by what is the longest of a call, as with some ways to extend a model's context.
+    """
+    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    rotations = {str(getattr(module, "rope_type", "")) for module in model.modules()}
+    by_the_longest = any(kind in rotation for rotation in rotations for kind in ("dynamic", "longrope"))
+    return all(type(layer) is DynamicLayer for layer in layers) and not by_the_longest
+
+
+def go_together(
+    model: PreTrainedModel, caches: Sequence[Cache], tokens: Int[Tensor, "rows n"]
+) -> tuple[Float[Tensor, "rows vocabulary"], dict[int, Exception]]:
+    """Feeds each cache its row of tokens; all hold the whole prompt of one request, without padding.
+
+    They may have any lengths and recipes. The model's products are made for all rows at once; attention and events are
+    each cache's own, so that it holds, byte for byte, what it would alone. A product of many rows is rounded a little
+    otherwise than that of one; in half precision another token may win, where two are as good as equally likely.
+
+    Returns:
+        What each row's newest token predicts; and, by row, what went wrong with a cache, which is then of no use any
+        more. Where the call itself fails, none is.
+    """
+    batch = _Batch(caches)
+    lengths = torch.cat([cache.progress.lengths.to(tokens.device) for cache in caches if cache.progress is not None])
+    positions = lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+    output = model(tokens, position_ids=positions, past_key_values=batch, use_cache=True, logits_to_keep=1)
+    return output.logits[:, -1], batch.errors
+
+
+class _Batch(TransformersCache):
+    """What the model takes for a cache in one call.
+
+    Attributes:
+        errors: of rows whose attention failed; what it gives is zero from there on.
+    """
+
+    def __init__(self, caches: Sequence[Cache]) -> None:
+        super().__init__(layers=[LogicalLayer() for _ in caches[0].layers])
+        self._caches, self._attending = caches, False
+        self.errors: dict[int, Exception] = {}
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if self._attending:
+            raise KeepsetError(f"The model's attention implementation is not {NAME!r} any more: leave it as it was.")
+        self._attending = True
+        hand_over(partial(self._attend, layer_idx), key_states, value_states)
+        return key_states, value_states
+
+    def _attend(self, index: int, call: AttentionCall) -> Tensor:
+        self._attending = False
+        outputs = []
+        for row, cache in enumerate(self._caches):
+            batch_of_one = call.row(row)
+            if row not in self.errors:
+                try:
+                    outputs.append(cache.attend(index, batch_of_one))
+                    continue
+                except Exception as error:  # the others go on
+                    self.errors[row] = error
+            _, heads, n, _ = call.query.shape
+            outputs.append(call.value.new_zeros(1, n, heads, call.value.shape[-1]))
+        return torch.cat(outputs)

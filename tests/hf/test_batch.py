@@ -1,0 +1,152 @@
+"""Caches that go on side by side, against each of them going on alone."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import keepset
+from keepset.core.keep_set import KeepSet
+from keepset.errors import KeepsetError
+from keepset.hf.batch import can_go_together, go_together
+from tests.hf.models import prompt, same_keep_set, tiny
+
+SEGMENTS = "window=6, kernel=3, segment_mass=0.2, min_segment=2, max_segment=6"
+RECIPES = {
+    "full": "streaming_llm(keep=1.0)",
+    "gvote": "gvote",
+    "prompt_only": "adakv(snapkv(window=4), keep=0.3)",
+    "snapkv": "snapkv(window=4, keep=9, every=5)",
+    "adakv": "adakv(snapkv(window=4), keep=9, every=4)",
+    "pyramid": "pyramid(snapkv(window=4), keep=8, every=6)",
+    "ams": f"ams(tova, {SEGMENTS}, keep=14, sinks=2, recent=3, every=4)",
+    "r_kv": "r_kv(window=3, kernel=3, keep=9, every=5)",
+    "expected_attention": "expected_attention(future=8, skip=2, buffer=7, keep=8, every=5)",
+    "random": "random(keep=9, recent=2, every=1, protect_prompt=True)",
+    "h2o": "h2o(keep=10)",
+    "tova": "tova(keep=7, every=1, prefill=False)",
+    "across_layers": "kvcompose(keep=0.4)",
+    "pool": "pool(knorm, keep=8, every=3)",
+}
+LENGTHS = [21, 1, 9, 30, 8, 16]
+"""Of prompts: one of a single token, and of as many as some recipes keep; some reach an event at the same step."""
+MODELS = ["llama", "llama_mqa", "llama_odd_head", "qwen3", "gpt2", "bfloat16"]
+
+
+@functools.cache
+def model_of(name: str) -> Any:
+    return copy.deepcopy(tiny("llama")).bfloat16() if name == "bfloat16" else tiny(name)
+
+
+@torch.no_grad()
+def begun(model: Any, recipe: str, length: int) -> keepset.Cache:
+    cache = keepset.Cache(model, recipe, history=True)
+    model(prompt(1, length, seed=length), past_key_values=cache)
+    return cache
+
+
+@torch.no_grad()
+def said(model: Any, cache: keepset.Cache, tokens: Tensor) -> Tensor:
+    return model(tokens, past_key_values=cache).logits[:, -1].float()
+
+
+def same(ours: keepset.Cache, alone: keepset.Cache) -> None:
+    """They hold the same entries after the same events, and as many bytes."""
+    assert ours.get_seq_length() == alone.get_seq_length() and ours.nbytes == alone.nbytes
+    assert [event.length for event in ours.events] == [event.length for event in alone.events]
+    for mine, theirs in zip(ours.events, alone.events, strict=True):
+        assert isinstance(mine.keep_set, KeepSet) and isinstance(theirs.keep_set, KeepSet)
+        assert same_keep_set(mine.keep_set, theirs.keep_set)
+
+
+@pytest.mark.cross
+@pytest.mark.parametrize("architecture", MODELS)
+@pytest.mark.parametrize("name", RECIPES)
+@torch.no_grad()
+def test_rows_of_any_lengths_go_on_as_each_would_alone(name: str, architecture: str) -> None:
+    model, recipe = model_of(architecture), RECIPES[name]
+    half = architecture == "bfloat16"
+    if architecture == "gpt2" and name in ("expected_attention", "gvote"):
+        pytest.skip("learned positions have no rotation")
+    alone, caches = ([begun(model, recipe, length) for length in LENGTHS[:4]] for _ in range(2))
+    spread = 0.0
+    for at in range(16):
+        if at == 3:  # one leaves, and two join
+            del alone[2], caches[2]
+            for length in LENGTHS[4:]:
+                alone.append(begun(model, recipe, length))
+                caches.append(begun(model, recipe, length))
+        tokens = prompt(len(caches), 3 if at == 9 else 1, seed=at)
+        together, errors = go_together(model, caches, tokens)
+        assert errors == {}
+        for row, (ours, theirs) in enumerate(zip(caches, alone, strict=True)):
+            expected = said(model, theirs, tokens[row : row + 1])[0]
+            if half:  # what stays may differ where two entries are as good
+                assert ours.get_seq_length() == theirs.get_seq_length()
+                assert [event.length for event in ours.events] == [event.length for event in theirs.events]
+                if at < 3:
+                    torch.testing.assert_close(together[row].float(), expected, rtol=0.0, atol=0.15)
+            else:
+                torch.testing.assert_close(together[row], expected, rtol=0.0, atol=2e-4)
+                same(ours, theirs)
+        spread = max(spread, float((together[0] - together[-1]).abs().max()))
+    assert spread > 0.1
+
+
+@torch.no_grad()
+def test_recipes_may_differ_from_row_to_row() -> None:
+    model, texts = tiny("llama"), list(RECIPES.values())
+    alone, caches = ([begun(model, text, 5 + 2 * i) for i, text in enumerate(texts)] for _ in range(2))
+    for at in range(8):
+        tokens = prompt(len(texts), 1, seed=at)
+        together, errors = go_together(model, caches, tokens)
+        assert errors == {}
+        for row, (ours, theirs) in enumerate(zip(caches, alone, strict=True)):
+            expected = said(model, theirs, tokens[row : row + 1])[0]
+            torch.testing.assert_close(together[row], expected, atol=2e-4, rtol=0.0)
+            same(ours, theirs)
+
+
+@pytest.mark.parametrize("error", [KeepsetError("Not this one."), MemoryError()])
+@torch.no_grad()
+def test_what_goes_wrong_with_one_spoils_no_other(error: Exception) -> None:
+    model, recipe = tiny("llama"), RECIPES["snapkv"]
+    alone, caches = ([begun(model, recipe, length) for length in (21, 9, 16)] for _ in range(2))
+    failing = caches[1].kept_layers[1]
+
+    def fail(forward: Any) -> Any:
+        raise error
+
+    failing.attend = fail  # type: ignore[method-assign]
+    tokens = prompt(3, 1)
+    together, errors = go_together(model, caches, tokens)
+    assert errors == {1: error}
+    for row in (0, 2):
+        expected = said(model, alone[row], tokens[row : row + 1])[0]
+        torch.testing.assert_close(together[row], expected, atol=1e-4, rtol=0.0)
+        same(caches[row], alone[row])
+
+
+@torch.no_grad()
+def test_another_attention_implementation_is_noticed() -> None:
+    model = copy.deepcopy(tiny("llama"))
+    caches = [begun(model, RECIPES["snapkv"], length) for length in (9, 7)]
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(KeepsetError, match="is not 'keepset' any more"):
+        go_together(model, caches, prompt(2, 1))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "can"),
+    [("llama", True), ("llama_yarn", True), ("gpt2", True), ("gemma3", False), ("lfm2", False), ("dynamic", False)],
+)
+def test_which_models_caches_can(architecture: str, can: bool) -> None:
+    model = copy.deepcopy(tiny("llama" if architecture == "dynamic" else architecture))
+    if architecture == "dynamic":
+        model.model.rotary_emb.rope_type = "dynamic"
+    assert can_go_together(model) is can
