@@ -121,7 +121,9 @@ def _run(entry: Entry, model: str | None, options: Options, out: Path, ray: bool
 
 def _sweep(part: Sweep, model: str | None, options: Options, path: Path, ray: bool) -> tuple[list[Measured], bool]:
     from keepset.bench.papers.measured import measured
-    from keepset.bench.papers.run import cost, grid
+    from keepset.bench.papers.run import cost, grid, idle
+
+    asked = grid(part, options)
 
     def foretell(groups: Any, tokenizer: Any, chat: bool) -> None:
         each = cost(groups, tokenizer, part, chat)
@@ -129,22 +131,29 @@ def _sweep(part: Sweep, model: str | None, options: Options, path: Path, ray: bo
             f"{each.cells:,} cells of {each.examples:,} examples: {each.prompt_tokens:,} tokens of prompts and at most "
             f"{each.answer_tokens:,} of answers; figures go to {str(path)!r}"
         )
+        for task, recipes in idle(asked).items():
+            note(f"{task}: its answers end before {recipes} of the recipes drop anything: give more --answer-tokens")
 
     check_writable(path)
     asking = Asking(part.mode, part.chat, part.temperature, options.answer_tokens, part.alone)
-    swept = sweep_grid(path, grid(part, options), model, asking, ray, foretell)
+    swept = sweep_grid(path, asked, model, asking, ray, foretell)
     say_lost(swept.lost)
     return measured(part, swept.cells, options.files), bool(swept.lost)
 
 
 def _result(entry: Entry, model: str, rows: Sequence[Measured]) -> dict[str, Any]:
-    """The figures beside the paper's: those of the same model, or else of the paper's first."""
+    """The figures beside the paper's: those of the same model, or else of the paper's first.
+
+    What of the paper's was not measured, because data or options are others, comes last.
+    """
+    from keepset.bench.papers.entry import Measured
     from keepset.bench.papers.published import published
 
     by_model = published(entry.name)
     paper_model = model if model in by_model else next(iter(by_model), None)
     paper: dict[Key, float] = by_model.get(paper_model or "", {})
-    figures = [{**row.key._asdict(), **asdict(row), "paper": paper.get(row.key)} for row in rows]
+    unmeasured = [Measured(key, None, 0) for key in paper if key not in {row.key for row in rows}]
+    figures = [{**row.key._asdict(), **asdict(row), "paper": paper.get(row.key)} for row in (*rows, *unmeasured)]
     for figure in figures:
         del figure["key"]
     return {"entry": entry.name, "model": model, "paper_model": paper_model, "rows": figures}

@@ -47,5 +47,18 @@ def cost(groups: Sequence[Group], tokenizer: Tokenizer, sweep: Sweep, chat: bool
     return Cost(count(groups), len({group.key for group in groups}), prompt_tokens, answer_tokens)
 
 
+def idle(asked: Grid) -> dict[str, int]:
+    """By task, how many recipes compress no prompt, and would first compress when an answer has ended."""
+    recipes = {
+        task.name: sum(
+            not recipe.schedule.prefill and (recipe.schedule.every or 0) >= task.generation.tokens
+            for candidate in asked.candidates[task.name]
+            if (recipe := candidate.recipe) is not None
+        )
+        for task in asked.tasks
+    }
+    return {task: count for task, count in recipes.items() if count}
+
+
 def _name(task: Task) -> str:
     return task.name.partition("@")[0]

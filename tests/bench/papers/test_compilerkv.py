@@ -24,6 +24,7 @@ def measure_of(name: str) -> Measure:
     return part.measure
 
 
+@pytest.mark.filterwarnings("ignore:compilerkv has no tables")
 def test_costs_have_the_papers_rows_and_columns(embedded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     measure, pair = measure_of("compilerkv-table-a1"), (tiny_model(), embedded[1])
     rows = measure(*pair, Options(limit=1, lengths=(70,), answer_tokens=3))
