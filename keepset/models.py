@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
 
 from keepset.errors import KeepsetError, UnsupportedModelError
@@ -36,6 +36,19 @@ _HOUR = 3600
 _DTYPES = ("float32", "bfloat16", "float16")
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _EXPECTED = "give a folder with config.json, weights and tokenizer, or a model's name on the Hugging Face Hub"
+
+
+class Source(NamedTuple):
+    """Which model, and where it goes: see `load`."""
+
+    name: str | None = None
+    device: str | None = None
+    dtype: str | None = None
+
+    @property
+    def called(self) -> str:
+        """Its name, the embedded one's too."""
+        return self.name or EMBEDDED
 
 
 def load(name: str | None = None, device: str | None = None, dtype: str | None = None) -> "Loaded":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import traceback
+import sys
 from collections import Counter
 from typing import Any
 
@@ -92,9 +92,11 @@ class Gpu(TorchDispatchMode):
         self.launches.clear()
 
     def _logged(self, kind: str, what: str) -> None:
-        lines = [line for line in traceback.extract_stack() if "/keepset/" in line.filename]
-        where = f" at {lines[-1].filename.partition('/keepset/')[2]}:{lines[-1].lineno}" if lines else ""
-        getattr(self, kind)[f"{what}{where}"] += 1
+        frame = sys._getframe(1)
+        while "/keepset/" not in frame.f_code.co_filename and frame.f_back is not None:
+            frame = frame.f_back
+        where = frame.f_code.co_filename.rpartition("/keepset/")[2]
+        getattr(self, kind)[f"{what} at {where}:{frame.f_lineno}"] += 1
 
 
 class _Launched:

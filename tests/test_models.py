@@ -299,3 +299,14 @@ def test_recipes_that_name_no_file_get_those_of_the_embedded_model(embedded: Emb
     assert statistics._offers[embedded[0].config.name_or_path] is models._embedded_statistics
     models.load(str(tiny))
     assert str(tiny) not in statistics._offers
+
+
+def test_devices_and_precisions_that_are_not_there_are_a_sentence() -> None:
+    assert refusal(lambda: models.load(device="cuda:9")).startswith("PyTorch cannot compute on the device 'cuda:9'")
+    assert "'nowhere'" in refusal(lambda: models.load(device="nowhere"))
+    assert refusal(lambda: models.load(dtype="int8")).startswith("The precision 'int8' is not known: use float32")
+
+
+def test_a_model_in_another_precision() -> None:
+    model, _ = models.load(device="cpu", dtype="bfloat16")
+    assert (model.dtype, model.device.type) == (torch.bfloat16, "cpu")

@@ -11,11 +11,12 @@ from typer import Argument, Exit, Option
 from keepset.cli.checks import check_writable
 from keepset.cli.console import note, output
 from keepset.cli.numbers import parse_budgets, parse_whole
-from keepset.cli.options import Json, Model, Recipes, Temperature
+from keepset.cli.options import Device, Dtype, Json, Model, Recipes, Temperature
 from keepset.cli.results import print_summary
 from keepset.cli.streaming import Sampling
 from keepset.cli.sweep import Asking, check_ray, say_lost, sweep_grid
 from keepset.errors import BudgetError, KeepsetError
+from keepset.models import Source
 
 if TYPE_CHECKING:
     from keepset.bench.candidate import Candidate
@@ -85,6 +86,8 @@ def evaluate(
         ),
     ] = "0,0",
     model: Model = None,
+    device: Device = None,
+    dtype: Dtype = None,
     out: Annotated[Path, Option(help="The sweep's file: begun, or gone on with.")] = Path("sweep.sqlite"),
     no_baselines: Annotated[
         bool, Option("--no-baselines", help="Do not add random and streaming_llm under the same budgets.")
@@ -120,7 +123,8 @@ def evaluate(
     each = _EVERY if every is None else every
     candidates = {task.name: _candidates(task, recipes, keeps, each, stay, not no_baselines) for task in chosen}
     grid = Grid(chosen, numbers, candidates, limit, None if sample is None else _sample(sample))
-    swept = sweep_grid(out, grid, model, Asking(checked_mode(mode), not no_chat, temperature, answer_tokens), ray)
+    asking = Asking(checked_mode(mode), not no_chat, temperature, answer_tokens)
+    swept = sweep_grid(out, grid, Source(model, device, dtype), asking, ray)
     failed = _show(swept.cells, out, as_json)
     say_lost(swept.lost)
     if failed or swept.lost:

@@ -13,11 +13,11 @@ from typer import Argument, Exit, Option
 from keepset.cli.checks import check_writable
 from keepset.cli.console import cell, load, note, output, say, show, status, table
 from keepset.cli.numbers import parse_whole
-from keepset.cli.options import Json, SamplingSeed
+from keepset.cli.options import Device, Dtype, Json, SamplingSeed
 from keepset.cli.streaming import Sampling
 from keepset.cli.sweep import Asking, check_ray, say_lost, sweep_grid
 from keepset.errors import KeepsetError
-from keepset.models import EMBEDDED
+from keepset.models import EMBEDDED, Source
 
 if TYPE_CHECKING:
     from keepset.bench.papers.entry import Entry, Key, Measured, Options, Sweep
@@ -34,6 +34,8 @@ def reproduce(
         str | None,
         Option(help=f"A folder or a hub name, or {_EMBEDDED} for the small embedded one; the paper's if not given."),
     ] = None,
+    device: Device = None,
+    dtype: Dtype = None,
     limit: Annotated[int | None, Option(help="Examples of each task; the paper's if not given.")] = None,
     seed: SamplingSeed = 0,
     answer_tokens: Annotated[int | None, Option(help="Tokens of an answer at most; the paper's if not given.")] = None,
@@ -77,7 +79,8 @@ def reproduce(
     names = chosen.models if model is None else (model,)
     for name in names:
         try:
-            rows, lost = _run(chosen, None if name == _EMBEDDED else name, options, out, ray)
+            source = Source(None if name == _EMBEDDED else name, device, dtype)
+            rows, lost = _run(chosen, source, options, out, ray)
         except KeepsetError as error:
             if len(names) == 1:
                 raise
@@ -85,7 +88,7 @@ def reproduce(
             failed = True
             continue
         failed = failed or lost or any(row.failed for row in rows)
-        results.append(_result(chosen, EMBEDDED if name == _EMBEDDED else name, rows))
+        results.append(_result(chosen, source.called, rows))
     output(results, as_json, lambda: _print(chosen, results))
     if failed:
         raise Exit(1)
@@ -100,7 +103,7 @@ def _make(folder: Path) -> None:
         ) from None
 
 
-def _run(entry: Entry, model: str | None, options: Options, out: Path, ray: bool) -> tuple[list[Measured], bool]:
+def _run(entry: Entry, source: Source, options: Options, out: Path, ray: bool) -> tuple[list[Measured], bool]:
     """All parts under one model; whether something could not be had this time."""
     from keepset.bench.papers.entry import Sweep
 
@@ -108,18 +111,18 @@ def _run(entry: Entry, model: str | None, options: Options, out: Path, ray: bool
     lost = False
     for part in entry.parts:
         if isinstance(part, Sweep):
-            words = [part.file or entry.name, part.name, Path(model or EMBEDDED).name]
+            words = [part.file or entry.name, part.name, Path(source.called).name]
             path = out / f"{'-'.join(filter(None, words))}.sqlite"
-            measured, incomplete = _sweep(part, model, options, path, ray)
+            measured, incomplete = _sweep(part, source, options, path, ray)
             rows, lost = rows + measured, lost or incomplete
         else:
             note(f"{part.takes}, unless options say otherwise")
             with status(entry.title):
-                rows += part.measure(*load(model), options)
+                rows += part.measure(*load(*source), options)
     return rows, lost
 
 
-def _sweep(part: Sweep, model: str | None, options: Options, path: Path, ray: bool) -> tuple[list[Measured], bool]:
+def _sweep(part: Sweep, source: Source, options: Options, path: Path, ray: bool) -> tuple[list[Measured], bool]:
     from keepset.bench.papers.measured import measured
     from keepset.bench.papers.run import cost, grid, idle
 
@@ -136,7 +139,7 @@ def _sweep(part: Sweep, model: str | None, options: Options, path: Path, ray: bo
 
     check_writable(path)
     asking = Asking(part.mode, part.chat, part.temperature, options.answer_tokens, part.alone)
-    swept = sweep_grid(path, asked, model, asking, ray, foretell)
+    swept = sweep_grid(path, asked, source, asking, ray, foretell)
     say_lost(swept.lost)
     return measured(part, swept.cells, options.files), bool(swept.lost)
 

@@ -13,7 +13,7 @@ from typer import Exit
 
 from keepset.cli.console import counted, load, note, progress, status
 from keepset.errors import KeepsetError
-from keepset.models import EMBEDDED
+from keepset.models import Source
 
 if TYPE_CHECKING:
     from keepset.bench.cell import Cell
@@ -68,7 +68,7 @@ def check_ray(ray: bool) -> None:
 
 
 def sweep_grid(
-    out: Path, grid: Grid, model: str | None, asking: Asking, ray: bool, foretell: Foretell | None = None
+    out: Path, grid: Grid, source: Source, asking: Asking, ray: bool, foretell: Foretell | None = None
 ) -> Swept:
     """Makes the cells that the file lacks; the model is not loaded where it lacks none.
 
@@ -86,14 +86,16 @@ def sweep_grid(
     if out.exists() and out.stat().st_size > 0:
         with Store.open(out) as store:
             store.check(settings)
-            same = store.model == (model or EMBEDDED) and store.configuration[_CHAT] is asking.chat
+            same = store.model == source.called and store.configuration[_CHAT] is asking.chat
+            same = same and source.dtype in (None, store.configuration["precision"])
             if same and grid.is_done(store):
                 return Swept(grid.of(store.cells()), ())
-    loaded, tokenizer = load(model)
+    # With Ray it is the workers' GPUs that compute.
+    loaded, tokenizer = load(*(source._replace(device="cpu") if ray else source))
     chat = asking.chat and tokenizer.chat_template is not None
     runner: dict[str, Any] = {"mode": asking.mode, "chat": chat, "temperature": asking.temperature}
     runner |= {"alone": True} if asking.alone else {}
-    with Store.begin(out, model or EMBEDDED, {**settings, _CHAT: chat, **fingerprint(loaded)}) as store:
+    with Store.begin(out, source.called, {**settings, _CHAT: chat, **fingerprint(loaded)}) as store:
         with status("making examples"):
             groups = grid.groups(store, tokenizer)
         if foretell is not None:
@@ -106,7 +108,7 @@ def sweep_grid(
                     from keepset.bench.sweep import ray_sweep
 
                     nbytes = 2 * sum(parameter.nbytes for parameter in loaded.parameters())
-                    lost = ray_sweep.run(store, left, ray_sweep.Loads(model, **runner), nbytes, advance)
+                    lost = ray_sweep.run(store, left, ray_sweep.Loads(source, **runner), nbytes, advance)
                 else:
                     lost = sweep.run(store, left, Runner(loaded, tokenizer, **runner), advance)
         except KeyboardInterrupt:

@@ -13,9 +13,11 @@ from tests.cli.conftest import Run, tiny_model
 pytest.importorskip("triton")
 from tests.posing import Gpu, on_gpu
 
+pytestmark = pytest.mark.full
+
 COMMANDS = {
     "generate": ("generate", "Hello there, you.", "--recipe", "snapkv(window=4, keep=0.5)", "--max-new-tokens", "3"),
-    "compare": ("compare", "--recipes", "tova, kvzip", "--keeps", "0.5", "--tokens", "64", "--continuation", "8"),
+    "compare": ("compare", "--recipes", "tova", "--keeps", "0.5", "--tokens", "64", "--continuation", "8"),
     "trace": ("trace", "Hello", "--recipe", "tova(keep=16, every=4)", "--tokens", "6", "--html", "trace.html"),
     "diagnose": ("diagnose", "gvote"),
     "latency": (

@@ -37,14 +37,14 @@ Maker = Callable[[], Runner]
 class Loads:
     """Makes a `Runner`."""
 
-    model: str | None
+    source: models.Source
     mode: Mode
     chat: bool
     temperature: float
     alone: bool = False
 
     def __call__(self) -> Runner:
-        model, tokenizer = models.load(self.model)
+        model, tokenizer = models.load(*self.source)
         options: dict[str, Any] = {"mode": self.mode, "chat": self.chat, "temperature": self.temperature}
         return Runner(model, tokenizer, **options, alone=self.alone)
 
@@ -54,20 +54,22 @@ def run(
 ) -> list[Skipped]:
     """What `sweep.run` does, by the workers of a Ray cluster: the one that is set up, or one on this machine.
 
-    A worker is given so many bytes of memory for its model and caches.
+    A worker is given so many bytes of memory for its model and caches, and a GPU where the cluster has some.
     """
 
     skipped: list[Skipped] = []
     flying: dict[ray.ObjectRefGenerator[Any], list[Claim]] = {}
     parcels = _parcels(claimed(store, groups, on_cells))
     parcel: list[Claim] | None = None
-    with _cluster() as cpus:
+    with _cluster() as (cpus, gpus):
         # What no machine has would be waited for forever.
         most = max((node["Resources"].get("memory", 0) for node in ray.nodes()), default=0)
-        start = ray.remote(num_cpus=1, memory=min(nbytes, int(most)), num_returns="streaming")(_cells).remote
+        start = ray.remote(num_cpus=1, num_gpus=min(gpus, 1), memory=min(nbytes, int(most)), num_returns="streaming")(
+            _cells
+        ).remote
         while flying or parcel != []:
             # No more than will soon run: other processes may want to share.
-            while len(flying) < 2 * cpus and (parcel := next(parcels, [])):
+            while len(flying) < 2 * (gpus or cpus) and (parcel := next(parcels, [])):
                 flying[start(make, parcel)] = parcel
             if not flying and parcel is None:
                 time.sleep(POLL)
@@ -85,14 +87,15 @@ def run(
 
 
 @contextmanager
-def _cluster() -> Iterator[int]:
-    """The cluster that this process is in or finds, or else a new one on this machine; how many CPUs it has."""
+def _cluster() -> Iterator[tuple[int, int]]:
+    """The cluster that this process is in or finds, or else a new one on this machine; its CPUs and GPUs."""
     mine = not ray.is_initialized()
     if mine:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     try:
-        yield max(int(ray.cluster_resources().get("CPU", 1)), 1)
+        there = ray.cluster_resources()
+        yield max(int(there.get("CPU", 1)), 1), int(there.get("GPU", 0))
     finally:
         if mine:
             ray.shutdown()

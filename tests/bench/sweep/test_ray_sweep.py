@@ -141,7 +141,7 @@ def test_a_real_model_gives_the_same_cells_as_without_ray(embedded: Any, tmp_pat
     asked = Grid(tasks, [0], {"needle@256": candidates(Recipe.parse_list("knorm, snapkv(window=8)"), [0.5])}, 3)
     asking = {"mode": "agnostic", "chat": True, "temperature": 0.0}
     model, tokenizer = models.load(str(tmp_path / "tiny"))
-    lost, told = run(tmp_path / "ray.sqlite", Loads(str(tmp_path / "tiny"), **asking), asked, tokenizer)
+    lost, told = run(tmp_path / "ray.sqlite", Loads(models.Source(str(tmp_path / "tiny")), **asking), asked, tokenizer)
     assert lost == [] and sum(told) == 9
     with Store.begin(tmp_path / "local.sqlite", "model", CONFIGURATION) as store:
         groups = asked.groups(store, tokenizer)
