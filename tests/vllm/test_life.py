@@ -58,7 +58,7 @@ def turmoil(text: list[int]) -> list[Ask]:
 
 
 def cramped(text: list[int]) -> list[Ask]:
-    return [Ask(text[500 * i : 500 * i + n], 120) for i, n in enumerate((200, 60, 120, 90))]
+    return [Ask(text[500 * i : 500 * i + n], 200) for i, n in enumerate((200, 60, 120, 90))]
 
 
 def sharing(text: list[int]) -> list[Ask]:
@@ -86,7 +86,7 @@ def disturbed(essay: list[int], shallow: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def crowded(essay: list[int], shallow: Path) -> dict[str, Any]:
-    engine = {"model": str(shallow), "max_num_batched_tokens": 64, "num_gpu_blocks_override": 16, "max_model_len": 384}
+    engine = {"model": str(shallow), "max_num_batched_tokens": 64, "num_gpu_blocks_override": 20, "max_model_len": 512}
     shared = {"enable_prefix_caching": True}
     scenarios = [(recipe, Scenario(recipe, cramped(essay), engine=engine)) for recipe in CRAMPED]
     return run([*scenarios, ("shared", Scenario(CRAMPED[0], cramped(essay), engine=engine | shared))])
