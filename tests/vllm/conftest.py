@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 LAYERS = 3
-TEXT = 4096
+TEXT, WORDS = 4096, 1344
+"""A vocabulary that three ranks can divide among them."""
 TINY = LlamaConfig(
     hidden_size=64,
     intermediate_size=96,
@@ -60,13 +61,13 @@ def text(embedded: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> list[int]
 
 @pytest.fixture(scope="session")
 def words(text: list[int]) -> list[int]:
-    """The tokens that it has, each once."""
-    return list(dict.fromkeys(text))
+    """The tokens that it has, each once, and some others."""
+    return list(dict.fromkeys([*text, *range(WORDS)]))[:WORDS]
 
 
 @pytest.fixture(scope="session")
 def essay(text: list[int], words: list[int]) -> list[int]:
-    """The text as the shallow model reads it, whose vocabulary are its words."""
+    """The text as the shallow model reads it, whose vocabulary these are."""
     numbers = {word: number for number, word in enumerate(words)}
     return [numbers[token] for token in text]
 
