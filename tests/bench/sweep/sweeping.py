@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from keepset.bench.candidate import Candidate, candidates
 from keepset.bench.cell import Cell, Outcome
+from keepset.bench.sweep.runner import Asked
 from keepset.bench.sweep.store import Store
 from keepset.bench.sweep.sweep import Grid, run
 from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task
@@ -68,6 +70,14 @@ class Scripted:
                 notes.write(f"{os.getpid()} {task.name} {seed} {example.id} {candidate.text}\n")
             yield cell(task, example, candidate, seed)
 
+    def decode(self, asked: Iterable[Asked]) -> Iterator[tuple[Asked, Cell | None]]:
+        """Two side by side, of which the second is done first."""
+        beginning = iter(asked)
+        while several := list(islice(beginning, 2)):
+            for each in reversed(several):
+                [made] = self.run(each.task, each.example, [each.candidate], each.seed)
+                yield each, made
+
 
 def cell(task: Task, example: Example, candidate: Candidate, seed: int) -> Cell:
     """The same for the same names."""
@@ -83,10 +93,11 @@ def grid(
     recipes: str = "knorm, tova",
     limit: int | None = 3,
     keeps: Sequence[int | float] = (0.5,),
+    decodes: bool = False,
 ) -> Grid:
-    """What most of these tests ask for: 12 groups of 3 cells."""
+    """What most of these tests ask for: 12 groups of 3 cells, or as many cells of tasks that decode."""
     asked = candidates(Recipe.parse_list(recipes), keeps)
-    return Grid([Counting(name) for name in names], seeds, {name: asked for name in names}, limit)
+    return Grid([Counting(name, decodes=decodes) for name in names], seeds, {name: asked for name in names}, limit)
 
 
 def sweep(path: Path, asked: Grid, runner: Any) -> list[int]:

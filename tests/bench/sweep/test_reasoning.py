@@ -30,10 +30,28 @@ TASKS = ["gsm8k", "math500", "aime24"]
 # Of each problem: the file's item, what the model says, whether that is right, and whether it comes to its end.
 PROBLEMS: list[tuple[str, dict[str, Any], str, bool, bool]] = [
     ("gsm8k", {"question": "How many eggs?", "answer": "9 + 9 = 18\n#### 18"}, r"So it is \boxed{18}.", True, True),
-    ("gsm8k", {"question": "How many robes?", "answer": "#### 3"}, r"So it is \boxed{4}.", False, True),
-    ("math500", {"problem": "Add halves.", "answer": r"\frac{1}{2}"}, r"That is \boxed{0.5}.", True, True),
-    ("math500", {"problem": "Count on.", "answer": "7"}, "one two three " * 40, False, False),
-    ("aime24", {"Problem": "Walk to coffee.", "Answer": 204}, r"Hence \boxed{204}", True, True),
+    ("gsm8k", {"question": "How many robes are there?", "answer": "#### 3"}, r"So it is \boxed{4}.", False, True),
+    (
+        "math500",
+        {"problem": "Add halves, both of them, please.", "answer": r"\frac{1}{2}"},
+        r"That is \boxed{0.5}.",
+        True,
+        True,
+    ),
+    (
+        "math500",
+        {"problem": "Count on and on and on and on and on and on.", "answer": "7"},
+        "one two three " * 40,
+        False,
+        False,
+    ),
+    (
+        "aime24",
+        {"Problem": "Walk to coffee, then on to tea, then to the next, then back home.", "Answer": 204},
+        r"Hence \boxed{204}",
+        True,
+        True,
+    ),
     ("aime24", {"Problem": "Do say.", "Answer": 25}, "", False, True),
 ]
 
@@ -42,18 +60,20 @@ PROBLEMS: list[tuple[str, dict[str, Any], str, bool, bool]] = [
 def model(embedded: Any) -> Iterator[Any]:
     """Says what stands in the script after each problem."""
     model, tokenizer = tiny_model(), embedded[1]
-    now: dict[str, Any] = {}
+    replies: dict[int, str] = {}  # by the lengths of their problems, which differ
 
     def script(module: Any, args: Any, kwargs: Any, output: Any) -> Any:
         ids = args[0] if args else kwargs["input_ids"]
-        at = next(iter(kwargs["past_key_values"].kept_layers.values())).logical
-        if ids.shape[1] > 1:
-            asked = tokenizer.decode(ids[0])
-            (now["reply"],) = (said for _, item, said, _, _ in PROBLEMS if str(next(iter(item.values()))) in asked)
-            now["begin"] = at
-        said = [*tokenizer(now["reply"], add_special_tokens=False)["input_ids"], model.generation_config.eos_token_id]
-        logits = torch.full_like(output.logits, -10.0)
-        logits[:, -1, said[at - now["begin"]]] = 10.0
+        past, logits = kwargs["past_key_values"], torch.full_like(output.logits, -10.0)
+        for row, cache in enumerate(getattr(past, "_caches", [past])):
+            length = cache.progress.prompt
+            if ids.shape[1] > 1:
+                asked = tokenizer.decode(ids[0])
+                (reply,) = (said for _, item, said, _, _ in PROBLEMS if str(next(iter(item.values()))) in asked)
+                assert replies.setdefault(length, reply) == reply
+            said = tokenizer(replies[length], add_special_tokens=False)["input_ids"]
+            said = [*said, model.generation_config.eos_token_id]
+            logits[row, -1, said[cache.progress.logical - length]] = 10.0
         return replace(output, logits=logits)
 
     handle = model.register_forward_hook(script, with_kwargs=True)

@@ -48,9 +48,9 @@ def notes_of(path: Path) -> list[str]:
     return [line.partition(" ")[2] for line in path.read_text().splitlines()]
 
 
-def start(path: Path, notes: Path, **options: int) -> ForkProcess:
+def start(path: Path, notes: Path, asked: Grid | None = None, **options: int) -> ForkProcess:
     """A process of its own that sweeps."""
-    process = get_context("fork").Process(target=sweep, args=(path, grid(), Scripted(notes, **options)))
+    process = get_context("fork").Process(target=sweep, args=(path, asked or grid(), Scripted(notes, **options)))
     process.start()
     return process
 
@@ -117,6 +117,70 @@ def test_two_processes_share_the_work(path: Path, notes: Path) -> None:
         makers.setdefault(f"{task} {seed} {example}", set()).add(maker)
     assert all(len(each) == 1 for each in makers.values())
     assert set.union(*makers.values()) == {str(process.pid) for process in both}
+
+
+def test_of_tasks_that_decode_a_recipe_comes_to_all_examples_before_the_next(path: Path, notes: Path) -> None:
+    asked = grid(decodes=True)
+    told = sweep(path, asked, Scripted(notes))
+    assert sorted(map(str, cells(path))) == sorted(map(str, expected(asked))) and sum(told) == 36
+    made = [line.split(" ", 3) for line in notes_of(notes)]
+    assert list(dict.fromkeys((task, recipe) for task, _, _, recipe in made)) == [
+        (name, recipe) for name in ("counting@8", "counting@16") for recipe in RECIPES
+    ]
+    # Side by side, seeds too: of two examples the second is done first.
+    assert [(seed, example) for _, seed, example, _ in made[:6]] == [
+        *[("0", "1"), ("0", "0"), ("1", "0"), ("0", "2"), ("1", "2"), ("1", "1")],
+    ]
+    with Store.open(path) as store:
+        assert store._database.execute("SELECT count(*) FROM claims").fetchone() == (0,)
+
+
+def test_of_tasks_that_decode_an_example_is_claimed_when_it_begins(path: Path, notes: Path) -> None:
+    asked = grid(["counting@8"], [0], decodes=True)
+
+    class Looks(Scripted):
+        def run(self, task: Task, example: Example, todo: Sequence[Candidate], seed: int) -> Iterator[Cell]:
+            rows = store._database.execute("SELECT example, recipe FROM claims ORDER BY example").fetchall()
+            seen.append(rows)
+            yield from super().run(task, example, todo, seed)
+
+    seen: list[list[tuple[str, str]]] = []
+    with Store.begin(path, "model", CONFIGURATION) as store:
+        run(store, asked.groups(store, None), Looks(notes), lambda _: None)  # type: ignore[arg-type]
+    both, last, after = [("0", FULL), ("1", FULL)], [("2", FULL)], [("0", RECIPES[1])]
+    # What begins next may be claimed already; what is done is not claimed any more.
+    assert seen[0] == both and seen[1] == both[:1] and seen[2][-1:] == last
+    assert after[0] in seen[2] and len(seen[2]) == 2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stop_at", [1, 2, 8])
+def test_a_killed_sweep_of_tasks_that_decode_loses_only_what_was_under_way(
+    path: Path, notes: Path, stop_at: int
+) -> None:
+    asked = grid(decodes=True)
+    killed = start(path, notes, asked, stop_at=stop_at)
+    while killed.is_alive() and not notes.with_name("waiting").exists():
+        time.sleep(0.01)
+    killed.kill()
+    assert len(cells(path)) == stop_at - 1
+    sweep(path, asked, Scripted(notes))
+    killed.join()
+    assert sorted(map(str, cells(path))) == sorted(map(str, expected(asked)))
+    assert len(notes_of(notes)) == len(set(notes_of(notes))) == 36
+
+
+@pytest.mark.full
+def test_two_processes_share_the_work_of_tasks_that_decode(path: Path, notes: Path) -> None:
+    asked = grid(decodes=True)
+    both = [start(path, notes, asked, together=2) for _ in range(2)]
+    for process in both:
+        process.join()
+    assert [process.exitcode for process in both] == [0, 0]
+    assert sorted(map(str, cells(path))) == sorted(map(str, expected(asked)))
+    lines = notes.read_text().splitlines()
+    assert len(set(notes_of(notes))) == len(lines) == 36
+    assert {line.split(" ", 1)[0] for line in lines} == {str(process.pid) for process in both}
 
 
 def test_waits_for_a_group_that_another_process_is_at(path: Path, notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
