@@ -13,6 +13,8 @@ from keepset.bench.report.page import write
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
+VIEWPORT = {"width": 1280, "height": 720}
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -35,33 +37,49 @@ def browser() -> Any:
         chromium.close()
 
 
+@pytest.fixture(scope="package")
+def tab(browser: Any) -> Any:
+    """One for all pages: it has compiled plotly, which takes five times as long as all that a test does."""
+    return browser.new_page()
+
+
 @pytest.fixture
-def load(browser: Any, tmp_path: Path) -> Any:
+def load(tab: Any, tmp_path: Path) -> Any:
     """Opens a report; at the end nothing may have complained, asked the network or opened a dialog."""
     complaints: list[str] = []
-    pages = []
+    paths: list[Path] = []
 
-    def load(content: str, **options: Any) -> Any:
-        path = tmp_path / f"report{len(pages)}.html"
-        write(path, content)
-        page = browser.new_page(**options)
-        pages.append(page)
-        page.on("console", lambda message: complaints.append(f"console: {message.text}"))
-        page.on("pageerror", lambda error: complaints.append(f"error: {error}"))
-        page.on("dialog", lambda dialog: (complaints.append(f"dialog: {dialog.message}"), dialog.dismiss()))
-        page.on(
-            "request",
-            lambda request: (
-                None
-                if request.url == path.as_uri() or request.url.startswith("data:")
-                else complaints.append(f"request: {request.url}")
-            ),
-        )
-        page.goto(path.as_uri())
-        return page
+    def asked(request: Any) -> None:
+        if request.url != paths[-1].as_uri() and not request.url.startswith("data:"):
+            complaints.append(f"request: {request.url}")
 
+    listeners = {
+        "console": lambda message: complaints.append(f"console: {message.text}"),
+        "pageerror": lambda error: complaints.append(f"error: {error}"),
+        "dialog": lambda dialog: (complaints.append(f"dialog: {dialog.message}"), dialog.dismiss()),
+        "request": asked,
+    }
+
+    def load(content: str, *, viewport: dict[str, int] = VIEWPORT, color_scheme: str = "light") -> Any:
+        if paths:
+            check_inert(tab)
+        paths.append(tmp_path / f"report{len(paths)}.html")
+        write(paths[-1], content)
+        tab.set_viewport_size(viewport)
+        tab.emulate_media(color_scheme=color_scheme)
+        tab.mouse.move(0, 0)
+        tab.goto(paths[-1].as_uri())
+        return tab
+
+    for event, listener in listeners.items():
+        tab.on(event, listener)
     yield load
-    for page in pages:
-        assert page.evaluate("window.pwned") is None
-        page.close()
+    check_inert(tab)
+    for event, listener in listeners.items():
+        tab.remove_listener(event, listener)
     assert complaints == []
+
+
+def check_inert(page: Any) -> None:
+    """No text became a script."""
+    assert page.evaluate("window.pwned") is None
