@@ -85,6 +85,7 @@ def print_summary(summary: Summary) -> None:
     show(rows)
     say(f"Differences are to {summary.baseline}.")
     _print_events([*summary.rows, *summary.averages])
+    _print_peaks([*summary.rows, *summary.averages])
     if not summary.trades:
         return
     tolerances = sorted({each.tolerance for trade in summary.trades for each in trade.reach})
@@ -119,6 +120,21 @@ def _print_events(rows: Sequence[TableRow]) -> None:
     show()
     show(events)
     say(f"Wiped out are regions of {REGION} tokens, the middle is a third, and IoU is with the event before.")
+
+
+def _print_peaks(rows: Sequence[TableRow]) -> None:
+    """The most memory in use, where the device tells it."""
+    measured = [(row, row.peak_bytes, row.batch) for row in rows if row.peak_bytes is not None]
+    if not measured:
+        return
+    peaks = table("", numbers=("peak memory", "side by side"), fold=True)
+    for task, group in groupby(measured, lambda each: each[0].task):
+        peaks.add_row(cell(task, style="bold"))
+        for row, peak, batch in group:
+            peaks.add_row(cell(f"  {row.recipe}"), f"{peak / 1e6:.0f} MB", "" if batch is None else f"{batch:.1f}")
+    show()
+    show(peaks)
+    say("Peaks are the device's, with weights and all answers that were decoded side by side.")
 
 
 def _share(share: float | None) -> str:

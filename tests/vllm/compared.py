@@ -22,8 +22,8 @@ def asks(essay: list[int], lengths: tuple[int, ...], tokens: int) -> list[Ask]:
     return [Ask(essay[137 * index : 137 * index + length], tokens) for index, length in enumerate(lengths)]
 
 
-def result(answers: dict[str, Any], recipe: str) -> Result:
-    answer = answers[recipe]
+def result(answers: dict[Any, Any], key: object) -> Result:
+    answer = answers[key]
     assert isinstance(answer, dict), answer
     return Result(**answer)
 

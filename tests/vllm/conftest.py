@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from tests.vllm.oracle import Oracle
 
 
-LAYERS = 4
+LAYERS = 3
+TEXT, WORDS = 4096, 1344
+"""A vocabulary that three ranks can divide among them."""
 TINY = LlamaConfig(
     hidden_size=64,
     intermediate_size=96,
@@ -50,11 +52,24 @@ def methods_of_tests() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def essay(shallow_embedded: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> list[int]:
+def text(embedded: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> list[int]:
     """The tokens of a long text."""
     from keepset import texts
 
-    return shallow_embedded[1](texts.essay(), verbose=False)["input_ids"]
+    return embedded[1](texts.essay(), verbose=False)["input_ids"][:TEXT]
+
+
+@pytest.fixture(scope="session")
+def words(text: list[int]) -> list[int]:
+    """The tokens that it has, each once, and some others."""
+    return list(dict.fromkeys([*text, *range(WORDS)]))[:WORDS]
+
+
+@pytest.fixture(scope="session")
+def essay(text: list[int], words: list[int]) -> list[int]:
+    """The text as the shallow model reads it, whose vocabulary these are."""
+    numbers = {word: number for number, word in enumerate(words)}
+    return [numbers[token] for token in text]
 
 
 @pytest.fixture(scope="session")
@@ -67,22 +82,27 @@ def oracle() -> Oracle:
 
 
 @pytest.fixture(scope="session")
-def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the embedded model's first layers, for tests that are not about models: an eighth of the time."""
-    model, tokenizer = models.load()
+def shallow(words: list[int], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the embedded model's first layers and of one text's words: for tests that are not about models.
+
+    All layers take ten times as long, and all words, at each step, longer than these layers.
+    """
+    model = models.load()[0]
     model.model.layers = model.model.layers[:LAYERS]
     model.config.num_hidden_layers = LAYERS
     model.config.layer_types = None
+    embeddings = model.get_input_embeddings().weight.data[words]
+    model.resize_token_embeddings(len(words))
+    model.get_input_embeddings().weight.data = embeddings
     folder = tmp_path_factory.mktemp("shallow")
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
     return folder
 
 
 @pytest.fixture(scope="session")
-def shallow_embedded(shallow: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def shallow_model(shallow: Path) -> PreTrainedModel:
     """That one, loaded: shared, so leave it as it is."""
-    return models.load(str(shallow))
+    return LlamaForCausalLM.from_pretrained(shallow).eval()
 
 
 @pytest.fixture(scope="session")
@@ -91,7 +111,7 @@ def shallow_oracle(shallow: Path) -> Oracle:
     from tests.vllm.engine import BLOCK
     from tests.vllm.oracle import Oracle
 
-    return Oracle(models.load(str(shallow))[0], BLOCK)
+    return Oracle(LlamaForCausalLM.from_pretrained(shallow).eval(), BLOCK)
 
 
 @pytest.fixture(scope="session")

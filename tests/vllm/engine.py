@@ -42,6 +42,7 @@ class Scenario:
         recipe, requests, engine: it, what it is asked, and further arguments of it.
         preempt: steps before which all running requests are preempted.
         layer_groups: how many groups of layers there may be.
+        own_process: whether its scheduler and its worker are in another process, where nobody watches.
         stub_streams: whether its scheduler runs ahead, with stand-ins for a device's streams.
         backend: one for GPUs, with stand-ins for its kernels; the same for all scenarios of a process.
     """
@@ -51,8 +52,14 @@ class Scenario:
     preempt: Sequence[int] = ()
     engine: dict[str, Any] = field(default_factory=dict)
     layer_groups: int | None = None
+    own_process: bool = False
     stub_streams: bool = False
     backend: str | None = None
+
+    @property
+    def processes(self) -> bool:
+        """Whether parts of it are in other processes."""
+        return self.own_process or "tensor_parallel_size" in self.engine
 
     def as_json(self) -> dict[str, Any]:
         """What `tests.vllm.job` reads."""
@@ -78,6 +85,7 @@ class Scenario:
             "requests": [vars(ask) for ask in self.requests],
             "preempt": list(self.preempt),
             "layer_groups": self.layer_groups,
+            "own_process": self.own_process,
             "stub_streams": self.stub_streams,
             "backend": self.backend,
         }
@@ -137,10 +145,10 @@ def layers_of(event: dict[str, Any]) -> dict[int, list[list[int]]]:
     return {int(layer): heads for layer, heads in event["layers"].items()}
 
 
-def run(*scenarios: Scenario, env: dict[str, str] | None = None) -> list[Result]:
+def run(*scenarios: Scenario) -> list[Result]:
     """Runs engines, one after another in one process."""
     results = []
-    for answer in raw(*scenarios, env=env):
+    for answer in raw(*scenarios):
         assert isinstance(answer, dict), answer
         results.append(Result(**answer))
     return results
@@ -153,6 +161,7 @@ def raw(*scenarios: Scenario, env: dict[str, str] | None = None) -> list[Any]:
         job = {
             "scenarios": [scenario.as_json() for scenario in scenarios],
             "env": env or {},
+            "processes": any(scenario.processes for scenario in scenarios),
             "log": str(log),
             "answer": str(answered),
         }
@@ -168,7 +177,6 @@ class _Server:
 
     def __init__(self) -> None:
         environment = os.environ | {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_LOGGING_LEVEL": "ERROR",
             "OMP_NUM_THREADS": "1",

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from tests.paged import methods
+from tests.vllm import processes
 
 methods.register()  # here, so that processes that are spawned from this one know them too
 
@@ -133,12 +134,13 @@ def number(name: str) -> int:
 
 def run(scenario: dict[str, Any]) -> dict[str, Any]:
     """One engine."""
-    from vllm import LLM, SamplingParams
+    from vllm import LLM, SamplingParams, envs
     from vllm.distributed import cleanup_dist_env_and_memory
 
     from keepset.paged import grouping
     from keepset.vllm import stats
 
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(scenario["own_process"]))
     default_groups, grouping.GROUPS = grouping.GROUPS, scenario["layer_groups"] or grouping.GROUPS
     llm = LLM(**scenario["engine"])
     engine = llm.llm_engine
@@ -178,6 +180,7 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
     engine.engine_core.shutdown()
     del llm, engine, core, watch, layers
     cleanup_dist_env_and_memory()
+    envs.disable_envs_cache()
     gc.collect()
     return result
 
@@ -214,28 +217,12 @@ def keep_async_scheduling() -> None:
     torch.cuda.stream = lambda *_: contextlib.nullcontext()
 
 
-def load_vllm() -> None:
-    """All that engines need of it; and what each engine would do once more to the whole process is done here."""
-    from vllm import LLM, SamplingParams  # noqa: F401
-    from vllm.model_executor.models import llama  # noqa: F401
-    from vllm.platforms.cpu import CpuPlatform
-    from vllm.v1.attention.backends import cpu_attn  # noqa: F401
-    from vllm.v1.engine import core
-    from vllm.v1.worker import cpu_worker, gpu_worker  # noqa: F401
-
-    # A search through all names of all modules for kernels to replace.
-    CpuPlatform.register_triton_kernel_overrides()
-    CpuPlatform.register_triton_kernel_overrides = lambda _: None
-    # Nothing that has been imported is garbage: to look through it takes longer than an engine's start.
-    gc.collect()
-    gc.freeze()
-    gc.unfreeze = core.freeze_gc_heap = gpu_worker.freeze_gc_heap = lambda: None
-
-
 def answer(job: dict[str, Any]) -> None:
     """Runs a job's scenarios."""
     os.environ.update(job["env"])
     scenarios = job["scenarios"]
+    if job["processes"]:
+        processes.use(job["log"])
     if any(scenario["stub_streams"] for scenario in scenarios):
         keep_async_scheduling()
     if backends := {scenario["backend"] for scenario in scenarios} - {None}:
@@ -248,7 +235,7 @@ def answer(job: dict[str, Any]) -> None:
         try:
             results.append(run(scenario))
         except Exception:
-            results.append(traceback.format_exc())
+            results.append(traceback.format_exc() + Path(job["log"]).read_text()[-4000:])
     Path(job["answer"]).write_text(json.dumps(results))
 
 
@@ -259,7 +246,7 @@ def fork(job: dict[str, Any]) -> int:
         return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
     code = 1
     try:
-        log, nothing = os.open(job["log"], os.O_WRONLY | os.O_CREAT), os.open(os.devnull, os.O_RDONLY)
+        log, nothing = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND), os.open(os.devnull, os.O_RDONLY)
         for stream, file in enumerate((nothing, log, log)):
             os.dup2(file, stream)
         answer(job)
@@ -275,9 +262,13 @@ def fork(job: dict[str, Any]) -> int:
 def main() -> None:
     codes = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever vLLM has to say
-    load_vllm()
+    from tests.vllm import loaded  # noqa: F401
+
     for line in sys.stdin:
-        print(fork(json.loads(line)), file=codes, flush=True)
+        job = json.loads(line)
+        if job["processes"]:
+            processes.make_ready()
+        print(fork(job), file=codes, flush=True)
 
 
 if __name__ == "__main__":

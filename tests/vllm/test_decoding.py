@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 import keepset
-from tests.vllm.compared import CHUNKED, Embedded, asks, check_cache, check_oracle, fed, result
+from tests.vllm.compared import CHUNKED, asks, check_cache, check_oracle, fed, result
 from tests.vllm.engine import Ask, Scenario, layers_of, raw
 from tests.vllm.oracle import Oracle
 
@@ -41,7 +42,7 @@ def decoding(essay: list[int], shallow: Path) -> dict[str, Any]:
 def reasoning(essay: list[int], shallow: Path, tiny: Path) -> dict[str, Any]:
     """Long generations that live on what they keep."""
     engine = {"model": str(shallow)}
-    scenarios = [Scenario(recipe, thoughts(essay), engine=engine | CHUNKED, layer_groups=3) for recipe in AMS]
+    scenarios = [Scenario(recipe, thoughts(essay), engine=engine | CHUNKED, layer_groups=2) for recipe in AMS]
     one = Scenario(LONG, [long()], engine={"model": str(tiny)})
     return dict(zip((*AMS, LONG), raw(*scenarios, one), strict=True))
 
@@ -66,9 +67,9 @@ def test_while_decoding_it_is_the_reference(
 
 @pytest.mark.parametrize("recipe", EVERY)
 def test_while_decoding_it_is_the_transformers_runtime(
-    recipe: str, decoding: dict[str, Any], essay: list[int], shallow_embedded: Embedded
+    recipe: str, decoding: dict[str, Any], essay: list[int], shallow_model: PreTrainedModel
 ) -> None:
-    engine, (model, _) = result(decoding, recipe), shallow_embedded
+    engine, model = result(decoding, recipe), shallow_model
     for index, ask in enumerate(asks(essay, SHORT_TOO, 75)[1:3], start=1):
         if recipe.startswith(("loud", "adakv")) and len(ask.ids) < 80:
             # Under vLLM events do not exist that drop nothing, of which loud remembers what it saw, nor those of
@@ -83,9 +84,9 @@ def test_while_decoding_it_is_the_transformers_runtime(
 
 @pytest.mark.parametrize("recipe", AMS)
 def test_ams_over_long_generations(
-    recipe: str, reasoning: dict[str, Any], essay: list[int], shallow_embedded: Embedded
+    recipe: str, reasoning: dict[str, Any], essay: list[int], shallow_model: PreTrainedModel
 ) -> None:
-    """Token for token; and the same entries but for near ties, of which a thousand events of heads have some.
+    """Token for token; and the same entries but for near ties, of which hundreds of events of heads have some.
 
     Quotas are rounded and masses summed up, so a last bit can move an entry's fate; what is gone stays gone.
     """
@@ -93,9 +94,9 @@ def test_ams_over_long_generations(
     engine.check_nothing_left()
     compared = 0
     for index, ask in enumerate(thoughts(essay)):
-        cache, tokens = keepset.Cache(shallow_embedded[0], recipe, history=True), engine.tokens[index]
+        cache, tokens = keepset.Cache(shallow_model, recipe, history=True), engine.tokens[index]
         assert tokens is not None and len(engine.events[index]) >= 15
-        assert fed(shallow_embedded[0], cache, cache.recipe, ask.ids, tokens) == tokens
+        assert fed(shallow_model, cache, cache.recipe, ask.ids, tokens) == tokens
         same = []
         for event, other in zip(cache.events[-len(engine.events[index]) :], engine.events[index], strict=True):
             assert event.length == other["at"] and event.keep_set is not None
@@ -106,7 +107,7 @@ def test_ams_over_long_generations(
                     same.append(mine == positions)
         assert sum(same) > 0.98 * len(same)
         compared += len(same)
-    assert compared > 1000
+    assert compared > 750
 
 
 def test_a_long_generation_stays_small(reasoning: dict[str, Any], tiny_oracle: Oracle) -> None:

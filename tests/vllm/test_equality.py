@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 import keepset
 from keepset import Recipe
@@ -48,7 +49,7 @@ DISTINCT = "knorm(keep=133, sinks=2, recent=7)"
 def asks_of(recipe: str | None, prompts: list[Ask]) -> list[Ask]:
     if recipe != DISTINCT:
         return prompts
-    ids = (torch.randperm(40000, generator=torch.Generator().manual_seed(6)) + 1000).tolist()
+    ids = torch.randperm(sum(LENGTHS), generator=torch.Generator().manual_seed(6)).tolist()
     starts = [sum(LENGTHS[:index]) for index in range(len(LENGTHS))]
     return [Ask(ids[start : start + length], TOKENS) for start, length in zip(starts, LENGTHS, strict=True)]
 
@@ -76,7 +77,7 @@ def plain(prompts: list[Ask], shallow: Path) -> Result:
 
 
 @pytest.fixture(scope="module")
-def recorded(shallow_embedded: Embedded, prompts: list[Ask]) -> list[tuple[Recorder, int]]:
+def recorded(shallow_model: PreTrainedModel, prompts: list[Ask]) -> list[tuple[Recorder, int]]:
     """Each prompt's prefill in transformers, from which any recipe may choose; and the first token."""
     needs = Needs()
     with registered():
@@ -84,7 +85,7 @@ def recorded(shallow_embedded: Embedded, prompts: list[Ask]) -> list[tuple[Recor
             needs |= Recipe.parse(recipe).method.needs
     recorders = []
     for ask in prompts:
-        recorder = Recorder(shallow_embedded[0], needs).prefill(torch.tensor([ask.ids]))
+        recorder = Recorder(shallow_model, needs).prefill(torch.tensor([ask.ids]))
         recorders.append((recorder, int(recorder.logits.argmax())))
     return recorders
 
@@ -106,10 +107,10 @@ def test_after_prefill_it_is_the_transformers_runtime(
     recipe: str,
     engines: dict[str, Any],
     prompts: list[Ask],
-    shallow_embedded: Embedded,
+    shallow_model: PreTrainedModel,
     recorded: list[tuple[Recorder, int]],
 ) -> None:
-    engine, model = result(engines, recipe), shallow_embedded[0]
+    engine, model = result(engines, recipe), shallow_model
     for index, (ask, (recorder, first)) in enumerate(zip(asks_of(recipe, prompts), recorded, strict=True)):
         if recipe == DISTINCT:
             cache, best = keepset.Cache(model, recipe), []
@@ -123,8 +124,8 @@ def test_after_prefill_it_is_the_transformers_runtime(
 
 
 @pytest.mark.parametrize("recipe", WHOLE)
-def test_all_layers_of_the_model(recipe: str, essay: list[int], embedded: Embedded, oracle: Oracle) -> None:
-    ask = Ask(essay[:128], 8)
+def test_all_layers_of_the_model(recipe: str, text: list[int], embedded: Embedded, oracle: Oracle) -> None:
+    ask = Ask(text[:128], 8)
     (engine,) = run(Scenario(recipe, [ask]))
     check_oracle(oracle, recipe, [ask], engine)
     cache = keepset.Cache(embedded[0], recipe, history=True)

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 
 from keepset import Recipe
+from tests.vllm.compared import result
 from tests.vllm.conftest import LAYERS
-from tests.vllm.engine import Ask, Result, Scenario, run
+from tests.vllm.engine import Ask, Result, Scenario, raw, run
 from tests.vllm.oracle import Oracle, Replay
 
 pytestmark = pytest.mark.full
 
 RECIPES = ["snapkv(window=16, keep=96, every=24)", "mass(share=0.8, every=24)"]
+SHARED = [*RECIPES, "gvote"]
 ENGINE: dict[str, Any] = {"max_num_batched_tokens": 256, "max_num_seqs": 8}
 AHEAD = ENGINE | {
     "max_num_batched_tokens": 128,
@@ -48,24 +50,33 @@ def check(oracle: Oracle, recipe: str, some: list[Ask], engine: Result) -> list[
     return replays
 
 
+@pytest.fixture(scope="module")
+def engines(essay: list[int], shallow: Path) -> dict[tuple[str, str], Any]:
+    """Those of which parts are in other processes."""
+    one, some = ENGINE | {"model": str(shallow)}, asks(essay)
+    ranks = one | {"tensor_parallel_size": 3}
+    scenarios = {("apart", recipe): Scenario(recipe, some, engine=one, own_process=True) for recipe in RECIPES}
+    scenarios |= {("ranks", recipe): Scenario(recipe, some, engine=ranks) for recipe in SHARED}
+    answers = raw(*scenarios.values(), env={"VLLM_CPU_OMP_THREADS_BIND": "nobind"})
+    return dict(zip(scenarios, answers, strict=True))
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_scheduler_and_a_worker_in_other_processes(
-    recipe: str, essay: list[int], shallow: Path, shallow_oracle: Oracle
+    recipe: str, engines: dict[tuple[str, str], Any], essay: list[int], shallow_oracle: Oracle
 ) -> None:
-    some = asks(essay)
-    scenario = Scenario(recipe, some, engine=ENGINE | {"model": str(shallow)})
-    (engine,) = run(scenario, env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
+    engine = result(engines, ("apart", recipe))
     assert not engine.log  # nobody watched
-    check(shallow_oracle, recipe, some, engine)
+    check(shallow_oracle, recipe, asks(essay), engine)
     assert engine.stats["events"] > 0 and engine.stats["blocks_freed"] > 0
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES, "gvote"])
-def test_ranks_that_share_the_heads(recipe: str, essay: list[int], shallow: Path, shallow_oracle: Oracle) -> None:
-    some = asks(essay)
-    scenario = Scenario(recipe, some, engine=ENGINE | {"model": str(shallow), "tensor_parallel_size": 3})
-    (engine,) = run(scenario, env={"VLLM_CPU_OMP_THREADS_BIND": "nobind"})
-    replays = check(shallow_oracle, recipe, some, engine)
+@pytest.mark.parametrize("recipe", SHARED)
+def test_ranks_that_share_the_heads(
+    recipe: str, engines: dict[tuple[str, str], Any], essay: list[int], shallow_oracle: Oracle
+) -> None:
+    engine = result(engines, ("ranks", recipe))
+    replays = check(shallow_oracle, recipe, asks(essay), engine)
     assert engine.stats["events"] == sum(len(replay.events) for replay in replays)  # one rank's count
     engine.check_nothing_left()
 

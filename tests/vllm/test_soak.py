@@ -1,4 +1,7 @@
-"""A server under random load: lengths, closed connections, preemptions. No page is lost, every answer comes."""
+"""Engines, and a server, under random load: lengths, closed connections, preemptions.
+
+No page is lost, every answer comes.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +23,23 @@ from keepset.recipe import Recipe
 from keepset.serving.command import command
 from keepset.serving.metrics import parse_sample
 from keepset.serving.server import Server, free_port
+from tests.vllm.compared import result
+from tests.vllm.engine import Ask, Scenario, raw
 
 pytestmark = pytest.mark.full
 
+RECIPES = ["snapkv(window=8, keep=40, every=24)", "adakv(tova, keep=64, every=48)"]
 REQUESTS = 120
 AT_ONCE = 40
 # So few that requests wait and are preempted: each may need 12, and the pool has 47.
 OPTIONS = ["--dtype", "float32", "--enforce-eager", "--served-model-name", "tiny"]
 OPTIONS += ["--block-size", "32", "--num-gpu-blocks-override", "48", "--max-model-len", "384"]
 OPTIONS += ["--max-num-seqs", "24", "--max-num-batched-tokens", "128"]
+ENGINE = {"num_gpu_blocks_override": 48, "max_model_len": 384, "max_num_seqs": 24, "max_num_batched_tokens": 128}
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_and_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model of two layers, with the embedded model's tokenizer."""
     folder = tmp_path_factory.mktemp("tiny")
     torch.manual_seed(0)
@@ -93,13 +100,41 @@ async def soak(url: str, seed: int) -> int:
         return sum(await asyncio.gather(*(one(client, rng, gate) for _ in range(REQUESTS))))
 
 
-@pytest.mark.parametrize("recipe", ["snapkv(window=8, keep=40, every=24)", "adakv(tova, keep=64, every=48)"])
-def test_a_soak_loses_no_page_and_no_answer(recipe: str, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def random_asks(rng: random.Random) -> list[Ask]:
+    """The same load on an engine: some come at once, some are aborted while they wait or run."""
+    asks = []
+    for number in range(REQUESTS):
+        tokens, add = rng.randint(1, 120), max(0, number - AT_ONCE) * 4
+        abort = rng.choice([None, None, None, None, add, add + rng.randint(1, 2 * tokens)])
+        asks.append(Ask([rng.randrange(3, 512) for _ in range(rng.randint(1, 250))], tokens, add, abort))
+    return asks
+
+
+@pytest.fixture(scope="module")
+def engines(tiny: Path) -> dict[str, Any]:
+    some, engine = random_asks(random.Random(1)), ENGINE | {"model": str(tiny)}
+    return dict(zip(RECIPES, raw(*(Scenario(recipe, some, (90, 200), engine) for recipe in RECIPES)), strict=True))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_engine_loses_no_page_and_no_answer(recipe: str, engines: dict[str, Any]) -> None:
+    engine, asks = result(engines, recipe), random_asks(random.Random(1))
+    lengths = [len(tokens or []) for tokens in engine.tokens]
+    whole = [length == ask.max_tokens for ask, length in zip(asks, lengths, strict=True)]
+    assert all(ask.abort is not None or is_whole for ask, is_whole in zip(asks, whole, strict=True))
+    answered = sum(whole)
+    assert REQUESTS * 0.5 < answered < REQUESTS, "some must have been answered, and some aborted"
+    assert sum(engine.preemptions) > 0
+    assert engine.stats["events"] > 100 and engine.stats["blocks_freed"] > 100
+    engine.check_nothing_left()
+
+
+def test_a_server_loses_no_page_and_no_answer(tiny_and_tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     port = free_port()
-    words = command(str(tiny), Recipe.parse(recipe), OPTIONS, ["--port", str(port)])
+    words = command(str(tiny_and_tokenizer), Recipe.parse(RECIPES[1]), OPTIONS, ["--port", str(port)])
     with Server(words, port) as server:
         server.wait(240)
         answered = asyncio.run(soak(server.url, seed=1))

@@ -6,14 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import PreTrainedModel
 
 import keepset
 from keepset import KeepsetError, Recipe
 from keepset.core.statistics import save
-from keepset.offline.calibrate.corpus import Corpus, default_texts
+from keepset.offline.calibrate.corpus import Corpus
 from keepset.offline.calibrate.measure import measure
 from keepset.vllm.validation import check
-from tests.vllm.compared import Embedded, check_cache, fed
+from tests.vllm.compared import check_cache, fed
 from tests.vllm.engine import Ask, Result, Scenario, run
 from tests.vllm.test_refusals import config
 
@@ -28,10 +30,10 @@ RECIPES = [
 
 
 @pytest.fixture(scope="module")
-def file(shallow_embedded: Embedded, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model, tokenizer = shallow_embedded
+def file(shallow_model: PreTrainedModel, essay: list[int], tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("statistics") / "stats.safetensors"
-    save(measure(model, Corpus.draw(tokenizer, default_texts()[:3], tokens=1024, length=256, seed=0)), path)
+    passages = torch.tensor(essay[1024:2048]).view(4, 256)
+    save(measure(shallow_model, Corpus(list(passages), "0", 0)), path)
     return path
 
 
@@ -47,9 +49,9 @@ def engines(shallow: Path, file: Path, essay: list[int]) -> dict[str, tuple[list
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_same_entries_as_under_transformers(
-    recipe: str, engines: dict[str, Any], shallow_embedded: Embedded, file: Path
+    recipe: str, engines: dict[str, Any], shallow_model: PreTrainedModel, file: Path
 ) -> None:
-    parsed, (model, _) = Recipe.parse(recipe.format(file=str(file))), shallow_embedded
+    parsed, model = Recipe.parse(recipe.format(file=str(file))), shallow_model
     some, result = engines[recipe]
     for index, ask in enumerate(some):
         cache = keepset.Cache(model, parsed, prompt_length=len(ask.ids), history=True)

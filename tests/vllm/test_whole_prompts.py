@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedModel
 
 import keepset
-from keepset import Recipe, models
+from keepset import Recipe
 from tests.vllm.compared import CHUNKED, asks, check_cache, check_oracle, fed, result
 from tests.vllm.engine import Ask, Scenario, raw
 from tests.vllm.oracle import Oracle
@@ -55,9 +56,9 @@ def test_it_is_the_reference(
 
 @pytest.mark.parametrize("recipe", ONCE)
 def test_it_is_the_transformers_runtime(
-    recipe: str, engines: dict[str, Any], prompts: list[Ask], shallow: Path
+    recipe: str, engines: dict[str, Any], prompts: list[Ask], shallow_model: PreTrainedModel
 ) -> None:
-    engine, (model, _) = result(engines, recipe), models.load(str(shallow))
+    engine, model = result(engines, recipe), shallow_model
     for index, ask in enumerate(prompts):
         cache = keepset.Cache(model, recipe, prompt_length=len(ask.ids), history=True)
         tokens = engine.tokens[index]

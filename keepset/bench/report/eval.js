@@ -101,6 +101,10 @@ const COLUMNS = [
   ["Prefill\ns", (row) => row.prefill_seconds, (row) => seconds(row.prefill_seconds)],
   ["Select\ns", (row) => row.select_seconds, (row) => seconds(row.select_seconds)],
   ["Decode\ns", (row) => row.decode_seconds, (row) => seconds(row.decode_seconds)],
+  ...(rows.every((row) => row.peak_bytes === null) ? [] : [
+    ["Side by\nside", (row) => row.batch, (row) => shown((x) => x.toFixed(1))(row.batch)],
+    ["Peak\nbytes", (row) => row.peak_bytes, (row) => shown(bytes)(row.peak_bytes)],
+  ]),
 ];
 const without = (row) => row.score === null;
 

@@ -18,7 +18,6 @@ from keepset import KeepsetError, Recipe
 from keepset.bench.analysis.diagnostics import repetition_rate
 from keepset.bench.candidate import Candidate, candidates
 from keepset.bench.cell import FULL, Cell
-from keepset.bench.sweep import scheduler
 from keepset.bench.sweep.runner import Asked, Runner
 from keepset.bench.tasks.task import Example, Question
 from keepset.hf.prompt_session import Recorder
@@ -255,7 +254,7 @@ def test_answers_of_a_batch_are_those_of_each_alone(architecture: str, options: 
     assert len({reply for cell in together for reply in replies(cell)}) > 4
 
 
-@pytest.mark.parametrize("free", [0, 30, None])
+@pytest.mark.parametrize("free", [0, *(pytest.param(free, marks=pytest.mark.full) for free in (30, None))])
 def test_as_many_go_side_by_side_as_memory_takes(monkeypatch: pytest.MonkeyPatch, free: int | None) -> None:
     model, full = tiny("llama"), 2 * 2 * (2 * 16 * 4 + 4) * (len(CONTEXT) + 20)
     monkeypatch.setattr("keepset.bench.memory.available", lambda device: None if free is None else free * full)
@@ -358,7 +357,9 @@ def one_by_one(each: Sequence[Asked], model: Any = None, **options: Any) -> dict
 @pytest.mark.cross
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 @pytest.mark.parametrize("architecture", ["llama", "llama_mqa", "llama_odd_head"])
-@pytest.mark.parametrize("text", [FULL, *DECODING])
+@pytest.mark.parametrize(
+    "text", [*DECODING[:2], *(pytest.param(text, marks=pytest.mark.full) for text in (FULL, *DECODING[2:]))]
+)
 def test_of_many_examples_side_by_side_cells_are_those_of_each_alone(
     monkeypatch: pytest.MonkeyPatch, text: str, architecture: str, temperature: float
 ) -> None:
@@ -366,7 +367,7 @@ def test_of_many_examples_side_by_side_cells_are_those_of_each_alone(
     candidate = parsed()[0] if text == FULL else parsed(text)[1]
     each = asked(candidate, task)
     expected = one_by_one(each, model, temperature=temperature)
-    monkeypatch.setattr(scheduler, "MOST", 3)  # so that some begin while others go on
+    monkeypatch.setattr("keepset.bench.sweep.runner.MOST", 3)  # so that some begin while others go on
     with watched(model) as calls:
         found = decoded(each, model, temperature=temperature)
     assert max(rows for rows, _ in calls) == 3

@@ -1,0 +1,21 @@
+"""vLLM, with all that engines need of it; and what each engine would do once more to the whole process is done here."""
+
+from __future__ import annotations
+
+import gc
+
+from vllm import LLM, SamplingParams  # noqa: F401
+from vllm.model_executor.models import llama  # noqa: F401
+from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.attention.backends import cpu_attn  # noqa: F401
+from vllm.v1.engine import core
+from vllm.v1.executor import multiproc_executor  # noqa: F401
+from vllm.v1.worker import cpu_worker, gpu_worker  # noqa: F401
+
+# A search through all names of all modules for kernels to replace.
+CpuPlatform.register_triton_kernel_overrides()
+CpuPlatform.register_triton_kernel_overrides = lambda _: None
+# Nothing that has been imported is garbage: to look through it takes longer than an engine's start.
+gc.collect()
+gc.freeze()
+gc.unfreeze = core.freeze_gc_heap = gpu_worker.freeze_gc_heap = lambda: None
