@@ -121,7 +121,7 @@ def test_catalogue_has_a_row(example: ModuleType) -> None:
 
 @pytest.mark.usefixtures("example")
 def test_compare_takes_it(embedded: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(models, "load", lambda name=None: (tiny_model(), embedded[1]))
+    monkeypatch.setattr(models, "load", lambda *_: (tiny_model(), embedded[1]))
     (tmp_path / "text").write_text(texts.essay()[:2000], encoding="utf-8")
     words = ["compare", "--text", str(tmp_path / "text"), "--tokens", "100", "--continuation", "8", "--json"]
     done = CliRunner().invoke(app, [*words, "--recipes", ", ".join(COMPOSED), "--keeps", "0.5"])

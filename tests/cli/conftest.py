@@ -87,7 +87,7 @@ def tiny_pair(tiny_folder: Path) -> tuple[Any, Any]:
 @pytest.fixture
 def tiny(tiny_pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     """The tiny model and its tokenizer, which every command is given."""
-    monkeypatch.setattr(models, "load", lambda name=None: tiny_pair)
+    monkeypatch.setattr(models, "load", lambda *_: tiny_pair)
     return tiny_pair
 
 

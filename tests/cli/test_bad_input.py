@@ -18,7 +18,7 @@ COMPARE = ("compare", "--text", "text", "--tokens", "200", "--continuation", "16
 @pytest.fixture
 def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever loads a model fails: bad input is to be refused at once."""
-    monkeypatch.setattr(models, "load", lambda name=None: pytest.fail("a model was loaded before input was checked"))
+    monkeypatch.setattr(models, "load", lambda *_: pytest.fail("a model was loaded before input was checked"))
 
 
 def check_refused(run: Run, *words: str, because: str) -> None:

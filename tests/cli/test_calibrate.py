@@ -118,7 +118,7 @@ def test_an_interrupt_leaves_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) 
 def test_bad_input_is_refused_before_a_model_is_loaded(
     run: Run, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], because: str
 ) -> None:
-    monkeypatch.setattr(models, "load", lambda name=None: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(models, "load", lambda *_: pytest.fail("a model was loaded"))
     done = run("calibrate", *words)
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith("keepset: ") and because in done.err and done.err.count("\n") == 1

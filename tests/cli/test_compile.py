@@ -110,7 +110,7 @@ def test_bad_input_is_refused_before_a_model_is_loaded(
     run: Run, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], because: str
 ) -> None:
     Path("bad.jsonl").write_text('{"text": "a"}\n{', encoding="utf-8")
-    monkeypatch.setattr(models, "load", lambda name=None: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(models, "load", lambda *_: pytest.fail("a model was loaded"))
     done = run("compile", *words)
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith("keepset: ") and because in done.err and done.err.count("\n") == 1

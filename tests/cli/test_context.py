@@ -152,7 +152,7 @@ def test_a_damaged_file(run: Run, built: Path) -> None:
 def test_another_model(run: Run, built: Path, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer = tiny
     other = type(model)(model.config).eval()
-    monkeypatch.setattr(models, "load", lambda name=None: (other, tokenizer))
+    monkeypatch.setattr(models, "load", lambda *_: (other, tokenizer))
     because = "'saved' is a context of another model, whose weights differ; load that model"
     check_refused(run, "context", "ask", "saved", "Why?", because=because)
 

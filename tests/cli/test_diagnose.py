@@ -73,5 +73,5 @@ def test_an_essay_and_a_text_that_is_shorter(run: Run, tiny: Any, tmp_path: Path
 def test_bad_input(run: Run, words: list[str], because: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from keepset import models
 
-    monkeypatch.setattr(models, "load", lambda name=None: pytest.fail("a model was loaded before input was checked"))
+    monkeypatch.setattr(models, "load", lambda *_: pytest.fail("a model was loaded before input was checked"))
     check_refused(run, "diagnose", "gvote", *words, because=because)

@@ -282,7 +282,7 @@ def test_what_memory_was_not_enough_for_is_said(run: Run, stub: type[Stub]) -> N
 def test_what_is_done_is_shown_without_the_model(run: Run, stub: type[Stub], monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("eval", "counting", "--recipes", "knorm", "--keeps", "0.5,0.25", "--seeds", "0,1", "--json")
     first = run(*words)
-    monkeypatch.setattr(models, "load", lambda name=None: pytest.fail("a model was loaded for nothing"))
+    monkeypatch.setattr(models, "load", lambda *_: pytest.fail("a model was loaded for nothing"))
     assert run(*words) == first
     part = run("eval", "counting", "--recipes", "knorm", "--keeps", "0.25", "--no-baselines", "--json")
     assert [row["recipe"] for row in json.loads(part.out)["rows"]] == [FULL, "knorm(keep=0.25)"]
@@ -294,7 +294,7 @@ def test_what_is_done_is_shown_without_the_model(run: Run, stub: type[Stub], mon
 @pytest.fixture
 def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever loads a model fails: bad input is to be refused at once."""
-    monkeypatch.setattr(models, "load", lambda name=None: pytest.fail("a model was loaded before input was checked"))
+    monkeypatch.setattr(models, "load", lambda *_: pytest.fail("a model was loaded before input was checked"))
 
 
 @pytest.mark.usefixtures("unloaded")
@@ -346,7 +346,7 @@ def test_another_configuration_is_refused_before_the_model_is_loaded(
 ) -> None:
     assert run("eval", "counting", "--limit", "2").code == 0
     loaded = models.load
-    monkeypatch.setattr(models, "load", lambda name=None: pytest.fail("a model was loaded before input was checked"))
+    monkeypatch.setattr(models, "load", lambda *_: pytest.fail("a model was loaded before input was checked"))
     check_refused(run, "eval", "counting", "--limit", "3", because="was begun otherwise (--limit: 2, not 3)")
     check_refused(
         run, "eval", "counting", "--limit", "2", "--mode", "agnostic", because="(--mode: prompt, not agnostic)"

@@ -26,7 +26,7 @@ def encode(tokenizer: Any, before: str, prompt: str) -> torch.Tensor:
 
 
 def test_streams_what_the_model_generates(run: Run, embedded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "load", lambda name=None: embedded)
+    monkeypatch.setattr(models, "load", lambda *_: embedded)
     model, tokenizer = embedded
     prompt, recipe = "Name the capital of France.", "snapkv(window=8, keep=0.5)"
     done = run("generate", prompt, "--recipe", recipe, "--max-new-tokens", "8")

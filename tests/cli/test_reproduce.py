@@ -171,10 +171,10 @@ def test_a_model_that_cannot_be_had_leaves_the_others(
     monkeypatch.setitem(ENTRIES, "ams-table-2", entry)
     load = models.load
 
-    def loaded(name: str | None = None) -> Any:
+    def loaded(name: str | None = None, *placed: str | None) -> Any:
         if name == "is/not-there":
             raise KeepsetError("There is no such model.")
-        return load(name)
+        return load(name, *placed)
 
     monkeypatch.setattr(models, "load", loaded)
     done = run("reproduce", "ams-table-2", "--limit", "1", "--answer-tokens", "2", "--data", data, "--json")

@@ -152,7 +152,7 @@ def test_nothing_compressed(run: Run, tiny: Any) -> None:
     ],
 )
 def test_refused(run: Run, monkeypatch: pytest.MonkeyPatch, words: list[str], because: str) -> None:
-    monkeypatch.setattr(models, "load", lambda name=None: pytest.fail("a model was loaded before input was checked"))
+    monkeypatch.setattr(models, "load", lambda *_: pytest.fail("a model was loaded before input was checked"))
     done = run("trace", *words, "--recipe", RECIPE)
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith("keepset: ") and done.err.count("\n") == 1 and because in done.err
