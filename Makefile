@@ -7,7 +7,7 @@ BIN := .venv/bin
 # Compiled modules are kept, whatever the shell says: the tests start many processes.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
 
-.PHONY: setup setup-vllm demo test test-all check format bench clean
+.PHONY: setup setup-vllm demo test test-all check format bench bench-gpu clean
 
 setup: .venv/.ready
 
@@ -61,6 +61,10 @@ bench: setup setup-vllm
 	$(BIN)/python benchmarks/memory.py --repeats 3
 	$(BIN)/python benchmarks/engine.py --repeats 3
 	$(BIN)/python benchmarks/speed.py --repeats 3
+
+# Needs a GPU; on a machine where nothing is installed `python3 benchmarks/gpu.py` does the same.
+bench-gpu: setup
+	$(BIN)/python benchmarks/gpu.py
 
 clean:
 	rm -rf .venv .venv-kvpress build dist *.egg-info

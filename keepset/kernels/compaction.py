@@ -13,11 +13,11 @@ from keepset.kernels.packed import HeadTable, Run
 
 
 def pack_entries(
-    columns: Mapping[str, Shaped[Tensor, "batch kv_heads entries *rest"]],
+    columns: Mapping[str, Shaped[Tensor, "batch kv_heads entries ..."]],
     indices: Int[Tensor, " kept"],
     counts: Int[Tensor, "batch kv_heads"],
     most: int,
-) -> dict[str, Shaped[Tensor, kept * rest]]:
+) -> dict[str, Shaped[Tensor, "kept ..."]]:
     """Every head's chosen entries, head after head; on a GPU all columns of all heads in one launch.
 
     Args:
@@ -41,8 +41,8 @@ def pack_entries(
 
 
 def append_entries(
-    packed: Sequence[Shaped[Tensor, places * rest]],
-    new: Sequence[Shaped[Tensor, "batch kv_heads n *rest"]],
+    packed: Sequence[Shaped[Tensor, "places ..."]],
+    new: Sequence[Shaped[Tensor, "batch kv_heads n ..."]],
     runs: Sequence[Run],
     table: HeadTable,
 ) -> None:
@@ -67,8 +67,8 @@ def append_entries(
 
 
 def _pick(
-    column: Shaped[Tensor, "batch kv_heads entries *rest"], rows: Int[Tensor, " kept"], indices: Int[Tensor, " kept"]
-) -> Shaped[Tensor, kept * rest]:
+    column: Shaped[Tensor, "batch kv_heads entries ..."], rows: Int[Tensor, " kept"], indices: Int[Tensor, " kept"]
+) -> Shaped[Tensor, "kept ..."]:
     """`column[rows, indices]`, gathered row by row.
 
     All orders are read in place, because flattening would copy what is about to be dropped.

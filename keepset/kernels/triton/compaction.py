@@ -15,8 +15,8 @@ _BLOCK = 32
 
 
 def pack(
-    columns: Sequence[Shaped[Tensor, "batch kv_heads entries *rest"]],
-    packed: Sequence[Shaped[Tensor, kept * rest]],
+    columns: Sequence[Shaped[Tensor, "batch kv_heads entries ..."]],
+    packed: Sequence[Shaped[Tensor, "kept ..."]],
     indices: Int[Tensor, " kept"],
     starts: Int[Tensor, " heads"],
     counts: Int[Tensor, " heads"],
@@ -30,8 +30,8 @@ def pack(
 
 
 def append(
-    packed: Sequence[Shaped[Tensor, places * rest]],
-    new: Sequence[Shaped[Tensor, "batch kv_heads n *rest"]],
+    packed: Sequence[Shaped[Tensor, "places ..."]],
+    new: Sequence[Shaped[Tensor, "batch kv_heads n ..."]],
     table: HeadTable,
 ) -> None:
     """Copies all new entries behind those of their heads."""

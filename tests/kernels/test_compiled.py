@@ -1,0 +1,70 @@
+"""Kernels are compiled for GPUs, which takes none: Triton brings NVIDIA's assembler."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.full
+pytest.importorskip("triton")
+
+# Outside of the interpreter, which this process has turned on.
+COMPILE = """
+import sys
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from keepset.kernels.triton import attention, columns, compaction
+
+HEAD = dict(HEAD_DIM=128, HEAD_BLOCK=128)
+KERNELS = [
+    (
+        attention._attend_part,
+        dict(queries="*bf16", keys="*bf16", values="*bf16", positions="*i32", starts="*i64", counts="*i64",
+             query_positions="*i64", output="*fp32", lse="*fp32", scaling="fp32"),
+        dict(bias=None, GROUP=4, VALUE_DIM=128, VALUE_BLOCK=128, ROWS=16, BLOCK=64, CAUSAL=True, BIASED=False, **HEAD),
+    ),
+    (
+        attention._merge_parts,
+        dict(partial="*fp32", partial_lse="*fp32", output="*bf16", lse="*fp32"),
+        dict(VALUE_DIM=128, VALUE_BLOCK=128, BLOCK=16),
+    ),
+    (
+        columns._columns,
+        dict(queries="*bf16", keys="*bf16", lse="*fp32", sums="*fp32", maxima="*fp32", squares="*fp32", scaling="fp32"),
+        dict(MEMBERS=4, RULE=2, BLOCK=64, CAUSAL=True, SUM=True, MAX=True, SQUARE=True, **HEAD),
+    ),
+    (
+        columns._log_sum_exp,
+        dict(queries="*bf16", keys="*bf16", lse="*fp32", scaling="fp32"),
+        dict(MEMBERS=4, BLOCK=64, CAUSAL=True, **HEAD),
+    ),
+    (
+        compaction._copy,
+        dict(columns=("*bf16", "*bf16", "*i32"), packed=("*bf16", "*bf16", "*i32"), indices="*i64", starts="*i64",
+             counts="*i64", **{f"of_{axis}": ("i32",) * 3 for axis in ("request", "head", "entry", "number")}),
+        dict(WIDTHS=(128, 128, 1), WIDE=(128, 128, 1), BLOCK=32, CHOSEN=True),
+    ),
+]
+for kernel, types, constants in KERNELS:
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    source = ASTSource(kernel, signature, {(kernel.arg_names.index(name),): each for name, each in constants.items()})
+    made = compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32))
+    print(kernel.__name__, made.metadata.shared, len(made.asm["cubin"]))
+"""
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_for_compute_capabilities(capability: int) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, str(capability)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert len(lines) == 5
+    # What a multiprocessor of the smallest of them has.
+    assert all(int(shared) <= 163 * 1024 and int(size) > 0 for _, shared, size in lines)
