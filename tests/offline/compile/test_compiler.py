@@ -69,13 +69,14 @@ class Planted(Judge):
 
 
 @pytest.mark.full
-def test_finds_what_was_planted(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("gate", ["sum", "table"])
+def test_finds_what_was_planted(gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "Judge", Planted)
     monkeypatch.setattr(compiler, "HEAD_ROWS", 12)
     monkeypatch.setattr(compiler, "GATE_ROWS", 10)
     monkeypatch.setattr(compiler, "BETA", 0.0)
     texts = corpus(20)
-    tables = compile_tables(tiny("llama"), texts, options(contexts=20))
+    tables = compile_tables(tiny("llama"), texts, options(contexts=20, gate=gate))
     assert tables.weights.shape == (2, 2, 4) and tables.budgets.tolist() == [8, 12]
     for layer in range(2):
         trusted = [0, 1] if layer % 2 else [2, 3]
@@ -85,8 +86,13 @@ def test_finds_what_was_planted(monkeypatch: pytest.MonkeyPatch) -> None:
     _, of_perplexity = tables.bins(risks[:, 0], risks[:, 1])
     low, high = of_perplexity.min(), of_perplexity.max()
     assert low < high
-    assert tables.gate[:, :, :, high].unique().tolist() == [pytest.approx(0.8)]
-    assert tables.gate[:, :, :, low].unique().tolist() == [1.0]
+    if gate == "sum":
+        assert tables.gate[:, :, :, high].unique().tolist() == [pytest.approx(0.8)]
+        assert tables.gate[:, :, :, low].unique().tolist() == [1.0]
+    else:
+        # A state has what was tried in it and nothing else: a few rows, of which one may mislead.
+        right_high, right_low = (tables.gate[:, :, tables.counts[:, at] > 0, at] for at in (high, low))
+        assert (right_high < 0.81).float().mean() > 0.9 and (right_low == 1.0).float().mean() > 0.8
     assert int(tables.counts.sum()) == 20 and sorted(tables.counts.sum(0).tolist()) == [0, 0, 10, 10]
     bellman = [point["bellman"] for point in tables.provenance["curves"]["head"]]
     assert bellman[-1] < bellman[0] / 4
