@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-
-from keepset.kernels import dispatch
 
 
 @pytest.fixture(params=["pytorch", "triton"])
@@ -19,6 +16,8 @@ def implementation(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def triton_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels in Triton run on tensors of the CPU; `tests/conftest.py` has turned its interpreter on."""
+    from keepset.kernels import dispatch  # loads torch, which the process that only divides the tests need not
+
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     monkeypatch.setattr(dispatch, "INTERPRETED", True)
     product = interpreter.InterpreterBuilder.create_dot
@@ -31,6 +30,8 @@ def triton_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _widened(interpreter, factor):  # type: ignore[no-untyped-def]
+    import numpy as np
+
     if str(factor.dtype.scalar) != "bf16":
         return factor
     bits = factor.data.astype(np.uint32) << 16
