@@ -12,7 +12,7 @@ from torch import Tensor
 from keepset.kernels.attention import ragged_attention
 from keepset.kernels.columns import attention_columns, attention_with_lse
 from keepset.kernels.compaction import append_entries, pack_entries
-from keepset.kernels.packed import HeadTable, PackedHeads, Run
+from keepset.kernels.packed import HeadTable, PackedHeads, Run, runs_of
 from on_gpu.measuring import Bench
 
 KV_HEADS, GROUP, HEAD_DIM = 8, 4, 128
@@ -40,14 +40,8 @@ def ragged_counts(entries: int, heads: int) -> list[int]:
 
 def packed_heads(counts: Sequence[int], bench: Bench) -> PackedHeads:
     """Random entries, heads of these lengths."""
-    runs, start = [], 0
-    for head, count in enumerate(counts):
-        if runs and runs[-1].count == count:
-            runs[-1].heads += 1
-        else:
-            runs.append(Run(head, 1, start, count, count))
-        start += count
-    keys, values = (torch.randn(start, HEAD_DIM, device=bench.device, dtype=bench.dtype) for _ in range(2))
+    runs, total = runs_of(counts), sum(counts)
+    keys, values = (torch.randn(total, HEAD_DIM, device=bench.device, dtype=bench.dtype) for _ in range(2))
     positions = torch.cat([torch.arange(count, device=bench.device, dtype=torch.int32) for count in counts])
     return PackedHeads(keys, values, positions, runs, HeadTable(runs, bench.device))
 

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from keepset.kernels.compaction import append_entries, pack_entries
-from keepset.kernels.packed import HeadTable, PackedHeads, Run
+from keepset.kernels.packed import HeadTable, PackedHeads, Run, runs_of
 
 SLACK = 64
 """Free places per head that a growing store allocates at once, at least."""
@@ -46,7 +46,7 @@ class EntryStore:
         host knows them.
         """
         batch, kv_heads = counts.shape
-        runs = _runs(counts.flatten().tolist() if sizes is None else sizes)
+        runs = runs_of(counts.flatten().tolist() if sizes is None else sizes)
         packed = pack_entries(columns, indices, counts, max(run.count for run in runs))
         return cls(batch, kv_heads, runs, packed)
 
@@ -54,7 +54,7 @@ class EntryStore:
     def of(cls, columns: dict[str, Tensor], counts: Int[Tensor, "batch kv_heads"]) -> EntryStore:
         """The store of which these are the `packed` columns and the counts."""
         batch, kv_heads = counts.shape
-        return cls(batch, kv_heads, _runs(counts.flatten().tolist()), columns)
+        return cls(batch, kv_heads, runs_of(counts.flatten().tolist()), columns)
 
     @property
     def packed(self) -> dict[str, Shaped[Tensor, " entries *rest"]]:
@@ -186,17 +186,4 @@ class EntryStore:
         starts = [run.start + i * run.capacity for run in self._runs for i in range(run.heads)]
         for name, flat in self._columns.items():
             self._columns[name] = torch.cat([flat[starts[h] : starts[h] + count] for h, count in heads])
-        self._set_runs(_runs([count for _, count in heads]))
-
-
-def _runs(counts: Sequence[int]) -> list[Run]:
-    """Exactly the places that heads with these counts need; equal neighbours share a run."""
-    runs: list[Run] = []
-    start = 0
-    for head, count in enumerate(counts):
-        if runs and runs[-1].count == count:
-            runs[-1].heads += 1
-        else:
-            runs.append(Run(head, 1, start, count, count))
-        start += count
-    return runs
+        self._set_runs(runs_of([count for _, count in heads]))

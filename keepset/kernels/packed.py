@@ -27,6 +27,19 @@ class Run:
         return flat[self.start : stop].unflatten(0, (self.heads, self.capacity))[:, : self.count]
 
 
+def runs_of(counts: Sequence[int]) -> list[Run]:
+    """Exactly the places that heads with these counts need; equal neighbours share a run."""
+    runs: list[Run] = []
+    start = 0
+    for head, count in enumerate(counts):
+        if runs and runs[-1].count == count:
+            runs[-1].heads += 1
+        else:
+            runs.append(Run(head, 1, start, count, count))
+        start += count
+    return runs
+
+
 class HeadTable:
     """The same for kernels: on the device, and written only when heads move.
 
