@@ -16,6 +16,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from keepset.errors import UnsupportedEngineError
+from keepset.paged.grouping import table_per_head
 from keepset.vllm.attention import KeepImpl, TritonMixin
 from keepset.vllm.cpu import CPUMixin
 from keepset.vllm.engine_context import activate, active
@@ -57,9 +58,7 @@ class KeepBackend(AttentionBackend):
         """Where heads have tables of their own, each head's page of a block must be a block of its own."""
         layouts = super().supported_kv_cache_layouts()
         context = active()
-        if context is None or (context.recipe.method.fixed_total and context.recipe.method.equal_heads):
-            return layouts
-        return (KVCacheLayout.LBHNC,)
+        return layouts if context is None or not table_per_head(context.recipe) else (KVCacheLayout.LBHNC,)
 
 
 class UnservedBackend(AttentionBackend):

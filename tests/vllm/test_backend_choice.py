@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -59,7 +59,7 @@ def choose(
     asked = None if backend is None else AttentionBackendEnum[backend]
     current = config()
     current.additional_config = {} if recipe is None else {"keepset": recipe}
-    current.attention_config = SimpleNamespace(backend=asked)
+    current.attention_config.backend = asked
     current.model_config = None
     monkeypatch.setattr("vllm.config.vllm._current_vllm_config", current)
     wanted = AttentionSelectorConfig(head_size=128, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=None)
