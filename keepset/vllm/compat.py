@@ -49,10 +49,15 @@ def ask_for_prompt_lengths(config: VllmConfig) -> None:
 def prompt_lengths(metadata: CommonAttentionMetadata) -> list[int]:
     """Tokens of each row's prompt; 0 for rows of a dummy run.
 
+    Model runner V1 fills the field with zeros in a dummy run, V2 not at all. Of a request the runner also says whether
+    it is at its prompt, which every request is at first.
+
     Raises:
         UnsupportedEngineError: this vLLM does not fill the field.
     """
     if metadata.rswa_prefix_lens is None:
+        if metadata.is_prefilling is not None and not metadata.is_prefilling.any():
+            return [0] * metadata.num_reqs
         raise UnsupportedEngineError(
             "This vLLM does not say how long prompts are where keepset looks for it: use a supported version."
         )

@@ -105,8 +105,6 @@ def _of_recipe(recipe: Recipe) -> Iterator[str]:
 
 def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
     parallel, cache = config.parallel_config, config.cache_config
-    if config.use_v2_model_runner:
-        yield "vLLM's model runner V2 is not supported yet; set VLLM_USE_V2_MODEL_RUNNER=0 in the environment."
     if config.speculative_config is not None:
         yield "speculative decoding takes tokens back that were compressed; leave it out."
     connector = config.kv_transfer_config

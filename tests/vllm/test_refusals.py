@@ -58,7 +58,6 @@ def config(**changes: Any) -> Any:
         ),
         speculative_config=None,
         kv_transfer_config=None,
-        use_v2_model_runner=False,
     )
     for path, value in changes.items():
         part, _, name = path.partition("__")
@@ -86,7 +85,6 @@ SERVED = {
 """A configuration for counts that come from the data."""
 
 REFUSED = [
-    (UNIFORM, {"use_v2_model_runner": True}, "vLLM's model runner V2 is not supported yet"),
     (UNIFORM, {"speculative_config": object()}, "speculative decoding takes tokens back that were compressed"),
     (UNIFORM, {"kv_transfer_config": connector(None)}, "KV connectors move whole caches; leave kv_transfer_config out"),
     ("mass", {"kv_transfer_config": connector("lmcache.x")}, "KV connectors move whole caches"),
