@@ -82,7 +82,15 @@ class EngineContext:
         index = indices[self._specs_made % len(indices)]
         self._specs_made += 1
         ask_for_prompt_lengths(self.config)
-        return KeepSpec.wrap(check_spec(spec), str(self.recipe), group_leader(self.recipe, index, indices), indices)
+        scheduler = self.config.scheduler_config
+        return KeepSpec.wrap(
+            check_spec(spec),
+            recipe=str(self.recipe),
+            layer=group_leader(self.recipe, index, indices),
+            layers=indices,
+            tokens_per_step=scheduler.max_num_batched_tokens,
+            steps_ahead=int(bool(scheduler.async_scheduling)),
+        )
 
     def begin(self, step: PlannedStep) -> None:
         """What the next forward of these layers is to do."""
