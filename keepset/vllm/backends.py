@@ -33,6 +33,7 @@ class KeepBackend(AttentionBackend):
     plain: ClassVar[type[AttentionBackend]]
     impl: ClassVar[type[Any]]
     builder: ClassVar[type[Any]]
+    supports_kv_cache_update_bypass = False  # of vLLM 0.33: the model itself would write to the cache
 
     @classmethod
     def get_impl_cls(cls) -> type[Any]:  # type: ignore[override]

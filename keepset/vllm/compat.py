@@ -3,21 +3,22 @@
 All else that the plug-in uses is an interface that vLLM offers to plug-ins: backends, kinds of KV cache and their
 managers, KV connectors, `additional_config`.
 
-Borrowed where it is used, because it is a method that keepset's class overrides or calls:
+Methods that keepset's classes override or call are used elsewhere, but named in `BORROWED` and looked for when an
+engine starts. What that cannot see is checked where it is relied on:
 
 - `AttentionBackend.customize_spec` is called layer after layer in the order of `static_forward_context`, and is not
-  told for which layer (`EngineContext.spec_of_next_layer`; the metadata builder checks what came of it);
-- `get_impl_cls` is asked while the layer is built, under the model's configuration (`EngineContext`);
+  told for which layer (the metadata builder checks what came of it);
+- `get_impl_cls` is asked while the layer is built, under the model's configuration;
 - `do_kv_cache_update` writes to the very tensor `CommonAttentionMetadata.slot_mapping` (`KeepImpl` checks it);
-- `SingleTypeKVCacheManager.remove_skipped_blocks`, `_remove_blocks_in_range`, `pop_blocks_for_free`, `req_to_blocks`,
-  and that a lookup's `max_length` is the prompt's less one (`KeepManager`);
-- `_kv_cache_manager.coordinator.single_type_managers` and `_connector_metadata` (`BlockCountConnector`);
-- the CPU backend's `layer.isa`, and its kernels in `vllm._custom_ops` (`cpu.py`, `cpu_pages.py`).
+- a lookup's `max_length` is at most the prompt's less one (`KeepManager`), and a request's first blocks come from
+  `allocate_new_blocks`, right after `remove_skipped_blocks` told its prompt's length.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -33,8 +34,51 @@ from keepset.errors import UnsupportedEngineError, UnsupportedModelError
 SUPPORTED = ("0.32",)
 """vLLM versions that keepset is tested with."""
 
+_MANAGER = "vllm.v1.core.single_type_kv_cache_manager.FullAttentionManager."
+_METADATA = (
+    *("query_start_loc", "query_start_loc_cpu", "seq_lens", "seq_lens_cpu_upper_bound", "max_seq_len", "num_reqs"),
+    *("max_query_len", "block_table_tensor", "slot_mapping", "is_prefilling", "rswa_prefix_lens"),
+    "_num_computed_tokens_cache",
+)
+BORROWED: dict[str, tuple[str, ...]] = {
+    "vllm.v1.attention.backend.AttentionBackend.customize_spec": ("spec",),
+    "vllm.v1.attention.backend.AttentionBackend.supports_rswa": (),
+    "vllm.v1.attention.backend.AttentionBackend.supported_kv_cache_layouts": (),
+    "vllm.v1.attention.backend.AttentionBackend.validate_configuration": ("head_size", "device_capability"),
+    "vllm.v1.attention.backend.AttentionMetadataBuilder.build": ("common_prefix_len", "common_attn_metadata"),
+    "vllm.v1.attention.backend.AttentionMetadataBuilder.supports_update_block_table": (),
+    "vllm.v1.attention.backend.AttentionImpl.fused_output_quant_supported": ("quant_key",),
+    "vllm.v1.attention.backend.AttentionImpl.fused_rope_kvcache_supported": (),
+    "vllm.v1.attention.backend.CommonAttentionMetadata": _METADATA,
+    _MANAGER + "remove_skipped_blocks": ("request_id", "processed_computed_tokens", "num_prompt_tokens"),
+    _MANAGER + "_remove_blocks_in_range": ("request_id", "first_block", "last_block"),
+    _MANAGER + "get_num_blocks_to_allocate": ("request_id", "num_tokens", "apply_admission_cap"),
+    _MANAGER + "allocate_new_blocks": ("request_id", "num_tokens"),
+    _MANAGER + "pop_blocks_for_free": ("request_id",),
+    _MANAGER + "cache_blocks": ("request", "num_tokens"),
+    _MANAGER + "find_longest_cache_hit": ("max_length", "kv_cache_spec"),
+    "vllm.v1.core.kv_cache_manager.KVCacheManager.allocate_slots": ("request", "num_new_tokens"),
+    "vllm.config.ModelConfig.rswa_window": (),
+    "vllm.model_executor.layers.attention.attention.unified_kv_cache_update": ("key", "value", "layer_name"),
+    "vllm.model_executor.layers.attention.attention.unified_attention_with_output": ("query", "layer_name"),
+    "vllm.model_executor.layers.rotary_embedding._ROPE_DICT": (),
+}
+"""What must be there, and what it takes or has among others."""
+
 ONE_ROTATION = ("llama", "mistral", "qwen2", "qwen3")
 """Model types of which it is known that all layers rotate, and with one table."""
+
+
+def changed() -> Iterator[str]:
+    """What this vLLM lacks of all that is borrowed, or has in another form."""
+    for name, parts in BORROWED.items():
+        try:
+            thing = resolve_name(name)
+        except (ImportError, AttributeError):
+            yield name
+            continue
+        if parts and not set(parts) <= set(inspect.signature(thing).parameters):
+            yield name
 
 
 def ask_for_prompt_lengths(config: VllmConfig) -> None:

@@ -17,7 +17,7 @@ from keepset.core.statistics import load
 from keepset.errors import UnsupportedEngineError, UnsupportedModelError
 from keepset.paged.grouping import one_table, table_per_head
 from keepset.recipe import Recipe, check_schedule
-from keepset.vllm.compat import SUPPORTED
+from keepset.vllm.compat import SUPPORTED, changed
 from keepset.vllm.settings import CONNECTOR
 
 _WHOLE = ("auto", "float16", "bfloat16", "float32")
@@ -86,6 +86,9 @@ def _of_version() -> Iterator[str]:
             f"vLLM {vllm.__version__} is not among the versions that it is tested with; "
             f"install vllm=={', '.join(SUPPORTED)}.*"
         )
+
+    for name in changed():
+        yield f"{name} of vLLM {vllm.__version__} is not what it knows; install vllm=={', '.join(SUPPORTED)}.*"
 
 
 def _of_recipe(recipe: Recipe) -> Iterator[str]:

@@ -21,6 +21,7 @@ from keepset.core.rope import RotaryTable
 from keepset.core.tables import save
 from keepset.kernels.columns import ColumnStatistic
 from keepset.methods.snapkv import SnapKV
+from keepset.vllm import compat
 from keepset.vllm.compat import ONE_ROTATION, SUPPORTED, rotary_table
 from keepset.vllm.settings import recipe_of
 from keepset.vllm.validation import CONNECTOR, check, check_layer, check_spec
@@ -241,6 +242,21 @@ def test_another_version_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KeepsetError, match=r"vLLM 0\.320\.1 is not among the versions that it is tested with"):
         check(config(), Recipe.parse(UNIFORM))
     assert SUPPORTED == ("0.32",)
+
+
+@pytest.mark.parametrize(
+    "borrowed",
+    [
+        {"vllm.v1.core.single_type_kv_cache_manager.FullAttentionManager.remove_skipped_blocks": ("request",)},
+        {"vllm.v1.core.single_type_kv_cache_manager.FullAttentionManager.forget": ()},
+        {"vllm.v2.attention": ()},
+    ],
+)
+def test_a_vllm_whose_inside_is_another(borrowed: dict[str, tuple[str, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(compat.changed()) == []
+    monkeypatch.setattr(compat, "BORROWED", borrowed)
+    with pytest.raises(KeepsetError, match=rf"{next(iter(borrowed))} of vLLM 0\.32\.\d is not what it knows; install "):
+        check(config(), Recipe.parse(UNIFORM))
 
 
 LAYERS = [
