@@ -38,7 +38,7 @@ _MANAGER = "vllm.v1.core.single_type_kv_cache_manager.FullAttentionManager."
 _METADATA = (
     *("query_start_loc", "query_start_loc_cpu", "seq_lens", "seq_lens_cpu_upper_bound", "max_seq_len", "num_reqs"),
     *("max_query_len", "block_table_tensor", "slot_mapping", "is_prefilling", "rswa_prefix_lens"),
-    "_num_computed_tokens_cache",
+    *("req_idx", "_num_computed_tokens_cache"),
 )
 BORROWED: dict[str, tuple[str, ...]] = {
     "vllm.v1.attention.backend.AttentionBackend.customize_spec": ("spec",),
@@ -90,22 +90,36 @@ def ask_for_prompt_lengths(config: VllmConfig) -> None:
     config.model_config.model_arch_config.rswa_window = 1
 
 
-def prompt_lengths(metadata: CommonAttentionMetadata) -> list[int]:
+class PromptLengths:
     """Tokens of each row's prompt; 0 for rows of a dummy run.
 
-    Model runner V1 fills the field with zeros in a dummy run, V2 not at all. Of a request the runner also says whether
-    it is at its prompt, which every request is at first.
-
-    Raises:
-        UnsupportedEngineError: this vLLM does not fill the field.
+    Model runner V1 has them on the host, and zeros in a dummy run. V2 has them on the device, and nothing in a dummy
+    run. There they are fetched where a request is at its prompt, which each is at first: decoding waits for nothing.
     """
-    if metadata.rswa_prefix_lens is None:
-        if metadata.is_prefilling is not None and not metadata.is_prefilling.any():
-            return [0] * metadata.num_reqs
-        raise UnsupportedEngineError(
-            "This vLLM does not say how long prompts are where keepset looks for it: use a supported version."
-        )
-    return metadata.rswa_prefix_lens[: metadata.num_reqs].tolist()
+
+    def __init__(self) -> None:
+        self._known: dict[int, int] = {}
+
+    def of(self, metadata: CommonAttentionMetadata) -> list[int]:
+        """Of the rows of a step.
+
+        Raises:
+            UnsupportedEngineError: this vLLM does not say it.
+        """
+        lengths, rows, at_prompt = metadata.rswa_prefix_lens, metadata.num_reqs, metadata.is_prefilling
+        any_at_prompt = at_prompt is None or bool(at_prompt.any())
+        if lengths is None:
+            if not any_at_prompt:
+                return [0] * rows
+            raise UnsupportedEngineError(
+                "This vLLM does not say how long prompts are where keepset looks for it: use a supported version."
+            )
+        if lengths.device.type == "cpu" or metadata.req_idx is None:
+            return lengths[:rows].tolist()
+        requests = metadata.req_idx[:rows].tolist()
+        if any_at_prompt or not self._known.keys() >= set(requests):
+            self._known.update(zip(requests, lengths[:rows].tolist(), strict=True))
+        return [self._known[request] for request in requests]
 
 
 def lengths_on_host(metadata: CommonAttentionMetadata) -> list[int]:
