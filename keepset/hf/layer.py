@@ -85,7 +85,7 @@ class KeepLayer(LogicalLayer):
             room = 0 if self.decoding is None else self.decoding.next - forward.start
             self.store.append(forward.key, forward.value, forward.positions, forward.valid, room)
             at = forward.positions if forward.length > 1 else None
-            output = ragged_attention(forward.query, self.store.heads, forward.key.shape[1], forward.call.scaling, at)
+            output = ragged_attention(forward.query, [self.store.heads], forward.call.scaling, at)
         event = None if self.phase is None else self.phase.take(forward, self.store)
         if self.prompt is not None and self.decoding is not None:
             self.decoding.record(forward)
