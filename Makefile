@@ -7,7 +7,7 @@ BIN := .venv/bin
 # Compiled modules are kept, whatever the shell says: the tests start many processes.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
 
-.PHONY: setup setup-vllm demo test test-all check format bench bench-gpu clean
+.PHONY: setup setup-vllm demo test test-all test-papers check format bench bench-gpu clean
 
 setup: .venv/.ready
 
@@ -39,6 +39,10 @@ test: setup
 # Everything.
 test-all: setup-vllm
 	$(PYTEST) --full
+
+# Tables and figures of the papers on the embedded model, but for one of each paper, which `test-all` has.
+test-papers: setup
+	$(PYTEST) --full --papers tests/cli/test_reproduce.py
 
 check: setup
 	$(BIN)/ruff check .
