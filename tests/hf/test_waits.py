@@ -18,6 +18,8 @@ pytest.importorskip("triton")
 from tests.posing import Gpu, Posing, on_gpu
 
 LENGTH, EVERY = 20, 4
+QUICK = ["knorm", "snapkv", "h2o", "expected_attention", "second_pass", "gvote", "adakv", "pyramid", "ams"]
+"""Of everything that is looked at, and of every layout, one; the full tier has all methods."""
 
 
 def step(model: Any, cache: Any, tokens: Tensor) -> None:
@@ -41,7 +43,9 @@ def usual() -> tuple[Any, int]:
     return model, launches
 
 
-@pytest.mark.parametrize("method", keepset.METHODS)
+@pytest.mark.parametrize(
+    "method", [*QUICK, *(pytest.param(name, marks=pytest.mark.full) for name in keepset.METHODS if name not in QUICK)]
+)
 def test_waits_and_launches(
     triton_interpreted: None, method: str, usual: tuple[Any, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
