@@ -86,7 +86,7 @@ def add_received(
 
 def first_unseen(
     positions: Int[Tensor, "*heads entries"],
-    last_visible: Int[Tensor, "*heads n"],
+    last_visible: Int[Tensor, "*#heads n"],
     valid: Bool[Tensor, "*heads entries"] | None = None,
 ) -> int:
     """The first entry that the oldest query does not see; what lies before it, all see."""
@@ -99,7 +99,7 @@ def first_unseen(
 
 
 def masked_softmax(
-    logits: Float[Tensor, "*rows entries"], visible: Bool[Tensor, "*rows last"]
+    logits: Float[Tensor, "*rows entries"], visible: Bool[Tensor, "*#rows last"]
 ) -> Float[Tensor, "*rows entries"]:
     """Attention from logits, of which `visible` says for the last entries which count; none counts: zero."""
     if visible.shape[-1]:
