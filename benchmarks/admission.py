@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import time
+from statistics import median
 
 from keepset.paged.admission import Admission
 from keepset.paged.eviction_schedule import EvictionSchedule
@@ -24,7 +25,7 @@ def main() -> None:
             admission = Admission(schedule, 8192, 1)
             prompts = [draw.randint(500, 8000) for _ in range(running)]
             lengths = [prompt + draw.randint(0, 2000) for prompt in prompts]
-            stepping = waiting = 0.0
+            stepping, waiting = [], []
             for step in range(STEPS):
                 began = time.perf_counter()
                 for name, prompt in enumerate(prompts):
@@ -32,10 +33,9 @@ def main() -> None:
                 middle = time.perf_counter()
                 admission.required_blocks(4000, 250, lambda _: 0)
                 if step:  # in the first all are new
-                    stepping += middle - began
-                    waiting += time.perf_counter() - middle
-            each = 1e6 / (STEPS - 1)
-            print(f"{text:40} {running:8} {stepping * each:10.0f} {waiting * each:12.0f}")
+                    stepping.append(middle - began)
+                    waiting.append(time.perf_counter() - middle)
+            print(f"{text:40} {running:8} {1e6 * median(stepping):10.0f} {1e6 * median(waiting):12.0f}")
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from keepset.hf.projection import output_projection
 from keepset.hf.second_pass import SecondPasses
 from keepset.hf.support import check_model
 from keepset.hf.tables import tables_for
+from keepset.hf.uncompiled import uncompiled
 from keepset.recipe import Schedule
 
 
@@ -100,6 +101,7 @@ class PromptCache(TransformersCache, ABC):
 
     # --- transformers' side
 
+    @uncompiled
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -220,14 +222,14 @@ class PromptCache(TransformersCache, ABC):
             for layer in self.kept_layers.values():
                 layer.prompt = PromptPhase(self.needs, prompt) if self.schedule.prefill else None
                 layer.decoding = None if every is None else DecodingPhase(self.needs, every, prompt + every)
-        elif n > 1 and call.position_ids is not None and call.position_ids.ndim == 2:
+        elif n > 1 and call.joint is None and call.position_ids is not None and call.position_ids.ndim == 2:
             again = call.position_ids < self.progress.lengths[:, None]
             if bool((again if valid is None else again & valid).any()):
                 raise KeepsetError(
                     "The input repeats positions that the cache holds already: chunked prefill and assisted generation "
                     "onto a cache that is not empty are not supported, because transformers feeds them the past again."
                 )
-        self.progress.advance(n, valid)
+        self.progress.advance(n, valid, call.joint)
 
     def _reached(self, layer: KeepLayer, forward: Forward, event: LayerEvent) -> None:
         """Makes observations of a layer's event and of those that wait with it, once they can be complete."""

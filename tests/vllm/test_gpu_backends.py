@@ -9,6 +9,7 @@ import pytest
 from tests.vllm.compared import CHUNKED, asks, check_oracle
 from tests.vllm.engine import Scenario, run
 from tests.vllm.oracle import Oracle
+from tests.vllm.test_life import IDS
 
 pytestmark = pytest.mark.full
 
@@ -28,18 +29,18 @@ BACKENDS = {
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_backend_for_gpus(backend: str, essay: list[int], shallow: Path, shallow_oracle: Oracle) -> None:
+def test_a_backend_for_gpus(backend: str, tiny: Path, tiny_oracle: Oracle) -> None:
     recipes, own, vllms = BACKENDS[backend]
-    some, engine = asks(essay, (300, 150, 517), 40), {"model": str(shallow), **CHUNKED}
+    some, engine = asks(IDS, (300, 150, 517), 40), {"model": str(tiny), **CHUNKED}
     results = run(*(Scenario(recipe, some, engine=engine, backend=backend) for recipe in (*recipes, None)))
     for recipe, result in zip(recipes, results, strict=False):
         assert result.classes == [own]
         assert all(result.events)
-        check_oracle(shallow_oracle, recipe, some, result)
+        check_oracle(tiny_oracle, recipe, some, result)
     plain = results[-1]
     assert plain.classes == [vllms]
     assert not any(plain.stats.values())
     for index, ask in enumerate(some):
         tokens = plain.tokens[index]
         assert tokens is not None
-        assert shallow_oracle.replay(None, ask.ids, tokens, plain.steps_of(index)).best == tokens
+        assert tiny_oracle.replay(None, ask.ids, tokens, plain.steps_of(index)).best == tokens
