@@ -45,6 +45,7 @@ class KeepBackend(AttentionBackend):
     A recipe that is silently ignored would be worse than an engine that does not start.
     """
 
+    registered: ClassVar[str]
     plain: ClassVar[type[AttentionBackend]]
     impl: ClassVar[type[Any] | None]
     builder: ClassVar[type[Any] | None]
@@ -58,17 +59,17 @@ class KeepBackend(AttentionBackend):
         recipe = recipe_of(config)
         if config is None or recipe is None or config.attention_config.backend is not None:
             return reasons
-        return reasons if _serves(cls.__name__, recipe) else [*reasons, "keepset does not serve the recipe with it"]
+        return reasons if _serves(cls.registered, recipe) else [*reasons, "keepset does not serve the recipe with it"]
 
     @classmethod
     def get_impl_cls(cls) -> type[Any]:  # type: ignore[override]
         context = activate()  # says first what else cannot be served
         if context is None:
             return cls.plain.get_impl_cls()
-        if cls.impl is None or not _serves(cls.__name__, context.recipe):
+        if cls.impl is None or not _serves(cls.registered, context.recipe):
             others = ", ".join(name for name in _LAYERS if name != "CPU_ATTN" and _serves(name, context.recipe))
             raise UnsupportedEngineError(
-                f"keepset cannot serve {context.recipe}: this engine chose the attention backend {cls.__name__}; "
+                f"keepset cannot serve {context.recipe}: this engine chose the attention backend {cls.registered}; "
                 f"choose one of {others} (--attention-backend) or, on CPUs, CPU_ATTN."
             )
         return cls.impl
@@ -108,7 +109,7 @@ def _backend(name: str) -> type[AttentionBackend]:
     """vLLM's backend with keepset's mixins. It is found by module and name again, so it bears those of this file."""
     plain = resolve_obj_by_qualname(AttentionBackendEnum[name].value)
     place = {"__module__": __name__}
-    classes: dict[str, Any] = {"plain": plain, "impl": None, "builder": None}
+    classes: dict[str, Any] = {"registered": name, "plain": plain, "impl": None, "builder": None}
     if name in _LAYERS:
         impl, builder = plain.get_impl_cls(), plain.get_builder_cls()
         own = impl.__name__.replace("Attention", "").replace("Backend", "").replace("Impl", "KeepImpl")
