@@ -36,6 +36,7 @@ class LayerKeepSet:
         entry_bytes: bytes of one entry of one KV head, its key and its value.
         state: the method's own numbers for every entry of the observation, `[batch, kv_heads, entries]`, which move
             with those that stay: the next observation has them.
+        values: of every kept entry, where they are not those that it had.
     """
 
     layer: int
@@ -44,6 +45,7 @@ class LayerKeepSet:
     counts: Quotas
     entry_bytes: int
     state: Mapping[str, Tensor] = field(default_factory=dict)
+    values: Float[Tensor, "kept value_dim"] | None = None
 
     @classmethod
     def from_mask(
@@ -73,7 +75,7 @@ class LayerKeepSet:
 
     def settled(self) -> LayerKeepSet:
         """The same for the records, once a runtime has executed it: four bytes an entry, indices into the text."""
-        return replace(self, indices=self.packed_positions, state={})
+        return replace(self, indices=self.packed_positions, state={}, values=None)
 
     @cached_property
     def sizes(self) -> list[int]:

@@ -130,6 +130,11 @@ class Observation:
         """Bytes of one entry's key and value in one KV head."""
         return self.keys.shape[-1] * self.keys.element_size() + self.values.shape[-1] * self.values.element_size()
 
+    @property
+    def bias(self) -> Scores | None:
+        """What attention adds to the logits of each entry, where an event before has told it to (`match`)."""
+        return self.state.get(BIAS)
+
     def newest_queries(self, window: int) -> tuple[Queries, Int[Tensor, "batch n"]]:
         """The newest queries.
 
@@ -164,6 +169,8 @@ class Observation:
         batch, kv_heads, entries, head_dim = self.keys.shape
         folded = (queries * self.scaling).reshape(batch, kv_heads, -1, head_dim)
         logits = (folded @ self.keys.transpose(-1, -2)).float().view(batch, kv_heads, -1, queries.shape[2], entries)
+        if self.bias is not None:
+            logits += self.bias[:, :, None, None]
         visible = self.valid[:, :, None, first:] & (self.positions[:, :, None, first:] <= at[:, None, :, None])
         attention = _softmax(logits, visible[:, :, None])
         return attention.view(batch, -1, queries.shape[2], entries)
@@ -199,6 +206,8 @@ class Observation:
             facing = keys[part].float().transpose(1, 2)
             for queries, seen in zip(few.split(rows, 2), visible.split(rows, 1), strict=True):
                 logits = (queries.flatten(1, 2) @ facing).unflatten(1, (group, -1))
+                if self.bias is not None:
+                    logits += self.bias.flatten(0, 1)[part, None, None]
                 usage[part] += _softmax(logits, seen[:, None]).sum(2)
         return usage.view(batch, kv_heads * group, entries)
 
@@ -248,6 +257,9 @@ class Observation:
         hidden = ~self.valid | (self.positions > at[:, None, :1])
         return int(F.pad(hidden.flatten(0, 1).any(0), (0, 1), value=True).int().argmax())
 
+
+BIAS = "bias"
+"""The one number per entry that attention looks at too, among those that methods remember: added to its logits."""
 
 BLOCK = 2**18
 """Numbers of attention at a time: half of what a core's cache holds, or less."""

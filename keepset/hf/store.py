@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from keepset.core.observation import BIAS
 from keepset.kernels.compaction import append_entries, pack_entries
 from keepset.kernels.packed import HeadTable, PackedHeads, Run, runs_of
 
@@ -85,7 +86,12 @@ class EntryStore:
     def heads(self) -> PackedHeads:
         """What attention looks at."""
         columns = self._columns
-        return PackedHeads(columns["keys"], columns["values"], columns["positions"], self._runs, self._table)
+        keys, values, positions = (columns[name] for name in ("keys", "values", "positions"))
+        return PackedHeads(keys, values, positions, self._runs, self._table, columns.get(BIAS))
+
+    def replace_values(self, values: Float[Tensor, "entries value_dim"]) -> None:
+        """Gives every entry another value; there must be no free places."""
+        self._columns["values"] = values.to(self._columns["values"].dtype)
 
     def append(
         self,
