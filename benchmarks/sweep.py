@@ -48,7 +48,7 @@ def main() -> int:
     [task] = find([args.task], Settings(lengths=(args.tokens,)))
     examples = task.examples(tokenizer, limit=args.contexts)
     recipes = [Recipe.parse(text) for text in args.recipes]
-    runner = Runner(model, tokenizer, agnostic=True, chat=True)
+    runner = Runner(model, tokenizer, mode="agnostic", chat=True)
     todo = candidates(recipes, KEEPS)
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
@@ -90,7 +90,7 @@ def warm_up(model: Any) -> None:
 @torch.no_grad()
 def least(model: Any, tokenizer: Any, example: Example, generation: Generation, tokens: Sequence[float]) -> Times:
     """One prefill of plain transformers and as many answers of as many tokens; hearing the question is not counted."""
-    [prompt] = Prompts(tokenizer, agnostic=True, chat=True, longest=None).of(example, generation.tokens)
+    [prompt] = Prompts(tokenizer, mode="agnostic", chat=True, longest=None).of(example, generation.tokens)
     question = torch.tensor([prompt.questions[0].ids])
     model.set_attn_implementation("sdpa")
     cache = DynamicCache(config=model.config)

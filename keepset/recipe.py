@@ -7,7 +7,9 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from keepset.core.budget import KEEP_HELP, Budget
@@ -118,11 +120,7 @@ class Recipe:
                 range; the message names the nearest one.
             BudgetError: budget or schedule cannot be.
         """
-        text = text.strip()
-        node = _expression(text)
-        method = _method(node, text, _OPTIONS)
-        _, _, keywords = _call(node, text)
-        options = {name: _literal(keywords[name], name, text) for name in _OPTIONS if name in keywords}
+        method, options = _read(text)
         for name, value in options.items():
             if value is None:
                 raise RecipeError(f"{name}=None says nothing: leave {name} out.")
@@ -152,10 +150,7 @@ class Recipe:
         Args:
             keep: see `Budget`; None to leave it out.
         """
-        options = {**vars(self.budget), **vars(self.schedule), "keep": keep}
-        implied = {"sinks": self.method.sinks, "recent": self.method.recent, "keep": None, "every": None}
-        implied |= {"protect_prompt": False, "prefill": not self.budget.protect_prompt}
-        return _written(self.method, {name: value for name, value in options.items() if value != implied[name]})
+        return _short(self.method, {**vars(self.budget), **vars(self.schedule), "keep": keep})
 
     def with_keep(self, keep: int | float) -> Recipe:
         """The same recipe with another budget.
@@ -225,6 +220,38 @@ def check_schedule(recipe: Recipe) -> None:
             raise RecipeError(f"{recipe} {feature.prompt_only}: leave every= out.")
 
 
+@cache
+def in_full(text: str) -> str:
+    """A recipe's text with all that it leaves out: what files hold, so that no later default changes what they mean.
+
+    Args:
+        text: as for `Recipe.parse`; whether budget and schedule go together does not matter.
+
+    Raises:
+        RecipeError: as `Recipe.parse`.
+    """
+    method, options = _read(text)
+    options = {**_implied(method, options), **options}
+    return _written(method, {name: value for name, value in options.items() if value is not None}, in_full=True)
+
+
+@cache
+def in_short(text: str) -> str:
+    """What `in_full` has written, without what goes without saying today: what people read.
+
+    Raises:
+        RecipeError: as `Recipe.parse`, and where something is left out: nobody knows what that meant in a file.
+    """
+    return _short(*_read(text, in_full=True))
+
+
+def shown(text: str) -> str:
+    """What people read of a text in a file: in short, or as it is where this version cannot say it so."""
+    with suppress(RecipeError):
+        return in_short(text)
+    return text
+
+
 _OPTIONS = [option.name for kind in (Budget, Schedule) for option in dataclasses.fields(kind)]
 _EXAMPLE = "write a method with its parameters, such as snapkv(keep=0.25) or adakv(snapkv, keep=512)"
 
@@ -237,8 +264,34 @@ def _expression(text: str) -> ast.expr | None:
         return None
 
 
-def _method(node: ast.expr | None, text: str, options: Sequence[str] = ()) -> Method:
-    """The method that a call describes, which may have these options beside the method's parameters."""
+def _read(text: str, *, in_full: bool = False) -> tuple[Method, dict[str, Any]]:
+    """The method that a text describes, and the options of budget and schedule that it names."""
+    text = text.strip()
+    node = _expression(text)
+    method = _method(node, text, _OPTIONS, in_full=in_full)
+    _, _, keywords = _call(node, text)
+    options = {name: _literal(keywords[name], name, text) for name in _OPTIONS if name in keywords}
+    if in_full:
+        _require({name for name, value in _implied(method, options).items() if value is not None}, options, text)
+    return method, options
+
+
+def _require(names: Iterable[str], named: Iterable[str], text: str) -> None:
+    if missing := sorted(set(names) - set(named)):
+        raise RecipeError(f"{_shorten(text)!r} does not say {missing[0]}, whose default may have been another.")
+
+
+def _implied(method: Method, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What options of budget and schedule are where a text does not name them."""
+    implied = {"keep": None, "sinks": method.sinks, "recent": method.recent, "protect_prompt": False}
+    return implied | {"prefill": not options.get("protect_prompt", False), "every": None}
+
+
+def _method(node: ast.expr | None, text: str, options: Sequence[str] = (), *, in_full: bool = False) -> Method:
+    """The method that a call describes, which may have these options beside the method's parameters.
+
+    `in_full` says that it names all of them, and so do methods inside it.
+    """
     name, arguments, keywords = _call(node, text)
     kind = find(name)
     if kind is None:
@@ -247,7 +300,8 @@ def _method(node: ast.expr | None, text: str, options: Sequence[str] = ()) -> Me
     values: dict[str, Any] = {}
     for keyword, value in keywords.items():
         if keyword in parameters:
-            values[keyword] = _method(value, text) if keyword == "scorer" else _literal(value, keyword, text)
+            inner = keyword == "scorer"
+            values[keyword] = _method(value, text, in_full=in_full) if inner else _literal(value, keyword, text)
         elif keyword not in options:
             known = [*(other for other in parameters if other != "scorer"), *options]
             where = " inside another method" if keyword in _OPTIONS else ""
@@ -259,9 +313,11 @@ def _method(node: ast.expr | None, text: str, options: Sequence[str] = ()) -> Me
     if arguments and "scorer" in values:
         raise RecipeError(f"{name} divides the budget of one method: give it once.")
     if arguments:
-        values["scorer"] = _method(arguments[0], text)
+        values["scorer"] = _method(arguments[0], text, in_full=in_full)
     if divides and "scorer" not in values:
         raise RecipeError(f"{name} divides the budget of another method: write for example {name}(snapkv, keep=0.25).")
+    if in_full:
+        _require(parameters, values, text)
     return kind(**values)
 
 
@@ -298,13 +354,18 @@ def _literal(node: ast.expr, name: str, text: str) -> Any:
     raise RecipeError(f"{name}={source} is not a plain value: write a number, True, False or a text in quotes.")
 
 
-def _written(method: Method, options: Mapping[str, Any]) -> str:
+def _short(method: Method, options: Mapping[str, Any]) -> str:
+    implied = _implied(method, options)
+    return _written(method, {name: value for name, value in options.items() if value != implied[name]})
+
+
+def _written(method: Method, options: Mapping[str, Any], *, in_full: bool = False) -> str:
     parts = []
     for parameter in dataclasses.fields(method):
         value = getattr(method, parameter.name)
         if isinstance(value, Method):
-            parts.append(_written(value, {}))
-        elif value != parameter.default:
+            parts.append(_written(value, {}, in_full=in_full))
+        elif in_full or value != parameter.default:
             parts.append(f"{parameter.name}={value!r}")
     parts += [f"{name}={value!r}" for name, value in options.items()]
     return f"{method.name}({', '.join(parts)})" if parts else method.name

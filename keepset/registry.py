@@ -21,7 +21,6 @@ from keepset.allocators.prompt_presets import Glance, Reread
 from keepset.allocators.pyramid import Pyramid
 from keepset.allocators.uniform import Uniform
 from keepset.allocators.zigzag import ZigZag
-from keepset.core.former_names import FORMER_NAMES
 from keepset.core.method import Allocator, Method
 from keepset.errors import RecipeError
 from keepset.methods.compilerkv import CompilerKV
@@ -58,6 +57,9 @@ _methods = {method.name: method for group in _BUILT_IN for method in group}
 METHODS: Mapping[str, type[Method]] = MappingProxyType(_methods)
 """Every registered method by its name in recipes."""
 
+_FORMER_NAMES = {"received": "second_pass", "echo": "prompt_queries"}
+"""What methods were called in recipes that somebody may have saved."""
+
 
 def register(method: type[Method]) -> type[Method]:
     """Adds a method of your own; its name is then known in recipe texts.
@@ -79,7 +81,7 @@ def register(method: type[Method]) -> type[Method]:
 
 def find(name: str) -> type[Method] | None:
     """The method of this name, or that was of this name once; None where there is none."""
-    return METHODS.get(name) or METHODS.get(FORMER_NAMES.get(name, ""))
+    return METHODS.get(name) or METHODS.get(_FORMER_NAMES.get(name, ""))
 
 
 def catalogue() -> list[dict[str, Any]]:

@@ -27,7 +27,11 @@ _NO_LAUNCH = {
 }
 _ACROSS_DEVICES = {"_to_copy", "copy_", "index", "index_put", "index_put_", "lift_fresh"}
 """What may be given tensors of two devices."""
-_KERNELS = {attention: ("_attend_part", "_merge_parts"), columns: ("_columns", "_log_sum_exp"), compaction: ("_copy",)}
+_KERNELS = {
+    attention: ("_attend_part", "_merge_parts"),
+    columns: ("_columns", "_log_sum_exp"),
+    compaction: ("_pack", "_append"),
+}
 
 
 class Posing(Tensor):
@@ -54,6 +58,9 @@ class Posing(Tensor):
 
     def new_tensor(self, data: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
         return Posing(self.held.new_tensor(data, **kwargs))
+
+    def data_ptr(self) -> int:
+        return self.held.data_ptr()
 
     def tolist(self) -> Any:
         _log("waits", "tolist")

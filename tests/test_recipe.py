@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from keepset import METHODS, Budget, KeepsetError, Method, Observation, Recipe, Schedule, register, registry
 from keepset.allocators.adakv import AdaKV
+from keepset.allocators.preset import Preset
 from keepset.allocators.pyramid import Pyramid
 from keepset.core.method import Allocator
 from keepset.methods.expected_attention import ExpectedAttention
@@ -20,6 +21,7 @@ from keepset.methods.random import Random
 from keepset.methods.snapkv import SnapKV
 from keepset.methods.streaming_llm import StreamingLLM
 from keepset.methods.tova import TOVA
+from keepset.recipe import in_full, in_short, shown
 from tests.tiers import examples
 
 
@@ -86,6 +88,58 @@ def test_parsing_its_text_gives_the_recipe_back(recipe: Recipe) -> None:
     assert again == recipe
     assert type(again.budget.keep) is type(recipe.budget.keep)
     assert str(again) == str(recipe)
+
+
+@examples(100, derandomize=False)
+@given(recipe=recipes())
+def test_a_text_in_full_names_everything_and_says_the_same(recipe: Recipe) -> None:
+    full = in_full(str(recipe))
+    assert Recipe.parse(full) == recipe and in_full(full) == full
+    assert in_short(full) == shown(full) == str(recipe)
+    each: Any = recipe.method
+    while each is not None:
+        assert all(f"{field.name}=" in full for field in dataclasses.fields(each) if field.name != "scorer")
+        each = getattr(each, "scorer", None)
+    for name, value in {**vars(recipe.budget), **vars(recipe.schedule)}.items():
+        assert (f"{name}={value!r}" in full) is (value is not None)
+
+
+def test_a_text_in_full_is_of_any_budget() -> None:
+    text = "snapkv(keep=0.5, every=32)"
+    assert "go with every=32" in refusal(text)
+    whole = "snapkv(window=64, kernel=5, keep=0.5, sinks=0, recent=64, protect_prompt=False, prefill=True, every=32)"
+    assert in_full(text) == whole and in_short(whole) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "missing"),
+    [
+        ("snapkv(window=64, keep=9, sinks=0, recent=4, protect_prompt=False, prefill=True)", "kernel"),
+        ("adakv(tova, floor=0.2, sinks=0, recent=4, protect_prompt=False)", "prefill"),
+        ("adakv(snapkv(window=64, kernel=5), sinks=0, recent=4, protect_prompt=False, prefill=True)", "floor"),
+        ("adakv(scorer=snapkv, floor=0.2, sinks=0, recent=4, protect_prompt=False, prefill=True)", "kernel"),
+        ("tova(keep=9)", "prefill"),
+    ],
+)
+def test_a_text_that_leaves_something_out_is_not_in_full(text: str, missing: str) -> None:
+    with pytest.raises(KeepsetError, match=rf"does not say {missing}, whose default may have been another\.$"):
+        in_short(text)
+    assert shown(text) == text
+
+
+def test_presets_are_what_files_know_under_their_names() -> None:
+    """Files name a preset, not what it is made of: one that comes to be made otherwise takes another name."""
+    presets = [kind() for kind in METHODS.values() if issubclass(kind, Preset)]
+    made = {preset.name: in_full(str(Recipe.of(preset.composition))) for preset in presets}
+    rest = "protect_prompt=False, prefill=True"
+    assert made == {
+        "kvcompose": "composite(second_pass(task='context', statistic='max', aggregate_group='mean', mean_term=True, "
+        f"values='none', chunk=0), aggregate_head='mean', floor=0.0, sinks=0, recent=0, {rest})",
+        "kvzip": "pool(second_pass(task='repeat', statistic='max', aggregate_group='max', mean_term=False, "
+        f"values='none', chunk=2048), floor=0.0, sinks=0, recent=0, {rest})",
+        "glance": f"pool(prompt_queries(stride=4, second_pass=False), floor=0.2, sinks=4, recent=8, {rest})",
+        "reread": f"pool(prompt_queries(stride=1, second_pass=True), floor=0.2, sinks=4, recent=8, {rest})",
+    }
 
 
 @examples(100, derandomize=False)

@@ -11,7 +11,7 @@ KEEPS = (0.5, 0.125)
 HELD_OVER_KEEP = 1.02  # AdaKV's bytes, of the share that was asked for
 PEAK_KEEP, PEAK_TARGET = 0.125, 0.25
 # Nothing is dropped before all layers have been seen: their peak is the full cache's and what they look at.
-WHOLE, WHOLE_KEEP, WHOLE_TARGET = ("kvcompose(task='self')", "kvcompose(chunk=128)"), 0.5, 1.15
+WHOLE, WHOLE_KEEP, WHOLE_TARGET = ("kvcompose(task='self')", "kvcompose(chunk=128)", "kvcompose"), 0.5, 1.15
 
 Key = tuple[str, float, int, str]  # method, keep, tokens, side
 Table = dict[Key, Answer]

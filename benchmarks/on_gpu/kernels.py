@@ -12,7 +12,7 @@ from torch import Tensor
 from keepset.kernels.attention import ragged_attention
 from keepset.kernels.columns import attention_columns, attention_with_lse
 from keepset.kernels.compaction import append_entries, pack_entries
-from keepset.kernels.packed import HeadTable, PackedHeads, Run, runs_of
+from keepset.kernels.packed import PackedHeads, Run, runs_of
 from on_gpu.measuring import Bench
 
 KV_HEADS, GROUP, HEAD_DIM = 8, 4, 128
@@ -43,7 +43,7 @@ def packed_heads(counts: Sequence[int], bench: Bench) -> PackedHeads:
     runs, total = runs_of(counts), sum(counts)
     keys, values = (torch.randn(total, HEAD_DIM, device=bench.device, dtype=bench.dtype) for _ in range(2))
     positions = torch.cat([torch.arange(count, device=bench.device, dtype=torch.int32) for count in counts])
-    return PackedHeads(keys, values, positions, runs, HeadTable(runs, bench.device))
+    return PackedHeads(keys, values, positions, runs)
 
 
 def _queries(bench: Bench, batch: int, n: int) -> Tensor:
@@ -58,7 +58,7 @@ def _decode(bench: Bench, entries: int, batch: int) -> None:
 
     def ours(counts: Sequence[int]) -> Callable[[], Any]:
         packed = packed_heads(counts, bench)
-        return lambda: ragged_attention(queries, packed, KV_HEADS, HEAD_DIM**-0.5)
+        return lambda: ragged_attention(queries, [packed], HEAD_DIM**-0.5)
 
     def sdpa() -> Callable[[], Any]:
         shape = batch, KV_HEADS, entries, HEAD_DIM
@@ -80,7 +80,7 @@ def _append(bench: Bench, entries: int) -> None:
 
     def ours(counts: Sequence[int]) -> Callable[[], Any]:
         packed = packed_heads(counts, bench)
-        return lambda: ragged_attention(queries, packed, KV_HEADS, HEAD_DIM**-0.5, at)
+        return lambda: ragged_attention(queries, [packed], HEAD_DIM**-0.5, at)
 
     def sdpa() -> Callable[[], Any]:
         shape = 1, KV_HEADS, entries, HEAD_DIM
@@ -141,13 +141,13 @@ def _compaction(bench: Bench, entries: int) -> None:
     bench.run(part, "all columns at once", ours, nbytes=nbytes, against="indexing, column by column")
 
     def append() -> Callable[[], Any]:
-        packed = [
+        keys, values = (
             torch.empty(KV_HEADS * (keep + 1), HEAD_DIM, device=bench.device, dtype=bench.dtype) for _ in range(2)
-        ]
-        run = Run(0, KV_HEADS, 0, keep, keep + 1)
-        table = HeadTable([run], bench.device)
-        new = [column[:, :, :1] for column in columns.values()][:2]
-        after = [Run(0, KV_HEADS, 0, keep + 1, keep + 1)]
-        return lambda: append_entries(packed, new, after, table)
+        )
+        positions = torch.empty(len(keys), device=bench.device, dtype=torch.int32)
+        store = PackedHeads(keys, values, positions, [Run(0, KV_HEADS, 0, keep, keep + 1)])
+        new = [columns[name][:, :, :1] for name in ("keys", "values")]
+        at = torch.full((1, 1), entries, device=bench.device)
+        return lambda: append_entries([store], *new, at)
 
     bench.run(part, "one token more", append)

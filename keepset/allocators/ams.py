@@ -12,7 +12,7 @@ from keepset.allocators import segments
 from keepset.allocators.segments import PerEntry, PerSegment
 from keepset.core.budget import Budget
 from keepset.core.feature import Needs
-from keepset.core.features.given import RecentQueries
+from keepset.core.features.window import WindowAttention
 from keepset.core.keep_set import LayerKeepSet
 from keepset.core.method import Allocator, Method, parameter
 from keepset.core.observation import Observation
@@ -99,7 +99,7 @@ class AMS(Allocator):
 
     @property
     def needs(self) -> Needs:
-        return self.scorer.needs | Needs(*([RecentQueries(self.window)] if self._uses_mass else []))
+        return self.scorer.needs | Needs(*([WindowAttention(self.window)] if self._uses_mass else []))
 
     @property
     def sinks(self) -> int:
@@ -151,13 +151,13 @@ class AMS(Allocator):
 
     def _usage(self, observation: Observation) -> Scores:
         """Mean attention of the window's queries; for those that came before an entry, the window's best counts."""
-        received = observation.by_query_group(observation.window_usage(self.window)).mean(2) / self.window
-        received = received.nan_to_num(0.0, 0.0, 0.0).masked_fill(~observation.valid, 0.0)
+        sums = observation[WindowAttention(self.window)]
+        received = (sums.received / self.window).nan_to_num(0.0, 0.0, 0.0).masked_fill(~observation.valid, 0.0)
         if self.padding == "positions":
             best = received.amax(-1, keepdim=True)
             received = received.where(observation.positions < observation.lengths[:, None, None] - self.window, best)
             return self._pooled(received.masked_fill(~observation.valid, 0.0))
-        unseen = (self.window - observation.lengths[:, None, None] + observation.positions).clamp(min=0)
+        unseen = self.window - sums.counted(observation.positions)
         best = received.where(unseen > 0, 0.0).amax(-1, keepdim=True)
         return self._pooled((received + best * unseen / self.window).masked_fill(~observation.valid, 0.0))
 

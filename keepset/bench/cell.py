@@ -36,6 +36,8 @@ class Outcome:
         middle: of the middle third of the text, the share that an event kept.
         iou: intersection over union of what an event and the one before it kept; `iou_early`, `iou_middle` and
             `iou_late` that of the layers of these stages.
+        segments: that a method such as AMS cuts a head's entries into, at events after the prompt's.
+        segment_length: entries of a head's mean segment; both also by stages of layers.
     """
 
     scores: dict[str, float]
@@ -57,6 +59,14 @@ class Outcome:
     iou_early: float | None = None
     iou_middle: float | None = None
     iou_late: float | None = None
+    segments: float | None = None
+    segments_early: float | None = None
+    segments_middle: float | None = None
+    segments_late: float | None = None
+    segment_length: float | None = None
+    segment_length_early: float | None = None
+    segment_length_middle: float | None = None
+    segment_length_late: float | None = None
 
 
 COSTS = tuple(each.name for each in fields(Outcome) if each.name not in ("scores", "replies"))

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Hashable, Iterator
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 from keepset.core.accumulator import Accumulator
+from keepset.errors import KeepsetError
+
+if TYPE_CHECKING:
+    from keepset.core.observation import Observation
 
 Value = TypeVar("Value")
 AnyFeature = TypeVar("AnyFeature", bound="Feature[Any]")
@@ -20,8 +24,10 @@ class Feature(ABC, Generic[Value]):
     `accumulator`, which every runtime drives; the rest a runtime gives by other means (`given.py`).
 
     Attributes:
-        window: how many of the newest queries are recorded for it, for every event.
+        window: how many of the newest queries are recorded for it, for every event; for the prompt's end alone where
+            it is `summed`.
         buffer: the same for events after the prompt only.
+        summed: whether after the prompt it is added up while the queries of its window pass, entry by entry.
         unrotated: whether it takes queries before rotation, or rotates queries ahead.
         hidden_states: whether it takes the hidden states that enter the layer's attention.
         log_sum_exp: whether that of the prompt's attention saves it work.
@@ -33,6 +39,7 @@ class Feature(ABC, Generic[Value]):
     label: ClassVar[str]
     window: int = 0
     buffer: int = 0
+    summed: ClassVar[bool] = False
     unrotated: ClassVar[bool] = False
     hidden_states: ClassVar[bool] = False
     log_sum_exp: ClassVar[bool] = False
@@ -62,6 +69,14 @@ class Feature(ABC, Generic[Value]):
     def merged(self, other: Self) -> Self:
         """What serves both this one and another of the same key."""
         return self
+
+    def of(self, observation: Observation) -> Value:
+        """What it is by what else there is in an observation where nothing was collected.
+
+        Raises:
+            KeepsetError: it cannot be told.
+        """
+        raise KeepsetError(f"This method looks at {self.name}: give Observation(features={{{self!r}: ...}}).")
 
 
 class Needs:
@@ -106,8 +121,13 @@ class Needs:
 
     @property
     def window(self) -> int:
-        """How many of the newest queries are looked at, at any event."""
+        """How many of the newest queries are looked at at the prompt's end."""
         return max((feature.window for feature in self), default=0)
+
+    @property
+    def newest(self) -> int:
+        """How many of the newest queries are themselves looked at at an event after the prompt."""
+        return max((feature.window for feature in self if not feature.summed), default=0)
 
     @property
     def buffer(self) -> int:

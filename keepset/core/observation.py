@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -16,6 +15,7 @@ from keepset.core.feature import Feature, Value
 from keepset.core.keep_set import KeepSet, LayerKeepSet
 from keepset.core.shapes import Queries, QueryHeadScores, Scores
 from keepset.errors import KeepsetError
+from keepset.kernels.window import first_unseen, masked_softmax, received_attention
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -111,14 +111,12 @@ class Observation:
         return int(self.valid.sum())
 
     def __getitem__(self, feature: Feature[Value]) -> Value:
-        """What was collected of it.
+        """What was collected of it, or what it is by the newest queries.
 
         Raises:
-            KeepsetError: nothing was.
+            KeepsetError: there is neither.
         """
-        if feature not in self.features:
-            raise KeepsetError(f"This method looks at {feature.name}: give Observation(features={{{feature!r}: ...}}).")
-        return self.features[feature]
+        return self.features[feature] if feature in self.features else feature.of(self)
 
     @property
     def depth(self) -> int:
@@ -165,14 +163,14 @@ class Observation:
             KeepsetError: no queries were collected.
         """
         queries, at = self.newest_queries(window)
-        first = self._first_unseen(at)
+        first = first_unseen(self.positions, at[:, None], self.valid)
         batch, kv_heads, entries, head_dim = self.keys.shape
         folded = (queries * self.scaling).reshape(batch, kv_heads, -1, head_dim)
         logits = (folded @ self.keys.transpose(-1, -2)).float().view(batch, kv_heads, -1, queries.shape[2], entries)
         if self.bias is not None:
             logits += self.bias[:, :, None, None]
         visible = self.valid[:, :, None, first:] & (self.positions[:, :, None, first:] <= at[:, None, :, None])
-        attention = _softmax(logits, visible[:, :, None])
+        attention = masked_softmax(logits, visible[:, :, None])
         return attention.view(batch, -1, queries.shape[2], entries)
 
     def window_usage(self, window: int) -> QueryHeadScores:
@@ -187,29 +185,27 @@ class Observation:
             KeepsetError: no queries were collected.
         """
         newest, at = self.newest_queries(window)
-        first = self._first_unseen(at)
-        grouped = self.by_query_group(newest)
-        batch, kv_heads, group, window, size = grouped.shape
-        entries = self.keys.shape[2]
-        usage = torch.zeros(batch * kv_heads, group, entries, device=self.keys.device)
-        most = BLOCK if self.keys.device.type == "cpu" else DEVICE_BLOCK
-        # A block is several heads or, of one head, several queries.
-        heads = max(1, most // (entries * max(group * window, size)))
-        rows = max(1, most // (entries * group))
-        at = at[:, None].expand(-1, kv_heads, -1).flatten(0, 1)
-        everything = self.keys, self.valid, self.positions, grouped
-        keys, valid, positions, grouped = (part.flatten(0, 1) for part in everything)
-        for head in range(0, batch * kv_heads, heads):
-            part = slice(head, head + heads)
-            visible = valid[part, None, first:] & (positions[part, None, first:] <= at[part, :, None])
-            few = grouped[part].float() * self.scaling
-            facing = keys[part].float().transpose(1, 2)
-            for queries, seen in zip(few.split(rows, 2), visible.split(rows, 1), strict=True):
-                logits = (queries.flatten(1, 2) @ facing).unflatten(1, (group, -1))
-                if self.bias is not None:
-                    logits += self.bias.flatten(0, 1)[part, None, None]
-                usage[part] += _softmax(logits, seen[:, None]).sum(2)
-        return usage.view(batch, kv_heads * group, entries)
+        return self.received(newest, at).flatten(1, 2)
+
+    def received(
+        self, queries: Queries, last_visible: Int[Tensor, "batch n"], largest: bool = False
+    ) -> Float[Tensor, "batch kv_heads _ entries"]:
+        """What every entry receives of some queries: their attention, summed over them, in float32.
+
+        Args:
+            queries: after rotation.
+            last_visible: the last position that each sees; below 0 where it gives nothing.
+            largest: of the logits of the query heads that share a KV head the largest counts.
+
+        Returns:
+            For every query head of a group, or for one where `largest` says so.
+        """
+        everything = self.by_query_group(queries), self.keys, self.positions, self.valid
+        grouped, keys, positions, valid = (part.flatten(0, 1) for part in everything)
+        last = last_visible[:, None].expand(-1, self.keys.shape[1], -1).flatten(0, 1)
+        bias = None if self.bias is None else self.bias.flatten(0, 1)
+        sums = received_attention(grouped, keys, positions, last, self.scaling, valid, largest, bias)
+        return sums.unflatten(0, self.keys.shape[:2])
 
     def by_query_group(
         self, statistic: Float[Tensor, "batch query_heads *rest"]
@@ -250,30 +246,6 @@ class Observation:
         kept = LayerKeepSet.from_mask(self.layer, mask & self.valid, self.positions, self.entry_bytes, self.state)
         return KeepSet([kept])
 
-    def _first_unseen(self, at: Int[Tensor, "batch window"]) -> int:
-        """The first entry that a query at one of these positions does not see."""
-        if self.keys.device.type != "cpu":
-            return 0  # to look for it would wait for the device
-        hidden = ~self.valid | (self.positions > at[:, None, :1])
-        return int(F.pad(hidden.flatten(0, 1).any(0), (0, 1), value=True).int().argmax())
-
 
 BIAS = "bias"
 """The one number per entry that attention looks at too, among those that methods remember: added to its logits."""
-
-BLOCK = 2**18
-"""Numbers of attention at a time: half of what a core's cache holds, or less."""
-
-DEVICE_BLOCK = 2**27
-"""The same where operations are launched: few of them, in half a gigabyte."""
-
-
-def _softmax(logits: Tensor, visible: Tensor) -> Tensor:
-    """Attention from logits, of which `visible` says for the last entries which count; none counts: zero."""
-    if visible.shape[-1]:
-        # Masking what all queries see would cost as much as the softmax.
-        logits[..., -visible.shape[-1] :].masked_fill_(~visible, float("-inf"))
-    attention = logits.softmax(-1)
-    if visible.shape[-1] == logits.shape[-1]:
-        attention.masked_fill_(~visible.any(-1, keepdim=True), 0.0)
-    return attention

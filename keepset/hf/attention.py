@@ -22,11 +22,30 @@ NAME = "keepset"
 """Name of the attention implementation."""
 
 
+class Joint(NamedTuple):
+    """What was made of some requests' tokens in one go with those of others: they are stored and attended.
+
+    Attributes:
+        output: of attention, `[batch, n, query_heads, value_dim]`.
+        positions: of the tokens, `[batch, n]`.
+        lengths: of the requests after them, `[batch]`.
+    """
+
+    output: Tensor
+    positions: Tensor
+    lengths: Tensor
+
+    def row(self, index: int) -> Joint:
+        """One request's part."""
+        return Joint(*(part[index : index + 1] for part in self))
+
+
 class AttentionCall(NamedTuple):
     """What transformers gives the attention function, for a layer that attends over its own entries.
 
     Queries are `[batch, query_heads, n, head_dim]`, after rotation; keys and values, of the same tokens,
-    `[batch, kv_heads, n, dim]`. `rows` says which these requests are among those that the model was called with.
+    `[batch, kv_heads, n, dim]`. `rows` says which these requests are among those that the model was called with, and
+    `joint` what is made of them already.
     """
 
     module: nn.Module
@@ -37,13 +56,15 @@ class AttentionCall(NamedTuple):
     scaling: float
     position_ids: Tensor | None
     rows: slice = slice(None)
+    joint: Joint | None = None
 
     def row(self, index: int) -> AttentionCall:
         """One request's part."""
         rows = slice(index, index + 1)
         query, key, value = self.query[rows], self.key[rows], self.value[rows]
         at = None if self.position_ids is None else self.position_ids[rows]
-        return self._replace(query=query, key=key, value=value, position_ids=at, rows=rows)
+        joint = None if self.joint is None else self.joint.row(index)
+        return self._replace(query=query, key=key, value=value, position_ids=at, rows=rows, joint=joint)
 
 
 Attend = Callable[[AttentionCall], Tensor]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,9 +15,11 @@ from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import DynamicLayer
 
 from keepset.errors import KeepsetError
-from keepset.hf.attention import NAME, AttentionCall, hand_over
+from keepset.hf.attention import NAME, AttentionCall, Joint, hand_over
 from keepset.hf.cache import Cache
 from keepset.hf.layer import LogicalLayer
+from keepset.hf.store import EntryStore, append_together
+from keepset.kernels.attention import ragged_attention
 
 
 def can_go_together(model: PreTrainedModel) -> bool:
@@ -35,17 +38,18 @@ def go_together(
 ) -> tuple[Float[Tensor, "rows vocabulary"], dict[int, Exception]]:
     """Feeds each cache its row of tokens; all hold the whole prompt of one request, without padding.
 
-    They may have any lengths and recipes. The model's products are made for all rows at once; attention and events are
-    each cache's own, so that it holds, byte for byte, what it would alone. A product of many rows is rounded a little
+    They may have any lengths and recipes. The model's products are made for all rows at once, and attention over the
+    entries of all caches; on a GPU in as many launches as for one row. Events are each cache's own, so that it holds,
+    byte for byte, what it would alone. A product of many rows is rounded a little
     otherwise than that of one; in half precision another token may win, where two are as good as equally likely.
 
     Returns:
         What each row's newest token predicts; and, by row, what went wrong with a cache, which is then of no use any
         more. Where the call itself fails, none is.
     """
-    batch = _Batch(caches)
     lengths = torch.cat([cache.progress.lengths.to(tokens.device) for cache in caches if cache.progress is not None])
     positions = lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+    batch = _Batch(caches, positions)
     output = model(tokens, position_ids=positions, past_key_values=batch, use_cache=True, logits_to_keep=1)
     return output.logits[:, -1], batch.errors
 
@@ -57,9 +61,10 @@ class _Batch(TransformersCache):
         errors: of rows whose attention failed; what it gives is zero from there on.
     """
 
-    def __init__(self, caches: Sequence[Cache]) -> None:
+    def __init__(self, caches: Sequence[Cache], positions: Int[Tensor, "rows n"]) -> None:
         super().__init__(layers=[LogicalLayer() for _ in caches[0].layers])
         self._caches, self._attending = caches, False
+        self._positions, self._lengths = positions, positions[:, -1] + 1
         self.errors: dict[int, Exception] = {}
 
     def update(
@@ -73,15 +78,40 @@ class _Batch(TransformersCache):
 
     def _attend(self, index: int, call: AttentionCall) -> Tensor:
         self._attending = False
-        outputs = []
+        n, device = call.query.shape[2], call.query.device
+        stores: dict[int, EntryStore] = {}
         for row, cache in enumerate(self._caches):
-            batch_of_one = call.row(row)
             if row not in self.errors:
-                try:
-                    outputs.append(cache.attend(index, batch_of_one))
-                    continue
-                except Exception as error:  # the others go on
-                    self.errors[row] = error
-            _, heads, n, _ = call.query.shape
-            outputs.append(call.value.new_zeros(1, n, heads, call.value.shape[-1]))
-        return torch.cat(outputs)
+                with self._watching(row):
+                    stores[row] = cache.kept_layers[index].make_room(n)
+        positions, lengths = self._positions.to(device), self._lengths.to(device)
+        joint = Joint(_attend_together(stores, call, positions), positions, lengths)
+        for row in stores:
+            with self._watching(row):
+                self._caches[row].attend(index, call._replace(joint=joint).row(row))
+        return joint.output
+
+    @contextmanager
+    def _watching(self, row: int) -> Iterator[None]:
+        """What goes wrong is this row's; the others go on."""
+        try:
+            yield
+        except Exception as error:
+            self.errors[row] = error
+
+
+def _attend_together(
+    stores: Mapping[int, EntryStore], call: AttentionCall, positions: Int[Tensor, "rows n"]
+) -> Float[Tensor, "rows n query_heads value_dim"]:
+    """Attention of these rows, each over its own store, which takes its new tokens; of all others it is zero."""
+    _, query_heads, n, _ = call.query.shape
+    if not stores:
+        return call.value.new_zeros(len(call.query), n, query_heads, call.value.shape[-1])
+    some = None if len(stores) == len(call.query) else torch.tensor(list(stores), device=call.query.device)
+    rows = slice(None) if some is None else some
+    query, key, value, at = (part[rows] for part in (call.query, call.key, call.value, positions))
+    append_together(list(stores.values()), key, value, at)
+    attended = ragged_attention(query, [s.heads for s in stores.values()], call.scaling, at if n > 1 else None)
+    if some is None:
+        return attended
+    return attended.new_zeros(len(call.query), *attended.shape[1:]).index_copy(0, some, attended)

@@ -80,7 +80,7 @@ class Cache(PromptCache):
             )
         self.events: list[Event] = []
         self.history = history
-        self._observer = observer
+        self.observer = observer
         self._model = weakref.ref(model)
         # Of events that some layers have not reached yet, by their lengths: what stays, entries, bytes and seconds.
         self._unfinished: dict[int, list[tuple[list[LayerKeepSet], int, int, float]]] = {}
@@ -221,9 +221,9 @@ class Cache(PromptCache):
                 self.kept_layers[observation.layer].keep(observation, keep_set.layer(observation.layer))
             kept = [keep_set.layer(observation.layer).settled() for observation in group]
             parts.append((kept, sum(counts), nbytes, time.perf_counter() - start))
-            if self._observer is not None:
+            if self.observer is not None:
                 for observation in group:
-                    self._observer(observation, budget, keep_set)
+                    self.observer(observation, budget, keep_set)
         if sum(len(kept) for kept, *_ in parts) < len(self.kept_layers):
             return
         del self._unfinished[length]

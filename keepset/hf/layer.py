@@ -79,13 +79,14 @@ class KeepLayer(LogicalLayer):
         Who chooses calls `keep` then: until it does, the layer holds nothing.
         """
         self.logical = forward.end
-        if self.store is None:
+        if forward.call.joint is not None:
+            output = forward.call.joint.output
+        elif self.store is None:
             output, forward = self._attend_first(forward)
         else:
-            room = 0 if self.decoding is None else self.decoding.next - forward.start
-            self.store.append(forward.key, forward.value, forward.positions, forward.valid, room)
+            self.store.append(forward.key, forward.value, forward.positions, forward.valid, self._room(forward.start))
             at = forward.positions if forward.length > 1 else None
-            output = ragged_attention(forward.query, self.store.heads, forward.key.shape[1], forward.call.scaling, at)
+            output = ragged_attention(forward.query, [self.store.heads], forward.call.scaling, at)
         event = None if self.phase is None else self.phase.take(forward, self.store)
         if self.prompt is not None and self.decoding is not None:
             self.decoding.record(forward)
@@ -94,6 +95,12 @@ class KeepLayer(LogicalLayer):
         elif self.store is None:
             self.store = forward.pack()
         return output, event
+
+    def make_room(self, n: int) -> EntryStore:
+        """The store, with free places for `n` tokens, for whoever stores and attends them (`Joint`)."""
+        assert self.store is not None
+        self.store.make_room(n, self._room(self.logical))
+        return self.store
 
     def keep(self, observation: Observation, kept: LayerKeepSet) -> None:
         """Stores exactly these entries of the observed ones, and the tokens after them that nobody looked at."""
@@ -137,6 +144,10 @@ class KeepLayer(LogicalLayer):
         twin.prompt = None if self.prompt is None else self.prompt.fork()
         twin.decoding = None if self.decoding is None else self.decoding.fork()
         return twin
+
+    def _room(self, start: int) -> int:
+        """Tokens from `start` to the next event; 0 where there is none."""
+        return 0 if self.decoding is None else self.decoding.next - start
 
     def _attend_first(self, forward: Forward) -> tuple[Tensor, Forward]:
         """Attention of the first tokens over themselves, and their log-sum-exp where it saves work."""

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from keepset.core.keep_set import KeepSet
+from keepset.hf.attention import Joint
 
 
 @dataclass(eq=False)
@@ -32,11 +33,14 @@ class Progress:
     compressed_at: int | None = None
     positions: Int[Tensor, "batch n"] | None = None
 
-    def advance(self, n: int, valid: Bool[Tensor, "batch n"] | None) -> None:
-        """Takes `n` more tokens, all of them real where `valid` is None."""
-        steps = torch.arange(n, device=self.lengths.device) if valid is None else valid.long().cumsum(-1) - 1
-        self.positions = self.lengths[:, None] + steps
-        self.lengths = self.positions[:, -1] + 1
+    def advance(self, n: int, valid: Bool[Tensor, "batch n"] | None, joint: Joint | None = None) -> None:
+        """Takes `n` more tokens, all of them real where `valid` is None; `joint` may bring the lengths."""
+        if joint is None:
+            steps = torch.arange(n, device=self.lengths.device) if valid is None else valid.long().cumsum(-1) - 1
+            self.positions = self.lengths[:, None] + steps
+            self.lengths = self.positions[:, -1] + 1
+        else:
+            self.positions, self.lengths = joint.positions, joint.lengths
         if valid is not None or self.valid is not None:
             before, new = ((len(self.lengths), tokens) for tokens in (self.logical, n))
             whole = self.lengths.new_ones(before, dtype=torch.bool) if self.valid is None else self.valid

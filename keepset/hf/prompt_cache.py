@@ -220,14 +220,14 @@ class PromptCache(TransformersCache, ABC):
             for layer in self.kept_layers.values():
                 layer.prompt = PromptPhase(self.needs, prompt) if self.schedule.prefill else None
                 layer.decoding = None if every is None else DecodingPhase(self.needs, every, prompt + every)
-        elif n > 1 and call.position_ids is not None and call.position_ids.ndim == 2:
+        elif n > 1 and call.joint is None and call.position_ids is not None and call.position_ids.ndim == 2:
             again = call.position_ids < self.progress.lengths[:, None]
             if bool((again if valid is None else again & valid).any()):
                 raise KeepsetError(
                     "The input repeats positions that the cache holds already: chunked prefill and assisted generation "
                     "onto a cache that is not empty are not supported, because transformers feeds them the past again."
                 )
-        self.progress.advance(n, valid)
+        self.progress.advance(n, valid, call.joint)
 
     def _reached(self, layer: KeepLayer, forward: Forward, event: LayerEvent) -> None:
         """Makes observations of a layer's event and of those that wait with it, once they can be complete."""

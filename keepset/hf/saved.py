@@ -22,18 +22,19 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 import keepset
 from keepset.core.keep_set import KeepSet, LayerKeepSet
 from keepset.core.tensor_file import TensorFile
-from keepset.errors import KeepsetError, UnsupportedModelError
+from keepset.errors import KeepsetError, RecipeError, UnsupportedModelError
 from keepset.hf.fingerprint import difference, fingerprint
 from keepset.hf.layer import KeepLayer
 from keepset.hf.phases import DecodingPhase
 from keepset.hf.progress import Event, Progress
 from keepset.hf.store import EntryStore
 from keepset.hf.window import QueryWindow
+from keepset.recipe import in_full, in_short
 
 if TYPE_CHECKING:
     from keepset.hf.cache import Cache
 
-FORMAT = 1
+FORMAT = 2
 """Of the file; raise it with every change to what is written."""
 _ADVICE = "give a file that keepset.Cache.save or keepset context build has written"
 _FILE = TensorFile(
@@ -75,7 +76,7 @@ def save(cache: Cache, path: Path, model: PreTrainedModel, name: str) -> None:
     metadata = {
         "format": FORMAT,
         "keepset": keepset.__version__,
-        "recipe": str(cache.recipe),
+        "recipe": in_full(str(cache.recipe)),
         "model": name,
         "fingerprint": fingerprint(model),
         "progress": {
@@ -91,7 +92,7 @@ def save(cache: Cache, path: Path, model: PreTrainedModel, name: str) -> None:
 def header(path: Path) -> Header:
     """What a file says of itself; raises KeepsetError if it is no saved context that this version can read."""
     with _opened(path) as (_, metadata):
-        return Header(str(metadata["recipe"]), str(metadata["model"]), int(metadata["progress"]["logical"]))
+        return Header(_recipe(path, metadata), str(metadata["model"]), int(metadata["progress"]["logical"]))
 
 
 def load(kind: type[Cache], path: Path, model: PreTrainedModel) -> Cache:
@@ -113,7 +114,7 @@ def load(kind: type[Cache], path: Path, model: PreTrainedModel) -> Cache:
         requests = {name: tensors[there].to(device) for name, there in names.items() if there in tensors}
         progress = Progress(**numbers, **requests)
         events = [] if event is None else [Event(keep_set=_keep_set(layers), **event)]
-    cache = kind(model, metadata["recipe"])
+    cache = kind(model, _recipe(path, metadata))
     cache.progress, cache.events = progress, events
     if cache.schedule.every is None:
         cache.stop_watching()
@@ -194,6 +195,13 @@ def _opened(path: Path) -> AbstractContextManager[tuple[Any, dict[str, Any]]]:
     if not path.is_file():
         raise KeepsetError(f"There is no file {str(path)!r}: {_ADVICE}.")
     return _FILE.opened(path)
+
+
+def _recipe(path: Path, metadata: Mapping[str, Any]) -> str:
+    try:
+        return in_short(str(metadata["recipe"]))
+    except RecipeError as error:
+        raise KeepsetError(f"{str(path)!r} is of another version of keepset, build it again: {error}") from None
 
 
 def _check_model(path: Path, theirs: Mapping[str, str], ours: Mapping[str, str]) -> None:

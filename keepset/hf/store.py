@@ -15,10 +15,12 @@ from torch import Tensor
 
 from keepset.core.observation import BIAS
 from keepset.kernels.compaction import append_entries, pack_entries
-from keepset.kernels.packed import HeadTable, PackedHeads, Run, runs_of
+from keepset.kernels.packed import PackedHeads, Run, runs_of
 
 SLACK = 64
 """Free places per head that a growing store allocates at once, at least."""
+_ENTRIES = ("keys", "values", "positions")
+"""The columns that every store has; others are a method's own."""
 _SHARE = 8
 """Of the entries that there are, one in so many is allocated beside them: what is copied stays in proportion."""
 
@@ -26,7 +28,11 @@ _SHARE = 8
 class EntryStore:
     """Keys, values, positions and a method's own columns of one layer, for `batch * kv_heads` heads.
 
-    `positions` are int32, counted from each request's first token. What moves an entry moves all of its columns.
+    `positions` are int32, counted from each request's first token. What moves an entry moves all of its columns. A
+    method's columns are zero where there is no entry yet, so a new token writes nothing to them.
+
+    Attributes:
+        heads: what attention looks at.
     """
 
     def __init__(self, batch: int, kv_heads: int, runs: list[Run], columns: dict[str, Tensor]) -> None:
@@ -82,16 +88,10 @@ class EntryStore:
         """Entries of every head, request after request."""
         return [run.count for run in self._runs for _ in range(run.heads)]
 
-    @property
-    def heads(self) -> PackedHeads:
-        """What attention looks at."""
-        columns = self._columns
-        keys, values, positions = (columns[name] for name in ("keys", "values", "positions"))
-        return PackedHeads(keys, values, positions, self._runs, self._table, columns.get(BIAS))
-
     def replace_values(self, values: Float[Tensor, "entries value_dim"]) -> None:
         """Gives every entry another value; there must be no free places."""
         self._columns["values"] = values.to(self._columns["values"].dtype)
+        self._set_runs(self._runs)
 
     def append(
         self,
@@ -105,10 +105,10 @@ class EntryStore:
 
         A store that must grow gets place for `room` tokens in all where that is known, if that is not too many.
         """
-        shape = self.batch, self.kv_heads, (n := keys.shape[2])
-        new = {"keys": keys, "values": values, "positions": positions.int()[:, None].expand(shape)}
-        new |= {name: column.new_zeros(shape) for name, column in self._columns.items() if name not in new}
         if valid is not None:
+            shape = self.batch, self.kv_heads, keys.shape[2]
+            new = {"keys": keys, "values": values, "positions": positions.int()[:, None].expand(shape)}
+            new |= {name: column.new_zeros(shape) for name, column in self._columns.items() if name not in new}
             columns, exists = self.padded()
             joined = {name: torch.cat([column, new[name]], 2) for name, column in columns.items()}
             mask = torch.cat([exists, valid[:, None].expand(shape)], 2)
@@ -116,13 +116,14 @@ class EntryStore:
             self._columns = packed._columns
             self._set_runs(packed._runs)
             return
+        self.make_room(keys.shape[2], room)
+        append_together([self], keys, values, positions)
+
+    def make_room(self, n: int, room: int = 0) -> None:
+        """Sees to free places for `n` tokens; a store that must grow gets them for `room` as `append` does."""
         if any(run.count + n > run.capacity for run in self._runs):
             most = max(SLACK, max(run.count for run in self._runs) // _SHARE)
             self._grow(max(n, min(room, most) if room else most))
-        for run in self._runs:
-            run.count += n
-        append_entries(list(self._columns.values()), [new[name] for name in self._columns], self._runs, self._table)
-        self._table.grown += n
 
     def trim(self) -> None:
         """Gives free places back."""
@@ -159,9 +160,10 @@ class EntryStore:
     def crop(self, removed: Sequence[int]) -> None:
         """Drops each request's newest entries, so many per request, from all of its heads."""
         if len(set(removed)) == 1:
-            for run in self._runs:
-                run.count -= removed[0]
-            self._table.grown -= removed[0]
+            self._count(-removed[0])
+            for name in self._columns.keys() - set(_ENTRIES):
+                for run in self._runs:
+                    run.behind(self._columns[name], removed[0]).zero_()
             return
         self._rebuild([(head, count - removed[head // self.kv_heads]) for head, count in enumerate(self.counts)])
 
@@ -172,12 +174,14 @@ class EntryStore:
         return copy
 
     def _grow(self, slack: int) -> None:
+        del self.heads  # or it would hold all columns until the last is copied
         runs, start = [], 0
         for run in self._runs:
             runs.append(replace(run, start=start, capacity=run.count + slack))
             start += run.heads * (run.count + slack)
         for name, flat in self._columns.items():
-            grown = flat.new_empty(start, *flat.shape[1:])
+            make = flat.new_empty if name in _ENTRIES else flat.new_zeros
+            grown = make((start, *flat.shape[1:]))
             for old, new in zip(self._runs, runs, strict=True):
                 new.view(grown).copy_(old.view(flat))
             self._columns[name] = grown
@@ -185,11 +189,32 @@ class EntryStore:
 
     def _set_runs(self, runs: list[Run]) -> None:
         """Heads lie elsewhere now."""
-        self._runs, self._table = runs, HeadTable(runs, self._columns["keys"].device)
+        self._runs = runs
+        keys, values, positions = (self._columns[name] for name in _ENTRIES)
+        self.heads = PackedHeads(keys, values, positions, runs, self._columns.get(BIAS))
+
+    def _count(self, n: int) -> None:
+        """There are so many entries more in every head."""
+        for run in self._runs:
+            run.count += n
+        self.heads.grown += n
 
     def _rebuild(self, heads: Sequence[tuple[int, int]]) -> None:
         """Keeps the first `count` entries of each of these heads, in this order."""
+        del self.heads  # as in _grow
         starts = [run.start + i * run.capacity for run in self._runs for i in range(run.heads)]
         for name, flat in self._columns.items():
             self._columns[name] = torch.cat([flat[starts[h] : starts[h] + count] for h, count in heads])
         self._set_runs(runs_of([count for _, count in heads]))
+
+
+def append_together(
+    stores: Sequence[EntryStore],
+    keys: Float[Tensor, "batch kv_heads n head_dim"],
+    values: Float[Tensor, "batch kv_heads n value_dim"],
+    positions: Int[Tensor, "batch n"],
+) -> None:
+    """Adds new tokens, none of them padding, to every head of several stores, which have room for them."""
+    append_entries([store.heads for store in stores], keys, values, positions)
+    for store in stores:
+        store._count(keys.shape[2])

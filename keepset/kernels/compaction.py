@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from jaxtyping import Int, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from keepset.kernels.dispatch import uses_triton
-from keepset.kernels.packed import HeadTable, Run
+from keepset.kernels.packed import PackedHeads
 
 
 def pack_entries(
@@ -41,29 +41,31 @@ def pack_entries(
 
 
 def append_entries(
-    packed: Sequence[Shaped[Tensor, "places ..."]],
-    new: Sequence[Shaped[Tensor, "batch kv_heads n ..."]],
-    runs: Sequence[Run],
-    table: HeadTable,
+    stores: Sequence[PackedHeads],
+    keys: Float[Tensor, "batch kv_heads n head_dim"],
+    values: Float[Tensor, "batch kv_heads n value_dim"],
+    positions: Int[Tensor, "batch n"],
 ) -> None:
-    """Writes `n` new entries behind those of every head, column by column; on a GPU in one launch.
+    """Writes `n` new entries behind those of every head, which are not counted yet; on a GPU in one launch.
 
     Args:
-        packed: columns with free places.
-        new: what is written to each of them; any strides, zero among them.
-        runs: where the heads lie, with the new entries counted already.
-        table: the same before them.
+        stores: one after another all heads of all requests, with free places.
+        keys, values: of the new entries; any strides.
+        positions: of the new tokens.
     """
-    n = new[0].shape[2]
-    if uses_triton(new[0].device):
+    if uses_triton(keys.device):
         from keepset.kernels.triton import compaction  # loads Triton
 
-        compaction.append(packed, new, table)
+        compaction.append(stores, keys, values, positions)
         return
-    for flat, column in zip(packed, new, strict=True):
-        rows = column.flatten(0, 1)
-        for run in runs:
-            run.view(flat)[:, -n:] = rows[run.first : run.first + run.heads]
+    n, first = keys.shape[2], 0
+    at = positions[:, None].expand(-1, keys.shape[1], -1)
+    columns = [column.flatten(0, 1) for column in (keys, values, at)]
+    for store in stores:
+        for run in store.runs:
+            for flat, new in zip((store.keys, store.values, store.positions), columns, strict=True):
+                run.behind(flat, n).copy_(new[first : first + run.heads])
+            first += run.heads
 
 
 def _pick(

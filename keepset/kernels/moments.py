@@ -12,14 +12,18 @@ from torch import Tensor
 class Moments:
     """Mean and covariance of rows, merged over chunks (Chan, Golub and LeVeque 1983).
 
+    Of a matrix, which is symmetric, the upper triangle is held.
+
     Attributes:
         mean: zero where nothing was counted.
     """
 
+    _full: bool
+
     def __init__(self) -> None:
         self._count: Tensor | None = None
         self.mean: Float[Tensor, "batch heads dim"]
-        self._scatter: Tensor
+        self._scatter: Float[Tensor, "batch heads _"]
 
     def add(self, rows: Float[Tensor, "batch heads n dim"], counted: Bool[Tensor, "batch n"], full: bool) -> None:
         """Takes in more rows; memory does not grow.
@@ -33,20 +37,20 @@ class Moments:
         count = weights.sum(2)
         mean = (rows * weights).sum(2) / count.clamp(min=1)
         centred = (rows - mean[:, :, None]) * weights
-        scatter = centred.transpose(-1, -2) @ centred if full else centred.square().sum(2)
+        scatter = _upper(centred.transpose(-1, -2) @ centred) if full else centred.square().sum(2)
         if self._count is not None:
             total = count + self._count
             shift = mean - self.mean
-            spread = shift[..., :, None] * shift[..., None, :] if full else shift.square()
-            weight = count * self._count / total.clamp(min=1)
-            scatter = self._scatter + scatter + spread * (weight[..., None] if full else weight)
+            spread = _upper(shift[..., :, None] * shift[..., None, :]) if full else shift.square()
+            scatter = self._scatter + scatter + spread * (count * self._count / total.clamp(min=1))
             mean = self.mean + shift * count / total.clamp(min=1)
             count = total
-        self._count, self.mean, self._scatter = count, mean, scatter
+        self._count, self.mean, self._scatter, self._full = count, mean, scatter, full
 
     def joined(self, others: Sequence[Moments]) -> Moments:
         """Those of this one's batch, and of others' after it."""
         every, joined = (self, *others), Moments()
+        joined._full = self._full
         joined._count = torch.cat([moments._counted for moments in every])
         joined.mean = torch.cat([moments.mean for moments in every])
         joined._scatter = torch.cat([moments._scatter for moments in every])
@@ -55,10 +59,20 @@ class Moments:
     @property
     def covariance(self) -> Float[Tensor, "batch heads *dims"]:
         """Divided by the count, as for a whole population; `[dim, dim]` of a request's head, or its diagonal."""
-        count = self._counted.clamp(min=1)
-        return self._scatter / count.view(*count.shape, *(1,) * (self._scatter.ndim - count.ndim))
+        covariance, size = self._scatter / self._counted.clamp(min=1), self.mean.shape[-1]
+        if not self._full:
+            return covariance
+        above, beside = torch.triu_indices(size, size, device=covariance.device)
+        full = covariance.new_empty(*covariance.shape[:-1], size, size)
+        full[..., above, beside] = full[..., beside, above] = covariance
+        return full
 
     @property
     def _counted(self) -> Tensor:
         assert self._count is not None
         return self._count
+
+
+def _upper(matrix: Float[Tensor, "*rows dim dim"]) -> Float[Tensor, "*rows _"]:
+    above, beside = torch.triu_indices(matrix.shape[-1], matrix.shape[-1], device=matrix.device)
+    return matrix[..., above, beside]

@@ -26,6 +26,11 @@ class Run:
         stop = self.start + self.heads * self.capacity
         return flat[self.start : stop].unflatten(0, (self.heads, self.capacity))[:, : self.count]
 
+    def behind(self, flat: Shaped[Tensor, " places *rest"], n: int) -> Shaped[Tensor, "heads n *rest"]:
+        """The `n` free places after its entries."""
+        stop = self.start + self.heads * self.capacity
+        return flat[self.start : stop].unflatten(0, (self.heads, self.capacity))[:, self.count : self.count + n]
+
 
 def runs_of(counts: Sequence[int]) -> list[Run]:
     """Exactly the places that heads with these counts need; equal neighbours share a run."""
@@ -40,52 +45,31 @@ def runs_of(counts: Sequence[int]) -> list[Run]:
     return runs
 
 
-class HeadTable:
-    """The same for kernels: on the device, and written only when heads move.
-
-    All heads grow by the same tokens, so how much they have grown since is one number that the host knows.
-
-    Attributes:
-        grown: entries that every head has beyond `counts`.
-    """
-
-    def __init__(self, runs: Sequence[Run], device: torch.device) -> None:
-        self._starts = [run.start + i * run.capacity for run in runs for i in range(run.heads)]
-        self._counts = [run.count for run in runs for _ in range(run.heads)]
-        self._device, self.grown = device, 0
-
-    @cached_property
-    def _both(self) -> Int[Tensor, "2 heads"]:
-        return torch.tensor([self._starts, self._counts]).to(self._device, non_blocking=True)
-
-    @property
-    def starts(self) -> Int[Tensor, " heads"]:
-        """The place of each head's first entry."""
-        return self._both[0]
-
-    @property
-    def counts(self) -> Int[Tensor, " heads"]:
-        """Entries of each head when the table was made."""
-        return self._both[1]
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class PackedHeads:
-    """What attention looks at.
+    """What attention looks at: heads of one request or of several, and for kernels a table of where they lie.
+
+    The table is written only when heads move. All heads grow by the same tokens, so how much they have grown since is
+    one number that the host knows.
 
     Attributes:
-        keys, values, positions: flat, of all heads; positions count from each request's first token.
+        keys, values, positions: flat and contiguous, of all heads; positions count from each request's first token.
         runs: where the heads lie, in order: `request * kv_heads + head`.
-        table: the same on the device, made when a kernel asks for it.
         bias: added to the logits of an entry.
+        grown: entries that every head has beyond the table's count.
     """
 
     keys: Float[Tensor, "places head_dim"]
     values: Float[Tensor, "places value_dim"]
     positions: Int[Tensor, " places"]
     runs: Sequence[Run]
-    table: HeadTable
     bias: Float[Tensor, " places"] | None = None
+    grown: int = 0
+
+    @property
+    def heads(self) -> int:
+        """Of all requests."""
+        return sum(run.heads for run in self.runs)
 
     @property
     def longest(self) -> int:
@@ -96,3 +80,51 @@ class PackedHeads:
     def entries(self) -> int:
         """Of all heads."""
         return sum(run.heads * run.count for run in self.runs)
+
+    @cached_property
+    def _table(self) -> Int[Tensor, "5 heads"]:
+        """Addresses of each head's first key, value, position and bias, and its count; on the host."""
+        starts = torch.tensor([run.start + i * run.capacity for run in self.runs for i in range(run.heads)])
+        counts = torch.tensor([run.count - self.grown for run in self.runs for _ in range(run.heads)])
+        columns = (self.keys, self.values, self.positions, self.bias)
+        none = torch.zeros_like(starts)
+        addresses = [none if c is None else c.data_ptr() + starts * (c[:1].numel() * c.itemsize) for c in columns]
+        return torch.stack([*addresses, counts])
+
+    @cached_property
+    def _table_there(self) -> Int[Tensor, "5 heads"]:
+        return self._table.to(self.keys.device, non_blocking=True)
+
+    @cached_property
+    def _aligned(self) -> bool:
+        return not (self._table[:2] % 16).any()
+
+
+class HeadTable:
+    """Where the heads of several stores lie, for kernels: one launch serves all of them.
+
+    Stores are separate tensors, so a head is found by its address. Whoever launches a kernel holds the stores, and
+    memory that is given back later is reused after the launch.
+
+    Attributes:
+        there: on the device, of each head the addresses of its first key, value, position and bias (zero: none), and
+            its entries but for those that all heads have beyond.
+        grown: these.
+        aligned: whether keys and values of every head begin where a GPU loads 16 bytes at once.
+
+    Raises:
+        ValueError: entries of the stores are not of one kind.
+    """
+
+    def __init__(self, stores: Sequence[PackedHeads]) -> None:
+        kinds = {(s.keys.dtype, s.keys.shape[1], s.values.dtype, s.values.shape[1]) for s in stores}
+        if len(kinds) > 1:
+            raise ValueError(f"Entries of one kind are attended together, not {kinds}.")
+        self.aligned = all(store._aligned for store in stores)
+        self.grown = 0
+        if len(stores) == 1:
+            self.there, self.grown = stores[0]._table_there, stores[0].grown
+            return
+        joined = torch.cat([store._table for store in stores], 1)
+        joined[-1] += torch.tensor([store.grown for store in stores for _ in range(store.heads)])
+        self.there = joined.to(stores[0].keys.device, non_blocking=True)

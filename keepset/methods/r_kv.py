@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from keepset.core.feature import Needs
-from keepset.core.features.given import RecentQueries
+from keepset.core.features.window import WindowAttention
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
 from keepset.core.shapes import Mask, Scores
@@ -53,27 +53,25 @@ class RKV(Method):
 
     @property
     def needs(self) -> Needs:
-        return Needs(RecentQueries(self.window))
+        return Needs(self._attention)
 
     @property
     def recent(self) -> int:
         return self.window
 
+    @property
+    def _attention(self) -> WindowAttention:
+        return WindowAttention(self.window, history=True, largest=self.group == "max")
+
     def score(self, observation: Observation) -> Scores:
         history = observation.valid & (observation.positions < observation.lengths[:, None, None] - self.window)
-        importance, redundancy = self._importance(observation, history), self._redundancy(observation, history)
+        importance, redundancy = self._importance(observation), self._redundancy(observation, history)
         return self.mix_lambda * importance - (1 - self.mix_lambda) * redundancy
 
-    def _importance(self, observation: Observation, history: Mask) -> Scores:
-        newest, at = observation.newest_queries(self.window)
-        queries = observation.by_query_group(newest * observation.scaling)
-        logits = (queries.flatten(2, 3) @ observation.keys.transpose(-1, -2)).float().unflatten(2, queries.shape[2:4])
-        if self.group == "max":
-            logits = logits.amax(2, keepdim=True)
-        # All of the window's queries see what lies before it.
-        attention = _softmax(logits, history[:, :, None, None])
-        exists = (at >= 0)[:, None, :, None]
-        received = attention.mean(2).masked_fill(~exists, 0.0).sum(2) / exists.sum(2).clamp(min=1)
+    def _importance(self, observation: Observation) -> Scores:
+        sums = observation[self._attention]
+        all_queries = sums.counted(torch.zeros_like(observation.positions[:, :1, :1]))
+        received = sums.received / all_queries.clamp(min=1)
         return F.max_pool1d(received, self.kernel, stride=1, padding=self.kernel // 2)
 
     def _redundancy(self, observation: Observation, history: Mask) -> Scores:

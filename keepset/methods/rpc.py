@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 
 from keepset.core.feature import Needs
-from keepset.core.features.given import RecentQueries
+from keepset.core.features.window import WindowAttention
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
 from keepset.core.shapes import Scores
@@ -38,14 +38,14 @@ class RPC(Method):
 
     @property
     def needs(self) -> Needs:
-        return Needs(RecentQueries(self.window))
+        return Needs(WindowAttention(self.window))
 
     @property
     def recent(self) -> int:
         return self.window
 
     def score(self, observation: Observation) -> Scores:
-        received = observation.by_query_group(observation.window_usage(self.window)).mean(2) / self.window
+        received = observation[WindowAttention(self.window)].received / self.window
         if self.aggregation == "all":
             received = observation.mean_over_heads(received)
         return F.avg_pool1d(received, self.kernel, stride=1, padding=self.kernel // 2)

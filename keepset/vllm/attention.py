@@ -42,6 +42,14 @@ class KeepImpl:
         self._one_head: Any = None
         self._paged: PagedLayer | None = None
 
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """No: attention of heads that are requests has no scales for its output."""
+        return False
+
+    def fused_rope_kvcache_supported(self) -> bool:
+        """No: what writes to the cache is `do_kv_cache_update`."""
+        return False
+
     def make_pages(self, layer: Any, kv_cache: Tensor) -> Pages:
         """The layer's cache as sub-pages."""
         return StridedPages(kv_cache)

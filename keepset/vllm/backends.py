@@ -62,41 +62,52 @@ class KeepBackend(AttentionBackend):
         return (KVCacheLayout.LBHNC,)
 
 
+class UnservedBackend(AttentionBackend):
+    """vLLM's own backend, under which a recipe cannot be executed.
+
+    A recipe that is silently ignored would be worse than an engine that does not start.
+    """
+
+    plain: ClassVar[type[AttentionBackend]]
+
+    @classmethod
+    def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
+        """With a recipe vLLM passes it over; one that was asked for by name says itself why it cannot serve."""
+        reasons = super().validate_configuration(*args, **kwargs)
+        config = get_current_vllm_config_or_none()
+        if config is None or recipe_of(config) is None or config.attention_config.backend is not None:
+            return reasons
+        return [*reasons, "keepset does not compress under it"]
+
+    @classmethod
+    def get_impl_cls(cls) -> type[Any]:  # type: ignore[override]
+        context = activate()  # says first what else cannot be served
+        if context is None:
+            return cls.plain.get_impl_cls()
+        raise UnsupportedEngineError(
+            f"keepset cannot serve {context.recipe}: this engine chose the attention backend {cls.get_name()}; choose "
+            "one of FLASH_ATTN, TRITON_ATTN (--attention-backend) or, on CPUs, CPU_ATTN."
+        )
+
+
 def __getattr__(name: str) -> type[AttentionBackend]:
     """The backend that vLLM calls by this name."""
     if name not in AttentionBackendEnum.__members__:
         raise AttributeError(name)
-    if name in _LAYERS:
-        return _backend(name)
-    plain = _vllm_backend(name)
-    recipe = recipe_of(get_current_vllm_config_or_none())
-    if recipe is None:
-        return plain
-
-    # A recipe that is silently ignored would be worse than an engine that does not start.
-    def refuse() -> type[Any]:
-        raise UnsupportedEngineError(
-            f"keepset cannot serve {recipe}: this engine chose the attention backend {name}; choose one of "
-            "FLASH_ATTN, TRITON_ATTN (--attention-backend) or, on CPUs, CPU_ATTN."
-        )
-
-    return type(name, (plain,), {"__module__": __name__, "get_impl_cls": staticmethod(refuse)})
+    return _backend(name)
 
 
 @cache
 def _backend(name: str) -> type[AttentionBackend]:
     """vLLM's backend with keepset's mixins. It is found by module and name again, so it bears those of this file."""
-    plain, layer = _vllm_backend(name), _LAYERS[name]
+    plain = resolve_obj_by_qualname(AttentionBackendEnum[name].value)
     place = {"__module__": __name__}
-    impl, builder = plain.get_impl_cls(), plain.get_builder_cls()
+    if name not in _LAYERS:
+        return type(name, (UnservedBackend, plain), place | {"plain": plain})
+    layer, impl, builder = _LAYERS[name], plain.get_impl_cls(), plain.get_builder_cls()
     classes = {
         "plain": plain,
         "impl": type(impl.__name__.replace("Attention", "Keep").replace("Backend", ""), (layer, impl), place),
         "builder": type(f"Keep{builder.__name__}", (KeepBuilder, builder), place),
     }
     return type(name, (KeepBackend, plain), place | classes)
-
-
-def _vllm_backend(name: str) -> type[AttentionBackend]:
-    plain: type[AttentionBackend] = resolve_obj_by_qualname(AttentionBackendEnum[name].value)
-    return plain

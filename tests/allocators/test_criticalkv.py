@@ -36,7 +36,7 @@ def projected_norm(observation: Observation, request: int, query_head: int, entr
 def test_projected_norms_match_the_naive_formula(
     shape: Shape, dtype: torch.dtype, order: int, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("keepset.core.features.given.BLOCK", block)
+    monkeypatch.setattr("keepset.core.features.given.CACHE_BLOCK", block)
     observation = observe(shape, dtype=dtype)
     norms = OutputProjection().norms(observation, order)
     assert norms.dtype == torch.float32

@@ -102,7 +102,7 @@ def check_usage(observation: Observation, window: int) -> None:
 def test_window_usage_is_attention_summed(
     shape: Shape, block: int, window: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("keepset.core.observation.BLOCK", block)
+    monkeypatch.setattr("keepset.kernels.window.CACHE_BLOCK", block)
     check_usage(observe(shape, dtype=dtype), window)
 
 

@@ -98,11 +98,20 @@ def test_rows_of_any_lengths_go_on_as_each_would_alone(name: str, architecture: 
     assert spread > 0.1
 
 
+@pytest.mark.parametrize(
+    ("implementation", "names"),
+    [
+        ("pytorch", list(RECIPES)),
+        ("triton", ["adakv", "full"]),
+        pytest.param("triton", list(RECIPES), marks=pytest.mark.full),
+    ],
+    indirect=["implementation"],
+)
 @torch.no_grad()
-def test_recipes_may_differ_from_row_to_row() -> None:
-    model, texts = tiny("llama"), list(RECIPES.values())
+def test_recipes_may_differ_from_row_to_row(implementation: str, names: list[str]) -> None:
+    model, texts = tiny("llama"), [RECIPES[name] for name in names]
     alone, caches = ([begun(model, text, 5 + 2 * i) for i, text in enumerate(texts)] for _ in range(2))
-    for at in range(8):
+    for at in range(8 if implementation == "pytorch" else 2):
         tokens = prompt(len(texts), 1, seed=at)
         together, errors = go_together(model, caches, tokens)
         assert errors == {}
@@ -110,6 +119,32 @@ def test_recipes_may_differ_from_row_to_row() -> None:
             expected = said(model, theirs, tokens[row : row + 1])[0]
             torch.testing.assert_close(together[row], expected, atol=2e-4, rtol=0.0)
             same(ours, theirs)
+
+
+@torch.no_grad()
+def test_launches_do_not_grow_with_rows(triton_interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does the host wait for anything: rows of any lengths and layouts, on a make-believe GPU."""
+    pytest.importorskip("triton")
+    from tests.posing import Gpu, Posing, on_gpu
+
+    model = copy.deepcopy(tiny("llama"))
+    recipes = ["adakv(knorm, keep=5)", "pyramid(knorm, keep=4, every=100)", RECIPES["full"]]
+    counted = {}
+    with Gpu(monkeypatch) as gpu:
+        on_gpu(model)
+        for rows in (1, 2, 5):
+            caches = [keepset.Cache(model, recipes[row % 3]) for row in range(rows)]
+            for row, cache in enumerate(caches):
+                model(Posing(prompt(1, 6 + row, seed=row)), past_key_values=cache)
+            for n in (1, 1, 2):  # the first makes room
+                gpu.reset()
+                go_together(model, caches, Posing(prompt(rows, n)))
+                counted[rows, n] = gpu.launches.copy()
+            assert not gpu.waits, gpu.waits
+    for n in (1, 2):
+        # Of one row alone there is nothing to join: the table is not sent again.
+        layers = model.config.num_hidden_layers
+        assert counted[5, n].total() == counted[2, n].total() <= counted[1, n].total() + 2 * layers, counted
 
 
 @pytest.mark.parametrize("error", [KeepsetError("Not this one."), MemoryError()])

@@ -13,6 +13,7 @@ from keepset.core.feature import Needs
 from keepset.core.features.attention import AttentionColumns
 from keepset.core.features.given import RecentQueries
 from keepset.core.features.moments import QueryMoments
+from keepset.core.features.window import WindowAttention
 from keepset.hf.prompt_session import PromptSession, needs_of
 from keepset.kernels.columns import ColumnStatistic
 from tests.hf.models import left_padded, prompt, recipe, same_keep_set, tiny
@@ -59,7 +60,8 @@ def test_a_recipe_leaves_the_prompt_as_it_was() -> None:
 def test_needs_of_all_serve_each() -> None:
     recipes = keepset.Recipe.parse_list("tova, snapkv(window=8), h2o, expected_attention(skip=4), knorm")
     needs = needs_of(recipes)
-    assert needs == Needs(RecentQueries(8), AttentionColumns(ColumnStatistic.SUM), QueryMoments(4))
+    assert needs == Needs(RecentQueries(1), WindowAttention(8), AttentionColumns(ColumnStatistic.SUM), QueryMoments(4))
+    assert (needs.window, needs.newest) == (8, 1)
     assert needs.buffer == 256
     assert needs_of([]) == Needs()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import json
 from pathlib import Path
@@ -16,8 +17,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import keepset
-from keepset import KeepsetError
+from keepset import KeepsetError, registry
+from keepset.core.method import parameter
 from keepset.hf import saved
+from keepset.methods.expected_attention import ExpectedAttention
+from keepset.recipe import in_full, in_short
 from tests.hf.models import GREEDY, LAYOUTS, extended, full, generate, left_padded, prompt, same_keep_set, tiny
 from tests.tiers import examples
 
@@ -300,9 +304,10 @@ def test_forks_in_the_middle_of_a_prompt(name: str, recipe: str) -> None:
 # --- what is refused
 
 
-def refusal(path: Path, model: Any) -> str:
+def refusal(path: Path, model: Any = None) -> str:
+    """The one sentence with which a file is refused, for a model or, without one, by what it says of itself."""
     with pytest.raises(KeepsetError) as caught:
-        keepset.Cache.load(path, model)
+        saved.header(path) if model is None else keepset.Cache.load(path, model)
     message = str(caught.value)
     assert message.endswith(".") and "\n" not in message and message.count(". ") == 0
     return message
@@ -331,7 +336,7 @@ def test_what_a_file_says_of_itself(path: Path) -> None:
     )
     with safetensors.safe_open(path, framework="pt") as file:
         metadata = json.loads(file.metadata()["keepset_context"])
-    assert (metadata["format"], metadata["keepset"]) == (1, keepset.__version__)
+    assert (metadata["format"], metadata["keepset"]) == (2, keepset.__version__)
     assert [entry.name for entry in path.parent.iterdir()] == ["context"]
 
 
@@ -351,9 +356,44 @@ def test_safetensors_of_something_else(path: Path) -> None:
     assert "is no saved context: give a file that" in refusal(path, tiny("llama"))
 
 
-def test_a_later_version(path: Path) -> None:
-    rewritten(path, format=2)
-    assert "has format 2 of saved contexts, and this keepset reads format 1" in refusal(path, tiny("llama"))
+@pytest.mark.parametrize("version", [1, 3])
+def test_another_format(path: Path, version: int) -> None:
+    rewritten(path, format=version)
+    assert f"has format {version} of saved contexts, and this keepset reads format 2" in refusal(path, tiny("llama"))
+
+
+def later(*changes: tuple[str, Any]) -> type[keepset.Method]:
+    """Expected attention with other defaults than today's, or with more parameters."""
+    fields = [(name, float, parameter(default)) for name, default in changes]
+    return dataclasses.make_dataclass("Later", fields, bases=(ExpectedAttention,), frozen=True)
+
+
+def test_it_means_the_same_when_a_default_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, mask = tiny("llama"), torch.ones(2, 20, dtype=torch.long)
+    past = context(model, "adakv(expected_attention(future=16, buffer=6), keep=12, every=4)", prompt(2, 20))
+    past.save(tmp_path / "context")
+    in_full.cache_clear()
+    in_short.cache_clear()
+    monkeypatch.setitem(registry._methods, "expected_attention", later(("epsilon", 0.5)))
+    said = "adakv(expected_attention(future=16, epsilon=0.01, buffer=6), keep=12, every=4)"
+    loaded = keepset.Cache.load(tmp_path / "context", model)
+    assert str(loaded.recipe) == saved.header(tmp_path / "context").recipe == said
+    mask = extended(mask, 29)
+    assert torch.equal(*(feed(model, each, prompt(2, 9, 1), mask) for each in (past, loaded)))
+    assert len(past.events) > 1 and same(contents(past), contents(loaded))
+    in_full.cache_clear()
+    in_short.cache_clear()
+
+
+def test_it_is_refused_where_nobody_knows_what_a_new_parameter_was(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    past = context(tiny("llama"), "expected_attention(future=16, keep=12)", prompt(2, 30))
+    past.save(path)
+    in_short.cache_clear()
+    monkeypatch.setitem(registry._methods, "expected_attention", later(("epsilon", 0.01), ("temper", 0.5)))
+    said = "is of another version of keepset, build it again"
+    for sentence in (refusal(path, tiny("llama")), refusal(path)):
+        assert said in sentence and "does not say temper, whose default may have been another." in sentence
+    in_short.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 from torch import Tensor
 
 from keepset.hf.store import EntryStore
+from keepset.kernels.packed import HeadTable
 from tests.tiers import examples
 
 
@@ -168,7 +169,7 @@ def check(pair: Pair, expected: dict[str, Tensor]) -> None:
         # Equal everywhere, so zero in holes.
         assert column.dtype == columns[name].dtype and torch.equal(columns[name], column), name
 
-    packed, table = store.heads, store.heads.table
+    packed, table = store.heads, HeadTable([store.heads])
     assert [h for run in packed.runs for h in range(run.first, run.first + run.heads)] == list(range(len(heads)))
     for run in packed.runs:
         for i in range(run.heads):
@@ -178,11 +179,11 @@ def check(pair: Pair, expected: dict[str, Tensor]) -> None:
             assert torch.equal(run.view(packed.values)[i], expected["values"][batch, head, held])
             assert torch.equal(run.view(packed.positions)[i], expected["positions"][batch, head, held])
             # What kernels are told is the same.
-            start = run.start + i * run.capacity
-            assert (int(table.starts[run.first + i]), int(table.counts[run.first + i]) + table.grown) == (
-                start,
-                run.count,
-            )
+            *addresses, count = table.there[:, run.first + i].tolist()
+            assert count + table.grown == run.count
+            columns_of = (packed.keys, packed.values, packed.positions)
+            if count + table.grown:
+                assert addresses == [*(run.view(column)[i].data_ptr() for column in columns_of), 0]
 
     assert store.nbytes == sum(column.untyped_storage().nbytes() for column in store._columns.values())
 
@@ -205,7 +206,8 @@ def test_a_packed_store_has_no_byte_too_many() -> None:
 
 
 def test_growth_is_by_blocks() -> None:
-    columns = {"keys": torch.randn(1, 2, 5, 4), "values": torch.randn(1, 2, 5, 4), "positions": torch.zeros(1, 2, 5)}
+    keys, values = torch.randn(2, 1, 2, 5, 4)
+    columns = {"keys": keys, "values": values, "positions": torch.arange(5, dtype=torch.int32).expand(1, 2, 5)}
     store = EntryStore.pack(columns, torch.arange(5).repeat(2), torch.tensor([[5, 5]]))
     sizes = set()
     for position in range(5, 60):

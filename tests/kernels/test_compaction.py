@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from keepset.kernels.compaction import append_entries, pack_entries
-from keepset.kernels.packed import HeadTable, Run
+from keepset.kernels.packed import PackedHeads, Run
 
 KEYS = {"by head": (2, 3, 20, 5), "by token": (2, 20, 3, 5)}
 
@@ -33,24 +33,22 @@ def test_every_head_keeps_its_own(implementation: str, order: str, counts: list[
 @pytest.mark.parametrize("n", [1, 40])
 def test_new_entries_follow_those_of_their_head(implementation: str, n: int) -> None:
     draw = torch.Generator().manual_seed(2)
-    runs = [Run(0, 2, 0, 3, 50), Run(2, 1, 100, 0, 41), Run(3, 1, 141, 9, 50)]
-    before = {"keys": torch.randn(191, 8, generator=draw), "credit": torch.randn(191, generator=draw)}
-    packed = {name: column.clone() for name, column in before.items()}
-    new = {
-        "keys": torch.randn(2, n, 2, 8, generator=draw).transpose(1, 2),
-        # What has no number yet has one zero for all.
-        "credit": torch.zeros(()).expand(2, 2, n),
-    }
-    # The table is of a time before two entries came to every head.
-    older = [Run(run.first, run.heads, run.start, run.count - 2, run.capacity) for run in runs]
-    table = HeadTable(older, torch.device("cpu"))
-    table.grown = 2
-    for run in runs:
-        run.count += n
-    append_entries(list(packed.values()), list(new.values()), runs, table)
-    for name, column in before.items():
-        expected = column.clone()
-        for head, (start, count) in enumerate([(0, 3), (50, 3), (100, 0), (141, 9)]):
-            for i in range(n):
-                expected[start + count + i] = new[name][head // 2, head % 2, i]
-        assert torch.equal(packed[name], expected)
+    runs = [[Run(0, 2, 0, 3, 50)], [Run(0, 1, 0, 0, 41), Run(1, 1, 41, 9, 50)]]
+    stores = []
+    for of_store, places in zip(runs, (100, 91), strict=True):
+        keys, values = torch.randn(places, 8, generator=draw), torch.randn(places, 5, generator=draw).bfloat16()
+        stores.append(PackedHeads(keys, values, torch.full((places,), -1, dtype=torch.int32), of_store))
+    keys, values = (torch.randn(2, n, 2, size, generator=draw).transpose(1, 2) for size in (8, 5))
+    positions = torch.arange(n) + torch.tensor([[12], [30]])
+    # The second store's table, when it is written, is of a time before two entries came to every head.
+    stores[1].grown = 2
+    expected = [[column.clone() for column in (store.keys, store.values, store.positions)] for store in stores]
+    for head, (start, count) in enumerate([(0, 3), (50, 3), (0, 0), (41, 9)]):
+        for i in range(n):
+            of_head = (keys[head // 2, head % 2, i], values[head // 2, head % 2, i], positions[head // 2, i])
+            for column, new in zip(expected[head // 2], of_head, strict=True):
+                column[start + count + i] = new
+    append_entries(stores, keys, values.bfloat16(), positions)
+    for store, right in zip(stores, expected, strict=True):
+        assert torch.equal(store.keys, right[0]) and torch.equal(store.values, right[1])
+        assert torch.equal(store.positions, right[2])

@@ -23,9 +23,10 @@ HEAD = dict(HEAD_DIM=128, HEAD_BLOCK=128)
 KERNELS = [
     (
         attention._attend_part,
-        dict(queries="*bf16", keys="*bf16", values="*bf16", positions="*i32", starts="*i64", counts="*i64",
-             query_positions="*i64", output="*fp32", lse="*fp32", scaling="fp32"),
-        dict(bias=None, GROUP=4, VALUE_DIM=128, VALUE_BLOCK=128, ROWS=16, BLOCK=64, CAUSAL=True, BIASED=False, **HEAD),
+        dict(queries="*bf16", keys_kind="*bf16", values_kind="*bf16", positions_kind="*i32", bias_kind="*fp32",
+             table="*i64", query_positions="*i64", output="*fp32", lse="*fp32", scaling="fp32"),
+        dict(GROUP=4, VALUE_DIM=128, VALUE_BLOCK=128, ROWS=16, BLOCK=64, CAUSAL=True, BIASED=True, ALIGNED=True,
+             **HEAD),
     ),
     (
         attention._merge_parts,
@@ -43,10 +44,16 @@ KERNELS = [
         dict(MEMBERS=4, BLOCK=64, CAUSAL=True, **HEAD),
     ),
     (
-        compaction._copy,
+        compaction._pack,
         dict(columns=("*bf16", "*bf16", "*i32"), packed=("*bf16", "*bf16", "*i32"), indices="*i64", starts="*i64",
              counts="*i64", **{f"of_{axis}": ("i32",) * 3 for axis in ("request", "head", "entry", "number")}),
-        dict(WIDTHS=(128, 128, 1), WIDE=(128, 128, 1), BLOCK=32, CHOSEN=True),
+        dict(WIDTHS=(128, 128, 1), WIDE=(128, 128, 1), BLOCK=32),
+    ),
+    (
+        compaction._append,
+        dict(keys="*bf16", values="*bf16", positions="*i64", keys_kind="*bf16", values_kind="*bf16",
+             positions_kind="*i32", table="*i64"),
+        dict(WIDTH=128, WIDE=128, VALUE_WIDTH=128, VALUE_WIDE=128, BLOCK=32, ALIGNED=True),
     ),
 ]
 for kernel, types, constants in KERNELS:
@@ -65,6 +72,6 @@ def test_for_compute_capabilities(capability: int) -> None:
     )
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert len(lines) == 5
+    assert len(lines) == 6
     # What a multiprocessor of the smallest of them has.
     assert all(int(shared) <= 163 * 1024 and int(size) > 0 for _, shared, size in lines)

@@ -3,20 +3,37 @@
 from collections.abc import Mapping
 from statistics import fmean
 
+import torch
+from torch import Tensor
+
 from keepset.bench.analysis.diagnostics import Snapshot, by_depth, middle_retention, retained_iou, wipeout_rate
+from keepset.bench.analysis.trace import head_segments
+from keepset.core.budget import Budget
+from keepset.core.keep_set import KeepSet
+from keepset.core.method import Method
+from keepset.core.observation import Observation
 from keepset.hf.cache import Cache
 
 
 class EventFigures:
     """Means over an answer's events, layers and KV heads, of a cache of one request; no event's KeepSet is kept.
 
-    `look` is for every token: it does nothing where no event has come.
+    `look` is for every token: it does nothing where no event has come. `observe` is for the cache's observer, of a
+    method that cuts texts into segments.
     """
 
-    def __init__(self) -> None:
-        self._length = 0
+    def __init__(self, method: Method) -> None:
+        self._method, self._length = method, 0
         self._before: Snapshot | None = None
+        self._segments: list[tuple[float, float]] = []
         self._events: list[dict[str, float]] = []
+
+    def observe(self, observation: Observation, budget: Budget, keep_set: KeepSet) -> None:
+        """Notes the segments of the next layer at an event: how many a head has, and how long they are."""
+        if heads := head_segments(self._method, observation, budget):
+            numbers = [len(head.ends) for head in heads]
+            lengths = [len(head.mass) / number for head, number in zip(heads, numbers, strict=True)]
+            self._segments.append((fmean(numbers), fmean(lengths)))
 
     def look(self, cache: Cache) -> None:
         """Notes the newest event, if it is a new one; nothing of a recipe that compresses the prompt only."""
@@ -28,9 +45,11 @@ class EventFigures:
         snapshot = Snapshot(event.keep_set, event.keep_set.counts.new_tensor([event.length]))
         figures = {"wipeout": float(wipeout_rate(snapshot).mean()), "middle": float(middle_retention(snapshot).mean())}
         if self._before is not None:
-            iou = retained_iou(self._before, snapshot)
-            figures["iou"] = float(iou.mean())
-            figures |= {f"iou_{stage}": value for stage, value in by_depth(iou).items()}
+            figures |= _with_depths("iou", retained_iou(self._before, snapshot))
+        if self._segments:
+            number, length = torch.tensor(self._segments).unbind(-1)
+            figures |= _with_depths("segments", number) | _with_depths("segment_length", length)
+            self._segments.clear()
         self._before = snapshot
         self._events.append(figures)
 
@@ -39,3 +58,8 @@ class EventFigures:
         """By the names of an `Outcome`; those that nothing is known of are not there."""
         names = dict.fromkeys(name for figures in self._events for name in figures)
         return {name: fmean(figures[name] for figures in self._events if name in figures) for name in names}
+
+
+def _with_depths(name: str, values: Tensor) -> dict[str, float]:
+    """The mean of a figure over all layers, and over those of each stage."""
+    return {name: float(values.mean()), **{f"{name}_{stage}": value for stage, value in by_depth(values).items()}}

@@ -80,6 +80,14 @@ class TableRow:
     iou_early: float | None = None
     iou_middle: float | None = None
     iou_late: float | None = None
+    segments: float | None = None
+    segments_early: float | None = None
+    segments_middle: float | None = None
+    segments_late: float | None = None
+    segment_length: float | None = None
+    segment_length_early: float | None = None
+    segment_length_middle: float | None = None
+    segment_length_late: float | None = None
 
 
 def table_row(cells: Cells, baseline: Cells | None, examples: Collection[str]) -> TableRow:

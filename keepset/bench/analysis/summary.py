@@ -13,6 +13,7 @@ from keepset.bench.analysis.rows import Cells, Figure, TableRow, average, by_exa
 from keepset.bench.cell import FULL, Cell
 from keepset.bench.tasks import longbench, longbench2, ruler
 from keepset.errors import KeepsetError
+from keepset.recipe import Recipe
 
 _GROUPS: dict[str, Sequence[str]] = {
     **{f"ruler {part}": names for part, names in ruler.PARTS.items()},
@@ -129,8 +130,6 @@ def _groups(tasks: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _known(baseline: str, cells: Sequence[Cell]) -> str:
-    from keepset.recipe import Recipe  # loads torch, which no more than this takes
-
     names = dict.fromkeys(name for cell in cells for name in (cell.method, cell.recipe))
     text = baseline if baseline in names else str(Recipe.parse(baseline))
     if text not in names:

@@ -2,6 +2,7 @@
 
 from keepset.bench.report.page import assemble
 from keepset.core.tables import Tables
+from keepset.recipe import shown
 
 _CURVES = ("head", "gate")
 _FIGURES = ("step", "bellman", "conservative")
@@ -9,7 +10,9 @@ _FIGURES = ("step", "bellman", "conservative")
 
 def render(tables: Tables) -> str:
     """The page as one self-contained HTML text."""
-    known = tables.provenance
+    known = {**tables.provenance}
+    if "method" in known:
+        known["method"] = shown(str(known["method"]))
     model = known.get("model")
     name = model.get("name") if isinstance(model, dict) else model
     curves = known.get("curves")

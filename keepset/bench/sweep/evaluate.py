@@ -52,7 +52,8 @@ class Evaluator:
             for number, question in enumerate(prompt.questions, first):
                 used = cached.cache if question is prompt.questions[-1] else cached.cache.fork()
                 memory = copy.copy(begun)
-                events = EventFigures()
+                events = EventFigures(used.recipe.method)
+                used.observer = events.observe if decodes else None
                 look = partial(_look, used, [memory, events] if decodes else [])
                 look()
                 try:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sqlite3
 import threading
 import time
@@ -21,16 +20,14 @@ from uuid import uuid4
 
 from keepset.bench.cell import Cell
 from keepset.bench.sweep.owner import Owner
-from keepset.core.former_names import FORMER_NAMES
-from keepset.errors import CorruptFileError, KeepsetError
+from keepset.errors import CorruptFileError, KeepsetError, RecipeError
+from keepset.recipe import in_full, shown
 
 Key = tuple[str, int, str]
 """What tells a group: the task's name, the seed, the example's id."""
 
-FORMAT = 2
-"""Of the file; raise it with every change to its tables or to `Cell`."""
-_FORMER = 1
-"""Can be read and gone on with: its cells lack figures that may be unknown, and its claims were of groups."""
+FORMAT = 3
+"""Of the file; raise it with every change to its tables or to `Cell`. Recipes are written in full."""
 LEASE = 180.0
 """Seconds after which a claim of another machine is void, unless it was renewed."""
 _BEAT = 20.0
@@ -44,16 +41,13 @@ CREATE TABLE examples (
 );
 CREATE TABLE cells (
     task TEXT, seed INTEGER, example TEXT, recipe TEXT, cell TEXT NOT NULL, PRIMARY KEY (task, seed, example, recipe)
-)
-"""
-_CLAIMS = """
+);
 CREATE TABLE claims (
     task TEXT, seed INTEGER, example TEXT, recipe TEXT, token TEXT NOT NULL,
     host TEXT NOT NULL, pid INTEGER NOT NULL, started TEXT, beat REAL NOT NULL,
     PRIMARY KEY (task, seed, example, recipe)
 )
 """
-_FORMER_METHOD = re.compile(rf"\b({'|'.join(FORMER_NAMES)})(?=[(,)]|$)")
 _GROUP = "task = ? AND seed = ? AND example = ?"
 _CELL = f"{_GROUP} AND recipe = ?"
 
@@ -149,7 +143,7 @@ class Store:
         """Group and recipe of every cell that is there."""
         with _sentences(self.path):
             rows = self._database.execute("SELECT task, seed, example, recipe FROM cells")
-            return {((task, seed, example), _canonical(recipe)) for task, seed, example, recipe in rows}
+            return {((task, seed, example), shown(recipe)) for task, seed, example, recipe in rows}
 
     def cells(self) -> list[Cell]:
         """All that is there: by example, in its task's order, then by recipe, in the order of their first cells."""
@@ -158,7 +152,7 @@ class Store:
             known = self._database.execute("SELECT task, seed, ids FROM examples ORDER BY rowid").fetchall()
         try:
             written = [Cell.from_json(json.loads(text)) for (text,) in rows]
-            cells = [replace(c, recipe=_canonical(c.recipe), method=_canonical(c.method)) for c in written]
+            cells = [replace(c, recipe=shown(c.recipe), method=shown(c.method)) for c in written]
             keys = [(task, seed, example) for task, seed, ids in known for example in json.loads(ids)]
             place = {key: at for at, key in enumerate(keys)}
             rank = {recipe: at for at, recipe in enumerate(dict.fromkeys(cell.recipe for cell in cells))}
@@ -172,14 +166,14 @@ class Store:
         None where another process is at work on one of them; that of a process that is gone is taken over.
         """
         with self._transaction() as database:
-            have = {_canonical(name) for (name,) in database.execute(f"SELECT recipe FROM cells WHERE {_GROUP}", key)}
+            have = {shown(name) for (name,) in database.execute(f"SELECT recipe FROM cells WHERE {_GROUP}", key)}
             missing = [recipe for recipe in recipes if recipe not in have]
             claims = database.execute(f"SELECT recipe, token, host, pid, started, beat FROM claims WHERE {_GROUP}", key)
-            if any(recipe in missing and self._is_held(*claim) for recipe, *claim in claims):
+            if any(shown(recipe) in missing and self._is_held(*claim) for recipe, *claim in claims):
                 return None
             me = self._owner
             for recipe in missing:
-                values = [*key, recipe, self._token, me.host, me.pid, me.started, time.time()]
+                values = [*key, _stored(recipe), self._token, me.host, me.pid, me.started, time.time()]
                 database.execute("INSERT OR REPLACE INTO claims VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
             return missing
 
@@ -187,10 +181,13 @@ class Store:
         """Gives claimed cells back."""
         with self._transaction() as database:
             for recipe in recipes:
-                database.execute(f"DELETE FROM claims WHERE {_CELL} AND token = ?", [*key, recipe, self._token])
+                database.execute(
+                    f"DELETE FROM claims WHERE {_CELL} AND token = ?", [*key, _stored(recipe), self._token]
+                )
 
     def save(self, cell: Cell) -> bool:
         """Writes a claimed cell, which is then not claimed any more; False if another process has taken it over."""
+        cell = replace(cell, recipe=_stored(cell.recipe), method=_stored(cell.method))
         key = (cell.task, cell.seed, cell.example, cell.recipe)
         with self._transaction() as database:
             mine = database.execute(f"DELETE FROM claims WHERE {_CELL} AND token = ?", [*key, self._token])
@@ -208,18 +205,13 @@ class Store:
         self._read()
 
     def _create(self, model: str, configuration: Mapping[str, Any]) -> None:
-        """Makes the tables, or those that a file of the former format lacks."""
         with self._transaction() as database:
-            if not self._is_sweep():  # another process may have been quicker
-                for statement in _TABLES.split(";"):
-                    database.execute(statement)
-                database.execute("INSERT INTO sweep VALUES (?, ?)", [model, json.dumps(dict(configuration))])
-                database.execute(f"PRAGMA application_id = {_APPLICATION}")
-            elif self._version() == _FORMER:
-                database.execute("DROP TABLE claims")
-            else:
+            if self._is_sweep():  # another process may have been quicker
                 return
-            database.execute(_CLAIMS)
+            for statement in _TABLES.split(";"):
+                database.execute(statement)
+            database.execute("INSERT INTO sweep VALUES (?, ?)", [model, json.dumps(dict(configuration))])
+            database.execute(f"PRAGMA application_id = {_APPLICATION}")
             database.execute(f"PRAGMA user_version = {FORMAT}")
 
     def _write_ahead(self) -> None:
@@ -237,11 +229,9 @@ class Store:
     def _is_sweep(self) -> bool:
         return self._database.execute("PRAGMA application_id").fetchone()[0] == _APPLICATION
 
-    def _version(self) -> int:
-        return self._database.execute("PRAGMA user_version").fetchone()[0]
-
     def _read(self) -> None:
-        if (version := self._version()) not in (FORMAT, _FORMER):
+        version = self._database.execute("PRAGMA user_version").fetchone()[0]
+        if version != FORMAT:
             raise CorruptFileError(
                 f"{str(self.path)!r} is of another version of keepset (format {version}, this one's is {FORMAT}): "
                 f"use that version, or {_ADVICE}."
@@ -251,8 +241,6 @@ class Store:
         try:
             self.model, text = self._database.execute("SELECT model, configuration FROM sweep").fetchone()
             self.configuration = json.loads(text)
-            if (agnostic := self.configuration.pop("--agnostic", None)) is not None:  # before there were three modes
-                self.configuration["--mode"] = "agnostic" if agnostic else "prompt"
         except (ValueError, TypeError):
             raise _no_sweep(self.path) from None
 
@@ -283,9 +271,11 @@ class Store:
                 raise
 
 
-def _canonical(text: str) -> str:
-    """A recipe's or a method's text as it is written today: a file may be older than a method's name."""
-    return _FORMER_METHOD.sub(lambda match: FORMER_NAMES[match[0]], text)
+def _stored(text: str) -> str:
+    """A recipe's or a method's text in full; the full cache's, and those of methods not registered, as they are."""
+    with suppress(RecipeError):
+        return in_full(text)
+    return text
 
 
 def _connect(path: Path, *, writes: bool) -> sqlite3.Connection:

@@ -10,9 +10,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from keepset.core.feature import Feature
-from keepset.core.observation import BLOCK, DEVICE_BLOCK, Observation
+from keepset.core.observation import Observation
 from keepset.core.statistics import LayerStatistics, Statistics
 from keepset.core.tables import Tables
+from keepset.kernels.blocks import CACHE_BLOCK, block_size
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class OutputProjection(Feature[Float[Tensor, "query_heads value_dim hidden"]]):
         `order` 1 adds up the sizes of its numbers, 2 is its length. The projected values are made in blocks.
         """
         batch, kv_heads = observation.values.shape[:2]
-        most = BLOCK if observation.values.device.type == "cpu" else DEVICE_BLOCK
+        most = block_size(observation.values.device, CACHE_BLOCK)
         norms = []
         for head, group in enumerate(observation[self].unflatten(0, (kv_heads, -1)).unbind(0)):
             rows = max(1, most // (batch * group.shape[0] * group.shape[2]))

@@ -1,6 +1,8 @@
-"""Attention over packed heads of any lengths: one launch over all of them, split along their entries."""
+"""Attention over packed heads of any lengths, of one store or of many: one launch, split along their entries."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -9,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.kernels import dispatch
-from keepset.kernels.packed import PackedHeads
+from keepset.kernels.packed import HeadTable, PackedHeads
 
 _BLOCK = 64
 """Entries that a program looks at together."""
@@ -24,7 +26,7 @@ _MERGED = 16
 
 def ragged_attention(
     queries: Float[Tensor, "batch query_heads n head_dim"],
-    packed: PackedHeads,
+    stores: Sequence[PackedHeads],
     scaling: float,
     query_positions: Int[Tensor, "batch n"] | None,
 ) -> tuple[Float[Tensor, "batch n query_heads value_dim"], Float[Tensor, "batch n query_heads"]]:
@@ -34,31 +36,30 @@ def ragged_attention(
     the rest up; the parts' outputs are merged by their log-sum-exps in a second, small launch. Logits, their sums and
     outputs are float32 until the end. Of nothing to see the output is zero. Nothing waits for the device.
     """
-    keys, values, table = packed.keys, packed.values, packed.table
+    table, kind = HeadTable(stores), stores[0]
     batch, query_heads, n, head_dim = queries.shape
-    heads, value_dim = len(table.starts), values.shape[1]
+    heads, value_dim = table.there.shape[1], kind.values.shape[1]
     kv_heads = heads // batch
     group = query_heads // kv_heads
     rows = group * n
     block_rows = min(_ROWS, max(16, triton.next_power_of_2(rows)))
     row_blocks = triton.cdiv(rows, block_rows)
-    part = _part(queries.device, packed.entries * row_blocks)
-    parts = max(1, triton.cdiv(packed.longest, part))
+    part = _part(queries.device, sum(store.entries for store in stores) * row_blocks)
+    parts = max(1, triton.cdiv(max(store.longest for store in stores), part))
     output = queries.new_empty(batch, n, query_heads, value_dim)
     lse = torch.empty(batch, n, query_heads, device=queries.device)
     partial = output if parts == 1 else torch.empty(parts, *output.shape, device=queries.device)
     partial_lse = lse if parts == 1 else torch.empty(parts, *lse.shape, device=queries.device)
     # The largest products that the registers of one program hold.
     wide = max(head_dim, value_dim) > 128
+    biased = next((store.bias for store in stores if store.bias is not None), None)
     _attend_part[(heads, parts, row_blocks)](
-        queries, keys, values, packed.positions, table.starts, table.counts, packed.bias, query_positions,
-        partial, partial_lse,
-        *queries.stride(), keys.stride(0), values.stride(0),
-        scaling, part, table.grown, n, kv_heads, batch * n * query_heads,
+        queries, kind.keys, kind.values, kind.positions, biased, table.there, query_positions, partial, partial_lse,
+        *queries.stride(), scaling, part, table.grown, n, kv_heads, heads, batch * n * query_heads,
         GROUP=group, HEAD_DIM=head_dim, VALUE_DIM=value_dim,
         HEAD_BLOCK=max(16, triton.next_power_of_2(head_dim)), VALUE_BLOCK=max(16, triton.next_power_of_2(value_dim)),
         ROWS=block_rows, BLOCK=_BLOCK // 2 if wide else _BLOCK,
-        CAUSAL=query_positions is not None, BIASED=packed.bias is not None,
+        CAUSAL=query_positions is not None, BIASED=biased is not None, ALIGNED=table.aligned,
     )  # fmt: skip
     if parts > 1:
         _merge_parts[(batch * n * query_heads,)](
@@ -74,14 +75,15 @@ def _part(device: torch.device, entries: int) -> int:
     return max(_LEAST_PART, triton.cdiv(even, _BLOCK) * _BLOCK)
 
 
-@triton.jit(do_not_specialize=["part", "grown", "n"])
+# Of `keys_kind` and its like only the types are looked at: entries are found by the table's addresses.
+@triton.jit(do_not_specialize=["part", "grown", "n", "heads", "outputs"])
 def _attend_part(
-    queries, keys, values, positions, starts, counts, bias, query_positions, output, lse,
-    query_batch, query_head, query_token, query_dim, key_place, value_place,
-    scaling, part, grown, n, kv_heads, outputs,
+    queries, keys_kind, values_kind, positions_kind, bias_kind, table, query_positions, output, lse,
+    query_batch, query_head, query_token, query_dim,
+    scaling, part, grown, n, kv_heads, heads, outputs,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     HEAD_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    CAUSAL: tl.constexpr, BIASED: tl.constexpr,
+    CAUSAL: tl.constexpr, BIASED: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     head, split = tl.program_id(0), tl.program_id(1)
     request, kv_head = head // kv_heads, head % kv_heads
@@ -97,8 +99,16 @@ def _attend_part(
     )  # fmt: skip
     if CAUSAL:
         last_visible = tl.load(query_positions + request * n + token, mask=exists, other=-1)
-    start = tl.load(starts + head).to(tl.int64)
-    length = tl.load(counts + head).to(tl.int32) + grown
+        positions = tl.load(table + 2 * heads + head).to(positions_kind.dtype)
+    keys = tl.load(table + head).to(keys_kind.dtype)
+    values = tl.load(table + heads + head).to(values_kind.dtype)
+    if ALIGNED:
+        keys, values = tl.multiple_of(keys, 16), tl.multiple_of(values, 16)
+    length = tl.load(table + 4 * heads + head).to(tl.int32) + grown
+    if BIASED:
+        bias_address = tl.load(table + 3 * heads + head)
+        bias = bias_address.to(bias_kind.dtype)
+        biased = tl.where(bias_address == 0, 0, length)
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     attended = tl.zeros([ROWS, VALUE_BLOCK], tl.float32)
@@ -106,14 +116,14 @@ def _attend_part(
     for offset in range(first, tl.minimum(first + part, length), BLOCK):
         entry = offset + tl.arange(0, BLOCK)
         stored = entry < length
-        place = start + entry
+        place = entry.to(tl.int64)
         k = tl.load(
-            keys + place[None, :] * key_place + dims[:, None],
+            keys + place[None, :] * HEAD_DIM + dims[:, None],
             mask=stored[None, :] & (dims < HEAD_DIM)[:, None], other=0.0,
         )  # fmt: skip
         logits = tl.dot(q, k, input_precision="ieee") * scaling
         if BIASED:
-            logits += tl.load(bias + place, mask=stored, other=0.0).to(tl.float32)[None, :]
+            logits += tl.load(bias + place, mask=entry < biased, other=0.0).to(tl.float32)[None, :]
         visible = stored[None, :]
         if CAUSAL:
             at = tl.load(positions + place, mask=stored, other=0)
@@ -126,7 +136,7 @@ def _attend_part(
         shrink = tl.exp(largest - shift)
         total = total * shrink + tl.sum(weights, 1)
         v = tl.load(
-            values + place[:, None] * value_place + value_dims[None, :],
+            values + place[:, None] * VALUE_DIM + value_dims[None, :],
             mask=stored[:, None] & (value_dims < VALUE_DIM)[None, :], other=0.0,
         )  # fmt: skip
         attended = attended * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
@@ -137,9 +147,11 @@ def _attend_part(
     at_output = (request.to(tl.int64) * n + token) * (kv_heads * GROUP) + query
     at_part = split.to(tl.int64) * outputs + at_output
     tl.store(lse + at_part, largest + tl.log(total), mask=exists)
+    # That a part lies beyond its head's end is said by the log-sum-exp alone.
+    written = tl.where(first < tl.maximum(length, 1), GROUP * n, 0)
     tl.store(
         output + at_part[:, None] * VALUE_DIM + value_dims[None, :],
-        attended.to(output.dtype.element_ty), mask=exists[:, None] & (value_dims < VALUE_DIM)[None, :],
+        attended.to(output.dtype.element_ty), mask=(row < written)[:, None] & (value_dims < VALUE_DIM)[None, :],
     )  # fmt: skip
 
 
@@ -159,7 +171,7 @@ def _merge_parts(
         weights, shrink = tl.exp(of_part - shift), tl.exp(largest - shift)
         attended = tl.load(
             partial + (part[:, None] * outputs + row) * VALUE_DIM + dims[None, :],
-            mask=(part < parts)[:, None] & (dims < VALUE_DIM)[None, :], other=0.0,
+            mask=(of_part != float("-inf"))[:, None] & (dims < VALUE_DIM)[None, :], other=0.0,
         )  # fmt: skip
         total = total * shrink + tl.sum(weights, 0)
         merged = merged * shrink + tl.sum(attended * weights[:, None], 0)

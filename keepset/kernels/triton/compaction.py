@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import triton
 import triton.language as tl
-from jaxtyping import Int, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from keepset.kernels.packed import HeadTable
+from keepset.kernels.packed import HeadTable, PackedHeads
 
 _BLOCK = 32
 
@@ -23,54 +23,43 @@ def pack(
     most: int,
 ) -> None:
     """Copies every head's chosen entries to its places, which are where its indices are."""
-    _copy[(len(counts), max(1, triton.cdiv(most, _BLOCK)))](
-        tuple(columns), tuple(packed), indices, starts, counts, 0, 0, *_strides(columns), columns[0].shape[1],
-        WIDTHS=_widths(columns), WIDE=_wide(columns), BLOCK=_BLOCK, CHOSEN=True,
+    widths = tuple(column.shape[3] if column.ndim == 4 else 1 for column in columns)
+    # Of each of the first three axes, column by column, and of a row's numbers.
+    strides = [tuple(column.stride(axis) if axis < column.ndim else 1 for column in columns) for axis in range(4)]
+    _pack[(len(counts), max(1, triton.cdiv(most, _BLOCK)))](
+        tuple(columns), tuple(packed), indices, starts, counts, *strides, columns[0].shape[1],
+        WIDTHS=widths, WIDE=tuple(triton.next_power_of_2(width) for width in widths), BLOCK=_BLOCK,
     )  # fmt: skip
 
 
 def append(
-    packed: Sequence[Shaped[Tensor, "places ..."]],
-    new: Sequence[Shaped[Tensor, "batch kv_heads n ..."]],
-    table: HeadTable,
+    stores: Sequence[PackedHeads],
+    keys: Float[Tensor, "batch kv_heads n head_dim"],
+    values: Float[Tensor, "batch kv_heads n value_dim"],
+    positions: Int[Tensor, "batch n"],
 ) -> None:
     """Copies all new entries behind those of their heads."""
-    n = new[0].shape[2]
-    _copy[(len(table.starts), triton.cdiv(n, _BLOCK))](
-        tuple(new), tuple(packed), table.starts, table.starts, table.counts, table.grown, n, *_strides(new),
-        new[0].shape[1], WIDTHS=_widths(new), WIDE=_wide(new), BLOCK=_BLOCK, CHOSEN=False,
+    batch, kv_heads, n, width = keys.shape
+    value_width, table, kind = values.shape[3], HeadTable(stores), stores[0]
+    _append[(batch * kv_heads, triton.cdiv(n, _BLOCK))](
+        keys, values, positions, kind.keys, kind.values, kind.positions, table.there, table.grown, n, kv_heads,
+        batch * kv_heads, *keys.stride(), *values.stride(), *positions.stride(),
+        WIDTH=width, WIDE=triton.next_power_of_2(width), VALUE_WIDTH=value_width,
+        VALUE_WIDE=triton.next_power_of_2(value_width), BLOCK=_BLOCK, ALIGNED=table.aligned,
     )  # fmt: skip
 
 
-def _strides(columns: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
-    """Of each of the first three axes, column by column, and of a row's numbers."""
-    return tuple(tuple(column.stride(axis) if axis < column.ndim else 1 for column in columns) for axis in range(4))
-
-
-def _widths(columns: Sequence[Tensor]) -> tuple[int, ...]:
-    return tuple(column.shape[3] if column.ndim == 4 else 1 for column in columns)
-
-
-def _wide(columns: Sequence[Tensor]) -> tuple[int, ...]:
-    return tuple(triton.next_power_of_2(width) for width in _widths(columns))
-
-
-@triton.jit(do_not_specialize=["grown", "n"])
-def _copy(
-    columns, packed, indices, starts, counts, grown, n, of_request, of_head, of_entry, of_number, kv_heads,
-    WIDTHS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, CHOSEN: tl.constexpr,
+@triton.jit
+def _pack(
+    columns, packed, indices, starts, counts, of_request, of_head, of_entry, of_number, kv_heads,
+    WIDTHS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     start, count = tl.load(starts + head).to(tl.int64), tl.load(counts + head)
-    if CHOSEN:
-        moves = row < count
-        entry = tl.load(indices + start + row, mask=moves, other=0).to(tl.int64)
-        place = start + row
-    else:
-        moves = row < n
-        entry = row.to(tl.int64)
-        place = start + count + grown + row
+    moves = row < count
+    entry = tl.load(indices + start + row, mask=moves, other=0).to(tl.int64)
+    place = start + row
     request, kv_head = (head // kv_heads).to(tl.int64), (head % kv_heads).to(tl.int64)
     for column in tl.static_range(len(WIDTHS)):
         dims = tl.arange(0, WIDE[column])
@@ -78,3 +67,36 @@ def _copy(
         source = request * of_request[column] + kv_head * of_head[column] + entry * of_entry[column]
         numbers = tl.load(columns[column] + source[:, None] + (dims * of_number[column])[None, :], mask=mask)
         tl.store(packed[column] + place[:, None] * WIDTHS[column] + dims[None, :], numbers, mask=mask)
+
+
+# Of `keys_kind` and its like only the types are looked at: what is written to is found by the table's addresses.
+@triton.jit(do_not_specialize=["grown", "n", "heads"])
+def _append(
+    keys, values, positions, keys_kind, values_kind, positions_kind, table, grown, n, kv_heads, heads,
+    key_request, key_head, key_token, key_dim, value_request, value_head, value_token, value_dim,
+    position_request, position_token,
+    WIDTH: tl.constexpr, WIDE: tl.constexpr, VALUE_WIDTH: tl.constexpr, VALUE_WIDE: tl.constexpr,
+    BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    exists = token < n
+    request, kv_head, token = (head // kv_heads).to(tl.int64), (head % kv_heads).to(tl.int64), token.to(tl.int64)
+    stored_keys = tl.load(table + head).to(keys_kind.dtype)
+    stored_values = tl.load(table + heads + head).to(values_kind.dtype)
+    stored_positions = tl.load(table + 2 * heads + head).to(positions_kind.dtype)
+    if ALIGNED:
+        stored_keys, stored_values = tl.multiple_of(stored_keys, 16), tl.multiple_of(stored_values, 16)
+    place = tl.load(table + 4 * heads + head) + grown + token
+    dims = tl.arange(0, WIDE)
+    mask = exists[:, None] & (dims < WIDTH)[None, :]
+    source = request * key_request + kv_head * key_head + token * key_token
+    numbers = tl.load(keys + source[:, None] + (dims * key_dim)[None, :], mask=mask)
+    tl.store(stored_keys + place[:, None] * WIDTH + dims[None, :], numbers, mask=mask)
+    dims = tl.arange(0, VALUE_WIDE)
+    mask = exists[:, None] & (dims < VALUE_WIDTH)[None, :]
+    source = request * value_request + kv_head * value_head + token * value_token
+    numbers = tl.load(values + source[:, None] + (dims * value_dim)[None, :], mask=mask)
+    tl.store(stored_values + place[:, None] * VALUE_WIDTH + dims[None, :], numbers, mask=mask)
+    at = tl.load(positions + request * position_request + token * position_token, mask=exists)
+    tl.store(stored_positions + place, at.to(stored_positions.dtype.element_ty), mask=exists)

@@ -26,7 +26,7 @@ from keepset.offline.compile.cql import Logged, best, learn
 from keepset.offline.compile.judge import Judge
 from keepset.offline.compile.log import Log, Trial
 from keepset.offline.compile.risk import empty, risk_bins, stratified, with_edges
-from keepset.recipe import Recipe
+from keepset.recipe import Recipe, in_full
 
 ALPHA = 0.1
 """How conservative; the paper names no number. Rewards have a spread of 1."""
@@ -88,7 +88,7 @@ class Settings:
     def to_json(self) -> dict[str, Any]:
         """As provenance and log have them."""
         lists = {"budgets": list(self.budgets), "weights": list(self.weights)}
-        return {**asdict(self), "method": str(Recipe.of(self.method)), **lists}
+        return {**asdict(self), "method": in_full(str(Recipe.of(self.method))), **lists}
 
 
 def compile_tables(

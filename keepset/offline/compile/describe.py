@@ -3,6 +3,7 @@
 import torch
 
 from keepset.core.tables import Tables
+from keepset.recipe import shown
 
 ENOUGH = 2
 """Contexts of a bin from which on it is not called thin."""
@@ -19,7 +20,11 @@ def describe_tables(tables: Tables) -> list[str]:
     lines = [
         f"tables of {name or 'a model'}: {layers} layers of {heads} query heads, budgets {', '.join(map(str, budgets))}"
     ]
-    facts = {**known, "recipe": known.get("method"), "corpus": str(known.get("corpus", ""))[:12] or None}
+    facts = {
+        **known,
+        "recipe": shown(known.get("method", "")) or None,
+        "corpus": str(known.get("corpus", ""))[:12] or None,
+    }
     lines.append(", ".join(f"{what} {facts[what]}" for what in _FACTS if facts.get(what) is not None))
     lines += coverage(tables)
     for row, budget in enumerate(budgets):

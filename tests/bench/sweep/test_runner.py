@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache
 
 import keepset
-from keepset import KeepsetError, Recipe
+from keepset import Budget, KeepsetError, Observation, Recipe
 from keepset.bench.analysis.diagnostics import repetition_rate
 from keepset.bench.candidate import Candidate, candidates
 from keepset.bench.cell import FULL, Cell
@@ -539,6 +539,40 @@ def test_what_events_do_to_a_text_is_measured(text: str) -> None:
     for stage, part in {"early": range(end), "middle": range(end, layers - end)}.items():
         shown = [values[2 * layer + head] for values in rates["iou"] for layer in part for head in range(2)]
         assert getattr(cell.outcome, f"iou_{stage}") == (pytest.approx(fmean(shown)) if shown else None)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "llama_mqa"])
+def test_segments_of_events_while_decoding_are_counted(architecture: str) -> None:
+    """Against a cache of their own, whose observations tell of every entry which segment it is in."""
+    model, tokens = tiny(architecture), 23
+    text = "ams(tova, window=4, min_segment=2, max_segment=8, sinks=1, recent=3, keep=40, every=8, prefill=False)"
+    told: dict[int, dict[int, list[tuple[int, float]]]] = {}
+
+    def note(observation: Observation, budget: Budget, keep_set: keepset.KeepSet) -> None:
+        entries, segments = observation.keys.shape[2], method.segments(observation, budget).segment[0].tolist()
+        held = [len({head[at] for at in range(entries)}) for head in segments]
+        event = told.setdefault(int(observation.lengths[0]), {})
+        event[observation.layer] = [(number, entries / number) for number in held]
+
+    cache = keepset.Cache(model, text, observer=note)
+    method: Any = cache.recipe.method
+    said = TOKENIZER(CONTEXT + " Who?", return_tensors="pt").input_ids
+    with torch.no_grad():
+        for _ in range(tokens):
+            said = model(said, past_key_values=cache).logits[:, -1:].argmax(-1)
+    example = replace(EXAMPLE, questions=(Question(" Who?", "x"),))
+    full, cell = run(parsed(text), example=example, task=Exact(tokens, decodes=True), mode="prompt", model=model)
+    assert cell.outcome and full.outcome and full.outcome.segments is None and len(told) == 2
+    for place, name in enumerate(("segments", "segment_length")):
+        layers = [
+            [head[place] for event in told.values() for head in event[layer]] for layer in sorted(cache.kept_layers)
+        ]
+        assert getattr(cell.outcome, name) == pytest.approx(fmean(value for layer in layers for value in layer)), name
+        end = round(2 * len(layers) / 7)
+        for stage, part in {"early": layers[:end], "late": layers[len(layers) - end :]}.items():
+            shown = [value for layer in part for value in layer]
+            assert getattr(cell.outcome, f"{name}_{stage}") == (pytest.approx(fmean(shown)) if shown else None)
+    assert cell.outcome.segments != cell.outcome.segments_early
 
 
 def test_a_recipe_without_events_while_decoding_has_no_such_figures() -> None:

@@ -7,18 +7,22 @@ import json
 import os
 import sqlite3
 import time
-from contextlib import closing
+from dataclasses import make_dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from keepset.bench.cell import Cell, Outcome
+from keepset import registry
+from keepset.allocators.adakv import AdaKV
+from keepset.bench.cell import FULL, Cell, Outcome
 from keepset.bench.sweep import owner, store
 from keepset.bench.sweep.owner import Owner
 from keepset.bench.sweep.store import LEASE, Store
+from keepset.core.method import parameter
 from keepset.errors import KeepsetError
-from keepset.recipe import Recipe
+from keepset.methods.prompt_queries import PromptQueries
+from keepset.recipe import in_full, in_short
 
 CONFIGURATION = {"weights": "0a1b", "--limit": None, "--mode": "prompt", "--temperature": 0.0}
 KEY = ("gsm8k", 0, "a")
@@ -84,18 +88,33 @@ def test_cells_come_in_the_order_of_examples_and_recipes_however_they_were_writt
         ]
 
 
-def test_recipes_that_were_written_otherwise_are_those_of_today(path: Path) -> None:
-    """As where a method was renamed since."""
-    old = ["pool(received(statistic='rms'), keep=0.5)", "adakv(echo, keep=40)", "kvcompose(structured=False, keep=40)"]
-    today = [str(Recipe.parse(text)) for text in old]
-    assert today != old
-    methods = [text.replace(", keep=0.5", "").replace(", keep=40", "") for text in old]
-    put(path, *(cell(recipe, method=method) for recipe, method in zip(old, methods, strict=True)))
+def test_cells_mean_what_they_meant_when_a_default_or_a_name_has_changed(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = "adakv(echo(stride=4), keep=0.5)"  # which is not what prompt_queries is called where it was written
+    renamed = make_dataclass("Echo", [], bases=(PromptQueries,), namespace={"name": "echo"}, frozen=True)
+    with monkeypatch.context() as then:
+        then.setitem(registry._methods, "echo", renamed)
+        refused = "adakv(snapkv, keep=0.5, every=8)"  # no such recipe can be made
+        put(path, *(cell(text, method="adakv(snapkv)") for text in (FULL, "adakv(snapkv, keep=0.5)", refused, before)))
+    in_full.cache_clear()
+    in_short.cache_clear()
+    changed = [("floor", float, parameter(0.75, minimum=0.0, maximum=1.0))]
+    later = make_dataclass("Later", changed, bases=(AdaKV,), frozen=True)
+    monkeypatch.setitem(registry._methods, "adakv", later)
+    today = [f"adakv({text})" for text in ("snapkv, floor=0.2, keep=0.5", "snapkv, floor=0.2, keep=0.5, every=8")]
+    today = [FULL, *today, "adakv(prompt_queries(stride=4), floor=0.2, keep=0.5)"]
     with begin(path) as store:
-        assert store.done() == {(KEY, text) for text in today}
-        assert store.claim(KEY, [*today, "echo"]) == ["echo"]
         assert [each.recipe for each in store.cells()] == today
-        assert [each.method for each in store.cells()] == [str(Recipe.parse(method)) for method in methods]
+        assert {each.method for each in store.cells()} == {"adakv(snapkv, floor=0.2)"}
+        assert store.done() == {(KEY, text) for text in today}
+        assert store.claim(KEY, [*today, "adakv(snapkv, keep=0.5)"]) == ["adakv(snapkv, keep=0.5)"]
+        store.save(cell("adakv(snapkv, keep=0.5)", method="adakv(snapkv)"))
+    in_full.cache_clear()
+    in_short.cache_clear()
+    monkeypatch.undo()
+    with Store.open(path) as store:
+        assert [each.recipe for each in store.cells()][-1] == "adakv(snapkv, floor=0.75, keep=0.5)"
 
 
 def test_reads_while_another_writes(path: Path) -> None:
@@ -217,19 +236,6 @@ def test_another_configuration_is_refused(path: Path, change: dict[str, Any], sa
             opened.check({"--limit": 3})
 
 
-def test_a_file_of_before_there_were_three_modes_goes_on(path: Path) -> None:
-    for agnostic, mode, other in ((True, "agnostic", "prompt"), (False, "prompt", "agnostic")):
-        file = path.with_name(f"{mode}.sqlite")
-        Store.begin(file, "a model", {}).close()
-        with closing(sqlite3.connect(file)) as database, database:
-            old = json.dumps({"weights": "0a1b", "--agnostic": agnostic})
-            database.execute("UPDATE sweep SET configuration = ?", [old])
-        with Store.begin(file, "a model", {"weights": "0a1b", "--mode": mode, "--sample": None}) as store:
-            assert store.configuration == {"weights": "0a1b", "--mode": mode}
-            with pytest.raises(KeepsetError, match=f"--mode: {mode}, not {other}"):
-                store.check({"--mode": other})
-
-
 def test_the_model_may_have_moved(path: Path) -> None:
     put(path, cell())
     with Store.begin(path, "another folder", CONFIGURATION) as opened:
@@ -296,33 +302,12 @@ def test_a_cell_that_is_none_is_refused(path: Path, text: str) -> None:
             opened.cells()
 
 
-def test_another_format_is_refused(path: Path) -> None:
+@pytest.mark.parametrize("version", [1, 2, 7])
+def test_another_format_is_refused(path: Path, version: int) -> None:
     put(path, cell())
     with begin(path) as opened:
-        opened._database.execute("PRAGMA user_version = 7")
-    assert "is of another version of keepset (format 7, this one's is 2)" in refusal(path)
-
-
-def test_a_file_of_the_former_format_is_read_and_gone_on_with(path: Path) -> None:
-    put(path, cell())
-    with begin(path) as opened:
-        database = opened._database
-        database.execute("PRAGMA user_version = 1")
-        database.execute("DROP TABLE claims")
-        of_groups = "task TEXT, seed INTEGER, example TEXT, token TEXT, host TEXT, pid INTEGER, started TEXT, beat REAL"
-        database.execute(f"CREATE TABLE claims ({of_groups})")
-        database.execute("INSERT INTO claims VALUES ('gsm8k', 0, 'a', 'x', 'y', 1, 'z', 0)")
-        data = cell().to_json()
-        for name in ("batch", "peak_bytes"):
-            del data["outcome"][name]
-        database.execute("UPDATE cells SET cell = ?", [json.dumps(data)])
-    with Store.open(path) as opened:
-        assert opened.cells() == [cell()]
-    with begin(path) as one, begin(path) as two:
-        assert one.claim(KEY, ["knorm(keep=0.5)", "b"]) == ["b"]
-        assert two.claim(KEY, ["b"]) is None and one.save(cell("b"))
-    with Store.open(path) as opened:
-        assert opened.cells() == [cell(), cell("b")]
+        opened._database.execute(f"PRAGMA user_version = {version}")
+    assert f"is of another version of keepset (format {version}, this one's is 3)" in refusal(path)
 
 
 def test_a_full_disk_is_said_and_what_is_there_is_kept(path: Path) -> None:

@@ -22,6 +22,7 @@ from keepset.bench.sweep.store import Store
 from keepset.bench.sweep.sweep import Grid, Skipped, run
 from keepset.bench.tasks.task import Example, Question, Task
 from keepset.errors import KeepsetError
+from keepset.recipe import shown
 from tests.bench.sweep.sweeping import CONFIGURATION, Counting, Scripted, cell, grid, sweep
 
 RECIPES = [FULL, "knorm(keep=0.5)", "tova(keep=0.5)"]
@@ -141,7 +142,7 @@ def test_of_tasks_that_decode_an_example_is_claimed_when_it_begins(path: Path, n
     class Looks(Scripted):
         def run(self, task: Task, example: Example, todo: Sequence[Candidate], seed: int) -> Iterator[Cell]:
             rows = store._database.execute("SELECT example, recipe FROM claims ORDER BY example").fetchall()
-            seen.append(rows)
+            seen.append([(example, shown(recipe)) for example, recipe in rows])
             yield from super().run(task, example, todo, seed)
 
     seen: list[list[tuple[str, str]]] = []

@@ -1,0 +1,116 @@
+"""What entries receive of a few queries: their attention, summed over them, never there as a whole."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from keepset.kernels.blocks import CACHE_BLOCK, block_size
+from keepset.kernels.packed import PackedHeads
+
+
+def received_attention(
+    queries: Float[Tensor, "heads group n head_dim"],
+    keys: Float[Tensor, "heads entries head_dim"],
+    positions: Int[Tensor, "heads entries"],
+    last_visible: Int[Tensor, "heads n"],
+    scaling: float,
+    valid: Bool[Tensor, "heads entries"] | None = None,
+    largest: bool = False,
+    bias: Float[Tensor, "heads entries"] | None = None,
+) -> Float[Tensor, "heads _ entries"]:
+    """Attention of some queries over their KV head's entries, summed over the queries, in float32.
+
+    It is made and summed in blocks that stay in a core's cache.
+
+    Args:
+        queries: after rotation.
+        keys, positions: of the entries.
+        last_visible: the last position that a query sees; one that sees nothing, or does not exist, gives nothing.
+        scaling: of the logits.
+        valid: which entries exist; all do, unless said otherwise.
+        largest: of the logits of a group the largest counts, as if its heads were one.
+        bias: added to the logits of an entry.
+
+    Returns:
+        For every query head of a group, or for one where `largest` says so.
+    """
+    heads, group, n, size = queries.shape
+    entries = keys.shape[1]
+    first = first_unseen(positions, last_visible, valid)
+    sums = torch.zeros(heads, 1 if largest else group, entries, device=keys.device)
+    most = block_size(keys.device, CACHE_BLOCK)
+    # A block is several heads or, of one head, several queries.
+    at_once = max(1, most // (max(entries, 1) * max(group * n, size)))
+    rows = max(1, most // (max(entries, 1) * group))
+    for head in range(0, heads, at_once):
+        part = slice(head, head + at_once)
+        visible = positions[part, None, first:] <= last_visible[part, :, None]
+        if valid is not None:
+            visible &= valid[part, None, first:]
+        few = queries[part].float() * scaling
+        facing = keys[part].float().transpose(1, 2)
+        for chosen, seen in zip(few.split(rows, 2), visible.split(rows, 1), strict=True):
+            logits = (chosen.flatten(1, 2) @ facing).unflatten(1, (group, -1))
+            if bias is not None:
+                logits += bias[part, None, None]
+            if largest:
+                logits = logits.amax(1, keepdim=True)
+            sums[part] += masked_softmax(logits, seen[:, None]).sum(2)
+    return sums
+
+
+def add_received(
+    column: Float[Tensor, " places"],
+    queries: Float[Tensor, "batch query_heads n head_dim"],
+    packed: PackedHeads,
+    kv_heads: int,
+    last_visible: Int[Tensor, "batch n"],
+    scaling: float,
+    largest: bool = False,
+) -> None:
+    """Adds to a column of packed heads what every entry receives of these queries, the mean over its query group.
+
+    Args:
+        column: of the heads' places; it is written to.
+        queries, last_visible, scaling, largest: as in `received_attention`, of all requests.
+        packed: all heads of all requests.
+        kv_heads: of one request.
+    """
+    grouped = queries.unflatten(1, (kv_heads, -1)).flatten(0, 1)
+    last = last_visible[:, None].expand(-1, kv_heads, -1).flatten(0, 1)
+    for run in packed.runs:
+        heads = slice(run.first, run.first + run.heads)
+        keys, positions = run.view(packed.keys), run.view(packed.positions)
+        bias = None if packed.bias is None else run.view(packed.bias)
+        sums = received_attention(grouped[heads], keys, positions, last[heads], scaling, None, largest, bias)
+        run.view(column).add_(sums.mean(1))
+
+
+def first_unseen(
+    positions: Int[Tensor, "*heads entries"],
+    last_visible: Int[Tensor, "*heads n"],
+    valid: Bool[Tensor, "*heads entries"] | None = None,
+) -> int:
+    """The first entry that the oldest query does not see; what lies before it, all see."""
+    if positions.device.type != "cpu":
+        return 0  # to look for it would wait for the device
+    hidden = positions > last_visible[..., :1]
+    if valid is not None:
+        hidden |= ~valid
+    return int(F.pad(hidden.flatten(0, -2).any(0), (0, 1), value=True).int().argmax())
+
+
+def masked_softmax(
+    logits: Float[Tensor, "*rows entries"], visible: Bool[Tensor, "*rows last"]
+) -> Float[Tensor, "*rows entries"]:
+    """Attention from logits, of which `visible` says for the last entries which count; none counts: zero."""
+    if visible.shape[-1]:
+        # Masking what all queries see would cost as much as the softmax.
+        logits[..., -visible.shape[-1] :].masked_fill_(~visible, float("-inf"))
+    attention = logits.softmax(-1)
+    if visible.shape[-1] == logits.shape[-1]:
+        attention.masked_fill_(~visible.any(-1, keepdim=True), 0.0)
+    return attention

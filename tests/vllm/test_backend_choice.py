@@ -1,0 +1,102 @@
+"""Which attention backend vLLM's own choice for CUDA ends at, on GPUs that are not there."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.platforms.interface import DeviceCapability
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.selector import AttentionSelectorConfig
+
+from keepset import KeepsetError
+from keepset.vllm import engine_context, plugin
+from tests.vllm.test_refusals import config
+
+UNIFORM, RAGGED = "snapkv(keep=0.25)", "adakv(snapkv, keep=256, every=64)"
+CAPABILITIES = {"A100": (8, 0), "H100": (9, 0), "B200": (10, 0)}
+SERVED = {"FLASH_ATTN": "FlashKeepImpl", "TRITON_ATTN": "TritonKeepImpl"}
+UNSERVED = ["FLEX_ATTENTION", "FLASHINFER"]
+
+
+class _Anything(ModuleType):
+    """A library of which whatever is imported is there, for modules that import what they do not use here."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+@pytest.fixture(autouse=True)
+def gpu_libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("flashinfer", "flashinfer.decode", "flashinfer.prefill", "flashinfer.utils"):
+        monkeypatch.setitem(sys.modules, name, _Anything(name))
+    monkeypatch.setitem(sys.modules, "vllm._C_stable_libtorch", ModuleType("vllm._C_stable_libtorch"))
+    monkeypatch.setattr(engine_context, "_active", None)
+    plugin.register()
+    yield
+    sys.modules.pop("vllm.v1.attention.backends.flashinfer", None)
+
+
+def choose(
+    monkeypatch: pytest.MonkeyPatch, gpu: str, recipe: str | None, backend: str | None = None
+) -> type[AttentionBackend]:
+    """vLLM's choice for a model of heads of 128 numbers in bfloat16; `backend` as `--attention-backend` says it."""
+    from vllm.platforms.cuda import CudaPlatformBase
+
+    class Gpu(CudaPlatformBase):
+        @classmethod
+        def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
+            return DeviceCapability(*CAPABILITIES[gpu])
+
+    asked = None if backend is None else AttentionBackendEnum[backend]
+    current = config()
+    current.additional_config = {} if recipe is None else {"keepset": recipe}
+    current.attention_config = SimpleNamespace(backend=asked)
+    current.model_config = None
+    monkeypatch.setattr("vllm.config.vllm._current_vllm_config", current)
+    wanted = AttentionSelectorConfig(head_size=128, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=None)
+    found: type[AttentionBackend] = resolve_obj_by_qualname(Gpu.get_attn_backend_cls(asked, wanted, 32))
+    current.model_config = config().model_config
+    return found
+
+
+@pytest.mark.parametrize(("gpu", "own"), [("A100", "FLASH_ATTN"), ("H100", "FLASH_ATTN"), ("B200", "FLASHINFER")])
+def test_a_recipe_is_served_whatever_gpu_it_is(monkeypatch: pytest.MonkeyPatch, gpu: str, own: str) -> None:
+    plain = choose(monkeypatch, gpu, None)
+    assert plain.get_name() == own and plain.get_impl_cls().__module__.startswith("vllm.")
+    for recipe in (UNIFORM, RAGGED):
+        assert choose(monkeypatch, gpu, recipe).get_impl_cls().__name__ == "FlashKeepImpl"
+
+
+@pytest.mark.parametrize("gpu", CAPABILITIES)
+@pytest.mark.parametrize("backend", SERVED)
+def test_a_backend_that_was_asked_for(monkeypatch: pytest.MonkeyPatch, gpu: str, backend: str) -> None:
+    for recipe in (UNIFORM, RAGGED):
+        assert choose(monkeypatch, gpu, recipe, backend).get_impl_cls().__name__ == SERVED[backend]
+
+
+@pytest.mark.parametrize("backend", UNSERVED)
+def test_a_backend_that_cannot_be_served_says_so(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    plain = choose(monkeypatch, "H100", None, backend)
+    assert plain.get_impl_cls().__module__.startswith("vllm.")
+    with pytest.raises(KeepsetError) as refused:
+        choose(monkeypatch, "H100", UNIFORM, backend).get_impl_cls()
+    assert str(refused.value) == (
+        f"keepset cannot serve {UNIFORM}: this engine chose the attention backend {plain.get_name()}; choose one of "
+        "FLASH_ATTN, TRITON_ATTN (--attention-backend) or, on CPUs, CPU_ATTN."
+    )
+
+
+@pytest.mark.parametrize("backend", [*SERVED, *UNSERVED, "CPU_ATTN", "TRITON_FLASH_ATTN", "TRITON_MLA"])
+def test_a_backend_is_found_again_by_its_name(backend: str) -> None:
+    """vLLM keeps names of classes and looks them up."""
+    found = AttentionBackendEnum[backend].get_class()
+    assert resolve_obj_by_qualname(".".join(found.full_cls_name())) is found
