@@ -77,10 +77,10 @@ class Match(Allocator):
             bias += observation.bias
         by_head = bias.flatten(0, 1)
         values = observation.values.new_zeros(len(kept.indices), observation.values.shape[-1])
-        first = kept.cu_seqlens
-        for rows in _alike(kept.sizes):
+        first, sizes = kept.cu_seqlens, kept.sizes or kept.counts.flatten().tolist()
+        for rows in _alike(sizes):
             together = torch.tensor(rows, device=device)
-            place = torch.arange(kept.sizes[rows[-1]], device=device)
+            place = torch.arange(sizes[rows[-1]], device=device)
             exists = place < kept.counts.flatten()[together, None]
             packed = (first[together, None] + place).where(exists, 0)
             chosen = kept.indices[packed]

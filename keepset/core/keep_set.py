@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +35,7 @@ class LayerKeepSet:
         entry_bytes: bytes of one entry of one KV head, its key and its value.
         state: the method's own numbers for every entry of the observation, `[batch, kv_heads, entries]`, which move
             with those that stay: the next observation has them.
+        sizes: the counts once more, head after head and request after request, where the host knows them.
         values: of every kept entry, where they are not those that it had.
     """
 
@@ -45,6 +45,7 @@ class LayerKeepSet:
     counts: Quotas
     entry_bytes: int
     state: Mapping[str, Tensor] = field(default_factory=dict)
+    sizes: list[int] | None = None
     values: Float[Tensor, "kept value_dim"] | None = None
 
     @classmethod
@@ -69,18 +70,11 @@ class LayerKeepSet:
         sizes = counts.flatten().tolist()  # the one thing that the host waits for at an event
         kept = _true_places(mask.flatten(), sum(sizes))
         packed = positions.flatten().index_select(0, kept).int()
-        keep_set = cls(layer, kept % mask.shape[-1], packed, counts, entry_bytes, state or {})
-        keep_set.__dict__["sizes"] = sizes
-        return keep_set
+        return cls(layer, kept % mask.shape[-1], packed, counts, entry_bytes, state or {}, sizes)
 
     def settled(self) -> LayerKeepSet:
         """The same for the records, once a runtime has executed it: four bytes an entry, indices into the text."""
         return replace(self, indices=self.packed_positions, state={}, values=None)
-
-    @cached_property
-    def sizes(self) -> list[int]:
-        """The same counts, head after head and request after request, where the host knows them."""
-        return self.counts.flatten().tolist()
 
     @property
     def cu_seqlens(self) -> Int[Tensor, " heads_plus_1"]:

@@ -17,6 +17,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from keepset.errors import UnsupportedModelError
 from keepset.hf.mask import MaskRule, mask_rule
+from keepset.hf.uncompiled import uncompiled
 
 NAME = "keepset"
 """Name of the attention implementation."""
@@ -95,6 +96,7 @@ def capturing() -> Iterator[list[Tensor]]:
         _local.captured = None
 
 
+@uncompiled
 def keepset_attention(
     module: nn.Module,
     query: Tensor,

@@ -19,6 +19,7 @@ from keepset.hf.attention import NAME, AttentionCall, Joint, hand_over
 from keepset.hf.cache import Cache
 from keepset.hf.layer import LogicalLayer
 from keepset.hf.store import EntryStore, append_together
+from keepset.hf.uncompiled import uncompiled
 from keepset.kernels.attention import ragged_attention
 
 
@@ -67,6 +68,7 @@ class _Batch(TransformersCache):
         self._positions, self._lengths = positions, positions[:, -1] + 1
         self.errors: dict[int, Exception] = {}
 
+    @uncompiled
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:

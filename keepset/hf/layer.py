@@ -19,6 +19,7 @@ from keepset.hf.forward import Forward
 from keepset.hf.mask import KeepsetLength
 from keepset.hf.phases import DecodingPhase, LayerEvent, PromptPhase
 from keepset.hf.store import EntryStore
+from keepset.hf.uncompiled import uncompiled
 from keepset.kernels.attention import ragged_attention
 from keepset.kernels.columns import attention_with_lse
 
@@ -33,6 +34,7 @@ class LogicalLayer(DynamicLayer):
     supports_early_init = False
     logical = 0
 
+    @uncompiled
     def get_seq_length(self) -> int:
         return KeepsetLength(self.logical)
 

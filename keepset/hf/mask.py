@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from keepset.errors import KeepsetError, UnsupportedModelError
+from keepset.hf.uncompiled import uncompiled
 
 
 class KeepsetLength(int):
@@ -53,6 +54,7 @@ class MaskRule:
         return None if bool(new.all()) else new
 
 
+@uncompiled
 def mask_rule(**arguments: Any) -> MaskRule | Tensor | None:
     """The mask function that keepset registers: a rule for keepset's own layers, for all others sdpa's mask."""
     if isinstance(arguments["q_offset"], KeepsetLength):

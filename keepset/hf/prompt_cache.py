@@ -33,6 +33,7 @@ from keepset.hf.projection import output_projection
 from keepset.hf.second_pass import SecondPasses
 from keepset.hf.support import check_model
 from keepset.hf.tables import tables_for
+from keepset.hf.uncompiled import uncompiled
 from keepset.recipe import Schedule
 
 
@@ -100,6 +101,7 @@ class PromptCache(TransformersCache, ABC):
 
     # --- transformers' side
 
+    @uncompiled
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,9 @@ def check_model(model: nn.Module, config: Any) -> None:
     foreign = not (isinstance(model, PreTrainedModel) and model._can_set_attn_implementation())
     soft_caps = declared("attn_logit_softcapping", None) is not None
     sinks = any(name.rsplit(".", 1)[-1] == "sinks" for name, _ in model.named_parameters())
+    wrapped = hasattr(model, "_orig_mod")
     reasons = {
+        "is torch.compile's wrapper: give keepset the model itself, or compile it in place by model.compile()": wrapped,
         "is an encoder-decoder; keepset compresses decoder-only models": declared("is_encoder_decoder", False),
         "soft-caps its attention logits, which keepset's attention does not support": soft_caps,
         "caches latents instead of keys and values; keepset does not support that": declared("kv_lora_rank", None),

@@ -104,7 +104,7 @@ def first_unseen(
 
 
 def masked_softmax(
-    logits: Float[Tensor, "*rows entries"], visible: Bool[Tensor, "*rows last"]
+    logits: Float[Tensor, "*rows entries"], visible: Bool[Tensor, "*#rows last"]
 ) -> Float[Tensor, "*rows entries"]:
     """Attention from logits, of which `visible` says for the last entries which count; none counts: zero."""
     if visible.shape[-1]:

@@ -15,7 +15,7 @@ from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
 from keepset.core.rope import positions_ahead
 from keepset.core.shapes import Scores
-from keepset.kernels.blocks import CACHE_BLOCK
+from keepset.kernels.blocks import CACHE_BLOCK, DEVICE_BLOCK
 
 
 @dataclass(frozen=True)
@@ -67,17 +67,17 @@ class ExpectedAttention(Method):
     def score(self, observation: Observation) -> Scores:
         moments = self._measured(observation) if self.stats else observation[QueryMoments(self.skip)]
         mean, covariance = moments.ahead(self.future)
-        keys = observation.keys.float()
         scaling = observation.scaling
-        logits = keys @ observation.by_query_group(mean * scaling).transpose(-1, -2)
-        if self.covariance:
-            logits += _quadratic(keys, observation.by_query_group(covariance * (0.5 * scaling**2)))
+        vectors = observation.by_query_group(mean * scaling)
+        matrices = observation.by_query_group(covariance * (0.5 * scaling**2)) if self.covariance else None
+        logits = _expected_logits(observation.keys, vectors, matrices)
         counted = observation.valid & (observation.positions >= self.skip)
         logits = logits.masked_fill(~counted[..., None], float("-inf"))
         attention = logits.softmax(-2).nan_to_num(nan=0.0).mean(-1)
         if not self.value_norm:
             return attention
-        return (attention + self.epsilon) * observation.values.float().norm(dim=-1)
+        norms = torch.linalg.vector_norm(observation.values, dim=-1, dtype=torch.float32)
+        return (attention + self.epsilon) * norms
 
     def _measured(self, observation: Observation) -> QueryDistribution:
         measured, lengths = ModelStatistics(self.stats).layer(observation), observation.lengths
@@ -92,27 +92,37 @@ class ExpectedAttention(Method):
 _PARTS = 4
 
 
-def _quadratic(
+def _expected_logits(
     keys: Float[Tensor, "batch kv_heads entries head_dim"],
-    matrices: Float[Tensor, "batch kv_heads group head_dim head_dim"],
+    vectors: Float[Tensor, "batch kv_heads group head_dim"],
+    matrices: Float[Tensor, "batch kv_heads group head_dim head_dim"] | None,
 ) -> Float[Tensor, "batch kv_heads entries group"]:
-    """k C k' of every key with its head's matrices C, in blocks of entries that stay in a core's cache.
+    """k m + k C k' of every key with its head's vectors m and matrices C, float32.
 
-    C and C' give the same, so what lies below the diagonal is added to what lies above, and most of that half is
-    never multiplied.
+    Made in blocks of entries: on a CPU they stay in a core's cache, elsewhere they are few, and what they take does not
+    grow with the entries. C and C' give the same, so what lies below the diagonal is added to what lies above, and
+    most of that half is never multiplied.
     """
     batch, heads, entries, size = keys.shape
-    # Whatever the batch: other blocks would round differently.
-    rows = max(1, CACHE_BLOCK // (heads * size)) if keys.device.type == "cpu" else entries
-    both = matrices + matrices.transpose(-1, -2)
-    upper = both.triu(1) + torch.diag_embed(matrices.diagonal(dim1=-2, dim2=-1))
-    width = -(-size // _PARTS)
+    group, width = vectors.shape[2], -(-size // _PARTS)
     # Of every part of the columns the rows down to the diagonal, the group's side by side.
     columns = [slice(start, min(start + width, size)) for start in range(0, size, width)]
-    parts = [upper[..., : part.stop, part].transpose(2, 3).flatten(3) for part in columns]
-    forms = keys.new_zeros(batch, heads, entries, matrices.shape[2])
-    for block, form in zip(keys.split(rows, 2), forms.split(rows, 2), strict=True):
-        for part, matrix in zip(columns, parts, strict=True):
-            product = (block[..., : part.stop] @ matrix).unflatten(-1, (matrices.shape[2], -1))
-            form.add_(product.mul_(block[..., None, part]).sum(-1))
-    return forms
+    parts: list[tuple[slice, Tensor]] = []
+    if matrices is not None:
+        both = matrices + matrices.transpose(-1, -2)
+        upper = both.triu(1) + torch.diag_embed(matrices.diagonal(dim1=-2, dim2=-1))
+        parts = [(part, upper[..., : part.stop, part].transpose(2, 3).flatten(3)) for part in columns]
+    if keys.device.type == "cpu":
+        rows = max(1, CACHE_BLOCK // (heads * size))  # whatever the batch: other blocks would round differently
+    else:
+        rows = max(1, DEVICE_BLOCK // (batch * heads * max(size, group * width)))
+    logits = vectors.new_empty(batch, heads, entries, group)
+    for stored, logit in zip(keys.split(rows, 2), logits.split(rows, 2), strict=True):
+        block = stored.float()
+        logit.copy_(block @ vectors.transpose(-1, -2))
+        for part, matrix in parts:
+            product = (block[..., : part.stop] @ matrix).unflatten(-1, (group, -1))
+            logit.add_(product.mul_(block[..., None, part]).sum(-1))
+            del product  # before the next one is there
+        del block
+    return logits

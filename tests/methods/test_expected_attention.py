@@ -1,8 +1,12 @@
 import dataclasses
 import math
+import weakref
+from collections import Counter
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from keepset import Budget, KeepsetError, Observation
 from keepset.core.feature import Needs
@@ -183,18 +187,72 @@ def _zeros() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.zeros(1, 1, 4), torch.zeros(1, 1, 4, 4)
 
 
+@pytest.mark.parametrize("device", ["cpu", "make-believe"])
 @pytest.mark.parametrize("block", [1, 50, 2**18])
 @pytest.mark.parametrize("size", [1, 3, 6, 17])
-def test_quadratic_forms_are_those_of_each_key(size: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expected_logits_are_those_of_each_key(
+    size: int, block: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of matrices that need not be symmetric: rounding leaves none that is."""
-    monkeypatch.setattr(expected_attention, "CACHE_BLOCK", block)
+    monkeypatch.setattr(expected_attention, "CACHE_BLOCK" if device == "cpu" else "DEVICE_BLOCK", block)
     draw = torch.Generator().manual_seed(size)
     keys, matrices = torch.randn(2, 3, 11, size, generator=draw), torch.randn(2, 3, 2, size, size, generator=draw)
-    forms = expected_attention._quadratic(keys, matrices)
+    vectors = torch.randn(2, 3, 2, size, generator=draw)
+    if device == "cpu":
+        logits = expected_attention._expected_logits(keys, vectors, matrices)
+    else:
+        pytest.importorskip("triton")
+        from tests.posing import Gpu, Posing
+
+        with Gpu(monkeypatch):
+            logits = expected_attention._expected_logits(*(Posing(each) for each in (keys, vectors, matrices)))
+        assert isinstance(logits, Posing)
+        logits = logits.held
     for batch in range(2):
         for head in range(3):
             for entry, key in enumerate(keys[batch, head].tolist()):
                 for member in range(2):
                     rows = matrices[batch, head, member].tolist()
-                    expected = dot(key, [dot(row, key) for row in rows])
-                    assert forms[batch, head, entry, member] == pytest.approx(expected, rel=1e-4, abs=1e-5)
+                    expected = dot(key, [dot(row, key) for row in rows]) + dot(
+                        key, vectors[batch, head, member].tolist()
+                    )
+                    assert logits[batch, head, entry, member] == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+class Spent(TorchDispatchMode):
+    """Counts operations that are not views, and the bytes that are held at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches = self.held = self.peak = 0
+        self._sharing: Counter[int] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = function(*args, **(kwargs or {}))
+        self.launches += not function.is_view
+        for tensor in output if isinstance(output, (list, tuple)) else [output]:
+            storage = tensor.untyped_storage()
+            if not self._sharing[storage._cdata]:
+                self.held += storage.nbytes()
+            self._sharing[storage._cdata] += 1
+            weakref.finalize(tensor, self._gone, storage._cdata, storage.nbytes())
+        self.peak = max(self.peak, self.held)
+        return output
+
+    def _gone(self, storage: int, nbytes: int) -> None:
+        self._sharing[storage] -= 1
+        if not self._sharing[storage]:
+            self.held -= nbytes
+
+
+def test_on_a_device_a_long_context_takes_few_launches_and_little_memory() -> None:
+    """128k entries in the shape of an 8B model, whose keys alone are 256 MiB; nothing is computed."""
+    counted = {}
+    for entries in (2**17, 2**18):
+        keys = torch.empty(1, 8, entries, 128, device="meta", dtype=torch.bfloat16)
+        vectors, matrices = (torch.empty(1, 8, 4, *sizes, device="meta") for sizes in ((128,), (128, 128)))
+        with Spent() as spent:
+            logits = expected_attention._expected_logits(keys, vectors, matrices)
+        counted[entries] = spent.launches, spent.peak - logits.nbytes - keys.nbytes  # a view's counts, too
+    (launches, peak), (_, later_peak) = counted.values()
+    assert launches <= 64 and later_peak == peak <= 530 * 2**20, counted
