@@ -26,9 +26,9 @@ class Match(Allocator):
     their keys. Each gets a bias, the logarithm of how many dropped entries it stands for, and another value. Both are
     fitted to reference queries, for a KV head's whole query group together (`kernels/matching.py`).
 
-    Reference queries are the prompt's own, at equal distances, as if they came once more right after it. They do
-    better than those of a second pass, which the paper and our trial took (docs/results.md). At events after the
-    prompt they are the newest `window` ones. What attention has paid to an entry then includes its bias.
+    Reference queries are the prompt's own, at equal distances, as if they came once more right after it; those of a
+    second pass, which cost more, were a worse reference (docs/results.md). At events after the prompt they are the
+    newest `window` ones, and what attention pays to an entry includes its bias, with the methods inside, too.
 
     Attributes:
         biases: whether entries get biases; without them other values alone do what they can, under any engine's own

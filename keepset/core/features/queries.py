@@ -89,7 +89,6 @@ class ReferenceQueries(Feature[Asked]):
     label = "the prompt's queries once more"
     unrotated = True
     accumulator = _Reference
-    transformers_only = "asks the prompt's queries once more, which was not tried under {engine} yet"
 
     number: int = field(compare=False)
 
