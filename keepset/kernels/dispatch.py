@@ -26,3 +26,9 @@ def _has_triton() -> bool:
 def processors(device: torch.device) -> int:
     """How many programs run at a time, at least."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+@cache
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether a CUDA device computes in bfloat16, from compute capability 8.0 on; flash attention needs the same."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)

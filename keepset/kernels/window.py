@@ -91,7 +91,7 @@ def add_received(
 
 def first_unseen(
     positions: Int[Tensor, "*heads entries"],
-    last_visible: Int[Tensor, "*heads n"],
+    last_visible: Int[Tensor, "*#heads n"],
     valid: Bool[Tensor, "*heads entries"] | None = None,
 ) -> int:
     """The first entry that the oldest query does not see; what lies before it, all see."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,14 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
         return Done(int(stop.value.code or 0), captured.out, captured.err)
 
     return run
+
+
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """What a shell runs in the background ignores them, and so would the processes that it starts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def tiny_model() -> LlamaForCausalLM:

@@ -197,6 +197,7 @@ main()
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("interrupts")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("how", ["--slow", "--silent"])
 def test_interrupted(how: str, number: signal.Signals, tmp_path: Path) -> None:

@@ -361,6 +361,7 @@ def test_ray_that_is_not_there_is_said(run: Run, stub: type[Stub], monkeypatch: 
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("interrupts")
 def test_ctrl_c_in_a_process_of_its_own(tiny_folder: Path, tmp_path: Path) -> None:
     words = ["eval", "needle", "--lengths", "256,288,320,352", "--model", str(tiny_folder), "--recipes", "knorm"]
     process = subprocess.Popen(

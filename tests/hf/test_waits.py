@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import DynamicCache
 
 import keepset
@@ -16,40 +18,54 @@ pytest.importorskip("triton")
 from tests.posing import Gpu, Posing, on_gpu
 
 LENGTH, EVERY = 20, 4
+QUICK = ["knorm", "snapkv", "h2o", "expected_attention", "second_pass", "gvote", "adakv", "pyramid", "ams"]
+"""Of everything that is looked at, and of every layout, one; the full tier has all methods."""
 
 
-@pytest.mark.parametrize("method", keepset.METHODS)
-def test_waits_and_launches(triton_interpreted: None, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ids = copy.deepcopy(tiny("llama")), prompt(2, LENGTH)
-    layers = model.config.num_hidden_layers
-    with Gpu(monkeypatch) as gpu, torch.no_grad():
-        on_gpu(model)
-        tokens = Posing(ids)
+def step(model: Any, cache: Any, tokens: Tensor) -> None:
+    model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
-        def step(cache: object, first: int, last: int) -> None:
-            gpu.reset()
-            model(tokens[:, first:last], past_key_values=cache, use_cache=True, logits_to_keep=1)
 
+@pytest.fixture(scope="module")
+def usual() -> tuple[Any, int]:
+    """A model on the GPU, and what a decoded token launches with transformers' own cache."""
+    with pytest.MonkeyPatch.context() as patch, Gpu(patch) as gpu, torch.no_grad():
+        model = on_gpu(copy.deepcopy(tiny("llama")))
+        tokens = Posing(prompt(2, LENGTH))
         model.set_attn_implementation("sdpa")
         plain = DynamicCache(config=model.config)
-        step(plain, 0, LENGTH - 1)
-        step(plain, LENGTH - 1, LENGTH)
-        usual = gpu.launches.total()
-
+        step(model, plain, tokens[:, :-1])
+        gpu.reset()
+        step(model, plain, tokens[:, -1:])
+        launches = gpu.launches.total()
         # A model's first event compares its rotation with keepset's.
-        step(keepset.Cache(model, recipe(method, 12)), 0, LENGTH)
+        step(model, keepset.Cache(model, recipe("expected_attention", 12)), tokens)
+    return model, launches
+
+
+@pytest.mark.parametrize(
+    "method", [*QUICK, *(pytest.param(name, marks=pytest.mark.full) for name in keepset.METHODS if name not in QUICK)]
+)
+def test_waits_and_launches(
+    triton_interpreted: None, method: str, usual: tuple[Any, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (model, launches), ids = usual, prompt(2, LENGTH)
+    layers = model.config.num_hidden_layers
+    with Gpu(monkeypatch) as gpu, torch.no_grad():
+        tokens = Posing(ids)
         try:
             cache = keepset.Cache(model, f"{recipe(method, 12)[:-1]}, every={EVERY})")
         except KeepsetError:  # at the prompt's end only
             cache = keepset.Cache(model, recipe(method, 12))
-        step(cache, 0, LENGTH)
+        step(model, cache, tokens)
         of_event = gpu.waits.copy()
-        step(cache, 0, 1)  # makes room for tokens
+        step(model, cache, tokens[:, :1])  # makes room for tokens
         for _ in range(EVERY - 2):
-            step(cache, 0, 1)
+            gpu.reset()
+            step(model, cache, tokens[:, :1])
             assert not gpu.waits
         if cache.schedule.every is None or not cache.recipe.method.needs.window:
-            assert gpu.launches.total() <= usual + 3 * layers
+            assert gpu.launches.total() <= launches + 3 * layers
         # KVzip looks for the chat template's opening in each prompt, CompilerKV for the longest of all.
         more = {"kvzip": len(ids), "compilerkv": 1}.get(method, 0)
         assert of_event.total() <= layers + more, of_event

@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from keepset.kernels import columns
 from keepset.kernels.columns import ColumnAccumulator, attention_columns, attention_with_lse, log_sum_exp
 
 SIZES = [1, 2, 63, 64, 65, 127, 128, 129, 200]  # around one and two chunks of queries
@@ -71,6 +76,84 @@ def test_attention_with_its_log_sum_exp_in_bfloat16(n: int, value_dim: int) -> N
     expected = attention @ values.double().repeat_interleave(3, 0)
     torch.testing.assert_close(output.double(), expected, **ROUNDED_OUTPUT)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=0.02)
+
+
+class Called(TorchDispatchMode):
+    """The fused operators that are called, with the sizes of the heads that they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[tuple[str, list[int]]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        if name.startswith("_scaled_dot_product"):
+            # What PyTorch's checks ask of them, which tensors without data do not go through.
+            assert len({x.shape[1] for x in args[:3]}) == 1 and all(x.stride(-1) == 1 for x in args[:3])
+            self.operators.append((name, [x.shape[-1] for x in args[:3]]))
+        return function(*args, **(kwargs or {}))
+
+
+FLASH, EFFICIENT = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "modern", "operator"),
+    [
+        (torch.bfloat16, (128, 128), True, (FLASH, [128, 128, 128])),
+        (torch.bfloat16, (10, 10), True, (FLASH, [16, 16, 16])),
+        (torch.float16, (80, 80), False, (EFFICIENT, [80, 80, 80])),
+        (torch.bfloat16, (100, 60), True, (EFFICIENT, [104, 104, 64])),
+        (torch.float32, (30, 30), True, (EFFICIENT, [32, 32, 32])),
+        (torch.bfloat16, (264, 264), True, (EFFICIENT, [264, 264, 264])),
+        (torch.bfloat16, (64, 64), False, None),
+        (torch.float64, (64, 64), True, None),
+    ],
+)
+@pytest.mark.parametrize("n", [1, 37, 200])
+def test_operators_that_a_gpu_is_given(
+    n: int,
+    dtype: torch.dtype,
+    sizes: tuple[int, int],
+    modern: bool,
+    operator: tuple[str, list[int]] | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing is computed: tensors without data, of a GPU, by PyTorch's own rules for the shapes of what comes back."""
+    monkeypatch.setattr(columns, "has_bfloat16", lambda device: modern)
+    monkeypatch.setattr(columns, "log_sum_exp", lambda queries, *_: queries.new_empty(8, n, dtype=torch.float32))
+    with FakeTensorMode(), Called() as called:
+        # Queries as models make them, token by token; each KV head's group is two.
+        queries = torch.empty(n, 8, sizes[0], dtype=dtype, device="cuda").transpose(0, 1)
+        keys, values = (torch.empty(4, n, size, dtype=dtype, device="cuda") for size in sizes)
+        output, lse = attention_with_lse(queries, keys, values, SCALING)
+    assert (output.shape, output.dtype) == ((8, n, sizes[1]), dtype)
+    assert (lse.shape, lse.dtype) == ((8, n), torch.float32)
+    assert [each for each in called.operators if each[0] in (FLASH, EFFICIENT)] == ([operator] if operator else [])
+
+
+def test_what_an_operator_pads_is_taken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads are padded to what it takes, and what it gives is cut: on a CPU's operator that pads as a GPU's does."""
+
+    def padding(query: Tensor, key: Tensor, value: Tensor, causal: bool, scaling: float) -> tuple[Tensor, Tensor]:
+        assert query.shape[-1] == key.shape[-1] == value.shape[-1] == 16
+        output, lse = columns._flash_on_cpu(query, key, value, causal, scaling)
+        return Posing(output), Posing(torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=float("inf")))
+
+    pytest.importorskip("triton")
+    from tests.posing import Gpu, Posing
+
+    operator = lambda q, k, v, *rest: padding(q.held, k.held, v.held, *rest)  # noqa: E731
+    monkeypatch.setattr(columns, "_fused_operator", lambda *_: operator)
+    queries, keys = tensors(37, 37, 2, 3, 10, torch.float32)
+    values = torch.randn(2, 37, 10, generator=torch.Generator().manual_seed(1))
+    with Gpu(monkeypatch):
+        output, lse = attention_with_lse(Posing(queries), Posing(keys), Posing(values), SCALING)
+    assert isinstance(output, Posing) and isinstance(lse, Posing)
+    attention, expected_lse = dense(queries, keys)
+    expected = attention @ values.double().repeat_interleave(3, 0)
+    torch.testing.assert_close(output.held.double(), expected, **EXACT)
+    torch.testing.assert_close(lse.held.double(), expected_lse, **EXACT)
 
 
 @pytest.mark.cross

@@ -25,7 +25,7 @@ PROMPTS = (23, 9, 40, 14)
 BLOCKS = 200
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 3))])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_requests_come_run_are_preempted_and_go(recipe: str, seed: int) -> None:
     draw, engine = random.Random(f"{recipe} {seed}"), Engine(recipe, BLOCKS)

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 LAYERS = 3
 TEXT, WORDS = 4096, 1344
-"""A vocabulary that three ranks can divide among them."""
 TINY = LlamaConfig(
     hidden_size=64,
     intermediate_size=96,

@@ -56,11 +56,6 @@ class Scenario:
     stub_streams: bool = False
     backend: str | None = None
 
-    @property
-    def processes(self) -> bool:
-        """Whether parts of it are in other processes."""
-        return self.own_process or "tensor_parallel_size" in self.engine
-
     def as_json(self) -> dict[str, Any]:
         """What `tests.vllm.job` reads."""
         engine: dict[str, Any] = {
@@ -161,7 +156,6 @@ def raw(*scenarios: Scenario, env: dict[str, str] | None = None) -> list[Any]:
         job = {
             "scenarios": [scenario.as_json() for scenario in scenarios],
             "env": env or {},
-            "processes": any(scenario.processes for scenario in scenarios),
             "log": str(log),
             "answer": str(answered),
         }
@@ -171,7 +165,7 @@ def raw(*scenarios: Scenario, env: dict[str, str] | None = None) -> list[Any]:
 
 
 class _Server:
-    """The process that runs this one's engines, see `tests.vllm.job`."""
+    """The process that runs this one's engines, see `tests.vllm.server`."""
 
     _running: _Server | None = None
 
@@ -184,7 +178,7 @@ class _Server:
         }
         environment.pop("KEEPSET_STATS_DIR", None)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.vllm.job"],
+            [sys.executable, "-m", "tests.vllm.server"],
             cwd=ROOT,
             env=environment,
             stdin=subprocess.PIPE,

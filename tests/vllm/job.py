@@ -1,35 +1,20 @@
-"""Runs engines in processes of their own: `python -m tests.vllm.job`, which `tests.vllm.engine.raw` talks to.
+"""What a job does: one engine after another, a list of scenarios, see `tests.vllm.engine.Scenario`.
 
-Importing vLLM takes longer than most of what is tested here, so it is done once: each job, a line of the standard
-input, runs in a fork of this process, and its exit code is a line of the output. A job is one engine after another: a
-list of scenarios, see `tests.vllm.engine.Scenario`. Whatever a scenario ends with, its result or the text of its
-error, is at its place in the job's answer.
+Whatever a scenario ends with, its result or the text of its error, is at its place in the job's answer.
 """
 
 from __future__ import annotations
 
-import os
-
-if os.environ.get("KEEPSET_TYPECHECK", "1") == "1":
-    from tests import typecheck
-
-    typecheck.install()
-
 import contextlib
 import gc
 import json
-import sys
+import os
 import traceback
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import torch
-
-from tests.paged import methods
-from tests.vllm import processes
-
-methods.register()  # here, so that processes that are spawned from this one know them too
 
 
 class Watch:
@@ -221,8 +206,6 @@ def answer(job: dict[str, Any]) -> None:
     """Runs a job's scenarios."""
     os.environ.update(job["env"])
     scenarios = job["scenarios"]
-    if job["processes"]:
-        processes.use(job["log"])
     if any(scenario["stub_streams"] for scenario in scenarios):
         keep_async_scheduling()
     if backends := {scenario["backend"] for scenario in scenarios} - {None}:
@@ -237,39 +220,3 @@ def answer(job: dict[str, Any]) -> None:
         except Exception:
             results.append(traceback.format_exc() + Path(job["log"]).read_text()[-4000:])
     Path(job["answer"]).write_text(json.dumps(results))
-
-
-def fork(job: dict[str, Any]) -> int:
-    """Runs a job in a process of its own, whose output goes to the job's log."""
-    process = os.fork()
-    if process:
-        return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-    code = 1
-    try:
-        log, nothing = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND), os.open(os.devnull, os.O_RDONLY)
-        for stream, file in enumerate((nothing, log, log)):
-            os.dup2(file, stream)
-        answer(job)
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def main() -> None:
-    codes = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever vLLM has to say
-    from tests.vllm import loaded  # noqa: F401
-
-    for line in sys.stdin:
-        job = json.loads(line)
-        if job["processes"]:
-            processes.make_ready()
-        print(fork(job), file=codes, flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
+if os.environ.get("KEEPSET_TYPECHECK", "1") == "1":
+    from tests import typecheck
+
+    typecheck.install()
+
 import gc
 
 from vllm import LLM, SamplingParams  # noqa: F401
@@ -12,6 +19,10 @@ from vllm.v1.engine import core
 from vllm.v1.executor import multiproc_executor  # noqa: F401
 from vllm.v1.worker import cpu_worker, gpu_worker  # noqa: F401
 
+from tests.paged import methods
+from tests.vllm import job  # noqa: F401
+
+methods.register()
 # A search through all names of all modules for kernels to replace.
 CpuPlatform.register_triton_kernel_overrides()
 CpuPlatform.register_triton_kernel_overrides = lambda _: None

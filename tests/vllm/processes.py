@@ -1,33 +1,35 @@
-"""Processes that engines start: new ones, but for vLLM, which one process has imported for all of them."""
+"""Processes of engines: forks of one that has imported vLLM for all of them, and nothing else."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
 from typing import Any
 
 
 def make_ready() -> None:
-    """Starts that process, if it does not run yet."""
+    """Starts that one."""
     forkserver.set_forkserver_preload(["tests.vllm.loaded"])
     forkserver.ensure_running()
 
 
-def use(log: str) -> None:
-    """Where vLLM would spawn a process, it is forked from that one, which a parent of this one has made ready.
-
-    What it has to say goes to this file.
-    """
-    get_context, context = multiprocessing.get_context, Context()
+def run(target: Callable[..., None], *args: Any, log: str) -> int:
+    """The exit code of a process that does this, and says what it has to say to this file."""
+    Path(log).touch()
     Process.log = log
-    forkserver._forkserver.ensure_running = lambda: None  # it would look for a child of its own
-    multiprocessing.get_context = lambda method=None: context if method == "spawn" else get_context(method)
+    process = Process(target=target, args=args)
+    process.start()
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode
 
 
 class Process(ForkServerProcess):
-    """A process with the environment of who makes it, as if spawned."""
+    """A process with the environment of who makes it, as if spawned; so are those that it starts."""
 
     log: str
 
@@ -41,7 +43,15 @@ class Process(ForkServerProcess):
         log = os.open(self._own_log, os.O_WRONLY | os.O_APPEND)
         for stream in (1, 2):
             os.dup2(log, stream)
+        self._be_asked_for_more()
         return super()._bootstrap(*args, **options)
+
+    def _be_asked_for_more(self) -> None:
+        """Where vLLM would spawn a process from here, it is another of these."""
+        get_context, context = multiprocessing.get_context, Context()
+        Process.log = self._own_log
+        forkserver._forkserver.ensure_running = lambda: None  # it would look for a child of its own
+        multiprocessing.get_context = lambda method=None: context if method == "spawn" else get_context(method)
 
 
 class Context(ForkServerContext):

@@ -9,6 +9,7 @@ import pytest
 from tests.vllm.compared import CHUNKED, asks, check_oracle
 from tests.vllm.engine import Scenario, run
 from tests.vllm.oracle import Oracle
+from tests.vllm.test_life import IDS
 
 pytestmark = pytest.mark.full
 
@@ -22,13 +23,13 @@ CLASSES = {"FLASH_ATTN": "FlashKeepImpl", "TRITON_ATTN": "TritonKeepImpl"}
 
 
 @pytest.mark.parametrize("backend", CLASSES)
-def test_a_backend_for_gpus(backend: str, essay: list[int], shallow: Path, shallow_oracle: Oracle) -> None:
-    some, engine = asks(essay, (300, 150, 517), 40), {"model": str(shallow), **CHUNKED}
+def test_a_backend_for_gpus(backend: str, tiny: Path, tiny_oracle: Oracle) -> None:
+    some, engine = asks(IDS, (300, 150, 517), 40), {"model": str(tiny), **CHUNKED}
     results = run(*(Scenario(recipe, some, engine=engine, backend=backend) for recipe in (*RECIPES, None)))
     for recipe, result in zip(RECIPES, results, strict=False):
         assert result.classes == [CLASSES[backend]]
         assert all(result.events)
-        check_oracle(shallow_oracle, recipe, some, result)
+        check_oracle(tiny_oracle, recipe, some, result)
     plain = results[-1]
     assert plain.classes == [CLASSES[backend].replace("Keep", "Attention")]
     assert not any(plain.stats.values())

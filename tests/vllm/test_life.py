@@ -42,6 +42,8 @@ SHARING = {
 }
 
 
+IDS = torch.randint(3, 512, (2200,), generator=torch.Generator().manual_seed(1)).tolist()
+"""Among which no two entries are as good for rounding to choose."""
 URGENT = "snapkv(window=16, keep=96, prefill=False, every=150)"
 LONG = "snapkv(keep=256)"
 
@@ -79,47 +81,45 @@ def run(text: Sequence[tuple[str, Scenario]]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def disturbed(essay: list[int], shallow: Path) -> dict[str, Any]:
-    engine = {"model": str(shallow), "max_num_batched_tokens": 128, "max_num_seqs": 5}
-    return run([(recipe, Scenario(recipe, turmoil(essay), (25, 60), engine, layer_groups=2)) for recipe in EVENTFUL])
+def disturbed(tiny: Path) -> dict[str, Any]:
+    engine = {"model": str(tiny), "max_num_batched_tokens": 128, "max_num_seqs": 5}
+    return run([(recipe, Scenario(recipe, turmoil(IDS), (25, 60), engine, layer_groups=2)) for recipe in EVENTFUL])
 
 
 @pytest.fixture(scope="module")
-def crowded(essay: list[int], shallow: Path) -> dict[str, Any]:
-    engine = {"model": str(shallow), "max_num_batched_tokens": 64, "num_gpu_blocks_override": 20, "max_model_len": 512}
+def crowded(tiny: Path) -> dict[str, Any]:
+    engine = {"model": str(tiny), "max_num_batched_tokens": 64, "num_gpu_blocks_override": 20, "max_model_len": 512}
     shared = {"enable_prefix_caching": True}
-    scenarios = [(recipe, Scenario(recipe, cramped(essay), engine=engine)) for recipe in CRAMPED]
-    return run([*scenarios, ("shared", Scenario(CRAMPED[0], cramped(essay), engine=engine | shared))])
+    scenarios = [(recipe, Scenario(recipe, cramped(IDS), engine=engine)) for recipe in CRAMPED]
+    return run([*scenarios, ("shared", Scenario(CRAMPED[0], cramped(IDS), engine=engine | shared))])
 
 
 @pytest.fixture(scope="module")
-def prefixes(essay: list[int], shallow: Path) -> dict[str, Any]:
-    engine = {"model": str(shallow), "enable_prefix_caching": True, "max_num_batched_tokens": 128}
-    return run([(recipe, Scenario(recipe, sharing(essay), engine=engine)) for recipe in SHARING])
+def prefixes(tiny: Path) -> dict[str, Any]:
+    engine = {"model": str(tiny), "enable_prefix_caching": True, "max_num_batched_tokens": 128}
+    return run([(recipe, Scenario(recipe, sharing(IDS), engine=engine)) for recipe in SHARING])
 
 
 @pytest.fixture(scope="module")
-def others(essay: list[int], shallow: Path) -> dict[str, Any]:
+def others(tiny: Path, shallow: Path) -> dict[str, Any]:
     small = {"max_num_batched_tokens": 512, "num_gpu_blocks_override": 27, "max_model_len": 512}
-    priority = {"model": str(shallow), "scheduling_policy": "priority"} | small
+    priority = {"model": str(tiny), "scheduling_policy": "priority"} | small
     ids = torch.randint(1000, (4096,), generator=torch.Generator().manual_seed(0)).tolist()
     return run(
         [
-            (URGENT, Scenario(URGENT, urgent(essay), engine=priority)),
+            (URGENT, Scenario(URGENT, urgent(IDS), engine=priority)),
             (LONG, Scenario(LONG, [Ask(ids, 3)], engine={"model": str(shallow), "max_model_len": 8192})),
         ]
     )
 
 
 @pytest.mark.parametrize("recipe", EVENTFUL)
-def test_preemptions_aborts_and_arrivals(
-    recipe: str, disturbed: dict[str, Any], essay: list[int], shallow_oracle: Oracle
-) -> None:
-    engine, some = result(disturbed, recipe), turmoil(essay)
+def test_preemptions_aborts_and_arrivals(recipe: str, disturbed: dict[str, Any], tiny_oracle: Oracle) -> None:
+    engine, some = result(disturbed, recipe), turmoil(IDS)
     assert engine.preemptions[:3] == [2, 2, 2] and engine.preemptions[5] == 1
     assert engine.tokens[3] and len(engine.tokens[3]) < some[3].max_tokens
     assert engine.log[4] and not engine.tokens[4]
-    check_oracle(shallow_oracle, recipe, some, engine)
+    check_oracle(tiny_oracle, recipe, some, engine)
 
 
 def test_a_preempted_request_chooses_anew(disturbed: dict[str, Any]) -> None:
@@ -133,9 +133,7 @@ def test_a_preempted_request_chooses_anew(disturbed: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("recipe", CRAMPED)
-def test_a_pool_that_is_too_small_for_all(
-    recipe: str, crowded: dict[str, Any], essay: list[int], shallow_oracle: Oracle
-) -> None:
+def test_a_pool_that_is_too_small_for_all(recipe: str, crowded: dict[str, Any], tiny_oracle: Oracle) -> None:
     engine = result(crowded, recipe)
     if Recipe.parse(recipe).schedule.every is None:
         assert sum(engine.preemptions) > 0
@@ -143,33 +141,31 @@ def test_a_pool_that_is_too_small_for_all(
         # What requests will hold at the worst moment is known when one is admitted: none is thrown out again.
         assert sum(engine.preemptions) == 0
         assert min(step["free"] for step in engine.steps) < 6
-    check_oracle(shallow_oracle, recipe, cramped(essay), engine)
+    check_oracle(tiny_oracle, recipe, cramped(IDS), engine)
 
 
-def test_a_preempted_request_and_a_prefix_cache(
-    crowded: dict[str, Any], essay: list[int], shallow_oracle: Oracle
-) -> None:
+def test_a_preempted_request_and_a_prefix_cache(crowded: dict[str, Any], tiny_oracle: Oracle) -> None:
     engine = result(crowded, "shared")
     assert sum(engine.preemptions) > 0
-    check_oracle(shallow_oracle, CRAMPED[0], cramped(essay), engine)
+    check_oracle(tiny_oracle, CRAMPED[0], cramped(IDS), engine)
 
 
 @pytest.mark.parametrize("recipe", SHARING)
 def test_prefixes_are_shared_with_compressed_requests(
-    recipe: str, prefixes: dict[str, Any], essay: list[int], shallow_oracle: Oracle
+    recipe: str, prefixes: dict[str, Any], tiny_oracle: Oracle
 ) -> None:
     engine = result(prefixes, recipe)
     first = engine.events[0][0]["step"]
     # The first request was compressed before the others came, and is compressed again while they run.
     assert first < engine.log[1][0][0] or not Recipe.parse(recipe).schedule.prefill
     assert engine.cached == SHARING[recipe]
-    check_oracle(shallow_oracle, recipe, sharing(essay), engine)
+    check_oracle(tiny_oracle, recipe, sharing(IDS), engine)
 
 
-def test_the_least_urgent_gives_way(others: dict[str, Any], essay: list[int], shallow_oracle: Oracle) -> None:
+def test_the_least_urgent_gives_way(others: dict[str, Any], tiny_oracle: Oracle) -> None:
     engine = result(others, URGENT)
     assert engine.preemptions[0] > 0 and engine.preemptions[1:] == [0, 0]
-    check_oracle(shallow_oracle, URGENT, urgent(essay), engine)
+    check_oracle(tiny_oracle, URGENT, urgent(IDS), engine)
 
 
 def test_the_pages_of_a_long_prompt_go_at_once(others: dict[str, Any]) -> None:

@@ -9,9 +9,10 @@ import pytest
 
 from keepset import Recipe
 from tests.vllm.compared import result
-from tests.vllm.conftest import LAYERS
+from tests.vllm.conftest import TINY
 from tests.vllm.engine import Ask, Result, Scenario, raw, run
 from tests.vllm.oracle import Oracle, Replay
+from tests.vllm.test_life import IDS
 
 pytestmark = pytest.mark.full
 
@@ -25,8 +26,8 @@ AHEAD = ENGINE | {
 }
 
 
-def asks(text: list[int]) -> list[Ask]:
-    return [Ask(text[137 * i : 137 * i + n], 60) for i, n in enumerate((300, 60, 517))]
+def asks() -> list[Ask]:
+    return [Ask(IDS[137 * i : 137 * i + n], 60) for i, n in enumerate((300, 60, 517))]
 
 
 def whole(ask: Ask, chunk: int = 256) -> list[tuple[int, int]]:
@@ -51,10 +52,10 @@ def check(oracle: Oracle, recipe: str, some: list[Ask], engine: Result) -> list[
 
 
 @pytest.fixture(scope="module")
-def engines(essay: list[int], shallow: Path) -> dict[tuple[str, str], Any]:
+def engines(tiny: Path) -> dict[tuple[str, str], Any]:
     """Those of which parts are in other processes."""
-    one, some = ENGINE | {"model": str(shallow)}, asks(essay)
-    ranks = one | {"tensor_parallel_size": 3}
+    one, some = ENGINE | {"model": str(tiny)}, asks()
+    ranks = one | {"tensor_parallel_size": 2}
     scenarios = {("apart", recipe): Scenario(recipe, some, engine=one, own_process=True) for recipe in RECIPES}
     scenarios |= {("ranks", recipe): Scenario(recipe, some, engine=ranks) for recipe in SHARED}
     answers = raw(*scenarios.values(), env={"VLLM_CPU_OMP_THREADS_BIND": "nobind"})
@@ -63,40 +64,38 @@ def engines(essay: list[int], shallow: Path) -> dict[tuple[str, str], Any]:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_scheduler_and_a_worker_in_other_processes(
-    recipe: str, engines: dict[tuple[str, str], Any], essay: list[int], shallow_oracle: Oracle
+    recipe: str, engines: dict[tuple[str, str], Any], tiny_oracle: Oracle
 ) -> None:
     engine = result(engines, ("apart", recipe))
     assert not engine.log  # nobody watched
-    check(shallow_oracle, recipe, asks(essay), engine)
+    check(tiny_oracle, recipe, asks(), engine)
     assert engine.stats["events"] > 0 and engine.stats["blocks_freed"] > 0
 
 
 @pytest.mark.parametrize("recipe", SHARED)
-def test_ranks_that_share_the_heads(
-    recipe: str, engines: dict[tuple[str, str], Any], essay: list[int], shallow_oracle: Oracle
-) -> None:
+def test_ranks_that_share_the_heads(recipe: str, engines: dict[tuple[str, str], Any], tiny_oracle: Oracle) -> None:
     engine = result(engines, ("ranks", recipe))
-    replays = check(shallow_oracle, recipe, asks(essay), engine)
+    replays = check(tiny_oracle, recipe, asks(), engine)
     assert engine.stats["events"] == sum(len(replay.events) for replay in replays)  # one rank's count
     engine.check_nothing_left()
 
 
-def test_a_scheduler_that_runs_ahead(essay: list[int], shallow: Path, shallow_oracle: Oracle) -> None:
+def test_a_scheduler_that_runs_ahead(tiny: Path, tiny_oracle: Oracle) -> None:
     """It plans a step before it knows the outcome of the one before."""
-    some = asks(essay)
+    some = asks()
     # Where layers have tables of their own, a block is of one group of layers.
-    blocks = (64, LAYERS * 64)
+    blocks = (64, TINY.num_hidden_layers * 64)
     engines = run(
         *(
             Scenario(
                 recipe,
                 some,
-                engine=AHEAD | {"model": str(shallow), "num_gpu_blocks_override": number},
+                engine=AHEAD | {"model": str(tiny), "num_gpu_blocks_override": number},
                 stub_streams=True,
             )
             for recipe, number in zip(RECIPES, blocks, strict=True)
         )
     )
     for recipe, engine in zip(RECIPES, engines, strict=True):
-        check(shallow_oracle, recipe, some, engine)
+        check(tiny_oracle, recipe, some, engine)
         engine.check_nothing_left()
