@@ -53,6 +53,8 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	# What measures GPUs, in tiny shapes: that it runs.
+	$(BIN)/python benchmarks/gpu.py --cpu >/dev/null
 
 format: setup
 	$(BIN)/ruff check --fix .
