@@ -38,9 +38,9 @@ demo: setup
 test: setup
 	$(PYTEST)
 
-# Everything.
+# Everything; by three processes, since one of them often waits: for an engine's processes, a server, a browser.
 test-all: setup-vllm
-	$(PYTEST) --full
+	$(PYTEST) --full -n 3
 
 check: setup
 	$(BIN)/ruff check .
