@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Two processes of one thread: with two threads each they would wait for one another most of the time.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
 
-.PHONY: setup setup-vllm demo test test-all check format bench bench-gpu clean
+.PHONY: setup setup-vllm demo test test-all test-papers check format bench bench-gpu clean
 
 setup: .venv/.ready
 
@@ -42,11 +42,17 @@ test: setup
 test-all: setup-vllm
 	$(PYTEST) --full -n 3
 
+# Tables and figures of the papers on the embedded model, but for one of each paper, which `test-all` has.
+test-papers: setup
+	$(PYTEST) --full --papers tests/cli/test_reproduce.py
+
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	# What measures GPUs, in tiny shapes: that it runs.
+	$(BIN)/python benchmarks/gpu.py --cpu >/dev/null
 
 format: setup
 	$(BIN)/ruff check --fix .

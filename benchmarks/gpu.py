@@ -29,7 +29,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cpu", action="store_true", help="tiny shapes in Triton's interpreter; times mean nothing")
     parser.add_argument("--minutes", type=float, default=MINUTES, help=f"nothing new begins after so many [{MINUTES}]")
-    parser.add_argument("--out", type=Path, default=HERE / "results", help="folder of gpu.json and gpu.md")
+    parser.add_argument("--out", type=Path, help="folder of gpu.json and gpu.md [results; with --cpu none]")
     options = parser.parse_args()
     if options.cpu:
         os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
@@ -59,12 +59,14 @@ def main() -> int:
     except KeyboardInterrupt:
         print("stopped: what was measured so far is written", file=sys.stderr)
     machine = {"device": _name(device), "torch": torch.__version__, "bytes_per_millisecond": bandwidth}
-    options.out.mkdir(parents=True, exist_ok=True)
     table = "\n".join(_table(bench, bandwidth))
-    figures = [figure.to_json() for figure in bench.figures]
-    (options.out / "gpu.json").write_text(json.dumps({"machine": machine, "figures": figures}, indent=1))
-    (options.out / "gpu.md").write_text(table + "\n")
     print(table)
+    out = options.out or (None if options.cpu else HERE / "results")
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        figures = [figure.to_json() for figure in bench.figures]
+        (out / "gpu.json").write_text(json.dumps({"machine": machine, "figures": figures}, indent=1))
+        (out / "gpu.md").write_text(table + "\n")
     return 0
 
 

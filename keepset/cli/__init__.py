@@ -1,6 +1,7 @@
 """The command line: `keepset`."""
 
 import sys
+import warnings
 
 import typer
 
@@ -8,7 +9,7 @@ from keepset.cli.bench import bench
 from keepset.cli.calibrate import calibrate
 from keepset.cli.compare import compare
 from keepset.cli.compile import compile
-from keepset.cli.console import sanitize
+from keepset.cli.console import note, sanitize
 from keepset.cli.context import context
 from keepset.cli.demo import demo
 from keepset.cli.diagnose import diagnose
@@ -43,6 +44,8 @@ app.add_typer(diagnose)
 
 def main() -> None:
     """Runs the command line; bad input is one sentence on standard error and exit code 2."""
+    # Where in the code a warning comes from is nothing to whoever gave a command.
+    warnings.showwarning = lambda message, *_, **__: note(str(message))
     try:
         app()
     except KeepsetError as error:

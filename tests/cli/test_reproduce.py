@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from keepset import models
 from keepset.bench.papers.catalogue import ENTRIES
@@ -15,10 +16,13 @@ from keepset.bench.papers.published import published
 from keepset.bench.sweep import runner
 from keepset.bench.sweep.runner import Runner
 from keepset.bench.sweep.store import Store
+from keepset.cli import console
+from keepset.core.tables import save
 from keepset.errors import KeepsetError
 from keepset.models import EMBEDDED
 from tests.cli.conftest import Run
 from tests.cli.test_bad_input import check_refused
+from tests.core.test_tables import random_tables
 
 CHEAP = ("--model", "embedded", "--limit", "2", "--answer-tokens", "12")
 
@@ -137,6 +141,34 @@ def test_every_entry_runs(name: str, run: Run, tiny: Any, data: str, monkeypatch
     assert any(row["examples"] and not row["failed"] for row in result["rows"])
     paper = {key for figures in list(published(name).values())[:1] for key in figures}
     assert paper <= {(row["task"], row["method"], row["keep"], row["metric"]) for row in result["rows"]}
+
+
+QUICK = ("ams-table-2", "gvote-figure-2", "kvcompose-figure-3", "compilerkv-figure-3")
+"""One entry of each paper for the full tier; `make test-papers` has the others."""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.papers) for n in ENTRIES])
+def test_entries_on_the_embedded_model(
+    name: str, run: Run, embedded: Any, data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two examples of each task, to the end: the paper's figures, those measured, and that these mean nothing."""
+    monkeypatch.setitem(ENTRIES, name, shortened(ENTRIES[name]))
+    monkeypatch.setattr(models, "load", lambda *_: embedded)
+    monkeypatch.setattr(console, "stdout", lambda: Console(width=80))
+    config = embedded[0].config
+    save(random_tables(layers=config.num_hidden_layers, heads=config.num_attention_heads), Path("tables.safetensors"))
+    long = any("ruler_cwe" in part.tasks for part in ENTRIES[name].sweeps)  # whose shortest example has 911 tokens
+    asked = (*CHEAP[:-1], "2", "--lengths", "1024" if long else "640")
+    asked = (*asked, "--data", data, "--tables", "tables.safetensors")
+    done = run("reproduce", name, *asked)
+    assert done.code == 0, done.err
+    assert "This model is far too small for these tasks: its scores mean nothing." in done.out
+    lines = done.out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any(line.startswith("  ") and line.split()[-1] in ("1", "2", "4") for line in lines)  # so many examples
+    for part in ENTRIES[name].sweeps:
+        assert all(f"  {method.split()[0]}" in done.out for method in part.methods)
 
 
 @pytest.mark.full

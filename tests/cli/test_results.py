@@ -72,6 +72,27 @@ def test_what_events_do_to_a_text(run: Run, tmp_path: Path) -> None:
     ]
 
 
+def test_peaks_of_memory_where_a_device_tells_them(run: Run, tmp_path: Path) -> None:
+    peaks = [
+        replace(each, outcome=replace(each.outcome, peak_bytes=peak))
+        for each, peak in zip(cells("tova(keep=0.5)", [0.0, 1.0], batch=2.5), (3_000_000, 5_000_000), strict=True)
+        if each.outcome is not None
+    ]
+    write([*cells(FULL, [1.0, 1.0], peak_bytes=9_400_000, batch=8.0), *peaks], tmp_path / "x.sqlite")
+    shown = run("results", str(tmp_path / "x.sqlite"), "--csv", "x.csv").out
+    lines = lines_of(shown)
+    start = lines.index(["peak", "memory", "side", "by", "side"])
+    assert [line for line in lines[start + 1 :] if line][:3] == [
+        ["qa"],
+        ["full", "cache", "9", "MB", "8.0"],
+        ["tova(keep=0.5)", "4", "MB", "2.5"],
+    ]
+    with Path("x.csv").open() as file:
+        assert [row["peak_bytes"] for row in csv.DictReader(file)] == ["9400000.0", "4000000.0"]
+    write(cells(FULL, [1.0]), tmp_path / "y.sqlite")
+    assert "peak" not in run("results", str(tmp_path / "y.sqlite")).out
+
+
 def test_by_a_fact(run: Run, tmp_path: Path) -> None:
     levels = {"0": 1, "1": 5, "2": 5}
     made = [replace(each, facts={"level": levels[each.example]}) for each in cells(FULL, [1.0, 0.0, 1.0])]

@@ -1,6 +1,7 @@
 """Items of a data set, from a user's JSONL file or from the hub, with where each stands for messages."""
 
 import random
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -75,7 +76,8 @@ def seeded(seed: int | str, numpy_seed: int | None = None) -> Iterator[None]:
 def extra(module: str) -> ModuleType:
     """A module that `keepset[eval]` installs."""
     try:
-        return import_module(module)
+        with warnings.catch_warnings(action="ignore"):  # what its libraries miss is nothing that a user asked for
+            return import_module(module)
     except ImportError as error:
         raise KeepsetError(
             f"This task needs {module.partition('.')[0]}, which cannot be imported ({error}): run "

@@ -14,7 +14,7 @@ from keepset.bench.tune.measure import Measurer
 from keepset.bench.tune.pieces import TextPiece
 from keepset.errors import KeepsetError
 from keepset.hf.cache import Cache
-from keepset.recipe import Recipe
+from keepset.recipe import Recipe, in_full
 
 
 class Tuner:
@@ -102,6 +102,8 @@ class Tuner:
                 **({"found": _figure(full_found)} if facts else {}),
             },
             "recipe": None if chosen is None else str(chosen.recipe),
+            # For a file that is to mean the same whatever defaults there are later.
+            "recipe_in_full": None if chosen is None else in_full(str(chosen.recipe)),
             "tied": [str(entry.recipe) for entry in tied],
             "verdict": self._verdict(tied, chosen),
             "rows": [_row(entry, alive=entry in race.alive) for entry in order],

@@ -119,6 +119,16 @@ def test_table_of_a_task(page: Any) -> None:
     assert scores[-1].startswith("failed on all")
 
 
+def test_peaks_of_memory_where_a_device_tells_them(load: Any, page: Any) -> None:
+    titles = page.locator("#rows thead th").all_text_contents()
+    assert not any(title.startswith(("Peak", "Side by")) for title in titles)
+    made = [*cells(FULL, [1.0], peak_bytes=9_400_000, batch=8.0), *cells("tova(keep=0.5)", [1.0])]
+    page = load(page_of(made))
+    page.wait_for_selector("#plot .point")
+    assert column(page, "rows", "Peakbytes") == ["8.96 MiB", NONE]
+    assert column(page, "rows", "Side byside") == ["8.0", "1.0"]
+
+
 def test_a_group_that_lacks_a_task_says_so(page: Any) -> None:
     assert page.locator("#rows tbody tr", has_text="gvote").locator(".failed").text_content() == (
         "has a score on 1 of 2 tasks"

@@ -48,22 +48,26 @@ class Makes:
     notes: Path
     together: int = 1
     ends_at: str | None = None
+    ends_after: int = 1
     error: bool = False
 
     def __call__(self) -> Any:
-        return Ends(self.notes, together=self.together, ends_at=self.ends_at, error=self.error)
+        return Ends(
+            self.notes, together=self.together, ends_at=self.ends_at, ends_after=self.ends_after, error=self.error
+        )
 
 
 @dataclass
 class Ends(Scripted):
-    """At the second cell of an example: as often as there are words in a file, its process dies; or it is an error."""
+    """After a cell of an example: as often as there are words in a file, its process dies; or it is an error."""
 
     ends_at: str | None = None
+    ends_after: int = 1
     error: bool = False
 
     def run(self, task: Task, example: Example, todo: Sequence[Candidate], seed: int) -> Iterator[Cell]:
         for number, made in enumerate(super().run(task, example, todo, seed)):
-            if example.id == self.ends_at and number == 1:
+            if example.id == self.ends_at and number == self.ends_after:
                 if self.error:
                     raise KeepsetError("It cannot be had.")
                 lives = self.notes.with_name("lives")
@@ -112,6 +116,32 @@ def test_what_a_dead_worker_left_is_made_again(tmp_path: Path) -> None:
     asked = grid(["counting@8"], [0])
     lost, told = run(tmp_path / "sweep.sqlite", Makes(tmp_path / "notes", ends_at="1"), asked)
     assert lost == [] and sum(told) == 9
+    assert sorted(map(str, cells(tmp_path / "sweep.sqlite"))) == expected(asked)
+    assert (tmp_path / "lives").read_text() == ""
+
+
+def test_of_tasks_that_decode_a_worker_is_given_several_examples_under_one_recipe(tmp_path: Path) -> None:
+    asked = grid(["counting@8"], [0, 1, 2], decodes=True, limit=None)
+    with Store.begin(tmp_path / "parcels.sqlite", "model", CONFIGURATION) as store:
+        groups = asked.groups(store, None)  # type: ignore[arg-type]
+        parcels = list(ray_sweep._parcels(sweep.claimed(store, groups, lambda _: None)))
+    assert [len(parcel or ()) for parcel in parcels] == [8, 4] * 3
+    assert [{recipe for _, recipes in parcel or () for recipe in recipes} for parcel in parcels] == [
+        {candidate.text} for candidate in asked.candidates["counting@8"] for _ in range(2)
+    ]
+    path, make = tmp_path / "sweep.sqlite", Makes(tmp_path / "notes", together=2)
+    lost, told = run(path, make, asked)
+    assert lost == [] and sum(told) == 36
+    assert sorted(map(str, cells(path))) == expected(asked)
+    notes = [line.split(" ", 1) for line in make.notes.read_text().splitlines()]
+    assert len(notes) == len({what for _, what in notes}) == 36 and len({who for who, _ in notes}) == 2
+
+
+def test_of_tasks_that_decode_what_a_dead_worker_left_is_made_again(tmp_path: Path) -> None:
+    (tmp_path / "lives").write_text("one")
+    asked = grid(["counting@8"], [0, 1, 2], decodes=True, limit=None)
+    lost, told = run(tmp_path / "sweep.sqlite", Makes(tmp_path / "notes", ends_at="2", ends_after=0), asked)
+    assert lost == [] and sum(told) == 36
     assert sorted(map(str, cells(tmp_path / "sweep.sqlite"))) == expected(asked)
     assert (tmp_path / "lives").read_text() == ""
 

@@ -212,6 +212,9 @@ def test_a_winner_is_named(made: dict[str, Any]) -> None:
     one.run()
     told = one.to_json()
     assert told["recipe"] == "adakv(tova, keep=0.3)" and told["tied"] == [told["recipe"]]
+    assert told["recipe_in_full"] == (
+        "adakv(tova, floor=0.2, keep=0.3, sinks=0, recent=1, protect_prompt=False, prefill=True)"
+    )
     assert told["verdict"] == ["Use adakv(tova, keep=0.3): the best of 3 recipes on 8 pieces."]
     assert [row["recipe"] for row in told["rows"]] == ["adakv(tova, keep=0.3)", "tova(keep=0.3)", "knorm(keep=0.3)"]
     assert told["rows"][0]["kl"]["mean"] == pytest.approx(0.45)
@@ -239,7 +242,7 @@ def test_few_pieces_name_nothing(made: dict[str, Any]) -> None:
     one = tuner(PIECES[:5])
     one.run()
     told = one.to_json()
-    assert (told["recipe"], told["tied"]) == (None, [])
+    assert (told["recipe"], told["recipe_in_full"], told["tied"]) == (None, None, [])
     assert told["verdict"] == ["Measured on 5 pieces: too few to name a recipe."]
     assert len(told["rows"]) == 2
 
