@@ -18,11 +18,12 @@ from keepset.core.rope import RotaryTable
 from keepset.core.tables import save
 from keepset.kernels.columns import ColumnStatistic
 from keepset.methods.snapkv import SnapKV
-from keepset.vllm.compat import ONE_ROTATION, SUPPORTED, rotary_table
-from keepset.vllm.settings import recipe_of
-from keepset.vllm.validation import CONNECTOR, check, check_layer
+from keepset.vllm.settings import CONNECTOR, recipe_of
 from tests.core.test_tables import random_tables
 from tests.paged.methods import Mass
+from tests.vllm.late import Late
+
+compat, validation = Late("keepset.vllm.compat"), Late("keepset.vllm.validation")
 
 
 def config(**changes: Any) -> Any:
@@ -111,7 +112,7 @@ REFUSED = [
 def test_a_configuration_that_is_refused(recipe: str, changes: dict[str, Any], sentence: str) -> None:
     parsed = Recipe.parse(recipe)
     with pytest.raises(KeepsetError) as refused:
-        check(config(**changes), parsed)
+        validation.check(config(**changes), parsed)
     message = str(refused.value)
     assert message.startswith(f"keepset cannot serve {parsed}: {sentence}")
     assert message.endswith(".") and "\n" not in message
@@ -133,7 +134,7 @@ def test_a_configuration_that_is_refused(recipe: str, changes: dict[str, Any], s
     ],
 )
 def test_a_configuration_that_is_served(recipe: str, changes: dict[str, Any]) -> None:
-    check(config(**changes), Recipe.parse(recipe))
+    validation.check(config(**changes), Recipe.parse(recipe))
 
 
 def test_what_compiled_tables_can_do(tmp_path: Path) -> None:
@@ -141,11 +142,11 @@ def test_what_compiled_tables_can_do(tmp_path: Path) -> None:
     path = str(tmp_path / "tables")
     save(random_tables(), Path(path))
     with pytest.raises(KeepsetError, match=r"compilerkv looks at the prompt's perplexity, .* \(gate=False\)\.$"):
-        check(config(**SERVED), Recipe.parse(f"compilerkv(tables={path!r}, keep=128)"))
-    check(config(**SERVED), Recipe.parse(f"compilerkv(tables={path!r}, gate=False, keep=128)"))
-    check(config(), Recipe.parse(f"compilerkv(tables={path!r}, elastic=False, keep=128)"))
+        validation.check(config(**SERVED), Recipe.parse(f"compilerkv(tables={path!r}, keep=128)"))
+    validation.check(config(**SERVED), Recipe.parse(f"compilerkv(tables={path!r}, gate=False, keep=128)"))
+    validation.check(config(), Recipe.parse(f"compilerkv(tables={path!r}, elastic=False, keep=128)"))
     with pytest.raises(KeepsetError, match="There is no file 'absent' with tables"):
-        check(config(**SERVED), Recipe.parse("compilerkv(tables='absent', gate=False, keep=128)"))
+        validation.check(config(**SERVED), Recipe.parse("compilerkv(tables='absent', gate=False, keep=128)"))
 
 
 @pytest.mark.parametrize(
@@ -165,7 +166,7 @@ def test_methods_that_paged_attention_cannot_feed(needs: Needs, sentence: str) -
             return needs
 
     with pytest.raises(KeepsetError, match=sentence):
-        check(config(), Recipe.of(Mine()))
+        validation.check(config(), Recipe.of(Mine()))
 
 
 def test_layers_whose_events_differ_are_not_chosen_together() -> None:
@@ -175,14 +176,14 @@ def test_layers_whose_events_differ_are_not_chosen_together() -> None:
         counts_from_data = False
 
     with pytest.raises(KeepsetError, match="mine looks across layers whose quotas differ"):
-        check(config(), Recipe.of(Mine(SnapKV()), keep=96))
+        validation.check(config(), Recipe.of(Mine(SnapKV()), keep=96))
 
 
 def test_another_version_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm.__version__", "0.320.1")
     with pytest.raises(KeepsetError, match=r"vLLM 0\.320\.1 is not among the versions that it is tested with"):
-        check(config(), Recipe.parse(UNIFORM))
-    assert SUPPORTED == ("0.32",)
+        validation.check(config(), Recipe.parse(UNIFORM))
+    assert compat.SUPPORTED == ("0.32",)
 
 
 LAYERS = [
@@ -201,13 +202,13 @@ def test_a_layer_that_is_refused(own: dict[str, Any], of_impl: dict[str, Any], r
     unseen = own.get("unseen", False)
     layer = SimpleNamespace(**{"kv_sharing_target_layer_name": None, "sliding_window": None, "impl": impl} | own)
     with pytest.raises(KeepsetError) as refused:
-        check_layer("model.layers.7.self_attn.attn", layer, unseen)
+        validation.check_layer("model.layers.7.self_attn.attn", layer, unseen)
     assert str(refused.value) == f"keepset cannot serve this model: its layer model.layers.7.self_attn.attn {reason}."
 
 
 def test_a_layer_that_is_served() -> None:
     impl = SimpleNamespace(alibi_slopes=None, logits_soft_cap=None)
-    check_layer("layer", SimpleNamespace(kv_sharing_target_layer_name=None, sliding_window=None, impl=impl))
+    validation.check_layer("layer", SimpleNamespace(kv_sharing_target_layer_name=None, sliding_window=None, impl=impl))
 
 
 @pytest.mark.parametrize("additional", [None, {}, {"other": 1}, object()])
@@ -239,9 +240,9 @@ def test_rotations_that_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def found(model_type: str, *ropes: Any) -> RotaryTable:
         monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", dict(enumerate(ropes)))
-        return rotary_table(model_type, 64, torch.float32)
+        return compat.rotary_table(model_type, 64, torch.float32)
 
-    for model_type in ONE_ROTATION:
+    for model_type in compat.ONE_ROTATION:
         found(model_type, rope(), rope(head_size=32), rope(dtype=torch.bfloat16))
     same = rope()
     found("llama", same, same)
@@ -255,4 +256,4 @@ def test_rotations_that_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("recipe", ["h2o(keep=96, every=24)", "gvote(every=24)"])
 def test_what_only_a_prompt_tells_is_not_there_later(recipe: str) -> None:
     with pytest.raises(KeepsetError, match=r"whole prompt.*leave every= out\."):
-        check(config(**SERVED), Recipe.parse(recipe))
+        validation.check(config(**SERVED), Recipe.parse(recipe))
