@@ -69,8 +69,8 @@ class UniformPlanner:
         """The batch without what was dropped; moves new tokens' slots to where their requests' entries end."""
         table, lost, size = batch.block_table, batch.tensor(dropped), self._schedule.block_size
         shift = lost % size
-        if bool(shift.any()):
-            starts = batch.query_start_loc.long().to(shift.device)
+        if any(entries % size for entries in dropped):
+            starts = batch.upload(batch.query_start_loc.long())
             row, position = new_tokens(batch.seq_lens.long() - starts.diff(), starts)
             place, slots = position - shift[row], batch.slot_mapping[: len(row)]
             moved = table[row, place // size].long() * size + place % size
