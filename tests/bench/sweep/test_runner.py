@@ -355,7 +355,7 @@ def one_by_one(each: Sequence[Asked], model: Any = None, **options: Any) -> dict
 
 @pytest.mark.cross
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
-@pytest.mark.parametrize("architecture", ["llama", "llama_mqa", "llama_odd_head"])
+@pytest.mark.parametrize("architecture", ["llama", "llama_mqa"])
 @pytest.mark.parametrize(
     "text", [*DECODING[:2], *(pytest.param(text, marks=pytest.mark.full) for text in (FULL, *DECODING[2:]))]
 )
@@ -588,7 +588,7 @@ def full_bytes(model: Any, tokens: int) -> int:
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "llama_mqa", "llama_odd_head"])
+@pytest.mark.parametrize("architecture", ["llama", "llama_mqa"])
 def test_bytes_are_those_right_after_the_compression(architecture: str) -> None:
     model, text = tiny(architecture), "adakv(snapkv(window=4), keep=0.3)"
     full, cell = run(parsed(text), model=model)
