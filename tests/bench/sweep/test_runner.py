@@ -588,7 +588,7 @@ def full_bytes(model: Any, tokens: int) -> int:
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "llama_mqa"])
+@pytest.mark.parametrize("architecture", ["llama", "llama_mqa", "llama_odd_head"])
 def test_bytes_are_those_right_after_the_compression(architecture: str) -> None:
     model, text = tiny(architecture), "adakv(snapkv(window=4), keep=0.3)"
     full, cell = run(parsed(text), model=model)
