@@ -78,9 +78,7 @@ def _name(device) -> str:  # type: ignore[no-untyped-def]
 
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return (
-        "CPU, Triton's interpreter" if dispatch.INTERPRETED else "CPU without Triton, PyTorch's operators"
-    )
+    return "CPU, Triton's interpreter" if dispatch.INTERPRETED else "CPU without Triton, PyTorch's operators"
 
 
 def _table(bench, bandwidth: float) -> Iterator[str]:  # type: ignore[no-untyped-def]
