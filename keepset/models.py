@@ -59,8 +59,8 @@ def load(name: str | None = None, device: str | None = None, dtype: str | None =
 
     Args:
         name: see above.
-        device: such as `cuda`, `cuda:1` or `cpu`; `auto` spreads the model over all GPUs, by accelerate. By default the
-            GPU if there is one.
+        device: such as `cuda`, `cuda:1` or `cpu`; `auto` is accelerate's device map: over all GPUs, and on the CPU what
+            they cannot hold. By default the GPU if there is one.
         dtype: `float32`, `bfloat16` or `float16`; by default the precision that the model is stored in.
 
     Raises:

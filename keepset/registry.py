@@ -15,6 +15,7 @@ from keepset.allocators.criticalkv import CriticalKV
 from keepset.allocators.dynamic import Dynamic
 from keepset.allocators.kvcompose import KVCompose
 from keepset.allocators.kvzip import KVZip
+from keepset.allocators.match import Match
 from keepset.allocators.pool import Pool
 from keepset.allocators.prompt_presets import Glance, Reread
 from keepset.allocators.pyramid import Pyramid
@@ -47,7 +48,7 @@ _BUILT_IN: tuple[tuple[type[Method], ...], ...] = (
     (TOVA, SnapKV, RPC, RKV),
     (H2O, ExpectedAttention, PromptQueries, QFilter, TriAttention, DuoAttention, GVote, SecondPassAttention),
     (KVCompose, KVZip, Glance, Reread, CompilerKV),
-    (Uniform, Pyramid, ChunkKV, AdaKV, AMS, CriticalKV, ZigZag, Dynamic, Composite, Pool),
+    (Uniform, Pyramid, ChunkKV, AdaKV, AMS, CriticalKV, ZigZag, Dynamic, Composite, Pool, Match),
 )
 """By what they look at: positions; keys and values; the newest queries; all queries; all layers. Last, allocators."""
 

@@ -15,13 +15,10 @@ from keepset.kernels.compaction import append_entries, pack_entries
 from keepset.kernels.packed import PackedHeads, Run, runs_of
 from on_gpu.measuring import Bench
 
-KV_HEADS, GROUP, HEAD_DIM = 8, 4, 128
-"""Of Llama-3.1-8B and Qwen3-8B."""
-
 
 def measure(bench: Bench) -> None:
     """All of them, shortest first."""
-    lengths = (8192, 32768) if bench.on_gpu else (96,)
+    lengths = (8192, 32768) if bench.on_gpu else (40,)
     for entries in lengths:
         for batch in (1, 8) if bench.on_gpu else (1,):
             _decode(bench, entries, batch)
@@ -41,33 +38,33 @@ def ragged_counts(entries: int, heads: int) -> list[int]:
 def packed_heads(counts: Sequence[int], bench: Bench) -> PackedHeads:
     """Random entries, heads of these lengths."""
     runs, total = runs_of(counts), sum(counts)
-    keys, values = (torch.randn(total, HEAD_DIM, device=bench.device, dtype=bench.dtype) for _ in range(2))
+    keys, values = (torch.randn(total, bench.head_dim, device=bench.device, dtype=bench.dtype) for _ in range(2))
     positions = torch.cat([torch.arange(count, device=bench.device, dtype=torch.int32) for count in counts])
     return PackedHeads(keys, values, positions, runs)
 
 
 def _queries(bench: Bench, batch: int, n: int) -> Tensor:
-    shape = batch, n, KV_HEADS * GROUP, HEAD_DIM
+    shape = batch, n, bench.kv_heads * bench.group, bench.head_dim
     return torch.randn(shape, device=bench.device, dtype=bench.dtype).transpose(1, 2)
 
 
 def _decode(bench: Bench, entries: int, batch: int) -> None:
-    heads, part = KV_HEADS * batch, f"decode, {entries} entries a head, batch {batch}"
-    nbytes = 2 * entries * heads * HEAD_DIM * bench.dtype.itemsize
+    heads, part = bench.kv_heads * batch, f"decode, {entries} entries a head, batch {batch}"
+    nbytes = 2 * entries * heads * bench.head_dim * bench.dtype.itemsize
     queries = _queries(bench, batch, 1)
 
     def ours(counts: Sequence[int]) -> Callable[[], Any]:
         packed = packed_heads(counts, bench)
-        return lambda: ragged_attention(queries, [packed], HEAD_DIM**-0.5)
+        return lambda: ragged_attention(queries, [packed], bench.head_dim**-0.5)
 
     def sdpa() -> Callable[[], Any]:
-        shape = batch, KV_HEADS, entries, HEAD_DIM
+        shape = batch, bench.kv_heads, entries, bench.head_dim
         keys, values = (torch.randn(shape, device=bench.device, dtype=bench.dtype) for _ in range(2))
         return lambda: F.scaled_dot_product_attention(queries, keys, values, enable_gqa=True)
 
     bench.run(part, "SDPA", sdpa, nbytes=nbytes)
     bench.run(part, "uniform", lambda: ours([entries] * heads), nbytes=nbytes, against="SDPA")
-    ragged = ragged_counts(entries, KV_HEADS) * batch
+    ragged = ragged_counts(entries, bench.kv_heads) * batch
     bench.run(part, "ragged", lambda: ours(ragged), nbytes=nbytes, against="uniform")
 
 
@@ -76,28 +73,30 @@ def _append(bench: Bench, entries: int) -> None:
     part = f"{n} new queries, {entries} entries a head"
     queries = _queries(bench, 1, n)
     at = torch.arange(entries - n, entries, device=bench.device)[None]
-    nbytes = 2 * entries * KV_HEADS * HEAD_DIM * bench.dtype.itemsize
+    nbytes = 2 * entries * bench.kv_heads * bench.head_dim * bench.dtype.itemsize
 
     def ours(counts: Sequence[int]) -> Callable[[], Any]:
         packed = packed_heads(counts, bench)
-        return lambda: ragged_attention(queries, [packed], HEAD_DIM**-0.5, at)
+        return lambda: ragged_attention(queries, [packed], bench.head_dim**-0.5, at)
 
     def sdpa() -> Callable[[], Any]:
-        shape = 1, KV_HEADS, entries, HEAD_DIM
+        shape = 1, bench.kv_heads, entries, bench.head_dim
         keys, values = (torch.randn(shape, device=bench.device, dtype=bench.dtype) for _ in range(2))
         mask = torch.arange(entries, device=bench.device) <= at[0][:, None]
         return lambda: F.scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=True)
 
     bench.run(part, "SDPA", sdpa, nbytes=nbytes)
-    bench.run(part, "uniform", lambda: ours([entries] * KV_HEADS), nbytes=nbytes, against="SDPA")
-    bench.run(part, "ragged", lambda: ours(ragged_counts(entries, KV_HEADS)), nbytes=nbytes, against="uniform")
+    bench.run(part, "uniform", lambda: ours([entries] * bench.kv_heads), nbytes=nbytes, against="SDPA")
+    bench.run(part, "ragged", lambda: ours(ragged_counts(entries, bench.kv_heads)), nbytes=nbytes, against="uniform")
 
 
 def _columns(bench: Bench, entries: int) -> None:
     part = f"columns of {entries} queries"
-    keys, values = (torch.randn(KV_HEADS, entries, HEAD_DIM, device=bench.device, dtype=bench.dtype) for _ in range(2))
+    keys, values = (
+        torch.randn(bench.kv_heads, entries, bench.head_dim, device=bench.device, dtype=bench.dtype) for _ in range(2)
+    )
     queries = _queries(bench, 1, entries)[0]
-    scaling = HEAD_DIM**-0.5
+    scaling = bench.head_dim**-0.5
     repeats = 5 if bench.on_gpu else 1
 
     def attention() -> Callable[[], Any]:
@@ -111,7 +110,7 @@ def _columns(bench: Bench, entries: int) -> None:
     for names, group in ((["sum"], "mean"), (["max"], "max"), (["sum", "max", "square"], "each")):
         what = f"{' and '.join(names)}, {group}"
         bench.run(part, what, lambda n=names, g=group: columns(n, g), against="attention itself", repeats=repeats)
-    window = min(64, entries)
+    window = min(64, entries // 2)
 
     def of_window() -> Callable[[], Any]:
         newest = queries[:, -window:]
@@ -123,15 +122,15 @@ def _columns(bench: Bench, entries: int) -> None:
 def _compaction(bench: Bench, entries: int) -> None:
     part = f"compaction of {entries} entries a head to a quarter"
     keep = entries // 4
-    shape = 1, entries, KV_HEADS, HEAD_DIM
+    shape = 1, entries, bench.kv_heads, bench.head_dim
     columns = {
         name: torch.randn(shape, device=bench.device, dtype=bench.dtype).transpose(1, 2) for name in ("keys", "values")
     }
-    columns["positions"] = torch.arange(entries, device=bench.device, dtype=torch.int32).expand(1, KV_HEADS, -1)
-    order = torch.rand(KV_HEADS, entries, device=bench.device).argsort(-1)[:, :keep].sort(-1).values.flatten()
-    counts = torch.full((1, KV_HEADS), keep, device=bench.device)
-    nbytes = 2 * KV_HEADS * keep * (2 * HEAD_DIM * bench.dtype.itemsize + 4)
-    rows = torch.arange(KV_HEADS, device=bench.device).repeat_interleave(keep)
+    columns["positions"] = torch.arange(entries, device=bench.device, dtype=torch.int32).expand(1, bench.kv_heads, -1)
+    order = torch.rand(bench.kv_heads, entries, device=bench.device).argsort(-1)[:, :keep].sort(-1).values.flatten()
+    counts = torch.full((1, bench.kv_heads), keep, device=bench.device)
+    nbytes = 2 * bench.kv_heads * keep * (2 * bench.head_dim * bench.dtype.itemsize + 4)
+    rows = torch.arange(bench.kv_heads, device=bench.device).repeat_interleave(keep)
 
     def gather() -> Callable[[], Any]:
         return lambda: [column[0][rows, order] for column in columns.values()]
@@ -142,10 +141,11 @@ def _compaction(bench: Bench, entries: int) -> None:
 
     def append() -> Callable[[], Any]:
         keys, values = (
-            torch.empty(KV_HEADS * (keep + 1), HEAD_DIM, device=bench.device, dtype=bench.dtype) for _ in range(2)
+            torch.empty(bench.kv_heads * (keep + 1), bench.head_dim, device=bench.device, dtype=bench.dtype)
+            for _ in range(2)
         )
         positions = torch.empty(len(keys), device=bench.device, dtype=torch.int32)
-        store = PackedHeads(keys, values, positions, [Run(0, KV_HEADS, 0, keep, keep + 1)])
+        store = PackedHeads(keys, values, positions, [Run(0, bench.kv_heads, 0, keep, keep + 1)])
         new = [columns[name][:, :, :1] for name in ("keys", "values")]
         at = torch.full((1, 1), entries, device=bench.device)
         return lambda: append_entries([store], *new, at)

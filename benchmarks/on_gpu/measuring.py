@@ -59,6 +59,21 @@ class Bench:
         return self.device.type == "cuda"
 
     @property
+    def kv_heads(self) -> int:
+        """Of Llama-3.1-8B and Qwen3-8B."""
+        return 8 if self.on_gpu else 2
+
+    @property
+    def group(self) -> int:
+        """Query heads of each, of the same models."""
+        return 4 if self.on_gpu else 2
+
+    @property
+    def head_dim(self) -> int:
+        """Of the same models."""
+        return 128 if self.on_gpu else 16
+
+    @property
     def dtype(self) -> torch.dtype:
         """What GPUs compute in; the interpreter does not multiply it."""
         return torch.bfloat16 if self.on_gpu else torch.float32

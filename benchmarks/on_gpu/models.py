@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 import keepset
+from keepset.hf.batch import go_together
 from keepset.hf.progress import Progress
 from keepset.hf.store import EntryStore
 from on_gpu.kernels import ragged_counts
@@ -56,12 +57,12 @@ KEEPS = (0.25, 0.1)
 def measure(bench: Bench, name: str, *, everything: bool) -> None:
     """Decoding, events and prefill of one shape; `everything` of the first, and of the others what differs."""
     model = _model(bench, name)
-    tokens = 32768 if bench.on_gpu else 320
-    for batch in (1, 8, 32) if bench.on_gpu else (1,):
+    tokens = 32768 if bench.on_gpu else 80
+    for batch in (1, 8, 32) if bench.on_gpu else (2,):
         _decoding(bench, name, model, tokens, batch)
     if everything:
         for recipe in EVENTS:
-            _event(bench, name, model, recipe, tokens // 4)
+            _event(bench, name, model, recipe, tokens // 4 if bench.on_gpu else tokens)
     lengths = (8192, 32768, 131072) if bench.on_gpu and everything else (tokens,)
     for length in lengths:
         recipes = PREFILL if length <= 32768 else PREFILL[:3]
@@ -111,11 +112,18 @@ def _decoding(bench: Bench, name: str, model: PreTrainedModel, tokens: int, batc
             cache.update(*(torch.randn(shape, device=bench.device, dtype=model.dtype) for _ in range(2)), layer)
         return step(cache)
 
-    def kept(keep: float, ragged: bool) -> Callable[[], Any]:
+    def one(keep: float, ragged: bool, rows: int) -> keepset.Cache:
         entries = int(keep * tokens)
         counts = ragged_counts(entries, heads) if ragged else [entries] * heads
         recipe = f"adakv(snapkv, keep={keep})" if ragged else f"snapkv(keep={keep})"
-        return step(filled(keepset.Cache(model, recipe), model, counts, tokens, batch))
+        return filled(keepset.Cache(model, recipe), model, counts, tokens, rows)
+
+    def kept(keep: float, ragged: bool) -> Callable[[], Any]:
+        return step(one(keep, ragged, batch))
+
+    def side_by_side(keep: float) -> Callable[[], Any]:
+        caches = [one(keep, True, 1) for _ in range(batch)]
+        return torch.no_grad()(lambda: go_together(model, caches, new))
 
     repeats = 20 if bench.on_gpu else 1
     figures = [bench.run(part, "full cache", full, nbytes=weights + tokens * batch * entry, repeats=repeats)]
@@ -125,6 +133,10 @@ def _decoding(bench: Bench, name: str, model: PreTrainedModel, tokens: int, batc
             what = f"keep {keep}, {'ragged' if ragged else 'uniform'}"
             make = lambda k=keep, r=ragged: kept(k, r)  # noqa: E731
             figures.append(bench.run(part, what, make, nbytes=nbytes, against="full cache", repeats=repeats))
+        if batch > 1:
+            what, ragged = f"keep {keep}, ragged, {batch} caches side by side", f"keep {keep}, ragged"
+            make = lambda k=keep: side_by_side(k)  # noqa: E731
+            figures.append(bench.run(part, what, make, nbytes=nbytes, against=ragged, repeats=repeats))
     for figure in figures:
         if figure.median:
             figure.extra["tokens per second"] = 1e3 * batch / figure.median
@@ -148,7 +160,7 @@ def filled(cache: keepset.Cache, model: PreTrainedModel, counts: list[int], toke
 
 def _event(bench: Bench, name: str, model: PreTrainedModel, recipe: str, keep: int) -> None:
     """What choosing and freeing takes while decoding, beside the tokens between two events."""
-    every = 256 if bench.on_gpu else 8
+    every = 256 if bench.on_gpu else 3
     part = f"{name}: an event at {keep} + {every} entries"
 
     def make() -> Callable[[], Any]:

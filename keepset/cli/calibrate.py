@@ -7,17 +7,16 @@ from typer import Option
 
 from keepset.cli.checks import check_tensor_file, check_whole
 from keepset.cli.console import counted, load, note, progress, say
-from keepset.cli.options import Device, Dtype, Force, Model
+from keepset.cli.options import Force, takes_model
 from keepset.errors import KeepsetError
-from keepset.models import context_length
+from keepset.models import Source, context_length
 from keepset.texts import read
 
 
+@takes_model
 def calibrate(
+    model: Source,
     out: Annotated[Path, Option(help="The file to write, such as stats.safetensors.")],
-    model: Model = None,
-    device: Device = None,
-    dtype: Dtype = None,
     text: Annotated[
         list[Path] | None,
         Option(metavar="<path>", help="A UTF-8 text file, as often as you like; essays if none."),
@@ -53,7 +52,7 @@ def calibrate(
     from keepset.offline.corpus import default_texts
 
     texts = own_texts or default_texts()
-    loaded, tokenizer = load(model, device, dtype)
+    loaded, tokenizer = load(model)
     longest = context_length(loaded)
     if longest is not None and length > longest:
         raise KeepsetError(f"--length {length} is more than the model's context of {longest}: use {longest} or less.")

@@ -12,9 +12,9 @@ from typer import Exit, Option
 from keepset.cli.checks import check_text, check_writable
 from keepset.cli.console import cell, counted, load, megabytes, note, output, progress, say, show, table, write
 from keepset.cli.numbers import parse_budgets
-from keepset.cli.options import Device, Dtype, Html, Json, Model, OneText, Recipes
+from keepset.cli.options import Html, Json, OneText, Recipes, takes_model
 from keepset.errors import KeepsetError
-from keepset.models import EMBEDDED, context_length
+from keepset.models import Source, context_length
 from keepset.texts import NEEDLE, Needle, essay, read
 
 if TYPE_CHECKING:
@@ -34,7 +34,9 @@ DECODING = "streaming_llm, random, knorm, tova, snapkv, expected_attention, pyra
 DECODING_KEEPS = "256,128"
 
 
+@takes_model
 def compare(
+    model: Source,
     recipes: Recipes = None,
     keeps: Annotated[
         str | None,
@@ -59,9 +61,6 @@ def compare(
     generate: Annotated[
         int | None, Option(help="With --decode: feed so many tokens that the full cache generated, not the text.")
     ] = None,
-    model: Model = None,
-    device: Device = None,
-    dtype: Dtype = None,
     as_json: Json = False,
     html: Html = None,
 ) -> None:
@@ -88,19 +87,20 @@ def compare(
     from keepset.bench.report.compare import render
 
     candidates = grid(parsed, budgets, (every or 64) if decode else None)
-    loaded, tokenizer = load(model, device, dtype)
+    loaded, tokenizer = load(model)
     longest = context_length(loaded)
     if generate is not None:
         check_fits(tokens, generate + ANSWER_TOKENS, longest)
     length = 1 if generate is not None else continuation or (1024 if decode else 64)
     task = make_text_task(tokenizer, source, tokens=tokens, continuation=length, needle=needle, longest=longest)
+    task = task.to(loaded.device)
     comparer: Comparer | None = None
     finished = False
     with suppress(KeyboardInterrupt), progress() as bar:
         if decode:
-            comparer, ids = _decoded(loaded, task, model or EMBEDDED, generate, bar)
+            comparer, ids = _decoded(loaded, task, model.called, generate, bar)
         else:
-            comparer, ids = _prefilled(loaded, tokenizer, task, model or EMBEDDED, candidates, bar), task.prompt
+            comparer, ids = _prefilled(loaded, tokenizer, task, model.called, candidates, bar), task.prompt
         advance = counted(bar, "recipes", len(candidates))
         for _ in comparer.run(candidates):
             advance()

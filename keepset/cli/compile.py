@@ -11,23 +11,22 @@ from typer import Option
 from keepset.cli.checks import check_tensor_file, check_whole, check_writable
 from keepset.cli.console import counted, load, note, progress, say, write
 from keepset.cli.numbers import parse_indices
-from keepset.cli.options import Device, Dtype, Force, Model
+from keepset.cli.options import Force, takes_model
 from keepset.errors import BudgetError, KeepsetError, RecipeError
-from keepset.models import context_length
+from keepset.models import Source, context_length
 
 if TYPE_CHECKING:
     from keepset.core.tables import Tables
     from keepset.offline.compile.compiler import Settings
 
 
+@takes_model
 def compile(
+    model: Source,
     out: Annotated[Path | None, Option(help="The file to write, such as tables.safetensors.")] = None,
     show: Annotated[
         Path | None, Option(metavar="<path>", help="Print what a file of tables says, and compile nothing.")
     ] = None,
-    model: Model = None,
-    device: Device = None,
-    dtype: Dtype = None,
     corpus: Annotated[
         list[Path] | None,
         Option(
@@ -82,7 +81,7 @@ def compile(
         check_whole(2**31, contexts=(contexts, 1), tokens=(tokens, 2), continuation=(continuation, 2), seed=(seed, 0))
         learned: dict[str, Any] = {"weights": _weights(weights), "reward": reward, "gate": gate}
         settings = _settings(keep, recipe, contexts, tokens, continuation, seed, **learned)
-        tables = _compiled(model, device, dtype, corpus or [], settings, log)
+        tables = _compiled(model, corpus or [], settings, log)
         save(tables, out)
         lines = [f"{out}:", *describe_tables(tables)]
     say("\n".join(lines), soft_wrap=True)
@@ -115,16 +114,14 @@ def _settings(
     return Settings(parsed.method, tuple(budgets), contexts, tokens, continuation, seed, **learned)
 
 
-def _compiled(
-    model: str | None, device: str | None, dtype: str | None, files: list[Path], settings: Settings, log: Path | None
-) -> Tables:
+def _compiled(model: Source, files: list[Path], settings: Settings, log: Path | None) -> Tables:
     from keepset.offline.compile.compiler import POOL, compile_tables
     from keepset.offline.compile.corpus import ContextPool, read_texts
     from keepset.offline.corpus import default_texts
 
     tokens, continuation, contexts = settings.tokens, settings.continuation, settings.contexts
     texts = read_texts(files) if files else default_texts()
-    loaded, tokenizer = load(model, device, dtype)
+    loaded, tokenizer = load(model)
     longest = context_length(loaded)
     if longest is not None and tokens + continuation > longest:
         raise KeepsetError(

@@ -109,12 +109,10 @@ def counted(bar: Progress, description: str, total: int, completed: int = 0) -> 
     return partial(bar.advance, bar.add_task(description, total=total, completed=completed))
 
 
-def load(
-    name: str | None, device: str | None = None, dtype: str | None = None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model of that name, see `models.load`; how far it has come is shown on a terminal only."""
+def load(source: models.Source) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """That model, see `models.load`; how far it has come is shown on a terminal only."""
     with status("loading the model"), nullcontext() if stderr().is_terminal else models.no_progress_bars():
-        return models.load(name, device, dtype)
+        return models.load(*source)
 
 
 def sanitize(text: str) -> str:

@@ -16,27 +16,26 @@ from keepset.cli.options import (
     Force,
     GenerationRecipe,
     MaxNewTokens,
-    Model,
     SamplingSeed,
     Temperature,
     group,
+    takes_model,
 )
 from keepset.cli.streaming import Sampling, generate_streamed
 from keepset.errors import KeepsetError
-from keepset.models import EMBEDDED
+from keepset.models import EMBEDDED, Source
 from keepset.texts import chat_parts, read
 
 context = group("context", "Compress a text once and ask about it many times.")
 
 
 @context.command()
+@takes_model
 def build(
+    model: Source,
     text: Annotated[Path, Option(help="A UTF-8 text file.")],
     out: Annotated[Path, Option(help="The file to write, such as report.safetensors.")],
     recipe: GenerationRecipe = "reread(keep=0.25)",
-    model: Model = None,
-    device: Device = None,
-    dtype: Dtype = None,
     force: Force = False,
 ) -> None:
     """Run a model over a text, compress what it caches, and write that to a file.
@@ -53,7 +52,7 @@ def build(
 
     from keepset.hf.cache import Cache
 
-    loaded, tokenizer = load(model, device, dtype)
+    loaded, tokenizer = load(model)
     prompt, _ = chat_parts(tokenizer, content, "")
     ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt", verbose=False)["input_ids"]
     check_fits_context(loaded, ids.shape[1])
@@ -63,7 +62,7 @@ def build(
         loaded(ids.to(loaded.device), past_key_values=cache, logits_to_keep=1)
     seconds = time.perf_counter() - start
     # A folder is found again from wherever the question is asked.
-    name = EMBEDDED if model is None else str(Path(model).resolve()) if Path(model).is_dir() else model
+    name = str(Path(model.name).resolve()) if model.name and Path(model.name).is_dir() else model.called
     cache.save(out, model_name=name)
     kept = "nothing dropped yet"
     if cache.events:
@@ -99,7 +98,7 @@ def ask(
     name = header.model if model is None else model
     if model is None and name != EMBEDDED and (not name or Path(name).is_absolute()) and not Path(name).is_dir():
         raise KeepsetError(f"{str(file)!r} is of the model {name!r}, which is not there: say with --model where it is.")
-    loaded, tokenizer = load(None if name == EMBEDDED else name, device, dtype)
+    loaded, tokenizer = load(Source(None if name == EMBEDDED else name, device, dtype))
     _, rest = chat_parts(tokenizer, "", question)
     ids = tokenizer(rest, add_special_tokens=False, return_tensors="pt")["input_ids"].to(loaded.device)
     check_fits_context(loaded, header.tokens + ids.shape[1], sampling.tokens)

@@ -6,9 +6,9 @@ from typing import Annotated, Any
 from typer import Option
 
 from keepset.cli.console import counted, load, output, progress, say, show, table
-from keepset.cli.options import Device, Dtype, Json, Model, OneText, group
+from keepset.cli.options import Json, OneText, group, takes_model
 from keepset.errors import KeepsetError, RecipeError
-from keepset.models import EMBEDDED, context_length
+from keepset.models import Source, context_length
 from keepset.texts import essay, read
 
 FIGURES = ("overlap", "usage", "needed", "correlation")
@@ -17,13 +17,12 @@ diagnose = group("diagnose", "Check what a method supposes.")
 
 
 @diagnose.command()
+@takes_model
 def gvote(
+    model: Source,
     recipe: Annotated[str, Option(help="gvote with its parameters, such as 'gvote(future=1)'.")] = "gvote",
     text: OneText = None,
     tokens: Annotated[int, Option(help="Tokens of the text to use at most.")] = 1024,
-    model: Model = None,
-    device: Device = None,
-    dtype: Dtype = None,
     as_json: Json = False,
 ) -> None:
     """Compare the attention of gvote's synthetic queries with that of the next query.
@@ -47,8 +46,8 @@ def gvote(
     from keepset.bench.analysis.synthetic import next_query
     from keepset.bench.papers.published import published
 
-    loaded, tokenizer = load(model, device, dtype)
-    ids = tokenizer(source, return_tensors="pt", verbose=False)["input_ids"][:, :tokens]
+    loaded, tokenizer = load(model)
+    ids = tokenizer(source, return_tensors="pt", verbose=False)["input_ids"][:, :tokens].to(loaded.device)
     longest = context_length(loaded)
     if longest is not None and ids.shape[1] > longest:
         raise KeepsetError(f"--tokens {tokens} is more than the model's context of {longest}: use {longest} or less.")
@@ -61,7 +60,7 @@ def gvote(
         for layer, each in agreements.items()
     ]
     result = {
-        "model": model or EMBEDDED,
+        "model": model.called,
         "recipe": str(parsed),
         "tokens": ids.shape[1],
         "layers": rows,

@@ -11,7 +11,7 @@ from typer import Argument, Exit, Option
 from keepset.cli.checks import check_writable
 from keepset.cli.console import note, output
 from keepset.cli.numbers import parse_budgets, parse_whole
-from keepset.cli.options import Device, Dtype, Json, Model, Recipes, Temperature
+from keepset.cli.options import Json, Recipes, Temperature, takes_model
 from keepset.cli.results import print_summary
 from keepset.cli.streaming import Sampling
 from keepset.cli.sweep import Asking, check_ray, say_lost, sweep_grid
@@ -30,7 +30,9 @@ DECODING_KEEPS = "256,128"
 _EVERY = 64
 
 
+@takes_model
 def evaluate(
+    model: Source,
     tasks: Annotated[
         list[str],
         Argument(
@@ -85,9 +87,6 @@ def evaluate(
             "say it.",
         ),
     ] = "0,0",
-    model: Model = None,
-    device: Device = None,
-    dtype: Dtype = None,
     out: Annotated[Path, Option(help="The sweep's file: begun, or gone on with.")] = Path("sweep.sqlite"),
     no_baselines: Annotated[
         bool, Option("--no-baselines", help="Do not add random and streaming_llm under the same budgets.")
@@ -124,7 +123,7 @@ def evaluate(
     candidates = {task.name: _candidates(task, recipes, keeps, each, stay, not no_baselines) for task in chosen}
     grid = Grid(chosen, numbers, candidates, limit, None if sample is None else _sample(sample))
     asking = Asking(checked_mode(mode), not no_chat, temperature, answer_tokens)
-    swept = sweep_grid(out, grid, Source(model, device, dtype), asking, ray)
+    swept = sweep_grid(out, grid, model, asking, ray)
     failed = _show(swept.cells, out, as_json)
     say_lost(swept.lost)
     if failed or swept.lost:

@@ -7,21 +7,21 @@ from typer import Argument, Option
 
 from keepset.cli.checks import check_fits_context, check_text
 from keepset.cli.console import load, say
-from keepset.cli.options import Device, Dtype, GenerationRecipe, MaxNewTokens, Model, SamplingSeed, Temperature
+from keepset.cli.options import GenerationRecipe, MaxNewTokens, SamplingSeed, Temperature, takes_model
 from keepset.cli.streaming import Sampling, generate_streamed
+from keepset.models import Source
 from keepset.texts import chat_parts, read
 
 
+@takes_model
 def generate(
+    model: Source,
     prompt: Annotated[str, Argument(help="What to say to the model.")],
     recipe: GenerationRecipe = "glance(keep=0.25)",
     text: Annotated[Path | None, Option(help="A UTF-8 text file that goes before the prompt.")] = None,
     question: Annotated[
         str | None, Option(help="What will be asked: methods with a second pass keep what it looks at.")
     ] = None,
-    model: Model = None,
-    device: Device = None,
-    dtype: Dtype = None,
     max_new_tokens: MaxNewTokens = 200,
     temperature: Temperature = 0.0,
     seed: SamplingSeed = 0,
@@ -40,8 +40,9 @@ def generate(
 
     from keepset.hf.cache import Cache
 
-    loaded, tokenizer = load(model, device, dtype)
+    loaded, tokenizer = load(model)
     inputs = tokenizer("".join(chat_parts(tokenizer, before, prompt)), add_special_tokens=False, return_tensors="pt")
+    inputs = inputs.to(loaded.device)
     length = inputs["input_ids"].shape[1]
     check_fits_context(loaded, length, sampling.tokens)
     task = None if question is None else tokenizer(question, add_special_tokens=False, return_tensors="pt").input_ids

@@ -10,13 +10,15 @@ from typer import Exit, Option
 from keepset.bench.report.page import assemble
 from keepset.cli.checks import check_fits_context, check_writable
 from keepset.cli.console import counted, load, megabytes, note, progress, sanitize, say, show, table, write
-from keepset.cli.options import Device, Dtype, JsonFile, Model, PlotsHtml
+from keepset.cli.options import JsonFile, PlotsHtml, takes_model
 from keepset.errors import KeepsetError
-from keepset.models import EMBEDDED
+from keepset.models import Source
 from keepset.texts import essay, read
 
 
+@takes_model
 def latency(
+    model: Source,
     recipes: Annotated[str, Option(help="Recipes with their budgets, separated by commas.")] = (
         "snapkv(keep=0.25), adakv(snapkv, keep=0.25)"
     ),
@@ -24,9 +26,6 @@ def latency(
     output_tokens: Annotated[int, Option(help="Tokens to generate.")] = 64,
     rounds: Annotated[int, Option(help="How often each is measured, in turns.")] = 3,
     text: Annotated[Path | None, Option(help="A UTF-8 text file for the prompts; essays if none is given.")] = None,
-    model: Model = None,
-    device: Device = None,
-    dtype: Dtype = None,
     json_file: JsonFile = None,
     html: PlotsHtml = None,
 ) -> None:
@@ -47,7 +46,7 @@ def latency(
     from keepset.bench.latency import latency as measure
     from keepset.offline.corpus import default_texts
 
-    loaded, tokenizer = load(model, device, dtype)
+    loaded, tokenizer = load(model)
     check_fits_context(loaded, max(lengths), output_tokens)
     whole = "\n\n".join([essay(), *default_texts()]) if text is None else read(text)
     ids = tokenizer(whole, return_tensors="pt", verbose=False)["input_ids"].to(loaded.device)
@@ -62,7 +61,7 @@ def latency(
             advance()
         finished = True
     result = {
-        "model": model or EMBEDDED,
+        "model": model.called,
         "device": str(loaded.device),
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "rounds": rounds,

@@ -1,16 +1,22 @@
 """Options that several commands have, and groups of commands."""
 
+import inspect
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer import Option
+
+from keepset.models import Source
 
 Model = Annotated[str | None, Option(help="A folder or a hub name; a small embedded model if none.")]
 Device = Annotated[
     str | None,
     Option(
-        help="Such as cuda, cuda:1 or cpu; auto spreads the model over all GPUs. The GPU if none, where there is one."
+        help="Such as cuda, cuda:1 or cpu; auto is accelerate's device map, over all GPUs and what they cannot hold on "
+        "the CPU. The GPU if none, where there is one."
     ),
 ]
 Dtype = Annotated[str | None, Option(help="float32, bfloat16 or float16; as the model is stored if none.")]
@@ -25,6 +31,24 @@ Force = Annotated[bool, Option("--force", help="Replace the file if it exists.")
 MaxNewTokens = Annotated[int, Option(help="Tokens to generate at most.")]
 Temperature = Annotated[float, Option(help="0 for greedy decoding.")]
 SamplingSeed = Annotated[int, Option(help="For sampling.")]
+
+
+def takes_model(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with --model, --device and --dtype after all others, which are its parameter `model`."""
+    signature = inspect.signature(command, eval_str=True)
+    options = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+        for name, kind in (("model", Model), ("device", Device), ("dtype", Dtype))
+    ]
+    own = [parameter for parameter in signature.parameters.values() if parameter.name != "model"]
+
+    @wraps(command)
+    def called(model: str | None = None, device: str | None = None, dtype: str | None = None, **others: Any) -> None:
+        command(model=Source(model, device, dtype), **others)
+
+    called.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+    called.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *options)}
+    return called
 
 
 def group(name: str, about: str) -> typer.Typer:

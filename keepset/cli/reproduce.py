@@ -118,7 +118,7 @@ def _run(entry: Entry, source: Source, options: Options, out: Path, ray: bool) -
         else:
             note(f"{part.takes}, unless options say otherwise")
             with status(entry.title):
-                rows += part.measure(*load(*source), options)
+                rows += part.measure(*load(source), options)
     return rows, lost
 
 

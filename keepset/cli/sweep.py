@@ -91,7 +91,7 @@ def sweep_grid(
             if same and grid.is_done(store):
                 return Swept(grid.of(store.cells()), ())
     # With Ray it is the workers' GPUs that compute.
-    loaded, tokenizer = load(*(source._replace(device="cpu") if ray else source))
+    loaded, tokenizer = load(source._replace(device="cpu") if ray else source)
     chat = asking.chat and tokenizer.chat_template is not None
     runner: dict[str, Any] = {"mode": asking.mode, "chat": chat, "temperature": asking.temperature}
     runner |= {"alone": True} if asking.alone else {}

@@ -10,17 +10,19 @@ from typer import Argument, Exit, Option
 from keepset.cli.checks import check_fits_context, check_text, check_writable
 from keepset.cli.console import counted, load, note, output, progress, say, show, table, write
 from keepset.cli.numbers import parse_indices
-from keepset.cli.options import Device, Dtype, Model, SamplingSeed, Temperature
+from keepset.cli.options import SamplingSeed, Temperature, takes_model
 from keepset.cli.streaming import Sampling
 from keepset.errors import KeepsetError
-from keepset.models import EMBEDDED
+from keepset.models import Source
 from keepset.texts import chat_parts, read
 
 RECIPE = "ams(tova, window=32, keep=256, every=128)"
 REASON = "Please reason step by step, and put your final answer within \\boxed{}."
 
 
+@takes_model
 def trace(
+    model: Source,
     prompt: Annotated[str | None, Argument(help="What to say to the model.")] = None,
     recipe: Annotated[str, Option(help="What to keep, and after how many tokens again.")] = RECIPE,
     baseline: Annotated[str | None, Option(help="A second recipe to compare with.")] = None,
@@ -38,9 +40,6 @@ def trace(
     layers: Annotated[
         str | None, Option(help="Layers on the page, separated by commas, or all; three of them if not given.")
     ] = None,
-    model: Model = None,
-    device: Device = None,
-    dtype: Dtype = None,
     as_json: Annotated[bool, Option("--json", help="Print JSON instead of tables.")] = False,
     html: Annotated[Path | None, Option(help="Write a page to look through the events.")] = None,
 ) -> None:
@@ -72,8 +71,8 @@ def trace(
     from keepset.bench.analysis.trace_figures import figures
     from keepset.bench.report.trace import render
 
-    loaded, tokenizer = load(model, device, dtype)
-    ids = torch.tensor([_encoded(tokenizer, before, prompt if problem is None else f"{problem}\n{REASON}")])
+    loaded, tokenizer = load(model)
+    ids = _encoded(tokenizer, before, prompt if problem is None else f"{problem}\n{REASON}").to(loaded.device)
     check_fits_context(loaded, ids.shape[1], sampling.tokens)
     tracers = [Tracer(loaded, each) for each in recipes]
     compressed = list(tracers[0].layers)
@@ -96,7 +95,7 @@ def trace(
         {**figures(each, region), "text": str(tokenizer.decode(each.ids[each.prompt :], skip_special_tokens=True))}
         for each in traces
     ]
-    result = {"model": model or EMBEDDED, "forced": forced, "runs": runs}
+    result = {"model": model.called, "forced": forced, "runs": runs}
     output(result, as_json, lambda: _print(runs))
     tokens_of = [[str(tokenizer.decode([token])) for token in each.ids.tolist()] for each in traces]
     write(html, lambda: render(result, traces, tokens_of, shown))
@@ -105,12 +104,12 @@ def trace(
         raise Exit(130)
 
 
-def _encoded(tokenizer: Any, before: str, question: str | None) -> list[int]:
-    """A user's message, or a bare text where nothing is asked."""
+def _encoded(tokenizer: Any, before: str, question: str | None) -> Any:
+    """A user's message, or a bare text where nothing is asked, `[1, tokens]`."""
     if question is None:
-        return tokenizer(before, verbose=False)["input_ids"]
+        return tokenizer(before, return_tensors="pt", verbose=False)["input_ids"]
     message = "".join(chat_parts(tokenizer, before, question))
-    return tokenizer(message, add_special_tokens=False, verbose=False)["input_ids"]
+    return tokenizer(message, add_special_tokens=False, return_tensors="pt", verbose=False)["input_ids"]
 
 
 def _print(runs: Sequence[dict[str, Any]]) -> None:

@@ -10,13 +10,15 @@ from keepset.bench.report.page import assemble
 from keepset.cli.checks import check_whole, check_writable
 from keepset.cli.console import cell, load, note, output, progress, sanitize, say, show, table, write
 from keepset.cli.numbers import parse_budgets
-from keepset.cli.options import Device, Dtype, Html, Json, Model
+from keepset.cli.options import Html, Json, takes_model
 from keepset.errors import BudgetError, KeepsetError
-from keepset.models import EMBEDDED, context_length
+from keepset.models import Source, context_length
 from keepset.texts import read
 
 
+@takes_model
 def tune(
+    model: Source,
     text: Annotated[
         list[Path],
         Option(metavar="<path>", help="A UTF-8 text file like those that you use; as often as you like."),
@@ -25,9 +27,6 @@ def tune(
     retrieval: Annotated[
         bool, Option("--retrieval", help="Hide facts in the text, ask for them after compression, rank by them first.")
     ] = False,
-    model: Model = None,
-    device: Device = None,
-    dtype: Dtype = None,
     seed: Annotated[int, Option(help="Of the order of the text's pieces and of the facts.")] = 0,
     as_json: Json = False,
     html: Html = None,
@@ -51,7 +50,7 @@ def tune(
     from keepset.bench.tune.pieces import cut
     from keepset.bench.tune.tune import Tuner
 
-    loaded, tokenizer = load(model, device, dtype)
+    loaded, tokenizer = load(model)
     pieces = cut(tokenizer, sources, retrieval=retrieval, longest=context_length(loaded), seed=seed)
     finished = False
     with progress() as bar:
@@ -61,7 +60,7 @@ def tune(
             description = f"round {race.round} of {race.rounds}: {len(race.alive)} recipes"
             bar.update(task, description=description, completed=race.done, total=race.planned)
 
-        tuner = Tuner(loaded, tokenizer, pieces, budgets[0], model or EMBEDDED, show_progress)
+        tuner = Tuner(loaded, tokenizer, pieces, budgets[0], model.called, show_progress)
         task = bar.add_task("", total=tuner.race.planned)
         show_progress()
         with suppress(KeyboardInterrupt):

@@ -36,6 +36,7 @@ class LayerKeepSet:
         state: the method's own numbers for every entry of the observation, `[batch, kv_heads, entries]`, which move
             with those that stay: the next observation has them.
         sizes: the counts once more, head after head and request after request, where the host knows them.
+        values: of every kept entry, where they are not those that it had.
     """
 
     layer: int
@@ -45,6 +46,7 @@ class LayerKeepSet:
     entry_bytes: int
     state: Mapping[str, Tensor] = field(default_factory=dict)
     sizes: list[int] | None = None
+    values: Float[Tensor, "kept value_dim"] | None = None
 
     @classmethod
     def from_mask(
@@ -72,7 +74,7 @@ class LayerKeepSet:
 
     def settled(self) -> LayerKeepSet:
         """The same for the records, once a runtime has executed it: four bytes an entry, indices into the text."""
-        return replace(self, indices=self.packed_positions, state={})
+        return replace(self, indices=self.packed_positions, state={}, values=None)
 
     @property
     def cu_seqlens(self) -> Int[Tensor, " heads_plus_1"]:

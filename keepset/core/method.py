@@ -60,6 +60,7 @@ class Method(ABC):
         across_layers: whether it chooses for all layers together, once the last one has been observed.
         needs_budget: whether a recipe must say how much to keep.
         counts_from_data: whether how many entries a layer keeps depends on more than lengths and budget.
+        rewrites: whether it changes what stays, too; then it is the last step of a recipe.
 
     Raises:
         RecipeError: when it is made, of a parameter that is out of its range.
@@ -72,6 +73,7 @@ class Method(ABC):
     across_layers: ClassVar[bool] = False
     needs_budget: ClassVar[bool] = True
     counts_from_data: ClassVar[bool] = False
+    rewrites: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         kinds = _kinds(type(self))
@@ -248,6 +250,16 @@ class Allocator(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for inner in self.inner():
+            if inner.rewrites:
+                raise RecipeError(
+                    f"{inner.name} changes what stays, so it is a recipe's last step: write {inner.name}(...) around "
+                    f"{self.name}(...), or leave one of them out."
+                )
+        self.check_scorer()
+
+    def check_scorer(self) -> None:
+        """Raises RecipeError of a method inside whose budget cannot be divided."""
         if isinstance(self.scorer, Allocator) and self.scorer.across_layers and not self.across_layers:
             outer = self.scorer.name
             raise RecipeError(

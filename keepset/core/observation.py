@@ -128,6 +128,11 @@ class Observation:
         """Bytes of one entry's key and value in one KV head."""
         return self.keys.shape[-1] * self.keys.element_size() + self.values.shape[-1] * self.values.element_size()
 
+    @property
+    def bias(self) -> Scores | None:
+        """What attention adds to the logits of each entry, where an event before has told it to (`match`)."""
+        return self.state.get(BIAS)
+
     def newest_queries(self, window: int) -> tuple[Queries, Int[Tensor, "batch n"]]:
         """The newest queries.
 
@@ -162,6 +167,8 @@ class Observation:
         batch, kv_heads, entries, head_dim = self.keys.shape
         folded = (queries * self.scaling).reshape(batch, kv_heads, -1, head_dim)
         logits = (folded @ self.keys.transpose(-1, -2)).float().view(batch, kv_heads, -1, queries.shape[2], entries)
+        if self.bias is not None:
+            logits += self.bias[:, :, None, None]
         visible = self.valid[:, :, None, first:] & (self.positions[:, :, None, first:] <= at[:, None, :, None])
         attention = masked_softmax(logits, visible[:, :, None])
         return attention.view(batch, -1, queries.shape[2], entries)
@@ -196,7 +203,8 @@ class Observation:
         everything = self.by_query_group(queries), self.keys, self.positions, self.valid
         grouped, keys, positions, valid = (part.flatten(0, 1) for part in everything)
         last = last_visible[:, None].expand(-1, self.keys.shape[1], -1).flatten(0, 1)
-        sums = received_attention(grouped, keys, positions, last, self.scaling, valid, largest)
+        bias = None if self.bias is None else self.bias.flatten(0, 1)
+        sums = received_attention(grouped, keys, positions, last, self.scaling, valid, largest, bias)
         return sums.unflatten(0, self.keys.shape[:2])
 
     def by_query_group(
@@ -237,3 +245,7 @@ class Observation:
         """
         kept = LayerKeepSet.from_mask(self.layer, mask & self.valid, self.positions, self.entry_bytes, self.state)
         return KeepSet([kept])
+
+
+BIAS = "bias"
+"""The one number per entry that attention looks at too, among those that methods remember: added to its logits."""

@@ -108,6 +108,8 @@ class KeepLayer(LogicalLayer):
         """Stores exactly these entries of the observed ones, and the tokens after them that nobody looked at."""
         columns = {"keys": observation.keys, "values": observation.values, "positions": observation.positions.int()}
         self.store = EntryStore.pack({**columns, **kept.state}, kept.indices, kept.counts, kept.sizes)
+        if kept.values is not None:
+            self.store.replace_values(kept.values)
         if self._beyond is not None:
             self.store.append(self._beyond.key, self._beyond.value, self._beyond.positions, self._beyond.valid)
             self._beyond = None

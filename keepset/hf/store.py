@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from keepset.core.observation import BIAS
 from keepset.kernels.compaction import append_entries, pack_entries
 from keepset.kernels.packed import PackedHeads, Run, runs_of
 
@@ -86,6 +87,11 @@ class EntryStore:
     def counts(self) -> list[int]:
         """Entries of every head, request after request."""
         return [run.count for run in self._runs for _ in range(run.heads)]
+
+    def replace_values(self, values: Float[Tensor, "entries value_dim"]) -> None:
+        """Gives every entry another value; there must be no free places."""
+        self._columns["values"] = values.to(self._columns["values"].dtype)
+        self._set_runs(self._runs)
 
     def append(
         self,
@@ -185,7 +191,7 @@ class EntryStore:
         """Heads lie elsewhere now."""
         self._runs = runs
         keys, values, positions = (self._columns[name] for name in _ENTRIES)
-        self.heads = PackedHeads(keys, values, positions, runs)
+        self.heads = PackedHeads(keys, values, positions, runs, self._columns.get(BIAS))
 
     def _count(self, n: int) -> None:
         """There are so many entries more in every head."""

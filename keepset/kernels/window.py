@@ -19,6 +19,7 @@ def received_attention(
     scaling: float,
     valid: Bool[Tensor, "heads entries"] | None = None,
     largest: bool = False,
+    bias: Float[Tensor, "heads entries"] | None = None,
 ) -> Float[Tensor, "heads _ entries"]:
     """Attention of some queries over their KV head's entries, summed over the queries, in float32.
 
@@ -31,6 +32,7 @@ def received_attention(
         scaling: of the logits.
         valid: which entries exist; all do, unless said otherwise.
         largest: of the logits of a group the largest counts, as if its heads were one.
+        bias: added to the logits of an entry.
 
     Returns:
         For every query head of a group, or for one where `largest` says so.
@@ -52,6 +54,8 @@ def received_attention(
         facing = keys[part].float().transpose(1, 2)
         for chosen, seen in zip(few.split(rows, 2), visible.split(rows, 1), strict=True):
             logits = (chosen.flatten(1, 2) @ facing).unflatten(1, (group, -1))
+            if bias is not None:
+                logits += bias[part, None, None]
             if largest:
                 logits = logits.amax(1, keepdim=True)
             sums[part] += masked_softmax(logits, seen[:, None]).sum(2)
@@ -80,7 +84,8 @@ def add_received(
     for run in packed.runs:
         heads = slice(run.first, run.first + run.heads)
         keys, positions = run.view(packed.keys), run.view(packed.positions)
-        sums = received_attention(grouped[heads], keys, positions, last[heads], scaling, largest=largest)
+        bias = None if packed.bias is None else run.view(packed.bias)
+        sums = received_attention(grouped[heads], keys, positions, last[heads], scaling, None, largest, bias)
         run.view(column).add_(sums.mean(1))
 
 

@@ -13,6 +13,11 @@ def one_table(recipe: Recipe) -> bool:
     return recipe.method.fixed_total and recipe.method.equal_layers
 
 
+def table_per_head(recipe: Recipe) -> bool:
+    """Whether heads may keep different numbers of entries, so that each has a table of its own."""
+    return not (recipe.method.fixed_total and recipe.method.equal_heads)
+
+
 def group_leader(recipe: Recipe, layer: int, layers: tuple[int, ...]) -> int:
     """The first of the layers whose table this layer shares."""
     if one_table(recipe):

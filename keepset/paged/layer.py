@@ -164,6 +164,8 @@ class PagedLayer:
             return
         slots = subpages.reshape(-1).index_select(0, heads * subpages.shape[-1] + rank // size) * size + rank % size
         keys, values = (column.flatten(0, 2).index_select(0, index) for column in (entries.keys, entries.values))
+        if kept.values is not None:
+            values[: len(kept.values)] = kept.values  # what came after the event follows
         reached.pages.write(keys, values, slots)
         if self._positions is None:
             self._positions = torch.zeros(reached.pages.slots, dtype=torch.int32, device=slots.device)

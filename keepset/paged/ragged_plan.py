@@ -33,7 +33,7 @@ class RaggedPlanner:
             batch.block_table[: len(requests)],
             batch.tensor([request.before for request in requests]),
             batch.tensor([request.after for request in requests]),
-            batch.query_start_loc[: len(requests) + 1].long().to(batch.block_table.device),
+            batch.upload(batch.query_start_loc[: len(requests) + 1].long()),
             compressed,
             bool(groups),
             all(request.end_query - request.first_query == 1 for request in requests),

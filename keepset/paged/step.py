@@ -58,7 +58,12 @@ class StepBatch:
 
     def tensor(self, values: Sequence[Any]) -> Tensor:
         """Numbers on the batch's device."""
-        return torch.tensor(values, device=self.block_table.device)
+        return self.upload(torch.tensor(values))
+
+    def upload(self, values: Tensor) -> Tensor:
+        """A tensor of the host on the batch's device; a GPU copies what is pinned without being waited for."""
+        device = self.block_table.device
+        return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)

@@ -16,30 +16,67 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from keepset.errors import UnsupportedEngineError
+from keepset.paged.grouping import table_per_head
+from keepset.recipe import Recipe
 from keepset.vllm.attention import KeepImpl, TritonMixin
 from keepset.vllm.cpu import CPUMixin
 from keepset.vllm.engine_context import activate, active
 from keepset.vllm.metadata import KeepBuilder
 from keepset.vllm.settings import recipe_of
 
-_LAYERS: dict[str, type[KeepImpl]] = {"CPU_ATTN": CPUMixin, "FLASH_ATTN": KeepImpl, "TRITON_ATTN": TritonMixin}
+_LAYERS: dict[str, type[KeepImpl]] = {
+    "FLASH_ATTN": KeepImpl,
+    "FLASHINFER": KeepImpl,
+    "TRITON_ATTN": TritonMixin,
+    "CPU_ATTN": CPUMixin,
+}
 """What is added to the layers of the backends that keepset knows."""
+_EQUAL_HEADS = ("FLASHINFER",)
+"""Those that plan once a step for all layers, which would be once for each where heads have tables of their own."""
+
+
+def _serves(backend: str, recipe: Recipe) -> bool:
+    return backend in _LAYERS and not (backend in _EQUAL_HEADS and table_per_head(recipe))
 
 
 class KeepBackend(AttentionBackend):
-    """Chooses between keepset's classes and vLLM's own."""
+    """Chooses between keepset's classes and vLLM's own.
 
+    A recipe that is silently ignored would be worse than an engine that does not start.
+    """
+
+    registered: ClassVar[str]
     plain: ClassVar[type[AttentionBackend]]
-    impl: ClassVar[type[Any]]
-    builder: ClassVar[type[Any]]
+    impl: ClassVar[type[Any] | None]
+    builder: ClassVar[type[Any] | None]
+    supports_kv_cache_update_bypass = False  # of vLLM 0.33: the model itself would write to the cache
+
+    @classmethod
+    def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
+        """vLLM passes over what cannot serve the recipe; one that was asked for by name says itself why not."""
+        reasons = super().validate_configuration(*args, **kwargs)
+        config = get_current_vllm_config_or_none()
+        recipe = recipe_of(config)
+        if config is None or recipe is None or config.attention_config.backend is not None:
+            return reasons
+        return reasons if _serves(cls.registered, recipe) else [*reasons, "keepset does not serve the recipe with it"]
 
     @classmethod
     def get_impl_cls(cls) -> type[Any]:  # type: ignore[override]
-        return cls.plain.get_impl_cls() if activate() is None else cls.impl
+        context = activate()  # says first what else cannot be served
+        if context is None:
+            return cls.plain.get_impl_cls()
+        if cls.impl is None or not _serves(cls.registered, context.recipe):
+            others = ", ".join(name for name in _LAYERS if name != "CPU_ATTN" and _serves(name, context.recipe))
+            raise UnsupportedEngineError(
+                f"keepset cannot serve {context.recipe}: this engine chose the attention backend {cls.registered}; "
+                f"choose one of {others} (--attention-backend) or, on CPUs, CPU_ATTN."
+            )
+        return cls.impl
 
     @classmethod
     def get_builder_cls(cls) -> type[Any]:  # type: ignore[override]
-        return cls.plain.get_builder_cls() if active() is None else cls.builder
+        return cls.plain.get_builder_cls() if active() is None or cls.builder is None else cls.builder
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
@@ -57,37 +94,7 @@ class KeepBackend(AttentionBackend):
         """Where heads have tables of their own, each head's page of a block must be a block of its own."""
         layouts = super().supported_kv_cache_layouts()
         context = active()
-        if context is None or (context.recipe.method.fixed_total and context.recipe.method.equal_heads):
-            return layouts
-        return (KVCacheLayout.LBHNC,)
-
-
-class UnservedBackend(AttentionBackend):
-    """vLLM's own backend, under which a recipe cannot be executed.
-
-    A recipe that is silently ignored would be worse than an engine that does not start.
-    """
-
-    plain: ClassVar[type[AttentionBackend]]
-
-    @classmethod
-    def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
-        """With a recipe vLLM passes it over; one that was asked for by name says itself why it cannot serve."""
-        reasons = super().validate_configuration(*args, **kwargs)
-        config = get_current_vllm_config_or_none()
-        if config is None or recipe_of(config) is None or config.attention_config.backend is not None:
-            return reasons
-        return [*reasons, "keepset does not compress under it"]
-
-    @classmethod
-    def get_impl_cls(cls) -> type[Any]:  # type: ignore[override]
-        context = activate()  # says first what else cannot be served
-        if context is None:
-            return cls.plain.get_impl_cls()
-        raise UnsupportedEngineError(
-            f"keepset cannot serve {context.recipe}: this engine chose the attention backend {cls.get_name()}; choose "
-            "one of FLASH_ATTN, TRITON_ATTN (--attention-backend) or, on CPUs, CPU_ATTN."
-        )
+        return layouts if context is None or not table_per_head(context.recipe) else (KVCacheLayout.LBHNC,)
 
 
 def __getattr__(name: str) -> type[AttentionBackend]:
@@ -102,12 +109,10 @@ def _backend(name: str) -> type[AttentionBackend]:
     """vLLM's backend with keepset's mixins. It is found by module and name again, so it bears those of this file."""
     plain = resolve_obj_by_qualname(AttentionBackendEnum[name].value)
     place = {"__module__": __name__}
-    if name not in _LAYERS:
-        return type(name, (UnservedBackend, plain), place | {"plain": plain})
-    layer, impl, builder = _LAYERS[name], plain.get_impl_cls(), plain.get_builder_cls()
-    classes = {
-        "plain": plain,
-        "impl": type(impl.__name__.replace("Attention", "Keep").replace("Backend", ""), (layer, impl), place),
-        "builder": type(f"Keep{builder.__name__}", (KeepBuilder, builder), place),
-    }
+    classes: dict[str, Any] = {"registered": name, "plain": plain, "impl": None, "builder": None}
+    if name in _LAYERS:
+        impl, builder = plain.get_impl_cls(), plain.get_builder_cls()
+        own = impl.__name__.replace("Attention", "").replace("Backend", "").replace("Impl", "KeepImpl")
+        classes["impl"] = type(own, (_LAYERS[name], impl), place)
+        classes["builder"] = type(f"Keep{builder.__name__}", (KeepBuilder, builder), place)
     return type(name, (KeepBackend, plain), place | classes)

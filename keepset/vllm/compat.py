@@ -3,21 +3,22 @@
 All else that the plug-in uses is an interface that vLLM offers to plug-ins: backends, kinds of KV cache and their
 managers, KV connectors, `additional_config`.
 
-Borrowed where it is used, because it is a method that keepset's class overrides or calls:
+Methods that keepset's classes override or call are used elsewhere, but named in `BORROWED` and looked for when an
+engine starts. What that cannot see is checked where it is relied on:
 
 - `AttentionBackend.customize_spec` is called layer after layer in the order of `static_forward_context`, and is not
-  told for which layer (`EngineContext.spec_of_next_layer`; the metadata builder checks what came of it);
-- `get_impl_cls` is asked while the layer is built, under the model's configuration (`EngineContext`);
+  told for which layer (the metadata builder checks what came of it);
+- `get_impl_cls` is asked while the layer is built, under the model's configuration;
 - `do_kv_cache_update` writes to the very tensor `CommonAttentionMetadata.slot_mapping` (`KeepImpl` checks it);
-- `SingleTypeKVCacheManager.remove_skipped_blocks`, `_remove_blocks_in_range`, `pop_blocks_for_free`, `req_to_blocks`,
-  and that a lookup's `max_length` is the prompt's less one (`KeepManager`);
-- `_kv_cache_manager.coordinator.single_type_managers` and `_connector_metadata` (`BlockCountConnector`);
-- the CPU backend's `layer.isa`, and its kernels in `vllm._custom_ops` (`cpu.py`, `cpu_pages.py`).
+- a lookup's `max_length` is at most the prompt's less one (`KeepManager`), and a request's first blocks come from
+  `allocate_new_blocks`, right after `remove_skipped_blocks` told its prompt's length.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -33,8 +34,51 @@ from keepset.errors import UnsupportedEngineError, UnsupportedModelError
 SUPPORTED = ("0.32",)
 """vLLM versions that keepset is tested with."""
 
+_MANAGER = "vllm.v1.core.single_type_kv_cache_manager.FullAttentionManager."
+_METADATA = (
+    *("query_start_loc", "query_start_loc_cpu", "seq_lens", "seq_lens_cpu_upper_bound", "max_seq_len", "num_reqs"),
+    *("max_query_len", "block_table_tensor", "slot_mapping", "is_prefilling", "rswa_prefix_lens"),
+    *("req_idx", "_num_computed_tokens_cache"),
+)
+BORROWED: dict[str, tuple[str, ...]] = {
+    "vllm.v1.attention.backend.AttentionBackend.customize_spec": ("spec",),
+    "vllm.v1.attention.backend.AttentionBackend.supports_rswa": (),
+    "vllm.v1.attention.backend.AttentionBackend.supported_kv_cache_layouts": (),
+    "vllm.v1.attention.backend.AttentionBackend.validate_configuration": ("head_size", "device_capability"),
+    "vllm.v1.attention.backend.AttentionMetadataBuilder.build": ("common_prefix_len", "common_attn_metadata"),
+    "vllm.v1.attention.backend.AttentionMetadataBuilder.supports_update_block_table": (),
+    "vllm.v1.attention.backend.AttentionImpl.fused_output_quant_supported": ("quant_key",),
+    "vllm.v1.attention.backend.AttentionImpl.fused_rope_kvcache_supported": (),
+    "vllm.v1.attention.backend.CommonAttentionMetadata": _METADATA,
+    _MANAGER + "remove_skipped_blocks": ("request_id", "processed_computed_tokens", "num_prompt_tokens"),
+    _MANAGER + "_remove_blocks_in_range": ("request_id", "first_block", "last_block"),
+    _MANAGER + "get_num_blocks_to_allocate": ("request_id", "num_tokens", "apply_admission_cap"),
+    _MANAGER + "allocate_new_blocks": ("request_id", "num_tokens"),
+    _MANAGER + "pop_blocks_for_free": ("request_id",),
+    _MANAGER + "cache_blocks": ("request", "num_tokens"),
+    _MANAGER + "find_longest_cache_hit": ("max_length", "kv_cache_spec"),
+    "vllm.v1.core.kv_cache_manager.KVCacheManager.allocate_slots": ("request", "num_new_tokens"),
+    "vllm.config.ModelConfig.rswa_window": (),
+    "vllm.model_executor.layers.attention.attention.unified_kv_cache_update": ("key", "value", "layer_name"),
+    "vllm.model_executor.layers.attention.attention.unified_attention_with_output": ("query", "layer_name"),
+    "vllm.model_executor.layers.rotary_embedding._ROPE_DICT": (),
+}
+"""What must be there, and what it takes or has among others."""
+
 ONE_ROTATION = ("llama", "mistral", "qwen2", "qwen3")
 """Model types of which it is known that all layers rotate, and with one table."""
+
+
+def changed() -> Iterator[str]:
+    """What this vLLM lacks of all that is borrowed, or has in another form."""
+    for name, parts in BORROWED.items():
+        try:
+            thing = resolve_name(name)
+        except (ImportError, AttributeError):
+            yield name
+            continue
+        if parts and not set(parts) <= set(inspect.signature(thing).parameters):
+            yield name
 
 
 def ask_for_prompt_lengths(config: VllmConfig) -> None:
@@ -46,17 +90,36 @@ def ask_for_prompt_lengths(config: VllmConfig) -> None:
     config.model_config.model_arch_config.rswa_window = 1
 
 
-def prompt_lengths(metadata: CommonAttentionMetadata) -> list[int]:
+class PromptLengths:
     """Tokens of each row's prompt; 0 for rows of a dummy run.
 
-    Raises:
-        UnsupportedEngineError: this vLLM does not fill the field.
+    Model runner V1 has them on the host, and zeros in a dummy run. V2 has them on the device, and nothing in a dummy
+    run. There they are fetched where a request is at its prompt, which each is at first: decoding waits for nothing.
     """
-    if metadata.rswa_prefix_lens is None:
-        raise UnsupportedEngineError(
-            "This vLLM does not say how long prompts are where keepset looks for it: use a supported version."
-        )
-    return metadata.rswa_prefix_lens[: metadata.num_reqs].tolist()
+
+    def __init__(self) -> None:
+        self._known: dict[int, int] = {}
+
+    def of(self, metadata: CommonAttentionMetadata) -> list[int]:
+        """Of the rows of a step.
+
+        Raises:
+            UnsupportedEngineError: this vLLM does not say it.
+        """
+        lengths, rows, at_prompt = metadata.rswa_prefix_lens, metadata.num_reqs, metadata.is_prefilling
+        any_at_prompt = at_prompt is None or bool(at_prompt.any())
+        if lengths is None:
+            if not any_at_prompt:
+                return [0] * rows
+            raise UnsupportedEngineError(
+                "This vLLM does not say how long prompts are where keepset looks for it: use a supported version."
+            )
+        if lengths.device.type == "cpu" or metadata.req_idx is None:
+            return lengths[:rows].tolist()
+        requests = metadata.req_idx[:rows].tolist()
+        if any_at_prompt or not self._known.keys() >= set(requests):
+            self._known.update(zip(requests, lengths[:rows].tolist(), strict=True))
+        return [self._known[request] for request in requests]
 
 
 def lengths_on_host(metadata: CommonAttentionMetadata) -> list[int]:

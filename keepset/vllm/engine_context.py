@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
+from vllm.v1.kv_cache_interface import AttentionSpec
 
 from keepset.errors import UnsupportedEngineError
 from keepset.paged.grouping import group_leader
@@ -24,7 +24,7 @@ from keepset.vllm.compat import ask_for_prompt_lengths, attention_layers
 from keepset.vllm.query_projection import VLLMQueryProjection, watch_projections
 from keepset.vllm.settings import recipe_of
 from keepset.vllm.spec import KeepSpec
-from keepset.vllm.validation import check, check_layer
+from keepset.vllm.validation import check, check_layer, check_spec
 
 
 @dataclass
@@ -76,17 +76,21 @@ class EngineContext:
 
     def spec_of_next_layer(self, spec: AttentionSpec) -> AttentionSpec:
         """The kind of cache of the layer that is asked for now."""
-        if type(spec) is not FullAttentionSpec:
-            raise UnsupportedEngineError(
-                f"keepset cannot compress a cache of the kind {type(spec).__name__} under vLLM."
-            )
         if self._watch is not None:  # the model is built
             self._watch.remove()
         indices = tuple(self.layers.values())
         index = indices[self._specs_made % len(indices)]
         self._specs_made += 1
         ask_for_prompt_lengths(self.config)
-        return KeepSpec.wrap(spec, str(self.recipe), group_leader(self.recipe, index, indices), indices)
+        scheduler = self.config.scheduler_config
+        return KeepSpec.wrap(
+            check_spec(spec),
+            recipe=str(self.recipe),
+            layer=group_leader(self.recipe, index, indices),
+            layers=indices,
+            tokens_per_step=scheduler.max_num_batched_tokens,
+            steps_ahead=int(bool(scheduler.async_scheduling)),
+        )
 
     def begin(self, step: PlannedStep) -> None:
         """What the next forward of these layers is to do."""

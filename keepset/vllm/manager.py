@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -9,10 +10,26 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import Request
 
 from keepset.errors import UnsupportedEngineError
-from keepset.paged.admission import Footprint, required_blocks
+from keepset.paged.admission import Admission
 from keepset.paged.engine import SchedulerAdapter
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.vllm import stats
+
+
+@dataclass
+class Footprint:
+    """A request that runs.
+
+    Attributes:
+        prompt, length: tokens of its prompt, and those processed so far.
+        due: tokens from which on there is something to free again; None where there never is.
+        freed: blocks that were.
+    """
+
+    prompt: int
+    length: int
+    due: int | None = 0
+    freed: int = 0
 
 
 class KeepManager(FullAttentionManager, SchedulerAdapter):
@@ -25,44 +42,71 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
     def __init__(self, kv_cache_spec: Any, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
         self.schedule: EvictionSchedule = kv_cache_spec.schedule  # of a KeepSpec, which names this class
+        every = self.schedule.recipe.schedule.every
+        self._admission = (
+            None
+            if every is None
+            else Admission(self.schedule, kv_cache_spec.tokens_per_step, kv_cache_spec.steps_ahead)
+        )
         self._requests: dict[str, Footprint] = {}
-        self._freed: dict[str, int] = {}
+        self._coming: tuple[str, Footprint] | None = None
 
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
         """Frees what was emptied by the tokens that have been fully processed: never what a step in flight reads."""
-        if num_prompt_tokens is None or request_id not in self.req_to_blocks:
+        if num_prompt_tokens is None:
             return
         known = self._requests.get(request_id)
-        if known is not None and known.prompt != num_prompt_tokens:
+        if known is None:
+            known = Footprint(num_prompt_tokens, processed_computed_tokens)
+            if request_id not in self.req_to_blocks:  # unless it gets blocks, it does not run
+                self._coming = request_id, known
+                return
+            self._requests[request_id] = known
+        if known.prompt != num_prompt_tokens:
             raise UnsupportedEngineError(
                 "keepset cannot serve requests whose prompt grows while they run (streaming input)."
             )
-        self._requests[request_id] = Footprint(num_prompt_tokens, processed_computed_tokens)
-        self.release(request_id, self.schedule.freed(num_prompt_tokens, processed_computed_tokens))
+        known.length = processed_computed_tokens
+        if self._admission is not None:
+            self._admission.update(request_id, known.prompt, known.length)
+        if known.due is not None and known.length >= known.due:
+            self.release(request_id, self.schedule.freed(known.prompt, known.length))
+            known.due = self.schedule.next_event(known.prompt, known.length)
 
     def release(self, request_id: str, blocks: int) -> None:
         if blocks > 0:
             before = self.block_pool.get_num_free_blocks()
             self._remove_blocks_in_range(request_id, 0, blocks)
             freed = self.block_pool.get_num_free_blocks() - before
-            self._freed[request_id] = self._freed.get(request_id, 0) + freed
+            self._requests[request_id].freed += freed
             stats.count(blocks_freed=freed)
 
     def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> int:
         """As vLLM counts; a request that waits must also leave the room that those which run will grow into."""
         needed = super().get_num_blocks_to_allocate(request_id, num_tokens, *args, **kwargs)
-        if not kwargs.get("apply_admission_cap") or self.schedule.recipe.schedule.every is None:
+        if self._admission is None or not kwargs.get("apply_admission_cap"):
             return needed
-        return required_blocks(self.schedule, list(self._requests.values()), num_tokens, needed)
+        return self._admission.required_blocks(num_tokens, needed, lambda name: len(self.req_to_blocks[name]))
+
+    def allocate_new_blocks(self, request_id: str, *args: Any, **kwargs: Any) -> list[KVCacheBlock]:
+        """As vLLM does; from now on the request runs."""
+        if self._coming is not None and self._coming[0] == request_id:
+            self._requests[request_id] = footprint = self._coming[1]
+            self._coming = None
+            if self._admission is not None:
+                self._admission.update(request_id, footprint.prompt, footprint.length)
+        return super().allocate_new_blocks(request_id, *args, **kwargs)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Forgets a request that ended, was aborted, or was preempted."""
-        footprint, freed = self._requests.pop(request_id, None), self._freed.pop(request_id, 0)
+        footprint = self._requests.pop(request_id, None)
+        if self._admission is not None:
+            self._admission.remove(request_id)
         if footprint is not None and self.kv_cache_group_id == 0:
-            dropped = self.schedule.dropped(*footprint)
-            stats.ended(request_id, footprint.prompt, footprint.length, dropped, freed)
+            dropped = self.schedule.dropped(footprint.prompt, footprint.length)
+            stats.ended(request_id, footprint.prompt, footprint.length, dropped, footprint.freed)
         return super().pop_blocks_for_free(request_id)
 
     def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:

@@ -13,7 +13,7 @@ from keepset.paged.engine import StepAdapter
 from keepset.paged.grouping import group_leader
 from keepset.paged.planner import Planner
 from keepset.paged.step import ScheduledRequest, StepBatch, StepPlan
-from keepset.vllm.compat import lengths_on_host, prompt_lengths
+from keepset.vllm.compat import PromptLengths, lengths_on_host
 from keepset.vllm.engine_context import PlannedStep, active
 from keepset.vllm.spec import KeepSpec
 
@@ -21,10 +21,13 @@ from keepset.vllm.spec import KeepSpec
 class MetadataAdapter(StepAdapter):
     """Common metadata of vLLM's attention."""
 
+    def __init__(self) -> None:
+        self._prompts = PromptLengths()
+
     def batch(self, metadata: CommonAttentionMetadata) -> StepBatch:
         starts = metadata.query_start_loc_cpu[: metadata.num_reqs + 1]
         first_queries, requests = starts.tolist(), []
-        for row, (prompt, after) in enumerate(zip(prompt_lengths(metadata), lengths_on_host(metadata), strict=True)):
+        for row, (prompt, after) in enumerate(zip(self._prompts.of(metadata), lengths_on_host(metadata), strict=True)):
             first, end = first_queries[row], first_queries[row + 1]
             if end > first and prompt > 0 and end - first <= after:
                 requests.append(ScheduledRequest(row, first, end, prompt, after - (end - first), after))

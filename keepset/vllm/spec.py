@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
@@ -27,17 +27,19 @@ class KeepSpec(FullAttentionSpec):
         recipe: the recipe's text.
         layer: the layer whose number of kept entries is this group's.
         layers: all layers that are compressed.
+        tokens_per_step, steps_ahead: of the engine's scheduler, as `Admission` has them.
     """
 
     recipe: str
     layer: int
     layers: tuple[int, ...]
+    tokens_per_step: int
+    steps_ahead: int
 
     @classmethod
-    def wrap(cls, spec: FullAttentionSpec, recipe: str, layer: int, layers: tuple[int, ...]) -> Self:
+    def wrap(cls, spec: FullAttentionSpec, **more: Any) -> Self:
         """vLLM's own spec, and what keepset adds."""
-        own = {field.name: getattr(spec, field.name) for field in fields(FullAttentionSpec)}
-        return cls(**own, recipe=recipe, layer=layer, layers=layers)
+        return cls(**{field.name: getattr(spec, field.name) for field in fields(FullAttentionSpec)}, **more)
 
     @cached_property
     def schedule(self) -> EvictionSchedule:
@@ -55,10 +57,13 @@ class KeepSpec(FullAttentionSpec):
         first, names = specs[0], [field.name for field in fields(FullAttentionSpec)]
         assert all(_same_group(first, spec) for spec in specs)
         plain = [FullAttentionSpec(**{name: getattr(spec, name) for name in names}) for spec in specs]
-        return cls.wrap(FullAttentionSpec.merge(plain), first.recipe, first.layer, first.layers)
+        return cls.wrap(FullAttentionSpec.merge(plain), **{name: getattr(first, name) for name in _OWN})
 
 
 def _same_group(a: KVCacheSpec, b: KVCacheSpec) -> bool:
     if not (isinstance(a, KeepSpec) and isinstance(b, KeepSpec)):
         return False
-    return (a.recipe, a.layer, a.layers) == (b.recipe, b.layer, b.layers)
+    return all(getattr(a, name) == getattr(b, name) for name in _OWN)
+
+
+_OWN = [own.name for own in fields(KeepSpec)[len(fields(FullAttentionSpec)) :]]

@@ -8,14 +8,16 @@ from itertools import chain
 from typing import Any
 
 import vllm
-from vllm.config import VllmConfig
+from vllm import envs
+from vllm.config import CompilationMode, VllmConfig
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
 from keepset.core.features.given import ModelStatistics
 from keepset.core.statistics import load
 from keepset.errors import UnsupportedEngineError, UnsupportedModelError
-from keepset.paged.grouping import one_table
+from keepset.paged.grouping import one_table, table_per_head
 from keepset.recipe import Recipe, check_schedule
-from keepset.vllm.compat import SUPPORTED
+from keepset.vllm.compat import SUPPORTED, changed
 from keepset.vllm.settings import CONNECTOR
 
 _WHOLE = ("auto", "float16", "bfloat16", "float32")
@@ -42,8 +44,10 @@ def check_layer(name: str, layer: Any, unseen: bool = False) -> None:
     """
     impl = layer.impl
     reasons = {
+        "brings its own attention backend": not type(impl).__module__.startswith("keepset."),
         "shares its keys and values with another layer": layer.kv_sharing_target_layer_name is not None,
         "has a sliding window": layer.sliding_window is not None,
+        "attends to chunks": getattr(impl, "chunk_lookback", -1) != -1,
         "adds to its logits what depends on distance (ALiBi)": getattr(impl, "alibi_slopes", None) is not None,
         "caps its logits": bool(getattr(impl, "logits_soft_cap", 0)),
         "has attention sinks inside its softmax": getattr(impl, "sinks", None) is not None,
@@ -54,12 +58,37 @@ def check_layer(name: str, layer: Any, unseen: bool = False) -> None:
             raise UnsupportedModelError(f"keepset cannot serve this model: its layer {name} {reason}.")
 
 
+def check_spec(spec: AttentionSpec) -> FullAttentionSpec:
+    """The same, unless a layer's cache is not of whole keys and values of all tokens.
+
+    Raises:
+        UnsupportedModelError: says why.
+    """
+    reasons = {
+        f"is of the kind {type(spec).__name__}": type(spec) is not FullAttentionSpec,
+        "is attended to in both directions": getattr(spec, "non_causal", False),
+        "has values of another size than keys": spec.head_size_v != spec.head_size,
+        "is quantized or packed": (
+            bool(spec.kv_quant_mode.value)
+            or (spec.num_head_slots, spec.state_content_bytes, spec.tokens_per_state) != (None, None, 1)
+        ),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise UnsupportedModelError(f"keepset cannot serve this model: the cache of its layers {reason}.")
+    assert isinstance(spec, FullAttentionSpec)
+    return spec
+
+
 def _of_version() -> Iterator[str]:
     if not vllm.__version__.startswith(tuple(f"{version}." for version in SUPPORTED)):
         yield (
             f"vLLM {vllm.__version__} is not among the versions that it is tested with; "
             f"install vllm=={', '.join(SUPPORTED)}.*"
         )
+
+    for name in changed():
+        yield f"{name} of vLLM {vllm.__version__} is not what it knows; install vllm=={', '.join(SUPPORTED)}.*"
 
 
 def _of_recipe(recipe: Recipe) -> Iterator[str]:
@@ -79,8 +108,6 @@ def _of_recipe(recipe: Recipe) -> Iterator[str]:
 
 def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
     parallel, cache = config.parallel_config, config.cache_config
-    if config.use_v2_model_runner:
-        yield "vLLM's model runner V2 is not supported yet; set VLLM_USE_V2_MODEL_RUNNER=0 in the environment."
     if config.speculative_config is not None:
         yield "speculative decoding takes tokens back that were compressed; leave it out."
     connector = config.kv_transfer_config
@@ -98,10 +125,31 @@ def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
         yield "compiled code does not show the hidden states that it looks at; give --enforce-eager."
     if cache.cache_dtype not in _WHOLE:
         yield f"a quantized KV cache ({cache.cache_dtype}) cannot be compressed; use kv_cache_dtype auto."
+    if config.attention_config.use_non_causal:
+        yield "attention that is not causal is not supported; leave use_non_causal out."
+    yield from _of_graphs(config, recipe)
     if cache.enable_prefix_caching and not one_table(recipe):
         yield "its layers keep different numbers of entries; turn prefix caching off (--no-enable-prefix-caching)."
     if config.scheduler_config.disable_hybrid_kv_cache_manager:
         yield "it needs vLLM's hybrid KV-cache manager; leave disable_hybrid_kv_cache_manager out."
+
+
+def _of_graphs(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
+    """CUDA graphs replay kernels, and nothing of what decides where they read and write."""
+    compilation, per_head = config.compilation_config, table_per_head(recipe)
+    if not compilation.cudagraph_mode:
+        return
+    if envs.VLLM_USE_BREAKABLE_CUDAGRAPH:
+        if per_head:
+            yield "breakable graphs would write its heads' entries to wrong places; set VLLM_USE_BREAKABLE_CUDAGRAPH=0."
+    elif compilation.mode == CompilationMode.VLLM_COMPILE:
+        outside = ["vllm::unified_attention_with_output"] + ["vllm::unified_kv_cache_update"] * per_head
+        for operator in outside:
+            if operator not in (compilation.splitting_ops or ()):
+                yield (
+                    f"CUDA graphs would replay {operator}; leave splitting_ops, use_inductor_graph_partition and "
+                    "fuse_attn_quant out."
+                )
 
 
 def _of_ranks(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
@@ -121,5 +169,9 @@ def _of_model(config: VllmConfig) -> Iterator[str]:
         yield "encoder-decoder models are not supported."
     if model.use_mla:
         yield "the model caches latents (MLA) instead of keys and values."
+    if model.is_hybrid:
+        yield "the model also has layers with other states than keys and values, which was not tried."
+    if model.is_diffusion:
+        yield "the model computes its answer's tokens more than once (diffusion)."
     if model.is_mm_prefix_lm:
         yield "the model attends to parts of its prompt in both directions."

@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from keepset.cli import console
+import keepset
+from keepset import models
+from keepset.bench.tune import pieces, space
 from tests.cli.conftest import Run, tiny_model
 
 pytest.importorskip("triton")
@@ -15,25 +18,46 @@ from tests.posing import Gpu, on_gpu
 
 pytestmark = pytest.mark.full
 
+LATENCY = ("--tokens", "64", "--output-tokens", "4", "--rounds", "1")
+CALIBRATE = ("--tokens", "80", "--length", "40", "--gate-steps", "1", "--text", "text.txt")
+COMPILE = (
+    *("--recipe", "compilerkv(window=8)", "--keep", "16", "--contexts", "1", "--tokens", "40"),
+    *("--continuation", "5", "--corpus", "text.txt"),
+)
+TRACE = ("--baseline", "knorm(keep=9)", "--forced", "--tokens", "6", "--html", "trace.html")
+REPRODUCE = ("--model", "embedded", "--limit", "1", "--answer-tokens", "4", "--data", ".")
 COMMANDS = {
     "generate": ("generate", "Hello there, you.", "--recipe", "snapkv(window=4, keep=0.5)", "--max-new-tokens", "3"),
     "compare": ("compare", "--recipes", "tova", "--keeps", "0.5", "--tokens", "64", "--continuation", "8"),
-    "trace": ("trace", "Hello", "--recipe", "tova(keep=16, every=4)", "--tokens", "6", "--html", "trace.html"),
-    "diagnose": ("diagnose", "gvote"),
-    "latency": (
-        "bench",
-        "latency",
-        "--recipes",
-        "tova(keep=9)",
-        "--tokens",
-        "64",
-        "--output-tokens",
-        "4",
-        "--rounds",
-        "1",
+    "trace": (
+        "trace",
+        "Hello",
+        "--recipe",
+        "tova(keep=16, every=4)",
+        "--baseline",
+        "knorm(keep=9)",
+        "--forced",
+        *TRACE,
     ),
+    "diagnose": ("diagnose", "gvote"),
+    "latency": ("bench", "latency", "--recipes", "tova(keep=9)", *LATENCY),
     "context": ("context", "build", "--text", "text.txt", "--out", "c.safetensors", "--recipe", "snapkv(keep=0.5)"),
     "eval": ("eval", "needle", "--lengths", "128", "--limit", "1", "--recipes", "snapkv(window=4)", "--keeps", "0.5"),
+    "calibrate": ("calibrate", "--out", "stats.safetensors", *CALIBRATE),
+    "compile": ("compile", "--out", "tables.safetensors", *COMPILE),
+    "tune": ("tune", "--text", "text.txt", "--keep", "0.3", "--retrieval"),
+    "reproduce": (
+        "reproduce",
+        "ams-table-2",
+        "--model",
+        "embedded",
+        "--limit",
+        "1",
+        "--answer-tokens",
+        "4",
+        "--data",
+        ".",
+    ),
 }
 
 
@@ -42,9 +66,17 @@ def test_every_input_follows_the_model(
     run: Run, name: str, embedded: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     model = tiny_model()
-    (tmp_path / "text.txt").write_text("A text that goes on and on. " * 40, "utf-8")
-    monkeypatch.setattr(console, "load", lambda *_: (model, embedded[1]))
-    with Gpu(monkeypatch):
+    (tmp_path / "text.txt").write_text("A text that goes on and on. " * 70, "utf-8")
+    (tmp_path / "gsm8k.jsonl").write_text('{"question": "What is 1 plus 1?", "answer": "#### 2"}', "utf-8")
+    # Of tune's race one round, of two.
+    monkeypatch.setattr(pieces, "PIECES", 2)
+    monkeypatch.setattr(space, "scorers", lambda: keepset.Recipe.parse_list("tova, streaming_llm"))
+    monkeypatch.setattr(space, "compositions", lambda best: [])
+    # Tensors that pose are none of inference's.
+    monkeypatch.setattr(torch, "inference_mode", torch.no_grad)
+    monkeypatch.setattr(models, "load", lambda *_: (model, embedded[1]))
+    with Gpu(monkeypatch) as gpu:
         on_gpu(model)
         done = run(*COMMANDS[name])
     assert done.code == 0, done.err
+    assert gpu.launches.total() > 100, "the model that was run lies elsewhere"

@@ -158,6 +158,7 @@ def recipe(method: str, keep: int | float) -> str:
         "dynamic": "interval=3, ",
         "ams": "window=5, kernel=3, segment_mass=0.2, min_segment=2, max_segment=6, ",
         "expected_attention": "future=16, ",
+        "match": "window=5, ",
         "gvote": "p_nuc=1.0, future=16, ",  # everything has a vote: what stays is what keep says
     }.get(method, "")
     if issubclass(keepset.METHODS[method], Allocator):
@@ -178,7 +179,8 @@ def same_keep_set(a: keepset.KeepSet, b: keepset.KeepSet) -> bool:
 class Oracle:
     """The model run densely over a finished sequence, each dropped entry hidden by an explicit mask.
 
-    It knows of a cache only the positions that it says it kept, and shares no code with the runtime.
+    It knows of a cache only the positions that it says it kept, and shares no code with the runtime. Where the recipe
+    changes what stays, it takes the stored biases and values, too.
     """
 
     current: Oracle
@@ -189,6 +191,12 @@ class Oracle:
         self.requests = range(len(mask)) if requests is None else requests
         """Which request of the compressed batch each row was."""
         self.event = cache.events[0] if cache is not None and cache.events else None
+        self.stored: dict[int, dict[str, Tensor]] = {}
+        """Of layers whose entries were changed their columns, `[requests, kv_heads, entries, ...]`, and which exist."""
+        if cache is not None and cache.recipe.method.rewrites:
+            for index, layer in cache.kept_layers.items():
+                columns, exists = layer.store.padded()
+                self.stored[index] = {**columns, "exists": exists}
 
     def logits(self, model: Any, ids: Tensor) -> Tensor:
         """Logits of every position of `ids`, `[batch, tokens, vocabulary]`."""
@@ -219,6 +227,20 @@ class Oracle:
         # Padding sees itself: nobody looks at it, but a softmax over nothing is NaN.
         return visible | (~self.mask[:, None, :, None] & (distance == 0))
 
+    def rewritten(self, layer: int, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Values and biases, `[batch, kv_heads, n, ...]`, that tokens after the event find."""
+        values, biases = values.clone(), torch.zeros_like(values[..., 0])
+        if layer in self.stored and self.event is not None:
+            stored = self.stored[layer]
+            for b, request in enumerate(self.requests):
+                tokens = self.mask[b].nonzero()[:, 0]
+                for h in range(values.shape[1]):
+                    exists = stored["exists"][request, h]
+                    at = tokens[stored["positions"][request, h][exists].long()]
+                    values[b, h, at] = stored["values"][request, h][exists]
+                    biases[b, h, at] = stored["bias"][request, h][exists] if "bias" in stored else 0.0
+        return values, biases
+
 
 def extended(mask: Tensor, length: int) -> Tensor:
     """The mask of a prompt with ones up to `length`."""
@@ -245,8 +267,15 @@ def _oracle_attention(
     group = query.shape[1] // key.shape[1]
     visible = Oracle.current.visible(module.layer_idx, key.shape[1], kwargs.get("sliding_window"))
     scores = query @ key.repeat_interleave(group, 1).transpose(-1, -2) * (scaling or query.shape[-1] ** -0.5)
-    weights = scores.masked_fill(~visible.repeat_interleave(group, 1), float("-inf")).softmax(-1)
-    return (weights @ value.repeat_interleave(group, 1)).transpose(1, 2).contiguous(), None
+    hidden = ~visible.repeat_interleave(group, 1)
+    attended = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ value.repeat_interleave(group, 1)
+    if (event := Oracle.current.event) is not None and module.layer_idx in Oracle.current.stored:
+        fitted, biases = (
+            part.repeat_interleave(group, 1) for part in Oracle.current.rewritten(module.layer_idx, value)
+        )
+        scores = (scores + biases[:, :, None]).masked_fill(hidden, float("-inf"))
+        attended[:, :, event.length :] = (scores.softmax(-1) @ fitted)[:, :, event.length :]
+    return attended.transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register("oracle", _oracle_attention)

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 import keepset
 from keepset.errors import KeepsetError
-from tests.hf.models import prompt, recipe, tiny
+from tests.hf.models import left_padded, prompt, recipe, tiny
 
 pytest.importorskip("triton")
 from tests.posing import Gpu, Posing, on_gpu
@@ -69,3 +69,21 @@ def test_waits_and_launches(
         # KVzip looks for the chat template's opening in each prompt, CompilerKV for the longest of all.
         more = {"kvzip": len(ids), "compilerkv": 1}.get(method, 0)
         assert of_event.total() <= layers + more, of_event
+
+
+def test_padded_batches_of_ragged_heads(triton_interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decoded token takes no more launches than under transformers' own cache, and both look at the mask once."""
+    model, (ids, mask) = copy.deepcopy(tiny("llama")), left_padded(prompt(2, LENGTH), [0, 7])
+    counted = []
+    with Gpu(monkeypatch) as gpu, torch.no_grad():
+        on_gpu(model)
+        for text in (None, "adakv(knorm, keep=7)"):
+            model.set_attn_implementation("sdpa")
+            cache = DynamicCache(config=model.config) if text is None else keepset.Cache(model, text)
+            for first, last in ((0, LENGTH - 2), (LENGTH - 2, LENGTH - 1), (LENGTH - 1, LENGTH)):
+                gpu.reset()
+                new, so_far = Posing(ids[:, first:last]), Posing(mask[:, :last])
+                model(new, past_key_values=cache, attention_mask=so_far, use_cache=True, logits_to_keep=1)
+            counted.append((gpu.launches.total(), gpu.waits.total()))
+    (usual, looks), (ours, our_looks) = counted
+    assert ours <= usual and our_looks == looks == 1, counted

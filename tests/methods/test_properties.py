@@ -37,6 +37,7 @@ SMALL = {
     "zigzag": dict(window=4),
     "dynamic": dict(interval=2),
     "ams": dict(window=4, kernel=3, segment_mass=0.2, min_segment=2, max_segment=6),
+    "match": dict(window=4),
     "gvote": dict(p_nuc=1.0, future=3),  # everything has a vote: what stays is what keep says
 }
 """Parameters for methods that would read more than short texts have."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, ClassVar
 
 from keepset.models import embedded_folder
 from keepset.recipe import Recipe
@@ -45,6 +45,7 @@ class Scenario:
         own_process: whether its scheduler and its worker are in another process, where nobody watches.
         stub_streams: whether its scheduler runs ahead, with stand-ins for a device's streams.
         backend: one for GPUs, with stand-ins for its kernels; the same for all scenarios of a process.
+        runner_v2: whether vLLM's model runner V2 runs it; the same for all scenarios of a process.
     """
 
     recipe: str | None
@@ -55,6 +56,7 @@ class Scenario:
     own_process: bool = False
     stub_streams: bool = False
     backend: str | None = None
+    runner_v2: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """What `tests.vllm.job` reads."""
@@ -83,6 +85,7 @@ class Scenario:
             "own_process": self.own_process,
             "stub_streams": self.stub_streams,
             "backend": self.backend,
+            "runner_v2": self.runner_v2,
         }
 
 
@@ -159,7 +162,8 @@ def raw(*scenarios: Scenario, env: dict[str, str] | None = None) -> list[Any]:
             "log": str(log),
             "answer": str(answered),
         }
-        code = _Server.get().do(job)
+        (runner_v2,) = {scenario.runner_v2 for scenario in scenarios}
+        code = _Server.get(runner_v2).do(job)
         assert code == 0 and answered.is_file(), log.read_text()[-12000:]
         return json.loads(answered.read_text())
 
@@ -167,10 +171,12 @@ def raw(*scenarios: Scenario, env: dict[str, str] | None = None) -> list[Any]:
 class _Server:
     """The process that runs this one's engines, see `tests.vllm.server`."""
 
-    _running: _Server | None = None
+    _running: ClassVar[dict[bool, _Server]] = {}
 
-    def __init__(self) -> None:
+    def __init__(self, runner_v2: bool) -> None:
+        self._runner_v2 = runner_v2
         environment = os.environ | {
+            "VLLM_USE_V2_MODEL_RUNNER": str(int(runner_v2)),
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_LOGGING_LEVEL": "ERROR",
             "OMP_NUM_THREADS": "1",
@@ -188,12 +194,12 @@ class _Server:
         )
 
     @classmethod
-    def get(cls) -> _Server:
-        """The one that is running, or a new one."""
-        if cls._running is None:
-            cls._running = cls()
-            atexit.register(cls._running.stop)
-        return cls._running
+    def get(cls, runner_v2: bool) -> _Server:
+        """The one that is running with this model runner, or a new one."""
+        if runner_v2 not in cls._running:
+            cls._running[runner_v2] = cls(runner_v2)
+            atexit.register(cls._running[runner_v2].stop)
+        return cls._running[runner_v2]
 
     def do(self, job: dict[str, Any]) -> int:
         """Runs a job; its exit code."""
@@ -208,7 +214,7 @@ class _Server:
 
     def stop(self) -> None:
         """Ends it, and the engines that it runs."""
-        _Server._running = None
+        _Server._running.pop(self._runner_v2, None)
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()

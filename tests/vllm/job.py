@@ -11,10 +11,13 @@ import json
 import os
 import traceback
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests.vllm import interpreted
 
 
 class Watch:
@@ -67,14 +70,14 @@ class Watch:
         from keepset.paged.layer import PagedLayer
         from keepset.paged.page_tables import PerHeadTables
 
-        execute, reassign = PagedLayer.execute, PerHeadTables.reassign
+        execute, reassign, names = PagedLayer.execute, PerHeadTables.reassign, names_of_rows(runner)
         newest: list[dict[str, Any]] = []
 
         def watched_execute(layer: PagedLayer, reached: Any, entries: Any, kept: Any, start: float) -> None:
             newest.clear()
             rows, points = reached.event.rows.tolist(), reached.event.at.tolist()
             for place, (row, at) in enumerate(zip(rows, points, strict=True)):
-                mine = self.events[number(runner.input_batch.req_ids[row])]
+                mine = self.events[number(names()[row])]
                 if not mine or (mine[-1]["step"], mine[-1]["at"]) != (len(self.steps), at):
                     mine.append({"step": len(self.steps), "at": at, "layers": {}, "left": []})
                 heads = range(kept.counts.shape[1])
@@ -112,6 +115,21 @@ class Watch:
         }
 
 
+def names_of_rows(runner: Any) -> Callable[[], list[str]]:
+    """The requests of the batch that runs."""
+    if hasattr(runner, "input_batch"):
+        return lambda: runner.input_batch.req_ids
+    names: list[str] = []
+    prepare = runner.prepare_attn
+
+    def prepared(batch: Any) -> Any:
+        names[:] = batch.req_ids
+        return prepare(batch)
+
+    runner.prepare_attn = prepared
+    return lambda: names
+
+
 def number(name: str) -> int:
     """A request's place in its scenario, from the id that the engine made of it."""
     return int(name.split("-", maxsplit=1)[0])
@@ -134,6 +152,8 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
     if core is not None:
         watch = Watch(core.scheduler)
         worker = getattr(core.model_executor, "driver_worker", None)
+        if scenario["runner_v2"]:
+            interpreted.warm_up(worker.worker)
         if worker is not None and scenario["engine"].get("tensor_parallel_size", 1) == 1:
             undo = watch.watch_events(worker.worker.model_runner)
     grouping.GROUPS = default_groups

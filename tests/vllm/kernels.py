@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from itertools import pairwise
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -59,6 +62,80 @@ def schedule(num_heads_q: int, num_heads_kv: int, cache_seqlens: Tensor, **_: An
     return torch.tensor([num_heads_kv, num_heads_q, *cache_seqlens.tolist()])
 
 
+class Wrapper:
+    """FlashInfer's attention, planned on the host: each request's queries, its pages, and the last one's entries."""
+
+    is_cuda_graph_enabled = False
+
+    def __init__(self, workspace: Tensor, layout: str, **_: Any) -> None:
+        self._layout = layout
+
+    def plan(self, **plan: Any) -> None:
+        assert plan["window_left"] == -1 and plan.get("causal", True)
+        self._window_left, self._logits_soft_cap = -1, plan["logits_soft_cap"] or 0.0
+        self._sm_scale, self._causal = plan["sm_scale"], True
+        pages = plan.get("paged_kv_indptr", plan.get("indptr"))
+        last = plan.get("paged_kv_last_page_len", plan.get("last_page_len"))
+        self._indices = plan.get("paged_kv_indices", plan.get("indices")).clone()
+        self._pages, self._lengths = pages.tolist(), plan["seq_lens"]
+        assert self._lengths.tolist() == sequence_lengths(pages, last, plan["page_size"]).tolist()
+        self._starts = plan.get("qo_indptr", torch.arange(len(last) + 1, dtype=torch.int32))
+
+    def run(self, query: Tensor, cache: tuple[Tensor, Tensor], out: Tensor, **_: Any) -> None:
+        keys, values = (part.transpose(1, 2) if self._layout == "HND" else part for part in cache)
+        widest = max(last - first for first, last in pairwise(self._pages))
+        table = torch.full((len(self._lengths), widest), -(10**6))
+        for row, (first, last) in enumerate(pairwise(self._pages)):
+            table[row, : last - first] = self._indices[first:last]
+        longest, most = int(self._lengths.max()), int(self._starts.diff().max())
+        attend(query, keys, values, out, self._starts, self._lengths, table, self._sm_scale, most, longest, causal=True)
+
+
+def sequence_lengths(pages: Tensor, last: Tensor, page_size: int) -> Tensor:
+    """Entries of each request."""
+    return (pages.diff() - 1).clamp(min=0) * page_size + last
+
+
+class PageIndices:
+    """The pages of all requests, one after another."""
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        def launch(indices: Tensor, table: Tensor, stride: int, pages: Tensor, **_: Any) -> None:
+            assert stride == table.stride(0)
+            for row, (first, last) in enumerate(pairwise(pages.tolist()[: grid[0] + 1])):
+                indices[first:last] = table[row, : last - first]
+
+        return launch
+
+
+def use_flashinfer() -> None:
+    """FlashInfer's own modules are not installed where no GPU is."""
+    for name in ("flashinfer", "flashinfer.decode", "flashinfer.prefill", "flashinfer.utils"):
+        sys.modules[name] = Anything(name)
+    library: Any = sys.modules["flashinfer"]
+    library.BatchPrefillWithPagedKVCacheWrapper = type("Prefill", (Wrapper,), {})
+    library.BatchDecodeWithPagedKVCacheWrapper = type("Decode", (Wrapper,), {})
+    library.get_seq_lens = sequence_lengths
+    from vllm.v1.attention.backends import flashinfer
+
+    def update(self: Any, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
+        keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        write(key, value, keys, values, slots)
+
+    flashinfer.FlashInferImpl.do_kv_cache_update = update
+    flashinfer._copy_page_indices_kernel = PageIndices()
+    flashinfer.can_use_trtllm_attention = flashinfer.use_trtllm_attention = lambda *_, **__: False
+
+
+class Anything(ModuleType):
+    """A library of which whatever is imported is there, for modules that import what they do not use here."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
 def use(backend: str) -> None:
     """Engines that are built from now on choose this backend."""
     from vllm.platforms.cpu import CpuPlatform
@@ -69,6 +146,9 @@ def use(backend: str) -> None:
         return AttentionBackendEnum[backend].get_path()
 
     CpuPlatform.get_attn_backend_cls = classmethod(chosen)
+    if backend == "FLASHINFER":
+        use_flashinfer()
+        return
     flash_attn.get_flash_attn_version = lambda *_, **__: 3
     flash_attn.get_scheduler_metadata = schedule
     flash_attn._FA4_DENSE_ATTENTION_KERNEL = attend

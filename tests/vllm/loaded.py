@@ -9,6 +9,11 @@ if os.environ.get("KEEPSET_TYPECHECK", "1") == "1":
 
     typecheck.install()
 
+if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
+    from tests.vllm import interpreted
+
+    interpreted.install()
+
 import gc
 
 from vllm import LLM, SamplingParams  # noqa: F401

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import ModuleType
 
 import pytest
 import torch
@@ -17,27 +16,19 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from keepset import KeepsetError
 from keepset.vllm import engine_context, plugin
+from tests.vllm.kernels import Anything
 from tests.vllm.test_refusals import config
 
 UNIFORM, RAGGED = "snapkv(keep=0.25)", "adakv(snapkv, keep=256, every=64)"
 CAPABILITIES = {"A100": (8, 0), "H100": (9, 0), "B200": (10, 0)}
 SERVED = {"FLASH_ATTN": "FlashKeepImpl", "TRITON_ATTN": "TritonKeepImpl"}
-UNSERVED = ["FLEX_ATTENTION", "FLASHINFER"]
-
-
-class _Anything(ModuleType):
-    """A library of which whatever is imported is there, for modules that import what they do not use here."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (), {})
+"""For any recipe."""
 
 
 @pytest.fixture(autouse=True)
 def gpu_libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("flashinfer", "flashinfer.decode", "flashinfer.prefill", "flashinfer.utils"):
-        monkeypatch.setitem(sys.modules, name, _Anything(name))
+        monkeypatch.setitem(sys.modules, name, Anything(name))
     monkeypatch.setitem(sys.modules, "vllm._C_stable_libtorch", ModuleType("vllm._C_stable_libtorch"))
     monkeypatch.setattr(engine_context, "_active", None)
     plugin.register()
@@ -59,7 +50,7 @@ def choose(
     asked = None if backend is None else AttentionBackendEnum[backend]
     current = config()
     current.additional_config = {} if recipe is None else {"keepset": recipe}
-    current.attention_config = SimpleNamespace(backend=asked)
+    current.attention_config.backend = asked
     current.model_config = None
     monkeypatch.setattr("vllm.config.vllm._current_vllm_config", current)
     wanted = AttentionSelectorConfig(head_size=128, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=None)
@@ -72,8 +63,9 @@ def choose(
 def test_a_recipe_is_served_whatever_gpu_it_is(monkeypatch: pytest.MonkeyPatch, gpu: str, own: str) -> None:
     plain = choose(monkeypatch, gpu, None)
     assert plain.get_name() == own and plain.get_impl_cls().__module__.startswith("vllm.")
-    for recipe in (UNIFORM, RAGGED):
-        assert choose(monkeypatch, gpu, recipe).get_impl_cls().__name__ == "FlashKeepImpl"
+    equal = choose(monkeypatch, gpu, UNIFORM)
+    assert equal.get_name() == own and "KeepImpl" in equal.get_impl_cls().__name__
+    assert choose(monkeypatch, gpu, RAGGED).get_impl_cls().__name__ == "FlashKeepImpl"
 
 
 @pytest.mark.parametrize("gpu", CAPABILITIES)
@@ -83,19 +75,29 @@ def test_a_backend_that_was_asked_for(monkeypatch: pytest.MonkeyPatch, gpu: str,
         assert choose(monkeypatch, gpu, recipe, backend).get_impl_cls().__name__ == SERVED[backend]
 
 
-@pytest.mark.parametrize("backend", UNSERVED)
-def test_a_backend_that_cannot_be_served_says_so(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
-    plain = choose(monkeypatch, "H100", None, backend)
-    assert plain.get_impl_cls().__module__.startswith("vllm.")
+@pytest.mark.parametrize(
+    ("backend", "recipe", "others"),
+    [
+        ("FLEX_ATTENTION", UNIFORM, "FLASH_ATTN, FLASHINFER, TRITON_ATTN"),
+        ("FLEX_ATTENTION", RAGGED, "FLASH_ATTN, TRITON_ATTN"),
+        ("FLASHINFER", RAGGED, "FLASH_ATTN, TRITON_ATTN"),
+    ],
+)
+def test_a_backend_that_cannot_be_served_says_so(
+    monkeypatch: pytest.MonkeyPatch, backend: str, recipe: str, others: str
+) -> None:
+    assert choose(monkeypatch, "H100", None, backend).get_impl_cls().__module__.startswith("vllm.")
     with pytest.raises(KeepsetError) as refused:
-        choose(monkeypatch, "H100", UNIFORM, backend).get_impl_cls()
+        choose(monkeypatch, "H100", recipe, backend).get_impl_cls()
     assert str(refused.value) == (
-        f"keepset cannot serve {UNIFORM}: this engine chose the attention backend {plain.get_name()}; choose one of "
-        "FLASH_ATTN, TRITON_ATTN (--attention-backend) or, on CPUs, CPU_ATTN."
+        f"keepset cannot serve {recipe}: this engine chose the attention backend {backend}; choose one of {others} "
+        "(--attention-backend) or, on CPUs, CPU_ATTN."
     )
 
 
-@pytest.mark.parametrize("backend", [*SERVED, *UNSERVED, "CPU_ATTN", "TRITON_FLASH_ATTN", "TRITON_MLA"])
+@pytest.mark.parametrize(
+    "backend", [*SERVED, "FLASHINFER", "FLEX_ATTENTION", "CPU_ATTN", "TRITON_FLASH_ATTN", "TRITON_MLA"]
+)
 def test_a_backend_is_found_again_by_its_name(backend: str) -> None:
     """vLLM keeps names of classes and looks them up."""
     found = AttentionBackendEnum[backend].get_class()

@@ -8,6 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from vllm.config import CompilationMode, CUDAGraphMode
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, SlidingWindowSpec
 
 from keepset import KeepsetError, Recipe
 from keepset.allocators.pool import Pool
@@ -18,9 +21,10 @@ from keepset.core.rope import RotaryTable
 from keepset.core.tables import save
 from keepset.kernels.columns import ColumnStatistic
 from keepset.methods.snapkv import SnapKV
+from keepset.vllm import compat
 from keepset.vllm.compat import ONE_ROTATION, SUPPORTED, rotary_table
 from keepset.vllm.settings import recipe_of
-from keepset.vllm.validation import CONNECTOR, check, check_layer
+from keepset.vllm.validation import CONNECTOR, check, check_layer, check_spec
 from tests.core.test_tables import random_tables
 from tests.paged.methods import Mass
 
@@ -43,11 +47,18 @@ def config(**changes: Any) -> Any:
             is_encoder_decoder=False,
             use_mla=False,
             is_mm_prefix_lm=False,
+            is_hybrid=False,
+            is_diffusion=False,
             enforce_eager=True,
+        ),
+        attention_config=SimpleNamespace(use_non_causal=False, backend=None),
+        compilation_config=SimpleNamespace(
+            mode=CompilationMode.VLLM_COMPILE,
+            cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE,
+            splitting_ops=["vllm::unified_attention_with_output", "vllm::unified_kv_cache_update"],
         ),
         speculative_config=None,
         kv_transfer_config=None,
-        use_v2_model_runner=False,
     )
     for path, value in changes.items():
         part, _, name = path.partition("__")
@@ -64,9 +75,10 @@ def connector(path: str | None) -> Any:
     return SimpleNamespace(kv_connector_module_path=path)
 
 
-UNIFORM = "snapkv(keep=0.25)"
+UNIFORM, RAGGED = "snapkv(keep=0.25)", "adakv(snapkv, keep=0.25)"
 GIVE_CARRIER = f"how much it keeps depends on the data; give kv_transfer_config {json.dumps(CONNECTOR)}."
 
+ATTENTION = ["vllm::unified_attention_with_output"]
 SERVED = {
     "cache_config__enable_prefix_caching": False,
     "kv_transfer_config": connector(CONNECTOR["kv_connector_module_path"]),
@@ -74,7 +86,6 @@ SERVED = {
 """A configuration for counts that come from the data."""
 
 REFUSED = [
-    (UNIFORM, {"use_v2_model_runner": True}, "vLLM's model runner V2 is not supported yet"),
     (UNIFORM, {"speculative_config": object()}, "speculative decoding takes tokens back that were compressed"),
     (UNIFORM, {"kv_transfer_config": connector(None)}, "KV connectors move whole caches; leave kv_transfer_config out"),
     ("mass", {"kv_transfer_config": connector("lmcache.x")}, "KV connectors move whole caches"),
@@ -96,7 +107,30 @@ REFUSED = [
     (UNIFORM, {"model_config__is_encoder_decoder": True}, "encoder-decoder models are not supported"),
     (UNIFORM, {"model_config__use_mla": True}, "the model caches latents (MLA)"),
     (UNIFORM, {"model_config__is_mm_prefix_lm": True}, "the model attends to parts of its prompt in both directions"),
+    (UNIFORM, {"model_config__is_hybrid": True}, "the model also has layers with other states than keys and values"),
+    (
+        UNIFORM,
+        {"model_config__is_diffusion": True},
+        "the model computes its answer's tokens more than once (diffusion)",
+    ),
+    (UNIFORM, {"attention_config__use_non_causal": True}, "attention that is not causal is not supported"),
+    (
+        UNIFORM,
+        {"compilation_config__splitting_ops": []},
+        "CUDA graphs would replay vllm::unified_attention",
+    ),
+    # What use_inductor_graph_partition makes of them:
+    (
+        RAGGED,
+        {"compilation_config__splitting_ops": ATTENTION},
+        "CUDA graphs would replay vllm::unified_kv_cache",
+    ),
     ("gvote", SERVED | {"model_config__enforce_eager": False}, "compiled code does not show the hidden states"),
+    (
+        "match(snapkv, keep=96)",
+        SERVED,
+        "match gives entries biases, which vLLM's attention does not add: say biases=False",
+    ),
     ("pool(snapkv, keep=96)", SERVED | {"parallel_config__tensor_parallel_size": 2}, "it compares all heads, of which"),
     ("compilerkv(keep=128)", {"cache_config__enable_prefix_caching": False}, GIVE_CARRIER),
 ]
@@ -125,10 +159,45 @@ def test_a_configuration_that_is_refused(recipe: str, changes: dict[str, Any], s
         ("gvote", SERVED | {"parallel_config__tensor_parallel_size": 2}),
         ("compilerkv(keep=128)", SERVED),
         ("compilerkv(elastic=False, keep=128)", {}),
+        (UNIFORM, {"compilation_config__splitting_ops": ATTENTION}),
+        (RAGGED, {}),
+        (RAGGED, {"compilation_config__splitting_ops": [], "compilation_config__mode": CompilationMode.NONE}),
+        (RAGGED, {"compilation_config__splitting_ops": [], "compilation_config__cudagraph_mode": CUDAGraphMode.NONE}),
     ],
 )
 def test_a_configuration_that_is_served(recipe: str, changes: dict[str, Any]) -> None:
     check(config(**changes), Recipe.parse(recipe))
+
+
+def test_breakable_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They replay what writes to the cache, whatever the operators that graphs are split at."""
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
+    check(config(), Recipe.parse(UNIFORM))
+    check(config(compilation_config__cudagraph_mode=CUDAGraphMode.NONE), Recipe.parse(RAGGED))
+    with pytest.raises(KeepsetError, match=r"to wrong places; set VLLM_USE_BREAKABLE_CUDAGRAPH=0\.$"):
+        check(config(), Recipe.parse(RAGGED))
+
+
+FULL: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float16}
+SPECS = [
+    (SlidingWindowSpec(**FULL, sliding_window=128), "is of the kind SlidingWindowSpec"),
+    (FullAttentionSpec(**FULL, non_causal=True), "is attended to in both directions"),
+    (FullAttentionSpec(**FULL, head_size_v=32), "has values of another size than keys"),
+    (FullAttentionSpec(**FULL, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR), "is quantized or packed"),
+    (FullAttentionSpec(**FULL, num_head_slots=4), "is quantized or packed"),
+]
+
+
+@pytest.mark.parametrize(("spec", "reason"), SPECS, ids=[reason for _, reason in SPECS])
+def test_a_cache_that_is_refused(spec: Any, reason: str) -> None:
+    with pytest.raises(KeepsetError) as refused:
+        check_spec(spec)
+    assert str(refused.value) == f"keepset cannot serve this model: the cache of its layers {reason}."
+
+
+def test_a_cache_that_is_served() -> None:
+    spec = FullAttentionSpec(**FULL)
+    assert check_spec(spec) is spec
 
 
 def test_what_compiled_tables_can_do(tmp_path: Path) -> None:
@@ -180,9 +249,25 @@ def test_another_version_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert SUPPORTED == ("0.32",)
 
 
+@pytest.mark.parametrize(
+    "borrowed",
+    [
+        {"vllm.v1.core.single_type_kv_cache_manager.FullAttentionManager.remove_skipped_blocks": ("request",)},
+        {"vllm.v1.core.single_type_kv_cache_manager.FullAttentionManager.forget": ()},
+        {"vllm.v2.attention": ()},
+    ],
+)
+def test_a_vllm_whose_inside_is_another(borrowed: dict[str, tuple[str, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(compat.changed()) == []
+    monkeypatch.setattr(compat, "BORROWED", borrowed)
+    with pytest.raises(KeepsetError, match=rf"{next(iter(borrowed))} of vLLM 0\.32\.\d is not what it knows; install "):
+        check(config(), Recipe.parse(UNIFORM))
+
+
 LAYERS = [
     ({"kv_sharing_target_layer_name": "model.layers.3"}, {}, "shares its keys and values with another layer"),
     ({"sliding_window": 4096}, {}, "has a sliding window"),
+    ({}, {"chunk_lookback": 1}, "attends to chunks"),
     ({}, {"alibi_slopes": [0.5]}, "adds to its logits what depends on distance (ALiBi)"),
     ({}, {"logits_soft_cap": 30.0}, "caps its logits"),
     ({}, {"sinks": object()}, "has attention sinks inside its softmax"),
@@ -190,9 +275,15 @@ LAYERS = [
 ]
 
 
+class Impl(SimpleNamespace):
+    """A layer's implementation, by its attributes."""
+
+    __module__ = "keepset.vllm.backends"
+
+
 @pytest.mark.parametrize(("own", "of_impl", "reason"), LAYERS, ids=[reason for *_, reason in LAYERS])
 def test_a_layer_that_is_refused(own: dict[str, Any], of_impl: dict[str, Any], reason: str) -> None:
-    impl = SimpleNamespace(**{"alibi_slopes": None, "logits_soft_cap": 0, "sinks": None} | of_impl)
+    impl = Impl(**{"alibi_slopes": None, "logits_soft_cap": 0, "sinks": None} | of_impl)
     unseen = own.get("unseen", False)
     layer = SimpleNamespace(**{"kv_sharing_target_layer_name": None, "sliding_window": None, "impl": impl} | own)
     with pytest.raises(KeepsetError) as refused:
@@ -201,8 +292,12 @@ def test_a_layer_that_is_refused(own: dict[str, Any], of_impl: dict[str, Any], r
 
 
 def test_a_layer_that_is_served() -> None:
-    impl = SimpleNamespace(alibi_slopes=None, logits_soft_cap=None)
-    check_layer("layer", SimpleNamespace(kv_sharing_target_layer_name=None, sliding_window=None, impl=impl))
+    impl = Impl(alibi_slopes=None, logits_soft_cap=None)
+    layer = SimpleNamespace(kv_sharing_target_layer_name=None, sliding_window=None, impl=impl)
+    check_layer("layer", layer)
+    layer.impl = SimpleNamespace(alibi_slopes=None, logits_soft_cap=None)
+    with pytest.raises(KeepsetError, match="its layer name brings its own attention backend"):
+        check_layer("name", layer)
 
 
 @pytest.mark.parametrize("additional", [None, {}, {"other": 1}, object()])
@@ -225,7 +320,6 @@ def test_a_recipe_that_cannot_be_used(value: Any, sentence: str) -> None:
 
 
 def test_rotations_that_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
     from vllm.model_executor.layers import rotary_embedding
 
     def rope(**changes: Any) -> Any:

@@ -37,6 +37,11 @@ ONCE = [
     "loud(keep=40, every=12)",
 ]
 """Undisturbed: heads and layers that keep equally many or not, counts that the data decide, and what is looked at."""
+FITTED = [
+    "match(snapkv(window=8), biases=False, keep=40)",
+    "match(adakv(snapkv(window=8)), biases=False, window=8, keep=40, every=12)",
+]
+"""What stays gets other values, of which the reference knows nothing."""
 LENGTHS, TOKENS = (150, 90, 230), 40
 ENGINE: dict[str, Any] = {"max_model_len": 512, "num_gpu_blocks_override": 96}
 CHUNKED = {"max_num_batched_tokens": 128}
@@ -82,9 +87,9 @@ NO_RECIPE = Scenario(None, UNDISTURBED, engine=CHUNKED)
 
 @pytest.fixture(scope="module")
 def engines(tiny: Path) -> dict[str, Result]:
-    scenarios = {recipe: Scenario(recipe, UNDISTURBED, engine=CHUNKED) for recipe in ONCE} | LIFE
+    scenarios = {recipe: Scenario(recipe, UNDISTURBED, engine=CHUNKED) for recipe in [*ONCE, *FITTED]} | LIFE
     # In the middle, so that one with a recipe comes before and after it.
-    names = [*ONCE, "no recipe", *LIFE]
+    names = [*ONCE, *FITTED, "no recipe", *LIFE]
     scenarios["no recipe"] = NO_RECIPE
     for scenario in scenarios.values():
         scenario.engine.update({"model": str(tiny), **ENGINE, **scenario.engine})
@@ -103,7 +108,7 @@ def test_it_is_the_reference(recipe: str, engines: dict[str, Result], tiny_oracl
     check_oracle(tiny_oracle, recipe, UNDISTURBED, engine)
 
 
-@pytest.mark.parametrize("recipe", ONCE)
+@pytest.mark.parametrize("recipe", [*ONCE, *FITTED])
 def test_it_is_the_transformers_runtime(recipe: str, engines: dict[str, Result], tiny_model: PreTrainedModel) -> None:
     engine = engines[recipe]
     for index, ask in enumerate(UNDISTURBED):

@@ -15,9 +15,11 @@ from keepset.registry import METHODS
 EXTRA = (
     "second_pass(statistic='mean'), second_pass(statistic='rms'), second_pass(statistic='rms', sinks=4, recent=32), "
     "pool(second_pass, sinks=4, recent=32), pool(second_pass(statistic='mean'), sinks=4, recent=32), "
-    "pool(second_pass(statistic='rms'), sinks=4, recent=32), kvcompose(structured=False), gvote(sinks=4, recent=32)"
+    "pool(second_pass(statistic='rms'), sinks=4, recent=32), kvcompose(structured=False), gvote(sinks=4, recent=32), "
+    "match(glance), match(reread)"
 )
-"""Beside the catalogue's defaults: other statistics of a second pass, under an even budget and in one pool."""
+"""Beside the catalogue's defaults: other statistics of a second pass, under an even budget and in one pool; and what
+stays fitted to all that was there."""
 COMPOSED = 3
 """So many of the best scorers get allocators."""
 
@@ -64,10 +66,8 @@ def composed_at_most() -> int:
 
 
 def _scorer(method: Method) -> Method:
-    if isinstance(method, Preset):
-        method = method.composition
-    while isinstance(method, Allocator):
-        method = method.scorer
+    while isinstance(method, Preset | Allocator):
+        method = method.composition if isinstance(method, Preset) else method.scorer
     return method
 
 
@@ -83,4 +83,6 @@ def _composed(scorer: Method, recipe: Recipe) -> list[Recipe]:
 
 
 def _allocators() -> list[type[Allocator]]:
-    return [kind for kind in METHODS.values() if issubclass(kind, Allocator) and kind is not Uniform]
+    return [
+        kind for kind in METHODS.values() if issubclass(kind, Allocator) and kind is not Uniform and not kind.rewrites
+    ]

@@ -39,6 +39,14 @@ class RecentQueries(Feature[Tensor]):
 
 
 @dataclass(frozen=True)
+class EntryBiases(Feature[Tensor]):
+    """Attention that adds a number to the logits of every entry: `observation.bias`, of which a method says more."""
+
+    label = "biases of entries"
+    transformers_only = "gives entries biases, which {engine}'s attention does not add: say biases=False"
+
+
+@dataclass(frozen=True)
 class Perplexity(Feature[Float[Tensor, " batch"]]):
     """Perplexity of the prompt's newest tokens by the model's own logits, `[batch]`; infinite where none is foretold.
 

@@ -1,0 +1,121 @@
+"""Match: what stays makes up for what was dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from keepset.core.budget import Budget
+from keepset.core.feature import Needs
+from keepset.core.features.given import EntryBiases, RecentQueries
+from keepset.core.features.queries import Asked, ReferenceQueries
+from keepset.core.keep_set import KeepSet, LayerKeepSet
+from keepset.core.method import Allocator, parameter
+from keepset.core.observation import BIAS, Observation
+from keepset.core.select import Ranking
+from keepset.kernels.matching import Heads, match_attention
+
+
+@dataclass(frozen=True)
+class Match(Allocator):
+    """Fits what stays, so that attention over it is as it was over all (Zweiger et al. 2026, arXiv:2602.16284).
+
+    The last step of a recipe, after any other method has chosen: `match(reread, keep=0.1)`. Entries that stay keep
+    their keys. Each gets a bias, the logarithm of how many dropped entries it stands for, and another value. Both are
+    fitted to reference queries, for a KV head's whole query group together (`kernels/matching.py`).
+
+    Reference queries are the prompt's own, at equal distances, as if they came once more right after it; those of a
+    second pass, which cost more, were a worse reference (docs/results.md). At events after the prompt they are the
+    newest `window` ones, and what attention pays to an entry includes its bias, with the methods inside, too.
+
+    Attributes:
+        biases: whether entries get biases; without them other values alone do what they can, under any engine's own
+            attention.
+        queries: how many reference queries of each query head, at most.
+        ridge: how much it costs to leave the values that were, in parts of the normal equations' mean diagonal.
+        window: how many of the newest queries are the reference at events after the prompt.
+    """
+
+    name = "match"
+    paper = "arXiv:2602.16284"
+    rewrites = True
+
+    biases: bool = parameter(True)
+    queries: int = parameter(256, minimum=1)
+    ridge: float = parameter(0.03, minimum=1e-6)
+    window: int = parameter(64, minimum=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("layout", "across_layers", "counts_from_data", "needs_budget"):
+            object.__setattr__(self, name, getattr(self.scorer, name))
+
+    def check_scorer(self) -> None:
+        """Whatever cannot be divided again can still be fitted."""
+
+    @property
+    def needs(self) -> Needs:
+        biases = [EntryBiases()] if self.biases else []
+        return self.scorer.needs | Needs(ReferenceQueries(self.queries), RecentQueries(self.window), *biases)
+
+    def choose(self, ranking: Ranking) -> LayerKeepSet:
+        return self._fitted(ranking.observation, self.scorer.choose(ranking))
+
+    def select(self, observation: Observation, budget: Budget) -> KeepSet:
+        return self.select_all([observation], budget)
+
+    def select_all(self, observations: Sequence[Observation], budget: Budget) -> KeepSet:
+        chosen = self.scorer.select_all(observations, budget)
+        return KeepSet([self._fitted(observation, chosen.layer(observation.layer)) for observation in observations])
+
+    def _fitted(self, observation: Observation, kept: LayerKeepSet) -> LayerKeepSet:
+        everything, device = self._heads(observation), observation.keys.device
+        bias = observation.valid.new_zeros(observation.valid.shape, dtype=torch.float32)
+        if observation.bias is not None:
+            bias += observation.bias
+        by_head = bias.flatten(0, 1)
+        values = observation.values.new_zeros(len(kept.indices), observation.values.shape[-1])
+        first, sizes = kept.cu_seqlens, kept.sizes or kept.counts.flatten().tolist()
+        for rows in _alike(sizes):
+            together = torch.tensor(rows, device=device)
+            place = torch.arange(sizes[rows[-1]], device=device)
+            exists = place < kept.counts.flatten()[together, None]
+            packed = (first[together, None] + place).where(exists, 0)
+            chosen = kept.indices[packed]
+            more, fitted = match_attention(
+                everything.of(together), chosen, exists, observation.scaling, self.ridge, self.biases
+            )
+            # Places that hold nothing add nothing to the first entry: to look for them would wait for the device.
+            by_head[together] = by_head[together].scatter_add(1, chosen, more)
+            fitted = fitted.to(values.dtype).masked_fill(~exists[..., None], 0.0)
+            values.index_add_(0, packed.flatten(), fitted.flatten(0, 1))
+        state = {**kept.state, BIAS: bias} if self.biases else kept.state
+        return replace(kept, state=state, values=values)
+
+    def _heads(self, observation: Observation) -> Heads:
+        """All heads of all requests, and what they are asked."""
+        reference = ReferenceQueries(self.queries)
+        if reference in observation.features:
+            asked = observation[reference]
+        else:
+            newest, at = observation.newest_queries(self.window)
+            asked = Asked(newest, at >= 0)
+        kv_heads = observation.keys.shape[1]
+        queries = observation.by_query_group(asked.queries).flatten(2, 3).flatten(0, 1)
+        exists = asked.exists.repeat(1, asked.queries.shape[1] // kv_heads).repeat_interleave(kv_heads, 0)
+        bias = torch.zeros(()) if observation.bias is None else observation.bias
+        added = bias.to(queries.device).where(observation.valid, float("-inf"))
+        return Heads(queries, exists, *(part.flatten(0, 1) for part in (observation.keys, observation.values, added)))
+
+
+def _alike(counts: Sequence[int]) -> Iterator[list[int]]:
+    """Heads that keep about as many entries, the most last: few places are empty where they are fitted together."""
+    group: list[int] = []
+    for row in sorted(range(len(counts)), key=counts.__getitem__):
+        if group and counts[row] > 1.25 * counts[group[0]] + 4:
+            yield group
+            group = []
+        group.append(row)
+    yield group

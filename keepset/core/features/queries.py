@@ -1,0 +1,96 @@
+"""`ReferenceQueries`: some of the prompt's own queries, turned to the first position after it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from keepset.core.accumulator import Accumulator, Chunk
+from keepset.core.feature import Feature
+
+
+class Asked(NamedTuple):
+    """Queries of each request, after rotation, and which of them exist."""
+
+    queries: Float[Tensor, "batch query_heads n head_dim"]
+    exists: Bool[Tensor, "batch n"]
+
+    @classmethod
+    def padded(cls, rows: Sequence[Float[Tensor, "query_heads _ head_dim"]]) -> Asked:
+        """Of requests with different numbers of them."""
+        lengths = torch.tensor([row.shape[1] for row in rows], device=rows[0].device)
+        queries = pad_sequence([row.transpose(0, 1) for row in rows], batch_first=True).transpose(1, 2)
+        return cls(queries, torch.arange(queries.shape[2], device=lengths.device) < lengths[:, None])
+
+
+class _Row:
+    """One request's queries before rotation, of every `stride`-th position; the stride doubles when they are too many.
+
+    By position, so that neither chunks nor padding change who is asked.
+    """
+
+    def __init__(self, queries: Float[Tensor, "query_heads n head_dim"], stride: int) -> None:
+        self.queries, self.stride = queries, stride
+
+    def extended(self, new: Float[Tensor, "query_heads _ head_dim"], most: int) -> _Row:
+        queries, stride = torch.cat([self.queries, new], 1), self.stride
+        while queries.shape[1] > most:
+            queries, stride = queries[:, ::2].clone(), 2 * stride
+        return _Row(queries, stride)
+
+
+class _Reference(Accumulator):
+    def __init__(self, features: Sequence[ReferenceQueries]) -> None:
+        self._most = max(feature.number for feature in features)
+        self._rows: list[_Row] = []
+        self._newest: Chunk
+
+    def add(self, chunk: Chunk) -> None:
+        assert chunk.source is not None
+        self._newest, queries = chunk, chunk.source.undo(chunk.queries, chunk.positions)
+        before = self._rows or [_Row(row[:, :0], 1) for row in queries]
+        self._rows = []
+        for i, row in enumerate(before):
+            if chunk.start is None:
+                new = queries[i][:, chunk.counted(0)[i] & (chunk.positions[i] % row.stride == 0)]
+            else:
+                new = queries[i, :, -chunk.start % row.stride :: row.stride]
+            self._rows.append(row.extended(new, self._most))
+
+    def joined(self, others: Sequence[_Reference]) -> _Reference:
+        twin = copy.copy(self)
+        twin._rows = [row for part in (self, *others) for row in part._rows]
+        return twin
+
+    def values(self, lengths: Int[Tensor, " batch"], width: int) -> Mapping[Feature[Any], Any]:
+        assert self._newest.source is not None
+        asked = Asked.padded([row.queries for row in self._rows])
+        turned = self._newest.source.ahead(lengths, 1)(asked.queries)
+        return {ReferenceQueries(self._most): asked._replace(queries=turned)}
+
+
+@dataclass(frozen=True)
+class ReferenceQueries(Feature[Asked]):
+    """The prompt's own queries, or some of them at equal distances, as if they came once more right after it.
+
+    At later events they do not exist.
+
+    Attributes:
+        number: how many at most. Queries of another number are the same thing.
+    """
+
+    label = "the prompt's queries once more"
+    unrotated = True
+    accumulator = _Reference
+
+    number: int = field(compare=False)
+
+    def merged(self, other: ReferenceQueries) -> ReferenceQueries:
+        return max(self, other, key=lambda feature: feature.number)

@@ -1,0 +1,175 @@
+"""What is chosen stays what it was; entries that stay are fitted to what attention over all gives."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+import keepset
+from keepset import texts
+from keepset.allocators.match import Match
+from keepset.bench.compare.fidelity import kl, mean
+from keepset.core.features.queries import Asked, ReferenceQueries
+from keepset.core.observation import BIAS
+from keepset.errors import RecipeError
+from keepset.hf.prompt_session import PromptSession
+from tests.hf.models import Oracle, extended, generate, left_padded, prompt, recipe, same_keep_set, tiny
+from tests.methods.naive import SHAPES, Shape, observe
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("allocator", ["", "adakv", "pool"])
+def test_every_head_is_fitted_as_if_alone(shape: Shape, allocator: str) -> None:
+    """Output of attention over what stays, entry by entry, is nearer to that over all than with what was there."""
+    inner = f"{allocator}(snapkv(window=3))" if allocator else "snapkv(window=3)"
+    matching = keepset.Recipe.parse(f"match({inner}, window=8, keep=0.5)")
+    observation = observe(shape)
+    kept = matching.select(observation).layer(0)
+    assert same_keep_set(
+        matching.select(observation), keepset.Recipe.parse(f"{inner[:-1]}, keep=0.5)").select(observation)
+    )
+    assert kept.values is not None
+    assert observation.queries is not None and observation.query_positions is not None
+    errors = torch.zeros(2)
+    for row in range(shape.batch * shape.kv_heads):
+        request, head = divmod(row, shape.kv_heads)
+        asked = observation.query_positions[request] >= 0
+        group = observation.queries.unflatten(1, (shape.kv_heads, -1))[request, head][:, asked].flatten(0, 1).double()
+        keys, values = (
+            part[request, head, : shape.lengths[request]].double() for part in (observation.keys, observation.values)
+        )
+        own = slice(*kept.cu_seqlens[row : row + 2].tolist())
+        places = kept.indices[own]
+        logits = group @ keys.T * observation.scaling
+        wanted = logits.softmax(-1) @ values
+        biases = kept.state[BIAS][request, head][places].double()
+        fitted = (logits[:, places] + biases).softmax(-1) @ kept.values[own].double()
+        untouched = logits[:, places].softmax(-1) @ values[places]
+        errors += torch.stack([(fitted - wanted).square().sum(), (untouched - wanted).square().sum()])
+        elsewhere = torch.ones(shape.entries, dtype=torch.bool).index_fill(0, places, False)
+        assert not kept.state[BIAS][request, head][elsewhere].any()
+    assert errors[0] <= errors[1] * 0.5 or shape.entries < 6
+
+
+def test_reference_queries_of_the_prompt_come_first() -> None:
+    observation = observe(Shape((24,), 2, 2, 6, 6))
+    other = observe(Shape((24,), 2, 2, 6, 6), window=20, seed=5)
+    assert other.queries is not None
+    reference = {ReferenceQueries(1): Asked(other.queries, torch.ones(1, 20, dtype=torch.bool))}
+    both = observe(Shape((24,), 2, 2, 6, 6), features=reference)
+    method = Match(keepset.METHODS["knorm"](), window=8)
+    budget = keepset.Budget(0.3)
+    by_window, by_prompt = (method.select(each, budget).layer(0).values for each in (observation, both))
+    assert by_window is not None and by_prompt is not None and not torch.allclose(by_window, by_prompt)
+
+
+def test_it_is_the_last_step() -> None:
+    for text in ("adakv(match(snapkv))", "pool(match(tova))", "match(match(snapkv))"):
+        with pytest.raises(RecipeError, match="last step"):
+            keepset.Recipe.parse(text)
+    matching = keepset.Recipe.parse("match(reread, keep=0.1)").method
+    assert matching.across_layers and matching.counts_from_data and matching.layout == "head-ragged"
+    plain = keepset.Recipe.parse("match(snapkv, keep=0.1)").method
+    assert not plain.across_layers and plain.layout == "dense" and plain.sinks == 0 and plain.recent == 64
+
+
+def cached(text: str, ids: Tensor, mask: Tensor | None = None, **options: object) -> tuple[keepset.Cache, Tensor]:
+    cache = keepset.Cache(tiny("llama"), text)
+    output = generate(tiny("llama"), ids, cache, mask, **{"max_new_tokens": 4, **options})
+    return cache, torch.stack(output.logits, 1)
+
+
+@pytest.mark.full
+def test_the_embedded_model_goes_on_as_with_the_full_cache() -> None:
+    """Two to four times nearer than what the same entries give, on one text."""
+    model, tokenizer = keepset.models.load()
+    ids = tokenizer(texts.essay("gap"), return_tensors="pt")["input_ids"][:, :480]
+    recipes = [keepset.Recipe.parse(text) for text in ("match(glance, keep=0.25)", "glance(keep=0.25)")]
+    session = PromptSession(model, ids[:, :400], recipes)
+    wanted = session.compress(None).follow(ids[:, 400:])
+    near, far = (mean(kl(wanted, session.compress(recipe).follow(ids[:, 400:]))) for recipe in recipes)
+    assert near < far / 1.5
+
+
+def test_saved_forked_cropped_and_reordered_with_their_biases(tmp_path: object) -> None:
+    model, ids = tiny("llama"), prompt(2, 40)
+    cache = keepset.Cache(model, "match(adakv(snapkv(window=5)), keep=12)")
+    with torch.no_grad():
+        model(ids, past_key_values=cache, use_cache=True)
+        assert all(layer.store.heads.bias.any() for layer in cache.kept_layers.values())
+        path = f"{tmp_path}/context.safetensors"
+        cache.save(path)
+        expected = model(ids[:, :3], past_key_values=cache.fork(), use_cache=True).logits
+        loaded = keepset.Cache.load(path, model)
+        assert loaded.nbytes == cache.fork().nbytes
+        assert torch.equal(model(ids[:, :3], past_key_values=loaded, use_cache=True).logits, expected)
+        twin = cache.fork()
+        model(ids[:, 5:9], past_key_values=twin, use_cache=True)
+        twin.crop(-4)
+        assert torch.allclose(model(ids[:, :3], past_key_values=twin, use_cache=True).logits, expected, atol=1e-5)
+        swapped = cache.fork()
+        swapped.reorder_cache(torch.tensor([1, 0]))
+        logits = model(ids[[1, 0], :3], past_key_values=swapped, use_cache=True).logits
+        assert torch.allclose(logits[[1, 0]], expected, atol=1e-5)
+
+
+def test_padding_and_chunks_change_nothing() -> None:
+    ids, mask = left_padded(prompt(2, 40), [0, 7])
+    text = "match(snapkv(window=5), queries=16, keep=12)"
+    both, logits = cached(text, ids, mask)
+    alone, own = cached(text, ids[1:, 7:])
+    for layer in both.kept_layers:
+        columns, single = (cache.kept_layers[layer].store.padded()[0] for cache in (both, alone))
+        for name in ("values", BIAS):
+            torch.testing.assert_close(columns[name][1:], single[name], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(logits[1:], own, rtol=1e-3, atol=1e-3)
+    chunked = keepset.Cache(tiny("llama"), text, prompt_length=40)
+    with torch.no_grad():
+        for part in (ids[:1, :13], ids[:1, 13:29], ids[:1, 29:]):
+            tiny("llama")(part, past_key_values=chunked, use_cache=True)
+    for layer in both.kept_layers:
+        columns, single = (cache.kept_layers[layer].store.padded()[0] for cache in (both, chunked))
+        torch.testing.assert_close(columns["values"][:1, :, :12], single["values"], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("inner", ["snapkv(window=4)", "adakv(snapkv(window=4))", "ams(tova, window=4)"])
+def test_events_while_decoding_fit_again(inner: str) -> None:
+    """Also entries that were fitted before: their biases are part of what attention gave."""
+    ids = prompt(1, 40)
+    always = ", sinks=2, recent=4" if inner.startswith("ams") else ""
+    cache, logits = cached(f"match({inner}, window=8{always}, keep=16, every=8)", ids, max_new_tokens=30)
+    assert len(cache.events) == 4 and logits.isfinite().all()
+    for layer in cache.kept_layers.values():
+        columns, exists = layer.store.padded()
+        assert columns[BIAS][exists].any() and columns["values"][exists].isfinite().all()
+        newest = columns["positions"] > 40 + 3 * 8
+        assert not columns[BIAS][newest & exists].any()
+
+
+def test_a_bfloat16_model_keeps_its_precision() -> None:
+    model, ids = copy.deepcopy(tiny("llama")).bfloat16(), prompt(1, 40)
+    cache = keepset.Cache(model, "match(snapkv(window=5), keep=12)")
+    output = generate(model, ids, cache, max_new_tokens=3)
+    store = cache.kept_layers[0].store
+    assert store is not None and store.heads.values.dtype == torch.bfloat16
+    assert torch.stack(output.logits).isfinite().all()
+
+
+def test_every_method_can_be_matched() -> None:
+    for name in keepset.METHODS:
+        if name != "match":
+            method = Match(keepset.Recipe.parse(recipe(name, 12)).method)
+            assert (method.layout, method.across_layers) == (method.scorer.layout, method.scorer.across_layers)
+            assert method.needs | method.scorer.needs == method.needs
+
+
+def test_the_oracle_agrees_in_padded_batches() -> None:
+    ids, mask = left_padded(prompt(2, 40), [0, 7])
+    cache = keepset.Cache(tiny("qwen3"), "match(pool(prompt_queries), keep=12)")
+    output = generate(tiny("qwen3"), ids, cache, mask, max_new_tokens=4)
+    sequences = output.sequences[:, :-1]
+    reference = Oracle(cache, extended(mask, sequences.shape[1])).logits(tiny("qwen3"), sequences)
+    torch.testing.assert_close(torch.stack(output.logits, 1), reference[:, -4:], rtol=1e-4, atol=1e-4)

@@ -1,0 +1,172 @@
+"""Kept entries are fitted to attention over all, as naive least squares would."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import scipy.optimize
+import torch
+from torch import Tensor
+
+from keepset.kernels.matching import Heads, match_attention
+
+
+def random_heads(heads: int, queries: int, entries: int, size: int, seed: int = 0) -> Heads:
+    draw = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=draw)
+
+    asked = torch.ones(heads, queries, dtype=torch.bool)
+    return Heads(
+        2 * normal(heads, queries, size),
+        asked,
+        normal(heads, entries, size),
+        normal(heads, entries, size + 2),
+        torch.zeros(heads, entries),
+    )
+
+
+def fit(heads: Heads, kept: Tensor, ridge: float = 0.03, biases: bool = True) -> tuple[Tensor, Tensor]:
+    return match_attention(heads, kept, torch.ones_like(kept, dtype=torch.bool), 0.4, ridge, biases)
+
+
+def attention(heads: Heads, head: int) -> np.ndarray:
+    """Of every query over all entries."""
+    logits = (heads.queries[head].double() @ heads.keys[head].double().T * 0.4 + heads.added[head].double()).numpy()
+    powers = np.exp(logits - logits.max(-1, keepdims=True))
+    return powers / powers.sum(-1, keepdims=True)
+
+
+def output(heads: Heads, head: int, kept: Tensor, biases: Tensor, values: Tensor) -> np.ndarray:
+    """Attention's over the kept entries alone, from their own logits."""
+    keys, added = heads.keys[head][kept].double(), heads.added[head][kept].double() + biases.double()
+    weights = (heads.queries[head].double() @ keys.T * 0.4 + added).softmax(-1)
+    return (weights @ values.double()).numpy()
+
+
+def error(heads: Heads, head: int, kept: Tensor, biases: Tensor, values: Tensor) -> float:
+    wanted = attention(heads, head) @ heads.values[head].double().numpy()
+    return float(np.square(output(heads, head, kept, biases, values) - wanted).sum())
+
+
+def test_a_dropped_twin_is_stood_for_by_log_two() -> None:
+    heads = random_heads(1, 40, 6, 8)
+    twins = Heads(heads.queries, heads.asked, *(torch.cat([part, part], 1) for part in heads[2:]))
+    kept = torch.arange(6)[None]
+    biases, values = fit(twins, kept)
+    torch.testing.assert_close(biases, torch.full_like(biases, math.log(2)), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(values, heads.values, rtol=1e-4, atol=1e-4)
+    # One twin of one entry alone: that one stands for two, the others for themselves.
+    one = Heads(heads.queries, heads.asked, *(torch.cat([part, part[:, :1]], 1) for part in heads[2:]))
+    gap = error(one, 0, kept[0], *(part[0] for part in fit(one, kept, ridge=1e-6)))
+    assert gap < 1e-2 * error(one, 0, kept[0], torch.zeros(6), heads.values[0])
+
+
+def test_nothing_dropped_changes_nothing() -> None:
+    heads = random_heads(2, 30, 9, 4)
+    biases, values = fit(heads, torch.arange(9).expand(2, -1))
+    assert not biases.any() and torch.equal(values, heads.values)
+
+
+@pytest.mark.parametrize(("queries", "kept"), [(60, 12), (12, 20), (25, 25)], ids=["tall", "wide", "square"])
+def test_values_are_those_of_ridge_regression(queries: int, kept: int) -> None:
+    """Towards the values that there were: as least squares with a row for every value that leaves its place."""
+    heads, ridge = random_heads(2, queries, 40, 6), 0.1
+    places = torch.stack([torch.randperm(40, generator=torch.Generator().manual_seed(i))[:kept] for i in range(2)])
+    _, values = fit(heads, places, ridge, biases=False)
+    for head in range(2):
+        shares = attention(heads, head)
+        paid = shares[:, places[head]] / shares[:, places[head]].sum(-1, keepdims=True)
+        before = heads.values[head, places[head]].double().numpy()
+        wanted = shares @ heads.values[head].double().numpy() - paid @ before
+        root = math.sqrt(ridge * np.square(paid).sum() / kept)
+        rows, right = np.concatenate([paid, root * np.eye(kept)]), np.concatenate([wanted, np.zeros_like(before)])
+        expected = before + np.linalg.lstsq(rows, right, rcond=None)[0]
+        np.testing.assert_allclose(values[head].numpy(), expected, rtol=1e-3, atol=2e-4)
+
+
+def test_weights_are_near_to_those_of_non_negative_least_squares() -> None:
+    heads, places = random_heads(1, 80, 30, 6), torch.arange(0, 30, 3)[None]
+    biases, _ = fit(heads, places)
+    shares = attention(heads, 0)[:, places[0]]
+    _, best = scipy.optimize.nnls(shares, np.ones(80))
+    ours = np.linalg.norm(shares @ np.exp(biases[0].double().numpy()) - 1)
+    untouched = np.linalg.norm(shares.sum(-1) - 1)
+    assert best <= ours + 1e-9 and ours - best < 0.02 * (untouched - best)
+
+
+@pytest.mark.parametrize("biases", [True, False])
+@pytest.mark.parametrize("seed", range(20))
+def test_never_further_than_selection_on_the_reference_queries(seed: int, biases: bool) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    queries, entries, size = (
+        int(torch.randint(low, high, (), generator=draw)) for low, high in [(1, 30), (2, 40), (1, 9)]
+    )
+    heads = random_heads(3, queries, entries, size, seed)
+    count = int(torch.randint(1, entries + 1, (), generator=draw))
+    places = torch.stack([torch.randperm(entries, generator=draw)[:count].sort().values for _ in range(3)])
+    more, values = fit(heads, places, biases=biases)
+    for head in range(3):
+        before = error(heads, head, places[head], torch.zeros(count), heads.values[head, places[head]])
+        assert error(heads, head, places[head], more[head], values[head]) <= before * (1 + 1e-4) + 1e-9
+    assert biases or not more.any()
+
+
+def test_heads_of_other_lengths_do_not_change_one_another() -> None:
+    """Places and queries that do not exist, whatever they hold, and entries that were fitted before."""
+    one, other = random_heads(1, 20, 15, 4, 1), random_heads(1, 14, 11, 4, 2)
+    one.added[0, 3] = 0.7
+    queries, keys, values = (torch.full_like(part, math.nan) for part in (one.queries, one.keys, one.values))
+    queries[0, :14], keys[0, :11], values[0, :11] = other.queries[0], other.keys[0], other.values[0]
+    added = torch.where(torch.arange(15) < 11, 0.0, -math.inf)[None]
+    both = Heads(
+        torch.cat([one.queries, queries]),
+        torch.cat([one.asked, torch.arange(20)[None] < 14]),
+        torch.cat([one.keys, keys]),
+        torch.cat([one.values, values]),
+        torch.cat([one.added, added]),
+    )
+    kept = torch.tensor([[0, 3, 7, 9, 14], [1, 5, 10, 0, 0]])
+    exists = torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
+    biases, fitted = match_attention(both, kept, exists, 0.4, 0.03, True)
+    for row, (alone, places) in enumerate([(one, kept[:1]), (other, kept[1:, :3])]):
+        expected = fit(alone, places)
+        count = places.shape[1]
+        torch.testing.assert_close(biases[row, :count], expected[0][0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(fitted[row, :count], expected[1][0], rtol=1e-4, atol=1e-5)
+    assert not biases[1, 3:].any()
+
+
+@pytest.mark.parametrize("broken", ["key", "value", "query", "no queries", "equal keys"])
+def test_what_cannot_be_fitted_stays(broken: str) -> None:
+    heads, places = random_heads(2, 20, 12, 4), torch.tensor([[0, 2, 5], [1, 6, 11]])
+    if broken == "key":
+        heads.keys[0, 4] = math.nan
+    elif broken == "value":
+        heads.values[0, 4] = math.inf
+    elif broken == "query":
+        heads.queries[0, 3] = math.nan
+    elif broken == "no queries":
+        heads.asked[0] = False
+    else:
+        heads.keys[0] = heads.keys[0, :1]
+    biases, values = fit(heads, places)
+    assert biases.isfinite().all() and values.isfinite().all()
+    if broken in ("key", "value", "no queries"):
+        assert not biases[0].any() and torch.equal(values[0], heads.values[0, places[0]])
+    if broken == "equal keys":  # a rank of one: all entries are one, of the mean value
+        assert error(heads, 0, places[0], biases[0], values[0]) < 1e-2
+    alone = fit(Heads(*(part[1:] for part in heads)), places[1:])
+    torch.testing.assert_close((biases[1], values[1]), (alone[0][0], alone[1][0]), rtol=1e-4, atol=1e-5)
+
+
+def test_bfloat16_is_fitted_in_float32() -> None:
+    heads, places = random_heads(2, 50, 24, 8), torch.arange(0, 24, 2).expand(2, -1)
+    rounded = heads._replace(**{name: getattr(heads, name).bfloat16() for name in ("queries", "keys", "values")})
+    exact = rounded._replace(**{name: getattr(rounded, name).float() for name in ("queries", "keys", "values")})
+    for ours, expected in zip(fit(rounded, places), fit(exact, places), strict=True):
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours, expected)

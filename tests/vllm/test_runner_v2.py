@@ -1,0 +1,56 @@
+"""vLLM's model runner V2, the default on GPUs: every token and every kept entry is the reference's, as under V1."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.compared import check_oracle
+from tests.vllm.engine import Result, Scenario, run
+from tests.vllm.oracle import Oracle
+from tests.vllm.test_tiny import CHUNKED, ENGINE, EQUAL, FROM_DATA, LIFE, UNDISTURBED
+
+pytestmark = pytest.mark.full
+
+SCENARIOS = {
+    "equal heads": Scenario(EQUAL, UNDISTURBED, engine=CHUNKED),
+    "ragged heads": Scenario("adakv(snapkv(window=8), keep=40, every=12)", UNDISTURBED, engine=CHUNKED),
+    "layers of their own": Scenario("pyramid(snapkv(window=8), keep=48, every=8)", UNDISTURBED, engine=CHUNKED),
+    "counts from the data": Scenario(FROM_DATA, UNDISTURBED, engine=CHUNKED, layer_groups=2),
+    "turmoil": LIFE["turmoil"],
+    "sharing": LIFE["sharing"],
+}
+
+
+@pytest.fixture(scope="module")
+def engines(tiny: Path) -> dict[str, Result]:
+    def ready(scenario: Scenario, **more: Any) -> Scenario:
+        return replace(scenario, engine={"model": str(tiny), **ENGINE, **scenario.engine}, runner_v2=True, **more)
+
+    scenarios = [*SCENARIOS.values(), Scenario(None, UNDISTURBED, engine=CHUNKED)]
+    return dict(zip([*SCENARIOS, "no recipe"], run(*map(ready, scenarios)), strict=True))
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_it_is_the_reference(name: str, engines: dict[str, Result], tiny_oracle: Oracle) -> None:
+    scenario, engine = SCENARIOS[name], engines[name]
+    assert scenario.recipe is not None
+    assert engine.classes == ["CPUKeepImpl"] and engine.stats["entries_dropped"] > 0
+    check_oracle(tiny_oracle, scenario.recipe, list(scenario.requests), engine)
+
+
+def test_it_shares_prefixes_and_preempts(engines: dict[str, Result]) -> None:
+    assert engines["sharing"].cached == [0, 96, 160]
+    assert engines["turmoil"].preemptions[:3] == [2, 2, 2]
+
+
+def test_without_a_recipe_it_is_vllm(engines: dict[str, Result], tiny_oracle: Oracle) -> None:
+    engine = engines["no recipe"]
+    assert engine.classes == ["CPUAttentionBackendImpl"] and not any(engine.events)
+    for index, ask in enumerate(UNDISTURBED):
+        tokens = engine.tokens[index]
+        assert tokens is not None
+        assert tiny_oracle.replay(None, ask.ids, tokens, engine.steps_of(index)).best == tokens
