@@ -55,7 +55,7 @@ def naive(cache: Any, architecture: str = "llama") -> Naive:
         steps.append(logits.double().log_softmax(-1).tolist())
         if isinstance(cache, keepset.Cache):
             nbytes.append(cache.nbytes)
-            windows = [layer.decoding.window.nbytes for layer in cache.layers if layer.decoding is not None]
+            windows = [layer.decoding.passing.nbytes for layer in cache.layers if layer.decoding is not None]
             recorded = max(recorded, sum(windows))
         else:
             nbytes.append(sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers))
