@@ -10,6 +10,7 @@ begins after nine minutes.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import sys
@@ -47,7 +48,7 @@ def main() -> int:
 
     from keepset.kernels import dispatch
 
-    dispatch.INTERPRETED = options.cpu
+    dispatch.INTERPRETED = options.cpu and importlib.util.find_spec("triton") is not None
     device = torch.device("cpu" if options.cpu else "cuda")
     bench = Bench(device, time.monotonic() + 60 * options.minutes)
     print(f"{_name(device)}, PyTorch {torch.__version__}; at most about {options.minutes + 0.5:g} minutes", flush=True)
@@ -73,7 +74,11 @@ def main() -> int:
 def _name(device) -> str:  # type: ignore[no-untyped-def]
     import torch
 
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, Triton's interpreter"
+    from keepset.kernels import dispatch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return "CPU, Triton's interpreter" if dispatch.INTERPRETED else "CPU without Triton, PyTorch's operators"
 
 
 def _table(bench, bandwidth: float) -> Iterator[str]:  # type: ignore[no-untyped-def]

@@ -93,6 +93,7 @@ def compare(
         check_fits(tokens, generate + ANSWER_TOKENS, longest)
     length = 1 if generate is not None else continuation or (1024 if decode else 64)
     task = make_text_task(tokenizer, source, tokens=tokens, continuation=length, needle=needle, longest=longest)
+    task = task.to(loaded.device)
     comparer: Comparer | None = None
     finished = False
     with suppress(KeyboardInterrupt), progress() as bar:

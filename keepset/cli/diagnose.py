@@ -47,7 +47,7 @@ def gvote(
     from keepset.bench.papers.published import published
 
     loaded, tokenizer = load(model)
-    ids = tokenizer(source, return_tensors="pt", verbose=False)["input_ids"][:, :tokens]
+    ids = tokenizer(source, return_tensors="pt", verbose=False)["input_ids"][:, :tokens].to(loaded.device)
     longest = context_length(loaded)
     if longest is not None and ids.shape[1] > longest:
         raise KeepsetError(f"--tokens {tokens} is more than the model's context of {longest}: use {longest} or less.")

@@ -42,6 +42,7 @@ def generate(
 
     loaded, tokenizer = load(model)
     inputs = tokenizer("".join(chat_parts(tokenizer, before, prompt)), add_special_tokens=False, return_tensors="pt")
+    inputs = inputs.to(loaded.device)
     length = inputs["input_ids"].shape[1]
     check_fits_context(loaded, length, sampling.tokens)
     task = None if question is None else tokenizer(question, add_special_tokens=False, return_tensors="pt").input_ids

@@ -72,7 +72,7 @@ def trace(
     from keepset.bench.report.trace import render
 
     loaded, tokenizer = load(model)
-    ids = torch.tensor([_encoded(tokenizer, before, prompt if problem is None else f"{problem}\n{REASON}")])
+    ids = _encoded(tokenizer, before, prompt if problem is None else f"{problem}\n{REASON}").to(loaded.device)
     check_fits_context(loaded, ids.shape[1], sampling.tokens)
     tracers = [Tracer(loaded, each) for each in recipes]
     compressed = list(tracers[0].layers)
@@ -104,12 +104,12 @@ def trace(
         raise Exit(130)
 
 
-def _encoded(tokenizer: Any, before: str, question: str | None) -> list[int]:
-    """A user's message, or a bare text where nothing is asked."""
+def _encoded(tokenizer: Any, before: str, question: str | None) -> Any:
+    """A user's message, or a bare text where nothing is asked, `[1, tokens]`."""
     if question is None:
-        return tokenizer(before, verbose=False)["input_ids"]
+        return tokenizer(before, return_tensors="pt", verbose=False)["input_ids"]
     message = "".join(chat_parts(tokenizer, before, question))
-    return tokenizer(message, add_special_tokens=False, verbose=False)["input_ids"]
+    return tokenizer(message, add_special_tokens=False, return_tensors="pt", verbose=False)["input_ids"]
 
 
 def _print(runs: Sequence[dict[str, Any]]) -> None:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keepset.kernels.dispatch import uses_triton
+from keepset.kernels.dispatch import launched_on, uses_triton
 from keepset.kernels.packed import PackedHeads, Run
 
 
@@ -95,4 +95,5 @@ def _in_triton(
 ) -> tuple[Tensor, Tensor]:
     from keepset.kernels.triton import attention  # loads Triton
 
-    return attention.ragged_attention(queries, stores, scaling, query_positions)
+    with launched_on(queries.device):
+        return attention.ragged_attention(queries, stores, scaling, query_positions)

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from keepset.kernels.blocks import PRODUCT_BLOCK
-from keepset.kernels.dispatch import has_bfloat16, uses_triton
+from keepset.kernels.dispatch import has_bfloat16, launched_on, uses_triton
 
 _CHUNK = 64
 """Queries per step: large enough for matrix products, small enough to stay in a core's cache."""
@@ -142,7 +142,8 @@ def log_sum_exp(
     if uses_triton(keys.device):
         from keepset.kernels.triton import columns  # loads Triton
 
-        return columns.log_sum_exp(queries, keys, scaling, causal)
+        with launched_on(keys.device):
+            return columns.log_sum_exp(queries, keys, scaling, causal)
     grouped = queries.unflatten(0, (keys.shape[0], -1))
     starts = range(0, queries.shape[1], _CHUNK)
     parts = [_logits(grouped, keys, scaling, start, _CHUNK, causal).logsumexp(-1) for start in starts]
@@ -188,7 +189,8 @@ def attention_columns(
     if uses_triton(keys.device):
         from keepset.kernels.triton import columns  # loads Triton
 
-        return columns.attention_columns(queries, keys, lse, scaling, names, group, causal)
+        with launched_on(keys.device):
+            return columns.attention_columns(queries, keys, lse, scaling, names, group, causal)
     grouped = queries.unflatten(0, (kv_heads, -1))
     lse = lse.view(grouped.shape[:3])
     members, on_cpu = grouped.shape[1], keys.device.type == "cpu"

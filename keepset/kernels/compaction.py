@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from keepset.kernels.dispatch import uses_triton
+from keepset.kernels.dispatch import launched_on, uses_triton
 from keepset.kernels.packed import PackedHeads
 
 
@@ -34,7 +34,8 @@ def pack_entries(
         from keepset.kernels.triton import compaction  # loads Triton
 
         starts = heads.cumsum(0) - heads
-        compaction.pack(list(columns.values()), list(packed.values()), indices, starts, heads, most)
+        with launched_on(indices.device):
+            compaction.pack(list(columns.values()), list(packed.values()), indices, starts, heads, most)
         return packed
     rows = torch.repeat_interleave(torch.arange(len(heads), device=indices.device), heads, output_size=len(indices))
     return {name: _pick(column, rows, indices) for name, column in columns.items()}
@@ -56,7 +57,8 @@ def append_entries(
     if uses_triton(keys.device):
         from keepset.kernels.triton import compaction  # loads Triton
 
-        compaction.append(stores, keys, values, positions)
+        with launched_on(keys.device):
+            compaction.append(stores, keys, values, positions)
         return
     n, first = keys.shape[2], 0
     at = positions[:, None].expand(-1, keys.shape[1], -1)

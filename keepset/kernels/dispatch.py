@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -15,6 +17,11 @@ first imported (`TRITON_INTERPRET=1`); it runs one program after another, which 
 def uses_triton(device: torch.device) -> bool:
     """Whether a tensor there is given to the kernels in Triton, and not to their counterparts in PyTorch."""
     return _has_triton() if device.type == "cuda" else INTERPRETED
+
+
+def launched_on(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current GPU, which is not the tensors' where a model is spread over several."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @cache

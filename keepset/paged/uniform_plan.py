@@ -67,14 +67,19 @@ class UniformPlanner:
 
     def _shift(self, batch: StepBatch, dropped: list[int]) -> ShiftedBatch:
         """The batch without what was dropped; moves new tokens' slots to where their requests' entries end."""
-        table, lost, size = batch.block_table, batch.tensor(dropped), self._schedule.block_size
-        shift = lost % size
+        table, size = batch.block_table, self._schedule.block_size
         if any(entries % size for entries in dropped):
-            starts = batch.upload(batch.query_start_loc.long())
-            row, position = new_tokens(batch.seq_lens.long() - starts.diff(), starts)
-            place, slots = position - shift[row], batch.slot_mapping[: len(row)]
+            before = torch.zeros(len(dropped), dtype=torch.int64)
+            for request in batch.requests:
+                before[request.row] = request.before
+            # On the host, which knows all of it, so that a GPU gets it at once.
+            row, position = new_tokens(before, batch.query_start_loc.long())
+            shift = (torch.tensor(dropped) % size)[row]
+            row, place, moves = batch.upload(torch.stack((row, position - shift, shift > 0)))
+            slots = batch.slot_mapping[: len(row)]
             moved = table[row, place // size].long() * size + place % size
-            slots.copy_(torch.where(shift[row] > 0, moved, slots))
+            slots.copy_(torch.where(moves > 0, moved, slots))
+        lost = batch.tensor(dropped)
         columns = torch.arange(table.shape[1], device=table.device) + (lost // size)[:, None]
         return ShiftedBatch(
             block_table=table.gather(1, columns.clamp(max=table.shape[1] - 1)),

@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import keepset
 from keepset import models
+from keepset.bench.tune import pieces, space
 from tests.cli.conftest import Run, tiny_model
 
 pytest.importorskip("triton")
@@ -18,13 +21,24 @@ pytestmark = pytest.mark.full
 LATENCY = ("--tokens", "64", "--output-tokens", "4", "--rounds", "1")
 CALIBRATE = ("--tokens", "80", "--length", "40", "--gate-steps", "1", "--text", "text.txt")
 COMPILE = (
-    *("--recipe", "compilerkv(window=8)", "--keep", "16,24", "--contexts", "2", "--tokens", "40"),
+    *("--recipe", "compilerkv(window=8)", "--keep", "16", "--contexts", "1", "--tokens", "40"),
     *("--continuation", "5", "--corpus", "text.txt"),
 )
+TRACE = ("--baseline", "knorm(keep=9)", "--forced", "--tokens", "6", "--html", "trace.html")
+REPRODUCE = ("--model", "embedded", "--limit", "1", "--answer-tokens", "4", "--data", ".")
 COMMANDS = {
     "generate": ("generate", "Hello there, you.", "--recipe", "snapkv(window=4, keep=0.5)", "--max-new-tokens", "3"),
     "compare": ("compare", "--recipes", "tova", "--keeps", "0.5", "--tokens", "64", "--continuation", "8"),
-    "trace": ("trace", "Hello", "--recipe", "tova(keep=16, every=4)", "--tokens", "6", "--html", "trace.html"),
+    "trace": (
+        "trace",
+        "Hello",
+        "--recipe",
+        "tova(keep=16, every=4)",
+        "--baseline",
+        "knorm(keep=9)",
+        "--forced",
+        *TRACE,
+    ),
     "diagnose": ("diagnose", "gvote"),
     "latency": ("bench", "latency", "--recipes", "tova(keep=9)", *LATENCY),
     "context": ("context", "build", "--text", "text.txt", "--out", "c.safetensors", "--recipe", "snapkv(keep=0.5)"),
@@ -32,7 +46,18 @@ COMMANDS = {
     "calibrate": ("calibrate", "--out", "stats.safetensors", *CALIBRATE),
     "compile": ("compile", "--out", "tables.safetensors", *COMPILE),
     "tune": ("tune", "--text", "text.txt", "--keep", "0.3", "--retrieval"),
-    "reproduce": ("reproduce", "ams-table-2", "--model", "embedded", "--limit", "1", "--answer-tokens", "4"),
+    "reproduce": (
+        "reproduce",
+        "ams-table-2",
+        "--model",
+        "embedded",
+        "--limit",
+        "1",
+        "--answer-tokens",
+        "4",
+        "--data",
+        ".",
+    ),
 }
 
 
@@ -41,7 +66,14 @@ def test_every_input_follows_the_model(
     run: Run, name: str, embedded: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     model = tiny_model()
-    (tmp_path / "text.txt").write_text("A text that goes on and on. " * 40, "utf-8")
+    (tmp_path / "text.txt").write_text("A text that goes on and on. " * 70, "utf-8")
+    (tmp_path / "gsm8k.jsonl").write_text('{"question": "What is 1 plus 1?", "answer": "#### 2"}', "utf-8")
+    # Of tune's race one round, of two.
+    monkeypatch.setattr(pieces, "PIECES", 2)
+    monkeypatch.setattr(space, "scorers", lambda: keepset.Recipe.parse_list("tova, streaming_llm"))
+    monkeypatch.setattr(space, "compositions", lambda best: [])
+    # Tensors that pose are none of inference's.
+    monkeypatch.setattr(torch, "inference_mode", torch.no_grad)
     monkeypatch.setattr(models, "load", lambda *_: (model, embedded[1]))
     with Gpu(monkeypatch) as gpu:
         on_gpu(model)

@@ -122,7 +122,8 @@ class Tracer:
         """
         self._begin(ids, prompt)
         step = self._recipe.schedule.every or len(ids)
-        for part in (ids[:prompt], *torch.split(ids[prompt:], step)):
+        there = ids.to(self._model.device)
+        for part in (there[:prompt], *torch.split(there[prompt:], step)):
             if len(part):
                 self._model(part[None], past_key_values=self._cache, use_cache=True, logits_to_keep=1)
             self.on_token(len(part))

@@ -24,6 +24,11 @@ class TextTask:
     question: Int[Tensor, "1 m"] | None = None
     needle: Needle | None = None
 
+    def to(self, device: torch.device) -> "TextTask":
+        """The same there, where the model is that is to read it."""
+        question = None if self.question is None else self.question.to(device)
+        return TextTask(self.prompt.to(device), self.continuation.to(device), question, self.needle)
+
 
 def make_text_task(
     tokenizer: Tokenizer,

@@ -26,10 +26,11 @@ class Measurer:
     def __init__(
         self, model: PreTrainedModel, tokenizer: Tokenizer, pieces: Sequence[TextPiece], keep: int | float
     ) -> None:
-        self._model, self._tokenizer, self._pieces, self._keep = model, tokenizer, pieces, keep
+        self._model, self._tokenizer, self._keep = model, tokenizer, keep
+        self._pieces = [piece.to(model.device) for piece in pieces]
         self.full_found: dict[int, tuple[bool, ...]] = {}
         self.full_bytes: dict[int, int] = {}
-        warm_up(model, pieces[0].prompt)
+        warm_up(model, self._pieces[0].prompt)
 
     def __call__(self, number: int, recipes: Sequence[Recipe]) -> Iterator[Measurement]:
         """Each recipe's figures on one piece, or why there are none."""
@@ -67,8 +68,9 @@ class Measurer:
             return ()
         questions = [self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in piece.questions]
         longest = max(map(len, questions))
-        ids = torch.tensor([[0] * (longest - len(row)) + row for row in questions])
-        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in questions])
+        padded = [[0] * (longest - len(row)) + row for row in questions]
+        exists = [[0] * (longest - len(row)) + [1] * len(row) for row in questions]
+        ids, mask = (torch.tensor(rows, device=self._model.device) for rows in (padded, exists))
         generate: Any = self._model.generate
         inputs = cache.ask(ids, mask)
         output = generate(

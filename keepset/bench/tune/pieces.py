@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Int
@@ -37,6 +37,10 @@ class TextPiece:
     continuation: Int[Tensor, "1 n"]
     facts: tuple[Needle, ...] = ()
     questions: tuple[str, ...] = ()
+
+    def to(self, device: torch.device) -> "TextPiece":
+        """The same there, where the model is that is to read it."""
+        return replace(self, prompt=self.prompt.to(device), continuation=self.continuation.to(device))
 
 
 def cut(
