@@ -95,8 +95,8 @@ def shaped(query_heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> Ll
     """One layer of this shape."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=4 * query_heads, intermediate_size=16, num_hidden_layers=1, num_attention_heads=query_heads, vocab_size=50,
-        num_key_value_heads=kv_heads, head_dim=size, max_position_embeddings=4096,
+        hidden_size=4 * query_heads, intermediate_size=16, num_hidden_layers=1, num_attention_heads=query_heads,
+        vocab_size=50, num_key_value_heads=kv_heads, head_dim=size, max_position_embeddings=4096,
     )  # fmt: skip
     return LlamaForCausalLM(config).to(dtype).eval()
 
