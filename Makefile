@@ -40,9 +40,9 @@ demo: setup
 test: setup
 	$(PYTEST)
 
-# Everything.
+# Everything; by three processes, since one of them often waits: for an engine's processes, a server, a browser.
 test-all: setup-vllm
-	$(PYTEST) --full
+	$(PYTEST) --full -n 3
 
 # Tables and figures of the papers on the embedded model, but for one of each paper, which `test-all` has.
 test-papers: setup

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from keepset.kernels import dispatch
 from keepset.kernels.triton import attention, columns, compaction
@@ -148,13 +148,25 @@ def on_gpu(model: nn.Module) -> nn.Module:
     return model
 
 
+def _mapped(change: Callable[[Tensor], Any], tree: Any) -> Any:
+    """What an operator takes or gives, its tensors changed: `torch.utils._pytree` takes longer than most of them."""
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if isinstance(tree, dict):
+        return {name: _mapped(change, each) for name, each in tree.items()}
+    if isinstance(tree, tuple | list):
+        return type(tree)([_mapped(change, each) for each in tree])
+    return tree
+
+
 def _held(tree: Any) -> Any:
-    return tree_map(lambda each: each.held if isinstance(each, Posing) else each, tree)
+    return _mapped(lambda each: each.held if isinstance(each, Posing) else each, tree)
 
 
 def _dispatch(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     name = function.overloadpacket.__name__
-    tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    tensors: list[Tensor] = []
+    _mapped(tensors.append, (args, kwargs))
     posing = any(isinstance(each, Posing) for each in tensors)
     target = None if kwargs.get("device") is None else torch.device(kwargs["device"]).type
     there = posing or target == _DEVICE.type
@@ -167,7 +179,7 @@ def _dispatch(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
                 f"{name} mixes tensors of two devices, of shapes {[tuple(each.shape) for each in strays]}"
             )
         boolean = name in ("index", "index_put", "index_put_") and any(
-            isinstance(each, Tensor) and each.dtype == torch.bool for each in tree_leaves(args[1])
+            isinstance(each, Tensor) and each.dtype == torch.bool for each in args[1]
         )
         unsized = name == "repeat_interleave" and kwargs.get("output_size") is None
         if name in _WAITS or boolean or unsized or (name == "_to_copy" and target == "cpu"):
@@ -181,4 +193,4 @@ def _dispatch(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return args[0]
     if target == "cpu":
         return output
-    return tree_map(lambda each: Posing(each) if isinstance(each, Tensor) else each, output)
+    return _mapped(Posing, output)

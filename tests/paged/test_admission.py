@@ -203,7 +203,7 @@ def test_the_sums_are_those_of_a_count(situation: tuple[Admission, int, int], da
     """Whoever comes, goes, is left out of a step, or computes its prompt in whatever chunks."""
     admission, _, _ = situation
     requests: list[Request] = []
-    for number in range(data.draw(st.integers(1, 25))):
+    for number in range(data.draw(st.integers(1, 12))):
         for request in list(requests):
             match data.draw(st.sampled_from(["run", "run", "run", "run", "rest", "end"])):
                 case "run":

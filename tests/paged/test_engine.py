@@ -46,7 +46,7 @@ def test_requests_come_run_are_preempted_and_go(recipe: str, seed: int) -> None:
                 engine.leave(request)
                 running[number] = request.restart()
                 running[number].recomputed = request.length
-            elif request.length >= request.prompt + 32:
+            elif request.length >= request.prompt + 20:
                 events += len(request.events)
                 engine.leave(running.pop(number))
     for request in running.values():

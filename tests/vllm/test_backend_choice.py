@@ -8,16 +8,15 @@ from types import ModuleType
 
 import pytest
 import torch
-from vllm.platforms.interface import DeviceCapability
-from vllm.utils.import_utils import resolve_obj_by_qualname
-from vllm.v1.attention.backend import AttentionBackend
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from keepset import KeepsetError
-from keepset.vllm import engine_context, plugin
+from keepset.vllm import plugin
 from tests.vllm.kernels import Anything
+from tests.vllm.late import Late
 from tests.vllm.test_refusals import config
+
+registry = Late("vllm.v1.attention.backends.registry")
+import_utils = Late("vllm.utils.import_utils")
 
 UNIFORM, RAGGED = "snapkv(keep=0.25)", "adakv(snapkv, keep=256, every=64)"
 CAPABILITIES = {"A100": (8, 0), "H100": (9, 0), "B200": (10, 0)}
@@ -30,31 +29,31 @@ def gpu_libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("flashinfer", "flashinfer.decode", "flashinfer.prefill", "flashinfer.utils"):
         monkeypatch.setitem(sys.modules, name, Anything(name))
     monkeypatch.setitem(sys.modules, "vllm._C_stable_libtorch", ModuleType("vllm._C_stable_libtorch"))
-    monkeypatch.setattr(engine_context, "_active", None)
+    monkeypatch.setattr("keepset.vllm.engine_context._active", None)
     plugin.register()
     yield
     sys.modules.pop("vllm.v1.attention.backends.flashinfer", None)
 
 
-def choose(
-    monkeypatch: pytest.MonkeyPatch, gpu: str, recipe: str | None, backend: str | None = None
-) -> type[AttentionBackend]:
+def choose(monkeypatch: pytest.MonkeyPatch, gpu: str, recipe: str | None, backend: str | None = None) -> Any:
     """vLLM's choice for a model of heads of 128 numbers in bfloat16; `backend` as `--attention-backend` says it."""
     from vllm.platforms.cuda import CudaPlatformBase
+    from vllm.platforms.interface import DeviceCapability
+    from vllm.v1.attention.selector import AttentionSelectorConfig
 
     class Gpu(CudaPlatformBase):
         @classmethod
-        def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
+        def get_device_capability(cls, device_id: int = 0) -> Any:
             return DeviceCapability(*CAPABILITIES[gpu])
 
-    asked = None if backend is None else AttentionBackendEnum[backend]
+    asked = None if backend is None else registry.AttentionBackendEnum[backend]
     current = config()
     current.additional_config = {} if recipe is None else {"keepset": recipe}
     current.attention_config.backend = asked
     current.model_config = None
     monkeypatch.setattr("vllm.config.vllm._current_vllm_config", current)
     wanted = AttentionSelectorConfig(head_size=128, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=None)
-    found: type[AttentionBackend] = resolve_obj_by_qualname(Gpu.get_attn_backend_cls(asked, wanted, 32))
+    found = import_utils.resolve_obj_by_qualname(Gpu.get_attn_backend_cls(asked, wanted, 32))
     current.model_config = config().model_config
     return found
 
@@ -100,5 +99,5 @@ def test_a_backend_that_cannot_be_served_says_so(
 )
 def test_a_backend_is_found_again_by_its_name(backend: str) -> None:
     """vLLM keeps names of classes and looks them up."""
-    found = AttentionBackendEnum[backend].get_class()
-    assert resolve_obj_by_qualname(".".join(found.full_cls_name())) is found
+    found = registry.AttentionBackendEnum[backend].get_class()
+    assert import_utils.resolve_obj_by_qualname(".".join(found.full_cls_name())) is found

@@ -13,7 +13,9 @@ from keepset import KeepsetError
 from keepset.core.feature import Needs
 from keepset.paged.observer import Observer
 from keepset.paged.query_windows import QueryWindows
-from keepset.vllm.query_projection import VLLMQueryProjection
+from tests.vllm.late import Late
+
+query_projection = Late("keepset.vllm.query_projection")
 
 HIDDEN, HEADS, SIZE = 10, 3, 4
 
@@ -40,7 +42,7 @@ class Attending(nn.Module):
     def __init__(self, normed: bool) -> None:
         super().__init__()
         self.qkv_proj = Projection()
-        self.found = VLLMQueryProjection(self, HEADS, SIZE)
+        self.found = query_projection.VLLMQueryProjection(self, HEADS, SIZE)
         if normed:
             self.q_norm = Norm()  # later than the attention layer, as in Qwen3
 

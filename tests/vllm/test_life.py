@@ -44,7 +44,7 @@ SHARING = {
 
 IDS = torch.randint(3, 512, (2200,), generator=torch.Generator().manual_seed(1)).tolist()
 """Among which no two entries are as good for rounding to choose."""
-URGENT = "snapkv(window=16, keep=96, prefill=False, every=150)"
+URGENT = "snapkv(window=16, keep=96)"
 LONG = "snapkv(keep=256)"
 
 
@@ -103,7 +103,7 @@ def prefixes(tiny: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def others(tiny: Path, shallow: Path) -> dict[str, Any]:
     small = {"max_num_batched_tokens": 512, "num_gpu_blocks_override": 27, "max_model_len": 512}
-    priority = {"model": str(tiny), "scheduling_policy": "priority"} | small
+    priority = {"model": str(tiny), "scheduling_policy": "priority"} | small | {"num_gpu_blocks_override": 24}
     ids = torch.randint(1000, (4096,), generator=torch.Generator().manual_seed(0)).tolist()
     return run(
         [

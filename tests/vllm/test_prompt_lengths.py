@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from keepset import KeepsetError
-from keepset.vllm.compat import PromptLengths
+from tests.vllm.late import Late
+
+compat = Late("keepset.vllm.compat")
 
 
 class OnDevice:
@@ -40,14 +42,14 @@ def metadata(lengths: Any, rows: int, at_prompt: list[bool], requests: list[int]
 
 
 def test_runner_v1_has_them_on_the_host() -> None:
-    prompts = PromptLengths()
+    prompts = compat.PromptLengths()
     assert prompts.of(metadata(torch.tensor([7, 9, 5]), 2, [True, False])) == [7, 9]
     assert prompts.of(metadata(torch.tensor([0, 0]), 2, [False, False])) == [0, 0]
 
 
 def test_runner_v2_is_waited_for_at_prompts_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OnDevice, "waits", 0)
-    prompts = PromptLengths()
+    prompts = compat.PromptLengths()
     assert prompts.of(metadata(OnDevice([7, 9]), 2, [True, True], [3, 0])) == [7, 9]
     # Decoding, in another order, and without one of them.
     for requests, lengths in (([3, 0], [7, 9]), ([0, 3], [9, 7]), ([0], [9])):
@@ -60,9 +62,9 @@ def test_runner_v2_is_waited_for_at_prompts_only(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_dummy_run_of_runner_v2_has_none() -> None:
-    assert PromptLengths().of(metadata(None, 3, [False] * 3, [0, 1, 2])) == [0, 0, 0]
+    assert compat.PromptLengths().of(metadata(None, 3, [False] * 3, [0, 1, 2])) == [0, 0, 0]
 
 
 def test_a_request_whose_prompt_is_not_told_is_refused() -> None:
     with pytest.raises(KeepsetError, match="does not say how long prompts are"):
-        PromptLengths().of(metadata(None, 2, [False, True], [0, 1]))
+        compat.PromptLengths().of(metadata(None, 2, [False, True], [0, 1]))

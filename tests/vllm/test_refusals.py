@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import CompilationMode, CUDAGraphMode
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, SlidingWindowSpec
 
 from keepset import KeepsetError, Recipe
 from keepset.allocators.pool import Pool
@@ -21,12 +19,13 @@ from keepset.core.rope import RotaryTable
 from keepset.core.tables import save
 from keepset.kernels.columns import ColumnStatistic
 from keepset.methods.snapkv import SnapKV
-from keepset.vllm import compat
-from keepset.vllm.compat import ONE_ROTATION, SUPPORTED, rotary_table
-from keepset.vllm.settings import recipe_of
-from keepset.vllm.validation import CONNECTOR, check, check_layer, check_spec
+from keepset.vllm.settings import CONNECTOR, recipe_of
 from tests.core.test_tables import random_tables
 from tests.paged.methods import Mass
+from tests.vllm.late import Late
+
+compat, validation = Late("keepset.vllm.compat"), Late("keepset.vllm.validation")
+modes, specs = Late("vllm.config"), Late("vllm.v1.kv_cache_interface")
 
 
 def config(**changes: Any) -> Any:
@@ -53,8 +52,8 @@ def config(**changes: Any) -> Any:
         ),
         attention_config=SimpleNamespace(use_non_causal=False, backend=None),
         compilation_config=SimpleNamespace(
-            mode=CompilationMode.VLLM_COMPILE,
-            cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE,
+            mode="VLLM_COMPILE",
+            cudagraph_mode="FULL_AND_PIECEWISE",
             splitting_ops=["vllm::unified_attention_with_output", "vllm::unified_kv_cache_update"],
         ),
         speculative_config=None,
@@ -68,6 +67,9 @@ def config(**changes: Any) -> Any:
         else:
             assert hasattr(whole, part)
             setattr(whole, part, value)
+    compilation = whole.compilation_config
+    compilation.mode = modes.CompilationMode[compilation.mode]
+    compilation.cudagraph_mode = modes.CUDAGraphMode[compilation.cudagraph_mode]
     return whole
 
 
@@ -140,7 +142,7 @@ REFUSED = [
 def test_a_configuration_that_is_refused(recipe: str, changes: dict[str, Any], sentence: str) -> None:
     parsed = Recipe.parse(recipe)
     with pytest.raises(KeepsetError) as refused:
-        check(config(**changes), parsed)
+        validation.check(config(**changes), parsed)
     message = str(refused.value)
     assert message.startswith(f"keepset cannot serve {parsed}: {sentence}")
     assert message.endswith(".") and "\n" not in message
@@ -161,43 +163,45 @@ def test_a_configuration_that_is_refused(recipe: str, changes: dict[str, Any], s
         ("compilerkv(elastic=False, keep=128)", {}),
         (UNIFORM, {"compilation_config__splitting_ops": ATTENTION}),
         (RAGGED, {}),
-        (RAGGED, {"compilation_config__splitting_ops": [], "compilation_config__mode": CompilationMode.NONE}),
-        (RAGGED, {"compilation_config__splitting_ops": [], "compilation_config__cudagraph_mode": CUDAGraphMode.NONE}),
+        (RAGGED, {"compilation_config__splitting_ops": [], "compilation_config__mode": "NONE"}),
+        (RAGGED, {"compilation_config__splitting_ops": [], "compilation_config__cudagraph_mode": "NONE"}),
     ],
 )
 def test_a_configuration_that_is_served(recipe: str, changes: dict[str, Any]) -> None:
-    check(config(**changes), Recipe.parse(recipe))
+    validation.check(config(**changes), Recipe.parse(recipe))
 
 
 def test_breakable_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """They replay what writes to the cache, whatever the operators that graphs are split at."""
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
-    check(config(), Recipe.parse(UNIFORM))
-    check(config(compilation_config__cudagraph_mode=CUDAGraphMode.NONE), Recipe.parse(RAGGED))
+    validation.check(config(), Recipe.parse(UNIFORM))
+    validation.check(config(compilation_config__cudagraph_mode="NONE"), Recipe.parse(RAGGED))
     with pytest.raises(KeepsetError, match=r"to wrong places; set VLLM_USE_BREAKABLE_CUDAGRAPH=0\.$"):
-        check(config(), Recipe.parse(RAGGED))
+        validation.check(config(), Recipe.parse(RAGGED))
 
 
 FULL: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float16}
 SPECS = [
-    (SlidingWindowSpec(**FULL, sliding_window=128), "is of the kind SlidingWindowSpec"),
-    (FullAttentionSpec(**FULL, non_causal=True), "is attended to in both directions"),
-    (FullAttentionSpec(**FULL, head_size_v=32), "has values of another size than keys"),
-    (FullAttentionSpec(**FULL, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR), "is quantized or packed"),
-    (FullAttentionSpec(**FULL, num_head_slots=4), "is quantized or packed"),
+    ("SlidingWindowSpec", {"sliding_window": 128}, "is of the kind SlidingWindowSpec"),
+    ("FullAttentionSpec", {"non_causal": True}, "is attended to in both directions"),
+    ("FullAttentionSpec", {"head_size_v": 32}, "has values of another size than keys"),
+    ("FullAttentionSpec", {"kv_quant_mode": "FP8_PER_TENSOR"}, "is quantized or packed"),
+    ("FullAttentionSpec", {"num_head_slots": 4}, "is quantized or packed"),
 ]
 
 
-@pytest.mark.parametrize(("spec", "reason"), SPECS, ids=[reason for _, reason in SPECS])
-def test_a_cache_that_is_refused(spec: Any, reason: str) -> None:
+@pytest.mark.parametrize(("kind", "more", "reason"), SPECS, ids=[reason for *_, reason in SPECS])
+def test_a_cache_that_is_refused(kind: str, more: dict[str, Any], reason: str) -> None:
+    if "kv_quant_mode" in more:
+        more = {"kv_quant_mode": specs.KVQuantMode[more["kv_quant_mode"]]}
     with pytest.raises(KeepsetError) as refused:
-        check_spec(spec)
+        validation.check_spec(getattr(specs, kind)(**FULL, **more))
     assert str(refused.value) == f"keepset cannot serve this model: the cache of its layers {reason}."
 
 
 def test_a_cache_that_is_served() -> None:
-    spec = FullAttentionSpec(**FULL)
-    assert check_spec(spec) is spec
+    spec = specs.FullAttentionSpec(**FULL)
+    assert validation.check_spec(spec) is spec
 
 
 def test_what_compiled_tables_can_do(tmp_path: Path) -> None:
@@ -205,11 +209,11 @@ def test_what_compiled_tables_can_do(tmp_path: Path) -> None:
     path = str(tmp_path / "tables")
     save(random_tables(), Path(path))
     with pytest.raises(KeepsetError, match=r"compilerkv looks at the prompt's perplexity, .* \(gate=False\)\.$"):
-        check(config(**SERVED), Recipe.parse(f"compilerkv(tables={path!r}, keep=128)"))
-    check(config(**SERVED), Recipe.parse(f"compilerkv(tables={path!r}, gate=False, keep=128)"))
-    check(config(), Recipe.parse(f"compilerkv(tables={path!r}, elastic=False, keep=128)"))
+        validation.check(config(**SERVED), Recipe.parse(f"compilerkv(tables={path!r}, keep=128)"))
+    validation.check(config(**SERVED), Recipe.parse(f"compilerkv(tables={path!r}, gate=False, keep=128)"))
+    validation.check(config(), Recipe.parse(f"compilerkv(tables={path!r}, elastic=False, keep=128)"))
     with pytest.raises(KeepsetError, match="There is no file 'absent' with tables"):
-        check(config(**SERVED), Recipe.parse("compilerkv(tables='absent', gate=False, keep=128)"))
+        validation.check(config(**SERVED), Recipe.parse("compilerkv(tables='absent', gate=False, keep=128)"))
 
 
 @pytest.mark.parametrize(
@@ -229,7 +233,7 @@ def test_methods_that_paged_attention_cannot_feed(needs: Needs, sentence: str) -
             return needs
 
     with pytest.raises(KeepsetError, match=sentence):
-        check(config(), Recipe.of(Mine()))
+        validation.check(config(), Recipe.of(Mine()))
 
 
 def test_layers_whose_events_differ_are_not_chosen_together() -> None:
@@ -239,14 +243,14 @@ def test_layers_whose_events_differ_are_not_chosen_together() -> None:
         counts_from_data = False
 
     with pytest.raises(KeepsetError, match="mine looks across layers whose quotas differ"):
-        check(config(), Recipe.of(Mine(SnapKV()), keep=96))
+        validation.check(config(), Recipe.of(Mine(SnapKV()), keep=96))
 
 
 def test_another_version_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm.__version__", "0.320.1")
     with pytest.raises(KeepsetError, match=r"vLLM 0\.320\.1 is not among the versions that it is tested with"):
-        check(config(), Recipe.parse(UNIFORM))
-    assert SUPPORTED == ("0.32",)
+        validation.check(config(), Recipe.parse(UNIFORM))
+    assert compat.SUPPORTED == ("0.32",)
 
 
 @pytest.mark.parametrize(
@@ -259,9 +263,9 @@ def test_another_version_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_vllm_whose_inside_is_another(borrowed: dict[str, tuple[str, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(compat.changed()) == []
-    monkeypatch.setattr(compat, "BORROWED", borrowed)
+    monkeypatch.setattr("keepset.vllm.compat.BORROWED", borrowed)
     with pytest.raises(KeepsetError, match=rf"{next(iter(borrowed))} of vLLM 0\.32\.\d is not what it knows; install "):
-        check(config(), Recipe.parse(UNIFORM))
+        validation.check(config(), Recipe.parse(UNIFORM))
 
 
 LAYERS = [
@@ -287,17 +291,17 @@ def test_a_layer_that_is_refused(own: dict[str, Any], of_impl: dict[str, Any], r
     unseen = own.get("unseen", False)
     layer = SimpleNamespace(**{"kv_sharing_target_layer_name": None, "sliding_window": None, "impl": impl} | own)
     with pytest.raises(KeepsetError) as refused:
-        check_layer("model.layers.7.self_attn.attn", layer, unseen)
+        validation.check_layer("model.layers.7.self_attn.attn", layer, unseen)
     assert str(refused.value) == f"keepset cannot serve this model: its layer model.layers.7.self_attn.attn {reason}."
 
 
 def test_a_layer_that_is_served() -> None:
     impl = Impl(alibi_slopes=None, logits_soft_cap=None)
     layer = SimpleNamespace(kv_sharing_target_layer_name=None, sliding_window=None, impl=impl)
-    check_layer("layer", layer)
+    validation.check_layer("layer", layer)
     layer.impl = SimpleNamespace(alibi_slopes=None, logits_soft_cap=None)
     with pytest.raises(KeepsetError, match="its layer name brings its own attention backend"):
-        check_layer("name", layer)
+        validation.check_layer("name", layer)
 
 
 @pytest.mark.parametrize("additional", [None, {}, {"other": 1}, object()])
@@ -328,9 +332,9 @@ def test_rotations_that_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def found(model_type: str, *ropes: Any) -> RotaryTable:
         monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", dict(enumerate(ropes)))
-        return rotary_table(model_type, 64, torch.float32)
+        return compat.rotary_table(model_type, 64, torch.float32)
 
-    for model_type in ONE_ROTATION:
+    for model_type in compat.ONE_ROTATION:
         found(model_type, rope(), rope(head_size=32), rope(dtype=torch.bfloat16))
     same = rope()
     found("llama", same, same)
@@ -344,4 +348,4 @@ def test_rotations_that_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("recipe", ["h2o(keep=96, every=24)", "gvote(every=24)"])
 def test_what_only_a_prompt_tells_is_not_there_later(recipe: str) -> None:
     with pytest.raises(KeepsetError, match=r"whole prompt.*leave every= out\."):
-        check(config(**SERVED), Recipe.parse(recipe))
+        validation.check(config(**SERVED), Recipe.parse(recipe))

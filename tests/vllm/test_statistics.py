@@ -14,10 +14,9 @@ from keepset import KeepsetError, Recipe
 from keepset.core.statistics import save
 from keepset.offline.calibrate.corpus import Corpus
 from keepset.offline.calibrate.measure import measure
-from keepset.vllm.validation import check
 from tests.vllm.compared import check_cache, fed
 from tests.vllm.engine import Ask, Result, Scenario, run
-from tests.vllm.test_refusals import config
+from tests.vllm.test_refusals import config, validation
 
 pytestmark = pytest.mark.full
 
@@ -63,13 +62,13 @@ def test_the_same_entries_as_under_transformers(
 
 def test_a_file_must_be_named_and_be_there() -> None:
     with pytest.raises(KeepsetError, match="run `keepset calibrate --model MODEL"):
-        check(config(), Recipe.parse("adakv(qfilter, keep=96)"))
+        validation.check(config(), Recipe.parse("adakv(qfilter, keep=96)"))
     with pytest.raises(KeepsetError, match="There is no file 'absent'"):
-        check(config(), Recipe.parse("triattention(stats='absent', keep=96)"))
+        validation.check(config(), Recipe.parse("triattention(stats='absent', keep=96)"))
 
 
 def test_heads_that_other_processes_hold_are_refused(file: Path) -> None:
     parts = config()
     parts.parallel_config.tensor_parallel_size = 2
     with pytest.raises(KeepsetError, match="its statistics are of all heads"):
-        check(parts, Recipe.parse(f"qfilter(stats={str(file)!r}, keep=96)"))
+        validation.check(parts, Recipe.parse(f"qfilter(stats={str(file)!r}, keep=96)"))
