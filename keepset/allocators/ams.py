@@ -152,14 +152,14 @@ class AMS(Allocator):
     def _usage(self, observation: Observation) -> Scores:
         """Mean attention of the window's queries; for those that came before an entry, the window's best counts."""
         sums = observation[WindowAttention(self.window)]
-        received = (sums.received / self.window).nan_to_num(0.0, 0.0, 0.0).masked_fill(~observation.valid, 0.0)
+        received = sums.mean.nan_to_num(0.0, 0.0, 0.0).masked_fill(~observation.valid, 0.0)
         if self.padding == "positions":
             best = received.amax(-1, keepdim=True)
             received = received.where(observation.positions < observation.lengths[:, None, None] - self.window, best)
             return self._pooled(received.masked_fill(~observation.valid, 0.0))
-        unseen = self.window - sums.counted(observation.positions)
+        unseen = sums.window - sums.asked(observation, observation.positions)
         best = received.where(unseen > 0, 0.0).amax(-1, keepdim=True)
-        return self._pooled((received + best * unseen / self.window).masked_fill(~observation.valid, 0.0))
+        return self._pooled((received + best * unseen / sums.window).masked_fill(~observation.valid, 0.0))
 
     def _pooled(self, usage: Scores) -> Scores:
         return F.avg_pool1d(usage, self.kernel, stride=1, padding=self.kernel // 2)

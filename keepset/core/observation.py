@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -117,6 +118,12 @@ class Observation:
             KeepsetError: there is neither.
         """
         return self.features[feature] if feature in self.features else feature.of(self)
+
+    def having(self, features: Mapping[Feature[Any], Any]) -> Observation:
+        """The same observation with more features."""
+        more = copy.copy(self)
+        vars(more)["features"] = {**self.features, **features}
+        return more
 
     @property
     def depth(self) -> int:

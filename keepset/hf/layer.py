@@ -66,9 +66,9 @@ class KeepLayer(LogicalLayer):
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated for this layer's entries, and for queries that the next event looks at."""
-        recorded = 0 if self.decoding is None else self.decoding.window.nbytes
-        return recorded + (0 if self.store is None else self.store.nbytes)
+        """Bytes allocated for this layer's entries, and for what the next event looks at beside them."""
+        beside = 0 if self.decoding is None else self.decoding.passing.nbytes
+        return beside + (0 if self.store is None else self.store.nbytes)
 
     @property
     def phase(self) -> PromptPhase | DecodingPhase | None:
@@ -89,9 +89,14 @@ class KeepLayer(LogicalLayer):
             self.store.append(forward.key, forward.value, forward.positions, forward.valid, self._room(forward.start))
             at = forward.positions if forward.length > 1 else None
             output = ragged_attention(forward.query, [self.store.heads], forward.call.scaling, at)
-        event = None if self.phase is None else self.phase.take(forward, self.store)
-        if self.prompt is not None and self.decoding is not None:
-            self.decoding.record(forward)
+        event = None
+        if self.prompt is not None:
+            event = self.prompt.take(forward, self.store)
+            if self.decoding is not None:
+                self.decoding.record(forward, None)
+        elif self.decoding is not None:
+            self.store = self.store or forward.pack()
+            event = self.decoding.take(forward, self.store)
         if event is not None:
             self.store, self.prompt, self._beyond = None, None, event.beyond
         elif self.store is None:
@@ -112,7 +117,14 @@ class KeepLayer(LogicalLayer):
             self.store.replace_values(kept.values)
         if self._beyond is not None:
             self.store.append(self._beyond.key, self._beyond.value, self._beyond.positions, self._beyond.valid)
+            if self.decoding is not None:
+                self.decoding.record(self._beyond, self.store)
             self._beyond = None
+
+    def can_take_back(self, removed: int) -> bool:
+        """Whether the newest tokens, so many, can be forgotten."""
+        decoding = self.decoding
+        return decoding is None or decoding.passing.taken_back(self.logical - removed, decoding.next)
 
     def take_back(self, removed: int, per_request: list[int], lengths: Int[Tensor, " batch"]) -> None:
         """Forgets the newest tokens, so many of each request; `lengths` is what they have then."""
@@ -120,7 +132,7 @@ class KeepLayer(LogicalLayer):
             self.store.crop(per_request)
             self.logical -= removed
             if self.decoding is not None:
-                self.decoding.window.crop(lengths)
+                self.decoding.passing.crop(self.logical, lengths, self.store)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if self.store is None:
@@ -130,7 +142,7 @@ class KeepLayer(LogicalLayer):
         rows = beam_idx.nonzero()[:, 0] if beam_idx.dtype == torch.bool else beam_idx
         self.store.reorder(rows.tolist())
         if self.decoding is not None:
-            self.decoding.window.reorder(rows)
+            self.decoding.passing.reorder(rows)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self.reorder_cache(indices)

@@ -15,6 +15,7 @@ from keepset.core.accumulator import Accumulators, Chunk, Entries
 from keepset.core.feature import Feature, Needs
 from keepset.core.features.given import RecentQueries
 from keepset.hf.forward import Forward
+from keepset.hf.passing import PassingQueries
 from keepset.hf.store import EntryStore
 from keepset.hf.window import QueryWindow
 
@@ -84,68 +85,56 @@ class PromptPhase:
 class DecodingPhase:
     """What follows the prompt, with an event after every so many tokens, whoever said them.
 
-    Attention sees what there was before the newest event that a forward reaches; tokens beyond it are left out.
-    Queries are recorded only where the next event looks at them, so that a token far from it costs nothing. Batches
-    with padding are recorded all the time: there the newest queries of a request may lie further back than they are
-    many. Only what was not recorded before a batch's very first padding cannot be looked at any more.
+    Attention sees what there was before the newest event that a forward reaches; tokens beyond it are left out. What is
+    looked at of the queries is in `passing`. Where padding comes between events it counts as a step: of a request that
+    has some, fewer queries are in a window.
 
     Attributes:
         next: the next event's length; every token so far lies before it.
-        window: the recorded queries.
+        passing: what the queries before it leave behind.
     """
 
     def __init__(self, needs: Needs, every: int, next_event: int) -> None:
-        self._needs, self._every, self._size = needs, every, max(needs.window, needs.buffer)
-        self.next, self.window = next_event, QueryWindow()
+        self._newest, self._every = needs.newest, every
+        self.next, self.passing = next_event, PassingQueries(needs, every)
 
     def looks_at(self, forward: Forward) -> bool:
         """Whether it looks at a forward's queries, or at its end."""
-        return forward.end > self.next - max(self._size, 1) or (forward.padded and self._size > 0)
+        return forward.end > self.next - max(self.passing.reach, 1) or (forward.padded and self._newest > 0)
 
-    def take(self, forward: Forward, store: EntryStore | None) -> LayerEvent | None:
+    def take(self, forward: Forward, store: EntryStore) -> LayerEvent | None:
         """One forward, once its attention is done; the newest event that it reaches, older ones are passed over.
 
-        Entries beyond the event are taken out of the store; without one the forward is all there is.
+        Entries beyond the event are taken out of the store.
         """
         if forward.end < self.next:
-            self.record(forward)
+            self.record(forward, store)
             return None
         point = forward.end - (forward.end - self.next) % self._every
         until, beyond = forward.split(point)
-        self.record(until)
-        if beyond is not None and store is not None:
-            store.crop((beyond.lengths - until.lengths).tolist())
-        observed = {**_entries(until, store), **self.window.newest(self._needs.window)}
-        event = LayerEvent(point, observed, self._features(until), beyond)
-        self.next = point + self._every
-        self.window.keep(self._size if forward.padded else self._size - self._every)
         if beyond is not None:
-            self.record(beyond)
-        return event
+            store.crop((beyond.lengths - until.lengths).tolist())
+        if self.next < point:  # what there was for those that are passed over
+            self.passing.forget(store)
+            self.next = point
+        self.record(until, store)
+        self.passing.add_up(until, store, point)
+        observed = _entries(until, store)
+        features = self.passing.values(until, observed["state"])
+        observed |= self.passing.window.newest(self._newest)
+        self.passing.begin(forward.padded)
+        self.next += self._every
+        return LayerEvent(point, observed, features, beyond)
 
-    def record(self, forward: Forward) -> None:
-        """Records those of a forward's queries that the next event looks at."""
-        first = 0 if forward.padded else max(self.next - self._size - forward.start, 0)
-        if self._size and first < forward.length:
-            new = forward.tokens(slice(first, None))
-            self.window.add(new.query, new.positions, new.valid, self._size, new.rotation)
+    def record(self, forward: Forward, store: EntryStore | None) -> None:
+        """Takes in those of a forward's queries that the next event looks at; the store, once the prompt is there."""
+        self.passing.record(forward, store, self.next)
 
     def fork(self) -> DecodingPhase:
         """An independent copy."""
         twin = copy.copy(self)
-        twin.window = self.window.fork()
+        twin.passing = self.passing.fork()
         return twin
-
-    def _features(self, forward: Forward) -> dict[Feature[Any], Any]:
-        """What is made of the newest queries."""
-        newest, layer_input = Accumulators(feature for feature in self._needs if feature.buffer), forward.layer_input
-        buffer = self.window.newest(self._needs.buffer)
-        if layer_input is None or not newest or not buffer:
-            return {}
-        queries, positions = buffer["queries"], buffer["query_positions"]
-        source = layer_input.rotated_by(self.window.rotation(self._needs.buffer))
-        newest.add(Chunk(queries, list, positions, None, forward.call.scaling, source=source))
-        return newest.values(forward.lengths)
 
 
 def _entries(forward: Forward, store: EntryStore | None) -> dict[str, Any]:

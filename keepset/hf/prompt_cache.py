@@ -157,6 +157,11 @@ class PromptCache(TransformersCache, ABC):
                     "generation needs keepset.Cache(..., prompt_length=...), because it drafts tokens together with "
                     "the prompt."
                 )
+            if not all(kept.can_take_back(removed) for kept in self.kept_layers.values()):
+                raise KeepsetError(
+                    f"What the newest {removed} tokens look at is added up for the next compression already, which "
+                    "cannot be undone: take fewer back, or go on from a copy made before them (cache.fork())."
+                )
             if removed:
                 per_request = progress.crop(removed).tolist()
                 for kept in self.kept_layers.values():

@@ -1,7 +1,7 @@
 """The file of a compressed context: what a cache holds between two forwards, so that it can go on from there.
 
 One safetensors file. Of every compressed layer it has the columns of its store, packed head after head, their
-counts, and the queries that were recorded for the next event; of sliding windows their keys and values. The metadata
+counts, and what the next event looks at beside them; of sliding windows their keys and values. The metadata
 is one JSON object, with a digest of it and of all tensors: a damaged byte is noticed, wherever it is.
 """
 
@@ -28,13 +28,12 @@ from keepset.hf.layer import KeepLayer
 from keepset.hf.phases import DecodingPhase
 from keepset.hf.progress import Event, Progress
 from keepset.hf.store import EntryStore
-from keepset.hf.window import QueryWindow
 from keepset.recipe import in_full, in_short
 
 if TYPE_CHECKING:
     from keepset.hf.cache import Cache
 
-FORMAT = 2
+FORMAT = 3
 """Of the file; raise it with every change to what is written."""
 _ADVICE = "give a file that keepset.Cache.save or keepset context build has written"
 _FILE = TensorFile(
@@ -82,6 +81,7 @@ def save(cache: Cache, path: Path, model: PreTrainedModel, name: str) -> None:
         "progress": {
             **{name: getattr(progress, name) for name in ("logical", "prompt", "compressed_at")},
             "next_event": None if decoding is None else decoding.next,
+            "added_up": None if decoding is None else decoding.passing.until,
         },
         "layers": len(cache.layers),
         "event": None if event is None else {figure: getattr(event, figure) for figure in _FIGURES},
@@ -109,7 +109,7 @@ def load(kind: type[Cache], path: Path, model: PreTrainedModel) -> Cache:
             layers.append({name: tensor.to(device) for name, tensor in part.items()})
         device = next((layer["counts"].device for layer in layers if "counts" in layer), model.device)
         numbers, event = metadata["progress"], metadata["event"]
-        next_event = numbers.pop("next_event")
+        next_event, added_up = numbers.pop("next_event"), numbers.pop("added_up")
         names = {"lengths": "lengths", "prompts": "prompts", "valid": "seen"}
         requests = {name: tensors[there].to(device) for name, there in names.items() if there in tensors}
         progress = Progress(**numbers, **requests)
@@ -121,6 +121,7 @@ def load(kind: type[Cache], path: Path, model: PreTrainedModel) -> Cache:
     else:
         for layer in cache.kept_layers.values():
             layer.decoding = DecodingPhase(cache.needs, cache.schedule.every, next_event)
+            layer.decoding.passing.until = added_up
     for restored, part in zip(cache.layers, layers, strict=True):
         _restore(restored, part, progress.logical)
     return cache
@@ -132,7 +133,7 @@ def _tensors_of(layer: Any) -> dict[str, Tensor]:
         assert layer.store is not None
         tensors = {f"columns.{name}": column for name, column in layer.store.packed.items()}
         if layer.decoding is not None:
-            tensors |= {f"recorded.{name}": column for name, column in layer.decoding.window.columns.items()}
+            tensors |= {f"passing.{name}": tensor for name, tensor in layer.decoding.passing.tensors.items()}
         counts = torch.tensor(layer.store.counts)
         return {**tensors, "counts": counts.view(layer.store.batch, layer.store.kv_heads)}
     if type(layer) is DynamicSlidingWindowLayer and layer.keys is not None and layer.values is not None:
@@ -149,8 +150,8 @@ def _restore(layer: Any, tensors: Mapping[str, Tensor], logical: int) -> None:
     """Puts into an empty layer of a cache what another one held; the phase of a kept layer is there already."""
     if isinstance(layer, KeepLayer):
         layer.store, layer.logical = EntryStore.of(_part(tensors, "columns."), tensors["counts"]), logical
-        if layer.decoding is not None and (recorded := _part(tensors, "recorded.")):
-            layer.decoding.window = QueryWindow([recorded], holes=True)
+        if layer.decoding is not None:
+            layer.decoding.passing.restore(_part(tensors, "passing."))
     else:
         layer.lazy_initialization(tensors["keys"], tensors["values"])
         layer.keys, layer.values = tensors["keys"], tensors["values"]

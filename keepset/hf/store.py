@@ -125,6 +125,16 @@ class EntryStore:
             most = max(SLACK, max(run.count for run in self._runs) // _SHARE)
             self._grow(max(n, min(room, most) if room else most))
 
+    def column(self, name: str) -> Float[Tensor, " places"]:
+        """A column of numbers beside the entries, to be written to; zero where it is new."""
+        if name not in self._columns:
+            self._columns[name] = torch.zeros_like(self._columns["positions"], dtype=torch.float32)
+        return self._columns[name]
+
+    def forget(self, name: str) -> None:
+        """Drops a column, if there is one of this name."""
+        self._columns.pop(name, None)
+
     def trim(self) -> None:
         """Gives free places back."""
         if any(run.count < run.capacity for run in self._runs):

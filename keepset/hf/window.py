@@ -19,10 +19,13 @@ class QueryWindow:
     Args:
         parts: columns `[batch, n, ...]`, right-aligned. A part is never changed, so copies share it.
         holes: whether some of their queries may not exist.
+
+    Attributes:
+        holes: whether that is so by now.
     """
 
     def __init__(self, parts: Sequence[dict[str, Tensor]] = (), holes: bool = False) -> None:
-        self._parts, self._holes = list(parts), holes
+        self._parts, self.holes = list(parts), holes
 
     @property
     def nbytes(self) -> int:
@@ -30,11 +33,16 @@ class QueryWindow:
         return sum(column.nbytes for part in self._parts for column in part.values())
 
     @property
+    def size(self) -> int:
+        """Queries of each request, those that do not exist among them."""
+        return sum(part["positions"].shape[1] for part in self._parts)
+
+    @property
     def columns(self) -> dict[str, Tensor]:
         """All that is recorded, as one part; empty when nothing is."""
         if len(self._parts) > 1:
             joined = {name: torch.cat([part[name] for part in self._parts], 1) for name in self._parts[0]}
-            self._parts = [_right_aligned(joined, joined["positions"].shape[1]) if self._holes else joined]
+            self._parts = [_right_aligned(joined, joined["positions"].shape[1]) if self.holes else joined]
         return self._parts[0] if self._parts else {}
 
     def add(
@@ -50,7 +58,7 @@ class QueryWindow:
         if rotation is not None:
             part |= {"cos": rotation[0].expand(len(queries), -1, -1), "sin": rotation[1].expand(len(queries), -1, -1)}
         if valid is not None:
-            part["positions"], self._holes = positions.masked_fill(~valid, -1), True
+            part["positions"], self.holes = positions.masked_fill(~valid, -1), True
             self._parts.append(_right_aligned(part, size))
         else:
             self._parts.append({name: column[:, -size:].clone() for name, column in part.items()})
@@ -71,7 +79,7 @@ class QueryWindow:
         """Forgets all but the newest `size` queries of each request."""
         if size <= 0:
             self._parts = []
-        elif sum(part["positions"].shape[1] for part in self._parts) > size:
+        elif self.size > size:
             self._parts = [{name: column[:, -size:].clone() for name, column in self.columns.items()}]
 
     def reorder(self, rows: Int[Tensor, " rows"]) -> None:
@@ -84,11 +92,11 @@ class QueryWindow:
         if columns := self.columns:
             gone = columns["positions"] >= lengths[:, None]
             cropped = {**columns, "positions": columns["positions"].masked_fill(gone, -1)}
-            self._parts, self._holes = [_right_aligned(cropped, gone.shape[1])], True
+            self._parts, self.holes = [_right_aligned(cropped, gone.shape[1])], True
 
     def fork(self) -> QueryWindow:
         """An independent copy."""
-        return QueryWindow(self._parts, self._holes)
+        return QueryWindow(self._parts, self.holes)
 
 
 def _right_aligned(columns: dict[str, Tensor], size: int) -> dict[str, Tensor]:

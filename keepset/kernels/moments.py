@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+_NAMES = ("count", "mean", "scatter")
 
 
 class Moments:
@@ -55,6 +57,28 @@ class Moments:
         joined.mean = torch.cat([moments.mean for moments in every])
         joined._scatter = torch.cat([moments._scatter for moments in every])
         return joined
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], full: bool) -> Moments:
+        """The moments that have these `tensors`."""
+        moments = cls()
+        moments._count, moments.mean, moments._scatter = (tensors[name] for name in _NAMES)
+        moments._full = full
+        return moments
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All that is held."""
+        return dict(zip(_NAMES, (self._counted, self.mean, self._scatter), strict=True))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def reordered(self, rows: Int[Tensor, " rows"]) -> Moments:
+        """Those of these requests of the batch."""
+        return Moments.of({name: part[rows.to(part.device)] for name, part in self.tensors.items()}, self._full)
 
     @property
     def covariance(self) -> Float[Tensor, "batch heads *dims"]:

@@ -38,9 +38,9 @@ class ExpectedAttention(Method):
         stats: a file of `keepset calibrate`: its mean and covariance are used instead of the text's own, whatever
             `skip` (the file leaves out the first four tokens of its texts). The authors' "with statistics".
         buffer: over how many of the newest queries the statistics are taken where decoded tokens are compressed
-            too (`every=`), the event's own among them; 0 leaves that one alone. The authors' program keeps so many
-            hidden states beside the event's own, of what was decoded since the event before. A prompt is looked at as
-            a whole.
+            too (`every=`), the event's own among them, and none from before the event before; 0 leaves the event's own
+            alone. The authors' program keeps so many hidden states beside the event's own, and empties its buffer at
+            every event. A prompt is looked at as a whole.
     """
 
     name = "expected_attention"

@@ -70,7 +70,7 @@ class RKV(Method):
 
     def _importance(self, observation: Observation) -> Scores:
         sums = observation[self._attention]
-        all_queries = sums.counted(torch.zeros_like(observation.positions[:, :1, :1]))
+        all_queries = sums.asked(observation, torch.zeros_like(observation.positions[:, :1, :1]))
         received = sums.received / all_queries.clamp(min=1)
         return F.max_pool1d(received, self.kernel, stride=1, padding=self.kernel // 2)
 

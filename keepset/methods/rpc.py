@@ -45,7 +45,7 @@ class RPC(Method):
         return self.window
 
     def score(self, observation: Observation) -> Scores:
-        received = observation[WindowAttention(self.window)].received / self.window
+        received = observation[WindowAttention(self.window)].mean
         if self.aggregation == "all":
             received = observation.mean_over_heads(received)
         return F.avg_pool1d(received, self.kernel, stride=1, padding=self.kernel // 2)

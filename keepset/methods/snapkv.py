@@ -37,6 +37,6 @@ class SnapKV(Method):
         return self.window
 
     def score(self, observation: Observation) -> Scores:
-        received = observation[WindowAttention(self.window)].received / self.window
+        received = observation[WindowAttention(self.window)].mean
         in_window = observation.positions >= observation.lengths[:, None, None] - self.window
         return F.avg_pool1d(received.masked_fill(in_window, 0.0), self.kernel, stride=1, padding=self.kernel // 2)

@@ -24,7 +24,7 @@ class CapturePlanner:
         self._needs = needs = recipe.method.needs
         self._collects = schedule.whole_prompt and recipe.schedule.prefill
         # What the moments of a decode-time event cover is recorded like a window.
-        buffer = needs.buffer if recipe.schedule.every is not None else 0
+        buffer = min(needs.buffer, recipe.schedule.every or 0)
         self._window = max(needs.window, buffer)
         self._records = bool(self._window) or self._collects
         self.windows = QueryWindows(layers, max(self._window, 1), max_requests)

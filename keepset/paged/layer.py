@@ -80,7 +80,9 @@ class PagedLayer:
         self.layer, self.layers, self.recipe = planner.layers[place], schedule.layers, schedule.recipe
         self._block_size, self._place, self._windows = schedule.block_size, place, planner.windows
         self._barrier, self._count = barrier, count
-        self._observer = Observer(self.recipe.method.needs, planner.windows, place, scaling, rotary, projection)
+        self._observer = Observer(
+            self.recipe.method.needs, self.recipe.schedule.every, planner.windows, place, scaling, rotary, projection
+        )
         self._positions: Tensor | None = None
         self._state: dict[str, Tensor] = {}
 
@@ -138,7 +140,7 @@ class PagedLayer:
             state=state,
             **reached.parts,
         )
-        return LayerEntries(keys, values, positions, observation)
+        return LayerEntries(keys, values, positions, self._observer.complete(observation, event))
 
     def _select(self, observation: Observation, event: EvictionEvent) -> LayerKeepSet:
         """The recipe's choice, which must be of the size that the scheduler counts with."""

@@ -13,6 +13,8 @@ from keepset.core import tables
 from keepset.core.accumulator import Accumulators, Chunk, Entries, QuerySource, Turn
 from keepset.core.feature import Feature, Needs
 from keepset.core.features.given import ModelStatistics, ModelTables
+from keepset.core.features.window import WindowAttention
+from keepset.core.observation import Observation
 from keepset.core.rope import RotaryTable, undone_right
 from keepset.core.shapes import HiddenStates, Queries
 from keepset.core.statistics import load
@@ -23,18 +25,19 @@ from keepset.paged.step import EvictionEvent, PromptChunk
 
 
 class Observer:
-    """One layer's; `needs` is what the recipe looks at, and the other arguments are as in `PagedLayer`."""
+    """One layer's; `needs` is what the recipe looks at, `every` its interval, and the rest as in `PagedLayer`."""
 
     def __init__(
         self,
         needs: Needs,
+        every: int | None,
         windows: QueryWindows,
         place: int,
         scaling: float,
         rotary: RotaryTable | None,
         projection: QueryProjection | None,
     ) -> None:
-        self._needs, self._windows, self._place = needs, windows, place
+        self._needs, self._every, self._windows, self._place = needs, every, windows, place
         self._scaling, self._rotary, self._projection = scaling, rotary, projection
         self._checked = False
         self._from_files: dict[Feature[Any], Any] = {
@@ -71,6 +74,13 @@ class Observer:
         collected = self._of_prompts(event, width) if event.ends_prompt else self._of_newest(event)
         return {**parts, "features": {**self._from_files, **collected}}
 
+    def complete(self, observation: Observation, event: EvictionEvent) -> Observation:
+        """With what is made of the newest queries and the entries, where an event has its own window of them."""
+        if event.ends_prompt or self._every is None:
+            return observation
+        sums = self._needs.of(WindowAttention)
+        return observation.having({each: each.made(observation, min(each.window, self._every)) for each in sums})
+
     def _of_prompts(self, event: EvictionEvent, width: int) -> dict[Feature[Any], Any]:
         prompts = [record.prompt[self._place] for record in event.records if record.prompt]
         return prompts[0].joined(prompts[1:]).values(event.at, width) if prompts else {}
@@ -80,7 +90,8 @@ class Observer:
         newest = Accumulators(feature for feature in self._needs if feature.buffer)
         if not newest:
             return {}
-        queries, positions = self._newest(event, self._needs.buffer)
+        assert self._every is not None
+        queries, positions = self._newest(event, min(self._needs.buffer, self._every))
         source = self._query_source(slice(0))
         newest.add(Chunk(queries, list, positions, None, self._scaling, source=source))
         return newest.values(event.at)

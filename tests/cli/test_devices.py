@@ -80,3 +80,18 @@ def test_every_input_follows_the_model(
         done = run(*COMMANDS[name])
     assert done.code == 0, done.err
     assert gpu.launches.total() > 100, "the model that was run lies elsewhere"
+
+
+def test_a_saved_context_is_asked_where_the_model_lies(
+    run: Run, embedded: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = tiny_model()
+    (tmp_path / "text.txt").write_text("A text that goes on and on. " * 20, "utf-8")
+    monkeypatch.setattr(models, "load", lambda *_: (model, embedded[1]))
+    with Gpu(monkeypatch) as gpu:
+        on_gpu(model)
+        assert run(*COMMANDS["context"]).code == 0
+        gpu.reset()
+        done = run("context", "ask", "c.safetensors", "Why?", "--max-new-tokens", "3")
+    assert done.code == 0, done.err
+    assert gpu.launches.total() > 100

@@ -22,6 +22,7 @@ from keepset.core.budget import Budget
 from keepset.core.feature import Needs
 from keepset.core.features.given import RecentQueries
 from keepset.core.features.moments import HiddenMoments, QueryDistribution, QueryMoments
+from keepset.core.features.window import WindowAttention, WindowSums
 from keepset.core.method import Method
 from keepset.core.observation import Observation
 from keepset.core.select import ranked_scores, top_mask
@@ -45,6 +46,8 @@ class Layer:
     hidden: Tensor | None = None
     kept: list[list[int]] = field(default_factory=list)
     state: dict[str, Tensor] = field(default_factory=dict)
+    seen: list[list[tuple[list[int], Tensor]]] = field(default_factory=list)
+    """Of every token and KV head the positions that it looked at, and the logits `[group, positions]`."""
 
 
 class Naive:
@@ -56,6 +59,8 @@ class Naive:
         self.model, self.recipe, self.prompt = model, recipe, prompt_length
         self.layers: dict[int, Layer] = {}
         self.length = 0
+        self.steps: list[int] = []
+        self.at_step: int | None = None
         self.events: list[tuple[int, dict[int, list[list[int]]]]] = []
         self.hidden: dict[int, Tensor] = {}
 
@@ -65,6 +70,9 @@ class Naive:
         Naive.current = self
         n = ids.shape[1]
         self.prompt = self.prompt or n
+        if len(self.steps) == self.length:  # or somebody has said at which steps of a batch these tokens came
+            first = self.steps[-1] + 1 if self.steps else 0
+            self.steps += range(first, first + n)
         implementation = self.model.config._attn_implementation
         self.model.set_attn_implementation("naive every")
         hooks = [
@@ -122,10 +130,12 @@ class Naive:
             kept.extend(range(self.length, self.length + n))
             for i in range(n):
                 at = self.length + i
+                layer.seen += [[]] * (len(layer.seen) == at)
                 seen = [p for p in kept if p <= at and (window is None or at - p < window)]
                 members = slice(head * group, (head + 1) * group)
-                weights = (query[members, i] @ layer.keys[head, seen].T * scaling).softmax(-1)
-                output[members, i] = weights @ layer.values[head, seen]
+                logits = query[members, i] @ layer.keys[head, seen].T * scaling
+                layer.seen[at] = [*layer.seen[at], (seen, logits)]
+                output[members, i] = logits.softmax(-1) @ layer.values[head, seen]
         return output
 
     def compress(self, point: int) -> None:
@@ -144,6 +154,10 @@ class Naive:
                 chosen = keep_set.positions(seen.layer, 0, head).tolist()
                 assert set(chosen) <= set(kept)
                 layer.kept[head] = chosen + [p for p in kept if p >= point]
+                for at in range(point, len(layer.seen)):  # later tokens count as if they had come after the event
+                    positions, logits = layer.seen[at][head]
+                    stays = [i for i, p in enumerate(positions) if p in set(layer.kept[head])]
+                    layer.seen[at][head] = [positions[i] for i in stays], logits[:, stays]
                 for name, column in keep_set.layer(seen.layer).state.items():
                     layer.state.setdefault(name, torch.zeros(len(layer.kept), 1000))
                     exists = seen.valid[0, head]
@@ -158,16 +172,19 @@ class Naive:
         padded = torch.tensor([head + [0] * (most - len(head)) for head in kept])
         valid = torch.arange(most) < torch.tensor([len(head) for head in kept])[:, None]
         heads = torch.arange(len(kept))[:, None]
-        first = max(0, point - needs.window)
-        features = {}
+        first = max(0, point - (needs.window if point == self.prompt else needs.newest))
+        features: dict[Any, Any] = {}
         for of in needs.of(QueryMoments):
-            start = of.skip if point == self.prompt else max(of.skip, point - of.buffer)
+            start = of.skip if point == self.prompt else max(of.skip, self.since(point, of.buffer))
             features[of] = self.moments(layer, start, point)
+        for window in needs.of(WindowAttention) if point > self.prompt else ():
+            sums = self.received(layer, window, point, padded, valid)
+            features[window] = WindowSums(sums[None], min(window.window, self.recipe.schedule.every))
         return Observation(
             keys=(layer.keys[heads, padded] * valid[..., None])[None],
             values=(layer.values[heads, padded] * valid[..., None])[None],
-            queries=layer.queries[None, :, first:point] if needs.window else None,
-            query_positions=torch.arange(first, point)[None] if needs.window else None,
+            queries=layer.queries[None, :, first:point] if first < point else None,
+            query_positions=torch.arange(first, point)[None] if first < point else None,
             positions=padded[None],
             valid=valid[None],
             lengths=torch.tensor([point]),
@@ -178,6 +195,23 @@ class Naive:
             layers=compressed,
             state={name: (column[heads, padded] * valid)[None] for name, column in layer.state.items()},
         )
+
+    def since(self, point: int, newest: int) -> int:
+        """The first token of the newest so many steps, but not of those before the interval."""
+        end = self.steps[point - 1] + 1 if self.at_step is None else self.at_step
+        first = end - min(newest, self.recipe.schedule.every)
+        return sum(step < first for step in self.steps[:point])
+
+    def received(self, layer: Layer, of: WindowAttention, point: int, padded: Tensor, valid: Tensor) -> Tensor:
+        """What every entry was paid, query by query."""
+        sums = torch.zeros(len(layer.kept), 1000)
+        for at in range(self.since(point, of.window), point):
+            for head, (seen, logits) in enumerate(layer.seen[at]):
+                asked = torch.tensor([not of.history or p < point - of.window for p in seen])
+                if asked.any():
+                    attention = (logits.amax(0, keepdim=True) if of.largest else logits)[:, asked].softmax(-1).mean(0)
+                    sums[head, torch.tensor(seen)[asked]] += attention
+        return sums.gather(1, padded) * valid
 
     def moments(self, layer: Layer, start: int, point: int) -> QueryDistribution:
         module = layer.module
@@ -291,6 +325,8 @@ RECIPES: dict[str, Callable[..., keepset.Recipe]] = {
         "keydiff": "keydiff(keep=9)",
         "lagkv": "lagkv(lag=3, skip=1, keep=9)",
         "r_kv": "r_kv(window=3, kernel=3, keep=9)",
+        "r_kv_max": "r_kv(window=4, kernel=3, group='max', mix_lambda=0.5, keep=9)",
+        "rpc_rare": "rpc(window=16, kernel=3, aggregation='all', keep=22)",
         "rpc": "rpc(window=3, kernel=3, keep=9)",
         "chunkkv": "chunkkv(expected_attention(future=8, skip=1, buffer=6, epsilon=0.01), chunk=3, keep=10)",
         "protected": "snapkv(window=4, keep=28, every=1, protect_prompt=True)",
@@ -501,6 +537,8 @@ def test_padding_in_later_turns(name: str) -> None:
             # Points are logical: in the row's own count they lie by its padding earlier.
             own = int(mask[row, : columns[0]].sum()) if columns[0] > length else None
             reference.point = lambda before, after, own=own: own  # type: ignore[method-assign]
+            reference.at_step = columns[0]
+            reference.steps += range(length + padding[row], length + n)
             expected = reference.feed(ids[row : row + 1, padding[row] :])
             torch.testing.assert_close(logits[row, padding[row] :], expected, rtol=1e-4, atol=5e-5)
         length += n
@@ -667,7 +705,7 @@ def test_bytes_are_freed_at_each_event(name: str, padding: list[int]) -> None:
         model(prompt(2, tokens), attention_mask=mask, position_ids=at, past_key_values=past)
         assert past.nbytes == bytes_of_entries(past)
         if past.events[-1].length == past.get_seq_length():
-            windows = sum(layer.decoding.window.nbytes for layer in past.layers)
+            windows = sum(layer.decoding.passing.nbytes for layer in past.layers)
             assert past.nbytes - windows == past.keep_set.entries * (past.keep_set.layer(0).entry_bytes + 4 + extra)
         held = past.get_seq_length() - past.events[-1].length
         assert past.layers[0].store.nbytes <= (past.keep_set.layer(0).indices.numel() + 4 * (held + 64)) * 140
@@ -678,18 +716,20 @@ def test_bytes_are_freed_at_each_event(name: str, padding: list[int]) -> None:
 
 @pytest.mark.parametrize(("name", "reach"), [("snapkv", 5), ("expected_attention", 11), ("knorm", 0), ("tova", 1)])
 @torch.no_grad()
-def test_queries_are_recorded_only_where_the_next_event_looks(name: str, reach: int) -> None:
+def test_queries_are_looked_at_only_before_an_event_and_hardly_any_is_held(name: str, reach: int) -> None:
     model = tiny("llama")
     past = keepset.Cache(model, RECIPES[name](every=20))
     model(prompt(1, LENGTH), past_key_values=past)
-    one = 4 * 16 * 4 + 8 + (2 * 16 * 4 if name == "expected_attention" else 0)
     for step in range(1, 45):
         model(prompt(1, 1, step), past_key_values=past)
-        windows = [layer.decoding.window.nbytes for layer in past.layers]
-        assert windows == [max(0, step % 20 - (20 - reach)) * one] * 2
-    model(prompt(1, 12), past_key_values=past)  # To 16 before the next point.
-    recorded = max(0, 16 - (20 - reach)) * one
-    assert [layer.decoding.window.nbytes for layer in past.layers] == [recorded] * 2
+        looked_at = max(0, step % 20 - (20 - reach))
+        for layer in past.layers:
+            passing, moments = layer.decoding.passing, 4 * 4 * (1 + 16 + 16 * 17 // 2)
+            assert (passing.nbytes > 0) == (looked_at > 0)
+            assert passing.window.size <= min(looked_at, 6 if name == "expected_attention" else 1)
+            assert passing.nbytes <= moments + 2 * (4 * 16 * 4 + 8 + 2 * 16 * 4)
+            columns = set(layer.store.packed) - {"keys", "values", "positions"}
+            assert columns == ({"received of 5"} if name == "snapkv" and looked_at > 1 else set())
 
 
 @pytest.mark.full

@@ -336,7 +336,7 @@ def test_what_a_file_says_of_itself(path: Path) -> None:
     )
     with safetensors.safe_open(path, framework="pt") as file:
         metadata = json.loads(file.metadata()["keepset_context"])
-    assert (metadata["format"], metadata["keepset"]) == (2, keepset.__version__)
+    assert (metadata["format"], metadata["keepset"]) == (3, keepset.__version__)
     assert [entry.name for entry in path.parent.iterdir()] == ["context"]
 
 
@@ -356,10 +356,10 @@ def test_safetensors_of_something_else(path: Path) -> None:
     assert "is no saved context: give a file that" in refusal(path, tiny("llama"))
 
 
-@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("version", [1, 4])
 def test_another_format(path: Path, version: int) -> None:
     rewritten(path, format=version)
-    assert f"has format {version} of saved contexts, and this keepset reads format 2" in refusal(path, tiny("llama"))
+    assert f"has format {version} of saved contexts, and this keepset reads format 3" in refusal(path, tiny("llama"))
 
 
 def later(*changes: tuple[str, Any]) -> type[keepset.Method]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from keepset import Observation, Recipe
+from keepset.core.features.window import WindowAttention
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.grouping import group_leader
 from keepset.paged.layer import PagedLayer
@@ -263,7 +264,7 @@ def observe(request: Request, layer: int, recipe: Recipe, at: int) -> Observatio
             column[0, head, : len(held)] = torch.tensor([remembered[name][head].get(place, 0.0) for place in held])
     window = torch.arange(at - recipe.method.needs.window, at)
     queries = all_queries[:, window.clamp(min=0)].masked_fill((window < 0)[:, None], 0.0)
-    return Observation(
+    seen = Observation(
         keys=keys,
         values=values,
         positions=positions,
@@ -276,4 +277,9 @@ def observe(request: Request, layer: int, recipe: Recipe, at: int) -> Observatio
         layer=layer,
         layers=range(len(LAYERS)),
         state=state,
+    )
+    if at == request.prompt:
+        return seen
+    return seen.having(
+        {of: of.made(seen, min(of.window, recipe.schedule.every)) for of in recipe.method.needs.of(WindowAttention)}
     )

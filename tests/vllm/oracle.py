@@ -19,6 +19,7 @@ from transformers.models.llama.modeling_llama import rotate_half
 from keepset import Observation, Recipe
 from keepset.core.features.attention import AttentionColumns
 from keepset.core.features.moments import HiddenDistribution, HiddenMoments, QueryDistribution, QueryMoments
+from keepset.core.features.window import WindowAttention
 from tests.paged.reference import blocks_gone, is_executed, newest_event
 
 NAME = "one_head_at_a_time"
@@ -226,7 +227,8 @@ class Oracle:
         needs = recipe.method.needs
         window = torch.arange(at - needs.window, at)
         features: dict[Any, Any] = {
-            of: self._moments(layer, of.skip, of.buffer, at, prompt) for of in needs.of(QueryMoments)
+            of: self._moments(layer, of.skip, min(of.buffer, recipe.schedule.every or at), at, prompt)
+            for of in needs.of(QueryMoments)
         }
         for columns in needs.of(AttentionColumns):
             attention = self._columns(layer, at)
@@ -237,7 +239,7 @@ class Oracle:
             features[hidden] = HiddenDistribution(
                 mean, variance, lambda rows, future: self._future_queries(index, rows, at, future)
             )
-        return Observation(
+        seen = Observation(
             keys=keys,
             values=values,
             positions=positions,
@@ -251,6 +253,11 @@ class Oracle:
             layer=index,
             layers=range(len(self._layers)),
             state=state,
+        )
+        if at == prompt:
+            return seen
+        return seen.having(
+            {of: of.made(seen, min(of.window, recipe.schedule.every)) for of in needs.of(WindowAttention)}
         )
 
     def _columns(self, layer: Layer, at: int) -> Tensor:

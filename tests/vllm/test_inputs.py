@@ -48,7 +48,7 @@ class Attending(nn.Module):
 
 
 def observing(module: Attending) -> Observer:
-    return Observer(Needs(), QueryWindows(1, 1, 1), 0, 1.0, None, module.found)
+    return Observer(Needs(), None, QueryWindows(1, 1, 1), 0, 1.0, None, module.found)
 
 
 def naive(module: Any, row: Tensor, head: int) -> Tensor:

@@ -105,8 +105,9 @@ class QueryMoments(_OfRows[QueryDistribution]):
 
     Attributes:
         skip: how many of the first tokens to leave out.
-        buffer: over how many of the newest queries they are taken at an event after the prompt; at the prompt's end
-            it is the whole prompt. 0: they do not exist at later events. Moments of another buffer are the same thing.
+        buffer: over how many of the newest queries they are taken at an event after the prompt, as far as these came
+            since the event before; at the prompt's end it is the whole prompt. 0: they do not exist at later events.
+            Moments of another buffer are the same thing.
     """
 
     label = "query moments"

@@ -1,0 +1,157 @@
+"""What events look at is added up while queries pass: the same numbers as from the queries, in hardly any bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import keepset
+from keepset.core.budget import Budget
+from keepset.core.feature import Needs
+from keepset.core.features.given import RecentQueries
+from keepset.core.features.window import WindowAttention
+from keepset.core.method import Method
+from keepset.core.observation import Observation
+from tests.hf.models import extended, left_padded, prompt, tiny
+from tests.hf.test_refusals import refusal
+
+
+@dataclass(frozen=True)
+class Both(Method):
+    """Has the queries of windows beside what was added up of them."""
+
+    name: ClassVar[str] = "both"
+    paper: ClassVar[str] = "none"
+    window: int = 6
+
+    @property
+    def sums(self) -> list[WindowAttention]:
+        options: list[dict[str, bool]] = [{}, {"history": True}, {"largest": True}]
+        return [WindowAttention(self.window, **each) for each in options] + [WindowAttention(3)]
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(RecentQueries(self.window), *self.sums)
+
+    def score(self, observation: Observation) -> Tensor:
+        return observation.values.float().norm(dim=-1)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "every", "padding", "dtype"),
+    [
+        ("llama_mha", 6, [0], torch.float32),
+        ("llama", 9, [0, 5], torch.float32),
+        ("llama_mqa", 11, [0], torch.float32),
+        ("llama", 4, [2, 0], torch.float32),
+        ("llama", 7, [0], torch.bfloat16),
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_sums_are_those_that_the_windows_queries_give(
+    architecture: str, every: int, padding: list[int], dtype: torch.dtype
+) -> None:
+    """Where an interval is shorter than the window, of as many queries as it has."""
+    compared = 0
+
+    def compare(observation: Observation, budget: Budget, keep_set: keepset.KeepSet) -> None:
+        nonlocal compared
+        if observation.lengths[0] == observation.prompts[0]:
+            return
+        for feature in method.sums:
+            window = min(feature.window, every)
+            ours, theirs = observation[feature], feature.made(observation, window)
+            assert ours.window == theirs.window == window
+            exact = dtype == torch.float32
+            close = dict(rtol=1e-5, atol=1e-6) if exact else dict(rtol=1e-2, atol=1e-3)
+            torch.testing.assert_close(ours.received[observation.valid], theirs.received[observation.valid], **close)
+            compared += 1
+        usage = observation.by_query_group(observation.window_usage(min(6, every))).mean(2)
+        torch.testing.assert_close(
+            observation[method.sums[0]].received[observation.valid], usage[observation.valid], rtol=1e-2, atol=1e-3
+        )
+
+    method, model = Both(), tiny(architecture)
+    if dtype != torch.float32:
+        model = LlamaForCausalLM(model.config).to(dtype).eval()
+    recipe = keepset.Recipe.of(method, keep=11, every=every)
+    ids, mask = left_padded(prompt(len(padding), 20), padding)
+    past = keepset.Cache(model, recipe, observer=compare)
+    for tokens in [20, *[1] * (2 * every), 2 * every + 3, *[1] * every, 3, *[1] * every]:
+        mask = extended(mask, past.get_seq_length() + tokens)
+        at = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens:]
+        new = ids if tokens == 20 else prompt(len(padding), tokens, tokens)
+        model(new, attention_mask=mask, position_ids=at, past_key_values=past)
+    assert compared >= 4 * 2 * 5
+
+
+def shaped(query_heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> LlamaForCausalLM:
+    """One layer of this shape."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=4 * query_heads, intermediate_size=16, num_hidden_layers=1, num_attention_heads=query_heads,
+        vocab_size=50, num_key_value_heads=kv_heads, head_dim=size, max_position_embeddings=4096,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(dtype).eval()
+
+
+SMOLLM2, HALF_A_BILLION = (9, 3, 64, torch.float32, 96, 32), (14, 2, 64, torch.bfloat16, 96, 32)
+OF_AMS_PAPER = (28, 4, 128, torch.bfloat16, 256, 512)
+
+
+@torch.no_grad()
+def most_bytes(shape: tuple[Any, ...], method: str) -> float:
+    """The most that a cache weighs over an interval, in keep + every entries."""
+    query_heads, kv_heads, size, dtype, keep, every = shape
+    model, most = shaped(query_heads, kv_heads, size, dtype), 0
+    parsed = keepset.Recipe.parse(method)
+    recipe = keepset.Recipe.of(parsed.method, keep=keep, every=every)
+    past = keepset.Cache(model, recipe)
+    model(prompt(1, keep + 40) % 50, past_key_values=past, logits_to_keep=1)
+    for tokens in [every - 30] * (every > 32) + [1] * min(every, 30 if every > 32 else every):
+        model(prompt(1, tokens) % 50, past_key_values=past, logits_to_keep=1)
+        if len(past.events) == 1:
+            most = max(most, past.nbytes)
+    assert len(past.events) == 2
+    return most / ((keep + every) * kv_heads * 2 * size * dtype.itemsize)
+
+
+@pytest.mark.parametrize("shape", [SMOLLM2, HALF_A_BILLION, OF_AMS_PAPER], ids=["smollm2", "half a billion", "ams"])
+@pytest.mark.parametrize("method", ["ams(tova)", "r_kv", "snapkv", "rpc"])
+def test_a_cache_weighs_a_tenth_more_than_its_entries_at_most(shape: tuple[Any, ...], method: str) -> None:
+    assert 1 < most_bytes(shape, method) <= 1.1
+
+
+@pytest.mark.parametrize("shape", [SMOLLM2, HALF_A_BILLION, OF_AMS_PAPER], ids=["smollm2", "half a billion", "ams"])
+def test_moments_weigh_as_much_as_their_queries_or_less(shape: tuple[Any, ...]) -> None:
+    """Each query head's covariance is a triangle of d x (d + 1) / 2 numbers, which no tenth of a cache holds."""
+    query_heads, kv_heads, size, dtype, keep, every = shape
+    triangle = 4 * query_heads * (size * (size + 1) // 2 + size)
+    query = query_heads * size * dtype.itemsize + 2 * size * dtype.itemsize + 8
+    entries = (keep + every) * kv_heads * 2 * size * dtype.itemsize
+    least = min(triangle, (every - 1) * query) / entries
+    assert 0.3 < least < most_bytes(shape, "ams(expected_attention)") - 1 < least + 0.15
+
+
+@torch.no_grad()
+def test_what_is_added_up_is_not_taken_back_in_part() -> None:
+    model = tiny("llama")
+    past = keepset.Cache(model, "snapkv(window=9, kernel=3, keep=12, every=16)")
+    model(prompt(1, 20), past_key_values=past)
+    for step in range(8):
+        model(prompt(1, 1, step), past_key_values=past)  # to 28: the window begins at 27
+    model(prompt(1, 5), past_key_values=past)
+    past.crop(-1)  # which waits
+    model(prompt(1, 2), past_key_values=past)
+    held = past.nbytes
+    with refusal("added up for the next compression already"):
+        past.crop(-3)
+    assert past.nbytes == held and past.get_seq_length() == 34
+    past.crop(27)  # all of the window
+    assert past.get_seq_length() == 27
