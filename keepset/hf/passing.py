@@ -50,7 +50,8 @@ class PassingQueries:
     @property
     def nbytes(self) -> int:
         """Bytes allocated beside the store."""
-        return self.window.nbytes + sum(moments.nbytes for moments in self.moments.values())
+        lengths = 0 if self._lengths is None else self._lengths.nbytes
+        return lengths + self.window.nbytes + sum(moments.nbytes for moments in self.moments.values())
 
     @property
     def reach(self) -> int:
@@ -119,7 +120,7 @@ class PassingQueries:
         """Forgets queries from this logical length on, where each request has so many tokens then."""
         if end < self.until:
             self.forget(store)
-            self.until, self._lengths = end, lengths
+            self.until, self._lengths = end, lengths.clone()
         self.window.crop(lengths)
 
     def reorder(self, rows: Int[Tensor, " rows"]) -> None:
@@ -205,7 +206,7 @@ class PassingQueries:
                 add_received(column, queries, heads, store.kv_heads, last, scaling, feature.largest)
             else:
                 self._add_moments(feature, forward, queries, at, exists)
-        self.until, self._lengths = end, lengths
+        self.until, self._lengths = end, lengths.clone()  # no view of a whole forward's positions
         shifted = self.window.holes or forward.padded
         self.window.keep(self._newest if shifted else end - (point - self._newest))
 

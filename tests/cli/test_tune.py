@@ -21,7 +21,7 @@ MODEL = "SmolLM2-135M-Instruct"
 TUNE = ("tune", "--text", "text")
 RESULT = [
     *("model", "keep", "tokens", "continuation_tokens", "pieces", "facts", "round", "rounds", "measured", "full"),
-    *("recipe", "tied", "verdict", "rows", "dropped"),
+    *("recipe", "recipe_in_full", "tied", "verdict", "rows", "dropped"),
 ]
 ROW = {
     "recipe": str,
