@@ -229,7 +229,7 @@ class Oracle:
 
     def rewritten(self, layer: int, values: Tensor) -> tuple[Tensor, Tensor]:
         """Values and biases, `[batch, kv_heads, n, ...]`, that tokens after the event find."""
-        values, biases = values.clone(), torch.zeros_like(values[..., 0])
+        values, biases = values.clone(), torch.zeros_like(values[..., 0], dtype=torch.float32)
         if layer in self.stored and self.event is not None:
             stored = self.stored[layer]
             for b, request in enumerate(self.requests):
@@ -274,7 +274,7 @@ def _oracle_attention(
             part.repeat_interleave(group, 1) for part in Oracle.current.rewritten(module.layer_idx, value)
         )
         scores = (scores + biases[:, :, None]).masked_fill(hidden, float("-inf"))
-        attended[:, :, event.length :] = (scores.softmax(-1) @ fitted)[:, :, event.length :]
+        attended[:, :, event.length :] = (scores.softmax(-1).to(fitted.dtype) @ fitted)[:, :, event.length :]
     return attended.transpose(1, 2).contiguous(), None
 
 
