@@ -315,7 +315,7 @@ def test_what_memory_is_not_enough_for_beside_others_waits_for_them(
 
 WORDS = ["A", "Who?", "What is said of them all?", CONTEXT, CONTEXT[:24], CONTEXT[3:40], "Some text", CONTEXT[5:80]]
 DECODING = [
-    "snapkv(window=4, keep=12, every=5)",
+    "snapkv(window=4, keep=11, every=5)",
     "adakv(snapkv(window=4), keep=12, every=4)",
     "pyramid(snapkv(window=4), keep=8, every=6)",
     "ams(tova, window=6, kernel=3, segment_mass=0.2, min_segment=2, max_segment=6, keep=14, recent=3, every=4)",
