@@ -106,7 +106,7 @@ class PassingQueries:
 
     def begin(self, padded: bool) -> None:
         """The next interval begins."""
-        self.moments = {}
+        self.moments, self._lengths = {}, None  # No query before an event is looked at at the next one.
         self.window.keep(self._newest if padded else self._newest - self._every)
 
     def taken_back(self, end: int, point: int) -> bool:
