@@ -110,6 +110,11 @@ class Method(ABC):
         return type(self).choose not in (Method.choose, Allocator.choose)
 
     @property
+    def remembers(self) -> tuple[str, ...]:
+        """Names of the numbers per entry that it answers with (`remember`): paged runtimes make room for no others."""
+        return ()
+
+    @property
     def sinks(self) -> int:
         """First tokens that the method always keeps, unless its recipe says otherwise."""
         return 0
@@ -305,6 +310,10 @@ class Allocator(Method):
     @property
     def fixed_total(self) -> bool:
         return super().fixed_total and self.scorer.fixed_total
+
+    @property
+    def remembers(self) -> tuple[str, ...]:
+        return self.scorer.remembers
 
     @property
     def sinks(self) -> int:

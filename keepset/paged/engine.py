@@ -27,6 +27,19 @@ class Pages(Protocol):
     def slots(self) -> int:
         """Entries that there is room for."""
 
+    @property
+    def block_size(self) -> int:
+        """Entries of a sub-page."""
+
+    def columns(self, number: int) -> Float[Tensor, "columns slots"]:
+        """Room for so many numbers of 4 bytes beside each entry, which are kept for the layer; asked for once.
+
+        An engine that counts its memory allocates it together with the cache.
+        """
+
+    def read_keys(self, subpages: Int[Tensor, "*rows pages"]) -> Float[Tensor, "*rows entries head_dim"]:
+        """Keys alone, as in `read`."""
+
     def read(
         self, subpages: Int[Tensor, "*rows pages"]
     ) -> tuple[Float[Tensor, "*rows entries head_dim"], Float[Tensor, "*rows entries head_dim"]]:

@@ -14,10 +14,13 @@ from torch import Tensor
 from keepset.core.keep_set import LayerKeepSet
 from keepset.core.observation import Observation
 from keepset.core.rope import RotaryTable
+from keepset.errors import KeepsetError
 from keepset.paged.engine import Pages, QueryProjection
+from keepset.paged.entry_columns import EntryColumns, columns_of
 from keepset.paged.layer_barrier import LayerBarrier
 from keepset.paged.observer import Observer
 from keepset.paged.page_tables import OccupiedPages
+from keepset.paged.passing import PassingQueries
 from keepset.paged.planner import Planner
 from keepset.paged.step import EvictionEvent, StepPlan
 
@@ -59,6 +62,7 @@ class PagedLayer:
     Args:
         planner: of the group.
         place: the layer's in the group.
+        passing: what the layer holds of queries, with room for the planner's slots.
         scaling: what the model multiplies query-key products with.
         rotary: of the model, where the recipe looks at queries before rotation.
         projection: of the layer, where the recipe looks at hidden states.
@@ -70,6 +74,7 @@ class PagedLayer:
         self,
         planner: Planner,
         place: int,
+        passing: PassingQueries,
         scaling: float,
         rotary: RotaryTable | None,
         projection: QueryProjection | None,
@@ -78,13 +83,11 @@ class PagedLayer:
     ) -> None:
         schedule = planner.schedule
         self.layer, self.layers, self.recipe = planner.layers[place], schedule.layers, schedule.recipe
-        self._block_size, self._place, self._windows = schedule.block_size, place, planner.windows
+        self._block_size, self._place, self._passing = schedule.block_size, place, passing
         self._barrier, self._count = barrier, count
-        self._observer = Observer(
-            self.recipe.method.needs, self.recipe.schedule.every, planner.windows, place, scaling, rotary, projection
-        )
-        self._positions: Tensor | None = None
-        self._state: dict[str, Tensor] = {}
+        needs = self.recipe.method.needs
+        self._observer = Observer(needs, planner.recording, passing, place, scaling, rotary, projection)
+        self._columns: EntryColumns | None = None
 
     def after_attention(self, plan: StepPlan, queries: Float[Tensor, "n query_heads head_dim"], pages: Pages) -> None:
         """Records what events will look at, and executes those of this step.
@@ -94,10 +97,17 @@ class PagedLayer:
             queries: of the step, after rotation.
             pages: the layer's cache, with the step's entries in it.
         """
+        if self._columns is None:
+            names = columns_of(self.recipe)
+            self._columns = EntryColumns(names, pages.columns(len(names)), self._block_size)
         for chunk in plan.chunks:
             self._observer.collect(chunk, queries, pages)
+        for addition in plan.added_first:
+            self._observer.add_up(addition, queries, pages, self._columns)
         if plan.captured_before is not None:
-            self._windows.add(self._place, queries, plan.captured_before)
+            self._passing.record(queries, plan.captured_before)
+        for addition in plan.added:
+            self._observer.add_up(addition, queries, pages, self._columns)
         if plan.events and self._barrier is not None:
             self._barrier.add(self, [self._reach(event, pages) for event in plan.events])
         else:
@@ -107,27 +117,27 @@ class PagedLayer:
                 entries = self.read(reached)
                 self.execute(reached, entries, self._select(entries.observation, event), start)
         if plan.captured_after is not None:
-            self._windows.add(self._place, queries, plan.captured_after)
+            self._passing.record(queries, plan.captured_after)
+        for held in plan.held:
+            self._passing.hold(queries, held)
 
     def _reach(self, event: EvictionEvent, pages: Pages) -> LayerEvent:
+        assert self._columns is not None
         occupied = event.occupied(self._place)
         width = event.width - event.newer if event.equal_heads else occupied.subpages.shape[-1] * self._block_size
-        return LayerEvent(event, pages, occupied, width, self._observer.parts(event, width))
+        return LayerEvent(event, pages, occupied, width, self._observer.parts(event, occupied, self._columns, width))
 
     def read(self, reached: LayerEvent) -> LayerEntries:
         """What the method may look at: everything up to the event's point."""
-        event, width, size = reached.event, reached.width, self._block_size
+        event, width, columns = reached.event, reached.width, self._columns
+        assert columns is not None
         subpages, kept, entries = reached.occupied
         keys, values = reached.pages.read(subpages)
-        place = torch.arange(keys.shape[2], device=keys.device)
-        # Entries that came after the event before are whole: each lies as far behind its position as were dropped.
-        positions = place + (event.at + event.newer)[:, None, None] - entries[..., None]
-        state = {}
-        if self._positions is not None and event.compressed:
-            slots = ((subpages * size)[..., None] + torch.arange(size, device=keys.device)).flatten(2)
-            moved = place < kept[..., None]
-            positions = torch.where(moved, self._positions[slots].long(), positions)
-            state = {name: column[slots].where(moved, 0)[..., :width] for name, column in self._state.items()}
+        positions = columns.positions(reached.occupied, event.at + event.newer)
+        place, state = torch.arange(keys.shape[2], device=keys.device), {}
+        if event.compressed:
+            slots, moved = columns.slots(subpages)[..., :width], (place < kept[..., None])[..., :width]
+            state = {name: columns[name][slots].where(moved, 0) for name in self.recipe.method.remembers}
         observation = Observation(
             keys=keys[:, :, :width],
             values=values[:, :, :width],
@@ -140,7 +150,7 @@ class PagedLayer:
             state=state,
             **reached.parts,
         )
-        return LayerEntries(keys, values, positions, self._observer.complete(observation, event))
+        return LayerEntries(keys, values, positions, observation)
 
     def _select(self, observation: Observation, event: EvictionEvent) -> LayerKeepSet:
         """The recipe's choice, which must be of the size that the scheduler counts with."""
@@ -169,21 +179,34 @@ class PagedLayer:
         if kept.values is not None:
             values[: len(kept.values)] = kept.values  # what came after the event follows
         reached.pages.write(keys, values, slots)
-        if self._positions is None:
-            self._positions = torch.zeros(reached.pages.slots, dtype=torch.int32, device=slots.device)
-        self._positions[slots] = entries.positions.reshape(-1)[index].int()
-        for name, column in kept.state.items():
-            if name not in self._state:
-                self._state[name] = column.new_zeros(reached.pages.slots)
-            within, known = index - heads * places, column.shape[-1]
-            remembered = column.reshape(-1, known)[heads, within.clamp(max=known - 1)]
-            self._state[name][slots] = torch.where(within < known, remembered, 0)
+        columns = self._columns
+        assert columns is not None
+        columns.write_positions(slots, entries.positions.reshape(-1)[index])
+        if self.recipe.schedule.every is not None:
+            self._remember(columns, kept, slots, heads, index - heads * places)
         if self._count is not None:
             stays, total = int(counts.sum()), int(before.sum())
             seconds = time.perf_counter() - start
             events = len(event.rows) if self.layer == self.layers[0] else 0
             self._count(events=events, entries_kept=stays, entries_dropped=total - stays, seconds=seconds)
             logger.debug("layer %d kept %d of %d entries in %.1f ms", self.layer, stays, total, 1e3 * seconds)
+
+    def _remember(
+        self,
+        columns: EntryColumns,
+        kept: LayerKeepSet,
+        slots: Int[Tensor, " stays"],
+        heads: Int[Tensor, " stays"],
+        within: Int[Tensor, " stays"],
+    ) -> None:
+        """Writes the method's own numbers; entries that it has not seen have none yet."""
+        for name, column in kept.state.items():
+            if name not in columns:
+                method = self.recipe.method.name
+                raise KeepsetError(f"{method} remembers {name!r} and does not say so: add it to its `remembers`.")
+            known = column.shape[-1]
+            remembered = column.reshape(-1, known)[heads, within.clamp(max=known - 1)]
+            columns[name][slots] = torch.where(within < known, remembered, 0).float()
 
 
 def _survivors(

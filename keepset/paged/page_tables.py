@@ -75,10 +75,12 @@ class PerHeadTables:
         compressed: list[bool],
         eventful: bool,
         decoding: bool,
+        read: bool = False,
     ) -> PerHeadStep | None:
         """Moves every request's state along, and makes the tables that the step needs.
 
-        Those `compressed` before must have a state; in an `eventful` step some are; `decoding`, each has one new token.
+        Those `compressed` before must have a state; in an `eventful` step some are, and in one that is `read` layers
+        look at entries besides; `decoding`, each has one new token.
 
         Returns:
             None where the engine's own tables say the same, and no request is compressed.
@@ -101,7 +103,7 @@ class PerHeadTables:
             part[pages] = now
         self._tokens[pages] = after
         folded = any(compressed)
-        if not (folded or eventful):
+        if not (folded or eventful or read):
             return None
         entries = subpages.entries(layout, after)
         # As far as until a request's newest block is full: before that there is no other block to look up.

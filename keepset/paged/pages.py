@@ -19,6 +19,15 @@ class StridedPages:
         self.head_dim, self.slots = width // 2, blocks * self.kv_heads * self.block_size
         self._cache = kv_cache
 
+    def columns(self, number: int) -> Float[Tensor, "columns slots"]:
+        """Room for numbers beside each entry."""
+        return torch.zeros(number, self.slots, device=self._cache.device)
+
+    def read_keys(self, subpages: Int[Tensor, "*rows pages"]) -> Float[Tensor, "*rows entries head_dim"]:
+        """Keys of whole sub-pages."""
+        block, head = self._block_and_head(subpages)
+        return self._cache[block, head, :, : self.head_dim].flatten(-3, -2)
+
     def read(
         self, subpages: Int[Tensor, "*rows pages"]
     ) -> tuple[Float[Tensor, "*rows entries head_dim"], Float[Tensor, "*rows entries head_dim"]]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from keepset.paged.capture import CapturePlanner
 from keepset.paged.eviction_schedule import EvictionSchedule
-from keepset.paged.page_tables import FreedBlocks, PerHeadTables
+from keepset.paged.page_tables import FreedBlocks, OccupiedPages, PerHeadTables
 from keepset.paged.per_head import PerHeadSequences
 from keepset.paged.step import ScheduledRequest, StepBatch, StepPlan
 
@@ -37,6 +38,7 @@ class RaggedPlanner:
             compressed,
             bool(groups),
             all(request.end_query - request.first_query == 1 for request in requests),
+            bool(plan.added_first or plan.added),
         )
         if step is not None and step.slots is not None:
             tokens = int(batch.query_start_loc[-1])
@@ -49,5 +51,9 @@ class RaggedPlanner:
             elif step is not None:
                 for request in members:
                     self._freed_blocks.add(self._tables, int(step.pages[request.row]))
-            pages = partial(self._tables.occupied, rows), partial(self._tables.reassign, rows, batch.block_table, first)
+            pages = self.occupied(batch, members), partial(self._tables.reassign, rows, batch.block_table, first)
             plan.events.append(self._capture.event(batch, rows, members, after - at, after, keep, before, *pages))
+
+    def occupied(self, batch: StepBatch, requests: Sequence[ScheduledRequest]) -> Callable[[int], OccupiedPages]:
+        """Where a layer, by its place in the group, has the entries of these requests before the step's events."""
+        return partial(self._tables.occupied, batch.tensor([request.row for request in requests]))

@@ -6,6 +6,7 @@ import copy
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.forward_context import get_forward_context
@@ -14,7 +15,9 @@ from keepset.errors import UnsupportedEngineError
 from keepset.paged.engine import LayerAdapter, Pages
 from keepset.paged.layer import PagedLayer
 from keepset.paged.pages import StridedPages
+from keepset.paged.passing import PassingQueries
 from keepset.paged.per_head import PerHeadBatch
+from keepset.paged.query_records import slots_for
 from keepset.vllm import stats
 from keepset.vllm.compat import rotary_table
 from keepset.vllm.engine_context import PlannedStep, active
@@ -28,6 +31,7 @@ class KeepImpl:
 
     num_heads: int
     num_kv_heads: int
+    head_size: int
     num_queries_per_kv: int
     scale: float
     per_head_changes: ClassVar[dict[str, Any]] = {}
@@ -41,6 +45,11 @@ class KeepImpl:
         self._pages: tuple[Tensor, Pages] | None = None
         self._one_head: Any = None
         self._paged: PagedLayer | None = None
+        # Now, before vLLM measures what there is room for.
+        slots = slots_for(context.config.scheduler_config.max_num_seqs)
+        self._passing = PassingQueries(
+            context.recording, slots, self.num_heads, self.head_size, torch.get_default_dtype()
+        )
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         """No: attention of heads that are requests has no scales for its output."""
@@ -143,7 +152,8 @@ class KeepImpl:
             rotary = rotary_table(model_type, query.shape[-1], query.dtype)
         projection = context.projections.get(name)
         count = stats.count if get_tensor_model_parallel_rank() == 0 else None  # of several ranks, one counts
-        return PagedLayer(step.planner, step.places[name], self.scale, rotary, projection, context.barrier, count)
+        place, passing = step.places[name], self._passing
+        return PagedLayer(step.planner, place, passing, self.scale, rotary, projection, context.barrier, count)
 
 
 # Not a base class: a protocol's `__init__` would not go on to the backend's.

@@ -39,6 +39,16 @@ class CPUPages:
         self.folded = keys, values
         self._key_order, self._value_order = packing(self.block_size, self.head_dim, kv_cache.dtype, isa)
 
+    def columns(self, number: int) -> Float[Tensor, "columns slots"]:
+        """Room for numbers beside each entry."""
+        return torch.zeros(number, self.slots)
+
+    def read_keys(self, subpages: Int[Tensor, "*rows pages"]) -> Float[Tensor, "*rows entries head_dim"]:
+        """Keys of whole sub-pages, unpacked and in the cache's dtype."""
+        *rows, pages = subpages.shape
+        keys = _unpacked(self._rows.index_select(0, 2 * subpages.flatten()), self._key_order)
+        return keys.view(*rows, pages * self.block_size, self.head_dim).view(self._cache.dtype)
+
     def read(
         self, subpages: Int[Tensor, "*rows pages"]
     ) -> tuple[Float[Tensor, "*rows entries head_dim"], Float[Tensor, "*rows entries head_dim"]]:

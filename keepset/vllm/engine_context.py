@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.v1.kv_cache_interface import AttentionSpec
 
@@ -18,6 +19,7 @@ from keepset.paged.grouping import group_leader
 from keepset.paged.layer_barrier import LayerBarrier
 from keepset.paged.page_tables import FreedBlocks
 from keepset.paged.planner import Planner
+from keepset.paged.recording import Recording
 from keepset.paged.step import StepPlan
 from keepset.recipe import Recipe
 from keepset.vllm.compat import ask_for_prompt_lengths, attention_layers
@@ -73,6 +75,14 @@ class EngineContext:
             check_layer(name, layer, unseen=self._watch is not None and name not in self.projections)
             layers[name] = index
         return layers
+
+    @cached_property
+    def recording(self) -> Recording:
+        """What layers hold of queries."""
+        model, parallel = self.config.model_config, self.config.parallel_config
+        group = model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
+        assert isinstance(model.dtype, torch.dtype)
+        return Recording.of(self.recipe, group, model.get_head_size(), model.dtype.itemsize)
 
     def spec_of_next_layer(self, spec: AttentionSpec) -> AttentionSpec:
         """The kind of cache of the layer that is asked for now."""

@@ -21,7 +21,10 @@ from keepset.paged.layer import PagedLayer
 from keepset.paged.layer_barrier import LayerBarrier
 from keepset.paged.page_tables import FreedBlocks
 from keepset.paged.pages import StridedPages
+from keepset.paged.passing import PassingQueries
 from keepset.paged.planner import Planner
+from keepset.paged.query_records import slots_for
+from keepset.paged.recording import Recording
 from keepset.paged.step import ScheduledRequest, StepBatch, StepPlan
 from tests.paged.reference import blocks_gone, is_executed, newest_event
 
@@ -29,6 +32,8 @@ LAYERS, KV_HEADS, GROUP, DIM, BLOCK = (0, 1, 2), 2, 2, 8, 4
 SCALING = DIM**-0.5
 MOST = 128
 """Tokens of a request."""
+REQUESTS = 8
+"""That run at once, at most."""
 POISON = 1e3
 
 
@@ -76,9 +81,13 @@ class Group:
         self.leader = leader
         self.layers = [layer for layer in LAYERS if group_leader(recipe, layer, LAYERS) == leader]
         self.schedule = EvictionSchedule(recipe, leader, LAYERS, KV_HEADS, BLOCK)
-        self.planner = Planner(self.schedule, self.layers, 8, blocks, freed)
+        self.recording = Recording.of(recipe, GROUP, DIM, 4)
+        self.planner = Planner(self.schedule, self.recording, self.layers, REQUESTS, blocks, freed)
+        shape = slots_for(REQUESTS), KV_HEADS * GROUP, DIM, torch.float32
+        self.passing = [PassingQueries(self.recording, *shape) for _ in self.layers]
         self.paged = [
-            PagedLayer(self.planner, place, SCALING, None, None, barrier, None) for place in range(len(self.layers))
+            PagedLayer(self.planner, place, passing, SCALING, None, None, barrier, None)
+            for place, passing in enumerate(self.passing)
         ]
 
 

@@ -9,6 +9,7 @@ from keepset import Recipe
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.page_tables import FreedBlocks
 from keepset.paged.planner import Planner
+from keepset.paged.recording import Recording
 from keepset.paged.step import ScheduledRequest, StepBatch
 
 pytest.importorskip("triton")
@@ -39,11 +40,12 @@ def test_equal_heads_are_planned_without_waiting(number: int, monkeypatch: pytes
     requests = [kinds[index % len(kinds)] for index in range(number * len(kinds))]
     schedule = EvictionSchedule(Recipe.parse("knorm(keep=10, every=7)"), 0, (0, 1), 2, BLOCK)
     plain = batch_of(requests, posing=False)
-    expected = Planner(schedule, (0, 1), 64, 10**4, FreedBlocks()).plan(plain)
+    recording = Recording.of(schedule.recipe, 2, 8, 4)
+    expected = Planner(schedule, recording, (0, 1), 64, 10**4, FreedBlocks()).plan(plain)
     with Gpu(monkeypatch) as gpu:
         batch = batch_of(requests, posing=True)
         gpu.reset()
-        plan = Planner(schedule, (0, 1), 64, 10**4, FreedBlocks()).plan(batch)
+        plan = Planner(schedule, recording, (0, 1), 64, 10**4, FreedBlocks()).plan(batch)
         assert not gpu.waits
     assert plan.shifted is not None and expected.shifted is not None and plan.events
     for made, there in (
