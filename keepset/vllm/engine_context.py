@@ -17,6 +17,7 @@ from keepset.errors import UnsupportedEngineError
 from keepset.paged.grouping import group_leader
 from keepset.paged.layer_barrier import LayerBarrier
 from keepset.paged.page_tables import FreedBlocks
+from keepset.paged.per_head import PerHeadSequences
 from keepset.paged.planner import Planner
 from keepset.paged.step import StepPlan
 from keepset.recipe import Recipe
@@ -35,14 +36,18 @@ class PlannedStep:
         planner, plan: of the group.
         places: of the layers in it, by name.
         metadata: that vLLM's attention gets for it.
-        per_head_metadata: what the backend makes of it where heads are requests; the layers share it.
     """
 
     planner: Planner
     plan: StepPlan
     places: dict[str, int]
     metadata: Any
-    per_head_metadata: Any = None
+
+    @cached_property
+    def per_head(self) -> PerHeadSequences:
+        """Heads as requests, where they have entries of their own; the layers share it."""
+        assert self.plan.ragged is not None
+        return PerHeadSequences(self.plan.ragged)
 
 
 class EngineContext:
