@@ -143,7 +143,7 @@ class PerHeadTables:
     def reassign(
         self,
         rows: Int[Tensor, " rows"],
-        block_table: Int[Tensor, "all_rows width"],
+        block_table: Int[Tensor, "rows width"],
         first: Int[Tensor, " rows"] | None,
         place: int,
         counts: Int[Tensor, "rows kv_heads"],
@@ -163,7 +163,7 @@ class PerHeadTables:
         for part, now in zip(self._filed, layout, strict=True):
             part[self.step.pages[rows], place] = now[:, 0]
         most = -(-int(counts.max()) // self._block_size)
-        return subpages.tables(layout, counts[:, None], block_table[rows], self._block_size, most)[:, 0].long()
+        return subpages.tables(layout, counts[:, None], block_table, self._block_size, most)[:, 0].long()
 
     def unused_blocks(self, page: int) -> int:
         """Leading blocks of the request whose newest token is in this page that no layer uses any more."""
@@ -198,16 +198,28 @@ RequestKey = tuple[str, int, int]
 
 
 class FreedBlocks:
-    """What a step's compressions emptied, on its way from the layers to the scheduler, in a process that computes."""
+    """What compressions emptied, on its way from the layers to the scheduler, in a process that computes."""
 
     def __init__(self) -> None:
         self._events: list[tuple[PerHeadTables, int]] = []
+        self._keys: dict[int, RequestKey] = {}
+        self._emptied: dict[RequestKey, int] = {}
 
     def add(self, tables: PerHeadTables, page: int) -> None:
-        """A request whose newest token is in this page is compressed in this step."""
+        """A request whose newest token is in this page is to be compressed after this step."""
         self._events.append((tables, page))
 
-    def drain(self, keys: dict[int, RequestKey]) -> dict[RequestKey, int]:
-        """Leading blocks that are empty once the step is done, of the requests whose newest tokens' pages are given."""
-        events, self._events = self._events, []
-        return {keys[page]: tables.unused_blocks(page) for tables, page in events if page in keys}
+    def expect(self, keys: dict[int, RequestKey]) -> None:
+        """Says whose pages those are; after the step is planned, and before the next."""
+        self._keys |= keys
+
+    def settle(self) -> None:
+        """All of these events are over."""
+        events, keys = self._events, self._keys
+        self._events, self._keys = [], {}
+        self._emptied |= {keys[page]: tables.unused_blocks(page) for tables, page in events if page in keys}
+
+    def drain(self) -> dict[RequestKey, int]:
+        """Leading blocks that are empty since it was asked last, of requests whose pages were expected."""
+        emptied, self._emptied = self._emptied, {}
+        return emptied
