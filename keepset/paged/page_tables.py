@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from keepset.paged import subpages
-from keepset.paged.subpages import Layout
+from keepset.kernels import subpages
+from keepset.kernels.subpages import Layout
 
 
 class OccupiedPages(NamedTuple):

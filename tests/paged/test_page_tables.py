@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepset.paged import subpages
+from keepset.kernels import subpages
 from keepset.paged.page_tables import PerHeadStep, PerHeadTables
 from tests.paged.allocator import POISON, Row
 from tests.tiers import examples
