@@ -26,6 +26,10 @@ class Pages(Protocol):
     def slots(self) -> int:
         """Entries that there is room for."""
 
+    @property
+    def entry_bytes(self) -> int:
+        """Of an entry's key and value."""
+
     def read(
         self, subpages: Int[Tensor, "*rows pages"]
     ) -> tuple[Float[Tensor, "*rows entries head_dim"], Float[Tensor, "*rows entries head_dim"]]:

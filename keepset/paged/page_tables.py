@@ -197,16 +197,28 @@ RequestKey = tuple[str, int, int]
 
 
 class FreedBlocks:
-    """What a step's compressions emptied, on its way from the layers to the scheduler, in a process that computes."""
+    """What compressions emptied, on its way from the layers to the scheduler, in a process that computes."""
 
     def __init__(self) -> None:
         self._events: list[tuple[PerHeadTables, int]] = []
+        self._keys: dict[int, RequestKey] = {}
+        self._emptied: dict[RequestKey, int] = {}
 
     def add(self, tables: PerHeadTables, page: int) -> None:
-        """A request whose newest token is in this page is compressed in this step."""
+        """A request whose newest token is in this page is to be compressed after this step."""
         self._events.append((tables, page))
 
-    def drain(self, keys: dict[int, RequestKey]) -> dict[RequestKey, int]:
-        """Leading blocks that are empty once the step is done, of the requests whose newest tokens' pages are given."""
-        events, self._events = self._events, []
-        return {keys[page]: tables.unused_blocks(page) for tables, page in events if page in keys}
+    def expect(self, keys: dict[int, RequestKey]) -> None:
+        """Says whose pages those are; after the step is planned, and before the next."""
+        self._keys |= keys
+
+    def settle(self) -> None:
+        """All of these events are over."""
+        events, keys = self._events, self._keys
+        self._events, self._keys = [], {}
+        self._emptied |= {keys[page]: tables.unused_blocks(page) for tables, page in events if page in keys}
+
+    def drain(self) -> dict[RequestKey, int]:
+        """Leading blocks that are empty since it was asked last, of requests whose pages were expected."""
+        emptied, self._emptied = self._emptied, {}
+        return emptied

@@ -49,6 +49,7 @@ class RaggedPlanner:
             elif step is not None:
                 for request in members:
                     self._freed_blocks.add(self._tables, int(step.pages[request.row]))
+            # The engine's table may change before the event: what there is of it now is the event's own.
             blocks = batch.block_table[rows]
             pages = (
                 partial(self._tables.occupied, rows, blocks),

@@ -5,16 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.forward_context import get_forward_context
 
 from keepset.errors import UnsupportedEngineError
 from keepset.kernels.paged import append_to_pages, paged_attention
 from keepset.paged.engine import LayerAdapter, Pages
-from keepset.paged.layer import PagedLayer
 from keepset.paged.pages import StridedPages
-from keepset.vllm import stats
-from keepset.vllm.compat import rotary_table
 from keepset.vllm.engine_context import PlannedStep, active
 
 
@@ -34,7 +30,6 @@ class KeepImpl:
         assert context is not None
         self._context = context
         self._pages: tuple[Tensor, Pages] | None = None
-        self._paged: PagedLayer | None = None
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         """No: keepset's own attention has no scales for its output."""
@@ -101,22 +96,11 @@ class KeepImpl:
             super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)  # type: ignore[misc]
         if step is not None and ragged is not None:
             self.attend_ragged(layer, step, query, kv_cache, output)
-        if step is not None and step.plan.eventful:
-            if self._paged is None:
-                self._paged = self._paged_layer(layer.layer_name, step, query)
-            self._paged.after_attention(step.plan, query, self.pages(layer, kv_cache))
+        if step is not None and step.plan.records:
+            step.group.record(step.places[layer.layer_name], step.plan, query)
         if (projection := self._context.projections.get(layer.layer_name)) is not None:
             projection.hidden = None
         return output
-
-    def _paged_layer(self, name: str, step: PlannedStep, query: Tensor) -> PagedLayer:
-        context, rotary = self._context, None
-        if context.recipe.method.needs.unrotated:
-            model_type = context.config.model_config.hf_text_config.model_type
-            rotary = rotary_table(model_type, query.shape[-1], query.dtype)
-        projection = context.projections.get(name)
-        count = stats.count if get_tensor_model_parallel_rank() == 0 else None  # of several ranks, one counts
-        return PagedLayer(step.planner, step.places[name], self.scale, rotary, projection, context.barrier, count)
 
 
 # Not a base class: a protocol's `__init__` would not go on to the backend's.

@@ -16,10 +16,10 @@ from torch import Tensor
 from keepset import Observation, Recipe
 from keepset.core.features.window import WindowAttention
 from keepset.kernels.paged import append_to_pages, paged_attention
+from keepset.paged.event_queue import EventQueue
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.grouping import group_leader
-from keepset.paged.layer import PagedLayer
-from keepset.paged.layer_barrier import LayerBarrier
+from keepset.paged.layer_group import LayerGroup
 from keepset.paged.page_tables import FreedBlocks
 from keepset.paged.pages import StridedPages
 from keepset.paged.per_head import PerHeadSequences
@@ -74,14 +74,13 @@ class Request:
 class Group:
     """Layers that share block tables."""
 
-    def __init__(self, recipe: Recipe, leader: int, blocks: int, freed: FreedBlocks, barrier: LayerBarrier | None):
+    def __init__(self, recipe: Recipe, leader: int, freed: FreedBlocks, pages: dict[int, StridedPages]):
         self.leader = leader
         self.layers = [layer for layer in LAYERS if group_leader(recipe, layer, LAYERS) == leader]
         self.schedule = EvictionSchedule(recipe, leader, LAYERS, KV_HEADS, BLOCK)
-        self.planner = Planner(self.schedule, self.layers, 8, blocks, freed)
-        self.paged = [
-            PagedLayer(self.planner, place, SCALING, None, None, barrier, None) for place in range(len(self.layers))
-        ]
+        blocks = pages[leader].slots // (KV_HEADS * BLOCK)
+        planner = Planner(self.schedule, self.layers, 8, blocks, freed)
+        self.paged = LayerGroup(planner, [partial(pages.__getitem__, layer) for layer in self.layers], SCALING)
 
 
 class Engine:
@@ -90,11 +89,12 @@ class Engine:
     def __init__(self, recipe: str, blocks: int) -> None:
         self.recipe = Recipe.parse(recipe)
         self._freed = FreedBlocks()
-        barrier = LayerBarrier() if self.recipe.method.across_layers else None
+        self.events = EventQueue(self._freed)
+        self._emptied: list[int] = []
         leaders = sorted({group_leader(self.recipe, layer, LAYERS) for layer in LAYERS})
-        self.groups = [Group(self.recipe, leader, blocks, self._freed, barrier) for leader in leaders]
         caches = torch.full((len(LAYERS), blocks, KV_HEADS, BLOCK, 2 * DIM), POISON)
         self.pages = dict(zip(LAYERS, map(StridedPages, caches), strict=True))
+        self.groups = [Group(self.recipe, leader, self._freed, self.pages) for leader in leaders]
         self._caches = caches
         self.free = list(range(1, blocks))  # block 0 is nobody's
 
@@ -102,12 +102,15 @@ class Engine:
         """So many new tokens for these requests, in this order."""
         requests = [running[number] for number in tokens]
         plans = [(group, self._plan(group, requests, tokens)) for group in self.groups]
+        # From here on somebody else may write to what is free, and not before.
+        self._caches[:, self._emptied] = POISON
+        self._emptied.clear()
         for request in requests:
             request.length += tokens[request.number]
         for group, (batch, plan) in plans:
             for place, layer in enumerate(group.layers):
                 queries = self._attend(layer, place, batch, plan, requests, tokens)
-                group.paged[place].after_attention(plan, queries, self.pages[layer])
+                group.paged.record(place, plan, queries)
         for request in requests:
             self._compress(request, tokens[request.number])
         pages = {
@@ -115,8 +118,10 @@ class Engine:
             for request in requests
             for group in self.groups
         }
-        for (name, _, leader), blocks in self._freed.drain(pages).items():
-            self._release(running[int(name)].blocks[leader], blocks)
+        self._freed.expect(pages)
+        for (name, _, leader), blocks in self._freed.drain().items():
+            if int(name) in running:
+                self._release(running[int(name)].blocks[leader], blocks)
 
     def leave(self, request: Request) -> None:
         """Its blocks are free."""
@@ -126,7 +131,7 @@ class Engine:
     def _release(self, table: list[int], blocks: int) -> None:
         for place, block in enumerate(table[:blocks]):
             if block:
-                self._caches[:, block] = POISON
+                self._emptied.append(block)
                 self.free.append(block)
                 table[place] = 0
 
@@ -154,7 +159,7 @@ class Engine:
             torch.tensor(starts, dtype=torch.int32),
             max(tokens.values()),
         )
-        return batch, group.planner.plan(batch)
+        return batch, self.events.plan(group.paged, batch)
 
     def _attend(
         self,
