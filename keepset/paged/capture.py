@@ -79,7 +79,7 @@ class _Step:
                 else:
                     self._flushed.append(waiting)
             new = self._taken(request, record, max(begin, first), stop)
-            self._plan.added.append(self._additions([new], stop - new.begin, first_query=offset + new.begin))
+            self._plan.added_now.append(self._additions([new], stop - new.begin, first_query=offset + new.begin))
         elif number > 0 and not behind and (number == recording.waiting or stop == point):
             self._ringed.append(self._taken(request, record, begin, stop))
         places = range(max(first, begins, stop - recording.size), stop)
@@ -182,6 +182,7 @@ class CapturePlanner:
         return EvictionEvent(
             rows=rows,
             at=batch.tensor(points),
+            earliest=min(points),
             prompts=batch.tensor([request.prompt for request in requests]),
             newer=newer,
             width=width,

@@ -13,7 +13,8 @@ from keepset.core.method import Method
 from keepset.paged.page_tables import OccupiedPages
 from keepset.recipe import Recipe
 
-_POSITION = "position"
+POSITION = "position"
+"""Whole numbers, bit for bit."""
 
 
 def columns_of(recipe: Recipe) -> tuple[str, ...]:
@@ -21,46 +22,68 @@ def columns_of(recipe: Recipe) -> tuple[str, ...]:
     method: Method = recipe.method
     sums = tuple(feature.column for feature in method.needs.of(WindowAttention))
     # Without a later event nobody asks where an entry came from.
-    return sums if recipe.schedule.every is None else (_POSITION, *method.remembers, *sums)
+    return sums if recipe.schedule.every is None else (POSITION, *method.remembers, *sums)
 
 
 class EntryColumns:
-    """One layer's.
+    """Those of some layers.
 
     Args:
         names: of the columns.
-        numbers: room for them.
+        layers, slots: how many of them there are.
         block_size: tokens per page.
+        device: of the cache.
     """
 
-    def __init__(self, names: Sequence[str], numbers: Float[Tensor, "columns slots"], block_size: int) -> None:
-        self._columns = dict(zip(names, numbers, strict=True))
+    def __init__(self, names: Sequence[str], layers: int, slots: int, block_size: int, device: torch.device) -> None:
+        self._columns = {name: torch.zeros(layers, slots, device=device) for name in names}
         self._block_size = block_size
 
-    def __getitem__(self, name: str) -> Float[Tensor, " slots"]:
+    def __getitem__(self, name: str) -> Float[Tensor, "layers slots"]:
         return self._columns[name]
 
     def __contains__(self, name: str) -> bool:
         return name in self._columns
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return sum(column.nbytes for column in self._columns.values())
+
     def slots(self, subpages: Int[Tensor, "*rows pages"]) -> Int[Tensor, "*rows entries"]:
         """Of all entries of these sub-pages, in their order."""
-        return (
-            subpages[..., None] * self._block_size + torch.arange(self._block_size, device=subpages.device)
-        ).flatten(-2)
+        offset = torch.arange(self._block_size, device=subpages.device)
+        return (subpages[..., None] * self._block_size + offset).flatten(-2)
 
-    def positions(self, occupied: OccupiedPages, lengths: Int[Tensor, " rows"]) -> Int[Tensor, "rows kv_heads places"]:
-        """Original positions of entries, where the requests have so many tokens."""
+    def read(
+        self, name: str, places: range, slots: Int[Tensor, "rows kv_heads entries"]
+    ) -> Float[Tensor, "layers_rows kv_heads entries"]:
+        """A column's numbers of these slots in these layers."""
+        return self[name][places.start : places.stop, slots].flatten(0, 1)
+
+    def write(
+        self, name: str, layers: Int[Tensor, " n"], slots: Int[Tensor, " n"], numbers: Float[Tensor, " n"]
+    ) -> None:
+        """Puts number `i` at `slots[i]` of layer `layers[i]`."""
+        column = self[name]
+        column.view(-1)[layers * column.shape[1] + slots] = numbers.to(column.dtype)
+
+    def positions(
+        self, places: range, occupied: OccupiedPages, lengths: Int[Tensor, " rows"]
+    ) -> Int[Tensor, "layers_rows kv_heads entries"]:
+        """Original positions of entries in these layers, where the requests have so many tokens."""
         subpages, kept, entries = occupied
-        place = torch.arange(subpages.shape[-1] * self._block_size, device=subpages.device)
+        index = torch.arange(subpages.shape[-1] * self._block_size, device=subpages.device)
         # Entries that came after the event before are whole: each lies as far behind its position as were dropped.
-        positions = place + (lengths[:, None] - entries)[..., None]
-        if _POSITION not in self:
+        positions = (index + (lengths[:, None] - entries)[..., None]).repeat(len(places), 1, 1)
+        if POSITION not in self:
             return positions
-        stored = self[_POSITION].view(torch.int32)[self.slots(subpages)].long()
-        return stored.where(place < kept[..., None], positions)
+        stored = self.read(POSITION, places, self.slots(subpages)).view(torch.int32).long()
+        return stored.where((index < kept[..., None]).repeat(len(places), 1, 1), positions)
 
-    def write_positions(self, slots: Int[Tensor, " n"], positions: Int[Tensor, " n"]) -> None:
+    def write_positions(
+        self, layers: Int[Tensor, " n"], slots: Int[Tensor, " n"], positions: Int[Tensor, " n"]
+    ) -> None:
         """Notes where entries come from, if that is ever asked."""
-        if _POSITION in self:
-            self[_POSITION].view(torch.int32)[slots] = positions.int()
+        if POSITION in self:
+            self.write(POSITION, layers, slots, positions.int().view(torch.float32))

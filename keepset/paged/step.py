@@ -12,8 +12,7 @@ from torch import Tensor
 
 from keepset.core.accumulator import Accumulators
 from keepset.core.keep_set import LayerKeepSet
-from keepset.paged.page_tables import OccupiedPages
-from keepset.paged.per_head import PerHeadSequences
+from keepset.paged.page_tables import OccupiedPages, RaggedStep
 from keepset.paged.query_records import QueryRecord
 
 
@@ -122,6 +121,7 @@ class EvictionEvent:
     Attributes:
         rows: their rows of the batch.
         at: tokens that each request has had at the event's point.
+        earliest: the least of them.
         prompts: tokens of each request's prompt.
         newer: entries after that point.
         width: entries of the head that has most, newer ones included.
@@ -129,7 +129,7 @@ class EvictionEvent:
         compressed: whether these requests were compressed before.
         ends_prompt: whether the point is the prompt's end.
         equal_heads: whether all heads have equally many entries.
-        occupied: where a layer, by its place in the group, has the entries.
+        occupied: where a layer, by its place in the group, has the entries; in all layers the same with equal heads.
         reassign: pages for so many entries of each head of a layer; None where they do not fit, and all stays as it is.
         records: of the requests, where the recipe looks at queries or at the whole prompt; else none.
         slots: theirs in what layers hold of queries.
@@ -137,6 +137,7 @@ class EvictionEvent:
 
     rows: Int[Tensor, " rows"]
     at: Int[Tensor, " rows"]
+    earliest: int
     prompts: Int[Tensor, " rows"]
     newer: int
     width: int
@@ -153,9 +154,16 @@ class EvictionEvent:
         """Whether a layer keeps as many entries as the scheduler counts with."""
         if self.keep is None:
             return True
-        share = torch.full_like(kept.counts, self.keep)
-        enough = kept.counts == share if self.equal_heads else kept.counts.sum(-1) <= share.sum(-1)
-        return bool(enough.all())
+        sizes = self.sizes(kept)
+        if self.equal_heads:
+            return all(size == self.keep for size in sizes)
+        heads = kept.counts.shape[1]
+        return all(sum(sizes[first : first + heads]) <= self.keep * heads for first in range(0, len(sizes), heads))
+
+    @staticmethod
+    def sizes(kept: LayerKeepSet) -> list[int]:
+        """How many entries each head keeps, head after head and request after request."""
+        return kept.counts.flatten().tolist() if kept.sizes is None else kept.sizes
 
 
 @dataclass(frozen=True)
@@ -199,27 +207,34 @@ class StepPlan:
     Attributes:
         slot_mapping: the batch's, altered in place to where the requests' entries end.
         shifted: what attention is told instead of the batch, where anything was dropped from all heads alike.
-        per_head: the same where heads have different numbers of entries: each is a request of its own.
+        ragged: tokens that are written and attended head by head, where these have different numbers of entries.
         chunks: what there is of prompts that are looked at as a whole.
-        added_first, added: queries that are added up before this step's are recorded, and after it.
+        added_first, added_now: queries that a layer adds up before it records this step's, and after.
         captured_before, captured_after: queries to record before and after the events.
+        added: queries that are added up before the events, once all layers have attended.
         held: queries that follow an event in their own step, and are more than wait.
-        events: compressions, after the layer's attention.
+        events: compressions, once all layers have attended.
     """
 
     slot_mapping: Int[Tensor, " tokens"]
     shifted: ShiftedBatch | None = None
-    per_head: PerHeadSequences | None = None
+    ragged: RaggedStep | None = None
     chunks: list[PromptChunk] = field(default_factory=list)
     added_first: list[QueryAddition] = field(default_factory=list)
+    added_now: list[QueryAddition] = field(default_factory=list)
     captured_before: QueryCapture | None = None
-    added: list[QueryAddition] = field(default_factory=list)
     captured_after: QueryCapture | None = None
+    added: list[QueryAddition] = field(default_factory=list)
     held: list[HeldQueries] = field(default_factory=list)
     events: list[EvictionEvent] = field(default_factory=list)
 
     @property
-    def eventful(self) -> bool:
-        """Whether layers do anything after their attention."""
+    def records(self) -> bool:
+        """Whether layers note anything of the step's queries."""
         recorded = self.captured_before or self.captured_after or self.held
-        return bool(self.chunks or self.events or self.added_first or self.added or recorded)
+        return bool(recorded or self.chunks or self.added_first or self.added_now)
+
+    @property
+    def adds(self) -> bool:
+        """Whether layers add queries up, for which they look at entries."""
+        return bool(self.added_first or self.added_now or self.added)

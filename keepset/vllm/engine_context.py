@@ -12,13 +12,17 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from keepset.errors import UnsupportedEngineError
+from keepset.paged.event_queue import EventQueue
 from keepset.paged.grouping import group_leader
-from keepset.paged.layer_barrier import LayerBarrier
+from keepset.paged.layer_group import LayerGroup
 from keepset.paged.page_tables import FreedBlocks
-from keepset.paged.planner import Planner
+from keepset.paged.passing import PassingQueries
+from keepset.paged.per_head import PerHeadSequences
+from keepset.paged.query_records import slots_for
 from keepset.paged.recording import Recording
 from keepset.paged.step import StepPlan
 from keepset.recipe import Recipe
@@ -34,17 +38,21 @@ class PlannedStep:
     """The step that a group of layers is about to compute.
 
     Attributes:
-        planner, plan: of the group.
+        group, plan: of them.
         places: of the layers in it, by name.
         metadata: that vLLM's attention gets for it.
-        per_head_metadata: what the backend makes of it where heads are requests; the layers share it.
     """
 
-    planner: Planner
+    group: LayerGroup
     plan: StepPlan
     places: dict[str, int]
     metadata: Any
-    per_head_metadata: Any = None
+
+    @cached_property
+    def per_head(self) -> PerHeadSequences:
+        """Heads as requests, where they have entries of their own; the layers share it."""
+        assert self.plan.ragged is not None
+        return PerHeadSequences(self.plan.ragged)
 
 
 class EngineContext:
@@ -53,17 +61,19 @@ class EngineContext:
     Attributes:
         config, recipe: they.
         projections: of the layers, by name, where the recipe looks at hidden states.
-        barrier: of all layers' events, where the recipe looks across layers.
         freed_blocks: what events emptied, for the connector to fetch.
+        events: of all layers.
+        passing: what groups of layers hold of queries, by their first ones.
     """
 
     def __init__(self, config: VllmConfig, recipe: Recipe) -> None:
         check(config, recipe)
         self.config, self.recipe = config, recipe
         self.projections: dict[str, VLLMQueryProjection] = {}
-        self.barrier = LayerBarrier() if recipe.method.across_layers else None
         self.freed_blocks = FreedBlocks()
+        self.events = EventQueue(self.freed_blocks)
         self._watch = watch_projections(self.projections) if recipe.method.needs.hidden_states else None
+        self.passing: dict[int, PassingQueries] = {}
         self._specs_made = 0
         self._steps: dict[str, PlannedStep] = {}
 
@@ -92,15 +102,28 @@ class EngineContext:
         index = indices[self._specs_made % len(indices)]
         self._specs_made += 1
         ask_for_prompt_lengths(self.config)
-        scheduler = self.config.scheduler_config
+        leader, scheduler = group_leader(self.recipe, index, indices), self.config.scheduler_config
+        if leader not in self.passing:
+            self.passing[leader] = self._passing(leader, scheduler.max_num_seqs)
         return KeepSpec.wrap(
             check_spec(spec),
             recipe=str(self.recipe),
-            layer=group_leader(self.recipe, index, indices),
+            layer=leader,
             layers=indices,
             tokens_per_step=scheduler.max_num_batched_tokens,
             steps_ahead=int(bool(scheduler.async_scheduling)),
         )
+
+    def _passing(self, leader: int, requests: int) -> PassingQueries:
+        """What a group of layers holds of queries: allocated before vLLM measures what there is room for."""
+        model, indices = self.config.model_config, tuple(self.layers.values())
+        layers = sum(group_leader(self.recipe, index, indices) == leader for index in indices)
+        heads = model.get_num_attention_heads(self.config.parallel_config)
+        assert isinstance(model.dtype, torch.dtype)
+        return PassingQueries(
+            self.recording, layers, slots_for(requests), heads, model.get_head_size(), model.dtype,
+            current_platform.device_type,
+        )  # fmt: skip
 
     def begin(self, step: PlannedStep) -> None:
         """What the next forward of these layers is to do."""

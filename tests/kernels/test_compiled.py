@@ -17,9 +17,12 @@ import sys
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from keepset.kernels.triton import attention, columns, compaction
+from keepset.kernels.triton import attention, columns, compaction, paged
 
 HEAD = dict(HEAD_DIM=128, HEAD_BLOCK=128)
+PAGES = dict(block_table="*i32", counts="*i64", event_lengths="*i64", firsts="*i64", places="*i64", rows="*i32",
+             lengths="*i32")
+PAGED = dict(HEADS=8, HEADS_BLOCK=8, SIZE=16, LISTED=True)
 KERNELS = [
     (
         attention._attend_part,
@@ -30,8 +33,8 @@ KERNELS = [
     ),
     (
         attention._merge_parts,
-        dict(partial="*fp32", partial_lse="*fp32", output="*bf16", lse="*fp32"),
-        dict(VALUE_DIM=128, VALUE_BLOCK=128, BLOCK=16),
+        dict(partial="*fp32", partial_lse="*fp32", output="*bf16", lse="*fp32", places="*i64"),
+        dict(VALUE_DIM=128, VALUE_BLOCK=128, BLOCK=16, LISTED=True),
     ),
     (
         columns._columns,
@@ -55,6 +58,19 @@ KERNELS = [
              positions_kind="*i32", table="*i64"),
         dict(WIDTH=128, WIDE=128, VALUE_WIDTH=128, VALUE_WIDE=128, BLOCK=32, ALIGNED=True),
     ),
+    *(
+        (
+            paged._attend_pages,
+            dict(queries=f"*{of}", cache=f"*{of}", bias="*fp32", output="*fp32", lse="*fp32", scaling="fp32", **PAGES),
+            dict(GROUP=4, ROWS=16, BLOCK=64, LEAST_PART=256, BIASED=True, SPLIT=True, **PAGED, **HEAD),
+        )
+        for of in ("bf16", "fp32")
+    ),
+    (
+        paged._append_to_pages,
+        dict(keys="*bf16", values="*bf16", cache="*bf16", **PAGES),
+        dict(PAGED, **HEAD),
+    ),
 ]
 for kernel, types, constants in KERNELS:
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
@@ -72,6 +88,6 @@ def test_for_compute_capabilities(capability: int) -> None:
     )
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert len(lines) == 6
+    assert len(lines) == 9
     # What a multiprocessor of the smallest of them has.
     assert all(int(shared) <= 163 * 1024 and int(size) > 0 for _, shared, size in lines)

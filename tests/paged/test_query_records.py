@@ -38,7 +38,7 @@ class Pool:
 
     def __init__(self, running: int) -> None:
         self.records = QueryRecords(running)
-        self.passing = PassingQueries(RECORDING, slots_for(running), 1, 1, torch.float32)
+        self.passing = PassingQueries(RECORDING, 1, slots_for(running), 1, 1, torch.float32)
         self.running: list[Request] = []
         self.free = list(range(200))
         self.numbers = 0
@@ -80,9 +80,9 @@ class Pool:
             assert record.start == request.since and record.length == move.after
             positions = torch.arange(move.start, move.after)
             capture = QueryCapture(positions - move.start, torch.full_like(positions, record.slot), positions % WINDOW)
-            self.passing.record(torch.stack([request.query(int(p)) for p in positions]), capture)
+            self.passing.record(0, torch.stack([request.query(int(p)) for p in positions]), capture)
             newest = torch.arange(move.after - WINDOW, move.after)
-            read = self.passing.newest(torch.tensor([record.slot]), newest[None])[0, 0]
+            read = self.passing.newest(range(1), torch.tensor([record.slot]), newest[None])[0, 0]
             for place, position in enumerate(newest.tolist()):
                 if position < 0:
                     assert not read[place].any()
