@@ -85,8 +85,8 @@ class Observer:
             last = feature.last_visible(at, addition.points).masked_fill(~self._counts(feature, addition), -1)
             visible = self._visible(place, feature, last, lengths, occupied, columns)
             add_received_in_pages(
-                columns[feature.column][place], rows, pages, occupied.subpages, occupied.entries, addition.unwritten, visible,
-                self._scaling, feature.largest,
+                columns[feature.column][place], rows, pages, occupied.subpages, occupied.entries, addition.unwritten,
+                visible, self._scaling, feature.largest,
             )  # fmt: skip
         if not addition.ends_prompt:
             for of in self._recording.moments:
@@ -110,11 +110,8 @@ class Observer:
     ) -> Int[Tensor, "rows kv_heads n"]:
         """How many of a head's first entries come up to the last position that a query sees."""
         if feature.history:
-            positions, entries = (
-                columns.positions(range(place, place + 1), occupied, lengths),
-                occupied.entries[..., None],
-            )
-            there = torch.arange(positions.shape[-1], device=entries.device) < entries
+            positions = columns.positions(range(place, place + 1), occupied, lengths)
+            there = torch.arange(positions.shape[-1], device=positions.device) < occupied.entries[..., None]
             each = [(there & (positions <= one[:, None, None])).sum(-1) for one in last.unbind(1)]
             return torch.stack(each, -1)
         # What came since the event before is whole, and that is all that some queries do not see.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -48,6 +50,17 @@ class PassingQueries:
     def nbytes(self) -> int:
         """Bytes allocated, without queries that are held for a step."""
         return self._rings.nbytes + sum(part.nbytes for parts in self._moments.values() for part in parts.values())
+
+    def part(self, first: int, layers: int) -> PassingQueries:
+        """Some layers' part of the same room."""
+        part = copy.copy(self)
+        part._rings = self._rings[first : first + layers]
+        part._moments = {
+            feature: {name: whole[first : first + layers] for name, whole in parts.items()}
+            for feature, parts in self._moments.items()
+        }
+        part._held = {}
+        return part
 
     def record(self, place: int, queries: Float[Tensor, "n heads dim"], capture: QueryCapture) -> None:
         """Writes a step's queries that are captured to places of a layer's rings."""

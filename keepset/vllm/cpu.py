@@ -18,6 +18,7 @@ class CPUMixin(KeepImpl):
     That would take as long as all that is done here.
     """
 
+    head_size: int
     logits_soft_cap: float
 
     def make_pages(self, layer: Any, kv_cache: Tensor) -> CPUPages:

@@ -6,6 +6,7 @@ layer, and makes the objects itself. So what they share is here, and only which 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -63,7 +64,6 @@ class EngineContext:
         projections: of the layers, by name, where the recipe looks at hidden states.
         freed_blocks: what events emptied, for the connector to fetch.
         events: of all layers.
-        passing: what groups of layers hold of queries, by their first ones.
     """
 
     def __init__(self, config: VllmConfig, recipe: Recipe) -> None:
@@ -73,7 +73,8 @@ class EngineContext:
         self.freed_blocks = FreedBlocks()
         self.events = EventQueue(self.freed_blocks)
         self._watch = watch_projections(self.projections) if recipe.method.needs.hidden_states else None
-        self.passing: dict[int, PassingQueries] = {}
+        self._passing: PassingQueries | None = None
+        self._parts: dict[tuple[str, ...], PassingQueries] = {}
         self._specs_made = 0
         self._steps: dict[str, PlannedStep] = {}
 
@@ -102,22 +103,26 @@ class EngineContext:
         index = indices[self._specs_made % len(indices)]
         self._specs_made += 1
         ask_for_prompt_lengths(self.config)
-        leader, scheduler = group_leader(self.recipe, index, indices), self.config.scheduler_config
-        if leader not in self.passing:
-            self.passing[leader] = self._passing(leader, scheduler.max_num_seqs)
+        if self._passing is None:  # and vLLM has not measured yet what there is room for
+            self._passing = self._room(len(indices))
+        scheduler = self.config.scheduler_config
         return KeepSpec.wrap(
             check_spec(spec),
             recipe=str(self.recipe),
-            layer=leader,
+            layer=group_leader(self.recipe, index, indices),
             layers=indices,
             tokens_per_step=scheduler.max_num_batched_tokens,
             steps_ahead=int(bool(scheduler.async_scheduling)),
         )
 
-    def _passing(self, leader: int, requests: int) -> PassingQueries:
-        """What a group of layers holds of queries: allocated before vLLM measures what there is room for."""
-        model, indices = self.config.model_config, tuple(self.layers.values())
-        layers = sum(group_leader(self.recipe, index, indices) == leader for index in indices)
+    def passing(self, layers: Sequence[str]) -> PassingQueries:
+        """What a group of layers, by their names, holds of queries."""
+        assert self._passing is not None
+        taken = sum(map(len, self._parts))
+        return self._parts.setdefault(tuple(layers), self._passing.part(taken, len(layers)))
+
+    def _room(self, layers: int) -> PassingQueries:
+        model, requests = self.config.model_config, self.config.scheduler_config.max_num_seqs
         heads = model.get_num_attention_heads(self.config.parallel_config)
         assert isinstance(model.dtype, torch.dtype)
         return PassingQueries(
