@@ -31,7 +31,7 @@ _KERNELS = {
     attention: ("_attend_part", "_merge_parts"),
     columns: ("_columns", "_log_sum_exp"),
     compaction: ("_pack", "_append"),
-    paged: ("_attend_pages", "_append_to_pages", "_merge_parts"),
+    paged: ("_attend_pages", "_append_to_pages", "_follow", "_merge_parts"),
 }
 
 

@@ -20,8 +20,10 @@ from triton.compiler import ASTSource
 from keepset.kernels.triton import attention, columns, compaction, paged
 
 HEAD = dict(HEAD_DIM=128, HEAD_BLOCK=128)
-PAGES = dict(block_table="*i32", counts="*i64", event_lengths="*i64", firsts="*i64", places="*i64", rows="*i32",
+PAGES = dict(block_table="*i32", counts="*i32", event_lengths="*i32", firsts="*i32", places="*i64", rows="*i64",
              lengths="*i32")
+FOLLOWED = ("block_table", "filed_counts", "filed_lengths", "filed_firsts", "filed_tokens", "counts", "lengths",
+            "firsts", "lost")
 PAGED = dict(HEADS=8, HEADS_BLOCK=8, SIZE=16, LISTED=True)
 KERNELS = [
     (
@@ -71,6 +73,11 @@ KERNELS = [
         dict(keys="*bf16", values="*bf16", cache="*bf16", **PAGES),
         dict(PAGED, **HEAD),
     ),
+    (
+        paged._follow,
+        dict(before="*i64", after="*i64", required="*i64", pages="*i64", **dict.fromkeys(FOLLOWED, "*i32")),
+        dict(COUNTS=256, LAYERS=32, SIZE=16, BLOCK=128),
+    ),
 ]
 for kernel, types, constants in KERNELS:
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
@@ -88,6 +95,6 @@ def test_for_compute_capabilities(capability: int) -> None:
     )
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert len(lines) == 9
+    assert len(lines) == 10
     # What a multiprocessor of the smallest of them has.
     assert all(int(shared) <= 163 * 1024 and int(size) > 0 for _, shared, size in lines)
