@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from keepset.kernels import dispatch
-from keepset.kernels.triton import attention, columns, compaction
+from keepset.kernels.triton import attention, columns, compaction, paged, window
 
 _DEVICE = torch.device("meta")
 """A name that PyTorch looks for no driver of."""
@@ -31,6 +31,8 @@ _KERNELS = {
     attention: ("_attend_part", "_merge_parts"),
     columns: ("_columns", "_log_sum_exp"),
     compaction: ("_pack", "_append"),
+    window: ("_window_lse", "_add_received"),
+    paged: ("_attend_pages", "_append_to_pages", "_follow", "_merge_parts"),
 }
 _ATTENDED = {"_attend_part": slice(7, 9), "_merge_parts": slice(2, 4)}
 """Where attention's kernels write."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from keepset import KeepsetError
-from keepset.paged.subpages import Layout, blocks_needed, entries, slots, tables
+from keepset.kernels.subpages import Layout, blocks_needed, entries, slots, tables
 from tests.paged.pages import (
     DTYPES,
     check_entries_may_be_views_of_larger_tensors,

@@ -124,6 +124,7 @@ def measure(
     """
     event, nbytes = prompt.event, prompt.cache.nbytes
     logits = prompt.follow(continuation)
+    check_predictions(logits)
     return replace(
         row,
         keep=event.kept / event.entries,
@@ -136,3 +137,9 @@ def measure(
         prefill_seconds_full=prompt.prefill_seconds_full,
         select_seconds=event.seconds,
     )
+
+
+def check_predictions(logits: Float[Tensor, "n vocabulary"]) -> None:
+    """Refuses figures of a compressed cache under which the model predicts NaN: KeepsetError."""
+    if bool(logits.isnan().any()):
+        raise KeepsetError("With what this recipe keeps the model predicts NaN: there is nothing to compare.")

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepset.paged.subpages import Layout, blocks_needed, entries, slots, tables
+from keepset.kernels.subpages import Layout, blocks_needed, entries, slots, tables
 from tests.paged.allocator import POISON, Allocator, Row
 from tests.tiers import examples
 
