@@ -48,8 +48,8 @@ class RaggedPlanner:
                 first = batch.tensor([schedule.freed(prompt, after)] * len(members))
                 keep = at - schedule.dropped(prompt, after)
             elif step is not None:
-                for request in members:
-                    self._freed_blocks.add(self._tables, int(step.pages[request.row]))
+                for page in step.pages[rows].tolist():
+                    self._freed_blocks.add(self._tables, page)
             pages = self.occupied(batch, members), partial(self._tables.reassign, rows, batch.block_table[rows], first)
             plan.events.append(self._capture.event(batch, rows, members, after - at, after, keep, before, *pages))
 
