@@ -66,6 +66,13 @@ class PerHeadTables:
         self._steady = False
         self.step: PerHeadStep
 
+    def file(self, page: int, layout: Layout) -> None:
+        """Files a request's state, the only row, under the page that holds its newest token; after the last event."""
+        filed = self._file(layout.counts.device)
+        for part, now in zip(filed, layout, strict=True):
+            part[page] = now[0].to(part)
+        self._tokens[page] = int(layout.length[0, 0])
+
     def advance(
         self,
         block_table: Int[Tensor, "rows width"],
@@ -158,7 +165,7 @@ class PerHeadTables:
         first = last if first is None else first
         if bool(((first > last) | (first < self.step.layout.first[rows, place])).any()):
             return None
-        layout = Layout(counts[:, None], lengths[:, None], first[:, None])
+        layout = Layout(counts[:, None], lengths[:, None], first[:, None], torch.zeros_like(first)[:, None])
         assert self._filed is not None
         for part, now in zip(self._filed, layout, strict=True):
             part[self.step.pages[rows], place] = now[:, 0]
@@ -180,7 +187,7 @@ class PerHeadTables:
     def _file(self, device: torch.device) -> Layout:
         if self._filed is None:
             empty = torch.zeros(self._blocks, self._layers, dtype=torch.int64, device=device)
-            self._filed = Layout(empty[..., None].repeat(1, 1, self._kv_heads), empty, empty.clone())
+            self._filed = Layout(empty[..., None].repeat(1, 1, self._kv_heads), empty, empty.clone(), empty.clone())
             self._tokens = torch.zeros(self._blocks, dtype=torch.int64, device=device)
         return self._filed
 

@@ -18,7 +18,7 @@ from keepset.errors import UnsupportedEngineError, UnsupportedModelError
 from keepset.paged.grouping import one_table, table_per_head
 from keepset.recipe import Recipe, check_schedule
 from keepset.vllm.compat import SUPPORTED, changed
-from keepset.vllm.settings import CONNECTOR
+from keepset.vllm.settings import CONNECTOR, CONTEXT_CONNECTOR, contexts_of
 
 _WHOLE = ("auto", "float16", "bfloat16", "float32")
 
@@ -110,8 +110,19 @@ def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
     parallel, cache = config.parallel_config, config.cache_config
     if config.speculative_config is not None:
         yield "speculative decoding takes tokens back that were compressed; leave it out."
-    connector = config.kv_transfer_config
-    if connector is not None and connector.kv_connector_module_path != CONNECTOR["kv_connector_module_path"]:
+    connector, contexts = config.kv_transfer_config, contexts_of(config)
+    module = None if connector is None else connector.kv_connector_module_path
+    if contexts is not None:
+        if module != CONTEXT_CONNECTOR["kv_connector_module_path"]:
+            yield f"there are contexts to serve; give kv_transfer_config {json.dumps(CONTEXT_CONNECTOR)}."
+        if not cache.enable_prefix_caching:
+            yield "requests share contexts as they share prefixes; leave --no-enable-prefix-caching out."
+        if not (one_table(recipe) and table_per_head(recipe)):
+            yield (
+                "contexts need one table for all layers, and one for each head: serve them without a recipe, or with "
+                "one such as adakv(snapkv, keep=512)."
+            )
+    elif connector is not None and module != CONNECTOR["kv_connector_module_path"]:
         yield "KV connectors move whole caches; leave kv_transfer_config out."
     elif connector is None and not recipe.method.fixed_total:
         yield f"how much it keeps depends on the data; give kv_transfer_config {json.dumps(CONNECTOR)}."
