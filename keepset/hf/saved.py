@@ -166,7 +166,9 @@ def load(kind: type[Cache], path: Path, model: PreTrainedModel) -> Cache:
         numbers, event = metadata["progress"], metadata["event"]
         next_event, added_up = numbers.pop("next_event"), numbers.pop("added_up")
         names = {"lengths": "lengths", "prompts": "prompts", "valid": "seen"}
-        requests = {name: tensors[there].to(device) for name, there in names.items() if there in tensors}
+        requests: dict[str, Any] = {
+            name: tensors[there].to(device) for name, there in names.items() if there in tensors
+        }
         progress = Progress(**numbers, **requests)
         events = [] if event is None else [Event(keep_set=_keep_set(layers), **event)]
     cache = kind(model, _recipe(path, metadata))

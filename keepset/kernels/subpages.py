@@ -12,9 +12,8 @@ Hence the number of any page follows from the counts at the newest event. Nothin
 between events, and a request without an event (a state of zeros) has vLLM's own layout: page `i` of head `h` is
 number `i * kv_heads + h`. So compressed and plain requests share one call.
 
-What several requests begin with is dealt out otherwise, because none may write to another's pages: first all pages that
-are full and will stay so, up to the end of a block; then every head's last one, head after head, in the first block that
-is the request's own.
+What several requests begin with is dealt out otherwise, because none may write to another's pages: first all that are
+full, up to the end of a block; then every head's last one, head after head, in the first block of the request's own.
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ def own_block(counts: Int[Tensor, "*rows kv_heads"], length: int, block_size: in
 
 
 def shareable_pages(counts: Int[Tensor, "*rows kv_heads"], block_size: int) -> Int[Tensor, "*rows kv_heads"]:
-    """Pages of each head that are full at these counts; its last one counts as not, so that there is one to go on in."""
+    """Full pages of each head with so many entries; its last one never counts, so that there is one to go on in."""
     return (_ceil_div(counts, block_size) - 1).clamp(min=0)
 
 

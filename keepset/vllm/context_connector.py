@@ -1,9 +1,9 @@
-"""`ContextConnector`: lets requests begin with saved contexts. Vllm's way to get a prompt's cache from elsewhere.
+"""`ContextConnector`: lets requests begin with saved contexts, by vLLM's way to get a prompt's cache from elsewhere.
 
-A request that names a context has only its question as a prompt. It is given as many tokens more in front as the context
-has, which nobody looks at, and of which vLLM believes that a connector has their cache: it allocates blocks, waits until
-they are filled, and caches those that are full under a hash that bears the context's digest. Who comes later finds them
-as it finds any prefix, and only its own last block is filled for it.
+A request that names a context has only its question as a prompt. It is given as many tokens in front as the context
+has, which nobody looks at; vLLM is told that a connector has their cache. So it allocates blocks, waits until they are
+filled, and caches those that are full under hashes that begin with the context's digest. Who comes later finds them as
+it finds any prefix, and only its own last blocks are filled for it.
 """
 
 from __future__ import annotations
@@ -165,6 +165,7 @@ class ContextConnector(BlockCountConnector):
 
     def request_finished_all_groups(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         self._asked.pop(request.request_id, None)
+        self._manager.forget(request.request_id)
         self._loading = {digest: name for digest, name in self._loading.items() if name != request.request_id}
         return super().request_finished_all_groups(request, block_ids)
 

@@ -68,7 +68,7 @@ class ContextLoader:
                 self._reading.append((job, self._reader.submit(self._read, job)))
 
     def finish(self) -> tuple[set[str], dict[str, str]]:
-        """Requests whose blocks are filled since it was asked last, and those that cannot be served, with the reason."""
+        """Requests whose blocks have been filled since it was asked last, and why others' cannot be."""
         failed, reading = {}, []
         for job, read in self._reading:
             if not read.done():
@@ -86,7 +86,7 @@ class ContextLoader:
         before = job.counts[:, : self._rank * self._kv_heads].sum(1).tolist()
         own = self._counts(job).sum(1).tolist()
         return [
-            tuple(layers[index][name][start : start + size] for name in ("keys", "values"))
+            (layers[index]["keys"][start : start + size], layers[index]["values"][start : start + size])
             for index, start, size in zip(self._group.layers, before, own, strict=True)
         ]
 

@@ -115,11 +115,15 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
             stats.ended(request_id, footprint.prompt, footprint.length, dropped, footprint.freed)
         return super().pop_blocks_for_free(request_id)
 
+    def forget(self, request_id: str) -> None:
+        """A request is gone for good."""
+        self._contexts.pop(request_id, None)
+
     def begin(self, request_id: str, block_hashes: Sequence[Any], placement: ContextPlacement) -> None:
         """A request that waits begins with a context, whose blocks have these hashes."""
         self._contexts[request_id] = placement
         if placement.own > 0:
-            self.kv_cache_spec.contexts[block_hashes[0]] = placement
+            self.kv_cache_spec.contexts[block_hashes[0]] = placement  # type: ignore[attr-defined]
 
     def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         """Offers to other requests only blocks that no compression of this one writes to."""

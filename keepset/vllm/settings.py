@@ -60,9 +60,12 @@ def recipe_of(config: VllmConfig | None) -> Recipe | None:
     additional = None if config is None else config.additional_config
     if not isinstance(additional, dict):
         return None
-    text = additional.get(KEY, None if contexts_of(config) is None else _WHOLE)
-    if text is None and KEY not in additional:
+    contexts = contexts_of(config)
+    if contexts is None and KEY not in additional:
         return None
+    if contexts is not None and KEY in additional:
+        raise RecipeError(f"Contexts have recipes of their own: leave additional_config[{KEY!r}] out.")
+    text = additional.get(KEY, _WHOLE)
     if not isinstance(text, str):
         raise RecipeError(
             f'additional_config["{KEY}"] is {text!r}: give a recipe\'s text, such as "snapkv(keep=0.25)".'

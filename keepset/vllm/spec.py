@@ -50,7 +50,7 @@ class KeepSpec(FullAttentionSpec):
 
     @cached_property
     def contexts(self) -> dict[Any, ContextPlacement]:
-        """Where contexts are in the blocks of requests, by the hash of the first; the scheduler's, who looks them up."""
+        """Where contexts are in the blocks of requests, by the hash of the first one: the scheduler's."""
         return {}
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:

@@ -2,18 +2,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from keepset.kernels.subpages import Layout, blocks_needed, entries, slots, tables
+from keepset.kernels.subpages import Layout, blocks_needed, entries, own_block, slots, tables
 from tests.paged.allocator import POISON, Allocator, Row
 from tests.tiers import examples
 
 
 def as_layout(rows: list[Row]) -> Layout:
-    counts, length, first = ([[state[part] for state in row.states] for row in rows] for part in range(3))
-    first = torch.tensor(first)
-    return Layout(torch.tensor(counts), torch.tensor(length), first, torch.zeros_like(first))
+    parts = ([[state[part] for state in row.states] for row in rows] for part in range(4))
+    return Layout(*map(torch.tensor, parts))
 
 
 def check(rows: list[Row], block_size: int, spare: int) -> None:
@@ -124,6 +123,34 @@ def test_blocks_needed_is_the_least_that_ever_suffices(
         most = max(most, used - (allocator.blocks - at_event))
         allocator.append()
     assert int(blocks_needed(torch.tensor(counts), torch.tensor(length), block_size)) == most <= at_event
+
+
+@examples(150)
+@given(
+    data=st.data(),
+    kv_heads=st.sampled_from([1, 2, 3, 8]),
+    block_size=st.sampled_from([1, 2, 4, 5]),
+)
+def test_after_shared_pages_a_request_writes_to_its_own(data: st.DataObject, kv_heads: int, block_size: int) -> None:
+    """Whatever each head holds of a context, no page before the first own block is written to, and none is missing."""
+    length = data.draw(st.integers(1, 6 * block_size), label="tokens")
+    awkward = st.sampled_from([0, 1, block_size, length]).filter(lambda count: count <= length)
+    counts = [data.draw(awkward | st.integers(0, length), label="count") for _ in range(kv_heads)]
+    own = own_block(torch.tensor([counts]), length, block_size)
+    row = Row(1, kv_heads, block_size, 12, 5)
+    (layer,) = row.layers
+    layer.length = length
+    layer.share(counts, own)
+    row.states[0] = layer.layout
+    assume(layer.first >= 0)
+    assert own <= (length - 1) // block_size  # the newest token's page, under which state is filed, is one of them
+    before = [head.pages[: head.shared] for head in layer.heads]
+    for tokens in (0, 1, *[data.draw(st.integers(1, 3), label="new") for _ in range(3 * block_size)]):
+        append([row], [tokens], block_size)
+        check([row], block_size, 0)
+    for head, shared in zip(layer.heads, before, strict=True):
+        assert head.pages[: len(shared)] == shared
+        assert all(block < own for block, _ in shared) and all(block >= own for block, _ in head.pages[len(shared) :])
 
 
 def test_blocks_needed_of_many() -> None:

@@ -403,9 +403,7 @@ def compact(case: Case, layout: Layout, lengths: Tensor, chosen: list[int]) -> L
         need = int(blocks_needed(counts[row, 0], length[row, 0], size))
         first[row] = -(-int(lengths[row]) // size) - need
         assert first[row] >= now.first[0, 0]
-        new = Layout(
-            counts[row : row + 1], length[row : row + 1], first[row : row + 1], torch.zeros_like(first[row : row + 1])
-        )
+        new = Layout(*(part[row : row + 1] for part in (counts, length, first, torch.zeros_like(first))))
         most = -(-int(new.counts.max()) // size)
         places = tables(new, new.counts, case.block_table[row : row + 1], size, most)[0, 0].long()
         at = torch.cat(
