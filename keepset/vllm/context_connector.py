@@ -74,7 +74,7 @@ class ContextConnector(BlockCountConnector):
         assert isinstance(metadata, ContextLoads) and context is not None
         if self._loader is None:
             self._loader = ContextLoader(context, self._device)
-        self._loader.start(metadata.jobs)
+        self._loader.start(metadata.jobs, forward_context.attn_metadata is None)
         self._failed |= metadata.refused
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +20,9 @@ from keepset.vllm.engine_context import EngineContext
 
 _TAILS = 256
 """Contexts whose last entries are remembered, because every request is given a copy of them."""
+
+_PATIENCE = 0.01
+"""Seconds that a step without tokens waits for files, lest the engine's loop take the time that reading needs."""
 
 Entries = list[tuple[Tensor, Tensor]]
 """Keys and values, layer after layer, packed head after head."""
@@ -58,14 +61,16 @@ class ContextLoader:
         self._done: set[str] = set()
         self._tails: OrderedDict[str, Entries] = OrderedDict()
 
-    def start(self, jobs: Sequence[LoadJob]) -> None:
-        """Fills the blocks of requests, at once where nothing has to be read."""
+    def start(self, jobs: Sequence[LoadJob], idle: bool) -> None:
+        """Fills the blocks of requests, at once where nothing has to be read; `idle`: there is nothing else to do."""
         for job in jobs:
             if not job.whole and job.digest in self._tails:
                 self._tails.move_to_end(job.digest)
                 self._put(job, self._tails[job.digest])
             else:
                 self._reading.append((job, self._reader.submit(self._read, job)))
+        if idle:
+            wait([read for _, read in self._reading], _PATIENCE)
 
     def finish(self) -> tuple[set[str], dict[str, str]]:
         """Requests whose blocks have been filled since it was asked last, and why others' cannot be."""

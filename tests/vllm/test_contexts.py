@@ -1,4 +1,4 @@
-"""Requests that begin with a saved context: each answer is that of the file under transformers, and pages are shared."""
+"""Requests that begin with a saved context: answers are those of the file under transformers, and pages are shared."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def ask(name: str, index: int, size: int, tokens: int = TOKENS, **more: Any) -> 
 
 
 ALL = [ask(name, place, SIZES[(place + k) % 4]) for k in range(3) for place, name in enumerate(CONTEXTS)]
-ALL += [Ask(question(50, 120), TOKENS), Ask([], 1)][:1]
+ALL += [Ask(question(25, 120), TOKENS)]
 """All of them at once, and one request without any."""
-LATER = [ask("pooled", index, 9, add=12 * index) for index in range(4)]
+LATER = [ask("pooled", index, 9, add=4 * index) for index in range(4)]
 TURMOIL = [
     ask("pooled", 0, 40, 60),
     ask("pooled", 1, 20, 60),
@@ -123,7 +123,8 @@ def others(tiny: Path, folder: Path) -> dict[str, Any]:
         "ranks": scenario(tiny, folder, ALL, engine={"tensor_parallel_size": 2}),
         "ahead": scenario(tiny, folder, TURMOIL, engine={"async_scheduling": True}, stub_streams=True),
     }
-    answers = raw(*list(scenarios.values())[:-1]) + raw(scenarios["ahead"])
+    answers = raw(*list(scenarios.values())[:-1], env={"VLLM_CPU_OMP_THREADS_BIND": "nobind"})
+    answers += raw(scenarios["ahead"])
     return dict(zip(scenarios, answers, strict=True))
 
 
@@ -155,18 +156,17 @@ def test_every_answer_is_that_of_the_file(engines: dict[str, Any], tiny_model: P
 
 
 def test_pages_are_held_once(engines: dict[str, Any], tiny_model: PreTrainedModel, folder: Path) -> None:
-    """Each request that joins holds no more than its own last blocks; those who come later find what is shared."""
+    """Four requests hold what is shared once, and each its own last blocks; those who come later find it."""
     engine = result(engines, "later")
     check(tiny_model, folder, LATER, engine)
-    held = [engine.free_before - step["free"] for step in engine.steps]
-    first, joined = engine.log[0][0][0], [log[0][0] for log in engine.log]
+    assert max(step["running"] for step in engine.steps) == 4
     counts = keepset.Cache.load(folder / "pooled.safetensors", tiny_model).keep_set
     assert counts is not None
-    pages = max(
-        sum(max(-(-len(counts.positions(layer, 0, head)) // BLOCK) - 1, 0) for head in range(2)) for layer in range(3)
-    )
-    assert -(-pages // 2) + 1 <= held[first] <= -(-pages // 2) + 2
-    assert all(held[step] <= held[first] + 2 * index + 4 for index, step in enumerate(joined))
+    heads = [[len(counts.positions(layer, 0, head)) for head in range(2)] for layer in range(3)]
+    shared = max(-(-sum(-(-count // BLOCK) - 1 for count in layer) // 2) for layer in heads)
+    own = -(-(320 + 9 + TOKENS) // BLOCK) - (320 // BLOCK - 1)
+    held = [engine.free_before - step["free"] for step in engine.steps]
+    assert shared > 1 and shared + 4 * (own - 1) <= max(held) <= shared + 4 * own
     assert engine.cached == [320] * 4
 
 
