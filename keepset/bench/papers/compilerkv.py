@@ -62,7 +62,9 @@ def _cost(model: PreTrainedModel, tokenizer: Tokenizer, options: Options) -> lis
     for length in lengths:
         output = options.answer_tokens or length // 4
         if length > ids.shape[1]:
-            raise KeepsetError(f"The texts have {ids.shape[1]} tokens, fewer than {length}: give fewer --prompt-tokens.")
+            raise KeepsetError(
+                f"The texts have {ids.shape[1]} tokens, fewer than {length}: give fewer --prompt-tokens."
+            )
         timings: list[Timing] = []
         for timings in latency(model, [ids[:, :length]], [recipe], output, options.limit or _ROUNDS):  # noqa: B007
             pass
