@@ -107,6 +107,14 @@ class Method(ABC):
         return not self.counts_from_data
 
     @property
+    def by_layer(self) -> bool:
+        """Whether its answer depends on which layer it looks at.
+
+        Where it does not, a paged runtime shows it several layers as requests of one batch.
+        """
+        return any(feature.by_layer for feature in self.needs)
+
+    @property
     def chooses(self) -> bool:
         """Whether it has its own way from a ranking to what stays."""
         return type(self).choose not in (Method.choose, Allocator.choose)
@@ -307,6 +315,10 @@ class Allocator(Method):
     @property
     def fixed_total(self) -> bool:
         return super().fixed_total and self.scorer.fixed_total
+
+    @property
+    def by_layer(self) -> bool:
+        return super().by_layer or self.scorer.by_layer
 
     @property
     def sinks(self) -> int:

@@ -80,6 +80,7 @@ class CapturePlanner:
         return EvictionEvent(
             rows=rows,
             at=batch.tensor(points),
+            earliest=min(points),
             prompts=batch.tensor([request.prompt for request in requests]),
             newer=newer,
             width=width,

@@ -1,7 +1,8 @@
-"""`Observer`: what one layer's events look at besides entries. Collects it, and says it as an Observation does."""
+"""`Observer`: what layers' events look at besides entries. Collects it, and says it as an Observation does."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,53 +26,54 @@ from keepset.paged.step import EvictionEvent, PromptChunk
 
 
 class Observer:
-    """One layer's; `needs` is what the recipe looks at, `every` its interval, and the rest as in `PagedLayer`."""
+    """A group's; `needs` is what the recipe looks at, `every` its interval, and the rest as in `LayerGroup`."""
 
     def __init__(
         self,
         needs: Needs,
         every: int | None,
         windows: QueryWindows,
-        place: int,
         scaling: float,
         rotary: RotaryTable | None,
-        projection: QueryProjection | None,
+        projections: Sequence[QueryProjection],
     ) -> None:
-        self._needs, self._every, self._windows, self._place = needs, every, windows, place
-        self._scaling, self._rotary, self._projection = scaling, rotary, projection
-        self._checked = False
+        self._needs, self._every, self._windows = needs, every, windows
+        self._scaling, self._rotary, self._projections = scaling, rotary, projections
+        self._checked: set[int] = set()
         self._from_files: dict[Feature[Any], Any] = {
             **{stats: load(stats.file) for stats in needs.of(ModelStatistics)},
             **{compiled: tables.load(compiled.file) for compiled in needs.of(ModelTables)},
         }
 
-    def collect(self, chunk: PromptChunk, queries: Float[Tensor, "n query_heads head_dim"], pages: Pages) -> None:
-        """Takes in what one step brings of a prompt."""
+    def collect(
+        self, place: int, chunk: PromptChunk, queries: Float[Tensor, "n query_heads head_dim"], pages: Pages
+    ) -> None:
+        """Takes in what one step brings of a prompt to a layer."""
         own = queries[chunk.first_query : chunk.end_query]
         positions = torch.arange(chunk.position, chunk.position + len(own), device=own.device)[None]
         rows = own.transpose(0, 1)[None]
-        source = self._query_source(slice(chunk.first_query, chunk.end_query))
+        source = self._query_source(place, slice(chunk.first_query, chunk.end_query))
         if self._needs.hidden_states:
             assert source is not None
             few = slice(-4, None)
-            self.check(source.undo(rows[:, :, few], positions[:, few]), source.hidden[:, few])
+            self.check(place, source.undo(rows[:, :, few], positions[:, few]), source.hidden[:, few])
 
         def entries() -> Entries:
             keys, _ = pages.read(chunk.subpages)
             return [(keys[:, : chunk.position + len(own)], slice(None))]
 
         step = Chunk(rows, entries, positions, None, self._scaling, source=source)
-        chunk.layers[self._place].add(step)
+        chunk.layers[place].add(step)
 
-    def parts(self, event: EvictionEvent, width: int) -> dict[str, Any]:
-        """All of it at an event with places for `width` entries, as an Observation's keyword arguments."""
+    def parts(self, event: EvictionEvent, places: range, width: int) -> dict[str, Any]:
+        """All of it at an event of these layers, for `width` entries, as an Observation's keyword arguments."""
         parts: dict[str, Any] = {"scaling": self._scaling}
         if self._needs.window:
-            parts["queries"], positions = self._newest(event, self._needs.window)
+            parts["queries"], positions = self._newest(event, places, self._needs.window)
             # The default says that nothing is missing, which is cheaper.
-            if event.compressed or not event.equal_heads or bool((event.at < self._windows.window).any()):
+            if event.compressed or not event.equal_heads or event.earliest < self._windows.window:
                 parts["query_positions"] = positions
-        collected = self._of_prompts(event, width) if event.ends_prompt else self._of_newest(event)
+        collected = self._of_prompts(event, places, width) if event.ends_prompt else self._of_newest(event, places)
         return {**parts, "features": {**self._from_files, **collected}}
 
     def complete(self, observation: Observation, event: EvictionEvent) -> Observation:
@@ -81,43 +83,44 @@ class Observer:
         sums = self._needs.of(WindowAttention)
         return observation.having({each: each.made(observation, min(each.window, self._every)) for each in sums})
 
-    def _of_prompts(self, event: EvictionEvent, width: int) -> dict[Feature[Any], Any]:
-        prompts = [record.prompt[self._place] for record in event.records if record.prompt]
-        return prompts[0].joined(prompts[1:]).values(event.at, width) if prompts else {}
+    def _of_prompts(self, event: EvictionEvent, places: range, width: int) -> dict[Feature[Any], Any]:
+        prompts = [record.prompt[place] for place in places for record in event.records if record.prompt]
+        return prompts[0].joined(prompts[1:]).values(event.at.repeat(len(places)), width) if prompts else {}
 
-    def _of_newest(self, event: EvictionEvent) -> dict[Feature[Any], Any]:
+    def _of_newest(self, event: EvictionEvent, places: range) -> dict[Feature[Any], Any]:
         """What is made of the newest queries of an event while decoding."""
         newest = Accumulators(feature for feature in self._needs if feature.buffer)
         if not newest:
             return {}
         assert self._every is not None
-        queries, positions = self._newest(event, min(self._needs.buffer, self._every))
-        source = self._query_source(slice(0))
+        queries, positions = self._newest(event, places, min(self._needs.buffer, self._every))
+        source = self._query_source(places[0], slice(0))
         newest.add(Chunk(queries, list, positions, None, self._scaling, source=source))
-        return newest.values(event.at)
+        return newest.values(event.at.repeat(len(places)))
 
-    def _newest(self, event: EvictionEvent, size: int) -> tuple[Queries, Int[Tensor, "rows n"]]:
+    def _newest(self, event: EvictionEvent, places: range, size: int) -> tuple[Queries, Int[Tensor, "layers_rows n"]]:
         positions = event.at[:, None] + torch.arange(-size, 0, device=event.at.device)
-        return self._windows.read(self._place, event.slots, positions), positions
+        return self._windows.read(places, event.slots, positions), positions.repeat(len(places), 1)
 
-    def _query_source(self, tokens: slice) -> _QuerySource | None:
-        return None if self._rotary is None else _QuerySource(self._rotary, self._projection, tokens)
+    def _query_source(self, place: int, tokens: slice) -> _QuerySource | None:
+        if self._rotary is None:
+            return None
+        return _QuerySource(self._rotary, self._projections[place] if self._projections else None, tokens)
 
-    def check(self, queries: Queries, hidden: HiddenStates) -> None:
-        """Compares, once, queries before rotation with what comes of their hidden states.
+    def check(self, place: int, queries: Queries, hidden: HiddenStates) -> None:
+        """Compares, once for a layer, queries before rotation with what comes of their hidden states.
 
         Raises:
             UnsupportedModelError: the model makes its queries in another way than is known here.
         """
-        assert self._projection is not None
-        if self._checked:
+        if place in self._checked:
             return
-        if not undone_right(queries, self._projection.queries(hidden).float(), hidden.dtype):
+        if not undone_right(queries, self._projections[place].queries(hidden).float(), hidden.dtype):
             raise UnsupportedModelError(
                 "This model makes queries of hidden states in a way that keepset does not know under vLLM: choose "
                 "a method that does not look at hidden states, such as snapkv."
             )
-        self._checked = True
+        self._checked.add(place)
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,8 @@ class QueryWindows:
     def __init__(self, layers: int, window: int, requests: int) -> None:
         self.window = window
         self._requests = requests
-        self._rings: list[Tensor | None] = [None] * layers
+        self._layers = layers
+        self._rings: Tensor | None = None
         self._records: OrderedDict[int, QueryRecord] = OrderedDict()
         self._free: list[int] = []
         self._slots = 0
@@ -81,20 +82,18 @@ class QueryWindows:
             self._free.append(record.slot)
 
     def add(self, layer: int, queries: Float[Tensor, "n heads dim"], capture: QueryCapture) -> None:
-        """Writes some of a step's queries to places of the rings."""
-        ring = self._rings[layer]
-        if ring is None or ring.shape[0] < self._slots:
-            grown = queries.new_zeros(max(2 * self._slots, 4), self.window, *queries.shape[1:])
-            if ring is not None:
-                grown[: ring.shape[0]] = ring
-            self._rings[layer] = ring = grown
-        ring[capture.slots, capture.places] = queries[capture.queries]
+        """Writes some of a step's queries to places of a layer's rings."""
+        if self._rings is None or self._rings.shape[1] < self._slots:
+            grown = queries.new_zeros(self._layers, max(2 * self._slots, 4), self.window, *queries.shape[1:])
+            if self._rings is not None:
+                grown[:, : self._rings.shape[1]] = self._rings
+            self._rings = grown
+        self._rings[layer][capture.slots, capture.places] = queries
 
     def read(
-        self, layer: int, slots: Int[Tensor, " rows"], positions: Int[Tensor, "rows n"]
-    ) -> Float[Tensor, "rows heads n dim"]:
-        """Queries at these positions; those before a text's beginning are zero, whatever the ring holds."""
-        ring = self._rings[layer]
-        assert ring is not None
-        queries = ring[slots[:, None], positions % self.window]
-        return queries.masked_fill((positions < 0)[..., None, None], 0).transpose(1, 2)
+        self, layers: range, slots: Int[Tensor, " rows"], positions: Int[Tensor, "rows n"]
+    ) -> Float[Tensor, "layers_rows heads n dim"]:
+        """Queries at these positions; those before a text's beginning are zero, whatever the rings hold."""
+        assert self._rings is not None
+        queries = self._rings[layers.start : layers.stop, slots[:, None], positions % self.window]
+        return queries.masked_fill((positions < 0)[..., None, None], 0).transpose(2, 3).flatten(0, 1)

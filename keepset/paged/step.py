@@ -12,8 +12,7 @@ from torch import Tensor
 
 from keepset.core.accumulator import Accumulators
 from keepset.core.keep_set import LayerKeepSet
-from keepset.paged.page_tables import OccupiedPages
-from keepset.paged.per_head import PerHeadSequences
+from keepset.paged.page_tables import OccupiedPages, RaggedStep
 from keepset.paged.query_windows import QueryCapture, QueryRecord
 
 
@@ -76,6 +75,7 @@ class EvictionEvent:
     Attributes:
         rows: their rows of the batch.
         at: tokens that each request has had at the event's point.
+        earliest: the least of them.
         prompts: tokens of each request's prompt.
         newer: entries after that point.
         width: entries of the head that has most, newer ones included.
@@ -83,7 +83,7 @@ class EvictionEvent:
         compressed: whether these requests were compressed before.
         ends_prompt: whether the point is the prompt's end.
         equal_heads: whether all heads have equally many entries.
-        occupied: where a layer, by its place in the group, has the entries.
+        occupied: where a layer, by its place in the group, has the entries; in all layers the same with equal heads.
         reassign: pages for so many entries of each head of a layer; None where they do not fit, and all stays as it is.
         records: of the requests, where the recipe looks at queries or at the whole prompt; else none.
         slots: theirs in the windows.
@@ -91,6 +91,7 @@ class EvictionEvent:
 
     rows: Int[Tensor, " rows"]
     at: Int[Tensor, " rows"]
+    earliest: int
     prompts: Int[Tensor, " rows"]
     newer: int
     width: int
@@ -107,9 +108,16 @@ class EvictionEvent:
         """Whether a layer keeps as many entries as the scheduler counts with."""
         if self.keep is None:
             return True
-        share = torch.full_like(kept.counts, self.keep)
-        enough = kept.counts == share if self.equal_heads else kept.counts.sum(-1) <= share.sum(-1)
-        return bool(enough.all())
+        sizes = self.sizes(kept)
+        if self.equal_heads:
+            return all(size == self.keep for size in sizes)
+        heads = kept.counts.shape[1]
+        return all(sum(sizes[first : first + heads]) <= self.keep * heads for first in range(0, len(sizes), heads))
+
+    @staticmethod
+    def sizes(kept: LayerKeepSet) -> list[int]:
+        """How many entries each head keeps, head after head and request after request."""
+        return kept.counts.flatten().tolist() if kept.sizes is None else kept.sizes
 
 
 @dataclass(frozen=True)
@@ -153,21 +161,21 @@ class StepPlan:
     Attributes:
         slot_mapping: the batch's, altered in place to where the requests' entries end.
         shifted: what attention is told instead of the batch, where anything was dropped from all heads alike.
-        per_head: the same where heads have different numbers of entries: each is a request of its own.
+        ragged: tokens that are written and attended head by head, where these have different numbers of entries.
         chunks: what there is of prompts that are looked at as a whole.
         captured_before, captured_after: queries to record before and after the events.
-        events: compressions, after the layer's attention.
+        events: compressions, once all layers have attended.
     """
 
     slot_mapping: Int[Tensor, " tokens"]
     shifted: ShiftedBatch | None = None
-    per_head: PerHeadSequences | None = None
+    ragged: RaggedStep | None = None
     chunks: list[PromptChunk] = field(default_factory=list)
     captured_before: QueryCapture | None = None
     captured_after: QueryCapture | None = None
     events: list[EvictionEvent] = field(default_factory=list)
 
     @property
-    def eventful(self) -> bool:
-        """Whether layers do anything after their attention."""
-        return bool(self.chunks or self.events or self.captured_before or self.captured_after)
+    def records(self) -> bool:
+        """Whether layers note anything of the step's queries."""
+        return bool(self.chunks or self.captured_before or self.captured_after)

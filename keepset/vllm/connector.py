@@ -73,10 +73,12 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
     # --- in processes that compute
 
     def build_connector_worker_meta(self) -> FreedBlockCounts | None:
-        """What this step's events emptied; every rank reports every event."""
+        """What the events before this step emptied; every rank reports every event."""
         metadata, context = self._connector_metadata, active()
         assert context is not None
-        blocks = context.freed_blocks.drain(metadata.keys if isinstance(metadata, ExpectedEvents) else {})
+        if isinstance(metadata, ExpectedEvents):
+            context.freed_blocks.expect(metadata.keys)
+        blocks = context.freed_blocks.drain()
         return FreedBlockCounts(blocks) if blocks else None
 
     # --- in the process that schedules

@@ -17,6 +17,7 @@ class CPUPages:
 
     Attributes:
         kv_heads, block_size, head_dim, slots: of the cache.
+        entry_bytes: of an entry's key and value.
         isa: the instruction set that the layer's metadata builder chose (`layer.isa`).
         folded: keys and values for the backend's kernels, `[subpages, 1, block_size, head_dim]`: every sub-page is a
             block of one KV head, so that a page table has one row per (request, head), and each row its own length.
@@ -29,7 +30,7 @@ class CPUPages:
             )
         blocks, self.kv_heads, self.block_size, width = kv_cache.shape
         self.head_dim, self.slots = width // 2, blocks * self.kv_heads * self.block_size
-        self.isa = isa
+        self.entry_bytes, self.isa = width * kv_cache.itemsize, isa
         self._cache = kv_cache
         # Keys and values of a sub-page are neighbouring rows, so that each can be fetched without the other. As whole
         # numbers, because barrier 16-bit floats converts them on a CPU: 2 to 3 times slower, and it alters NaNs.

@@ -14,10 +14,11 @@ from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from keepset.errors import UnsupportedEngineError
+from keepset.paged.event_queue import EventQueue
 from keepset.paged.grouping import group_leader
-from keepset.paged.layer_barrier import LayerBarrier
+from keepset.paged.layer_group import LayerGroup
 from keepset.paged.page_tables import FreedBlocks
-from keepset.paged.planner import Planner
+from keepset.paged.per_head import PerHeadSequences
 from keepset.paged.step import StepPlan
 from keepset.recipe import Recipe
 from keepset.vllm.compat import ask_for_prompt_lengths, attention_layers
@@ -32,17 +33,21 @@ class PlannedStep:
     """The step that a group of layers is about to compute.
 
     Attributes:
-        planner, plan: of the group.
+        group, plan: of them.
         places: of the layers in it, by name.
         metadata: that vLLM's attention gets for it.
-        per_head_metadata: what the backend makes of it where heads are requests; the layers share it.
     """
 
-    planner: Planner
+    group: LayerGroup
     plan: StepPlan
     places: dict[str, int]
     metadata: Any
-    per_head_metadata: Any = None
+
+    @cached_property
+    def per_head(self) -> PerHeadSequences:
+        """Heads as requests, where they have entries of their own; the layers share it."""
+        assert self.plan.ragged is not None
+        return PerHeadSequences(self.plan.ragged)
 
 
 class EngineContext:
@@ -51,16 +56,16 @@ class EngineContext:
     Attributes:
         config, recipe: they.
         projections: of the layers, by name, where the recipe looks at hidden states.
-        barrier: of all layers' events, where the recipe looks across layers.
         freed_blocks: what events emptied, for the connector to fetch.
+        events: of all layers.
     """
 
     def __init__(self, config: VllmConfig, recipe: Recipe) -> None:
         check(config, recipe)
         self.config, self.recipe = config, recipe
         self.projections: dict[str, VLLMQueryProjection] = {}
-        self.barrier = LayerBarrier() if recipe.method.across_layers else None
         self.freed_blocks = FreedBlocks()
+        self.events = EventQueue(self.freed_blocks)
         self._watch = watch_projections(self.projections) if recipe.method.needs.hidden_states else None
         self._specs_made = 0
         self._steps: dict[str, PlannedStep] = {}

@@ -39,6 +39,9 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
     a compressed request looks like one with a sliding window.
     """
 
+    supports_fine_grained_hash_lookup = False
+    """No copies of parts of pages: they would be made before a step is planned, while what it frees is still read."""
+
     def __init__(self, kv_cache_spec: Any, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
         self.schedule: EvictionSchedule = kv_cache_spec.schedule  # of a KeepSpec, which names this class

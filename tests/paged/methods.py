@@ -86,6 +86,10 @@ class Dated(Method):
     name: ClassVar[str] = "dated"
     paper: ClassVar[str] = "none"
 
+    @property
+    def by_layer(self) -> bool:
+        return True
+
     def score(self, observation: Observation) -> Tensor:
         heads = torch.arange(observation.positions.shape[1])[:, None]
         angles = (observation.positions * 12.9898 + heads + observation.layer).double()

@@ -73,7 +73,7 @@ class Pool:
                 self.windows.add(layer, torch.stack([request.query(int(p), layer) for p in positions]), capture)
             newest = torch.arange(after - WINDOW, after)
             for layer in range(LAYERS):
-                read = self.windows.read(layer, torch.tensor([record.slot]), newest[None])[0, 0]
+                read = self.windows.read(range(layer, layer + 1), torch.tensor([record.slot]), newest[None])[0, 0]
                 for place, position in enumerate(newest.tolist()):
                     if position < 0:
                         assert not read[place].any()
@@ -147,6 +147,6 @@ def test_layers_have_rings_of_their_own(layer: int) -> None:
     places = torch.arange(2)
     capture = QueryCapture(places, torch.full_like(places, record.slot), places)
     windows.add(layer, torch.ones(2, 3, 5), capture)
-    read = windows.read(layer, torch.tensor([record.slot]), torch.tensor([[-2, -1, 0, 1]]))
+    read = windows.read(range(layer, layer + 1), torch.tensor([record.slot]), torch.tensor([[-2, -1, 0, 1]]))
     assert read.shape == (1, 3, 4, 5)
     assert read[0, :, :2].eq(0).all() and read[0, :, 2:].eq(1).all()

@@ -46,6 +46,7 @@ class Scenario:
         stub_streams: whether its scheduler runs ahead, with stand-ins for a device's streams.
         backend: one for GPUs, with stand-ins for its kernels; the same for all scenarios of a process.
         runner_v2: whether vLLM's model runner V2 runs it; the same for all scenarios of a process.
+        triton: whether keepset's kernels are those in Triton, in its interpreter.
     """
 
     recipe: str | None
@@ -57,6 +58,7 @@ class Scenario:
     stub_streams: bool = False
     backend: str | None = None
     runner_v2: bool = False
+    triton: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """What `tests.vllm.job` reads."""
@@ -86,6 +88,7 @@ class Scenario:
             "stub_streams": self.stub_streams,
             "backend": self.backend,
             "runner_v2": self.runner_v2,
+            "triton": self.triton,
         }
 
 

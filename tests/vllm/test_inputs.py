@@ -48,7 +48,7 @@ class Attending(nn.Module):
 
 
 def observing(module: Attending) -> Observer:
-    return Observer(Needs(), None, QueryWindows(1, 1, 1), 0, 1.0, None, module.found)
+    return Observer(Needs(), None, QueryWindows(1, 1, 1), 1.0, None, [module.found])
 
 
 def naive(module: Any, row: Tensor, head: int) -> Tensor:
@@ -83,16 +83,16 @@ def test_queries_that_are_made_in_another_way_are_refused() -> None:
     module, hidden = Attending(normed=True), torch.randn(1, 4, HIDDEN, generator=torch.Generator().manual_seed(5))
     queries, observer = module.found.queries(hidden), observing(module)
     with pytest.raises(KeepsetError, match="makes queries of hidden states in a way that keepset does not know"):
-        observer.check(queries + 0.1, hidden)
-    observer.check(queries, hidden)
-    observer.check(queries + 0.1, hidden)  # once is enough
+        observer.check(0, queries + 0.1, hidden)
+    observer.check(0, queries, hidden)
+    observer.check(0, queries + 0.1, hidden)  # once is enough
 
 
 @torch.no_grad()
 def test_a_text_that_overflows_is_no_reason() -> None:
     module, hidden = Attending(normed=False), torch.ones(1, 4, HIDDEN)
     hidden[0, 1] = torch.nan
-    observing(module).check(module.found.queries(hidden), hidden)
+    observing(module).check(0, module.found.queries(hidden), hidden)
 
 
 def test_the_model_is_not_kept_alive() -> None:
