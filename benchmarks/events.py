@@ -62,6 +62,7 @@ def figures() -> list[Figure]:
         Figure("tova scores", "kvpress", "tova scores", 8192, 0.3),
         Figure("snapkv scores", "kvpress", "snapkv scores", 8192, 0.3),
         Figure("window mass", "authors", "window mass", 8192, 0.3),
+        Figure("ams(knorm) event", "authors", "ams(knorm) event", 8192, 0.2),
         Figure("expected_attention event", "kvpress", "expected_attention event", 8192, 0.4),
     ]
 

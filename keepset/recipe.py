@@ -116,10 +116,12 @@ class Recipe:
             text: a call expression, such as `adakv(snapkv(window=32), keep=512)`; methods may have former names.
 
         Raises:
-            RecipeError: the text is no call expression, or a name or value in it is unknown or out of
+            RecipeError: the text is none, or no call expression, or a name or value in it is unknown or out of
                 range; the message names the nearest one.
             BudgetError: budget or schedule cannot be.
         """
+        if not isinstance(text, str):
+            raise RecipeError(f"A recipe is a text, and this is {text!r:.80}: {_EXAMPLE}.")
         method, options = _read(text)
         for name, value in options.items():
             if value is None:
@@ -181,6 +183,13 @@ class Recipe:
     def without_budget(self) -> Recipe:
         """The same recipe without its `keep`: what rows with different budgets have in common."""
         return replace(self, budget=replace(self.budget, keep=None))
+
+    @property
+    def advice(self) -> str:
+        """A sentence on what to write instead, where this is a method with bare defaults that do badly; else ""."""
+        if not self.method.advice or self.without_budget() != Recipe.of(type(self.method)()):
+            return ""
+        return f"{self.method.name} {self.method.advice}."
 
     def select(self, observation: Observation) -> KeepSet:
         """What stays of one layer.

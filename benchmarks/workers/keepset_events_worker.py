@@ -9,11 +9,13 @@ from torch import Tensor
 from keepset.allocators.ams import AMS
 from keepset.core.budget import Budget
 from keepset.core.features.moments import QueryDistribution, QueryMoments
+from keepset.core.features.window import WindowAttention, WindowSums
 from keepset.core.method import Method
 from keepset.core.observation import Observation
 from keepset.hf.store import EntryStore
 from keepset.kernels.moments import Moments
 from keepset.methods.expected_attention import ExpectedAttention
+from keepset.methods.knorm import Knorm
 from keepset.methods.snapkv import SnapKV
 from keepset.methods.tova import TOVA
 
@@ -71,6 +73,19 @@ def mass(tokens: int, keep: int) -> events.Run:
     return lambda: method._usage(observation)
 
 
+def ams(tokens: int, keep: int) -> events.Run:
+    """The whole event: what the window's queries gave is added up while they pass; scores, choice, and the move."""
+    method, budget = AMS(scorer=Knorm(), window=events.WINDOW), Budget(keep, events.SINKS, events.RECENT)
+    seen = observe(tokens)
+    features = {WindowAttention(events.WINDOW): WindowSums(events.usage(tokens), events.WINDOW)}
+
+    def run() -> EntryStore:
+        observation = Observation(keys=seen.keys, values=seen.values, positions=seen.positions, features=features)
+        return pack(observation, method.select(observation, budget).layer(0).indices, keep)
+
+    return run
+
+
 def expected_attention(tokens: int, keep: int) -> events.Run:
     """The whole event: moments of the recorded queries, scores, choice, and the move of what stays."""
     method = ExpectedAttention()
@@ -119,6 +134,7 @@ CASES: dict[str, Callable[[int, int], events.Run]] = {
     "tova scores": score(TOVA()),
     "snapkv scores": score(SnapKV(window=events.SNAPKV_WINDOW)),
     "window mass": mass,
+    "ams(knorm) event": ams,
     "expected_attention event": expected_attention,
     "gather": gather,
     "copy": copy,

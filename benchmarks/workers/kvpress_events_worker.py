@@ -79,6 +79,12 @@ def mass(tokens: int, keep: int) -> events.Run:
     return lambda: press._window_scores_from_attn(module, hidden, keys, attentions, arguments, events.WINDOW)
 
 
+def ams(tokens: int, keep: int) -> events.Run:
+    press = authors(keep / tokens, kvpress.KnormPress())
+    given = inputs(tokens, events.WINDOW + 1)
+    return lambda: press.compress(*given)
+
+
 def expected_attention(tokens: int, keep: int) -> events.Run:
     press = kvpress.ExpectedAttentionPress(compression_ratio=1 - keep / tokens)
     given = inputs(tokens, events.BUFFER + press.n_sink)
@@ -90,6 +96,7 @@ CASES: dict[str, Callable[[int, int], events.Run]] = {
     "tova scores": score(kvpress.TOVAPress(), 1),
     "snapkv scores": score(kvpress.SnapKVPress(window_size=events.SNAPKV_WINDOW), events.SNAPKV_WINDOW),
     "window mass": mass,
+    "ams(knorm) event": ams,
     "expected_attention event": expected_attention,
 }
 

@@ -48,7 +48,7 @@ class AMS(Allocator):
     `segment_mass` is full; segments get `min_quota` entries and of the rest what is in proportion to their mass, all of
     the budget in sum; inside a segment the best by the scorer are chosen. Sinks and the recent suffix join them, and
     what is then too much goes, the lowest scores first (lines 38 to 41). Where the minima do not fit, segments of least
-    mass go without; where sinks and suffix do not fit, the suffix shrinks.
+    mass go without.
 
     Where the authors' program differs the text decides: masses are of each request and head alone; cuts include the
     entry that fills a segment; what a segment cannot take is shared in proportion to mass. The text names no pooling
@@ -100,6 +100,10 @@ class AMS(Allocator):
     @property
     def needs(self) -> Needs:
         return self.scorer.needs | Needs(*([WindowAttention(self.window)] if self._uses_mass else []))
+
+    @property
+    def remembers(self) -> tuple[str, ...]:
+        return (*super().remembers, "credit")
 
     @property
     def sinks(self) -> int:

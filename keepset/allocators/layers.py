@@ -86,15 +86,16 @@ def divide(shares: Float[Tensor, "batch parts"], total: PerRequest, room: PerPar
 def total_entries(observations: Sequence[Observation], budget: Budget) -> PerRequest:
     """Entries that all KV heads of all these layers may keep together, for every request.
 
-    A fraction is taken of all entries at once, and only then rounded down. What some layers or heads are too short
-    for, the others may keep.
+    A fraction is taken of all entries at once, and only then rounded down; it is never less than always stays. What
+    some layers or heads are too short for, the others may keep.
     """
     existing = torch.stack([observation.valid.sum((1, 2)) for observation in observations]).sum(0)
     if budget.keep is None:
         return existing
-    if isinstance(budget.keep, float):
-        return share_of(existing, budget.keep).clamp(min=1)
     heads = sum(observation.keys.shape[1] for observation in observations)
+    if isinstance(budget.keep, float):
+        always = budget.always(observations[0]) * heads
+        return share_of(existing, budget.keep).maximum(always).clamp(min=1).minimum(existing)
     return (budget.aim(observations[0]) * heads).minimum(existing)
 
 

@@ -29,6 +29,10 @@ class Pyramid(Allocator):
 
     beta: float = parameter(20.0, minimum=1.0)
 
+    @property
+    def by_layer(self) -> bool:
+        return True
+
     def objection(self, inner: Method) -> str:
         twice = "pyramid: one pyramid inside another has no exact total: use it once."
         return twice if isinstance(inner, Pyramid) else ""

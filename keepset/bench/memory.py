@@ -32,9 +32,9 @@ class CacheMemory:
 
     def look(self, cache: Cache) -> None:
         """Notes the bytes that it holds now."""
-        nbytes = nbytes_full(cache) if self._is_full else cache.nbytes
+        nbytes = cache.nbytes_full if self._is_full else cache.nbytes
         if nbytes > self.nbytes:
-            self.nbytes, self.nbytes_full = nbytes, nbytes if self._is_full else nbytes_full(cache)
+            self.nbytes, self.nbytes_full = nbytes, nbytes if self._is_full else cache.nbytes_full
 
     def finish(self, cache: Cache) -> None:
         """Notes what is left in the end, and what it took."""
@@ -42,17 +42,6 @@ class CacheMemory:
         tokens = sum(store.kv_heads * logical for store, logical in stores)
         self.keep = sum(store.entries for store, _ in stores) / tokens if tokens else 1.0
         self.select_seconds = sum(event.seconds for event in cache.events)
-
-
-def nbytes_full(cache: Cache) -> int:
-    """Bytes of keys and values of all tokens so far; layers that keepset leaves alone hold what they hold."""
-    total = cache.nbytes
-    for layer in cache.kept_layers.values():
-        assert layer.store is not None
-        heads = layer.store.heads
-        entry = (heads.keys.shape[-1] + heads.values.shape[-1]) * heads.keys.element_size()
-        total += layer.store.kv_heads * layer.logical * entry - layer.nbytes
-    return total
 
 
 def most_tokens(recipe: Recipe | None, prompt: int, after: int) -> int:
@@ -63,7 +52,8 @@ def most_tokens(recipe: Recipe | None, prompt: int, after: int) -> int:
     total = prompt + after
     if recipe is None or (keep := recipe.budget.keep) is None:
         return total
-    kept = round(keep * prompt) if isinstance(keep, float) else keep
+    always = recipe.budget.sinks + recipe.budget.recent
+    kept = max(round(keep * prompt), always) if isinstance(keep, float) else keep
     every = recipe.schedule.every
     if every is None:
         return min(kept + after + SLACK, total)

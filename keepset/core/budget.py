@@ -23,8 +23,8 @@ class Budget:
         keep: a float in (0, 1] is a fraction of the entries, an int is entries per KV head, None leaves the
             number to the method.
         sinks: first tokens that always stay; they count towards `keep`.
-        recent: newest tokens that always stay. Where a fraction of a short text leaves no room for both,
-            the suffix shrinks first.
+        recent: newest tokens that always stay. Where a fraction of a short text is less than both, both stay, and of
+            a text that is no longer than that everything.
         protect_prompt: the request's prompt always stays, like sinks. It counts towards `keep`, too; where both it and
             the recent suffix are more than that, they are what stays.
 
@@ -72,8 +72,9 @@ class Budget:
         existing = observation.valid.sum(-1)
         if self.keep is None:
             return existing
-        wanted = self.aim(observation)[:, None] if isinstance(self.keep, int) else share_of(existing, self.keep)
-        return torch.minimum(wanted.clamp(min=1), existing)
+        always = self.always(observation)[:, None]
+        wanted = share_of(existing, self.keep) if isinstance(self.keep, float) else self.aim(observation)[:, None]
+        return wanted.maximum(always).clamp(min=1).minimum(existing)
 
     def first(self, observation: Observation) -> Int[Tensor, " batch"]:
         """How many of the first tokens always stay: the sinks, or the whole prompt where that is protected."""

@@ -15,7 +15,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
-from keepset.errors import UnsupportedModelError
+from keepset.errors import KeepsetError, UnsupportedModelError
 from keepset.hf.mask import MaskRule, mask_rule
 from keepset.hf.uncompiled import uncompiled
 
@@ -126,6 +126,11 @@ def keepset_attention(
     if isinstance(attention_mask, Tensor):
         raise UnsupportedModelError(
             "keepset.Cache takes a two-dimensional attention mask [batch, tokens]; this call brought a finished matrix."
+        )
+    if kwargs.get("output_attentions"):
+        raise KeepsetError(
+            "output_attentions=True asks for weights that keepset's attention never holds: leave it out, or run the "
+            "model without a keepset.Cache and with the attention implementation 'eager'."
         )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     return attend(AttentionCall(module, query, key, value, attention_mask, scaling, kwargs.get("position_ids"))), None

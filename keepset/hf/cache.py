@@ -63,7 +63,7 @@ class Cache(PromptCache):
         history: bool = False,
         observer: Observer | None = None,
     ) -> None:
-        self.recipe = (Recipe.parse(recipe) if isinstance(recipe, str) else recipe).require_budget()
+        self.recipe = (recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)).require_budget()
         check_schedule(self.recipe)
         needs = self.recipe.method.needs
         tasks = [task_tokens] if isinstance(task_tokens, Tensor) else task_tokens or []
@@ -130,6 +130,35 @@ class Cache(PromptCache):
             cache._choose(list(observations))
         return cache
 
+    def __repr__(self) -> str:
+        if self.progress is None:
+            return f"Cache({self.recipe}: empty)"
+        stores = [layer.store for layer in self.kept_layers.values() if layer.store is not None]
+        heads = sum(store.kv_heads * store.batch for store in stores)
+        held = sum(store.entries for store in stores) / max(heads, 1)
+        nbytes = f"{self.nbytes / 1e6:.1f} MB of {self.nbytes_full / 1e6:.1f}"
+        return f"Cache({self.recipe}: {held:.0f} of {self.progress.logical} tokens, {nbytes})"
+
+    @property
+    def nbytes_entries(self) -> int:
+        """Of `nbytes` those of entries that are there; the rest is for tokens to come and for the next event."""
+        beside = 0
+        for layer in self.kept_layers.values():
+            if layer.store is not None:
+                beside += layer.nbytes - layer.store.entries * layer.store.entry_bytes
+        return self.nbytes - beside
+
+    @property
+    def nbytes_full(self) -> int:
+        """Bytes of keys and values of all tokens so far; layers that keepset leaves alone hold what they hold."""
+        total = self.nbytes
+        for layer in self.kept_layers.values():
+            if layer.store is not None:
+                heads = layer.store.heads
+                entry = (heads.keys.shape[-1] + heads.values.shape[-1]) * heads.keys.element_size()
+                total += layer.store.batch * layer.store.kv_heads * layer.logical * entry - layer.nbytes
+        return total
+
     @property
     def keep_set(self) -> KeepSet | None:
         """What the newest compression kept; None before the first."""
@@ -180,8 +209,13 @@ class Cache(PromptCache):
             again, so penalties for repetition do not see it.
 
         Raises:
-            KeepsetError: there is no whole prompt yet, or the rows do not fit it.
+            KeepsetError: these are no tokens, there is no whole prompt yet, or the rows do not fit it.
         """
+        if not isinstance(input_ids, Tensor) or input_ids.ndim != 2 or input_ids.is_floating_point():
+            raise KeepsetError(
+                "ask takes a question's tokens, [rows, tokens], as a tokenizer gives them: write "
+                "cache.ask(**tokenizer(question, add_special_tokens=False, return_tensors='pt'))."
+            )
         progress = self.require_prompt()
         requests, rows = len(progress.lengths), len(input_ids)
         if not input_ids.numel() or requests not in (1, rows):

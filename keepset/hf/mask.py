@@ -16,6 +16,9 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from keepset.errors import KeepsetError, UnsupportedModelError
 from keepset.hf.uncompiled import uncompiled
 
+OTHER_PROMPT = "for another prompt make a new cache, because one serves one conversation"
+"""What to do instead of feeding a cache a second prompt."""
+
 
 class KeepsetLength(int):
     """The length of a keepset layer: the one thing that a mask function is told about the cache."""
@@ -47,8 +50,8 @@ class MaskRule:
         if padding.shape[-1] < end:
             raise KeepsetError(
                 f"The attention mask covers {padding.shape[-1]} tokens but the cache and the input are {end}: "
-                "give a mask for all tokens, cached ones included; chunked prefill onto a cache that is not empty "
-                "is not supported."
+                f"give a mask for all tokens, cached ones included, and {OTHER_PROMPT}; chunked prefill onto a cache "
+                "that is not empty is not supported."
             )
         new = padding[:, offset:end]
         return None if bool(new.all()) else new
@@ -58,5 +61,8 @@ class MaskRule:
 def mask_rule(**arguments: Any) -> MaskRule | Tensor | None:
     """The mask function that keepset registers: a rule for keepset's own layers, for all others sdpa's mask."""
     if isinstance(arguments["q_offset"], KeepsetLength):
+        if not arguments["q_length"]:
+            held = int(arguments["q_offset"])
+            raise KeepsetError(f"The cache holds {held} tokens and the input goes no further: {OTHER_PROMPT}.")
         return MaskRule(arguments)
     return sdpa_mask(**arguments)

@@ -26,6 +26,7 @@ from keepset.hf.attention_hooks import AttentionHooks
 from keepset.hf.forward import Forward
 from keepset.hf.hooks import ModelHooks
 from keepset.hf.layer import KeepLayer
+from keepset.hf.mask import OTHER_PROMPT
 from keepset.hf.perplexity import PerplexityHooks
 from keepset.hf.phases import DecodingPhase, LayerEvent, PromptPhase
 from keepset.hf.progress import Progress
@@ -63,8 +64,8 @@ class PromptCache(TransformersCache, ABC):
     ) -> None:
         if prompt_length is not None and prompt_length < 1:
             raise KeepsetError(f"prompt_length={prompt_length} is not a number of tokens: use an integer from 1.")
+        check_model(model)
         config = model.config.get_text_config(decoder=True)
-        check_model(model, config)
         model.set_attn_implementation(NAME)
 
         # transformers decides each layer's kind; only those that would grow without end are replaced.
@@ -231,8 +232,9 @@ class PromptCache(TransformersCache, ABC):
             again = call.position_ids < self.progress.lengths[:, None]
             if bool((again if valid is None else again & valid).any()):
                 raise KeepsetError(
-                    "The input repeats positions that the cache holds already: chunked prefill and assisted generation "
-                    "onto a cache that is not empty are not supported, because transformers feeds them the past again."
+                    f"The input repeats positions that the cache holds already: {OTHER_PROMPT}; chunked prefill and "
+                    "assisted generation onto a cache that is not empty are not supported, because transformers feeds "
+                    "them the past again."
                 )
         self.progress.advance(n, valid, call.joint)
 

@@ -23,6 +23,7 @@ from keepset.hf.layer import KeepLayer
 from keepset.hf.phases import LayerEvent
 from keepset.hf.progress import Event
 from keepset.hf.prompt_cache import PromptCache
+from keepset.hf.support import check_logits
 from keepset.methods.streaming_llm import StreamingLLM
 from keepset.recipe import Recipe
 
@@ -89,7 +90,7 @@ class Recorder(PromptCache):
 
     @torch.no_grad()
     def prefill(self, ids: Int[Tensor, "batch tokens"]) -> Recorder:
-        """Runs the prompt; returns itself."""
+        """Runs the prompt; returns itself. Raises KeepsetError where the model predicts NaN."""
         start = time.perf_counter()
         try:
             output = self._model(ids, past_key_values=self, use_cache=True, logits_to_keep=1)
@@ -99,6 +100,7 @@ class Recorder(PromptCache):
             self._collecting.update(self._second.seconds)
         self.seconds = time.perf_counter() - start - self._collecting.total()
         self.logits: Float[Tensor, "batch vocabulary"] = output.logits[:, -1]
+        check_logits(self.logits)
         return self
 
     @property
@@ -173,6 +175,7 @@ class PromptSession:
         except BaseException:
             cache.stop_watching()
             raise
+        check_logits(logits)
         seconds = time.perf_counter() - began - sum(event.seconds for event in cache.events)
         return CachedPrompt(self._model, cache, logits, seconds, seconds, None, False)
 

@@ -5,14 +5,23 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from keepset.errors import UnsupportedModelError
+from keepset.errors import KeepsetError, UnsupportedModelError
 
 
-def check_model(model: nn.Module, config: Any) -> None:
+def check_model(model: nn.Module) -> None:
     """Refuses models whose attention or cache is not of the kind that keepset handles, and says what they have."""
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModelError(
+            f"keepset.Cache takes a model, and this is {model!r:.80}: load one first, as by "
+            "AutoModelForCausalLM.from_pretrained(...)."
+        )
+    if not hasattr(model, "config"):
+        raise UnsupportedModelError(f"{type(model).__name__} is no model of transformers, which keepset needs here.")
+    config: Any = model.config
+    config = config.get_text_config(decoder=True)
     declared = partial(getattr, config)
     foreign = not (isinstance(model, PreTrainedModel) and model._can_set_attn_implementation())
     soft_caps = declared("attn_logit_softcapping", None) is not None
@@ -30,3 +39,12 @@ def check_model(model: nn.Module, config: Any) -> None:
     for reason, applies in reasons.items():
         if applies:
             raise UnsupportedModelError(f"{type(model).__name__} {reason}.")
+
+
+def check_logits(logits: Tensor) -> None:
+    """Refuses what a model predicts where that is no number: every answer would be the same nonsense."""
+    if bool(logits.isnan().any()):
+        raise KeepsetError(
+            "The model predicts NaN: its weights are damaged, or too large for their precision; "
+            "load it anew, or in float32 or bfloat16."
+        )

@@ -21,7 +21,7 @@ class DuoAttention(Method):
     trained as the authors do but in fewer steps and on shorter texts; `stats` names the file. `keep` says how many
     heads retrieve: of all KV heads of all layers those of the highest gates, as many as fit while the others keep
     their sinks and recent tokens. What is left makes the streaming heads' recent part longer, so that the total is
-    exact; where not even all streaming heads fit, none retrieves and their recent part shrinks.
+    exact; where it is no more than all heads' sinks and recent tokens, none retrieves.
 
     16 sinks and 64 recent tokens, as the gates were measured; the authors have 128 and 256 for longer texts, and a
     fixed share of retrieval heads instead of a budget. Every layer decides alone: gates and length say it all.
@@ -54,7 +54,8 @@ class DuoAttention(Method):
             return existing
         if isinstance(budget.keep, float):
             lengths = existing.amax(-1)
-            total = share_of(lengths * heads, budget.keep).clamp(min=heads)
+            always = budget.always(observation).clamp(min=1).minimum(lengths) * heads
+            total = share_of(lengths * heads, budget.keep).maximum(always)
         else:
             total = budget.aim(observation).minimum(lengths) * heads
         least = budget.always(observation).minimum(lengths).minimum(total // heads)

@@ -24,6 +24,10 @@ class Random(Method):
 
     seed: int = parameter(0, minimum=0, maximum=2**31 - 1)
 
+    @property
+    def by_layer(self) -> bool:
+        return True
+
     def score(self, observation: Observation) -> Scores:
         heads = torch.arange(observation.keys.shape[1], device=observation.keys.device)
         streams = stream(self.seed, observation.layer, heads)[:, None]

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.core.shapes import HiddenStates, Queries
-from keepset.paged.per_head import PerHeadBatch
 from keepset.paged.step import StepBatch, StepPlan
 
 
@@ -26,6 +26,21 @@ class Pages(Protocol):
     @property
     def slots(self) -> int:
         """Entries that there is room for."""
+
+    @property
+    def entry_bytes(self) -> int:
+        """Of an entry's key and value."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the cache lies."""
+
+    @property
+    def block_size(self) -> int:
+        """Entries of a sub-page."""
+
+    def read_keys(self, subpages: Int[Tensor, "*rows pages"]) -> Float[Tensor, "*rows entries head_dim"]:
+        """Keys alone, as in `read`."""
 
     def read(
         self, subpages: Int[Tensor, "*rows pages"]
@@ -92,24 +107,6 @@ class LayerAdapter(Protocol):
 
         Args:
             layer, kv_cache: the engine's.
-        """
-
-    def attend_per_head(
-        self,
-        layer: Any,
-        queries: Float[Tensor, "heads_tokens group head_dim"],
-        kv_cache: Any,
-        metadata: Any,
-        batch: PerHeadBatch,
-        output: Float[Tensor, "heads_tokens group head_dim"],
-    ) -> None:
-        """Causal attention by the engine's own kernel, where each (request, KV head) is a request with one KV head.
-
-        Args:
-            layer, kv_cache, metadata: the engine's.
-            queries: head by head, with the query heads of each KV head as its group.
-            batch: lengths and tables, over a cache in which each sub-page is a block of one KV head.
-            output: where the results go.
         """
 
 

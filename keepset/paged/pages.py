@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from keepset.paged.engine import Pages
 
 
 class StridedPages:
     """Pages of backends that keep an entry's numbers in order, at any strides: those for GPUs.
 
     Attributes:
-        kv_heads, block_size, head_dim, slots: of the cache.
+        kv_heads, block_size, head_dim, slots, device: of the cache.
+        entry_bytes: of an entry's key and value.
     """
 
     def __init__(self, kv_cache: Float[Tensor, "blocks kv_heads block_size two_head_dim"]) -> None:
         blocks, self.kv_heads, self.block_size, width = kv_cache.shape
         self.head_dim, self.slots = width // 2, blocks * self.kv_heads * self.block_size
-        self._cache = kv_cache
+        self.entry_bytes = width * kv_cache.itemsize
+        self._cache, self.device = kv_cache, kv_cache.device
+
+    def read_keys(self, subpages: Int[Tensor, "*rows pages"]) -> Float[Tensor, "*rows entries head_dim"]:
+        """Keys of whole sub-pages."""
+        block, head = self._block_and_head(subpages)
+        return self._cache[block, head, :, : self.head_dim].flatten(-3, -2)
 
     def read(
         self, subpages: Int[Tensor, "*rows pages"]
@@ -36,3 +49,29 @@ class StridedPages:
     def _block_and_head(self, subpages: Int[Tensor, "*rows"]) -> tuple[Int[Tensor, "*rows"], Int[Tensor, "*rows"]]:
         # Not one index into a folded view: blocks and heads need not have strides that fold.
         return subpages // self.kv_heads, subpages % self.kv_heads
+
+
+def read_layers(
+    pages: Sequence[Pages], subpages: Int[Tensor, "rows kv_heads pages"]
+) -> tuple[Float[Tensor, "layers_rows kv_heads n head_dim"], Float[Tensor, "layers_rows kv_heads n head_dim"]]:
+    """Keys and values of the same whole sub-pages of several layers, layer after layer."""
+    if len(pages) == 1:
+        return pages[0].read(subpages)
+    keys, values = zip(*(layer.read(subpages) for layer in pages), strict=True)
+    return torch.cat(keys), torch.cat(values)
+
+
+def write_layers(
+    pages: Sequence[Pages],
+    keys: Float[Tensor, "n head_dim"],
+    values: Float[Tensor, "n head_dim"],
+    layers: Int[Tensor, " n"],
+    slots: Int[Tensor, " n"],
+) -> None:
+    """Puts entry `i` at `slots[i]` of layer `layers[i]`, counted among these."""
+    if len(pages) == 1:
+        pages[0].write(keys, values, slots)
+        return
+    for place, layer in enumerate(pages):
+        own = (layers == place).nonzero()[:, 0]
+        layer.write(keys[own], values[own], slots[own])

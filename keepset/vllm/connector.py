@@ -67,16 +67,18 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
 
     start_load_kv = wait_for_layer_load = save_kv_layer = wait_for_save = update_state_after_alloc = _nothing
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         return 0, False
 
     # --- in processes that compute
 
     def build_connector_worker_meta(self) -> FreedBlockCounts | None:
-        """What this step's events emptied; every rank reports every event."""
+        """What the events before this step emptied; every rank reports every event."""
         metadata, context = self._connector_metadata, active()
         assert context is not None
-        blocks = context.freed_blocks.drain(metadata.keys if isinstance(metadata, ExpectedEvents) else {})
+        if isinstance(metadata, ExpectedEvents):
+            context.freed_blocks.expect(metadata.keys)
+        blocks = context.freed_blocks.drain()
         return FreedBlockCounts(blocks) if blocks else None
 
     # --- in the process that schedules

@@ -15,6 +15,7 @@ from keepset.paged.planner import Planner
 from keepset.paged.step import ScheduledRequest, StepBatch, StepPlan
 from keepset.vllm.compat import PromptLengths, lengths_on_host
 from keepset.vllm.engine_context import PlannedStep, active
+from keepset.vllm.layers import layer_group
 from keepset.vllm.spec import KeepSpec
 
 
@@ -76,13 +77,16 @@ class KeepBuilder:
                 raise UnsupportedEngineError(f"This vLLM asks for layers' caches in an unknown order ({name}).")
         self._context, self._adapter = context, MetadataAdapter()
         self._places = {name: place for place, name in enumerate(layer_names)}
-        self._planner = Planner(
+        planner = Planner(
             kv_cache_spec.schedule,
+            context.recording,
             [context.layers[name] for name in layer_names],
             vllm_config.scheduler_config.max_num_seqs,
             vllm_config.cache_config.num_gpu_blocks or 0,
             context.freed_blocks,
         )
+        self._group = layer_group(context, planner, layer_names)
+        context.groups.append(self._group)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:
@@ -93,8 +97,8 @@ class KeepBuilder:
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Any:
         """vLLM's metadata of what is left, while the context learns what the layers are to do besides."""
-        plan = self._planner.plan(self._adapter.batch(common_attn_metadata))
+        plan = self._context.events.plan(self._group, self._adapter.batch(common_attn_metadata))
         common = self._adapter.planned(common_attn_metadata, plan)
         metadata = super().build(common_prefix_len, common, fast_build)  # type: ignore[misc]
-        self._context.begin(PlannedStep(self._planner, plan, self._places, metadata))
+        self._context.begin(PlannedStep(self._group, plan, self._places, metadata))
         return metadata

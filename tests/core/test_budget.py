@@ -58,6 +58,11 @@ def test_counts(keep: float | None, entries: int, count: int) -> None:
     assert Budget(keep).quotas(observation(entries)).tolist() == [[count, count]]
 
 
+@pytest.mark.parametrize(("entries", "count"), [(1, 1), (5, 5), (7, 7), (8, 7), (28, 7), (32, 8), (100, 25)])
+def test_a_fraction_is_never_less_than_always_stays(entries: int, count: int) -> None:
+    assert Budget(0.25, sinks=2, recent=5).quotas(observation(entries, 1)).tolist() == [[count] * 2, [1, 1]]
+
+
 def test_one_entry_is_not_the_same_as_everything() -> None:
     assert Budget(1) != Budget(1.0)
 

@@ -242,3 +242,59 @@ def test_a_refused_call_leaves_the_model_usable() -> None:
 def test_a_model_of_windows_only_is_said_to_stay_whole() -> None:
     with pytest.warns(UserWarning, match="compresses nothing"):
         keepset.Cache(tiny("mistral_window"), "knorm(keep=0.5)")
+
+
+# --- taken for something else
+
+
+def test_what_is_no_recipe() -> None:
+    for wrong in (None, 0.25, ["snapkv"]):
+        with refusal("A recipe is a text, and this is"):
+            keepset.Recipe.parse(wrong)  # type: ignore[arg-type]
+        with refusal("A recipe is a text, and this is"):
+            keepset.Cache(tiny("llama"), wrong)  # type: ignore[arg-type]
+
+
+def test_what_is_no_model() -> None:
+    with refusal("takes a model, and this is 'gpt2': load one first"):
+        keepset.Cache("gpt2", "knorm(keep=8)")  # type: ignore[arg-type]
+    with refusal("Linear is no model of transformers"):
+        keepset.Cache(torch.nn.Linear(2, 2), "knorm(keep=8)")  # type: ignore[arg-type]
+
+
+def test_questions_that_are_no_tokens() -> None:
+    model = tiny("llama")
+    cache = keepset.Cache(model, "knorm(keep=8)")
+    model(prompt(1, LENGTH), past_key_values=cache)
+    question = {"input_ids": prompt(1, 3), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
+    for wrong in ("When?", question, [1, 2], prompt(1, 3)[0], prompt(1, 3).float()):
+        with refusal(r"write cache.ask\(\*\*tokenizer\(question"):
+            cache.ask(wrong)  # type: ignore[arg-type]
+    assert cache.ask(**question)["input_ids"].shape == (1, 3)
+
+
+@pytest.mark.parametrize(("length", "words"), [(LENGTH, "for another prompt make a new cache"), (9, "goes no further")])
+def test_a_cache_that_serves_another_conversation(length: int, words: str) -> None:
+    model = tiny("llama")
+    cache = keepset.Cache(model, "knorm(keep=8)")
+    generate(model, prompt(1, LENGTH), cache, max_new_tokens=3)
+    with refusal(words):
+        generate(model, prompt(1, length), cache, max_new_tokens=3)
+
+
+def test_attention_weights_are_not_there() -> None:
+    model = tiny("llama")
+    cache = keepset.Cache(model, "knorm(keep=8)")
+    with refusal("output_attentions=True asks for weights that keepset's attention never holds"):
+        model(prompt(1, LENGTH), past_key_values=cache, output_attentions=True)
+
+
+def test_a_cache_tells_what_it_holds() -> None:
+    model = tiny("llama")
+    cache = keepset.Cache(model, "knorm(keep=0.25)")
+    assert repr(cache) == "Cache(knorm(keep=0.25): empty)"
+    model(prompt(1, 40), past_key_values=cache)
+    full_bytes = 40 * sum(2 * layer.store.kv_heads * 16 * 4 for layer in cache.kept_layers.values())
+    assert cache.nbytes_full == full_bytes
+    sizes = f"{cache.nbytes / 1e6:.1f} MB of {full_bytes / 1e6:.1f}"
+    assert repr(cache) == f"Cache(knorm(keep=0.25): 10 of 40 tokens, {sizes})"

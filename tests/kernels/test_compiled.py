@@ -17,9 +17,16 @@ import sys
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from keepset.kernels.triton import attention, columns, compaction
+from keepset.kernels.triton import attention, columns, compaction, paged, window
 
 HEAD = dict(HEAD_DIM=128, HEAD_BLOCK=128)
+WINDOW = dict(queries="*bf16", keys_kind="*bf16", positions_kind="*i32", bias_kind="*fp32", table="*i64",
+              last_visible="*i64", scaling="fp32", partial="*fp32", column="*fp32")
+PAGES = dict(block_table="*i32", counts="*i32", event_lengths="*i32", firsts="*i32", places="*i64", rows="*i64",
+             lengths="*i32")
+FOLLOWED = ("block_table", "filed_counts", "filed_lengths", "filed_firsts", "filed_tokens", "counts", "lengths",
+            "firsts", "lost")
+PAGED = dict(HEADS=8, HEADS_BLOCK=8, SIZE=16, LISTED=True)
 KERNELS = [
     (
         attention._attend_part,
@@ -30,8 +37,8 @@ KERNELS = [
     ),
     (
         attention._merge_parts,
-        dict(partial="*fp32", partial_lse="*fp32", output="*bf16", lse="*fp32"),
-        dict(VALUE_DIM=128, VALUE_BLOCK=128, BLOCK=16),
+        dict(partial="*fp32", partial_lse="*fp32", output="*bf16", lse="*fp32", places="*i64"),
+        dict(VALUE_DIM=128, VALUE_BLOCK=128, BLOCK=16, LISTED=True),
     ),
     (
         columns._columns,
@@ -55,6 +62,34 @@ KERNELS = [
              positions_kind="*i32", table="*i64"),
         dict(WIDTH=128, WIDE=128, VALUE_WIDTH=128, VALUE_WIDE=128, BLOCK=32, ALIGNED=True),
     ),
+    *(
+        (
+            kernel,
+            {**WINDOW, **more},
+            dict(TOKENS=4, WIDE=4, GROUP=4, ROWS=4 if largest else 16, BLOCK=64, LARGEST=largest, BIASED=True,
+                 ALIGNED=True, PARTS=16, **HEAD),
+        )
+        for kernel, more in ((window._window_lse, {}), (window._add_received, dict(first_position="i64")))
+        for largest in (False, True)
+    ),
+    *(
+        (
+            paged._attend_pages,
+            dict(queries=f"*{of}", cache=f"*{of}", bias="*fp32", output="*fp32", lse="*fp32", scaling="fp32", **PAGES),
+            dict(GROUP=4, ROWS=16, BLOCK=64, LEAST_PART=256, BIASED=True, SPLIT=True, **PAGED, **HEAD),
+        )
+        for of in ("bf16", "fp32")
+    ),
+    (
+        paged._append_to_pages,
+        dict(keys="*bf16", values="*bf16", cache="*bf16", **PAGES),
+        dict(PAGED, **HEAD),
+    ),
+    (
+        paged._follow,
+        dict(before="*i64", after="*i64", required="*i64", pages="*i64", **dict.fromkeys(FOLLOWED, "*i32")),
+        dict(COUNTS=256, LAYERS=32, SIZE=16, BLOCK=128),
+    ),
 ]
 for kernel, types, constants in KERNELS:
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
@@ -72,6 +107,6 @@ def test_for_compute_capabilities(capability: int) -> None:
     )
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert len(lines) == 6
+    assert len(lines) == 14
     # What a multiprocessor of the smallest of them has.
     assert all(int(shared) <= 163 * 1024 and int(size) > 0 for _, shared, size in lines)

@@ -74,7 +74,8 @@ def test_matches_heads_filled_one_after_another(
         if isinstance(keep, int):
             total = min(keep, length) * everyone
         else:
-            total = max(everyone, everyone * length * round(keep * 100) // 100)
+            least = min(max(1, sinks + recent), length)
+            total = max(everyone * least, everyone * length * round(keep * 100) // 100)
         expected = naive([gate for layer in gates for gate in layer], length, total, min(length, sinks) + recent)
         assert keep_set.counts[:, request].flatten().tolist() == expected
         assert sum(expected) == total

@@ -300,8 +300,9 @@ def test_a_cap_leaves_the_best_of_the_union(
     capped = method.select(observation, Budget(keep, sinks, recent))
     scores = method.score(observation)
     for request, length in enumerate(lengths):
-        cap = min(keep, length) if isinstance(keep, int) else max(1, length * round(keep * 100) // 100)
         first, last = set(range(min(sinks, length))), set(range(max(length - recent, 0), length))
+        least = min(max(1, sinks + recent), length)
+        cap = min(keep, length) if isinstance(keep, int) else max(least, length * round(keep * 100) // 100)
         for head in range(heads):
             union = set(kept(free, observation, request, head))
             assert union == set(kept(plain, observation, request, head)) | first | last

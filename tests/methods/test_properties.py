@@ -100,22 +100,26 @@ class Case:
         """Entries that all layers keep together of `length` in each, on average over heads; one in each at least."""
         keep, layers, heads = self.budget.keep, len(self.layers), self.shape.kv_heads
         if isinstance(keep, float):
-            return max(layers, layers * heads * length * round(keep * 100) // 100 // heads)
+            return max(layers * self.least(length), layers * heads * length * round(keep * 100) // 100 // heads)
         return self.wanted(length) * layers
 
     def wanted_in_one_pool(self, length: int) -> int:
         """Entries that all heads of all layers keep together of `length` in each; one in each at least."""
         keep, heads = self.budget.keep, len(self.layers) * self.shape.kv_heads
         if isinstance(keep, float):
-            return max(heads, heads * length * round(keep * 100) // 100)
+            return max(heads * self.least(length), heads * length * round(keep * 100) // 100)
         return self.wanted(length) * heads
 
     def wanted(self, length: int) -> int:
         """Entries that the average head keeps of `length`, in whole numbers."""
         keep = self.budget.keep
         if isinstance(keep, float):
-            return max(1, length * round(keep * 100) // 100)
+            return max(self.least(length), length * round(keep * 100) // 100)
         return min(keep, length) if keep is not None else length
+
+    def least(self, length: int) -> int:
+        """Entries that no fraction goes below: what always stays, and one."""
+        return min(max(1, self.budget.sinks + self.budget.recent), length)
 
 
 @st.composite

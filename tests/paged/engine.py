@@ -15,13 +15,18 @@ from torch import Tensor
 
 from keepset import Observation, Recipe
 from keepset.core.features.window import WindowAttention
+from keepset.kernels.paged import append_to_pages, paged_attention
+from keepset.paged.event_queue import EventQueue
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.grouping import group_leader
-from keepset.paged.layer import PagedLayer
-from keepset.paged.layer_barrier import LayerBarrier
+from keepset.paged.layer_group import LayerGroup
 from keepset.paged.page_tables import FreedBlocks
 from keepset.paged.pages import StridedPages
+from keepset.paged.passing import PassingQueries
+from keepset.paged.per_head import PerHeadSequences
 from keepset.paged.planner import Planner
+from keepset.paged.query_records import slots_for
+from keepset.paged.recording import Recording
 from keepset.paged.step import ScheduledRequest, StepBatch, StepPlan
 from tests.paged.reference import blocks_gone, is_executed, newest_event
 
@@ -29,6 +34,8 @@ LAYERS, KV_HEADS, GROUP, DIM, BLOCK = (0, 1, 2), 2, 2, 8, 4
 SCALING = DIM**-0.5
 MOST = 128
 """Tokens of a request."""
+REQUESTS = 8
+"""That run at once, at most."""
 POISON = 1e3
 
 
@@ -72,14 +79,17 @@ class Request:
 class Group:
     """Layers that share block tables."""
 
-    def __init__(self, recipe: Recipe, leader: int, blocks: int, freed: FreedBlocks, barrier: LayerBarrier | None):
+    def __init__(self, recipe: Recipe, leader: int, freed: FreedBlocks, pages: dict[int, StridedPages]):
         self.leader = leader
         self.layers = [layer for layer in LAYERS if group_leader(recipe, layer, LAYERS) == leader]
         self.schedule = EvictionSchedule(recipe, leader, LAYERS, KV_HEADS, BLOCK)
-        self.planner = Planner(self.schedule, self.layers, 8, blocks, freed)
-        self.paged = [
-            PagedLayer(self.planner, place, SCALING, None, None, barrier, None) for place in range(len(self.layers))
-        ]
+        blocks = pages[leader].slots // (KV_HEADS * BLOCK)
+        recording = Recording.of(recipe, GROUP, DIM, 4)
+        planner = Planner(self.schedule, recording, self.layers, REQUESTS, blocks, freed)
+        shape = len(self.layers), slots_for(REQUESTS), KV_HEADS * GROUP, DIM
+        self.passing = PassingQueries(recording, *shape, torch.float32)
+        of_layers = [partial(pages.__getitem__, layer) for layer in self.layers]
+        self.paged = LayerGroup(planner, of_layers, self.passing, SCALING)
 
 
 class Engine:
@@ -88,11 +98,12 @@ class Engine:
     def __init__(self, recipe: str, blocks: int) -> None:
         self.recipe = Recipe.parse(recipe)
         self._freed = FreedBlocks()
-        barrier = LayerBarrier() if self.recipe.method.across_layers else None
+        self.events = EventQueue(self._freed)
+        self._emptied: list[int] = []
         leaders = sorted({group_leader(self.recipe, layer, LAYERS) for layer in LAYERS})
-        self.groups = [Group(self.recipe, leader, blocks, self._freed, barrier) for leader in leaders]
         caches = torch.full((len(LAYERS), blocks, KV_HEADS, BLOCK, 2 * DIM), POISON)
         self.pages = dict(zip(LAYERS, map(StridedPages, caches), strict=True))
+        self.groups = [Group(self.recipe, leader, self._freed, self.pages) for leader in leaders]
         self._caches = caches
         self.free = list(range(1, blocks))  # block 0 is nobody's
 
@@ -100,12 +111,15 @@ class Engine:
         """So many new tokens for these requests, in this order."""
         requests = [running[number] for number in tokens]
         plans = [(group, self._plan(group, requests, tokens)) for group in self.groups]
+        # From here on somebody else may write to what is free, and not before.
+        self._caches[:, self._emptied] = POISON
+        self._emptied.clear()
         for request in requests:
             request.length += tokens[request.number]
         for group, (batch, plan) in plans:
             for place, layer in enumerate(group.layers):
                 queries = self._attend(layer, place, batch, plan, requests, tokens)
-                group.paged[place].after_attention(plan, queries, self.pages[layer])
+                group.paged.record(place, plan, queries)
         for request in requests:
             self._compress(request, tokens[request.number])
         pages = {
@@ -113,8 +127,10 @@ class Engine:
             for request in requests
             for group in self.groups
         }
-        for (name, _, leader), blocks in self._freed.drain(pages).items():
-            self._release(running[int(name)].blocks[leader], blocks)
+        self._freed.expect(pages)
+        for (name, _, leader), blocks in self._freed.drain().items():
+            if int(name) in running:
+                self._release(running[int(name)].blocks[leader], blocks)
 
     def leave(self, request: Request) -> None:
         """Its blocks are free."""
@@ -124,7 +140,7 @@ class Engine:
     def _release(self, table: list[int], blocks: int) -> None:
         for place, block in enumerate(table[:blocks]):
             if block:
-                self._caches[:, block] = POISON
+                self._emptied.append(block)
                 self.free.append(block)
                 table[place] = 0
 
@@ -152,7 +168,7 @@ class Engine:
             torch.tensor(starts, dtype=torch.int32),
             max(tokens.values()),
         )
-        return batch, group.planner.plan(batch)
+        return batch, self.events.plan(group.paged, batch)
 
     def _attend(
         self,
@@ -173,10 +189,12 @@ class Engine:
         )
         pages, heads = self.pages[layer], torch.arange(KV_HEADS)
         output = torch.zeros(queries.shape)
-        if plan.per_head is None:
-            block, offset = plan.slot_mapping[:, None] // BLOCK, plan.slot_mapping[:, None] % BLOCK
+        ragged = plan.ragged
+        if ragged is None or ragged.others:
+            real = plan.slot_mapping >= 0
+            block, offset = plan.slot_mapping[real, None] // BLOCK, plan.slot_mapping[real, None] % BLOCK
             slots = (block * KV_HEADS + heads) * BLOCK + offset
-            pages.write(keys.flatten(0, 1), values.flatten(0, 1), slots.flatten())
+            pages.write(keys[real].flatten(0, 1), values[real].flatten(0, 1), slots.flatten())
             told = batch if plan.shifted is None else plan.shifted
             for row in range(len(requests)):
                 have = int(told.seq_lens[row])
@@ -185,16 +203,28 @@ class Engine:
                 for head in range(KV_HEADS):
                     mine = slice(head * GROUP, (head + 1) * GROUP)
                     output[own, mine] = attention(queries[own, mine], pages, blocks * KV_HEADS + head, have)
-        else:
-            own = plan.per_head.batch(place)
-            pages.write(keys.flatten(0, 1), values.flatten(0, 1), own.slot_mapping)
-            split, room = plan.per_head.split(queries), plan.per_head.output_buffer(output)
-            for row, have in enumerate(own.seq_lens.tolist()):
-                mine = slice(int(own.query_start_loc[row]), int(own.query_start_loc[row + 1]))
-                room[mine] = attention(split[mine], pages, own.block_table[row, : -(-have // BLOCK)].long(), have)
-            plan.per_head.merge(room, output)
+        if ragged is not None and ragged.tokens is not None:
+            layout, room = ragged.of_layer(place), self._caches[layer]
+            append_to_pages(keys, values, room, ragged.tokens, layout)
+            paged_attention(queries, room, ragged.tokens, layout, SCALING, output)
+            self._check_heads_as_requests(PerHeadSequences(ragged), place, pages, queries, output)
         torch.testing.assert_close(output, torch.cat([expected(layer, *span) for span in spans]))
         return queries
+
+    def _check_heads_as_requests(
+        self, per_head: PerHeadSequences, place: int, pages: StridedPages, queries: Tensor, output: Tensor
+    ) -> None:
+        """An engine's own kernel would see the same, and its entries be written to the same places."""
+        own, again = per_head.batch(place), output.clone()
+        split, room = per_head.split(queries, KV_HEADS), per_head.output_buffer(again, KV_HEADS)
+        newest, tables = own.seq_lens.long() - 1, own.block_table.long()
+        slots = tables.gather(1, (newest // BLOCK)[:, None])[:, 0] * BLOCK + newest % BLOCK
+        assert torch.equal(own.slot_mapping, slots)
+        for row, have in enumerate(own.seq_lens.tolist()):
+            mine = slice(int(own.query_start_loc[row]), int(own.query_start_loc[row + 1]))
+            room[mine] = attention(split[mine], pages, tables[row, : -(-have // BLOCK)], have)
+        per_head.merge(room, again)
+        torch.testing.assert_close(again, output)
 
     # --- what is held without pages
 

@@ -69,6 +69,10 @@ class Loud(Method):
     def recent(self) -> int:
         return self.window
 
+    @property
+    def remembers(self) -> tuple[str, ...]:
+        return ("stayed",)
+
     def score(self, observation: Observation) -> Tensor:
         stayed = observation.state.get("stayed")
         stayed = observation.keys.new_zeros(observation.valid.shape) if stayed is None else stayed
@@ -85,6 +89,10 @@ class Dated(Method):
 
     name: ClassVar[str] = "dated"
     paper: ClassVar[str] = "none"
+
+    @property
+    def by_layer(self) -> bool:
+        return True
 
     def score(self, observation: Observation) -> Tensor:
         heads = torch.arange(observation.positions.shape[1])[:, None]

@@ -25,13 +25,14 @@ BLOCK = 32
 
 @dataclass(frozen=True)
 class Ask:
-    """A request; `add` and `abort` are steps of the engine, a lower `priority` goes first."""
+    """A request; `add` and `abort` are steps of the engine, a lower `priority` goes first; `extra` arguments."""
 
     ids: list[int]
     max_tokens: int
     add: int = 0
     abort: int | None = None
     priority: int = 0
+    extra: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Scenario:
         stub_streams: whether its scheduler runs ahead, with stand-ins for a device's streams.
         backend: one for GPUs, with stand-ins for its kernels; the same for all scenarios of a process.
         runner_v2: whether vLLM's model runner V2 runs it; the same for all scenarios of a process.
+        triton: whether keepset's kernels are those in Triton, in its interpreter.
     """
 
     recipe: str | None
@@ -57,6 +59,7 @@ class Scenario:
     stub_streams: bool = False
     backend: str | None = None
     runner_v2: bool = False
+    triton: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """What `tests.vllm.job` reads."""
@@ -86,6 +89,7 @@ class Scenario:
             "stub_streams": self.stub_streams,
             "backend": self.backend,
             "runner_v2": self.runner_v2,
+            "triton": self.triton,
         }
 
 
@@ -95,6 +99,7 @@ class Result:
 
     Attributes:
         tokens: of the outputs; None for what was aborted before its first.
+        reasons: why each ended.
         cached: prompt tokens that came from the prefix cache.
         log: (step, first token, tokens) as scheduled.
         events: `step`, `at`, `layers` (positions that each head of each layer keeps) and `left` (layers for whose
@@ -109,6 +114,7 @@ class Result:
     """
 
     tokens: list[list[int] | None]
+    reasons: list[str | None]
     cached: list[int | None]
     stats: dict[str, float]
     classes: list[str]

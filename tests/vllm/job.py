@@ -9,6 +9,7 @@ import contextlib
 import gc
 import json
 import os
+import sys
 import traceback
 from collections import defaultdict
 from collections.abc import Callable
@@ -67,23 +68,33 @@ class Watch:
 
     def watch_events(self, runner: Any) -> Any:
         """Notes what every compression keeps, and whether it was executed; returns what undoes it."""
-        from keepset.paged.layer import PagedLayer
+        from keepset.paged.layer_group import LayerGroup
         from keepset.paged.page_tables import PerHeadTables
+        from keepset.paged.planner import Planner
 
-        execute, reassign, names = PagedLayer.execute, PerHeadTables.reassign, names_of_rows(runner)
-        newest: list[dict[str, Any]] = []
+        plan, execute, reassign = Planner.plan, LayerGroup.execute, PerHeadTables.reassign
+        names, newest = names_of_rows(runner), list[dict[str, Any]]()
+        planned: dict[int, tuple[Any, int, list[int]]] = {}
 
-        def watched_execute(layer: PagedLayer, reached: Any, entries: Any, kept: Any, start: float) -> None:
+        def watched_plan(planner: Planner, batch: Any) -> Any:
+            """Notes whose an event is: it is executed a step later, when rows are others'."""
+            step = plan(planner, batch)
+            for event in step.events:
+                planned[id(event)] = event, len(self.steps), [number(names()[row]) for row in event.rows.tolist()]
+            return step
+
+        def watched_execute(group: LayerGroup, event: Any, entries: Any, kept: Any, start: float) -> None:
             newest.clear()
-            rows, points = reached.event.rows.tolist(), reached.event.at.tolist()
-            for place, (row, at) in enumerate(zip(rows, points, strict=True)):
-                mine = self.events[number(names()[row])]
-                if not mine or (mine[-1]["step"], mine[-1]["at"]) != (len(self.steps), at):
-                    mine.append({"step": len(self.steps), "at": at, "layers": {}, "left": []})
-                heads = range(kept.counts.shape[1])
-                mine[-1]["layers"][layer.layer] = [kept.positions(place, head).tolist() for head in heads]
+            _, step, requests = planned[id(event)]
+            for row, (request, at) in enumerate(zip(requests, event.at.tolist(), strict=True)):
+                mine = self.events[request]
+                if not mine or (mine[-1]["step"], mine[-1]["at"]) != (step, at):
+                    mine.append({"step": step, "at": at, "layers": {}, "left": []})
+                for index, place in enumerate(entries.places):
+                    own, heads = index * len(requests) + row, range(kept.counts.shape[1])
+                    mine[-1]["layers"][group.layers[place]] = [kept.positions(own, head).tolist() for head in heads]
                 newest.append(mine[-1])
-            execute(layer, reached, entries, kept, start)
+            execute(group, event, entries, kept, start)
 
         def watched_reassign(tables: PerHeadTables, *args: Any) -> Any:
             subpages = reassign(tables, *args)
@@ -92,10 +103,10 @@ class Watch:
                     mine["left"].append(list(mine["layers"])[-1])
             return subpages
 
-        PagedLayer.execute, PerHeadTables.reassign = watched_execute, watched_reassign
+        Planner.plan, LayerGroup.execute, PerHeadTables.reassign = watched_plan, watched_execute, watched_reassign
 
         def undo() -> None:
-            PagedLayer.execute, PerHeadTables.reassign = execute, reassign
+            Planner.plan, LayerGroup.execute, PerHeadTables.reassign = plan, execute, reassign
 
         return undo
 
@@ -140,9 +151,11 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams, envs
     from vllm.distributed import cleanup_dist_env_and_memory
 
+    from keepset.kernels import dispatch
     from keepset.paged import grouping
-    from keepset.vllm import stats
+    from keepset.vllm import engine_context, stats
 
+    dispatch.INTERPRETED = scenario["triton"]
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(scenario["own_process"]))
     default_groups, grouping.GROUPS = grouping.GROUPS, scenario["layer_groups"] or grouping.GROUPS
     llm = LLM(**scenario["engine"])
@@ -166,7 +179,8 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
         for index in sorted(waiting):
             if requests[index]["add"] <= step:
                 waiting.remove(index)
-                parameters = SamplingParams(temperature=0, max_tokens=requests[index]["max_tokens"], ignore_eos=True)
+                tokens, extra = requests[index]["max_tokens"], requests[index]["extra"]
+                parameters = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, extra_args=extra)
                 prompt = {"prompt_token_ids": requests[index]["ids"]}
                 engine.add_request(str(index), prompt, parameters, priority=requests[index]["priority"])
         engine.abort_request([str(index) for index, one in enumerate(requests) if one["abort"] == step])
@@ -175,9 +189,13 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
         for output in engine.step():
             outputs[number(output.request_id)] = output
         step += 1
+    if watch is not None and (context := engine_context.active()) is not None:
+        context.events.run()  # of the last step, which none follows
+    assert not scenario["triton"] or "keepset.kernels.triton.paged" in sys.modules
     result = watch.result(len(requests)) if watch is not None else {}
     result["classes"] = sorted({type(layer.impl).__name__ for layer in layers})
     result["tokens"] = [None if one is None else list(one.outputs[0].token_ids) for one in outputs]
+    result["reasons"] = [None if one is None else one.outputs[0].finish_reason for one in outputs]
     result["cached"] = [None if one is None else one.num_cached_tokens for one in outputs]
     result["stats"] = {name: total - counted[name] for name, total in stats.totals().items()}
     if undo is not None:

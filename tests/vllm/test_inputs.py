@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from keepset import KeepsetError
+from keepset import KeepsetError, Recipe
 from keepset.core.feature import Needs
 from keepset.paged.observer import Observer
-from keepset.paged.query_windows import QueryWindows
+from keepset.paged.passing import PassingQueries
+from keepset.paged.recording import Recording
 from tests.vllm.late import Late
 
 query_projection = Late("keepset.vllm.query_projection")
@@ -48,7 +49,9 @@ class Attending(nn.Module):
 
 
 def observing(module: Attending) -> Observer:
-    return Observer(Needs(), None, QueryWindows(1, 1, 1), 0, 1.0, None, module.found)
+    recording = Recording.of(Recipe.parse("knorm(keep=4)"), 1, SIZE, 4)
+    passing = PassingQueries(recording, 1, 1, HEADS, SIZE, torch.float32)
+    return Observer(Needs(), recording, passing, 1.0, None, [module.found])
 
 
 def naive(module: Any, row: Tensor, head: int) -> Tensor:
@@ -83,16 +86,16 @@ def test_queries_that_are_made_in_another_way_are_refused() -> None:
     module, hidden = Attending(normed=True), torch.randn(1, 4, HIDDEN, generator=torch.Generator().manual_seed(5))
     queries, observer = module.found.queries(hidden), observing(module)
     with pytest.raises(KeepsetError, match="makes queries of hidden states in a way that keepset does not know"):
-        observer.check(queries + 0.1, hidden)
-    observer.check(queries, hidden)
-    observer.check(queries + 0.1, hidden)  # once is enough
+        observer.check(0, queries + 0.1, hidden)
+    observer.check(0, queries, hidden)
+    observer.check(0, queries + 0.1, hidden)  # once is enough
 
 
 @torch.no_grad()
 def test_a_text_that_overflows_is_no_reason() -> None:
     module, hidden = Attending(normed=False), torch.ones(1, 4, HIDDEN)
     hidden[0, 1] = torch.nan
-    observing(module).check(module.found.queries(hidden), hidden)
+    observing(module).check(0, module.found.queries(hidden), hidden)
 
 
 def test_the_model_is_not_kept_alive() -> None:

@@ -21,6 +21,7 @@ class Measurement:
     """What one recipe made of one text, beside the full cache; what could not be had is None, `error` says why.
 
     Attributes:
+        requested: the budget; None where the method decides.
         keep: fraction of the prompt's entries that stayed.
         kv_bytes: allocated after compression; the peak is the most after any token, while decoding.
         kl: mean KL(full || compressed) in nats over the continuation's tokens.
@@ -34,6 +35,7 @@ class Measurement:
 
     recipe: str
     method: str
+    requested: int | float | None = None
     error: str | None = None
     keep: float | None = None
     kv_bytes: int | None = None
@@ -100,7 +102,7 @@ class Comparer(ABC):
     def run(self, candidates: Sequence[Candidate]) -> Iterator[Measurement]:
         """Measures candidates, one row each; what cannot be had is a row with the reason."""
         for candidate in candidates:
-            row, kept = Measurement(candidate.text, candidate.method, error=candidate.error), None
+            row, kept = Measurement(candidate.text, candidate.method, candidate.requested, candidate.error), None
             if candidate.recipe is not None:
                 try:
                     row, kept = self._measure(row, candidate.recipe)
@@ -124,6 +126,7 @@ def measure(
     """
     event, nbytes = prompt.event, prompt.cache.nbytes
     logits = prompt.follow(continuation)
+    check_predictions(logits)
     return replace(
         row,
         keep=event.kept / event.entries,
@@ -136,3 +139,9 @@ def measure(
         prefill_seconds_full=prompt.prefill_seconds_full,
         select_seconds=event.seconds,
     )
+
+
+def check_predictions(logits: Float[Tensor, "n vocabulary"]) -> None:
+    """Refuses figures of a compressed cache under which the model predicts NaN: KeepsetError."""
+    if bool(logits.isnan().any()):
+        raise KeepsetError("With what this recipe keeps the model predicts NaN: there is nothing to compare.")

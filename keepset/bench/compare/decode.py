@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from keepset.bench.compare.comparison import Comparer, Comparison, Measurement
+from keepset.bench.compare.comparison import Comparer, Comparison, Measurement, check_predictions
 from keepset.bench.compare.fidelity import kl, mean, nll
 from keepset.bench.compare.text_task import ANSWER_TOKENS
 from keepset.bench.generation import greedy
@@ -21,6 +21,7 @@ from keepset.errors import KeepsetError
 from keepset.hf.cache import Cache
 from keepset.hf.prompt_session import warm_up
 from keepset.hf.store import SLACK
+from keepset.hf.support import check_logits
 from keepset.recipe import Recipe
 
 DRIFT_TOKENS = 256
@@ -74,6 +75,7 @@ class DecodeComparer(Comparer):
         warm_up(model, prompt)
         full = DynamicCache(config=model.config)
         self._full = self._feed(full, lambda: dynamic_nbytes(full), None)
+        check_logits(self._full.logits)
         before, n = prompt.shape[1], text.shape[1]
         per_token = dynamic_nbytes(full) / (before + n)
         self._full = replace(self._full, nbytes=[round(per_token * (before + i)) for i in range(1, n + 1)])
@@ -94,6 +96,7 @@ class DecodeComparer(Comparer):
     def _measure(self, row: Measurement, recipe: Recipe) -> tuple[Measurement, Bool[Tensor, "layers kv_heads tokens"]]:
         cache = Cache(self._model, recipe)
         run = self._feed(cache, lambda: cache.nbytes, recipe.schedule.every)
+        check_predictions(run.logits)
         # The tokens after the first event: what came before could not differ.
         n, full = self._text.shape[1], self._full
         first = cache.events[0].length - self._prompt.shape[1] if cache.events else n

@@ -68,6 +68,7 @@ class OutputProjection(Feature[Float[Tensor, "query_heads value_dim hidden"]]):
     """Of every query head, from its value to the layer's output, `[query_heads, value_dim, hidden]`."""
 
     label = "output projection"
+    by_layer = True
     transformers_only = "looks at the output projection, which attention layers do not see"
 
     def norms(self, observation: Observation, order: int) -> Float[Tensor, "batch query_heads entries"]:
@@ -97,6 +98,7 @@ class ModelStatistics(Feature[Statistics]):
     """
 
     label = "statistics of the model"
+    by_layer = True
 
     file: str
 
@@ -135,5 +137,6 @@ class ModelTables(Feature[Tables]):
     """
 
     label = "compiled tables"
+    by_layer = True
 
     file: str

@@ -141,6 +141,7 @@ class HiddenMoments(_OfRows[HiddenDistribution]):
     """
 
     label = "hidden-state moments"
+    by_layer = True
     hidden_states = True
     prompt_only = f"{_WHOLE_PROMPT}and only there"
 

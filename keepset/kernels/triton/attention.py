@@ -63,8 +63,8 @@ def ragged_attention(
     )  # fmt: skip
     if parts > 1:
         _merge_parts[(batch * n * query_heads,)](
-            partial, partial_lse, output, lse, batch * n * query_heads, parts,
-            VALUE_DIM=value_dim, VALUE_BLOCK=triton.next_power_of_2(value_dim), BLOCK=_MERGED,
+            partial, partial_lse, output, lse, None, batch * n * query_heads, parts, query_heads,
+            VALUE_DIM=value_dim, VALUE_BLOCK=triton.next_power_of_2(value_dim), BLOCK=_MERGED, LISTED=False,
         )  # fmt: skip
     return output, lse
 
@@ -157,8 +157,8 @@ def _attend_part(
 
 @triton.jit(do_not_specialize=["outputs", "parts"])
 def _merge_parts(
-    partial, partial_lse, output, lse, outputs, parts,
-    VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+    partial, partial_lse, output, lse, places, outputs, parts, heads,
+    VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr, BLOCK: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
     row, dims = tl.program_id(0).to(tl.int64), tl.arange(0, VALUE_BLOCK)
     largest, total = float("-inf"), 0.0
@@ -179,4 +179,6 @@ def _merge_parts(
     total = tl.where(total == 0.0, 1.0, total)
     merged = merged / total
     tl.store(lse + row, largest + tl.log(total))
+    if LISTED:  # the tokens that these are of all
+        row = tl.load(places + row // heads).to(tl.int64) * heads + row % heads
     tl.store(output + row * VALUE_DIM + dims, merged.to(output.dtype.element_ty), mask=dims < VALUE_DIM)

@@ -1,0 +1,193 @@
+"""Attention over heads of any lengths in the pages of a serving engine, and what writes new entries there.
+
+Pages follow from the engine's own block table and the counts at each request's newest event (`subpages`): no tables are
+made, and what is launched depends on nothing but how many tokens there are, so that a CUDA graph may hold it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from keepset.kernels import subpages
+from keepset.kernels.dispatch import launched_on, uses_triton
+from keepset.kernels.subpages import Layout
+
+
+class PagedTokens(NamedTuple):
+    """New tokens of a step, each of which looks at what its request holds up to itself; vectors are contiguous.
+
+    Attributes:
+        block_table: blocks of each row by logical position.
+        lengths: tokens of the request up to and with each; 0 for those that only fill a step up to a size.
+        longest: none of the lengths is more.
+        places: which of the step's tokens each is; None: the first one is the first, and so on.
+        rows: each one's row of the block table; None with `places`: its own.
+    """
+
+    block_table: Int[Tensor, "rows width"]
+    lengths: Int[Tensor, " n"]
+    longest: int
+    places: Int[Tensor, " n"] | None = None
+    rows: Int[Tensor, " n"] | None = None
+
+
+class FiledLayouts(NamedTuple):
+    """The layouts of all requests, each filed under the page that holds its request's newest token.
+
+    Attributes:
+        layout: page by page, contiguous.
+        tokens: of the request, when it was filed.
+    """
+
+    layout: Layout
+    tokens: Int[Tensor, " pages"]
+
+    @classmethod
+    def empty(cls, pages: int, layers: int, kv_heads: int, device: torch.device) -> FiledLayouts:
+        """Of no requests."""
+        shapes = (pages, layers, kv_heads), *[(pages, layers)] * 3, (pages,)
+        *layout, tokens = (torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes)
+        return cls(Layout(*layout), tokens)
+
+
+def follow_layouts(
+    filed: FiledLayouts,
+    block_table: Int[Tensor, "rows width"],
+    before: Int[Tensor, " rows"],
+    after: Int[Tensor, " rows"],
+    required: Int[Tensor, " rows"],
+    lost: Int[Tensor, " 1"],
+    block_size: int,
+) -> tuple[Int[Tensor, " rows"], Layout]:
+    """Files what requests have under their newest pages, on a GPU in one launch.
+
+    Args:
+        filed: is written to.
+        block_table: of the step's requests.
+        before, after: tokens of each before the step and after it.
+        required: not 0 where there must be a layout of a request with so many tokens `before`.
+        lost: is set to 1 where there is none.
+        block_size: tokens of a block.
+
+    Returns:
+        The pages, and the layout row by row: zero of what was not filed.
+    """
+    if uses_triton(block_table.device):
+        from keepset.kernels.triton import paged  # loads Triton
+
+        with launched_on(block_table.device):
+            return paged.follow(filed, block_table, before, after, required, lost, block_size)
+    row = torch.arange(len(before), device=before.device)
+    old = block_table[row, (before - 1).clamp(min=0) // block_size].long()
+    pages = block_table[row, (after - 1) // block_size].long()
+    known = (before > 0) & (filed.tokens[old] == before)
+    lost |= (required.bool() & ~known).any()
+    layout = Layout(*(part[old].where(known.view(-1, *(1,) * (part.ndim - 1)), 0) for part in filed.layout))
+    for part, now in zip(filed.layout, layout, strict=True):
+        part[pages] = now
+    filed.tokens[pages] = after.to(filed.tokens.dtype)
+    return pages, layout
+
+
+def paged_attention(
+    queries: Float[Tensor, "tokens query_heads head_dim"],
+    cache: Float[Tensor, "blocks kv_heads block_size two_head_dim"],
+    tokens: PagedTokens,
+    layout: Layout,
+    scaling: float,
+    output: Float[Tensor, "tokens query_heads head_dim"],
+    bias: Float[Tensor, " slots"] | None = None,
+) -> None:
+    """Attention of these tokens, on a GPU in two launches for all heads of all requests.
+
+    The query group of a KV head is folded: nothing is repeated. What is added up is added up in float32.
+
+    Args:
+        queries: of the step, after rotation; of an entry's numbers each follows the one before.
+        cache: with any strides, but for an entry's own numbers, keys and then values. The tokens' entries are in it.
+        tokens: those that attend; the others' output is left alone.
+        layout: of one layer, row by row.
+        scaling: of the logits.
+        output: contiguous; where the results go. Of nothing to see they are zero.
+        bias: added to the logits of the entries that were kept at the newest event; of each slot
+            `(block * kv_heads + head) * block_size + offset`.
+    """
+    if uses_triton(queries.device):
+        from keepset.kernels.triton import paged  # loads Triton
+
+        with launched_on(queries.device):
+            paged.attend(queries, cache, tokens, layout, scaling, output, bias)
+        return
+    kv_heads, size, head_dim = cache.shape[1], cache.shape[2], cache.shape[3] // 2
+    for index, length in enumerate(tokens.lengths.tolist()):
+        place, row = _whose(tokens, index)
+        if not length:
+            output[place] = 0
+            continue
+        table, entries = _pages(tokens, layout, row, length, size)
+        pages = cache[table // kv_heads, table % kv_heads].flatten(1, 2)
+        entry = torch.arange(pages.shape[1], device=pages.device)
+        exists = entry < entries[:, None]
+        pages = pages.where(exists[..., None], 0)  # a page may have held anything before
+        mask = exists.new_zeros(exists.shape, dtype=queries.dtype)
+        if bias is not None:
+            slots = (table * size)[..., None] + torch.arange(size, device=table.device)
+            kept = entry < layout.counts[row, 0, :, None]
+            mask = bias[slots.flatten(1)].to(mask.dtype).where(kept, 0)
+        mask = mask.where(exists, float("-inf"))[:, None]
+        grouped = queries[place].unflatten(0, (kv_heads, -1))
+        keys, values = pages.split(head_dim, -1)
+        output[place] = F.scaled_dot_product_attention(grouped, keys, values, mask, scale=scaling).flatten(0, 1)
+
+
+def append_to_pages(
+    keys: Float[Tensor, "tokens kv_heads head_dim"],
+    values: Float[Tensor, "tokens kv_heads head_dim"],
+    cache: Float[Tensor, "blocks kv_heads block_size two_head_dim"],
+    tokens: PagedTokens,
+    layout: Layout,
+) -> None:
+    """Writes these tokens' entries behind those of their heads, on a GPU in one launch.
+
+    Args:
+        keys, values: of the step; of an entry's numbers each follows the one before.
+        cache, tokens, layout: as `paged_attention` has them.
+    """
+    if uses_triton(keys.device):
+        from keepset.kernels.triton import paged  # loads Triton
+
+        with launched_on(keys.device):
+            paged.append(keys, values, cache, tokens, layout)
+        return
+    kv_heads, size, _ = cache.shape[1:]
+    for index, length in enumerate(tokens.lengths.tolist()):
+        if not length:
+            continue
+        place, row = _whose(tokens, index)
+        table, entries = _pages(tokens, layout, row, length, size)
+        newest = entries - 1
+        page = table.gather(1, (newest // size)[:, None])[:, 0]
+        cache[page // kv_heads, page % kv_heads, newest % size] = torch.cat((keys[place], values[place]), -1)
+
+
+def _whose(tokens: PagedTokens, index: int) -> tuple[int, int]:
+    """Which of the step's tokens this is, and its row."""
+    if tokens.places is None or tokens.rows is None:
+        return index, index
+    return int(tokens.places[index]), int(tokens.rows[index])
+
+
+def _pages(
+    tokens: PagedTokens, layout: Layout, row: int, length: int, block_size: int
+) -> tuple[Int[Tensor, "kv_heads pages"], Int[Tensor, " kv_heads"]]:
+    """Sub-pages of a row's heads at so many tokens, and their entries."""
+    own = Layout(*(part[row : row + 1] for part in layout))
+    entries = subpages.entries(own, own.length.new_tensor([length]))
+    most = -(-int(entries.max()) // block_size)
+    table = subpages.tables(own, entries, tokens.block_table[row : row + 1], block_size, most)
+    return table[0, 0].long(), entries[0, 0]

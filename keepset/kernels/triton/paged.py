@@ -1,0 +1,289 @@
+"""Heads of any lengths in an engine's pages: attention split along entries, and new entries to their places."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from keepset.kernels import dispatch
+from keepset.kernels.paged import FiledLayouts, PagedTokens
+from keepset.kernels.subpages import Layout
+from keepset.kernels.triton.attention import _MERGED, _merge_parts
+
+_BLOCK = 64
+"""Entries that a program looks at together."""
+_PROGRAMS_PER_PROCESSOR = 4
+_LEAST_PART = 256
+"""Entries below which a part is not worth the merge."""
+_SPLITS = 8, 64
+"""Parts of a head, where it is long enough: the least, because others of the step may be far shorter, and the most."""
+
+
+def attend(
+    queries: Float[Tensor, "tokens query_heads head_dim"],
+    cache: Float[Tensor, "blocks kv_heads block_size two_head_dim"],
+    tokens: PagedTokens,
+    layout: Layout,
+    scaling: float,
+    output: Float[Tensor, "tokens query_heads head_dim"],
+    bias: Float[Tensor, " slots"] | None,
+) -> None:
+    """The same as `keepset.kernels.paged.paged_attention`.
+
+    How many parts a head is cut into follows from the number of tokens and `tokens.longest`; how long they are, from
+    the head's entries, which the device alone knows.
+    """
+    n, (_, query_heads, head_dim), (_, heads, size, _) = len(tokens.lengths), queries.shape, cache.shape
+    if not n:
+        return
+    group = query_heads // heads
+    splits = _splits(queries.device, n * heads, tokens.longest)
+    partial, lse = output, None
+    if splits > 1:
+        partial = torch.empty(splits, n, query_heads, head_dim, device=queries.device)
+        lse = torch.empty(splits, n, query_heads, device=queries.device)
+    _attend_pages[(n, heads, splits)](
+        queries, cache, bias, *_places(tokens, layout), partial, lse,
+        *queries.stride()[:2], *cache.stride()[:3], *_rows(tokens, layout), scaling, n * query_heads,
+        GROUP=group, HEADS=heads, HEADS_BLOCK=triton.next_power_of_2(heads), HEAD_DIM=head_dim,
+        HEAD_BLOCK=max(16, triton.next_power_of_2(head_dim)), SIZE=size,
+        ROWS=max(16, triton.next_power_of_2(group)), BLOCK=_BLOCK, LEAST_PART=_LEAST_PART,
+        LISTED=tokens.rows is not None, BIASED=bias is not None, SPLIT=splits > 1,
+    )  # fmt: skip
+    if splits > 1:
+        # What an output was normalised by is asked for by nobody: it takes the place of its first part's.
+        _merge_parts[(n * query_heads,)](
+            partial, lse, output, lse, tokens.places, n * query_heads, splits, query_heads,
+            VALUE_DIM=head_dim, VALUE_BLOCK=triton.next_power_of_2(head_dim), BLOCK=_MERGED,
+            LISTED=tokens.places is not None,
+        )  # fmt: skip
+
+
+def append(
+    keys: Float[Tensor, "tokens kv_heads head_dim"],
+    values: Float[Tensor, "tokens kv_heads head_dim"],
+    cache: Float[Tensor, "blocks kv_heads block_size two_head_dim"],
+    tokens: PagedTokens,
+    layout: Layout,
+) -> None:
+    """The same as `keepset.kernels.paged.append_to_pages`."""
+    n, (_, heads, head_dim), size = len(tokens.lengths), keys.shape, cache.shape[2]
+    if not n:
+        return
+    _append_to_pages[(n,)](
+        keys, values, cache, *_places(tokens, layout),
+        *keys.stride()[:2], *values.stride()[:2], *cache.stride()[:3], *_rows(tokens, layout),
+        HEADS=heads, HEADS_BLOCK=triton.next_power_of_2(heads), HEAD_DIM=head_dim,
+        HEAD_BLOCK=triton.next_power_of_2(head_dim), SIZE=size, LISTED=tokens.rows is not None,
+    )  # fmt: skip
+
+
+def follow(
+    filed: FiledLayouts,
+    block_table: Int[Tensor, "rows width"],
+    before: Int[Tensor, " rows"],
+    after: Int[Tensor, " rows"],
+    required: Int[Tensor, " rows"],
+    lost: Int[Tensor, " 1"],
+    block_size: int,
+) -> tuple[Int[Tensor, " rows"], Layout]:
+    """The same as `keepset.kernels.paged.follow_layouts`."""
+    rows, (_, layers, heads) = len(before), filed.layout.counts.shape
+    pages = torch.empty(rows, dtype=torch.int64, device=block_table.device)
+    layout = Layout(*(part.new_empty(rows, *part.shape[1:]) for part in filed.layout))
+    _follow[(rows,)](
+        block_table, before, after, required, *filed.layout, filed.tokens, *layout, pages, lost, block_table.stride(0),
+        COUNTS=layers * heads, LAYERS=layers, SIZE=block_size, BLOCK=128, num_warps=1,
+    )  # fmt: skip
+    return pages, layout
+
+
+def _splits(device: torch.device, programs: int, longest: int) -> int:
+    """Parts of every head: enough to keep the device busy, none shorter than is worth it."""
+    least, most = _SPLITS
+    even = triton.cdiv(dispatch.processors(device) * _PROGRAMS_PER_PROCESSOR, programs)
+    return max(1, min(triton.cdiv(longest, _LEAST_PART), max(least, min(most, even))))
+
+
+def _places(tokens: PagedTokens, layout: Layout) -> tuple[Tensor | None, ...]:
+    return tokens.block_table, *layout, tokens.places, tokens.rows, tokens.lengths
+
+
+def _rows(tokens: PagedTokens, layout: Layout) -> tuple[int, ...]:
+    return tokens.block_table.stride(0), *(part.stride(0) for part in layout)
+
+
+@triton.jit
+def _dealt(counts, shared, HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, SIZE: tl.constexpr):
+    """Of each head its entries and pages at the event, and where its pages are numbered from: then, and since then."""
+    head = tl.arange(0, HEADS_BLOCK)
+    count = tl.load(counts + head, mask=head < HEADS, other=0).to(tl.int32)
+    kept = (count + SIZE - 1) // SIZE
+    free = kept * SIZE - count
+    if shared:
+        kept, free = tl.maximum(kept - 1, 0), free * 0
+    # Heads with fewer free places run full earlier; of equal ones the lower head takes its page first.
+    full = tl.where(head < HEADS, free * HEADS + head, 2**30)
+    rank = tl.sum((full[None, :] < full[:, None]).to(tl.int32), 1)
+    start = tl.sum(tl.where(head[None, :] < head[:, None], kept[None, :], 0), 1)
+    total = tl.sum(kept, 0)
+    if shared:
+        total = (total + HEADS - 1) // HEADS * HEADS
+    return count, kept, start, total + rank - kept * HEADS
+
+
+@triton.jit
+def _number(page, kept, start, later, HEADS: tl.constexpr):
+    """Which of its request's sub-pages a head's page is."""
+    return tl.where(page < kept, start + page, later + page * HEADS)
+
+
+@triton.jit(do_not_specialize=["outputs"])
+def _attend_pages(
+    queries, cache, bias, block_table, counts, event_lengths, firsts, shares, places, rows, lengths, output, lse,
+    query_token, query_head, cache_block, cache_head, cache_entry,
+    table_row, counts_row, event_row, first_row, shared_row, scaling, outputs,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr, SIZE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, LEAST_PART: tl.constexpr,
+    LISTED: tl.constexpr, BIASED: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    token, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    place, row = token, token
+    if LISTED:
+        place, row = tl.load(places + token).to(tl.int64), tl.load(rows + token).to(tl.int64)
+    length = tl.load(lengths + token).to(tl.int32)
+    all_counts, all_kept, starts, laters = _dealt(
+        counts + row * counts_row, tl.load(shares + row * shared_row) > 0, HEADS, HEADS_BLOCK, SIZE
+    )
+    own = tl.arange(0, HEADS_BLOCK) == head
+    count, kept = tl.sum(tl.where(own, all_counts, 0), 0), tl.sum(tl.where(own, all_kept, 0), 0)
+    start, later = tl.sum(tl.where(own, starts, 0), 0), tl.sum(tl.where(own, laters, 0), 0)
+    since = length - tl.load(event_lengths + row * event_row).to(tl.int32)
+    entries = tl.where(length > 0, count + since, 0)
+    first_block = tl.load(firsts + row * first_row).to(tl.int32)
+    table = block_table + row * table_row
+    member = tl.arange(0, ROWS)
+    exists, query = member < GROUP, head * GROUP + member
+    dims = tl.arange(0, HEAD_BLOCK)
+    q = tl.load(
+        queries + place * query_token + query[:, None] * query_head + dims[None, :],
+        mask=exists[:, None] & (dims < HEAD_DIM)[None, :], other=0.0,
+    ).to(cache.dtype.element_ty)  # fmt: skip
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    attended = tl.zeros([ROWS, HEAD_BLOCK], tl.float32)
+    part = entries
+    if SPLIT:
+        even = tl.cdiv(entries, tl.num_programs(2))
+        part = tl.maximum(LEAST_PART, tl.cdiv(even, BLOCK) * BLOCK)
+    for offset in range(split * part, tl.minimum(split * part + part, entries), BLOCK):
+        entry = offset + tl.arange(0, BLOCK)
+        stored = entry < entries
+        number = _number(entry // SIZE, kept, start, later, HEADS)
+        block = tl.load(table + first_block + number // HEADS, mask=stored, other=0).to(tl.int64)
+        at = block * cache_block + (number % HEADS) * cache_head + (entry % SIZE) * cache_entry
+        k = tl.load(cache + at[None, :] + dims[:, None], mask=stored[None, :] & (dims < HEAD_DIM)[:, None], other=0.0)
+        logits = tl.dot(q, k, input_precision="ieee") * scaling
+        if BIASED:
+            slot = (block * HEADS + number % HEADS) * SIZE + entry % SIZE
+            # What came since the event has none.
+            logits += tl.load(bias + slot, mask=stored & (entry < count), other=0.0).to(tl.float32)[None, :]
+        logits = tl.where(stored[None, :], logits, float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(logits, 1))
+        # Of rows that have seen nothing yet the difference would be NaN.
+        shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        weights = tl.exp(logits - shift[:, None])
+        shrink = tl.exp(largest - shift)
+        total = total * shrink + tl.sum(weights, 1)
+        v = tl.load(
+            cache + at[:, None] + (HEAD_DIM + dims)[None, :],
+            mask=stored[:, None] & (dims < HEAD_DIM)[None, :], other=0.0,
+        )  # fmt: skip
+        attended = attended * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        largest = new_largest
+    # Of nothing seen the output is zero; NaN stays NaN.
+    total = tl.where(total == 0.0, 1.0, total)
+    attended = attended / total[:, None]
+    written = GROUP
+    if SPLIT:
+        at_output = split.to(tl.int64) * outputs + token * (HEADS * GROUP) + query
+        tl.store(lse + at_output, largest + tl.log(total), mask=exists)
+        # That a part lies beyond its head's end is said by the log-sum-exp alone.
+        written = tl.where(split * part < entries, GROUP, 0)
+    else:
+        at_output = place * (HEADS * GROUP) + query
+    tl.store(
+        output + at_output[:, None] * HEAD_DIM + dims[None, :],
+        attended.to(output.dtype.element_ty), mask=(member < written)[:, None] & (dims < HEAD_DIM)[None, :],
+    )  # fmt: skip
+
+
+@triton.jit
+def _append_to_pages(
+    keys, values, cache, block_table, counts, event_lengths, firsts, shares, places, rows, lengths,
+    key_token, key_head, value_token, value_head, cache_block, cache_head, cache_entry,
+    table_row, counts_row, event_row, first_row, shared_row,
+    HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+    SIZE: tl.constexpr, LISTED: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    place, row = token, token
+    if LISTED:
+        place, row = tl.load(places + token).to(tl.int64), tl.load(rows + token).to(tl.int64)
+    length = tl.load(lengths + token).to(tl.int32)
+    count, kept, start, later = _dealt(
+        counts + row * counts_row, tl.load(shares + row * shared_row) > 0, HEADS, HEADS_BLOCK, SIZE
+    )
+    since = length - tl.load(event_lengths + row * event_row).to(tl.int32)
+    entry = count + since - 1
+    number = _number(entry // SIZE, kept, start, later, HEADS)
+    head, dims = tl.arange(0, HEADS_BLOCK), tl.arange(0, HEAD_BLOCK)
+    exists = head < tl.where(length > 0, HEADS, 0)
+    index = tl.load(firsts + row * first_row).to(tl.int32) + number // HEADS
+    block = tl.load(block_table + row * table_row + index, mask=exists, other=0).to(tl.int64)
+    at = block * cache_block + (number % HEADS) * cache_head + (entry % SIZE) * cache_entry
+    mask = exists[:, None] & (dims < HEAD_DIM)[None, :]
+    k = tl.load(keys + place * key_token + head[:, None] * key_head + dims[None, :], mask=mask)
+    tl.store(cache + at[:, None] + dims[None, :], k, mask=mask)
+    v = tl.load(values + place * value_token + head[:, None] * value_head + dims[None, :], mask=mask)
+    tl.store(cache + at[:, None] + (HEAD_DIM + dims)[None, :], v, mask=mask)
+
+
+@triton.jit
+def _follow(
+    block_table, before, after, required, filed_counts, filed_lengths, filed_firsts, filed_shares, filed_tokens,
+    counts, lengths, firsts, shares, pages, lost, table_row,
+    COUNTS: tl.constexpr, LAYERS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    had, has = tl.load(before + row), tl.load(after + row)
+    old = tl.load(block_table + row * table_row + tl.maximum(had - 1, 0) // SIZE).to(tl.int64)
+    page = tl.load(block_table + row * table_row + (has - 1) // SIZE).to(tl.int64)
+    known = tl.where(tl.load(filed_tokens + old) == had, had, 0) > 0
+    some = tl.arange(0, BLOCK)
+    for offset in tl.static_range(0, COUNTS, BLOCK):
+        index = offset + some
+        count = tl.load(filed_counts + old * COUNTS + index, mask=index < tl.where(known, COUNTS, 0), other=0)
+        tl.store(filed_counts + page * COUNTS + index, count, mask=index < COUNTS)
+        tl.store(counts + row * COUNTS + index, count, mask=index < COUNTS)
+    for offset in tl.static_range(0, LAYERS, BLOCK):
+        index = offset + some
+        there, mine = old * LAYERS + index, page * LAYERS + index
+        length = tl.load(filed_lengths + there, mask=index < tl.where(known, LAYERS, 0), other=0)
+        first = tl.load(filed_firsts + there, mask=index < tl.where(known, LAYERS, 0), other=0)
+        shared = tl.load(filed_shares + there, mask=index < tl.where(known, LAYERS, 0), other=0)
+        tl.store(filed_lengths + mine, length, mask=index < LAYERS)
+        tl.store(filed_firsts + mine, first, mask=index < LAYERS)
+        tl.store(filed_shares + mine, shared, mask=index < LAYERS)
+        tl.store(lengths + row * LAYERS + index, length, mask=index < LAYERS)
+        tl.store(firsts + row * LAYERS + index, first, mask=index < LAYERS)
+        tl.store(shares + row * LAYERS + index, shared, mask=index < LAYERS)
+    tl.debug_barrier()  # what was filed is read by all before it is written
+    tl.store(filed_tokens + page, has.to(tl.int32))
+    tl.store(pages + row, page)
+    if tl.where(known, 0, tl.load(required + row)) != 0:
+        tl.store(lost, 1)

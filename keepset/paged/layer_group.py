@@ -1,0 +1,258 @@
+"""`LayerGroup`: layers that share block tables. What they note while they attend, and how they execute a KeepSet."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from keepset.core.keep_set import LayerKeepSet
+from keepset.core.observation import Observation
+from keepset.core.rope import RotaryTable
+from keepset.errors import KeepsetError
+from keepset.paged.engine import Pages, QueryProjection
+from keepset.paged.entry_columns import EntryColumns, columns_of
+from keepset.paged.observer import Observer
+from keepset.paged.page_tables import OccupiedPages
+from keepset.paged.pages import read_layers, write_layers
+from keepset.paged.passing import PassingQueries
+from keepset.paged.planner import Planner
+from keepset.paged.step import EvictionEvent, StepPlan
+
+logger = logging.getLogger(__name__)
+
+CountEviction = Callable[..., None]
+"""Is told by keyword of layers' compression: `events` (requests; 0 where the first layer is not among them),
+`entries_kept`, `entries_dropped`, and `seconds`."""
+_WORKSPACE, _CPU_WORKSPACE = 1 << 28, 1 << 22
+"""Bytes of several layers' entries that an event takes out of their pages at a time. On a CPU launches cost little,
+and what stays in its caches is quicker."""
+
+
+class LayerEntries(NamedTuple):
+    """The entries of some layers at an event, layer after layer and row after row.
+
+    All of them are in keys, values and positions, those up to the event's point in the observation.
+    """
+
+    places: range
+    occupied: OccupiedPages
+    keys: Float[Tensor, "layers_rows kv_heads entries head_dim"]
+    values: Float[Tensor, "layers_rows kv_heads entries head_dim"]
+    positions: Int[Tensor, "layers_rows kv_heads entries"]
+    observation: Observation
+
+
+class LayerGroup:
+    """The layers of a planner.
+
+    What an entry is, apart from key and value, lies in columns of its own that are indexed by the same slots: its
+    original position, and whatever the method remembers of it. So all of it moves, and is forgotten, together.
+
+    Args:
+        planner: of the group.
+        pages: answers with a layer's cache, layer by layer.
+        passing: what the layers hold of queries, with as many slots as the planner gives away.
+        scaling: what the model multiplies query-key products with.
+        rotary: of the model, where the recipe looks at queries before rotation.
+        projections: of the layers, where the recipe looks at hidden states.
+        count: is told of every compression; of several ranks, one's counts.
+
+    Attributes:
+        planner: as given.
+        layers: indices of the group's layers in the model.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        pages: Sequence[Callable[[], Pages]],
+        passing: PassingQueries,
+        scaling: float,
+        rotary: RotaryTable | None = None,
+        projections: Sequence[QueryProjection] = (),
+        count: CountEviction | None = None,
+    ) -> None:
+        schedule = planner.schedule
+        self.planner, self.layers, self.recipe = planner, planner.layers, schedule.recipe
+        self._all_layers, self._block_size = schedule.layers, schedule.block_size
+        self._pages, self._passing, self._count = pages, passing, count
+        needs = self.recipe.method.needs
+        self._observer = Observer(needs, planner.recording, passing, scaling, rotary, projections)
+        self._apart = self.recipe.method.by_layer or needs.hidden_states
+        self._late: dict[int, Tensor] = {}
+
+    @cached_property
+    def columns(self) -> EntryColumns:
+        """Numbers of entries, once there is a cache."""
+        pages, names = self._pages[0](), columns_of(self.recipe)
+        return EntryColumns(names, len(self.layers), pages.slots, self._block_size, pages.device)
+
+    def record(self, place: int, plan: StepPlan, queries: Float[Tensor, "n query_heads head_dim"]) -> None:
+        """Notes of a step's queries what events will look at, once a layer has attended.
+
+        Args:
+            place: the layer's in the group.
+            plan: the step's.
+            queries: of the step, after rotation; its entries are in the cache.
+        """
+        for chunk in plan.chunks:
+            self._observer.collect(place, chunk, queries, self._pages[place]())
+        for addition in (*plan.added_first, *plan.added_now):
+            self._observer.add_up(place, addition, queries, self._pages[place](), self.columns)
+        if plan.captured_before is not None:
+            self._passing.record(place, queries[plan.captured_before.queries], plan.captured_before)
+        for held in plan.held:
+            self._passing.hold(place, queries, held)
+        if plan.captured_after is not None:
+            self._late[place] = queries[plan.captured_after.queries]
+
+    def add_up(self, plan: StepPlan) -> None:
+        """Adds up what waits long enough, once all layers have attended."""
+        for addition in plan.added:
+            for place, pages in enumerate(self._pages):
+                self._observer.add_up(place, addition, None, pages(), self.columns)
+
+    def record_late(self, plan: StepPlan) -> None:
+        """The same of queries that came after the step's events, which have been executed by now."""
+        if plan.captured_after is not None:
+            for place, queries in self._late.items():
+                self._passing.record(place, queries, plan.captured_after)
+            self._late = {}
+
+    def compress(self, event: EvictionEvent) -> None:
+        """Executes an event in all layers."""
+        for places in self._together(event):
+            start = time.perf_counter()
+            entries = self.read(event, places)
+            self.execute(event, entries, self._select(entries.observation, event), start)
+
+    def put(
+        self,
+        place: int,
+        keys: Float[Tensor, "n head_dim"],
+        values: Float[Tensor, "n head_dim"],
+        slots: Int[Tensor, " n"],
+    ) -> None:
+        """Writes entries that come from elsewhere into a layer's pages, once all events that are due are over."""
+        self._pages[place]().write(keys, values, slots)
+
+    def _together(self, event: EvictionEvent) -> Iterator[range]:
+        """Layers that are looked at as one batch: as many as there is room for, where each may be any."""
+        layers, together = len(self.layers), 1
+        if event.equal_heads and not self._apart:
+            pages = self._pages[0]()
+            entries = event.width * len(event.rows) * self.planner.schedule.kv_heads
+            room = _CPU_WORKSPACE if event.rows.device.type == "cpu" else _WORKSPACE
+            together = max(1, room // (entries * pages.entry_bytes))
+        for first in range(0, layers, together):
+            yield range(first, min(first + together, layers))
+
+    def read(self, event: EvictionEvent, places: range) -> LayerEntries:
+        """What the method may look at: everything up to the event's point. Several layers are rows of a batch."""
+        occupied, size, layers = event.occupied(places[0]), self._block_size, len(places)
+        subpages, kept, entries = occupied
+        width = event.width - event.newer if event.equal_heads else subpages.shape[-1] * size
+        columns = self.columns
+        parts = self._observer.parts(event, places, occupied, columns, width)
+        keys, values = read_layers([self._pages[place]() for place in places], subpages)
+        index = torch.arange(keys.shape[2], device=keys.device)
+        positions = columns.positions(places, occupied, event.at + event.newer)
+        at, prompts, state = event.at.repeat(layers), event.prompts.repeat(layers), {}
+        if event.compressed:
+            slots, moved = columns.slots(subpages)[..., :width], (index < kept[..., None])[..., :width]
+            moved = moved.repeat(layers, 1, 1)
+            state = {name: columns.read(name, places, slots).where(moved, 0) for name in self.recipe.method.remembers}
+        observation = Observation(
+            keys=keys[:, :, :width],
+            values=values[:, :, :width],
+            positions=positions[..., :width] if event.compressed else None,
+            valid=None if event.equal_heads else (index < (entries - event.newer)[..., None])[..., :width],
+            lengths=at,
+            prompts=prompts,
+            layer=self.layers[places[0]],
+            layers=self._all_layers,
+            state=state,
+            **parts,
+        )
+        return LayerEntries(places, occupied, keys, values, positions, observation)
+
+    def _select(self, observation: Observation, event: EvictionEvent) -> LayerKeepSet:
+        """The recipe's choice, which must be of the size that the scheduler counts with."""
+        method, budget = self.recipe.method, self.recipe.budget
+        kept = method.select(observation, budget).layer(observation.layer)
+        if event.is_counted(kept):
+            return kept
+        # A request that starts again after a preemption has more to choose from than one that was compressed all
+        # along, so a number that depends on it comes out differently. How many stay must not.
+        assert event.keep is not None
+        share = torch.full_like(kept.counts, event.keep)
+        return method.choose(method.ranked(observation, budget, share))
+
+    def execute(self, event: EvictionEvent, entries: LayerEntries, kept: LayerKeepSet, start: float) -> None:
+        """Packs what stays, and what came after the event; `start` is when the compression began."""
+        places, size = entries.places, self._block_size
+        width, heads_of_layer = entries.keys.shape[2], entries.occupied.entries.numel()
+        before = entries.occupied.entries.repeat(len(places), 1)
+        index, rank = _survivors(kept, before, event.newer, width)
+        heads = index // width
+        counts = kept.counts + event.newer
+        subpages = event.reassign(places[0], counts)
+        if subpages is None:
+            return
+        layer, head = heads // heads_of_layer, heads % heads_of_layer
+        slots = subpages.reshape(-1).index_select(0, head * subpages.shape[-1] + rank // size) * size + rank % size
+        keys, values = (column.flatten(0, 2).index_select(0, index) for column in (entries.keys, entries.values))
+        if kept.values is not None:
+            values[: len(kept.values)] = kept.values  # what came after the event follows
+        pages = [self._pages[place]() for place in places]
+        write_layers(pages, keys, values, layer, slots)
+        layer = layer + places.start
+        self.columns.write_positions(layer, slots, entries.positions.reshape(-1)[index])
+        if self.recipe.schedule.every is not None:
+            self._remember(kept, layer, slots, heads, index - heads * width)
+        if self._count is not None:
+            stays = sum(event.sizes(kept)) + event.newer * kept.counts.numel()
+            total = event.width * before.numel() if event.equal_heads else int(before.sum())
+            seconds = time.perf_counter() - start
+            events = len(event.rows) if self.layers[places[0]] == self._all_layers[0] else 0
+            self._count(events=events, entries_kept=stays, entries_dropped=total - stays, seconds=seconds)
+            logger.debug("%d layers kept %d of %d entries in %.1f ms", len(places), stays, total, 1e3 * seconds)
+
+    def _remember(
+        self,
+        kept: LayerKeepSet,
+        layers: Int[Tensor, " stays"],
+        slots: Int[Tensor, " stays"],
+        heads: Int[Tensor, " stays"],
+        within: Int[Tensor, " stays"],
+    ) -> None:
+        """Writes the method's own numbers; entries that it has not seen have none yet."""
+        for name, column in kept.state.items():
+            if name not in self.columns:
+                method = self.recipe.method.name
+                raise KeepsetError(f"{method} remembers {name!r} and does not say so: add it to its `remembers`.")
+            known = column.shape[-1]
+            remembered = column.reshape(-1, known)[heads, within.clamp(max=known - 1)]
+            self.columns.write(name, layers, slots, torch.where(within < known, remembered, 0))
+
+
+def _survivors(
+    kept: LayerKeepSet, entries: Int[Tensor, "rows kv_heads"], newer: int, width: int
+) -> tuple[Int[Tensor, " kept"], Int[Tensor, " kept"]]:
+    """Flat index of every entry that stays, `head * width + place`, and its rank in its head afterwards."""
+    heads = kept.rows
+    rank = torch.arange(heads.shape[0], device=heads.device) - kept.cu_seqlens[heads]
+    index = heads * width + kept.indices
+    if not newer:
+        return index, rank
+    counts, ends = kept.counts.flatten(), entries.flatten() - newer
+    every = torch.arange(counts.shape[0], device=heads.device).repeat_interleave(newer)
+    nth = torch.arange(newer, device=heads.device).repeat(counts.shape[0])
+    return torch.cat([index, every * width + ends[every] + nth]), torch.cat([rank, counts[every] + nth])

@@ -1,0 +1,201 @@
+"""Attention over an engine's pages, and new entries in them, against allocators that deal page after page out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from keepset.kernels.paged import PagedTokens, append_to_pages, paged_attention
+from keepset.kernels.subpages import Layout
+from tests.paged.allocator import Row
+
+TOLERANCE = {
+    torch.float32: dict(rtol=1e-5, atol=1e-5),
+    # Weights and outputs are rounded to bfloat16's 8 bits: of outputs below 4 that takes a few 2**-7.
+    torch.bfloat16: dict(rtol=0.02, atol=0.03),
+}
+WIDTH = 12
+"""Blocks of a request, at most."""
+NAN = float("nan")
+
+
+@dataclass
+class Case:
+    """Requests in the pages of a layer, and their newest tokens.
+
+    Attributes:
+        rows: of two layers, of which the second is looked at; those of length 0 only fill up.
+        new: tokens of each that are new.
+        cache: what no head holds is NaN.
+    """
+
+    rows: list[Row]
+    new: list[int]
+    cache: Tensor
+    layout: Layout
+    bias: Tensor
+
+    @classmethod
+    def draw(cls, lengths: list[int], new: list[int], kv_heads: int, size: int, dim: int, dtype: torch.dtype) -> Case:
+        """Requests of so many tokens; every other one was compressed or shares pages, its new tokens came since."""
+        draw = torch.Generator().manual_seed(sum(lengths) + kv_heads)
+        rows = [Row(2, kv_heads, size, WIDTH, r * WIDTH) for r in range(len(lengths))]
+        for r, (row, length, n) in enumerate(zip(rows, lengths, new, strict=True)):
+            for layer in row.layers:
+                before = length - n if r % 2 else length
+                for _ in range(before):
+                    layer.append()
+                if r % 2:
+                    counts = [int(torch.randint(before + 1, (), generator=draw)) for _ in range(kv_heads)]
+                    counts[-1] = 0
+                    if r == 1:
+                        layer.share([count // 2 for count in counts], max(layer.blocks - 2, 0))
+                    else:
+                        layer.event([head.held[:count] for head, count in zip(layer.heads, counts, strict=True)], 0)
+                    row.states[row.layers.index(layer)] = layer.layout
+                for _ in range(length - before):
+                    layer.append()
+        # By token, as FlashAttention has it: strides are whatever they are.
+        cache = torch.full((len(rows) * WIDTH, size, kv_heads, 2 * dim), NAN).to(dtype).transpose(1, 2)
+        bias = torch.full((cache.shape[0] * kv_heads * size,), NAN)
+        for row in rows:
+            for number in range(kv_heads):
+                for slot, _ in _slots(row, number, size):
+                    cache[slot // size // kv_heads, number_of(slot, size, kv_heads), slot % size] = torch.randn(
+                        2 * dim, generator=draw
+                    ).to(dtype)
+                    bias[slot] = torch.randn((), generator=draw)
+        state = [torch.tensor([[state[part] for state in row.states] for row in rows]) for part in range(4)]
+        return cls(rows, new, cache, Layout(*(part[:, 1:] for part in state)), bias)
+
+    def tokens(self, listed: bool) -> PagedTokens:
+        """The new ones: of requests with one each, or as a list, in which what comes first comes last."""
+        table = torch.tensor([row.block_table() for row in self.rows], dtype=torch.int32)
+        lengths = torch.tensor([row.length for row in self.rows], dtype=torch.int32)
+        if not listed:
+            return PagedTokens(table, lengths, int(lengths.max()))
+        several = [(r, row.length - n + i + 1) for r, row in enumerate(self.rows) for i, n in _numbered(self.new[r])]
+        places = [place for place in range(len(several)) if place % 5 != 2][::-1]
+        some = torch.tensor([several[place] for place in places], dtype=torch.int32).T.contiguous()
+        return PagedTokens(table, some[1], int(lengths.max()), torch.tensor(places), some[0])
+
+
+def _numbered(n: int) -> list[tuple[int, int]]:
+    return [(i, n) for i in range(n)]
+
+
+def number_of(slot: int, size: int, kv_heads: int) -> int:
+    """Which page of its block a slot is in."""
+    return slot // size % kv_heads
+
+
+def _slots(row: Row, head: int, size: int) -> list[tuple[int, int]]:
+    """Slots of a head's entries, and these, in order."""
+    pages, held = row.subpages(1, head), row.layers[1].heads[head].held
+    return [(pages[i // size] * size + i % size, entry) for i, entry in enumerate(held)]
+
+
+def expected(case: Case, queries: Tensor, tokens: PagedTokens, scaling: float, biased: bool) -> Tensor:
+    """Entry by entry."""
+    output = torch.zeros(queries.shape, dtype=torch.float64)
+    _, kv_heads, size, width = case.cache.shape
+    group = queries.shape[1] // kv_heads
+    for index, length in enumerate(tokens.lengths.tolist()):
+        place = index if tokens.places is None else int(tokens.places[index])
+        row = index if tokens.rows is None else int(tokens.rows[index])
+        for query in range(queries.shape[1]) if length else ():
+            head = query // group
+            kept = case.rows[row].states[1][0][head]
+            weights, rows = [], []
+            for i, (slot, entry) in enumerate(_slots(case.rows[row], head, size)):
+                if entry >= length:
+                    continue
+                numbers = case.cache[slot // size // kv_heads, number_of(slot, size, kv_heads), slot % size].double()
+                logit = float(queries[place, query].double() @ numbers[: width // 2]) * scaling
+                weights.append(logit + (float(case.bias[slot]) if biased and i < kept else 0.0))
+                rows.append(numbers[width // 2 :])
+            output[place, query] = torch.tensor(weights, dtype=torch.float64).softmax(0) @ torch.stack(rows)
+    return output
+
+
+SHAPES = [
+    # kv heads, group, block size, head size, dtype
+    pytest.param(2, 3, 16, 80, torch.float32, id="odd"),
+    pytest.param(8, 1, 16, 64, torch.bfloat16, id="many", marks=pytest.mark.full),
+    pytest.param(1, 8, 32, 128, torch.bfloat16, id="one", marks=pytest.mark.full),
+    pytest.param(3, 8, 32, 64, torch.float32, id="three", marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize(("kv_heads", "group", "size", "dim", "dtype"), SHAPES)
+@pytest.mark.parametrize(
+    ("listed", "biased"),
+    [(True, True), *(pytest.param(*each, marks=pytest.mark.full) for each in [(False, False), (False, True)])],
+)
+def test_attention_is_that_of_every_entry(
+    implementation: str,
+    kv_heads: int,
+    group: int,
+    size: int,
+    dim: int,
+    dtype: torch.dtype,
+    listed: bool,
+    biased: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if implementation == "triton":
+        from keepset.kernels.triton import paged
+
+        monkeypatch.setattr(paged, "_LEAST_PART", 64)  # so that heads are cut
+    lengths, new = [190, 150, 1, 2, 0, 65], [1, 3, 1, 1, 0, 2]
+    case = Case.draw(lengths, new if listed else [min(n, 1) for n in new], kv_heads, size, dim, dtype)
+    tokens, count = case.tokens(listed), sum(new) if listed else len(lengths)
+    draw = torch.Generator().manual_seed(1)
+    # As a part of what a projection makes of all.
+    queries = torch.randn(count, kv_heads * group + 2, dim, generator=draw).to(dtype)[:, : kv_heads * group]
+    output = torch.full((count, kv_heads * group, dim), 7.0, dtype=dtype)
+    paged_attention(queries, case.cache, tokens, case.layout, 0.2, output, case.bias if biased else None)
+    right = expected(case, queries, tokens, 0.2, biased)
+    if listed:  # the others are left alone
+        assert tokens.places is not None
+        others = [place for place in range(count) if place not in tokens.places.tolist()]
+        assert others
+        right[others] = 7.0
+    torch.testing.assert_close(output.double(), right, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(("kv_heads", "group", "size", "dim", "dtype"), SHAPES)
+@pytest.mark.parametrize("listed", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_new_entries_are_where_an_allocator_puts_them(
+    implementation: str, kv_heads: int, group: int, size: int, dim: int, dtype: torch.dtype, listed: bool
+) -> None:
+    lengths, new = [190, 150, 1, 2, 0, 65], [1, 18, 1, 1, 0, 2]
+    case = Case.draw(lengths, new if listed else [min(n, 1) for n in new], kv_heads, size, dim, dtype)
+    tokens, count = case.tokens(listed), sum(new) if listed else len(lengths)
+    draw = torch.Generator().manual_seed(1)
+    both = torch.randn(count, 2 * kv_heads, dim, generator=draw).to(dtype)
+    keys, values = both.chunk(2, 1)
+    right = case.cache.clone()
+    for index, length in enumerate(tokens.lengths.tolist()):
+        place = index if tokens.places is None else int(tokens.places[index])
+        row = index if tokens.rows is None else int(tokens.rows[index])
+        for head in range(kv_heads) if length else ():
+            ((slot, _),) = [pair for pair in _slots(case.rows[row], head, size) if pair[1] == length - 1]
+            entry = torch.cat((keys[place, head], values[place, head]))
+            right[slot // size // kv_heads, number_of(slot, size, kv_heads), slot % size] = entry
+    append_to_pages(keys, values, case.cache, tokens, case.layout)
+    assert not torch.equal(case.cache.nan_to_num(), torch.zeros_like(case.cache))
+    assert torch.equal(case.cache.nan_to_num(9.0), right.nan_to_num(9.0))
+
+
+def test_of_no_tokens_nothing_is_launched(implementation: str) -> None:
+    case = Case.draw([5], [1], 2, 16, 16, torch.float32)
+    none = torch.zeros(0, dtype=torch.int32)
+    tokens, before = PagedTokens(case.tokens(False).block_table, none, 5, none, none), case.cache.clone()
+    rows = torch.zeros(0, 2, 16)
+    paged_attention(rows, case.cache, tokens, case.layout, 1.0, rows)
+    append_to_pages(rows, rows, case.cache, tokens, case.layout)
+    assert torch.equal(case.cache.nan_to_num(), before.nan_to_num())

@@ -1,0 +1,64 @@
+"""Events lie between steps: each is executed once, in all layers, before the next step of any of them is planned."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from keepset.paged.layer_group import LayerGroup
+from tests.paged.engine import Engine, Request
+
+
+def executed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Layers and points of events, as they are executed."""
+    execute, done = LayerGroup.execute, list[tuple[int, int]]()
+
+    def watched(group: LayerGroup, event: object, entries: object, kept: object, start: float) -> None:
+        done.extend((group.layers[place], event.earliest) for place in entries.places)  # type: ignore[attr-defined]
+        execute(group, event, entries, kept, start)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(LayerGroup, "execute", watched)
+    return done
+
+
+@pytest.mark.parametrize("recipe", ["knorm(keep=9)", "pyramid(knorm, keep=9)", "pool(snapkv(window=2), keep=9)"])
+def test_they_wait_for_the_next_step(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one group of layers and with a group for each; the step's own blocks are still there."""
+    engine = Engine(recipe, 60)
+    done, request = executed(engine, monkeypatch), Request(0, 30)
+    engine.step({0: 30}, {0: request})
+    assert not done
+    engine.step({0: 1}, {0: request})
+    assert sorted(done) == [(0, 30), (1, 30), (2, 30)]
+    engine.step({0: 1}, {0: request})
+    assert len(done) == 3
+
+
+def test_an_event_is_executed_though_its_request_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pages belong to another one by then, who has not written to them yet."""
+    engine = Engine("snapkv(window=3, kernel=1, keep=9)", 12)
+    done, gone, next_one = executed(engine, monkeypatch), Request(0, 30), Request(1, 40)
+    engine.step({0: 30}, {0: gone})
+    engine.leave(gone)
+    for tokens in (40, 1, 1):
+        engine.step({1: tokens}, {1: next_one})
+    assert sorted(done) == sorted((layer, at) for layer in range(3) for at in (30, 40))
+
+
+def test_groups_must_mean_the_same_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine("pool(snapkv(window=2), keep=9)", 60)
+    engine.step({0: 30}, {0: Request(0, 30)})
+    plan = list(engine.events.steps.values())[-1]
+    plan.events[0] = replace(plan.events[0], rows=plan.events[0].rows + 1)
+    with pytest.raises(RuntimeError, match="lost count of the requests"):
+        engine.events.run()
+
+
+def test_a_number_that_the_scheduler_does_not_expect() -> None:
+    engine = Engine("pool(snapkv(window=2), keep=9)", 60)
+    engine.step({0: 30}, {0: Request(0, 30)})
+    for plan in engine.events.steps.values():
+        plan.events[0] = replace(plan.events[0], keep=1)
+    with pytest.raises(RuntimeError, match="kept another number of entries than its quotas say"):
+        engine.events.run()
