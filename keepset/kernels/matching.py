@@ -52,9 +52,9 @@ def match_attention(
 
     Of every query the kept entries have a share of the attention over all. Biases are logarithms of the weights for
     which the shares sum to what all entries have, by multiplicative updates of non-negative least squares (Lee and
-    Seung 2001), as ridge regression towards one weight for all. Values are then those with which attention over the kept entries alone is nearest to the output of
-    all: ridge regression towards the values that were there. Where the outcome is further from that output than the
-    entries as they were, these stay.
+    Seung 2001), as ridge regression towards one weight for all. Values are then those with which attention over the
+    kept entries alone is nearest to the output of all: ridge regression towards the values that were there. Where the
+    outcome is further from that output than the entries as they were, these stay.
 
     Args:
         heads: what attention over all entries looks at.
@@ -139,9 +139,7 @@ def _ridge(
     return solved.where(usable[:, None, None], 0.0)
 
 
-def _penalty(
-    rows: Float[Tensor, "heads m k"], ridge: float, count: Int[Tensor, " heads"]
-) -> Float[Tensor, "heads 1"]:
+def _penalty(rows: Float[Tensor, "heads m k"], ridge: float, count: Int[Tensor, " heads"]) -> Float[Tensor, "heads 1"]:
     """What is added to the diagonal of the rows' normal equations: so many parts of its mean."""
     return (ridge * _square(rows) / count.clamp(min=1) + torch.finfo(rows.dtype).tiny)[:, None]
 
