@@ -12,11 +12,13 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from keepset.errors import UnsupportedEngineError
+from keepset.paged.entry_columns import columns_of
 from keepset.paged.event_queue import EventQueue
 from keepset.paged.grouping import group_leader
 from keepset.paged.layer_group import LayerGroup
@@ -28,6 +30,7 @@ from keepset.paged.recording import Recording
 from keepset.paged.step import StepPlan
 from keepset.recipe import Recipe
 from keepset.vllm.compat import ask_for_prompt_lengths, attention_layers
+from keepset.vllm.memory import reserve
 from keepset.vllm.query_projection import VLLMQueryProjection, watch_projections
 from keepset.vllm.settings import recipe_of
 from keepset.vllm.spec import KeepSpec
@@ -76,6 +79,7 @@ class EngineContext:
         self.groups: list[LayerGroup] = []
         self._watch = watch_projections(self.projections) if recipe.method.needs.hidden_states else None
         self._passing: PassingQueries | None = None
+        self._reserve: Tensor | None = None
         self._parts: dict[tuple[str, ...], PassingQueries] = {}
         self._specs_made = 0
         self._steps: dict[str, PlannedStep] = {}
@@ -107,6 +111,8 @@ class EngineContext:
         ask_for_prompt_lengths(self.config)
         if self._passing is None:  # and vLLM has not measured yet what there is room for
             self._passing = self._room(len(indices))
+            entry_bytes = 2 * spec.head_size * spec.dtype.itemsize
+            self._reserve = reserve(self.config, len(columns_of(self.recipe)), entry_bytes, spec.num_kv_heads)
         scheduler = self.config.scheduler_config
         return KeepSpec.wrap(
             check_spec(spec),
@@ -120,6 +126,7 @@ class EngineContext:
     def passing(self, layers: Sequence[str]) -> PassingQueries:
         """What a group of layers, by their names, holds of queries."""
         assert self._passing is not None
+        self._reserve = None  # vLLM has measured
         taken = sum(map(len, self._parts))
         return self._parts.setdefault(tuple(layers), self._passing.part(taken, len(layers)))
 
