@@ -64,7 +64,9 @@ def build(
     seconds = time.perf_counter() - start
     # A folder is found again from wherever the question is asked.
     name = str(Path(model.name).resolve()) if model.name and Path(model.name).is_dir() else model.called
-    cache.save(out, model_name=name)
+    opening = tokenizer(chat_parts(tokenizer, "", "")[0], add_special_tokens=False)["input_ids"]
+    tokens = ids[0].tolist()
+    cache.save(out, model_name=name, token_ids=tokens, opening=len(opening) if tokens[: len(opening)] == opening else 0)
     kept = "nothing dropped yet"
     if cache.events:
         event, keep_set = cache.events[-1], cache.keep_set
