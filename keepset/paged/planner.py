@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from keepset.kernels.subpages import Layout
 from keepset.paged.capture import CapturePlanner
+from keepset.paged.contexts import ContextRequests
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.page_tables import FreedBlocks
 from keepset.paged.ragged_plan import RaggedPlanner
+from keepset.paged.recording import Recording
 from keepset.paged.step import StepBatch, StepPlan
 from keepset.paged.uniform_plan import UniformPlanner
 
@@ -17,32 +21,39 @@ class Planner:
 
     Args:
         schedule: when requests are compressed; the group's layers have the same.
+        recording: what is recorded of queries for that.
         layers: the group's, by their indices in the model.
         max_requests: how many can run at once.
         blocks: in the whole pool.
         freed_blocks: is told of events whose counts come from the data.
 
     Attributes:
-        schedule, layers: as given.
-        windows: the queries that events look at.
+        schedule, recording, layers: as given.
     """
 
     def __init__(
         self,
         schedule: EvictionSchedule,
+        recording: Recording,
         layers: Sequence[int],
         max_requests: int,
         blocks: int,
         freed_blocks: FreedBlocks,
     ) -> None:
-        self.schedule, self.layers = schedule, tuple(layers)
-        self._capture = CapturePlanner(schedule, len(self.layers), max_requests)
-        self.windows = self._capture.windows
+        self._contexts = ContextRequests(schedule.block_size)
+        self.schedule, self.recording, self.layers = schedule, recording, tuple(layers)
+        self._capture = CapturePlanner(schedule, recording, len(self.layers), max_requests)
         self._tables: RaggedPlanner | UniformPlanner
         if schedule.ragged:
             self._tables = RaggedPlanner(schedule, len(self.layers), blocks, freed_blocks, self._capture)
         else:
             self._tables = UniformPlanner(schedule, self._capture)
+
+    def begin(self, page: int, layout: Layout) -> None:
+        """A request goes on after a context: this page of its own has the newest token, and pages follow from that."""
+        assert isinstance(self._tables, RaggedPlanner)
+        self._tables.begin(page, layout)
+        self._contexts.begin(page, int(layout.length[0, 0]))
 
     def plan(self, batch: StepBatch) -> StepPlan:
         """What the group's layers do in this step.
@@ -58,6 +69,7 @@ class Planner:
         """
         plan = StepPlan(batch.slot_mapping)
         if batch.requests:
-            self._capture.plan(batch, plan)
+            batch = replace(batch, requests=self._contexts.marked(batch))
+            self._capture.plan(batch, plan, self._tables.occupied)
             self._tables.plan(batch, plan)
         return plan
