@@ -68,6 +68,7 @@ class Contents(NamedTuple):
         goes_on: whether its recipe compresses further while it is asked.
         text: the digest of its tokens; "" where the file does not say it.
         opening: the first of them that any other message begins with, too.
+        joint: tokens that come between the text and a question that began with the opening.
         columns: names of what there is of an entry, over all layers.
         counts: entries of every head, by the layer's index.
         layers: of the model's cache, compressed or not.
@@ -81,13 +82,20 @@ class Contents(NamedTuple):
     goes_on: bool
     text: str
     opening: list[int]
+    joint: list[int]
     columns: set[str]
     counts: dict[int, Int[Tensor, "requests kv_heads"]]
     layers: int
 
 
 def save(
-    cache: Cache, path: Path, model: PreTrainedModel, name: str, tokens: Sequence[int] | None, opening: int
+    cache: Cache,
+    path: Path,
+    model: PreTrainedModel,
+    name: str,
+    tokens: Sequence[int] | None,
+    opening: int,
+    joint: Sequence[int],
 ) -> None:
     """What `Cache.save` does; `name` is what the model is found by again."""
     if tokens is not None and (len(cache.require_prompt().lengths), cache.require_prompt().logical) != (1, len(tokens)):
@@ -125,7 +133,11 @@ def save(
         "event": None if event is None else {figure: getattr(event, figure) for figure in _FIGURES},
     }
     if tokens is not None:
-        metadata |= {"text": hashlib.sha256(token_bytes(tokens)).hexdigest(), "opening": list(tokens[:opening])}
+        metadata |= {
+            "text": hashlib.sha256(token_bytes(tokens)).hexdigest(),
+            "opening": list(tokens[:opening]),
+            "joint": list(joint),
+        }
     _FILE.write(path, tensors, {**metadata, "digest": _digest(metadata, tensors)})
 
 
@@ -155,6 +167,7 @@ def contents(path: Path) -> Contents:
             goes_on=Recipe.parse(recipe).schedule.every is not None,
             text=str(metadata.get("text", "")),
             opening=list(metadata.get("opening", ())),
+            joint=list(metadata.get("joint", ())),
             columns={name.split(".columns.")[1] for name in names if ".columns." in name},
             counts=counts,
             layers=int(metadata["layers"]),

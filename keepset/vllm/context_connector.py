@@ -110,7 +110,8 @@ class ContextConnector(BlockCountConnector):
         if question is None or request.skip_reading_prefix_cache:
             raise KeepsetError("A question to a context is tokens, of which no log-probabilities are asked for.")
         opening = context.contents.opening
-        question = question[len(opening) :] if question[: len(opening)] == opening else question
+        if opening and question[: len(opening)] == opening:
+            question = context.contents.joint + question[len(opening) :]
         longest = self._vllm_config.model_config.max_model_len
         if not question or context.tokens + len(question) >= longest:
             raise KeepsetError(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 from jaxtyping import Int
@@ -15,10 +17,12 @@ from torch import Tensor
 from keepset.core.observation import BIAS
 from keepset.errors import KeepsetError
 from keepset.hf import saved
-from keepset.hf.fingerprint import difference, make
+from keepset.hf.fingerprint import difference, make, stored_weights
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+logger = logging.getLogger(__name__)
 
 SUFFIX = ".safetensors"
 """Of the files; a context's name is its file's without it."""
@@ -61,10 +65,7 @@ class ContextLibrary:
 
     def __init__(self, folder: Path, config: VllmConfig) -> None:
         self._folder = folder
-        model = config.model_config
-        dtype: Any = model.dtype
-        self._make = make(model.architecture, model.hf_text_config, dtype)
-        self._longest = model.max_model_len
+        self._model = config.model_config
         self._known: dict[str, tuple[tuple[int, ...], Context | KeepsetError]] = {}
         self._whole: set[str] = set()
         self._listed: tuple[int, list[Context]] = -1, []
@@ -123,6 +124,18 @@ class ContextLibrary:
             self._listed = version, contexts
         return iter(self._listed[1])
 
+    @cached_property
+    def _fingerprint(self) -> dict[str, str]:
+        """Of the model; without its weights where those are not found in a folder."""
+        model, dtype = self._model, cast(torch.dtype, self._model.dtype)
+        weights = stored_weights(Path(model.model), model.hf_text_config, dtype) if Path(model.model).is_dir() else None
+        if weights is None:
+            logger.warning(
+                "Whether contexts are of the weights of %s is not checked: they are stored in another way.", model.model
+            )
+        known = {} if weights is None else {"weights": weights}
+        return {**make(model.architecture, model.hf_text_config, dtype), **known}
+
     def _names(self) -> list[str]:
         return sorted(path.name.removesuffix(SUFFIX) for path in self._folder.glob(f"*{SUFFIX}"))
 
@@ -131,8 +144,8 @@ class ContextLibrary:
         return f"it has {', '.join(names[:10])}{' and others' if len(names) > 10 else ''}" if names else "it has none"
 
     def _opened(self, name: str, path: Path, nbytes: int) -> Context:
-        contents = saved.contents(path)
-        if differs := difference({**contents.fingerprint, "weights": ""}, {**self._make, "weights": ""}):
+        contents, longest = saved.contents(path), self._model.max_model_len
+        if differs := difference(contents.fingerprint, self._fingerprint):
             raise KeepsetError(f"Context {name!r} is of another model, whose {differs}: build it with this one.")
         reasons = {
             f"it has {contents.requests} requests": contents.requests != 1,
@@ -140,8 +153,8 @@ class ContextLibrary:
             "it adds biases to attention (give its match biases=False)": BIAS in contents.columns,
             "it would be compressed further while it is asked (leave its every= out)": contents.goes_on,
             "not all layers of its model are compressed": len(contents.counts) != contents.layers,
-            f"it has {contents.header.tokens} tokens, and this server takes {self._longest} with question and answer": (
-                contents.header.tokens + 2 > self._longest
+            f"it has {contents.header.tokens} tokens, and this server takes {longest} with question and answer": (
+                contents.header.tokens + 2 > longest
             ),
         }
         for reason, applies in reasons.items():

@@ -46,7 +46,11 @@ class Inner:
 
 def server(folder: Path, model: PreTrainedModel, inner: Any) -> Any:
     model_config = SimpleNamespace(
-        architecture="LlamaForCausalLM", hf_text_config=model.config, dtype=torch.float32, max_model_len=512
+        model=model.config.name_or_path,
+        architecture="LlamaForCausalLM",
+        hf_text_config=model.config,
+        dtype=torch.float32,
+        max_model_len=512,
     )
     config = SimpleNamespace(additional_config={"keepset_contexts": str(folder)}, model_config=model_config)
     middleware = ContextMiddleware(inner)

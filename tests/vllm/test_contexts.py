@@ -53,13 +53,13 @@ EACH = [ask(name, place, SIZES[place % 4]) for place, name in enumerate(CONTEXTS
 AGAIN = [*EACH, *(ask(name, 10 + place, SIZES[(place + 1) % 4]) for place, name in enumerate(CONTEXTS))]
 BY_TEXT = ["a text", "and more"]
 """Contexts whose files know their tokens; the second goes on where the first ends."""
-TEXT, MORE, OPENING = IDS[3000:3200], IDS[3000:3260], IDS[3000:3003]
+TEXT, MORE, OPENING, JOINT = IDS[3000:3200], IDS[3000:3260], IDS[3000:3003], [11, 12]
 FOUND = [
     Ask(TEXT + question(1, 20), TOKENS),
     Ask(MORE + question(2, 20), TOKENS),
     Ask(TEXT[:-1] + question(3, 20), TOKENS),  # not all of it
     Ask(TEXT, TOKENS),  # no token is left to compute
-    Ask(question(4, 7), TOKENS, extra={"keepset": '{"context": "a text"}'}),
+    Ask(JOINT + question(4, 7), TOKENS, extra={"keepset": '{"context": "a text"}'}),
     Ask(OPENING + question(4, 7), TOKENS, extra={"keepset": {"context": "a text"}}),
 ]
 LATER = [ask("pooled", index, 9, add=4 * index) for index in range(4)]
@@ -75,7 +75,7 @@ TURMOIL = [
 CROWD = [
     ask(name, index, 30, 60) for index, name in enumerate(["pooled", "whole", "ragged", "read twice", "values"] * 2)
 ]
-NAMES = ["nowhere", "../tiny", "damaged", "flipped", "foreign", "cut off", "long", "goes on", "", 7]
+NAMES = ["nowhere", "../tiny", "damaged", "flipped", "foreign", "other weights", "cut off", "long", "goes on", "", 7]
 WRONG = [*({"context": name} for name in NAMES), {}, "pooled", {"contexts": "pooled"}]
 REFUSED = [Ask(question(index, 20), 5, extra={"keepset": wishes}) for index, wishes in enumerate(WRONG)]
 ALL = [*REFUSED, *EACH, *FOUND]
@@ -88,7 +88,7 @@ def write(
     cache = keepset.Cache(model, recipe)
     with torch.no_grad():
         model(torch.tensor([text or IDS[:tokens]]), past_key_values=cache)
-    cache.save(folder / f"{name}.safetensors", token_ids=text, opening=len(OPENING))
+    cache.save(folder / f"{name}.safetensors", token_ids=text, opening=len(OPENING), joint=JOINT)
     return folder / f"{name}.safetensors"
 
 
@@ -109,6 +109,7 @@ def folder(tiny_model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory
     write(folder, tiny_model, "goes on", "snapkv(window=8, keep=40, every=8)", 100)
     torch.manual_seed(1)
     write(folder, LlamaForCausalLM(TINY).bfloat16().eval(), "foreign", "knorm(keep=0.1)", 100)
+    write(folder, LlamaForCausalLM(TINY).eval(), "other weights", "knorm(keep=0.1)", 100)
     return folder
 
 
@@ -156,9 +157,8 @@ def expected(model: PreTrainedModel, folder: Path, one: Ask) -> list[int]:
 def part(engine: Result, some: list[Ask]) -> Result:
     """What became of these requests of all."""
     places = [next(place for place, one in enumerate(ALL) if one is each) for each in some]
-    lists = {
-        name: [getattr(engine, name)[place] for place in places] for name in ("tokens", "cached", "reasons", "log")
-    }
+    names = ("tokens", "cached", "reasons", "log")
+    lists = {name: [getattr(engine, name)[place] for place in places] for name in names}
     return replace(engine, **lists)
 
 
@@ -197,7 +197,12 @@ def test_a_prompt_that_begins_with_a_text_gets_it(
 ) -> None:
     engine = part(result(engines, "all"), FOUND)
     assert engine.cached[:3] == [200, 260, 0] and engine.cached[4:] == [200, 200]
-    meant = [ask("a text", 1, 20), ask("and more", 2, 20), *FOUND[2:4], *[ask("a text", 4, 7)] * 2]
+    meant = [
+        ask("a text", 1, 20),
+        ask("and more", 2, 20),
+        *FOUND[2:4],
+        *[replace(FOUND[4], extra={"keepset": {"context": "a text"}})] * 2,
+    ]
     check(tiny_model, folder, meant, engine)
 
 
