@@ -50,6 +50,8 @@ class EventQueue:
         """Executes what is due."""
         steps, self.steps = self.steps, {}
         events = [plan.events for plan in steps.values()]
+        for group, plan in steps.items():
+            group.add_up(plan)
         if any(events):
             if next(iter(steps)).recipe.method.across_layers:
                 for across in zip(*events, strict=True):

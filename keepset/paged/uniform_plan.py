@@ -6,9 +6,10 @@ What an event leaves is packed into logical slots from `dropped // block_size` b
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from keepset.paged.capture import CapturePlanner
@@ -36,34 +37,40 @@ class UniformPlanner:
                 groups[after - gone, after - at, left, gone > 0, at == prompt].append(request)
         for (width, newer, left, compressed, _), requests in groups.items():
             rows = batch.tensor([request.row for request in requests])
-            pages = self._pages(batch, rows, requests, width, left, compressed)
-            event = self._capture.event(batch, rows, requests, newer, width, left - newer, compressed, *pages)
+            occupied, now = self.occupied(batch, requests), self._subpages(batch, requests, left)
+            event = self._capture.event(
+                batch, rows, requests, newer, width, left - newer, compressed, occupied, lambda *_, now=now: now
+            )
             plan.events.append(event)
         if any(dropped):
             plan.shifted = self._shift(batch, dropped)
 
-    def _pages(
-        self, batch: StepBatch, rows: Tensor, requests: list[ScheduledRequest], width: int, left: int, compressed: bool
-    ) -> tuple[Callable[[int], OccupiedPages], Callable[[int, Tensor], Tensor]]:
-        """Entries lie in their blocks from the first that is not freed; and so they will afterwards, in any layer."""
-        schedule, size, kv_heads = self._schedule, self._schedule.block_size, self._schedule.kv_heads
-        heads = torch.arange(kv_heads, device=rows.device)[:, None]
-        after = batch.tensor([request.after for request in requests])
+    def occupied(self, batch: StepBatch, requests: Sequence[ScheduledRequest]) -> Callable[[int], OccupiedPages]:
+        """Where the entries of these requests lie in every layer, before the step's events."""
+        schedule, numbers = self._schedule, []
+        for request in requests:
+            width, kept = request.after - schedule.dropped(request.prompt, request.before), 0
+            # Nothing was packed at events that dropped nothing: what came since the one before is whole.
+            if width < request.after:
+                kept = schedule.compressed(request.prompt, request.before) - (request.after - width)
+            numbers.append((width, kept))
+        shape = (len(requests), schedule.kv_heads)
+        entries, packed = (part[:, None].expand(shape) for part in batch.tensor(numbers).unbind(1))
+        subpages = self._subpages(batch, requests, *(width for width, _ in numbers))
+        return lambda _: OccupiedPages(subpages, packed, entries)
 
-        def subpages(entries: int) -> Tensor:
-            first = (after - entries)[:, None] // size
-            columns = first + torch.arange(-(-entries // size), device=rows.device)
-            return batch.block_table[rows[:, None], columns].long()[:, None] * kv_heads + heads
-
-        # Nothing was packed at events that dropped nothing: what came since the one before is whole.
-        kept = torch.zeros_like(after)
-        if compressed:
-            points = [schedule.compressed(request.prompt, request.before) for request in requests]
-            kept = batch.tensor(points) - (after - width)
-        shape = (len(requests), kv_heads)
-        entries = torch.full(shape, width, device=rows.device)
-        occupied, now = OccupiedPages(subpages(width), kept[:, None].expand(shape), entries), subpages(left)
-        return lambda _: occupied, lambda *_: now
+    def _subpages(
+        self, batch: StepBatch, requests: Sequence[ScheduledRequest], *entries: int
+    ) -> Int[Tensor, "rows kv_heads pages"]:
+        """That hold so many entries of each request: they lie in its blocks from the first that is not freed."""
+        size, kv_heads = self._schedule.block_size, self._schedule.kv_heads
+        widths = entries * len(requests) if len(entries) == 1 else entries
+        firsts = [(one.row, (one.after - width) // size) for one, width in zip(requests, widths, strict=True)]
+        row, first = batch.tensor(firsts).unbind(1)
+        place = torch.arange(-(-max(widths) // size), device=row.device)
+        columns = (first[:, None] + place).clamp(max=batch.block_table.shape[1] - 1)
+        heads = torch.arange(kv_heads, device=row.device)[:, None]
+        return batch.block_table[row[:, None], columns].long()[:, None] * kv_heads + heads
 
     def _shift(self, batch: StepBatch, dropped: list[int]) -> ShiftedBatch:
         """The batch without what was dropped; moves new tokens' slots to where their requests' entries end."""

@@ -6,11 +6,14 @@ layer, and makes the objects itself. So what they share is here, and only which 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from keepset.errors import UnsupportedEngineError
@@ -18,7 +21,10 @@ from keepset.paged.event_queue import EventQueue
 from keepset.paged.grouping import group_leader
 from keepset.paged.layer_group import LayerGroup
 from keepset.paged.page_tables import FreedBlocks
+from keepset.paged.passing import PassingQueries
 from keepset.paged.per_head import PerHeadSequences
+from keepset.paged.query_records import slots_for
+from keepset.paged.recording import Recording
 from keepset.paged.step import StepPlan
 from keepset.recipe import Recipe
 from keepset.vllm.compat import ask_for_prompt_lengths, attention_layers
@@ -67,6 +73,8 @@ class EngineContext:
         self.freed_blocks = FreedBlocks()
         self.events = EventQueue(self.freed_blocks)
         self._watch = watch_projections(self.projections) if recipe.method.needs.hidden_states else None
+        self._passing: PassingQueries | None = None
+        self._parts: dict[tuple[str, ...], PassingQueries] = {}
         self._specs_made = 0
         self._steps: dict[str, PlannedStep] = {}
 
@@ -79,6 +87,14 @@ class EngineContext:
             layers[name] = index
         return layers
 
+    @cached_property
+    def recording(self) -> Recording:
+        """What layers hold of queries."""
+        model, parallel = self.config.model_config, self.config.parallel_config
+        group = model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
+        assert isinstance(model.dtype, torch.dtype)
+        return Recording.of(self.recipe, group, model.get_head_size(), model.dtype.itemsize)
+
     def spec_of_next_layer(self, spec: AttentionSpec) -> AttentionSpec:
         """The kind of cache of the layer that is asked for now."""
         if self._watch is not None:  # the model is built
@@ -87,6 +103,8 @@ class EngineContext:
         index = indices[self._specs_made % len(indices)]
         self._specs_made += 1
         ask_for_prompt_lengths(self.config)
+        if self._passing is None:  # and vLLM has not measured yet what there is room for
+            self._passing = self._room(len(indices))
         scheduler = self.config.scheduler_config
         return KeepSpec.wrap(
             check_spec(spec),
@@ -96,6 +114,21 @@ class EngineContext:
             tokens_per_step=scheduler.max_num_batched_tokens,
             steps_ahead=int(bool(scheduler.async_scheduling)),
         )
+
+    def passing(self, layers: Sequence[str]) -> PassingQueries:
+        """What a group of layers, by their names, holds of queries."""
+        assert self._passing is not None
+        taken = sum(map(len, self._parts))
+        return self._parts.setdefault(tuple(layers), self._passing.part(taken, len(layers)))
+
+    def _room(self, layers: int) -> PassingQueries:
+        model, requests = self.config.model_config, self.config.scheduler_config.max_num_seqs
+        heads = model.get_num_attention_heads(self.config.parallel_config)
+        assert isinstance(model.dtype, torch.dtype)
+        return PassingQueries(
+            self.recording, layers, slots_for(requests), heads, model.get_head_size(), model.dtype,
+            current_platform.device_type,
+        )  # fmt: skip
 
     def begin(self, step: PlannedStep) -> None:
         """What the next forward of these layers is to do."""
