@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.core.keep_set import LayerKeepSet
-from keepset.core.observation import BIAS, Observation
+from keepset.core.observation import Observation
 from keepset.core.rope import RotaryTable
 from keepset.errors import KeepsetError
 from keepset.paged.engine import Pages, QueryProjection
@@ -93,11 +93,6 @@ class LayerGroup:
         """Numbers of entries, once there is a cache."""
         pages, names = self._pages[0](), columns_of(self.recipe)
         return EntryColumns(names, len(self.layers), pages.slots, self._block_size, pages.device)
-
-    def bias(self, place: int) -> Float[Tensor, " slots"] | None:
-        """What a layer's attention adds to the logits of the entries that were kept; None: nothing."""
-        column = self._state.get(BIAS)
-        return None if column is None else column[place]
 
     def record(self, place: int, plan: StepPlan, queries: Float[Tensor, "n query_heads head_dim"]) -> None:
         """Notes of a step's queries what events will look at, once a layer has attended.

@@ -75,7 +75,7 @@ class KeepImpl:
         ragged = step.plan.ragged
         assert ragged is not None and ragged.tokens is not None
         place = step.places[layer.layer_name]
-        tokens, layout, bias = ragged.tokens, ragged.of_layer(place), step.group.bias(place)
+        tokens, layout, bias = ragged.tokens, ragged.of_layer(place), step.group.columns.bias(place)
         paged_attention(query, kv_cache, tokens, layout, self.scale, output, bias)
 
     def forward(
