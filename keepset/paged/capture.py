@@ -64,8 +64,9 @@ class CapturePlanner:
 
     def event(
         self,
-        batch: StepBatch,
         rows: Int[Tensor, " rows"],
+        at: Int[Tensor, " rows"],
+        prompts: Int[Tensor, " rows"],
         requests: list[ScheduledRequest],
         newer: int,
         width: int,
@@ -79,9 +80,9 @@ class CapturePlanner:
         records = self._recorded(requests, points)
         return EvictionEvent(
             rows=rows,
-            at=batch.tensor(points),
+            at=at,
             earliest=min(points),
-            prompts=batch.tensor([request.prompt for request in requests]),
+            prompts=prompts,
             newer=newer,
             width=width,
             keep=keep,

@@ -42,7 +42,7 @@ class Planner:
         if schedule.ragged:
             self._tables = RaggedPlanner(schedule, len(self.layers), blocks, freed_blocks, self._capture)
         else:
-            self._tables = UniformPlanner(schedule, self._capture)
+            self._tables = UniformPlanner(schedule, self._capture, max_requests)
 
     def plan(self, batch: StepBatch) -> StepPlan:
         """What the group's layers do in this step.
@@ -51,7 +51,7 @@ class Planner:
             batch: the step as the engine scheduled it. Its `slot_mapping` is altered in place.
 
         Returns:
-            The plan, the same for all layers of the group; nothing to do for a dummy run.
+            The plan, the same for all layers of the group; of a dummy run, what a graph is to remember of it.
 
         Raises:
             RuntimeError: a compressed request is not where it was left.
@@ -59,5 +59,5 @@ class Planner:
         plan = StepPlan(batch.slot_mapping)
         if batch.requests:
             self._capture.plan(batch, plan)
-            self._tables.plan(batch, plan)
+        self._tables.plan(batch, plan)
         return plan

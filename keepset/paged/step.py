@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -45,7 +46,8 @@ class StepBatch:
         block_table: blocks by logical position; of blocks that the scheduler has freed, anything.
         seq_lens: tokens of each request after this step.
         slot_mapping: `block * block_size + offset` of each new token; the layers write by this very tensor.
-        query_start_loc: on the CPU; the first query of each row, and the end of the last one's.
+        starts: the first query of each row, and the end of the last one's.
+        query_start_loc: the same on the CPU.
         max_query_len: most queries of any request.
     """
 
@@ -53,8 +55,14 @@ class StepBatch:
     block_table: Int[Tensor, "rows width"]
     seq_lens: Int[Tensor, " rows"]
     slot_mapping: Int[Tensor, " tokens"]
+    starts: Int[Tensor, " rows_plus_1"]
     query_start_loc: Int[Tensor, " rows_plus_1"]
     max_query_len: int
+
+    def tensors(self, *values: Sequence[int]) -> Sequence[Tensor]:
+        """Lists of whole numbers on the batch's device, by one upload."""
+        flat = torch.tensor(list(chain.from_iterable(values)), dtype=torch.int64)
+        return self.upload(flat).split([len(each) for each in values])
 
     def tensor(self, values: Sequence[Any]) -> Tensor:
         """Numbers on the batch's device."""
@@ -144,14 +152,14 @@ class ShiftedBatch:
     """What attention is told instead, where all heads keep equally many: the same batch less what was dropped.
 
     Attributes:
-        block_table, seq_lens: of what is kept.
-        max_seq_len: the greatest of the lengths.
+        block_table, seq_lens: of what is kept; in every step at the same addresses, which graphs have noted.
+        max_seq_len: the greatest of the lengths; None in a dummy run.
         dropped: entries that each row has lost.
     """
 
     block_table: Int[Tensor, "rows width"]
     seq_lens: Int[Tensor, " rows"]
-    max_seq_len: int
+    max_seq_len: int | None
     dropped: list[int]
 
 
@@ -161,7 +169,7 @@ class StepPlan:
 
     Attributes:
         slot_mapping: the batch's, altered in place to where the requests' entries end.
-        shifted: what attention is told instead of the batch, where anything was dropped from all heads alike.
+        shifted: what attention is told instead of the batch, where all heads keep equally many.
         per_head: the same where heads have different numbers of entries: each is a request of its own.
         chunks: what there is of prompts that are looked at as a whole.
         captured_before, captured_after: queries to record before and after the events.

@@ -11,22 +11,28 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from keepset.kernels.shift import shift_step
 from keepset.paged.capture import CapturePlanner
 from keepset.paged.eviction_schedule import EvictionSchedule
-from keepset.paged.page_tables import OccupiedPages, new_tokens
+from keepset.paged.page_tables import OccupiedPages
 from keepset.paged.step import ScheduledRequest, ShiftedBatch, StepBatch, StepPlan
 
 
 class UniformPlanner:
-    """Tables, slots and events of a step."""
+    """Tables, slots and events of a step.
 
-    def __init__(self, schedule: EvictionSchedule, capture: CapturePlanner) -> None:
-        self._schedule, self._capture = schedule, capture
+    All that the host knows of it goes to the device at once, and nothing comes back. Attention gets the same two tensors
+    in every step, so that a graph may have noted where they are.
+    """
+
+    def __init__(self, schedule: EvictionSchedule, capture: CapturePlanner, max_requests: int) -> None:
+        self._schedule, self._capture, self._max_requests = schedule, capture, max_requests
+        self._left: tuple[Tensor, Tensor] | None = None
 
     def plan(self, batch: StepBatch, plan: StepPlan) -> None:
         """Adds to the step's plan what is shifted and what is compressed."""
         schedule = self._schedule
-        dropped = [0] * batch.block_table.shape[0]
+        dropped = [0] * len(batch.seq_lens)
         groups: defaultdict[tuple[int, int, int, bool, bool], list[ScheduledRequest]] = defaultdict(list)
         for request in batch.requests:
             prompt, after = request.prompt, request.after
@@ -34,56 +40,55 @@ class UniformPlanner:
             if at := schedule.due(prompt, request.before, after):
                 left = after - schedule.dropped(prompt, after)
                 groups[after - gone, after - at, left, gone > 0, at == prompt].append(request)
-        for (width, newer, left, compressed, _), requests in groups.items():
-            rows = batch.tensor([request.row for request in requests])
-            pages = self._pages(batch, rows, requests, width, left, compressed)
-            event = self._capture.event(batch, rows, requests, newer, width, left - newer, compressed, *pages)
+        lost, *numbers = batch.tensors(dropped, *(each for group in groups.items() for each in self._numbers(*group)))
+        for place, ((width, newer, left, compressed, _), requests) in enumerate(groups.items()):
+            rows, at, prompts, after, kept = numbers[5 * place : 5 * place + 5]
+            pages = self._pages(batch, rows, after, kept, width, left)
+            event = self._capture.event(
+                rows, at, prompts, requests, newer, width, left - newer, compressed, *pages
+            )
             plan.events.append(event)
-        if any(dropped):
-            plan.shifted = self._shift(batch, dropped)
+        plan.shifted = self._shift(batch, dropped, lost)
+
+    def _numbers(
+        self, group: tuple[int, int, int, bool, bool], requests: list[ScheduledRequest]
+    ) -> tuple[list[int], ...]:
+        """Of these requests of an event rows, points, prompts, tokens, and entries that the event before has kept."""
+        width, newer, _, compressed, _ = group
+        # Nothing was packed at events that dropped nothing: what came since the one before is whole.
+        kept = [
+            self._schedule.compressed(request.prompt, request.before) - (request.after - width) if compressed else 0
+            for request in requests
+        ]
+        after = [request.after for request in requests]
+        points = [tokens - newer for tokens in after]
+        return [request.row for request in requests], points, [request.prompt for request in requests], after, kept
 
     def _pages(
-        self, batch: StepBatch, rows: Tensor, requests: list[ScheduledRequest], width: int, left: int, compressed: bool
+        self, batch: StepBatch, rows: Tensor, after: Tensor, kept: Tensor, width: int, left: int
     ) -> tuple[Callable[[int], OccupiedPages], Callable[[int, Tensor], Tensor]]:
         """Entries lie in their blocks from the first that is not freed; and so they will afterwards, in any layer."""
-        schedule, size, kv_heads = self._schedule, self._schedule.block_size, self._schedule.kv_heads
+        size, kv_heads = self._schedule.block_size, self._schedule.kv_heads
         heads = torch.arange(kv_heads, device=rows.device)[:, None]
-        after = batch.tensor([request.after for request in requests])
 
         def subpages(entries: int) -> Tensor:
             first = (after - entries)[:, None] // size
             columns = first + torch.arange(-(-entries // size), device=rows.device)
             return batch.block_table[rows[:, None], columns].long()[:, None] * kv_heads + heads
 
-        # Nothing was packed at events that dropped nothing: what came since the one before is whole.
-        kept = torch.zeros_like(after)
-        if compressed:
-            points = [schedule.compressed(request.prompt, request.before) for request in requests]
-            kept = batch.tensor(points) - (after - width)
-        shape = (len(requests), kv_heads)
+        shape = (len(rows), kv_heads)
         entries = torch.full(shape, width, device=rows.device)
         occupied, now = OccupiedPages(subpages(width), kept[:, None].expand(shape), entries), subpages(left)
         return lambda _: occupied, lambda *_: now
 
-    def _shift(self, batch: StepBatch, dropped: list[int]) -> ShiftedBatch:
+    def _shift(self, batch: StepBatch, dropped: list[int], lost: Tensor) -> ShiftedBatch:
         """The batch without what was dropped; moves new tokens' slots to where their requests' entries end."""
-        table, size = batch.block_table, self._schedule.block_size
-        if any(entries % size for entries in dropped):
-            before = torch.zeros(len(dropped), dtype=torch.int64)
-            for request in batch.requests:
-                before[request.row] = request.before
-            # On the host, which knows all of it, so that a GPU gets it at once.
-            row, position = new_tokens(before, batch.query_start_loc.long())
-            shift = (torch.tensor(dropped) % size)[row]
-            row, place, moves = batch.upload(torch.stack((row, position - shift, shift > 0)))
-            slots = batch.slot_mapping[: len(row)]
-            moved = table[row, place // size].long() * size + place % size
-            slots.copy_(torch.where(moves > 0, moved, slots))
-        lost = batch.tensor(dropped)
-        columns = torch.arange(table.shape[1], device=table.device) + (lost // size)[:, None]
-        return ShiftedBatch(
-            block_table=table.gather(1, columns.clamp(max=table.shape[1] - 1)),
-            seq_lens=batch.seq_lens - lost.to(batch.seq_lens),
-            max_seq_len=max(request.after - dropped[request.row] for request in batch.requests),
-            dropped=dropped,
-        )
+        rows, width = batch.block_table.shape
+        if self._left is None:
+            most = max(rows, self._max_requests)
+            self._left = batch.block_table.new_zeros(most, width), batch.seq_lens.new_zeros(most)
+        table, lengths = (each[:rows] for each in self._left)
+        step = batch.block_table, batch.seq_lens, batch.starts
+        shift_step(*step, lost, batch.slot_mapping, self._schedule.block_size, table, lengths)
+        most_entries = max((request.after - dropped[request.row] for request in batch.requests), default=None)
+        return ShiftedBatch(block_table=table, seq_lens=lengths, max_seq_len=most_entries, dropped=dropped)

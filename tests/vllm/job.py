@@ -151,7 +151,7 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
     from vllm.distributed import cleanup_dist_env_and_memory
 
     from keepset.paged import grouping
-    from keepset.vllm import engine_context, stats
+    from keepset.vllm import stats
 
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(scenario["own_process"]))
     default_groups, grouping.GROUPS = grouping.GROUPS, scenario["layer_groups"] or grouping.GROUPS
@@ -164,6 +164,7 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
         worker = getattr(core.model_executor, "driver_worker", None)
         if scenario["runner_v2"]:
             interpreted.warm_up(worker.worker)
+            run_events()
         if worker is not None and scenario["engine"].get("tensor_parallel_size", 1) == 1:
             undo = watch.watch_events(worker.worker.model_runner)
     grouping.GROUPS = default_groups
@@ -185,8 +186,8 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
         for output in engine.step():
             outputs[number(output.request_id)] = output
         step += 1
-    if watch is not None and (context := engine_context.active()) is not None:
-        context.events.run()  # of the last step, which none follows
+    if watch is not None:
+        run_events()
     result = watch.result(len(requests)) if watch is not None else {}
     result["classes"] = sorted({type(layer.impl).__name__ for layer in layers})
     result["tokens"] = [None if one is None else list(one.outputs[0].token_ids) for one in outputs]
@@ -200,6 +201,14 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
     envs.disable_envs_cache()
     gc.collect()
     return result
+
+
+def run_events() -> None:
+    """Those of the last step, which none follows."""
+    from keepset.vllm import engine_context
+
+    if (context := engine_context.active()) is not None:
+        context.events.run()
 
 
 def keep_async_scheduling() -> None:
