@@ -36,6 +36,64 @@ class PagedTokens(NamedTuple):
     rows: Int[Tensor, " n"] | None = None
 
 
+class FiledLayouts(NamedTuple):
+    """The layouts of all requests, each filed under the page that holds its request's newest token.
+
+    Attributes:
+        layout: page by page, contiguous.
+        tokens: of the request, when it was filed.
+    """
+
+    layout: Layout
+    tokens: Int[Tensor, " pages"]
+
+    @classmethod
+    def empty(cls, pages: int, layers: int, kv_heads: int, device: torch.device) -> FiledLayouts:
+        """Of no requests."""
+        shapes = (pages, layers, kv_heads), (pages, layers), (pages, layers), (pages,)
+        *layout, tokens = (torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes)
+        return cls(Layout(*layout), tokens)
+
+
+def follow_layouts(
+    filed: FiledLayouts,
+    block_table: Int[Tensor, "rows width"],
+    before: Int[Tensor, " rows"],
+    after: Int[Tensor, " rows"],
+    required: Int[Tensor, " rows"],
+    lost: Int[Tensor, " 1"],
+    block_size: int,
+) -> tuple[Int[Tensor, " rows"], Layout]:
+    """Files what requests have under their newest pages, on a GPU in one launch.
+
+    Args:
+        filed: is written to.
+        block_table: of the step's requests.
+        before, after: tokens of each before the step and after it.
+        required: not 0 where there must be a layout of a request with so many tokens `before`.
+        lost: is set to 1 where there is none.
+        block_size: tokens of a block.
+
+    Returns:
+        The pages, and the layout row by row: zero of what was not filed.
+    """
+    if uses_triton(block_table.device):
+        from keepset.kernels.triton import paged  # loads Triton
+
+        with launched_on(block_table.device):
+            return paged.follow(filed, block_table, before, after, required, lost, block_size)
+    row = torch.arange(len(before), device=before.device)
+    old = block_table[row, (before - 1).clamp(min=0) // block_size].long()
+    pages = block_table[row, (after - 1) // block_size].long()
+    known = (before > 0) & (filed.tokens[old] == before)
+    lost |= (required.bool() & ~known).any()
+    layout = Layout(*(part[old].where(known.view(-1, *(1,) * (part.ndim - 1)), 0) for part in filed.layout))
+    for part, now in zip(filed.layout, layout, strict=True):
+        part[pages] = now
+    filed.tokens[pages] = after.to(filed.tokens.dtype)
+    return pages, layout
+
+
 def paged_attention(
     queries: Float[Tensor, "tokens query_heads head_dim"],
     cache: Float[Tensor, "blocks kv_heads block_size two_head_dim"],

@@ -61,7 +61,7 @@ def tables(
     number, kv_heads = _numbers(layout.counts, page, block_size), entries.shape[-1]
     # Before the look-up: what a place beyond the need points at may lie outside the block table.
     block = (layout.first[..., None, None] + number // kv_heads).where(needed, 0)
-    found = block_table.gather(1, block.flatten(1)).view(block.shape)
+    found = block_table.gather(1, block.flatten(1).long()).view(block.shape)
     return (found * kv_heads + (number % kv_heads).to(found.dtype)).where(needed, 0)
 
 

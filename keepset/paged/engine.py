@@ -11,7 +11,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.core.shapes import HiddenStates, Queries
-from keepset.paged.per_head import PerHeadBatch
 from keepset.paged.step import StepBatch, StepPlan
 
 
@@ -96,24 +95,6 @@ class LayerAdapter(Protocol):
 
         Args:
             layer, kv_cache: the engine's.
-        """
-
-    def attend_per_head(
-        self,
-        layer: Any,
-        queries: Float[Tensor, "heads_tokens group head_dim"],
-        kv_cache: Any,
-        metadata: Any,
-        batch: PerHeadBatch,
-        output: Float[Tensor, "heads_tokens group head_dim"],
-    ) -> None:
-        """Causal attention by the engine's own kernel, where each (request, KV head) is a request with one KV head.
-
-        Args:
-            layer, kv_cache, metadata: the engine's.
-            queries: head by head, with the query heads of each KV head as its group.
-            batch: lengths and tables, over a cache in which each sub-page is a block of one KV head.
-            output: where the results go.
         """
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -11,6 +10,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from keepset.kernels import subpages
+from keepset.kernels.paged import FiledLayouts, PagedTokens, follow_layouts
 from keepset.kernels.subpages import Layout
 
 
@@ -29,27 +29,31 @@ class OccupiedPages(NamedTuple):
 
 
 @dataclass
-class PerHeadStep:
-    """The heads' page tables in one step.
+class RaggedStep:
+    """Where the heads' entries are in one step.
 
     Attributes:
         pages: ids of the pages that hold each request's newest token, where its state is filed.
         lengths: tokens of each request after this step.
-        layout: what the tables follow from.
-        entries: of each head after this step.
-        tables: sub-pages of each head.
-        slots: where new entries go, layer by layer; None while nothing was compressed: then the engine's own tables
-            say the same, and attention needs no others.
-        starts: first of each request's queries, and the end of the last one's.
+        layout: what the heads' pages follow from.
+        block_size: of the cache.
+        tokens: those of compressed requests and, where each request has one, all: they are written and attended by the
+            layout. None while nothing was compressed: then the engine's own tables say the same for all.
+        others: whether there are others, of which the engine's own tables are right.
+        tables: sub-pages of each of these tokens' heads, once somebody has asked for them.
     """
 
     pages: Int[Tensor, " rows"]
     lengths: Int[Tensor, " rows"]
     layout: Layout
-    entries: Int[Tensor, "rows layers kv_heads"]
-    tables: Int[Tensor, "rows layers kv_heads pages"]
-    slots: Sequence[Int[Tensor, " tokens_heads"]] | None
-    starts: Int[Tensor, " rows_plus_1"]
+    block_size: int
+    tokens: PagedTokens | None
+    others: bool
+    tables: Int[Tensor, "n layers kv_heads pages"] | None = None
+
+    def of_layer(self, place: int) -> Layout:
+        """What the pages of one layer's heads follow from."""
+        return Layout(*(part[:, place : place + 1] for part in self.layout))
 
 
 class PerHeadTables:
@@ -61,84 +65,69 @@ class PerHeadTables:
 
     def __init__(self, layers: int, kv_heads: int, block_size: int, blocks: int) -> None:
         self._layers, self._kv_heads, self._block_size, self._blocks = layers, kv_heads, block_size, blocks
-        self._filed: Layout | None = None
-        self._tokens: Tensor
+        self._filed: FiledLayouts | None = None
+        self._lost = _Lost()
         self._steady = False
-        self.step: PerHeadStep
+        self.step: RaggedStep
 
     def advance(
         self,
         block_table: Int[Tensor, "rows width"],
         before: Int[Tensor, " rows"],
         after: Int[Tensor, " rows"],
-        starts: Int[Tensor, " rows_plus_1"],
-        compressed: list[bool],
+        compressed: Int[Tensor, " rows"],
         eventful: bool,
-        decoding: bool,
-    ) -> PerHeadStep | None:
-        """Moves every request's state along, and makes the tables that the step needs.
+        tokens: PagedTokens | None,
+        others: bool,
+    ) -> RaggedStep | None:
+        """Moves every request's state along.
 
-        Those `compressed` before must have a state; in an `eventful` step some are; `decoding`, each has one new token.
+        Those `compressed` before must have a state; in an `eventful` step some are; `tokens` and `others` are as in
+        `RaggedStep`.
 
         Returns:
             None where the engine's own tables say the same, and no request is compressed.
 
         Raises:
-            RuntimeError: a compressed request is not where it was left.
+            RuntimeError: a compressed request is not where it was left. A GPU says so some steps later, because to wait
+                for it would take longer than the step's planning.
         """
-        filed = self._file(block_table.device)
-        rows = torch.arange(before.shape[0], device=before.device)
-        old = block_table[rows, (before - 1).clamp(min=0) // self._block_size].long()
-        pages = block_table[rows, (after - 1) // self._block_size].long()
-        if decoding and not eventful and self._goes_on(old, pages, before):
-            return self._next(after)
+        device = block_table.device
+        if self._filed is None:
+            self._filed = FiledLayouts.empty(self._blocks, self._layers, self._kv_heads, device)
+        on_cpu, alike = device.type == "cpu", tokens is not None and tokens.rows is None
+        # On a GPU to compare would take longer than to do it anew.
+        if on_cpu and alike and not eventful and self._goes_on(block_table, before, after):
+            self._filed.tokens[self.step.pages] = after.int()
+            self.step = replace(self.step, lengths=after, tokens=tokens)
+            return self.step
+        lost = self._lost.on(device)
+        pages, layout = follow_layouts(self._filed, block_table, before, after, compressed, lost, self._block_size)
+        self._lost.check()
         self._steady = False
-        known = (before > 0) & (self._tokens[old] == before)
-        if not all(is_known or not must for is_known, must in zip(known.tolist(), compressed, strict=True)):
-            raise RuntimeError("keepset lost the page tables of a request that was compressed.")
-        layout = Layout(*(part[old].where(known.view(-1, *(1,) * (part.ndim - 1)), 0) for part in filed))
-        for part, now in zip(filed, layout, strict=True):
-            part[pages] = now
-        self._tokens[pages] = after
-        folded = any(compressed)
-        if not (folded or eventful):
+        if tokens is None and not eventful:
             return None
-        entries = subpages.entries(layout, after)
-        # As far as until a request's newest block is full: before that there is no other block to look up.
-        coming = entries + (-after % self._block_size)[:, None, None]
-        most = -(-int(coming.max()) // self._block_size)
-        tables = subpages.tables(layout, coming, block_table, self._block_size, most)
-        self.step = PerHeadStep(
-            pages=pages,
-            lengths=after,
-            layout=layout,
-            entries=entries,
-            tables=tables,
-            slots=self._slots(layout, tables, before, starts, decoding).unbind() if folded else None,
-            starts=starts,
-        )
-        self._steady = folded and decoding and not eventful
+        self.step = RaggedStep(pages, after, layout, self._block_size, tokens, others)
+        self._steady = alike and not eventful
         return self.step
 
-    def _goes_on(self, old: Int[Tensor, " rows"], pages: Int[Tensor, " rows"], before: Int[Tensor, " rows"]) -> bool:
+    def _goes_on(
+        self, block_table: Int[Tensor, "rows width"], before: Int[Tensor, " rows"], after: Int[Tensor, " rows"]
+    ) -> bool:
         """Whether the requests are those of the step before, and none has a block more: tables stay as they are."""
-        if not self._steady or len(pages) != len(self.step.pages):
+        if not self._steady or len(before) != len(self.step.pages):
             return False
-        return bool(((old == pages) & (pages == self.step.pages) & (before == self.step.lengths)).all())
+        rows = torch.arange(len(before))
+        old, new = (block_table[rows, (tokens - 1) // self._block_size] for tokens in (before, after))
+        return bool(((old == new) & (new == self.step.pages) & (before == self.step.lengths)).all())
 
-    def _next(self, after: Int[Tensor, " rows"]) -> PerHeadStep:
-        """The step with one token more, which is most of them: nothing but lengths and slots is made anew."""
-        self._tokens[self.step.pages] = after
-        step = self.step
-        slots = self._slots(step.layout, step.tables, step.lengths, step.starts, decoding=True)
-        self.step = replace(step, lengths=after, entries=step.entries + 1, slots=slots.unbind())
-        return self.step
-
-    def occupied(self, rows: Int[Tensor, " rows"], place: int) -> OccupiedPages:
-        """Where the entries of these requests lie in one layer."""
-        entries = self.step.entries[rows, place]
-        subpages = self.step.tables[rows, place, :, : -(-int(entries.max()) // self._block_size)].long()
-        return OccupiedPages(subpages, self.step.layout.counts[rows, place], entries)
+    def occupied(self, rows: Int[Tensor, " rows"], block_table: Int[Tensor, "rows width"], place: int) -> OccupiedPages:
+        """Where the entries of these requests lie in one layer; `block_table` has their blocks."""
+        layout = Layout(*(part[rows] for part in self.step.of_layer(place)))
+        entries = subpages.entries(layout, self.step.lengths[rows])
+        most = -(-int(entries.max()) // self._block_size)
+        tables = subpages.tables(layout, entries, block_table, self._block_size, most)
+        return OccupiedPages(tables[:, 0].long(), layout.counts[:, 0], entries[:, 0])
 
     def reassign(
         self,
@@ -160,29 +149,39 @@ class PerHeadTables:
             return None
         layout = Layout(counts[:, None], lengths[:, None], first[:, None])
         assert self._filed is not None
-        for part, now in zip(self._filed, layout, strict=True):
-            part[self.step.pages[rows], place] = now[:, 0]
+        for part, now in zip(self._filed.layout, layout, strict=True):
+            part[self.step.pages[rows], place] = now[:, 0].to(part.dtype)
         most = -(-int(counts.max()) // self._block_size)
         return subpages.tables(layout, counts[:, None], block_table, self._block_size, most)[:, 0].long()
 
     def unused_blocks(self, page: int) -> int:
         """Leading blocks of the request whose newest token is in this page that no layer uses any more."""
         assert self._filed is not None
-        return int(self._filed.first[page].min())
+        return int(self._filed.layout.first[page].min())
 
-    def _slots(self, layout: Layout, tables: Tensor, before: Tensor, starts: Tensor, decoding: bool) -> Tensor:
-        if decoding:
-            row = torch.arange(before.shape[0], device=before.device)
-        else:
-            row, before = new_tokens(before, starts)
-        return subpages.slots(layout, tables, before, row, self._block_size)
 
-    def _file(self, device: torch.device) -> Layout:
-        if self._filed is None:
-            empty = torch.zeros(self._blocks, self._layers, dtype=torch.int64, device=device)
-            self._filed = Layout(empty[..., None].repeat(1, 1, self._kv_heads), empty, empty.clone())
-            self._tokens = torch.zeros(self._blocks, dtype=torch.int64, device=device)
-        return self._filed
+class _Lost:
+    """Whether a request's state was not where it must be, as a device finds out and the host learns without waiting."""
+
+    def __init__(self) -> None:
+        self._there: Int[Tensor, " 1"] | None = None
+        self._here: Int[Tensor, " 1"]
+
+    def on(self, device: torch.device) -> Int[Tensor, " 1"]:
+        """The device's word, 1 once one was lost."""
+        if self._there is None:
+            self._there = torch.zeros(1, dtype=torch.int32, device=device)
+            self._here = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        return self._there
+
+    def check(self) -> None:
+        """Raises what is known of the steps so far: of a GPU, what it had told when this was called before."""
+        assert self._there is not None
+        if self._there.device.type == "cpu":
+            self._here = self._there
+        if self._here[0]:
+            raise RuntimeError("keepset lost the page tables of a request that was compressed.")
+        self._here.copy_(self._there, non_blocking=True)
 
 
 def new_tokens(

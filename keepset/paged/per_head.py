@@ -1,4 +1,4 @@
-"""Heads as requests: what a backend's kernel is told where KV heads hold different numbers of entries."""
+"""Heads as requests: for an engine's own kernel, where none of keepset's runs."""
 
 from __future__ import annotations
 
@@ -8,78 +8,73 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keepset.paged.page_tables import PerHeadStep
+from keepset.kernels import subpages
+from keepset.kernels.subpages import Layout
+from keepset.paged.page_tables import RaggedStep
 
 
 class PerHeadBatch(NamedTuple):
-    """One layer's step in which every (request, KV head) is a request with one KV head.
+    """One layer's tokens, of which each KV head is a request with one KV head and one query.
 
     Attributes:
-        num_tokens: queries, heads times those of the step.
         seq_lens, block_table: entries and sub-pages of each.
         query_start_loc: first query of each, and the end of the last one's.
-        max_query_len, max_seq_len: most queries and entries of any.
-        slot_mapping: sub-page slots of the new entries, in the order of `key.flatten(0, 1)`.
+        slot_mapping: sub-page slots of the new entries.
     """
 
-    num_tokens: int
-    seq_lens: Int[Tensor, " requests_heads"]
-    block_table: Int[Tensor, "requests_heads pages"]
-    query_start_loc: Int[Tensor, " requests_heads_plus_1"]
-    max_query_len: int
-    max_seq_len: int
+    seq_lens: Int[Tensor, " tokens_heads"]
+    block_table: Int[Tensor, "tokens_heads pages"]
+    query_start_loc: Int[Tensor, " tokens_heads_plus_1"]
     slot_mapping: Int[Tensor, " tokens_heads"]
 
 
 class PerHeadSequences:
-    """The `PerHeadBatch` of every layer, made once in a step for all of them.
+    """The `PerHeadBatch` of every layer, made once in a step for all of them."""
 
-    While requests only decode, request after request and head after head is the order in which queries lie anyway,
-    and nothing is copied. Else the queries are sorted head after head, so that each head's of a request are
-    neighbours.
-    """
-
-    def __init__(self, step: PerHeadStep, tokens: int, max_query_len: int, block_size: int) -> None:
-        rows, layers, heads, pages = step.tables.shape
-        device = step.tables.device
-        self._heads, self._tokens = heads, tokens
-        self._in_order = max_query_len == 1 and tokens == rows
-        if self._in_order:
-            entries, tables = step.entries.transpose(0, 1), step.tables.transpose(0, 1)
-            starts = torch.arange(rows * heads + 1, device=device)
-        else:
-            entries, tables = step.entries.permute(1, 2, 0), step.tables.permute(1, 2, 0, 3)
-            first = torch.arange(heads, device=device)[:, None] * tokens + step.starts.to(device)[:-1]
-            starts = torch.cat([first.flatten(), first.new_tensor([heads * tokens])])
-        starts, lengths = starts.int(), entries.reshape(layers, -1).int()
+    def __init__(self, step: RaggedStep) -> None:
+        tokens = step.tokens
+        assert tokens is not None
+        self._places = tokens.places
+        rows, lengths = tokens.rows, tokens.lengths.long()
+        layout = step.layout if rows is None else Layout(*(part[rows] for part in step.layout))
+        entries, size = subpages.entries(layout, lengths), step.block_size
+        if step.tables is None:
+            # As far as until a request's newest block is full: before that there is no other block to look up.
+            coming = entries + (-lengths % size)[:, None, None]
+            blocks = tokens.block_table[: len(lengths)] if rows is None else tokens.block_table[rows]
+            step.tables = subpages.tables(layout, coming, blocks, size, -(-int(coming.max()) // size))
+        n, layers, heads, pages = step.tables.shape
+        every = torch.arange(n, device=lengths.device)
+        slots = subpages.slots(layout, step.tables, lengths - 1, every, size)
+        starts = torch.arange(n * heads + 1, device=lengths.device, dtype=torch.int32)
         # Contiguous, because kernels walk it by address.
-        tables = tables.reshape(layers, rows * heads, pages).int().contiguous()
-        assert step.slots is not None
+        tables = step.tables.transpose(0, 1).reshape(layers, n * heads, pages).int().contiguous()
+        lengths = entries.transpose(0, 1).reshape(layers, -1).int()
         self._batches = [
-            PerHeadBatch(heads * tokens, seq_lens, table, starts, max_query_len, pages * block_size, slots)
-            for seq_lens, table, slots in zip(lengths, tables, step.slots, strict=True)
+            PerHeadBatch(seq_lens, table, starts, own)
+            for seq_lens, table, own in zip(lengths, tables, slots, strict=True)
         ]
 
     def batch(self, place: int) -> PerHeadBatch:
         """Of the layer at this place of its group."""
         return self._batches[place]
 
-    def split(self, queries: Float[Tensor, "n query_heads dim"]) -> Float[Tensor, "heads_n group dim"]:
-        """Queries in the order of the heads' requests."""
-        tokens, heads = self._tokens, self._heads
-        split = queries[:tokens].reshape(tokens, heads, -1, queries.shape[-1])
-        return (split if self._in_order else split.transpose(0, 1)).flatten(0, 1)
+    def split(self, rows: Float[Tensor, "n heads dim"], kv_heads: int) -> Float[Tensor, "tokens_heads group dim"]:
+        """Queries, keys or values of the step as those of the heads' requests."""
+        own = rows[: len(self._batches[0].seq_lens) // kv_heads] if self._places is None else rows[self._places]
+        return own.reshape(len(own) * kv_heads, -1, own.shape[-1])
 
-    def output_buffer(self, output: Float[Tensor, "n query_heads dim"]) -> Float[Tensor, "heads_n group dim"]:
-        """Where the attention's results go, in that order."""
-        tokens, heads, dim = self._tokens, self._heads, output.shape[-1]
-        if self._in_order:
-            return output[:tokens].view(tokens * heads, -1, dim)
-        return output.new_empty(heads * tokens, output.shape[1] // heads, dim)
+    def output_buffer(
+        self, output: Float[Tensor, "n query_heads dim"], kv_heads: int
+    ) -> Float[Tensor, "tokens_heads group dim"]:
+        """Where the attention's results go."""
+        if self._places is None:
+            return self.split(output, kv_heads)
+        return output.new_empty(len(self._places) * kv_heads, output.shape[1] // kv_heads, output.shape[2])
 
-    def merge(self, attended: Float[Tensor, "heads_n group dim"], output: Float[Tensor, "n query_heads dim"]) -> None:
-        """Writes results in the order of the step's queries; needless where `output_buffer` was a view of them."""
-        if not self._in_order:
-            tokens, heads = self._tokens, self._heads
-            target = output[:tokens].view(tokens, heads, -1, output.shape[-1])
-            target.copy_(attended.view(heads, tokens, -1, output.shape[-1]).transpose(0, 1))
+    def merge(
+        self, attended: Float[Tensor, "tokens_heads group dim"], output: Float[Tensor, "n query_heads dim"]
+    ) -> None:
+        """Puts results where the step's are; needless where `output_buffer` was a view of them."""
+        if self._places is not None:
+            output[self._places] = attended.view(-1, *output.shape[1:])

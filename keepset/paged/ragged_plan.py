@@ -1,15 +1,18 @@
-"""Heads that keep different numbers of entries: each (request, head) has a page table of its own."""
+"""Heads that keep different numbers of entries, so that where each has its pages follows from counts."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from functools import partial
 
+from keepset.kernels.paged import PagedTokens
 from keepset.paged.capture import CapturePlanner
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.page_tables import FreedBlocks, PerHeadTables
-from keepset.paged.per_head import PerHeadSequences
-from keepset.paged.step import ScheduledRequest, StepBatch, StepPlan
+from keepset.paged.step import ScheduledRequest, ShiftedBatch, StepBatch, StepPlan
+
+_NOWHERE = -1
+"""A slot that nothing is written to: engines fill their steps up with it."""
 
 
 class RaggedPlanner:
@@ -24,32 +27,69 @@ class RaggedPlanner:
     def plan(self, batch: StepBatch, plan: StepPlan) -> None:
         """Adds to the step's plan the heads' tables and what is compressed."""
         schedule, requests = self._schedule, batch.requests
+        if not requests:
+            return
         compressed = [schedule.was_compressed(request.prompt, request.before) for request in requests]
         groups: defaultdict[tuple[int, int, int, bool], list[ScheduledRequest]] = defaultdict(list)
         for request, before in zip(requests, compressed, strict=True):
             if at := schedule.due(request.prompt, request.before, request.after):
                 groups[request.after, at, request.prompt, before].append(request)
-        step = self._tables.advance(
-            batch.block_table[: len(requests)],
-            batch.tensor([request.before for request in requests]),
-            batch.tensor([request.after for request in requests]),
-            batch.upload(batch.query_start_loc[: len(requests) + 1].long()),
-            compressed,
-            bool(groups),
-            all(request.end_query - request.first_query == 1 for request in requests),
-        )
-        if step is not None and step.slots is not None:
-            tokens = int(batch.query_start_loc[-1])
-            plan.per_head = PerHeadSequences(step, tokens, batch.max_query_len, schedule.block_size)
+        tokens, others = self._tokens(batch, compressed)
+        known = [(request.before, request.after, int(must)) for request, must in zip(requests, compressed, strict=True)]
+        lengths = batch.tensor(list(zip(*known, strict=True)))
+        table = batch.block_table[: len(requests)]
+        step = self._tables.advance(table, lengths[0], lengths[1], lengths[2], bool(groups), tokens, others)
+        if step is not None and step.tokens is not None:
+            plan.ragged = step
+            if others:
+                self._hide(batch, plan, step.tokens, compressed)
         for (after, at, prompt, before), members in groups.items():
-            rows, first, keep = batch.tensor([request.row for request in members]), None, None
+            number, first, keep = len(members), None, None
+            numbers = [at] * number, [prompt] * number, [schedule.freed(prompt, after)] * number
+            rows, points, prompts, freed = batch.tensors([request.row for request in members], *numbers)
             if schedule.fixed:
-                first = batch.tensor([schedule.freed(prompt, after)] * len(members))
+                first = freed
                 keep = at - schedule.dropped(prompt, after)
             elif step is not None:
                 for request in members:
                     self._freed_blocks.add(self._tables, int(step.pages[request.row]))
             # The engine's table may change before the event: what there is of it now is the event's own.
             blocks = batch.block_table[rows]
-            pages = partial(self._tables.occupied, rows), partial(self._tables.reassign, rows, blocks, first)
-            plan.events.append(self._capture.event(batch, rows, members, after - at, after, keep, before, *pages))
+            pages = (
+                partial(self._tables.occupied, rows, blocks),
+                partial(self._tables.reassign, rows, blocks, first),
+            )
+            plan.events.append(
+                self._capture.event(rows, points, prompts, members, after - at, after, keep, before, *pages)
+            )
+
+    def _tokens(self, batch: StepBatch, compressed: list[bool]) -> tuple[PagedTokens | None, bool]:
+        """The tokens that heads' own pages are of, and whether there are others."""
+        requests = batch.requests
+        if not any(compressed):
+            return None, True
+        longest = max(request.after for request in requests)
+        if all(request.end_query - request.first_query == 1 for request in requests):
+            return PagedTokens(batch.block_table, batch.seq_lens[: len(requests)], longest), False
+        several = [
+            (request.first_query + i, request.row, request.before + i + 1)
+            for request, before in zip(requests, compressed, strict=True)
+            for i in range(request.end_query - request.first_query if before else 0)
+        ]
+        places, rows, lengths = batch.tensor(list(zip(*several, strict=True))).unbind()
+        return PagedTokens(batch.block_table, lengths, longest, places, rows), not all(compressed)
+
+    def _hide(self, batch: StepBatch, plan: StepPlan, tokens: PagedTokens, compressed: list[bool]) -> None:
+        """Lets the engine write nothing of these tokens, and attend to little where it cannot leave them out."""
+        assert tokens.places is not None
+        batch.slot_mapping.index_fill_(0, tokens.places, _NOWHERE)
+        dropped = [0] * batch.block_table.shape[0]
+        for request, before in zip(batch.requests, compressed, strict=True):
+            dropped[request.row] = request.before if before else 0
+        lost = batch.tensor(dropped)
+        plan.shifted = ShiftedBatch(
+            block_table=batch.block_table,
+            seq_lens=batch.seq_lens - lost.to(batch.seq_lens),
+            max_seq_len=max(request.after - dropped[request.row] for request in batch.requests),
+            dropped=dropped,
+        )

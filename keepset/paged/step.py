@@ -13,8 +13,7 @@ from torch import Tensor
 
 from keepset.core.accumulator import Accumulators
 from keepset.core.keep_set import LayerKeepSet
-from keepset.paged.page_tables import OccupiedPages
-from keepset.paged.per_head import PerHeadSequences
+from keepset.paged.page_tables import OccupiedPages, RaggedStep
 from keepset.paged.query_windows import QueryCapture, QueryRecord
 
 
@@ -170,7 +169,7 @@ class StepPlan:
     Attributes:
         slot_mapping: the batch's, altered in place to where the requests' entries end.
         shifted: what attention is told instead of the batch, where all heads keep equally many.
-        per_head: the same where heads have different numbers of entries: each is a request of its own.
+        ragged: tokens that are written and attended head by head, where these have different numbers of entries.
         chunks: what there is of prompts that are looked at as a whole.
         captured_before, captured_after: queries to record before and after the events.
         events: compressions, once all layers have attended.
@@ -178,7 +177,7 @@ class StepPlan:
 
     slot_mapping: Int[Tensor, " tokens"]
     shifted: ShiftedBatch | None = None
-    per_head: PerHeadSequences | None = None
+    ragged: RaggedStep | None = None
     chunks: list[PromptChunk] = field(default_factory=list)
     captured_before: QueryCapture | None = None
     captured_after: QueryCapture | None = None

@@ -44,9 +44,7 @@ class UniformPlanner:
         for place, ((width, newer, left, compressed, _), requests) in enumerate(groups.items()):
             rows, at, prompts, after, kept = numbers[5 * place : 5 * place + 5]
             pages = self._pages(batch, rows, after, kept, width, left)
-            event = self._capture.event(
-                rows, at, prompts, requests, newer, width, left - newer, compressed, *pages
-            )
+            event = self._capture.event(rows, at, prompts, requests, newer, width, left - newer, compressed, *pages)
             plan.events.append(event)
         plan.shifted = self._shift(batch, dropped, lost)
 

@@ -13,12 +13,9 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import AttentionSpec
-from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from keepset.errors import UnsupportedEngineError
-from keepset.paged.grouping import table_per_head
-from keepset.recipe import Recipe
-from keepset.vllm.attention import KeepImpl, TritonMixin
+from keepset.vllm.attention import KeepImpl
 from keepset.vllm.cpu import CPUMixin
 from keepset.vllm.engine_context import activate, active
 from keepset.vllm.metadata import KeepBuilder
@@ -27,16 +24,10 @@ from keepset.vllm.settings import recipe_of
 _LAYERS: dict[str, type[KeepImpl]] = {
     "FLASH_ATTN": KeepImpl,
     "FLASHINFER": KeepImpl,
-    "TRITON_ATTN": TritonMixin,
+    "TRITON_ATTN": KeepImpl,
     "CPU_ATTN": CPUMixin,
 }
 """What is added to the layers of the backends that keepset knows."""
-_EQUAL_HEADS = ("FLASHINFER",)
-"""Those that plan once a step for all layers, which would be once for each where heads have tables of their own."""
-
-
-def _serves(backend: str, recipe: Recipe) -> bool:
-    return backend in _LAYERS and not (backend in _EQUAL_HEADS and table_per_head(recipe))
 
 
 class KeepBackend(AttentionBackend):
@@ -59,15 +50,15 @@ class KeepBackend(AttentionBackend):
         recipe = recipe_of(config)
         if config is None or recipe is None or config.attention_config.backend is not None:
             return reasons
-        return reasons if _serves(cls.registered, recipe) else [*reasons, "keepset does not serve the recipe with it"]
+        return reasons if cls.registered in _LAYERS else [*reasons, "keepset does not serve the recipe with it"]
 
     @classmethod
     def get_impl_cls(cls) -> type[Any]:  # type: ignore[override]
         context = activate()  # says first what else cannot be served
         if context is None:
             return cls.plain.get_impl_cls()
-        if cls.impl is None or not _serves(cls.registered, context.recipe):
-            others = ", ".join(name for name in _LAYERS if name != "CPU_ATTN" and _serves(name, context.recipe))
+        if cls.impl is None:
+            others = ", ".join(name for name in _LAYERS if name != "CPU_ATTN")
             raise UnsupportedEngineError(
                 f"keepset cannot serve {context.recipe}: this engine chose the attention backend {cls.registered}; "
                 f"choose one of {others} (--attention-backend) or, on CPUs, CPU_ATTN."
@@ -88,13 +79,6 @@ class KeepBackend(AttentionBackend):
     def supports_rswa(cls) -> bool:
         """Says yes, because the field that hands over prompt lengths is that feature's."""
         return True
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...] | None:
-        """Where heads have tables of their own, each head's page of a block must be a block of its own."""
-        layouts = super().supported_kv_cache_layouts()
-        context = active()
-        return layouts if context is None or not table_per_head(context.recipe) else (KVCacheLayout.LBHNC,)
 
 
 def __getattr__(name: str) -> type[AttentionBackend]:

@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 from vllm import _custom_ops as ops
 
-from keepset.paged.per_head import PerHeadBatch
 from keepset.vllm.attention import KeepImpl
 from keepset.vllm.cpu_pages import CPUPages
+from keepset.vllm.engine_context import PlannedStep
 
 
 class CPUMixin(KeepImpl):
@@ -24,10 +24,17 @@ class CPUMixin(KeepImpl):
     def make_pages(self, layer: Any, kv_cache: Tensor) -> CPUPages:
         return CPUPages(kv_cache, layer.isa)
 
-    def attend_per_head(
-        self, layer: Any, queries: Tensor, kv_cache: Tensor, metadata: Any, batch: PerHeadBatch, output: Tensor
-    ) -> None:
-        pages = self.pages(layer, kv_cache)
+    def append_ragged(self, layer: Any, step: PlannedStep, key: Tensor, value: Tensor, kv_cache: Tensor) -> None:
+        per_head, heads = step.per_head, self.num_kv_heads
+        slots = per_head.batch(step.places[layer.layer_name]).slot_mapping
+        keys, values = (per_head.split(rows, heads)[:, 0] for rows in (key, value))
+        self.pages(layer, kv_cache).write(keys, values, slots)
+
+    def attend_ragged(self, layer: Any, step: PlannedStep, query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
+        """Attention by the backend's own kernel, which keepset has no quicker one for."""
+        per_head, heads = step.per_head, self.num_kv_heads
+        batch = per_head.batch(step.places[layer.layer_name])
+        pages, buffer = self.pages(layer, kv_cache), per_head.output_buffer(output, heads)
         assert isinstance(pages, CPUPages)
         keys, values = pages.folded
         work = ops.cpu_attn_get_scheduler_metadata(
@@ -36,7 +43,7 @@ class CPUMixin(KeepImpl):
             num_kv_heads=1,
             head_dim=self.head_size,
             seq_lens=batch.seq_lens,
-            dtype=queries.dtype,
+            dtype=query.dtype,
             query_start_loc=batch.query_start_loc,
             causal=True,
             sliding_window_size=-1,
@@ -44,10 +51,10 @@ class CPUMixin(KeepImpl):
             enable_kv_split=True,
         )
         ops.cpu_attention_with_kv_cache(
-            query=queries,
+            query=per_head.split(query, heads),
             key_cache=keys,
             value_cache=values,
-            output=output,
+            output=buffer,
             query_start_loc=batch.query_start_loc,
             seq_lens=batch.seq_lens,
             scale=self.scale,
@@ -59,3 +66,4 @@ class CPUMixin(KeepImpl):
             scheduler_metadata=work,
             s_aux=None,
         )
+        per_head.merge(buffer, output)

@@ -18,6 +18,7 @@ from keepset.paged.event_queue import EventQueue
 from keepset.paged.grouping import group_leader
 from keepset.paged.layer_group import LayerGroup
 from keepset.paged.page_tables import FreedBlocks
+from keepset.paged.per_head import PerHeadSequences
 from keepset.paged.step import StepPlan
 from keepset.recipe import Recipe
 from keepset.vllm.compat import ask_for_prompt_lengths, attention_layers
@@ -35,14 +36,18 @@ class PlannedStep:
         group, plan: of them.
         places: of the layers in it, by name.
         metadata: that vLLM's attention gets for it.
-        per_head_metadata: what the backend makes of it where heads are requests; the layers share it.
     """
 
     group: LayerGroup
     plan: StepPlan
     places: dict[str, int]
     metadata: Any
-    per_head_metadata: Any = None
+
+    @cached_property
+    def per_head(self) -> PerHeadSequences:
+        """Heads as requests, where they have entries of their own; the layers share it."""
+        assert self.plan.ragged is not None
+        return PerHeadSequences(self.plan.ragged)
 
 
 class EngineContext:

@@ -89,7 +89,7 @@ class KeepBuilder:
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:
-        """vLLM's own; but where heads have tables of their own, these are made anew in ways that a graph does not know."""
+        """vLLM's own; none where heads differ, whose pages follow from what a graph does not know."""
         assert isinstance(kv_cache_spec, KeepSpec)
         if kv_cache_spec.schedule.ragged:
             return AttentionCGSupport.NEVER

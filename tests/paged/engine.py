@@ -15,12 +15,14 @@ from torch import Tensor
 
 from keepset import Observation, Recipe
 from keepset.core.features.window import WindowAttention
+from keepset.kernels.paged import append_to_pages, paged_attention
 from keepset.paged.event_queue import EventQueue
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.grouping import group_leader
 from keepset.paged.layer_group import LayerGroup
 from keepset.paged.page_tables import FreedBlocks
 from keepset.paged.pages import StridedPages
+from keepset.paged.per_head import PerHeadSequences
 from keepset.paged.planner import Planner
 from keepset.paged.step import ScheduledRequest, StepBatch, StepPlan
 from tests.paged.reference import blocks_gone, is_executed, newest_event
@@ -154,7 +156,7 @@ class Engine:
             torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32),
             torch.tensor([one.after for one in scheduled], dtype=torch.int32),
             torch.tensor(slots),
-            torch.tensor(starts, dtype=torch.int32),
+            *2 * (torch.tensor(starts, dtype=torch.int32),),
             max(tokens.values()),
         )
         return batch, self.events.plan(group.paged, batch)
@@ -178,10 +180,12 @@ class Engine:
         )
         pages, heads = self.pages[layer], torch.arange(KV_HEADS)
         output = torch.zeros(queries.shape)
-        if plan.per_head is None:
-            block, offset = plan.slot_mapping[:, None] // BLOCK, plan.slot_mapping[:, None] % BLOCK
+        ragged = plan.ragged
+        if ragged is None or ragged.others:
+            real = plan.slot_mapping >= 0
+            block, offset = plan.slot_mapping[real, None] // BLOCK, plan.slot_mapping[real, None] % BLOCK
             slots = (block * KV_HEADS + heads) * BLOCK + offset
-            pages.write(keys.flatten(0, 1), values.flatten(0, 1), slots.flatten())
+            pages.write(keys[real].flatten(0, 1), values[real].flatten(0, 1), slots.flatten())
             told = batch if plan.shifted is None else plan.shifted
             for row in range(len(requests)):
                 have = int(told.seq_lens[row])
@@ -190,16 +194,28 @@ class Engine:
                 for head in range(KV_HEADS):
                     mine = slice(head * GROUP, (head + 1) * GROUP)
                     output[own, mine] = attention(queries[own, mine], pages, blocks * KV_HEADS + head, have)
-        else:
-            own = plan.per_head.batch(place)
-            pages.write(keys.flatten(0, 1), values.flatten(0, 1), own.slot_mapping)
-            split, room = plan.per_head.split(queries), plan.per_head.output_buffer(output)
-            for row, have in enumerate(own.seq_lens.tolist()):
-                mine = slice(int(own.query_start_loc[row]), int(own.query_start_loc[row + 1]))
-                room[mine] = attention(split[mine], pages, own.block_table[row, : -(-have // BLOCK)].long(), have)
-            plan.per_head.merge(room, output)
+        if ragged is not None and ragged.tokens is not None:
+            layout, room = ragged.of_layer(place), self._caches[layer]
+            append_to_pages(keys, values, room, ragged.tokens, layout)
+            paged_attention(queries, room, ragged.tokens, layout, SCALING, output)
+            self._check_heads_as_requests(PerHeadSequences(ragged), place, pages, queries, output)
         torch.testing.assert_close(output, torch.cat([expected(layer, *span) for span in spans]))
         return queries
+
+    def _check_heads_as_requests(
+        self, per_head: PerHeadSequences, place: int, pages: StridedPages, queries: Tensor, output: Tensor
+    ) -> None:
+        """An engine's own kernel would see the same, and its entries be written to the same places."""
+        own, again = per_head.batch(place), output.clone()
+        split, room = per_head.split(queries, KV_HEADS), per_head.output_buffer(again, KV_HEADS)
+        newest, tables = own.seq_lens.long() - 1, own.block_table.long()
+        slots = tables.gather(1, (newest // BLOCK)[:, None])[:, 0] * BLOCK + newest % BLOCK
+        assert torch.equal(own.slot_mapping, slots)
+        for row, have in enumerate(own.seq_lens.tolist()):
+            mine = slice(int(own.query_start_loc[row]), int(own.query_start_loc[row + 1]))
+            room[mine] = attention(split[mine], pages, tables[row, : -(-have // BLOCK)], have)
+        per_head.merge(room, again)
+        torch.testing.assert_close(again, output)
 
     # --- what is held without pages
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from keepset.kernels import subpages
-from keepset.paged.page_tables import PerHeadStep, PerHeadTables
+from keepset.kernels.paged import PagedTokens
+from keepset.kernels.subpages import Layout
+from keepset.paged.page_tables import PerHeadTables, RaggedStep
+from keepset.paged.per_head import PerHeadSequences
 from tests.paged.allocator import POISON, Row
 from tests.tiers import examples
 
@@ -24,7 +29,7 @@ class Batch:
         self.compressed = [False] * requests
         self.tables = PerHeadTables(layers, kv_heads, block_size, requests * WIDTH)
 
-    def step(self, order: list[int], tokens: list[int], event: bool = False) -> PerHeadStep | None:
+    def step(self, order: list[int], tokens: list[int], event: bool = False) -> RaggedStep | None:
         """So many new tokens for these requests; the tables and slots that they get are checked."""
         rows = [self.rows[r] for r in order]
         before = [row.length for row in rows]
@@ -35,31 +40,53 @@ class Batch:
                     allocator.append()
                     last = [(row.subpages(index, h)[-1], len(head.held) - 1) for h, head in enumerate(allocator.heads)]
                     expected[index] += [page * self.size + entry % self.size for page, entry in last]
+        table = self.block_table(order)
+        after = [row.length for row in rows]
+        where = [
+            (at, r, length - n + i + 1)
+            for r, (length, n) in enumerate(zip(after, tokens, strict=True))
+            for i, at in enumerate(range(sum(tokens[:r]), sum(tokens[: r + 1])))
+        ]
+        places, of, lengths = torch.tensor(where).T.contiguous().unbind()
+        seen = PagedTokens(table, lengths, max(after), places, of)
+        if all(n == 1 for n in tokens):
+            seen = PagedTokens(table, lengths, max(after))
+        must = [self.compressed[r] for r in order]
         step = self.tables.advance(
-            self.block_table(order),
+            table,
             torch.tensor(before),
-            torch.tensor([row.length for row in rows]),
-            torch.tensor([0, *tokens]).cumsum(0),
-            [self.compressed[r] for r in order],
+            torch.tensor(after),
+            torch.tensor(must).int(),
             event,
-            all(n == 1 for n in tokens),
+            seen if any(must) else None,
+            False,
         )
         if step is None:
-            assert not event and not any(self.compressed[r] for r in order)
+            assert not event and not any(must)
             return None
         held = [[[len(head.held) for head in layer.heads] for layer in row.layers] for row in rows]
-        assert step.entries.tolist() == held
-        assert step.lengths.tolist() == [row.length for row in rows]
-        for r, row in enumerate(rows):
-            for index in range(len(row.layers)):
+        for index in range(len(rows[0].layers)):
+            occupied = self.tables.occupied(torch.arange(len(order)), table, index)
+            assert occupied.entries.tolist() == [of_layers[index] for of_layers in held]
+            for r, row in enumerate(rows):
                 for head in range(row.kv_heads):
                     own = row.subpages(index, head)
-                    assert step.tables[r, index, head, : len(own)].tolist() == own
+                    assert occupied.subpages[r, head, : len(own)].tolist() == own
+        assert step.lengths.tolist() == after
+        if step.tokens is None:
+            assert not any(must)
+            return step
+        per_head = PerHeadSequences(step)
+        for index in range(len(rows[0].layers)):
+            own = per_head.batch(index)
+            assert own.slot_mapping.tolist() == expected[index]
+            for heads, (_, r, length) in zip(own.block_table.unflatten(0, (len(where), -1)), where, strict=True):
+                for head, found in enumerate(heads):
+                    need = sum(entry < length for entry in rows[r].layers[index].heads[head].held)
+                    pages = rows[r].subpages(index, head)[: -(-need // self.size)]
+                    assert found[: len(pages)].tolist() == pages
         # Pages that nobody needs yet may be told, but nothing may be looked up where there is no block.
-        assert int(step.tables.min()) >= 0
-        assert (step.slots is not None) == any(self.compressed[r] for r in order)
-        if step.slots is not None:
-            assert [slots.tolist() for slots in step.slots] == expected
+        assert step.tables is not None and int(step.tables.min()) >= 0
         return step
 
     def event(self, order: list[int], keep: float) -> None:
@@ -114,11 +141,12 @@ def test_what_stays_as_it_is_is_not_made_anew(monkeypatch: pytest.MonkeyPatch) -
     made = []
     original = subpages.tables
 
-    def tables(*args: object) -> torch.Tensor:
-        made.append(batch.rows[0].length)
-        return original(*args)  # type: ignore[arg-type]
+    def tables(layout: Layout, *args: Any) -> torch.Tensor:
+        if layout.counts.shape[1] > 1:  # of all layers, and not of one's event
+            made.append(batch.rows[0].length)
+        return original(layout, *args)
 
-    monkeypatch.setattr("keepset.paged.page_tables.subpages.tables", tables)
+    monkeypatch.setattr("keepset.paged.per_head.subpages.tables", tables)
     batch = Batch(2, 2, 3, 4)
     batch.step([0, 1], [9, 9])
     batch.step([0, 1], [1, 1], event=True)
@@ -138,21 +166,13 @@ def test_a_page_that_another_request_took_over_is_not_mistaken_for_its_own() -> 
     tables = PerHeadTables(1, 1, 4, 20)
     one = torch.ones(1, dtype=torch.long)
 
-    def advance(blocks: list[int], before: int, compressed: bool) -> PerHeadStep | None:
-        return tables.advance(
-            torch.tensor([blocks], dtype=torch.int32),
-            one * before,
-            one * (before + 1),
-            torch.tensor([0, 1]),
-            [compressed],
-            False,
-            True,
-        )
+    def advance(blocks: list[int], before: int, compressed: bool, event: bool = False) -> RaggedStep | None:
+        table = torch.tensor([blocks], dtype=torch.int32)
+        tokens = PagedTokens(table, one * (before + 1), before + 1) if compressed else None
+        return tables.advance(table, one * before, one * (before + 1), one * compressed, event, tokens, False)
 
     advance([3, 7], 6, False)
-    tables.advance(
-        torch.tensor([[3, 7]], dtype=torch.int32), one * 7, one * 8, torch.tensor([0, 1]), [False], True, True
-    )
+    advance([3, 7], 7, False, event=True)
     tables.reassign(torch.tensor([0]), torch.tensor([[3, 7]], dtype=torch.int32), None, 0, torch.tensor([[3]]))
     for before in (8, 9, 10, 11):
         assert advance([POISON, 7, 9], before, True) is not None

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.kernels import dispatch
-from keepset.kernels.paged import PagedTokens
+from keepset.kernels.paged import FiledLayouts, PagedTokens
 from keepset.kernels.subpages import Layout
 from keepset.kernels.triton.attention import _MERGED, _merge_parts
 
@@ -79,6 +79,26 @@ def append(
         HEADS=heads, HEADS_BLOCK=triton.next_power_of_2(heads), HEAD_DIM=head_dim,
         HEAD_BLOCK=triton.next_power_of_2(head_dim), SIZE=size, LISTED=tokens.rows is not None,
     )  # fmt: skip
+
+
+def follow(
+    filed: FiledLayouts,
+    block_table: Int[Tensor, "rows width"],
+    before: Int[Tensor, " rows"],
+    after: Int[Tensor, " rows"],
+    required: Int[Tensor, " rows"],
+    lost: Int[Tensor, " 1"],
+    block_size: int,
+) -> tuple[Int[Tensor, " rows"], Layout]:
+    """The same as `keepset.kernels.paged.follow_layouts`."""
+    rows, (_, layers, heads) = len(before), filed.layout.counts.shape
+    pages = torch.empty(rows, dtype=torch.int64, device=block_table.device)
+    layout = Layout(*(part.new_empty(rows, *part.shape[1:]) for part in filed.layout))
+    _follow[(rows,)](
+        block_table, before, after, required, *filed.layout, filed.tokens, *layout, pages, lost, block_table.stride(0),
+        COUNTS=layers * heads, LAYERS=layers, SIZE=block_size, BLOCK=128, num_warps=1,
+    )  # fmt: skip
+    return pages, layout
 
 
 def _splits(device: torch.device, programs: int, longest: int) -> int:
@@ -221,3 +241,36 @@ def _append_to_pages(
     tl.store(cache + at[:, None] + dims[None, :], k, mask=mask)
     v = tl.load(values + place * value_token + head[:, None] * value_head + dims[None, :], mask=mask)
     tl.store(cache + at[:, None] + (HEAD_DIM + dims)[None, :], v, mask=mask)
+
+
+@triton.jit
+def _follow(
+    block_table, before, after, required, filed_counts, filed_lengths, filed_firsts, filed_tokens,
+    counts, lengths, firsts, pages, lost, table_row,
+    COUNTS: tl.constexpr, LAYERS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    had, has = tl.load(before + row), tl.load(after + row)
+    old = tl.load(block_table + row * table_row + tl.maximum(had - 1, 0) // SIZE).to(tl.int64)
+    page = tl.load(block_table + row * table_row + (has - 1) // SIZE).to(tl.int64)
+    known = tl.where(tl.load(filed_tokens + old) == had, had, 0) > 0
+    some = tl.arange(0, BLOCK)
+    for offset in tl.static_range(0, COUNTS, BLOCK):
+        index = offset + some
+        count = tl.load(filed_counts + old * COUNTS + index, mask=index < tl.where(known, COUNTS, 0), other=0)
+        tl.store(filed_counts + page * COUNTS + index, count, mask=index < COUNTS)
+        tl.store(counts + row * COUNTS + index, count, mask=index < COUNTS)
+    for offset in tl.static_range(0, LAYERS, BLOCK):
+        index = offset + some
+        there, mine = old * LAYERS + index, page * LAYERS + index
+        length = tl.load(filed_lengths + there, mask=index < tl.where(known, LAYERS, 0), other=0)
+        first = tl.load(filed_firsts + there, mask=index < tl.where(known, LAYERS, 0), other=0)
+        tl.store(filed_lengths + mine, length, mask=index < LAYERS)
+        tl.store(filed_firsts + mine, first, mask=index < LAYERS)
+        tl.store(lengths + row * LAYERS + index, length, mask=index < LAYERS)
+        tl.store(firsts + row * LAYERS + index, first, mask=index < LAYERS)
+    tl.debug_barrier()  # what was filed is read by all before it is written
+    tl.store(filed_tokens + page, has.to(tl.int32))
+    tl.store(pages + row, page)
+    if tl.where(known, 0, tl.load(required + row)) != 0:
+        tl.store(lost, 1)
