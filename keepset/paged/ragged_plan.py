@@ -55,13 +55,10 @@ class RaggedPlanner:
                     self._freed_blocks.add(self._tables, int(step.pages[request.row]))
             # The engine's table may change before the event: what there is of it now is the event's own.
             blocks = batch.block_table[rows]
-            pages = (
-                partial(self._tables.occupied, rows, blocks),
-                partial(self._tables.reassign, rows, blocks, first),
-            )
-            plan.events.append(
-                self._capture.event(rows, points, prompts, members, after - at, after, keep, before, *pages)
-            )
+            occupied = partial(self._tables.occupied, rows, blocks)
+            reassign = partial(self._tables.reassign, rows, blocks, first)
+            event = rows, points, prompts, members, after - at, after, keep, before, occupied, reassign
+            plan.events.append(self._capture.event(*event))
 
     def _tokens(self, batch: StepBatch, compressed: list[bool]) -> tuple[PagedTokens | None, bool]:
         """The tokens that heads' own pages are of, and whether there are others."""

@@ -21,8 +21,8 @@ from keepset.paged.step import ScheduledRequest, ShiftedBatch, StepBatch, StepPl
 class UniformPlanner:
     """Tables, slots and events of a step.
 
-    All that the host knows of it goes to the device at once, and nothing comes back. Attention gets the same two tensors
-    in every step, so that a graph may have noted where they are.
+    All that the host knows of it goes to the device at once, and nothing comes back. Attention gets the same two
+    tensors in every step, so that a graph may have noted where they are.
     """
 
     def __init__(self, schedule: EvictionSchedule, capture: CapturePlanner, max_requests: int) -> None:
@@ -42,9 +42,9 @@ class UniformPlanner:
                 groups[after - gone, after - at, left, gone > 0, at == prompt].append(request)
         lost, *numbers = batch.tensors(dropped, *(each for group in groups.items() for each in self._numbers(*group)))
         for place, ((width, newer, left, compressed, _), requests) in enumerate(groups.items()):
-            rows, at, prompts, after, kept = numbers[5 * place : 5 * place + 5]
-            pages = self._pages(batch, rows, after, kept, width, left)
-            event = self._capture.event(rows, at, prompts, requests, newer, width, left - newer, compressed, *pages)
+            rows, points, prompts, tokens, kept = numbers[5 * place : 5 * place + 5]
+            pages = self._pages(batch, rows, tokens, kept, width, left)
+            event = self._capture.event(rows, points, prompts, requests, newer, width, left - newer, compressed, *pages)
             plan.events.append(event)
         plan.shifted = self._shift(batch, dropped, lost)
 
