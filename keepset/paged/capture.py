@@ -13,6 +13,13 @@ from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.page_tables import OccupiedPages
 from keepset.paged.query_windows import QueryCapture, QueryRecord, QueryWindows
 from keepset.paged.step import EvictionEvent, PromptChunk, ScheduledRequest, StepBatch, StepPlan
+from keepset.recipe import Recipe
+
+
+def records_queries(recipe: Recipe) -> bool:
+    """Whether any queries of a step are noted for events to come."""
+    needs = recipe.method.needs
+    return bool(needs.window or needs.buffer or Accumulators(needs))
 
 
 class CapturePlanner:

@@ -56,7 +56,7 @@ class Planner:
         Raises:
             RuntimeError: a compressed request is not where it was left.
         """
-        plan = StepPlan(batch.slot_mapping)
+        plan = StepPlan(batch.slot_mapping, dummy=not batch.requests)
         if batch.requests:
             self._capture.plan(batch, plan)
         self._tables.plan(batch, plan)

@@ -81,14 +81,14 @@ class QueryWindows:
         if (record := self._records.pop(page, None)) is not None:
             self._free.append(record.slot)
 
-    def add(self, layer: int, queries: Float[Tensor, "n heads dim"], capture: QueryCapture) -> None:
-        """Writes some of a step's queries to places of a layer's rings."""
+    def add(self, layers: range, queries: Float[Tensor, "layers n heads dim"], capture: QueryCapture) -> None:
+        """Writes some of a step's queries to places of these layers' rings."""
         if self._rings is None or self._rings.shape[1] < self._slots:
-            grown = queries.new_zeros(self._layers, max(2 * self._slots, 4), self.window, *queries.shape[1:])
+            grown = queries.new_zeros(self._layers, max(2 * self._slots, 4), self.window, *queries.shape[2:])
             if self._rings is not None:
                 grown[:, : self._rings.shape[1]] = self._rings
             self._rings = grown
-        self._rings[layer][capture.slots, capture.places] = queries
+        self._rings[layers.start : layers.stop, capture.slots, capture.places] = queries
 
     def read(
         self, layers: range, slots: Int[Tensor, " rows"], positions: Int[Tensor, "rows n"]

@@ -173,6 +173,8 @@ class StepPlan:
         chunks: what there is of prompts that are looked at as a whole.
         captured_before, captured_after: queries to record before and after the events.
         events: compressions, once all layers have attended.
+        dummy: whether it is nobody's step, which a graph may capture, to replay it in steps to come.
+        recorded: whether layers have been called to note what there is to note.
     """
 
     slot_mapping: Int[Tensor, " tokens"]
@@ -182,6 +184,8 @@ class StepPlan:
     captured_before: QueryCapture | None = None
     captured_after: QueryCapture | None = None
     events: list[EvictionEvent] = field(default_factory=list)
+    dummy: bool = False
+    recorded: bool = False
 
     @property
     def records(self) -> bool:

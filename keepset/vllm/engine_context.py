@@ -6,22 +6,26 @@ layer, and makes the objects itself. So what they share is here, and only which 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
+import torch
+from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from keepset.errors import UnsupportedEngineError
+from keepset.paged.capture import records_queries
 from keepset.paged.event_queue import EventQueue
-from keepset.paged.grouping import group_leader
+from keepset.paged.grouping import group_leader, table_per_head
 from keepset.paged.layer_group import LayerGroup
 from keepset.paged.page_tables import FreedBlocks
 from keepset.paged.per_head import PerHeadSequences
 from keepset.paged.step import StepPlan
 from keepset.recipe import Recipe
-from keepset.vllm.compat import ask_for_prompt_lengths, attention_layers
+from keepset.vllm.compat import ask_for_prompt_lengths, attention_layers, captured_tokens
 from keepset.vllm.query_projection import VLLMQueryProjection, watch_projections
 from keepset.vllm.settings import recipe_of
 from keepset.vllm.spec import KeepSpec
@@ -58,6 +62,8 @@ class EngineContext:
         projections: of the layers, by name, where the recipe looks at hidden states.
         freed_blocks: what events emptied, for the connector to fetch.
         events: of all layers.
+        tape: where layers that are called while a graph captures them leave their queries, `[layers, tokens, heads,
+            head_dim]`, for each step that replays it.
     """
 
     def __init__(self, config: VllmConfig, recipe: Recipe) -> None:
@@ -68,6 +74,7 @@ class EngineContext:
         self.events = EventQueue(self.freed_blocks)
         self._watch = watch_projections(self.projections) if recipe.method.needs.hidden_states else None
         self._specs_made = 0
+        self.tape: Tensor | None = None
         self._steps: dict[str, PlannedStep] = {}
 
     @cached_property
@@ -96,6 +103,25 @@ class EngineContext:
             tokens_per_step=scheduler.max_num_batched_tokens,
             steps_ahead=int(bool(scheduler.async_scheduling)),
         )
+
+    def make_tape(self, heads: int, head_dim: int) -> None:
+        """While the model is built, so that vLLM counts it when it looks how much memory there is."""
+        tokens, recipe = captured_tokens(self.config), self.recipe
+        if self.tape is None and tokens and records_queries(recipe) and not table_per_head(recipe):
+            model = self.config.model_config
+            layers, dtype = model.get_num_layers(self.config.parallel_config), cast(torch.dtype, model.dtype)
+            self.tape = torch.zeros(layers, tokens, heads, head_dim, dtype=dtype)
+
+    def note_queries(self, layer: str, queries: Tensor) -> None:
+        """A layer is called in a step that a graph may capture; what is larger than the tape is captured by none."""
+        if self.tape is not None and len(queries) <= self.tape.shape[1]:
+            self.tape[list(self.layers).index(layer), : len(queries)].copy_(queries)
+
+    def tape_of(self, names: Sequence[str]) -> Tensor | None:
+        """Of layers that are neighbours."""
+        first = list(self.layers).index(names[0])
+        assert list(self.layers)[first : first + len(names)] == list(names)
+        return None if self.tape is None else self.tape[first : first + len(names)]
 
     def begin(self, step: PlannedStep) -> None:
         """What the next forward of these layers is to do."""

@@ -31,7 +31,8 @@ def layer_group(context: EngineContext, planner: Planner, names: Sequence[str]) 
         rotary = rotary_table(config.model_config.hf_text_config.model_type, impl.head_size, dtype)
     projections = [context.projections[name] for name in names] if context.projections else ()
     count = stats.count if get_tensor_model_parallel_rank() == 0 else None  # of several ranks, one counts
-    return LayerGroup(planner, [partial(_pages, layer) for layer in layers], impl.scale, rotary, projections, count)
+    pages, tape = [partial(_pages, layer) for layer in layers], context.tape_of(names)
+    return LayerGroup(planner, pages, impl.scale, rotary, projections, count, tape)
 
 
 def _pages(layer: Any) -> Pages:

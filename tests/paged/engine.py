@@ -110,7 +110,7 @@ class Engine:
         for group, (batch, plan) in plans:
             for place, layer in enumerate(group.layers):
                 queries = self._attend(layer, place, batch, plan, requests, tokens)
-                group.paged.record(place, plan, queries)
+                group.paged.record(range(place, place + 1), plan, queries[None])
         for request in requests:
             self._compress(request, tokens[request.number])
         pages = {

@@ -70,7 +70,8 @@ class Pool:
             positions = torch.arange(start, after)
             capture = QueryCapture(positions - start, torch.full_like(positions, record.slot), positions % WINDOW)
             for layer in range(LAYERS):
-                self.windows.add(layer, torch.stack([request.query(int(p), layer) for p in positions]), capture)
+                queries = torch.stack([request.query(int(p), layer) for p in positions])
+                self.windows.add(range(layer, layer + 1), queries[None], capture)
             newest = torch.arange(after - WINDOW, after)
             for layer in range(LAYERS):
                 read = self.windows.read(range(layer, layer + 1), torch.tensor([record.slot]), newest[None])[0, 0]
@@ -146,7 +147,7 @@ def test_layers_have_rings_of_their_own(layer: int) -> None:
     record = windows.follow(0, 7, 0, 0, 2)
     places = torch.arange(2)
     capture = QueryCapture(places, torch.full_like(places, record.slot), places)
-    windows.add(layer, torch.ones(2, 3, 5), capture)
+    windows.add(range(layer, layer + 1), torch.ones(1, 2, 3, 5), capture)
     read = windows.read(range(layer, layer + 1), torch.tensor([record.slot]), torch.tensor([[-2, -1, 0, 1]]))
     assert read.shape == (1, 3, 4, 5)
     assert read[0, :, :2].eq(0).all() and read[0, :, 2:].eq(1).all()
