@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tests.vllm import interpreted
+from tests.vllm import graphs, interpreted
 
 
 class Watch:
@@ -158,13 +158,15 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
     llm = LLM(**scenario["engine"])
     engine = llm.llm_engine
     core = getattr(engine.engine_core, "engine_core", None)
-    watch, undo = None, None
+    watch, undo, captured = None, None, None
     if core is not None:
         watch = Watch(core.scheduler)
         worker = getattr(core.model_executor, "driver_worker", None)
         if scenario["runner_v2"]:
             interpreted.warm_up(worker.worker)
             run_events()
+        if scenario["graphs"]:
+            captured = graphs.Graphs(worker.worker.model_runner)
         if worker is not None and scenario["engine"].get("tensor_parallel_size", 1) == 1:
             undo = watch.watch_events(worker.worker.model_runner)
     grouping.GROUPS = default_groups
@@ -189,6 +191,8 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
     if watch is not None:
         run_events()
     result = watch.result(len(requests)) if watch is not None else {}
+    if captured is not None:
+        result["replays"], result["calls"] = captured.replays, captured.calls
     result["classes"] = sorted({type(layer.impl).__name__ for layer in layers})
     result["tokens"] = [None if one is None else list(one.outputs[0].token_ids) for one in outputs]
     result["cached"] = [None if one is None else one.num_cached_tokens for one in outputs]
@@ -196,13 +200,14 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
     if undo is not None:
         undo()
     engine.engine_core.shutdown()
-    del llm, engine, core, watch, layers
+    del llm, engine, core, watch, layers, captured
     cleanup_dist_env_and_memory()
     envs.disable_envs_cache()
     gc.collect()
     return result
 
 
+@torch.inference_mode()
 def run_events() -> None:
     """Those of the last step, which none follows."""
     from keepset.vllm import engine_context
@@ -247,6 +252,7 @@ def answer(job: dict[str, Any]) -> None:
     """Runs a job's scenarios."""
     os.environ.update(job["env"])
     scenarios = job["scenarios"]
+    pretend_graphs = any(scenario["graphs"] for scenario in scenarios)
     if any(scenario["stub_streams"] for scenario in scenarios):
         keep_async_scheduling()
     if backends := {scenario["backend"] for scenario in scenarios} - {None}:
@@ -254,6 +260,8 @@ def answer(job: dict[str, Any]) -> None:
 
         (backend,) = backends
         kernels.use(backend)
+    if pretend_graphs:
+        graphs.use()
     results: list[Any] = []
     for scenario in scenarios:
         try:
