@@ -44,7 +44,7 @@ test: setup
 test-all: setup-vllm
 	$(PYTEST) --full -n 3
 
-# Tables and figures of the papers on the embedded model, but for one of each paper, which `test-all` has.
+# Tables and figures of the papers on the embedded model, but for the one that `test-all` has.
 test-papers: setup
 	$(PYTEST) --full --papers tests/cli/test_reproduce.py
 

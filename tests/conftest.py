@@ -39,7 +39,7 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     only_full = config.stash[ONLY_FULL] = tiers.of_full_tier(items)
     papers = config.getoption("--papers")
-    left_out = tiers.of_no_tier(items) if tiers.FULL else only_full
+    left_out = tiers.of_no_tier(items) | (set() if tiers.FULL else only_full)
     left_out = left_out | {item for item in items if papers is not bool(item.get_closest_marker("papers"))}
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from keepset.kernels import dispatch
-from keepset.kernels.triton import attention, columns, compaction, paged
+from keepset.kernels.triton import attention, columns, compaction, paged, window
 
 _DEVICE = torch.device("meta")
 """A name that PyTorch looks for no driver of."""
@@ -31,8 +31,11 @@ _KERNELS = {
     attention: ("_attend_part", "_merge_parts"),
     columns: ("_columns", "_log_sum_exp"),
     compaction: ("_pack", "_append"),
-    paged: ("_attend_pages", "_append_to_pages", "_merge_parts"),
+    window: ("_window_lse", "_add_received"),
+    paged: ("_attend_pages", "_append_to_pages", "_follow", "_merge_parts"),
 }
+_ATTENDED = {"_attend_part": slice(7, 9), "_merge_parts": slice(2, 4)}
+"""Where attention's kernels write."""
 
 
 class Posing(Tensor):
@@ -111,7 +114,10 @@ class Gpu(TorchDispatchMode):
 
 
 class _Launched:
-    """A kernel in Triton's interpreter, launched on what posing tensors hold."""
+    """A kernel in Triton's interpreter, launched on what posing tensors hold.
+
+    Of attention all outputs are zero: most of the time would go there, and no count depends on them.
+    """
 
     def __init__(self, kernel: Any, name: str) -> None:
         self._kernel, self._name = kernel, name
@@ -119,6 +125,10 @@ class _Launched:
     def __getitem__(self, grid: Any) -> Any:
         def launch(*args: Any, **kwargs: Any) -> None:
             _log("launches", self._name)
+            if self._name in _ATTENDED:
+                for output in _held(args[_ATTENDED[self._name]]):
+                    output.zero_()
+                return
             self._kernel[grid](*_held(args), **_held(kwargs))
 
         return launch

@@ -35,23 +35,25 @@ def examples(number: int, *, derandomize: bool = True, **options: Any) -> settin
 def of_full_tier(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     """What is marked `full`, and of tests marked `cross` what is off the diagonal of their parameters' product."""
     items = list(items)
-    outside = {item for product in _products(items) for item in product.keys() - set(_diagonal(product))}
+    outside = {item for product in _products(items, "cross") for item in product.keys() - set(_diagonal(product))}
     return {item for item in items if item.get_closest_marker("full")} | outside
 
 
 def of_no_tier(items: Iterable[pytest.Item]) -> set[pytest.Item]:
-    """Of tests marked `cross` what holds no pair of values that stands in none of the others."""
-    return {item for product in _products(items) for item in product.keys() - _pairwise(product)}
+    """Of tests marked `cross` what has no pair of values that none of the others has; what `spread` passes over."""
+    items = list(items)
+    crossed = {item for product in _products(items, "cross") for item in product.keys() - _pairwise(product)}
+    return crossed | {item for product in _products(items, "spread") for item in product.keys() - _spread(product)}
 
 
 Product = dict[pytest.Item, tuple[int, ...]]
 """All combinations of a test's parameters: which value each of them has of each axis, numbered."""
 
 
-def _products(items: Iterable[pytest.Item]) -> Iterable[Product]:
+def _products(items: Iterable[pytest.Item], marker: str) -> Iterable[Product]:
     crossed: dict[object, list[pytest.Function]] = defaultdict(list)
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("cross"):
+        if isinstance(item, pytest.Function) and item.get_closest_marker(marker):
             crossed[item.path, item.originalname].append(item)
     for of_test in crossed.values():
         places: list[list[int]] = [[] for _ in of_test]
@@ -69,6 +71,16 @@ def _diagonal(product: Product) -> list[pytest.Item]:
     sizes = [max(axis) + 1 for axis in zip(*product.values(), strict=True)]
     diagonal = {tuple(k % size for size in sizes) for k in range(max(sizes))}
     return [item for item, place in product.items() if place in diagonal]
+
+
+def _spread(product: Product) -> set[pytest.Item]:
+    """Enough combinations that each value of the longest axis is in one, and each combination of the other axes."""
+    sizes = [max(axis) + 1 for axis in zip(*product.values(), strict=True)]
+    longest = sizes.index(max(sizes))
+    split = {item: (place[longest], place[:longest] + place[longest + 1 :]) for item, place in product.items()}
+    others = sorted({rest for _, rest in split.values()})
+    chosen = {(k % sizes[longest], others[k % len(others)]) for k in range(max(sizes[longest], len(others)))}
+    return {item for item, place in split.items() if place in chosen}
 
 
 def _pairwise(product: Product) -> set[pytest.Item]:

@@ -13,6 +13,7 @@ from keepset.kernels.attention import ragged_attention
 from keepset.kernels.columns import attention_columns, attention_with_lse
 from keepset.kernels.compaction import append_entries, pack_entries
 from keepset.kernels.packed import PackedHeads, Run, runs_of
+from keepset.kernels.window import add_received
 from on_gpu.measuring import Bench
 
 
@@ -66,6 +67,13 @@ def _decode(bench: Bench, entries: int, batch: int) -> None:
     bench.run(part, "uniform", lambda: ours([entries] * heads), nbytes=nbytes, against="SDPA")
     ragged = ragged_counts(entries, bench.kv_heads) * batch
     bench.run(part, "ragged", lambda: ours(ragged), nbytes=nbytes, against="uniform")
+
+    def received() -> Callable[[], Any]:
+        packed, last = packed_heads(ragged, bench), torch.full((batch, 1), entries * 2, device=bench.device)
+        column = torch.zeros(len(packed.keys), device=bench.device)
+        return lambda: add_received(column, queries, packed, bench.kv_heads, last, bench.head_dim**-0.5)
+
+    bench.run(part, "ragged, what entries receive", received, nbytes=nbytes, against="ragged")
 
 
 def _append(bench: Bench, entries: int) -> None:

@@ -45,7 +45,7 @@ class PassingQueries:
         self._moments = [feature for feature in needs.of(QueryMoments) if feature.buffer]
         self.window, self.moments, self.until = QueryWindow(), dict[QueryMoments, Moments](), 0
         self._lengths: Int[Tensor, " batch"] | None = None
-        """Of the requests at `until`."""
+        """Of the requests at `until`, where that is not as many tokens of each."""
 
     @property
     def nbytes(self) -> int:
@@ -106,7 +106,7 @@ class PassingQueries:
 
     def begin(self, padded: bool) -> None:
         """The next interval begins."""
-        self.moments, self._lengths = {}, None  # No query before an event is looked at at the next one.
+        self.moments, self._lengths = {}, self._lengths if padded else None
         self.window.keep(self._newest if padded else self._newest - self._every)
 
     def taken_back(self, end: int, point: int) -> bool:
@@ -189,26 +189,30 @@ class PassingQueries:
         self.window.add(new.query, new.positions, new.valid, new.length, new.rotation if self._moments else None)
 
     def _add_up(self, forward: Forward, store: EntryStore, end: int, lengths: Tensor, point: int) -> None:
+        shifted = self.window.holes or forward.padded
         for feature in self._added:
             begin = max(self.until, point - self._reach(feature))
             if begin >= end:
                 continue
             waiting = self.window.newest(end - begin if not self.window.holes else self.window.size)
             queries, at, exists = waiting["queries"], waiting["query_positions"], None
-            at_point = lengths + (point - end)
             if self.window.holes:
-                exists = at >= (at_point - self._reach(feature)).clamp(min=0)[:, None]
-                exists &= True if self._lengths is None else at >= self._lengths[:, None]
+                oldest = (lengths + (point - end - self._reach(feature))).clamp(min=0)
+                exists = at >= oldest[:, None].maximum(self._added_up_to(at))
             if isinstance(feature, WindowAttention):
-                last = feature.last_visible(at, at_point)
+                last = feature.last_visible(at, lengths + (point - end)) if feature.history else at
                 last = last if exists is None else last.masked_fill(~exists, -1)
                 column, heads, scaling = store.column(feature.column), store.heads, forward.call.scaling
                 add_received(column, queries, heads, store.kv_heads, last, scaling, feature.largest)
             else:
                 self._add_moments(feature, forward, queries, at, exists)
-        self.until, self._lengths = end, lengths.clone()  # no view of a whole forward's positions
-        shifted = self.window.holes or forward.padded
+        # A copy, since a view would keep a whole forward's positions.
+        self.until, self._lengths = end, lengths.clone() if shifted else None
         self.window.keep(self._newest if shifted else end - (point - self._newest))
+
+    def _added_up_to(self, at: Tensor) -> Tensor:
+        """The first position of each request that is not added up."""
+        return at.new_full((), self.until) if self._lengths is None else self._lengths[:, None]
 
     def _add_moments(
         self,

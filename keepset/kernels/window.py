@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from keepset.kernels.blocks import CACHE_BLOCK, block_size
+from keepset.kernels.dispatch import launched_on, uses_triton
 from keepset.kernels.packed import PackedHeads
 
 
@@ -28,7 +29,8 @@ def received_attention(
     Args:
         queries: after rotation.
         keys, positions: of the entries.
-        last_visible: the last position that a query sees; one that sees nothing, or does not exist, gives nothing.
+        last_visible: the last position that a query sees, in rising order; one that sees nothing, or does not exist,
+            gives nothing.
         scaling: of the logits.
         valid: which entries exist; all do, unless said otherwise.
         largest: of the logits of a group the largest counts, as if its heads were one.
@@ -79,6 +81,11 @@ def add_received(
         packed: all heads of all requests.
         kv_heads: of one request.
     """
+    if uses_triton(packed.keys.device):
+        from keepset.kernels.triton import window  # loads Triton
+
+        with launched_on(packed.keys.device):
+            return window.add_received(column, queries, packed, kv_heads, last_visible, scaling, largest)
     grouped = queries.unflatten(1, (kv_heads, -1)).flatten(0, 1)
     last = last_visible[:, None].expand(-1, kv_heads, -1).flatten(0, 1)
     for run in packed.runs:

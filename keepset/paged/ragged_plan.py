@@ -51,8 +51,8 @@ class RaggedPlanner:
                 first = freed
                 keep = at - schedule.dropped(prompt, after)
             elif step is not None:
-                for request in members:
-                    self._freed_blocks.add(self._tables, int(step.pages[request.row]))
+                for page in step.pages[rows].tolist():
+                    self._freed_blocks.add(self._tables, page)
             # The engine's table may change before the event: what there is of it now is the event's own.
             blocks = batch.block_table[rows]
             occupied = partial(self._tables.occupied, rows, blocks)

@@ -126,11 +126,17 @@ def shortened(entry: Entry) -> Entry:
     return replace(entry, parts=tuple(map(short, entry.parts)))
 
 
+def length_for(entry: Entry) -> str:
+    """Of examples, as short as there are any."""
+    return "1024" if any("ruler_cwe" in part.tasks for part in entry.sweeps) else "640"  # which has at least 911
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", list(ENTRIES))
 def test_every_entry_runs(name: str, run: Run, tiny: Any, data: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ENTRIES, name, shortened(ENTRIES[name]))
-    done = run("reproduce", name, *CHEAP[:-1], "3", "--lengths", "1024", "--data", data, "--json")
+    asked = ("--model", "embedded", "--limit", "1", "--answer-tokens", "3", "--lengths", length_for(ENTRIES[name]))
+    done = run("reproduce", name, *asked, "--data", data, "--json")
     if name in ("compilerkv-figure-a2", "compilerkv-figure-a3"):  # they show a file alone
         assert done.code == 2 and "give them as --tables" in done.err
         return
@@ -144,24 +150,30 @@ def test_every_entry_runs(name: str, run: Run, tiny: Any, data: str, monkeypatch
 
 
 QUICK = ("ams-table-2", "gvote-figure-2", "kvcompose-figure-3", "compilerkv-figure-3")
-"""One entry of each paper for the full tier; `make test-papers` has the others."""
+"""One entry of each paper."""
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.papers) for n in ENTRIES])
-def test_entries_on_the_embedded_model(
-    name: str, run: Run, embedded: Any, data: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        *((name, "tiny_pair") for name in QUICK),
+        (QUICK[-1], "embedded"),
+        *(pytest.param(n, "embedded", marks=pytest.mark.papers) for n in ENTRIES if n != QUICK[-1]),
+    ],
+)
+def test_entries_with_tables(
+    name: str, model: str, run: Run, request: pytest.FixtureRequest, data: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two examples of each task, to the end: the paper's figures, those measured, and that these mean nothing."""
     monkeypatch.setitem(SHORT, "ruler", SHORT["ruler"][:1])
     monkeypatch.setitem(ENTRIES, name, shortened(ENTRIES[name]))
-    monkeypatch.setattr(models, "load", lambda *_: embedded)
+    loaded = request.getfixturevalue(model)
+    monkeypatch.setattr(models, "load", lambda *_: loaded)
     monkeypatch.setattr(console, "stdout", lambda: Console(width=80))
-    config = embedded[0].config
+    config = loaded[0].config
     save(random_tables(layers=config.num_hidden_layers, heads=config.num_attention_heads), Path("tables.safetensors"))
-    long = any("ruler_cwe" in part.tasks for part in ENTRIES[name].sweeps)  # whose shortest example has 911 tokens
-    asked = (*CHEAP[:-1], "2", "--lengths", "1024" if long else "640")
-    asked = (*asked, "--data", data, "--tables", "tables.safetensors")
+    asked = (*CHEAP[:-1], "2", "--lengths", length_for(ENTRIES[name]), "--data", data, "--tables", "tables.safetensors")
     done = run("reproduce", name, *asked)
     assert done.code == 0, done.err
     assert "This model is far too small for these tasks: its scores mean nothing." in done.out

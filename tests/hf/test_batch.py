@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import keepset
 from keepset.core.keep_set import KeepSet
 from keepset.errors import KeepsetError
 from keepset.hf.batch import can_go_together, go_together
+from keepset.kernels import dispatch
 from tests.hf.models import prompt, same_keep_set, tiny
 
 SEGMENTS = "window=6, kernel=3, segment_mass=0.2, min_segment=2, max_segment=6"
@@ -33,6 +36,8 @@ RECIPES = {
     "across_layers": "kvcompose(keep=0.4)",
     "pool": "pool(knorm, keep=8, every=3)",
 }
+BY_LAYOUT = ["full", "snapkv", "adakv", "pyramid", "ams"]
+"""One of each layout, and of those that remember something."""
 LENGTHS = [21, 1, 9, 30, 8, 16]
 """Of prompts: one of a single token, and of as many as some recipes keep; some reach an event at the same step."""
 MODELS = ["llama", "llama_mqa", "llama_odd_head", "qwen3", "gpt2", "bfloat16"]
@@ -64,11 +69,30 @@ def same(ours: keepset.Cache, alone: keepset.Cache) -> None:
         assert same_keep_set(mine.keep_set, theirs.keep_set)
 
 
+@contextmanager
+def plainly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """On PyTorch's operators."""
+    with monkeypatch.context() as patch:
+        patch.setattr(dispatch, "INTERPRETED", False)
+        yield
+
+
 @pytest.mark.cross
 @pytest.mark.parametrize("architecture", MODELS)
-@pytest.mark.parametrize("name", RECIPES)
-@torch.no_grad()
+@pytest.mark.parametrize("name", BY_LAYOUT)
 def test_rows_of_any_lengths_go_on_as_each_would_alone(name: str, architecture: str) -> None:
+    check_rows(name, architecture)
+
+
+@pytest.mark.spread
+@pytest.mark.parametrize("architecture", MODELS)
+@pytest.mark.parametrize("name", [name for name in RECIPES if name not in BY_LAYOUT])
+def test_rows_of_other_recipes_too(name: str, architecture: str) -> None:
+    check_rows(name, architecture)
+
+
+@torch.no_grad()
+def check_rows(name: str, architecture: str) -> None:
     model, recipe = model_of(architecture), RECIPES[name]
     half = architecture == "bfloat16"
     if architecture == "gpt2" and name in ("expected_attention", "gvote"):
@@ -102,25 +126,31 @@ def test_rows_of_any_lengths_go_on_as_each_would_alone(name: str, architecture: 
     ("implementation", "names"),
     [
         ("pytorch", list(RECIPES)),
-        ("triton", ["adakv", "full"]),
-        pytest.param("triton", list(RECIPES), marks=pytest.mark.full),
+        pytest.param("triton", [*BY_LAYOUT, "random"], marks=pytest.mark.full),
     ],
     indirect=["implementation"],
 )
 @torch.no_grad()
-def test_recipes_may_differ_from_row_to_row(implementation: str, names: list[str]) -> None:
+def test_recipes_may_differ_from_row_to_row(
+    implementation: str, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each alone on PyTorch's operators, whichever kernels the batch has."""
     model, texts = tiny("llama"), [RECIPES[name] for name in names]
-    alone, caches = ([begun(model, text, 5 + 2 * i) for i, text in enumerate(texts)] for _ in range(2))
+    caches = [begun(model, text, 5 + 2 * i) for i, text in enumerate(texts)]
+    with plainly(monkeypatch):
+        alone = [begun(model, text, 5 + 2 * i) for i, text in enumerate(texts)]
     for at in range(8 if implementation == "pytorch" else 2):
         tokens = prompt(len(texts), 1, seed=at)
         together, errors = go_together(model, caches, tokens)
         assert errors == {}
         for row, (ours, theirs) in enumerate(zip(caches, alone, strict=True)):
-            expected = said(model, theirs, tokens[row : row + 1])[0]
+            with plainly(monkeypatch):
+                expected = said(model, theirs, tokens[row : row + 1])[0]
             torch.testing.assert_close(together[row], expected, atol=2e-4, rtol=0.0)
             same(ours, theirs)
 
 
+@pytest.mark.full
 @torch.no_grad()
 def test_launches_do_not_grow_with_rows(triton_interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does the host wait for anything: rows of any lengths and layouts, on a make-believe GPU."""

@@ -494,7 +494,7 @@ def test_a_protected_prompt_is_whole_after_many_events(recipe: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.cross
+@pytest.mark.spread
 @by_recipe
 @pytest.mark.parametrize(("every", "padding"), [(1, [0, 5]), (6, [18, 0, 9])], ids=str)
 @with_prefill
@@ -689,7 +689,7 @@ def test_of_old_events_figures_stay_and_entries_go() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.cross
+@pytest.mark.spread
 @by_dropping
 @pytest.mark.parametrize("padding", [[0, 0], [0, 5]], ids=str)
 @torch.no_grad()

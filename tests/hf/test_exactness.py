@@ -19,7 +19,6 @@ from keepset.core.budget import Budget
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
 from keepset.core.select import ranked_scores, top_mask
-from tests import tiers
 from tests.hf.models import (
     ARCHITECTURES,
     LAYOUTS,
@@ -32,7 +31,7 @@ from tests.hf.models import (
     tiny,
 )
 
-LENGTH, PADDING, NEW = 40, [0, 7], 8 if tiers.FULL else 4
+LENGTH, PADDING, NEW = 40, [0, 7], 4
 COMPRESSED = [name for name in ARCHITECTURES if name != "mistral_window"]
 """All but the one that has nothing but sliding windows, which bound themselves."""
 
@@ -73,7 +72,7 @@ def test_keeping_all_changes_nothing(architecture: str, layout: str) -> None:
         assert cache.keep_set.counts[:, :, 0].tolist() == [[LENGTH, LENGTH - 7]] * len(cache.keep_set.layers)
 
 
-@pytest.mark.cross
+@pytest.mark.spread
 @by_method
 @of_two_models
 @padded_or_not
@@ -120,7 +119,7 @@ def test_dropped_entries_are_as_if_masked(architecture: str, layout: str, paddin
         assert not torch.equal(output.sequences, full_tokens(architecture, padding == PADDING))
 
 
-@pytest.mark.cross
+@pytest.mark.spread
 @by_method
 @of_two_models
 @padded_or_not
@@ -141,6 +140,7 @@ def test_padded_rows_equal_single_rows(architecture: str, layout: str) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.spread
 @by_method
 @of_two_models
 def test_padded_rows_equal_single_rows_for_any_method(architecture: str, method: str) -> None:

@@ -37,7 +37,7 @@ def test_layouts(
     both(LAYOUTS[layout].format(keep=9), padding, architecture, monkeypatch)
 
 
-@pytest.mark.cross
+@pytest.mark.spread
 @pytest.mark.full
 @pytest.mark.parametrize("method", keepset.METHODS)
 @padded_or_not

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import pytest
 
 
@@ -14,7 +18,7 @@ def implementation(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def triton_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+def triton_interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels in Triton run on tensors of the CPU; `tests/conftest.py` has turned its interpreter on."""
     from keepset.kernels import dispatch  # loads torch, which the process that only divides the tests need not
 
@@ -27,6 +31,33 @@ def triton_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
         return product(builder, *(_widened(interpreter, factor) for factor in (a, b)), *rest)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+    with patched_once(interpreter):
+        yield
+
+
+@contextmanager
+def patched_once(interpreter: Any) -> Iterator[None]:
+    """Meanwhile the interpreter's functions stay in place of the language's.
+
+    It would look through all of the language for them at each launch, and at each call from one kernel to another.
+    """
+    patch, scopes, patched = interpreter._patch_lang, [], set()
+
+    def patch_language(function: Any) -> Any:
+        names = function.__globals__.values()
+        languages = {each for each in (interpreter.tl, interpreter.tl.core) if any(name is each for name in names)}
+        if not languages <= patched:
+            scopes.append(patch(function))
+            patched.update(languages)
+        return interpreter._LangPatchScope()  # of nothing to restore after the launch
+
+    interpreter._patch_lang = patch_language
+    try:
+        yield
+    finally:
+        interpreter._patch_lang = patch
+        while scopes:
+            scopes.pop().restore()
 
 
 def _widened(interpreter, factor):  # type: ignore[no-untyped-def]

@@ -17,11 +17,15 @@ import sys
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from keepset.kernels.triton import attention, columns, compaction, paged
+from keepset.kernels.triton import attention, columns, compaction, paged, window
 
 HEAD = dict(HEAD_DIM=128, HEAD_BLOCK=128)
-PAGES = dict(block_table="*i32", counts="*i64", event_lengths="*i64", firsts="*i64", places="*i64", rows="*i32",
+WINDOW = dict(queries="*bf16", keys_kind="*bf16", positions_kind="*i32", bias_kind="*fp32", table="*i64",
+              last_visible="*i64", scaling="fp32", partial="*fp32", column="*fp32")
+PAGES = dict(block_table="*i32", counts="*i32", event_lengths="*i32", firsts="*i32", places="*i64", rows="*i64",
              lengths="*i32")
+FOLLOWED = ("block_table", "filed_counts", "filed_lengths", "filed_firsts", "filed_tokens", "counts", "lengths",
+            "firsts", "lost")
 PAGED = dict(HEADS=8, HEADS_BLOCK=8, SIZE=16, LISTED=True)
 KERNELS = [
     (
@@ -60,6 +64,16 @@ KERNELS = [
     ),
     *(
         (
+            kernel,
+            {**WINDOW, **more},
+            dict(TOKENS=4, WIDE=4, GROUP=4, ROWS=4 if largest else 16, BLOCK=64, LARGEST=largest, BIASED=True,
+                 ALIGNED=True, PARTS=16, **HEAD),
+        )
+        for kernel, more in ((window._window_lse, {}), (window._add_received, dict(first_position="i64")))
+        for largest in (False, True)
+    ),
+    *(
+        (
             paged._attend_pages,
             dict(queries=f"*{of}", cache=f"*{of}", bias="*fp32", output="*fp32", lse="*fp32", scaling="fp32", **PAGES),
             dict(GROUP=4, ROWS=16, BLOCK=64, LEAST_PART=256, BIASED=True, SPLIT=True, **PAGED, **HEAD),
@@ -70,6 +84,11 @@ KERNELS = [
         paged._append_to_pages,
         dict(keys="*bf16", values="*bf16", cache="*bf16", **PAGES),
         dict(PAGED, **HEAD),
+    ),
+    (
+        paged._follow,
+        dict(before="*i64", after="*i64", required="*i64", pages="*i64", **dict.fromkeys(FOLLOWED, "*i32")),
+        dict(COUNTS=256, LAYERS=32, SIZE=16, BLOCK=128),
     ),
 ]
 for kernel, types, constants in KERNELS:
@@ -88,6 +107,6 @@ def test_for_compute_capabilities(capability: int) -> None:
     )
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert len(lines) == 9
+    assert len(lines) == 14
     # What a multiprocessor of the smallest of them has.
     assert all(int(shared) <= 163 * 1024 and int(size) > 0 for _, shared, size in lines)

@@ -47,6 +47,7 @@ class Scenario:
         backend: one for GPUs, with stand-ins for its kernels; the same for all scenarios of a process.
         runner_v2: whether vLLM's model runner V2 runs it; the same for all scenarios of a process.
         graphs: whether decoding is captured and replayed, see `tests.vllm.graphs`; the same for all scenarios of a job.
+        triton: whether keepset's kernels are those in Triton, in its interpreter.
     """
 
     recipe: str | None
@@ -59,6 +60,7 @@ class Scenario:
     backend: str | None = None
     runner_v2: bool = False
     graphs: bool = False
+    triton: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """What `tests.vllm.job` reads."""
@@ -89,6 +91,7 @@ class Scenario:
             "backend": self.backend,
             "runner_v2": self.runner_v2,
             "graphs": self.graphs,
+            "triton": self.triton,
         }
 
 

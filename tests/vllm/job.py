@@ -9,6 +9,7 @@ import contextlib
 import gc
 import json
 import os
+import sys
 import traceback
 from collections import defaultdict
 from collections.abc import Callable
@@ -150,9 +151,11 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams, envs
     from vllm.distributed import cleanup_dist_env_and_memory
 
+    from keepset.kernels import dispatch
     from keepset.paged import grouping
     from keepset.vllm import stats
 
+    dispatch.INTERPRETED = scenario["triton"]
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(scenario["own_process"]))
     default_groups, grouping.GROUPS = grouping.GROUPS, scenario["layer_groups"] or grouping.GROUPS
     llm = LLM(**scenario["engine"])
@@ -190,6 +193,7 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
         step += 1
     if watch is not None:
         run_events()
+    assert not scenario["triton"] or "keepset.kernels.triton.paged" in sys.modules
     result = watch.result(len(requests)) if watch is not None else {}
     if captured is not None:
         result["replays"], result["calls"] = captured.replays, captured.calls

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.vllm.compared import CHUNKED, asks, check_oracle
-from tests.vllm.engine import Scenario, run
+from tests.vllm.engine import Ask, Scenario, run
 from tests.vllm.oracle import Oracle
 from tests.vllm.test_life import IDS
 
@@ -18,22 +18,21 @@ RECIPES = [
     "adakv(snapkv(window=16), keep=96, every=17)",
     "expected_attention(keep=64, buffer=40, every=24)",
     "mass(share=0.8)",
+    "pyramid(snapkv(window=16), keep=96)",
 ]
-EQUAL = ["snapkv(window=16, keep=96, every=24)", "pyramid(snapkv(window=16), keep=96)"]
-"""Heads of a layer that keep equally many."""
 BACKENDS = {
-    "FLASH_ATTN": (RECIPES, "FlashKeepImpl", "FlashAttentionImpl"),
-    "TRITON_ATTN": (RECIPES, "TritonKeepImpl", "TritonAttentionImpl"),
-    "FLASHINFER": (EQUAL, "FlashInferKeepImpl", "FlashInferImpl"),
+    "FLASH_ATTN": ("FlashKeepImpl", "FlashAttentionImpl"),
+    "TRITON_ATTN": ("TritonKeepImpl", "TritonAttentionImpl"),
+    "FLASHINFER": ("FlashInferKeepImpl", "FlashInferImpl"),
 }
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_backend_for_gpus(backend: str, tiny: Path, tiny_oracle: Oracle) -> None:
-    recipes, own, vllms = BACKENDS[backend]
+    own, vllms = BACKENDS[backend]
     some, engine = asks(IDS, (300, 150, 517), 40), {"model": str(tiny), **CHUNKED}
-    results = run(*(Scenario(recipe, some, engine=engine, backend=backend) for recipe in (*recipes, None)))
-    for recipe, result in zip(recipes, results, strict=False):
+    results = run(*(Scenario(recipe, some, engine=engine, backend=backend) for recipe in (*RECIPES, None)))
+    for recipe, result in zip(RECIPES, results, strict=False):
         assert result.classes == [own]
         assert all(result.events)
         check_oracle(tiny_oracle, recipe, some, result)
@@ -44,3 +43,14 @@ def test_a_backend_for_gpus(backend: str, tiny: Path, tiny_oracle: Oracle) -> No
         tokens = plain.tokens[index]
         assert tokens is not None
         assert tiny_oracle.replay(None, ask.ids, tokens, plain.steps_of(index)).best == tokens
+
+
+def test_ragged_heads_by_keepsets_own_kernels(tiny: Path, tiny_oracle: Oracle) -> None:
+    """In Triton's interpreter, one at a time and beside prompts, after events and before, and preempted once."""
+    some = [Ask(IDS[200 * i : 200 * i + n], 24, add=add) for i, (n, add) in enumerate([(130, 0), (70, 0), (230, 9)])]
+    engine = {"model": str(tiny), "max_num_batched_tokens": 96, "block_size": 16}
+    recipe = "adakv(snapkv(window=8), keep=40, every=12)"
+    scenario = Scenario(recipe, some, preempt=(14,), engine=engine, backend="FLASH_ATTN", triton=True)
+    (result,) = run(scenario)
+    assert result.classes == ["FlashKeepImpl"] and all(result.events) and sum(result.preemptions) > 1
+    check_oracle(Oracle(tiny_oracle.model, 16), recipe, some, result)

@@ -91,4 +91,4 @@ class WindowAttention(Feature[WindowSums]):
 
     def last_visible(self, at: Int[Tensor, "batch n"], lengths: Int[Tensor, " batch"]) -> Int[Tensor, "batch n"]:
         """The last position that queries at these are asked about, for an event at these lengths."""
-        return at.minimum(lengths[:, None] - self.window - 1) if self.history else at
+        return at.minimum(lengths[:, None] - (self.window + 1)) if self.history else at

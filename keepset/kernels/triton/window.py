@@ -1,0 +1,170 @@
+"""What packed heads of any lengths receive of a few queries: their log-sum-exps, and then the sums, entry by entry."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from keepset.kernels.packed import HeadTable, PackedHeads
+
+_BLOCK = 64
+"""Entries that a program looks at together."""
+_ROWS = 64
+"""Queries of a head that are looked at together."""
+_PARTS = 16
+"""Of a head at most, for its queries' log-sum-exps."""
+_LEAST_PART = 256
+"""Entries below which a part is not worth a program."""
+
+
+def add_received(
+    column: Float[Tensor, " places"],
+    queries: Float[Tensor, "batch query_heads n head_dim"],
+    packed: PackedHeads,
+    kv_heads: int,
+    last_visible: Int[Tensor, "batch n"],
+    scaling: float,
+    largest: bool,
+) -> None:
+    """The same as `keepset.kernels.window.add_received`, in two launches; nothing waits for the device.
+
+    A program owns a block of entries and adds to their places alone, so every sum has one order.
+    """
+    table = HeadTable([packed])
+    batch, query_heads, n, head_dim = queries.shape
+    group, heads = query_heads // kv_heads, batch * kv_heads
+    wide = triton.next_power_of_2(group)
+    tokens = max(16 // wide, min(max(_ROWS // wide, 1), triton.next_power_of_2(n)), 1)
+    blocks = triton.cdiv(n, tokens)
+    length = -(-max(packed.longest, 1) // _PARTS)
+    part = max(_LEAST_PART, triton.cdiv(length, _BLOCK) * _BLOCK)
+    parts = triton.cdiv(max(packed.longest, 1), part)
+    # Of a query head and token each; of a token where a group's largest logit counts.
+    rows = tokens * (1 if largest else wide)
+    partial = torch.empty(heads, blocks * rows, _PARTS, device=queries.device)
+    shared = (
+        queries, packed.keys, packed.positions, packed.bias, table.there, last_visible, *queries.stride(),
+        *last_visible.stride(), scaling, table.grown, n, kv_heads, heads,
+    )  # fmt: skip
+    sizes = dict(
+        GROUP=group, WIDE=wide, TOKENS=tokens, HEAD_DIM=head_dim, HEAD_BLOCK=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK=_BLOCK, LARGEST=largest, BIASED=packed.bias is not None, ALIGNED=table.aligned,
+        ROWS=rows, PARTS=_PARTS,
+    )  # fmt: skip
+    _window_lse[(heads, parts, blocks)](*shared, partial, part, blocks * rows, **sizes)
+    _add_received[(heads, triton.cdiv(max(packed.longest, 1), _BLOCK))](
+        *shared, partial, parts, blocks, column, packed.positions.data_ptr(), **sizes
+    )
+
+
+@triton.jit
+def _logits(
+    queries, keys, positions, bias, last_visible, request, kv_head, block, first, length,
+    query_batch, query_head, query_token, query_dim, last_batch, last_token, scaling, n,
+    GROUP: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, LARGEST: tl.constexpr, BIASED: tl.constexpr,
+):  # fmt: skip
+    """Of one block of queries and one of entries; minus infinity where a query does not see an entry."""
+    row, dims = tl.arange(0, TOKENS * WIDE), tl.arange(0, HEAD_BLOCK)
+    token, member = block * TOKENS + row // WIDE, row % WIDE
+    exists = (token < n) & (member < GROUP)
+    of_row = request.to(tl.int64) * query_batch + (kv_head * GROUP + member) * query_head + token * query_token
+    q = tl.load(
+        queries + of_row[:, None] + dims[None, :] * query_dim,
+        mask=exists[:, None] & (dims < HEAD_DIM)[None, :], other=0.0,
+    )  # fmt: skip
+    last = tl.load(last_visible + request * last_batch + token * last_token, mask=exists, other=-1)
+    entry = first + tl.arange(0, BLOCK)
+    stored, place = entry < length, entry.to(tl.int64)
+    k = tl.load(
+        keys + place[None, :] * HEAD_DIM + dims[:, None],
+        mask=stored[None, :] & (dims < HEAD_DIM)[:, None], other=0.0,
+    )  # fmt: skip
+    logits = tl.dot(q, k, input_precision="ieee") * scaling
+    if BIASED:
+        logits += tl.load(bias + place, mask=stored, other=0.0)[None, :]
+    at = tl.load(positions + place, mask=stored, other=0)
+    visible = exists[:, None] & stored[None, :] & (at[None, :] <= last[:, None])
+    logits = tl.where(visible, logits, float("-inf"))
+    if LARGEST:
+        members = tl.reshape(logits, [TOKENS, WIDE, BLOCK])
+        spoilt = tl.min((members <= float("inf")).to(tl.int32), 1) == 0
+        logits = tl.where(spoilt, float("nan"), tl.max(members, 1))
+    return logits
+
+
+@triton.jit(do_not_specialize=["grown", "n", "heads", "part", "rows"])
+def _window_lse(
+    queries, keys_kind, positions_kind, bias_kind, table, last_visible,
+    query_batch, query_head, query_token, query_dim, last_batch, last_token,
+    scaling, grown, n, kv_heads, heads, partial, part, rows,
+    GROUP: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, LARGEST: tl.constexpr, BIASED: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    head, split, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    keys = tl.load(table + head).to(keys_kind.dtype)
+    if ALIGNED:
+        keys = tl.multiple_of(keys, 16)
+    positions = tl.load(table + 2 * heads + head).to(positions_kind.dtype)
+    bias = tl.load(table + 3 * heads + head).to(bias_kind.dtype) if BIASED else 0
+    length = tl.load(table + 4 * heads + head).to(tl.int32) + grown
+    largest, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    for first in range(split * part, tl.minimum((split + 1) * part, length), BLOCK):
+        logits = _logits(
+            queries, keys, positions, bias, last_visible, head // kv_heads, head % kv_heads, block, first, length,
+            query_batch, query_head, query_token, query_dim, last_batch, last_token, scaling, n,
+            GROUP, WIDE, TOKENS, HEAD_DIM, HEAD_BLOCK, BLOCK, LARGEST, BIASED,
+        )  # fmt: skip
+        new_largest = tl.maximum(largest, tl.max(logits, 1))
+        # Of rows that have seen nothing yet the difference would be NaN.
+        shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        total = total * tl.exp(largest - shift) + tl.sum(tl.exp(logits - shift[:, None]), 1)
+        largest = new_largest
+    lse = tl.where(largest == float("-inf"), largest + total, largest + tl.log(total))  # NaN stays NaN
+    row = head.to(tl.int64) * rows + block * ROWS + tl.arange(0, ROWS)
+    tl.store(partial + row * PARTS + split, lse)
+
+
+@triton.jit(do_not_specialize=["grown", "n", "heads", "parts", "blocks"])
+def _add_received(
+    queries, keys_kind, positions_kind, bias_kind, table, last_visible,
+    query_batch, query_head, query_token, query_dim, last_batch, last_token,
+    scaling, grown, n, kv_heads, heads, partial, parts, blocks, column, first_position,
+    GROUP: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, LARGEST: tl.constexpr, BIASED: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    head, first = tl.program_id(0), tl.program_id(1) * BLOCK
+    length = tl.load(table + 4 * heads + head).to(tl.int32) + grown
+    if first >= length:
+        return
+    keys = tl.load(table + head).to(keys_kind.dtype)
+    if ALIGNED:
+        keys = tl.multiple_of(keys, 16)
+    address = tl.load(table + 2 * heads + head)
+    positions = address.to(positions_kind.dtype)
+    bias = tl.load(table + 3 * heads + head).to(bias_kind.dtype) if BIASED else 0
+    received, part = tl.zeros([BLOCK], tl.float32), tl.arange(0, PARTS)
+    for block in range(0, blocks):
+        logits = _logits(
+            queries, keys, positions, bias, last_visible, head // kv_heads, head % kv_heads, block, first, length,
+            query_batch, query_head, query_token, query_dim, last_batch, last_token, scaling, n,
+            GROUP, WIDE, TOKENS, HEAD_DIM, HEAD_BLOCK, BLOCK, LARGEST, BIASED,
+        )  # fmt: skip
+        row = (head.to(tl.int64) * blocks + block) * ROWS + tl.arange(0, ROWS)
+        lse = tl.load(partial + row[:, None] * PARTS + part[None, :], mask=(part < parts)[None, :], other=float("-inf"))
+        most = tl.max(lse, 1)
+        shift = tl.where(most == float("-inf"), 0.0, most)
+        attention = tl.exp(logits - shift[:, None]) / tl.sum(tl.exp(lse - shift[:, None]), 1)[:, None]
+        # Of a query that sees nothing the quotient is 0 / 0; one that is spoilt spoils what it sees.
+        received += tl.sum(tl.where(logits == float("-inf"), 0.0, attention), 0)
+    entry = first + tl.arange(0, BLOCK)
+    # Columns share their places: the first position's address says where the head begins.
+    begin = (address - first_position) // (positions_kind.dtype.element_ty.primitive_bitwidth // 8)
+    place = column + begin + entry
+    stored = entry < length
+    tl.store(place, tl.load(place, mask=stored, other=0.0) + received / (1 if LARGEST else GROUP), mask=stored)
