@@ -102,6 +102,10 @@ class AMS(Allocator):
         return self.scorer.needs | Needs(*([WindowAttention(self.window)] if self._uses_mass else []))
 
     @property
+    def remembers(self) -> tuple[str, ...]:
+        return (*super().remembers, "credit")
+
+    @property
     def sinks(self) -> int:
         """Four, as in table 15."""
         return max(4, self.scorer.sinks)

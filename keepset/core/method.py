@@ -118,6 +118,11 @@ class Method(ABC):
         return type(self).choose not in (Method.choose, Allocator.choose)
 
     @property
+    def remembers(self) -> tuple[str, ...]:
+        """Names of the numbers per entry that it answers with (`remember`): paged runtimes make room for no others."""
+        return ()
+
+    @property
     def sinks(self) -> int:
         """First tokens that the method always keeps, unless its recipe says otherwise."""
         return 0
@@ -317,6 +322,10 @@ class Allocator(Method):
     @property
     def by_layer(self) -> bool:
         return super().by_layer or self.scorer.by_layer
+
+    @property
+    def remembers(self) -> tuple[str, ...]:
+        return self.scorer.remembers
 
     @property
     def sinks(self) -> int:

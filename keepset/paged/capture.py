@@ -1,8 +1,10 @@
-"""`CapturePlanner`: which of a step's queries and prompts are recorded, because an event will look at them."""
+"""`CapturePlanner`: which of a step's queries are recorded or added up, because an event will look at them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Int
@@ -11,69 +13,161 @@ from torch import Tensor
 from keepset.core.accumulator import Accumulators
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.page_tables import OccupiedPages
-from keepset.paged.query_windows import QueryCapture, QueryRecord, QueryWindows
-from keepset.paged.step import EvictionEvent, PromptChunk, ScheduledRequest, StepBatch, StepPlan
-from keepset.recipe import Recipe
+from keepset.paged.query_records import Move, QueryRecord, QueryRecords
+from keepset.paged.recording import Recording
+from keepset.paged.step import (
+    EvictionEvent,
+    HeldQueries,
+    PromptChunk,
+    QueryAddition,
+    QueryCapture,
+    ScheduledRequest,
+    StepBatch,
+    StepPlan,
+)
+
+Occupied = Callable[[StepBatch, Sequence[ScheduledRequest]], Callable[[int], OccupiedPages]]
+"""Where a layer, by its place in its group, has the entries of these requests before the step's events."""
 
 
-def records_queries(recipe: Recipe) -> bool:
-    """Whether any queries of a step are noted for events to come."""
-    needs = recipe.method.needs
-    return bool(needs.window or needs.buffer or Accumulators(needs))
+@dataclass(frozen=True)
+class _Waiting:
+    """Queries of one request from `begin` to `stop` that are added up; `unwritten` entries have no number yet."""
+
+    request: ScheduledRequest
+    slot: int
+    begin: int
+    stop: int
+    point: int
+    unwritten: int
+
+    @property
+    def ends_prompt(self) -> bool:
+        return self.point == self.request.prompt
+
+
+class _Step:
+    """What a step records and adds up, as numbers of the host until all requests are through."""
+
+    def __init__(self, batch: StepBatch, plan: StepPlan, recording: Recording, occupied: Occupied) -> None:
+        self._batch, self._plan, self._recording, self._occupied = batch, plan, recording, occupied
+        # Of each query its number, its request's slot and its place there, before and after events.
+        self._early: list[tuple[int, int, int]] = []
+        self._late: list[tuple[int, int, int]] = []
+        # What is added up from the rings, before and after this step's queries are recorded.
+        self._flushed: list[_Waiting] = []
+        self._ringed: list[_Waiting] = []
+
+    def window(
+        self, request: ScheduledRequest, record: QueryRecord, point: int, first: int, stop: int, begins: int
+    ) -> None:
+        """The step's tokens from `first` to `stop`, of the window before a point, which begins there."""
+        recording, behind = self._recording, first > request.before
+        offset = request.first_query - request.before
+        record.aim(point, max(0, point - recording.summed(point == request.prompt)))
+        begin, number = record.added, stop - record.added
+        if number > recording.waiting and behind:
+            # The event before them moves entries, so what these receive is added up in the next step.
+            self._plan.held.append(HeldQueries(record.slot, offset + begin, offset + stop))
+            record.held = number
+        elif number > recording.waiting:
+            if begin < first:
+                waiting = self._taken(request, record, begin, first)
+                if record.held:
+                    self._plan.added_first.append(self._additions([waiting], first - begin, held=record.slot))
+                    record.held = 0
+                else:
+                    self._flushed.append(waiting)
+            new = self._taken(request, record, max(begin, first), stop)
+            self._plan.added_now.append(self._additions([new], stop - new.begin, first_query=offset + new.begin))
+        elif number > 0 and not behind and (number == recording.waiting or stop == point):
+            self._ringed.append(self._taken(request, record, begin, stop))
+        places = range(max(first, begins, stop - recording.size), stop)
+        queries = self._late if behind else self._early
+        queries += [(offset + position, record.slot, position % recording.size) for position in places]
+
+    def finish(self) -> None:
+        """Completes the plan."""
+        plan = self._plan
+        plan.captured_before, plan.captured_after = self._capture(self._early), self._capture(self._late)
+        plan.added_first += self._from_rings(self._flushed)
+        plan.added += self._from_rings(self._ringed)
+
+    def _taken(self, request: ScheduledRequest, record: QueryRecord, begin: int, stop: int) -> _Waiting:
+        """From now on these are added up, and all entries have a number."""
+        waiting = _Waiting(request, record.slot, begin, stop, record.point, request.after - record.written)
+        record.added, record.written = stop, request.after
+        return waiting
+
+    def _from_rings(self, waiting: list[_Waiting]) -> list[QueryAddition]:
+        groups: defaultdict[bool, list[_Waiting]] = defaultdict(list)
+        for each in waiting:
+            groups[each.ends_prompt].append(each)
+        return [self._additions(group, self._recording.waiting) for group in groups.values()]
+
+    def _additions(self, waiting: list[_Waiting], number: int, **source: int) -> QueryAddition:
+        """The newest so many queries before each `stop`; those before `begin` do not count."""
+        numbers = [(one.slot, one.begin, one.stop, one.point, one.request.after, one.unwritten) for one in waiting]
+        slots, begins, stops, points, lengths, unwritten = self._batch.tensor(numbers).unbind(1)
+        positions = stops[:, None] + torch.arange(-number, 0, device=stops.device)
+        occupied = self._occupied(self._batch, [one.request for one in waiting])
+        ends_prompt = waiting[0].ends_prompt
+        return QueryAddition(slots, positions, begins, points, ends_prompt, lengths, unwritten, occupied, **source)
+
+    def _capture(self, places: list[tuple[int, int, int]]) -> QueryCapture | None:
+        return QueryCapture(*self._batch.tensor(places).unbind(1)) if places else None
 
 
 class CapturePlanner:
-    """Of a group of so many `layers`; at most `max_requests` run at once."""
+    """Of a group of so many `layers`, which record as it is said; at most `max_requests` run at once."""
 
-    def __init__(self, schedule: EvictionSchedule, layers: int, max_requests: int) -> None:
-        self._schedule, self._layers = schedule, layers
+    def __init__(self, schedule: EvictionSchedule, recording: Recording, layers: int, max_requests: int) -> None:
+        self._schedule, self._recording, self._layers = schedule, recording, layers
         recipe = schedule.recipe
-        self._needs = needs = recipe.method.needs
+        self._needs = recipe.method.needs
         self._collects = schedule.whole_prompt and recipe.schedule.prefill
-        # What the moments of a decode-time event cover is recorded like a window.
-        buffer = min(needs.buffer, recipe.schedule.every or 0)
-        self._window = max(needs.window, buffer)
-        self._records = bool(self._window) or self._collects
-        self.windows = QueryWindows(layers, max(self._window, 1), max_requests)
+        self._records = bool(recording) or self._collects
+        self.records = QueryRecords(max_requests)
         self._by_row: dict[int, QueryRecord] = {}
 
-    def plan(self, batch: StepBatch, plan: StepPlan) -> None:
+    def plan(self, batch: StepBatch, plan: StepPlan, occupied: Occupied) -> None:
         """Adds to the step's plan the queries and chunks that the next events will look at."""
         if not self._records:
             return
-        # Of each token its query, its request's slot in the windows, and its place there.
-        early: list[tuple[int, int, int]] = []
-        late: list[tuple[int, int, int]] = []
-        self._by_row = {}
         schedule, pages, size = self._schedule, batch.block_table, self._schedule.block_size
+        moves, points = [], []
         for request in batch.requests:
-            event = schedule.due(request.prompt, request.before, request.after)
-            upcoming = schedule.next_event(request.prompt, request.after)
-            soon = upcoming is not None and upcoming - request.after < self._window
-            collecting = self._collects and request.before < request.prompt
-            page_before = int(pages[request.row, max(request.before - 1, 0) // size])
-            page = int(pages[request.row, (request.after - 1) // size])
-            if not (event or soon or collecting):
-                self.windows.forget(page_before)
-                self.windows.forget(page)  # another request's, that held this page before
+            prompt, before, after = request.prompt, request.before, request.after
+            event, upcoming = schedule.due(prompt, before, after), schedule.next_event(prompt, after)
+            if upcoming is not None and self._begins(prompt, upcoming) >= after:
+                upcoming = None
+            start: int | None = None
+            if event or upcoming is not None:
+                start = max(before, self._begins(prompt, event or upcoming or 0))
+            elif self._collects and before < prompt:
+                start = before
+            page_before = int(pages[request.row, max(before - 1, 0) // size])
+            moves.append(Move(page_before, int(pages[request.row, (after - 1) // size]), prompt, before, after, start))
+            points.append((event, upcoming))
+        step, self._by_row = _Step(batch, plan, self._recording, occupied), {}
+        records = self.records.follow(moves)
+        for request, record, (event, upcoming) in zip(batch.requests, records, points, strict=True):
+            if record is None:
                 continue
-            start = max(request.before, (event or request.after) - self._window)
-            record = self.windows.follow(page_before, page, start, request.before, request.after)
+            prompt, before, after = request.prompt, request.before, request.after
             self._by_row[request.row] = record
             if event:
-                early += self._places(request, record, start, event)
-                start = max(event, request.after - self._window)
-            if soon:
-                (late if event else early).extend(self._places(request, record, start, request.after))
-            if collecting:
+                step.window(request, record, event, before, event, self._begins(prompt, event))
+            if upcoming is not None:
+                step.window(request, record, upcoming, max(event, before), after, self._begins(prompt, upcoming))
+            if self._collects and before < prompt:
                 plan.chunks.append(self._chunk(request, record, pages[request.row]))
-        plan.captured_before, plan.captured_after = _capture(batch, early), _capture(batch, late)
+        step.finish()
 
     def event(
         self,
+        batch: StepBatch,
         rows: Int[Tensor, " rows"],
-        at: Int[Tensor, " rows"],
-        prompts: Int[Tensor, " rows"],
         requests: list[ScheduledRequest],
         newer: int,
         width: int,
@@ -87,9 +181,9 @@ class CapturePlanner:
         records = self._recorded(requests, points)
         return EvictionEvent(
             rows=rows,
-            at=at,
+            at=batch.tensor(points),
             earliest=min(points),
-            prompts=prompts,
+            prompts=batch.tensor([request.prompt for request in requests]),
             newer=newer,
             width=width,
             keep=keep,
@@ -99,7 +193,7 @@ class CapturePlanner:
             occupied=occupied,
             reassign=reassign,
             records=records,
-            slots=rows.new_tensor([record.slot for record in records]),
+            slots=batch.tensor([record.slot for record in records]),
         )
 
     def _recorded(self, requests: list[ScheduledRequest], points: list[int]) -> list[QueryRecord]:
@@ -109,16 +203,20 @@ class CapturePlanner:
         for request, record, at in zip(requests, records, points, strict=True):
             # First tokens may have come from another request's pages: then their queries were not seen.
             shared = self._schedule.shareable(request.prompt) or 0
-            lost = self._window and record.start > max(at - self._window, 0) and record.start > shared
+            lost = record.start > max(self._begins(request.prompt, at), shared)
             unseen = self._collects and at == request.prompt and record.prompt_tokens < at
             if lost or unseen:
                 raise RuntimeError("keepset lost the queries of a request that is to be compressed.")
         return records
 
+    def _begins(self, prompt: int, point: int) -> int:
+        """Position of the first query that the event at this point looks at, or that is added up for it."""
+        return max(0, point - max(self._recording.newest, self._recording.summed(point == prompt)))
+
     def _chunk(self, request: ScheduledRequest, record: QueryRecord, blocks: Int[Tensor, " width"]) -> PromptChunk:
         until = min(request.prompt, request.after)
-        if not record.prompt:
-            record.prompt = [Accumulators(self._needs) for _ in range(self._layers)]
+        if not record.chunks:
+            record.chunks = [Accumulators(self._needs) for _ in range(self._layers)]
         if record.prompt_tokens == request.before:
             record.prompt_tokens = until
         # Nothing has compressed a prompt before its end.
@@ -126,16 +224,4 @@ class CapturePlanner:
         kv_heads = self._schedule.kv_heads
         subpages = blocks * kv_heads + torch.arange(kv_heads, device=blocks.device)[:, None]
         end_query = request.first_query + until - request.before
-        return PromptChunk(record.prompt, request.first_query, end_query, request.before, subpages)
-
-    def _places(
-        self, request: ScheduledRequest, record: QueryRecord, start: int, stop: int
-    ) -> list[tuple[int, int, int]]:
-        if not self._window:
-            return []
-        offset = request.first_query - request.before
-        return [(offset + position, record.slot, position % self._window) for position in range(start, stop)]
-
-
-def _capture(batch: StepBatch, places: list[tuple[int, int, int]]) -> QueryCapture | None:
-    return QueryCapture(*batch.tensor(places).unbind(1)) if places else None
+        return PromptChunk(record.chunks, request.first_query, end_query, request.before, subpages)

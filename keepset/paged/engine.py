@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -29,6 +30,17 @@ class Pages(Protocol):
     @property
     def entry_bytes(self) -> int:
         """Of an entry's key and value."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the cache lies."""
+
+    @property
+    def block_size(self) -> int:
+        """Entries of a sub-page."""
+
+    def read_keys(self, subpages: Int[Tensor, "*rows pages"]) -> Float[Tensor, "*rows entries head_dim"]:
+        """Keys alone, as in `read`."""
 
     def read(
         self, subpages: Int[Tensor, "*rows pages"]

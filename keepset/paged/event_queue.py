@@ -52,6 +52,8 @@ class EventQueue:
         for group, plan in steps.items():
             group.record_replayed(plan)
         events = [plan.events for plan in steps.values()]
+        for group, plan in steps.items():
+            group.add_up(plan)
         if any(events):
             if next(iter(steps)).recipe.method.across_layers:
                 for across in zip(*events, strict=True):

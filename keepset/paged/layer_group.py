@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -14,10 +15,13 @@ from torch import Tensor
 from keepset.core.keep_set import LayerKeepSet
 from keepset.core.observation import Observation
 from keepset.core.rope import RotaryTable
+from keepset.errors import KeepsetError
 from keepset.paged.engine import Pages, QueryProjection
+from keepset.paged.entry_columns import EntryColumns, columns_of
 from keepset.paged.observer import Observer
 from keepset.paged.page_tables import OccupiedPages
 from keepset.paged.pages import read_layers, write_layers
+from keepset.paged.passing import PassingQueries
 from keepset.paged.planner import Planner
 from keepset.paged.step import EvictionEvent, StepPlan
 
@@ -54,6 +58,7 @@ class LayerGroup:
     Args:
         planner: of the group.
         pages: answers with a layer's cache, layer by layer.
+        passing: what the layers hold of queries, with as many slots as the planner gives away.
         scaling: what the model multiplies query-key products with.
         rotary: of the model, where the recipe looks at queries before rotation.
         projections: of the layers, where the recipe looks at hidden states.
@@ -69,6 +74,7 @@ class LayerGroup:
         self,
         planner: Planner,
         pages: Sequence[Callable[[], Pages]],
+        passing: PassingQueries,
         scaling: float,
         rotary: RotaryTable | None = None,
         projections: Sequence[QueryProjection] = (),
@@ -78,13 +84,17 @@ class LayerGroup:
         schedule = planner.schedule
         self.planner, self.layers, self.recipe = planner, planner.layers, schedule.recipe
         self._all_layers, self._block_size = schedule.layers, schedule.block_size
-        self._pages, self._count, self._tape = pages, count, tape
+        self._pages, self._passing, self._count, self._tape = pages, passing, count, tape
         needs = self.recipe.method.needs
-        self._observer = Observer(needs, self.recipe.schedule.every, planner.windows, scaling, rotary, projections)
+        self._observer = Observer(needs, planner.recording, passing, scaling, rotary, projections)
         self._apart = self.recipe.method.by_layer or needs.hidden_states
         self._late: list[tuple[range, Tensor]] = []
-        self._positions: Tensor | None = None
-        self._state: dict[str, Tensor] = {}
+
+    @cached_property
+    def columns(self) -> EntryColumns:
+        """Numbers of entries, once there is a cache."""
+        pages, names = self._pages[0](), columns_of(self.recipe)
+        return EntryColumns(names, len(self.layers), pages.slots, self._block_size, pages.device)
 
     def record(self, places: range, plan: StepPlan, queries: Float[Tensor, "layers n query_heads head_dim"]) -> None:
         """Notes of a step's queries what events will look at, once these layers have attended.
@@ -95,11 +105,15 @@ class LayerGroup:
             queries: of the step, after rotation; its entries are in the cache.
         """
         plan.recorded = True
-        for chunk in plan.chunks:
-            for place, own in zip(places, queries, strict=True):
+        for place, own in zip(places, queries, strict=True):
+            for chunk in plan.chunks:
                 self._observer.collect(place, chunk, own, self._pages[place]())
+            for addition in (*plan.added_first, *plan.added_now):
+                self._observer.add_up(place, addition, own, self._pages[place](), self.columns)
+            for held in plan.held:
+                self._passing.hold(place, own, held)
         if plan.captured_before is not None:
-            self.planner.windows.add(places, queries[:, plan.captured_before.queries], plan.captured_before)
+            self._passing.record(places, queries[:, plan.captured_before.queries], plan.captured_before)
         if plan.captured_after is not None:
             self._late.append((places, queries[:, plan.captured_after.queries]))
 
@@ -114,11 +128,17 @@ class LayerGroup:
                 raise RuntimeError("keepset lost the queries of a step, in which the engine called no layer.")
             self.record(range(len(self.layers)), plan, self._tape)
 
+    def add_up(self, plan: StepPlan) -> None:
+        """Adds up what waits long enough, once all layers have attended."""
+        for addition in plan.added:
+            for place, pages in enumerate(self._pages):
+                self._observer.add_up(place, addition, None, pages(), self.columns)
+
     def record_late(self, plan: StepPlan) -> None:
         """The same of queries that came after the step's events, which have been executed by now."""
         if plan.captured_after is not None:
             for places, queries in self._late:
-                self.planner.windows.add(places, queries, plan.captured_after)
+                self._passing.record(places, queries, plan.captured_after)
             self._late = []
 
     def compress(self, event: EvictionEvent) -> None:
@@ -144,22 +164,16 @@ class LayerGroup:
         occupied, size, layers = event.occupied(places[0]), self._block_size, len(places)
         subpages, kept, entries = occupied
         width = event.width - event.newer if event.equal_heads else subpages.shape[-1] * size
-        parts = self._observer.parts(event, places, width)
+        columns = self.columns
+        parts = self._observer.parts(event, places, occupied, columns, width)
         keys, values = read_layers([self._pages[place]() for place in places], subpages)
-        # Entries that came after the event before are whole: each lies as far behind its position as were dropped.
         index = torch.arange(keys.shape[2], device=keys.device)
-        positions = index + (event.at + event.newer)[:, None, None] - entries[..., None]
+        positions = columns.positions(places, occupied, event.at + event.newer)
         at, prompts, state = event.at.repeat(layers), event.prompts.repeat(layers), {}
-        positions = positions.repeat(layers, 1, 1)
-        if self._positions is not None and event.compressed:
-            slots = ((subpages * size)[..., None] + torch.arange(size, device=keys.device)).flatten(2)
-            moved = (index < kept[..., None]).repeat(layers, 1, 1)
-
-            def stored(column: Tensor) -> Tensor:
-                return column[places.start : places.stop, slots].flatten(0, 1)
-
-            positions = torch.where(moved, stored(self._positions).long(), positions)
-            state = {name: stored(column).where(moved, 0)[..., :width] for name, column in self._state.items()}
+        if event.compressed:
+            slots, moved = columns.slots(subpages)[..., :width], (index < kept[..., None])[..., :width]
+            moved = moved.repeat(layers, 1, 1)
+            state = {name: columns.read(name, places, slots).where(moved, 0) for name in self.recipe.method.remembers}
         observation = Observation(
             keys=keys[:, :, :width],
             values=values[:, :, :width],
@@ -172,7 +186,6 @@ class LayerGroup:
             state=state,
             **parts,
         )
-        observation = self._observer.complete(observation, event)
         return LayerEntries(places, occupied, keys, values, positions, observation)
 
     def _select(self, observation: Observation, event: EvictionEvent) -> LayerKeepSet:
@@ -205,17 +218,10 @@ class LayerGroup:
             values[: len(kept.values)] = kept.values  # what came after the event follows
         pages = [self._pages[place]() for place in places]
         write_layers(pages, keys, values, layer, slots)
-        shape = len(self.layers), pages[0].slots
-        if self._positions is None:
-            self._positions = torch.zeros(shape, dtype=torch.int32, device=slots.device)
-        there = (layer + places.start) * shape[1] + slots
-        self._positions.view(-1)[there] = entries.positions.reshape(-1)[index].int()
-        for name, column in kept.state.items():
-            if name not in self._state:
-                self._state[name] = column.new_zeros(shape)
-            within, known = index - heads * width, column.shape[-1]
-            remembered = column.reshape(-1, known)[heads, within.clamp(max=known - 1)]
-            self._state[name].view(-1)[there] = torch.where(within < known, remembered, 0)
+        layer = layer + places.start
+        self.columns.write_positions(layer, slots, entries.positions.reshape(-1)[index])
+        if self.recipe.schedule.every is not None:
+            self._remember(kept, layer, slots, heads, index - heads * width)
         if self._count is not None:
             stays = sum(event.sizes(kept)) + event.newer * kept.counts.numel()
             total = event.width * before.numel() if event.equal_heads else int(before.sum())
@@ -223,6 +229,23 @@ class LayerGroup:
             events = len(event.rows) if self.layers[places[0]] == self._all_layers[0] else 0
             self._count(events=events, entries_kept=stays, entries_dropped=total - stays, seconds=seconds)
             logger.debug("%d layers kept %d of %d entries in %.1f ms", len(places), stays, total, 1e3 * seconds)
+
+    def _remember(
+        self,
+        kept: LayerKeepSet,
+        layers: Int[Tensor, " stays"],
+        slots: Int[Tensor, " stays"],
+        heads: Int[Tensor, " stays"],
+        within: Int[Tensor, " stays"],
+    ) -> None:
+        """Writes the method's own numbers; entries that it has not seen have none yet."""
+        for name, column in kept.state.items():
+            if name not in self.columns:
+                method = self.recipe.method.name
+                raise KeepsetError(f"{method} remembers {name!r} and does not say so: add it to its `remembers`.")
+            known = column.shape[-1]
+            remembered = column.reshape(-1, known)[heads, within.clamp(max=known - 1)]
+            self.columns.write(name, layers, slots, torch.where(within < known, remembered, 0))
 
 
 def _survivors(

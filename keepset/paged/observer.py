@@ -7,37 +7,42 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from keepset.core import tables
-from keepset.core.accumulator import Accumulators, Chunk, Entries, QuerySource, Turn
+from keepset.core.accumulator import Chunk, Entries, QuerySource, Turn
 from keepset.core.feature import Feature, Needs
 from keepset.core.features.given import ModelStatistics, ModelTables
-from keepset.core.features.window import WindowAttention
-from keepset.core.observation import Observation
+from keepset.core.features.moments import QueryMoments
+from keepset.core.features.window import WindowAttention, WindowSums
 from keepset.core.rope import RotaryTable, undone_right
 from keepset.core.shapes import HiddenStates, Queries
 from keepset.core.statistics import load
 from keepset.errors import UnsupportedModelError
+from keepset.kernels.moments import Moments
+from keepset.kernels.paged_window import add_received_in_pages
 from keepset.paged.engine import Pages, QueryProjection
-from keepset.paged.query_windows import QueryWindows
-from keepset.paged.step import EvictionEvent, PromptChunk
+from keepset.paged.entry_columns import EntryColumns
+from keepset.paged.page_tables import OccupiedPages
+from keepset.paged.passing import PassingQueries
+from keepset.paged.recording import Recording
+from keepset.paged.step import EvictionEvent, PromptChunk, QueryAddition
 
 
 class Observer:
-    """A group's; `needs` is what the recipe looks at, `every` its interval, and the rest as in `LayerGroup`."""
+    """A group's; `needs` is what the recipe looks at, and the rest as in `LayerGroup`."""
 
     def __init__(
         self,
         needs: Needs,
-        every: int | None,
-        windows: QueryWindows,
+        recording: Recording,
+        passing: PassingQueries,
         scaling: float,
         rotary: RotaryTable | None,
         projections: Sequence[QueryProjection],
     ) -> None:
-        self._needs, self._every, self._windows = needs, every, windows
+        self._needs, self._recording, self._passing = needs, recording, passing
         self._scaling, self._rotary, self._projections = scaling, rotary, projections
         self._checked: set[int] = set()
         self._from_files: dict[Feature[Any], Any] = {
@@ -65,42 +70,111 @@ class Observer:
         step = Chunk(rows, entries, positions, None, self._scaling, source=source)
         chunk.layers[place].add(step)
 
-    def parts(self, event: EvictionEvent, places: range, width: int) -> dict[str, Any]:
+    def add_up(
+        self,
+        place: int,
+        addition: QueryAddition,
+        queries: Float[Tensor, "n query_heads head_dim"] | None,
+        pages: Pages,
+        columns: EntryColumns,
+    ) -> None:
+        """Adds to what passing queries leave behind in a layer; `queries` are the step's, where some of those are."""
+        occupied, lengths, at = addition.occupied(place), addition.lengths, addition.positions
+        rows = self._passing.added(place, addition, queries)
+        for feature in self._recording.sums:
+            last = feature.last_visible(at, addition.points).masked_fill(~self._counts(feature, addition), -1)
+            visible = self._visible(place, feature, last, lengths, occupied, columns)
+            add_received_in_pages(
+                columns[feature.column][place], rows, pages, occupied.subpages, occupied.entries, addition.unwritten,
+                visible, self._scaling, feature.largest,
+            )  # fmt: skip
+        if not addition.ends_prompt:
+            for of in self._recording.moments:
+                source = self._query_source(place, slice(0))
+                assert source is not None
+                self._passing.add_moments(place, of, addition, rows, self._counts(of, addition), self._scaling, source)
+
+    def _counts(self, feature: WindowAttention | QueryMoments, addition: QueryAddition) -> Bool[Tensor, "rows n"]:
+        """Which of the queries are in its window and not yet added up."""
+        begins = addition.points - self._recording.window(feature, addition.ends_prompt)
+        return addition.positions >= begins.maximum(addition.begins)[:, None]
+
+    def _visible(
+        self,
+        place: int,
+        feature: WindowAttention,
+        last: Int[Tensor, "rows n"],
+        lengths: Int[Tensor, " rows"],
+        occupied: OccupiedPages,
+        columns: EntryColumns,
+    ) -> Int[Tensor, "rows kv_heads n"]:
+        """How many of a head's first entries come up to the last position that a query sees."""
+        if feature.history:
+            positions = columns.positions(range(place, place + 1), occupied, lengths)
+            there = torch.arange(positions.shape[-1], device=positions.device) < occupied.entries[..., None]
+            each = [(there & (positions <= one[:, None, None])).sum(-1) for one in last.unbind(1)]
+            return torch.stack(each, -1)
+        # What came since the event before is whole, and that is all that some queries do not see.
+        beyond = lengths[:, None] - 1 - last
+        return (occupied.entries[..., None] - beyond[:, None]).clamp(min=0).masked_fill((last < 0)[:, None], 0)
+
+    def parts(
+        self, event: EvictionEvent, places: range, occupied: OccupiedPages, columns: EntryColumns, width: int
+    ) -> dict[str, Any]:
         """All of it at an event of these layers, for `width` entries, as an Observation's keyword arguments."""
         parts: dict[str, Any] = {"scaling": self._scaling}
-        if self._needs.window:
-            parts["queries"], positions = self._newest(event, places, self._needs.window)
+        if number := self._needs.newest:
+            parts["queries"], positions = self._newest(event, places, number)
             # The default says that nothing is missing, which is cheaper.
-            if event.compressed or not event.equal_heads or event.earliest < self._windows.window:
+            if event.compressed or not event.equal_heads or event.earliest < number:
                 parts["query_positions"] = positions
+        features = self._from_files | self._sums(event, places, occupied, columns, width)
         collected = self._of_prompts(event, places, width) if event.ends_prompt else self._of_newest(event, places)
-        return {**parts, "features": {**self._from_files, **collected}}
+        return {**parts, "features": features | collected}
 
-    def complete(self, observation: Observation, event: EvictionEvent) -> Observation:
-        """With what is made of the newest queries and the entries, where an event has its own window of them."""
-        if event.ends_prompt or self._every is None:
-            return observation
-        sums = self._needs.of(WindowAttention)
-        return observation.having({each: each.made(observation, min(each.window, self._every)) for each in sums})
+    def _sums(
+        self, event: EvictionEvent, places: range, occupied: OccupiedPages, columns: EntryColumns, width: int
+    ) -> dict[Feature[Any], Any]:
+        sums = self._recording.sums
+        if not sums:
+            return {}
+        slots = columns.slots(occupied.subpages)[..., :width]
+        there = torch.arange(width, device=slots.device) < (occupied.entries - event.newer)[..., None]
+        there = there.repeat(len(places), 1, 1)
+        return {
+            feature: WindowSums(
+                columns.read(feature.column, places, slots).where(there, 0),
+                self._recording.window(feature, event.ends_prompt),
+            )
+            for feature in sums
+        }
 
     def _of_prompts(self, event: EvictionEvent, places: range, width: int) -> dict[Feature[Any], Any]:
-        prompts = [record.prompt[place] for place in places for record in event.records if record.prompt]
+        prompts = [record.chunks[place] for place in places for record in event.records if record.chunks]
         return prompts[0].joined(prompts[1:]).values(event.at.repeat(len(places)), width) if prompts else {}
 
     def _of_newest(self, event: EvictionEvent, places: range) -> dict[Feature[Any], Any]:
         """What is made of the newest queries of an event while decoding."""
-        newest = Accumulators(feature for feature in self._needs if feature.buffer)
-        if not newest:
+        features = [feature for feature in self._needs.of(QueryMoments) if feature.buffer]
+        if not features:
             return {}
-        assert self._every is not None
-        queries, positions = self._newest(event, places, min(self._needs.buffer, self._every))
         source = self._query_source(places[0], slice(0))
-        newest.add(Chunk(queries, list, positions, None, self._scaling, source=source))
-        return newest.values(event.at.repeat(len(places)))
+        assert source is not None
+        made: dict[Feature[Any], Any] = {}
+        for feature in features:
+            if feature in self._recording.moments:
+                moments = self._passing.moments(feature, places, event.slots)
+            else:
+                window = self._recording.window(feature, ends_prompt=False)
+                queries, positions = self._newest(event, places, window)
+                chunk, moments = Chunk(queries, list, positions, None, self._scaling, source=source), Moments()
+                moments.add(feature.rows(chunk, source), chunk.counted(feature.skip), feature.full)
+            made[feature] = feature.distribution(moments, source, event.at.repeat(len(places)))
+        return made
 
     def _newest(self, event: EvictionEvent, places: range, size: int) -> tuple[Queries, Int[Tensor, "layers_rows n"]]:
         positions = event.at[:, None] + torch.arange(-size, 0, device=event.at.device)
-        return self._windows.read(places, event.slots, positions), positions.repeat(len(places), 1)
+        return self._passing.newest(places, event.slots, positions), positions.repeat(len(places), 1)
 
     def _query_source(self, place: int, tokens: slice) -> _QuerySource | None:
         if self._rotary is None:

@@ -79,11 +79,12 @@ class PerHeadTables:
         eventful: bool,
         tokens: PagedTokens | None,
         others: bool,
+        read: bool = False,
     ) -> RaggedStep | None:
         """Moves every request's state along.
 
-        Those `compressed` before must have a state; in an `eventful` step some are; `tokens` and `others` are as in
-        `RaggedStep`.
+        Those `compressed` before must have a state; in an `eventful` step some are, and in one that is `read` layers
+        look at entries besides; `tokens` and `others` are as in `RaggedStep`.
 
         Returns:
             None where the engine's own tables say the same, and no request is compressed.
@@ -105,7 +106,7 @@ class PerHeadTables:
         pages, layout = follow_layouts(self._filed, block_table, before, after, compressed, lost, self._block_size)
         self._lost.check()
         self._steady = False
-        if tokens is None and not eventful:
+        if tokens is None and not (eventful or read):
             return None
         self.step = RaggedStep(pages, after, layout, self._block_size, tokens, others)
         self._steady = alike and not eventful

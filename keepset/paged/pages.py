@@ -17,7 +17,7 @@ class StridedPages:
     """Pages of backends that keep an entry's numbers in order, at any strides: those for GPUs.
 
     Attributes:
-        kv_heads, block_size, head_dim, slots: of the cache.
+        kv_heads, block_size, head_dim, slots, device: of the cache.
         entry_bytes: of an entry's key and value.
     """
 
@@ -25,7 +25,12 @@ class StridedPages:
         blocks, self.kv_heads, self.block_size, width = kv_cache.shape
         self.head_dim, self.slots = width // 2, blocks * self.kv_heads * self.block_size
         self.entry_bytes = width * kv_cache.itemsize
-        self._cache = kv_cache
+        self._cache, self.device = kv_cache, kv_cache.device
+
+    def read_keys(self, subpages: Int[Tensor, "*rows pages"]) -> Float[Tensor, "*rows entries head_dim"]:
+        """Keys of whole sub-pages."""
+        block, head = self._block_and_head(subpages)
+        return self._cache[block, head, :, : self.head_dim].flatten(-3, -2)
 
     def read(
         self, subpages: Int[Tensor, "*rows pages"]

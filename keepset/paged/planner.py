@@ -8,6 +8,7 @@ from keepset.paged.capture import CapturePlanner
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.page_tables import FreedBlocks
 from keepset.paged.ragged_plan import RaggedPlanner
+from keepset.paged.recording import Recording
 from keepset.paged.step import StepBatch, StepPlan
 from keepset.paged.uniform_plan import UniformPlanner
 
@@ -17,27 +18,27 @@ class Planner:
 
     Args:
         schedule: when requests are compressed; the group's layers have the same.
+        recording: what is recorded of queries for that.
         layers: the group's, by their indices in the model.
         max_requests: how many can run at once.
         blocks: in the whole pool.
         freed_blocks: is told of events whose counts come from the data.
 
     Attributes:
-        schedule, layers: as given.
-        windows: the queries that events look at.
+        schedule, recording, layers: as given.
     """
 
     def __init__(
         self,
         schedule: EvictionSchedule,
+        recording: Recording,
         layers: Sequence[int],
         max_requests: int,
         blocks: int,
         freed_blocks: FreedBlocks,
     ) -> None:
-        self.schedule, self.layers = schedule, tuple(layers)
-        self._capture = CapturePlanner(schedule, len(self.layers), max_requests)
-        self.windows = self._capture.windows
+        self.schedule, self.recording, self.layers = schedule, recording, tuple(layers)
+        self._capture = CapturePlanner(schedule, recording, len(self.layers), max_requests)
         self._tables: RaggedPlanner | UniformPlanner
         if schedule.ragged:
             self._tables = RaggedPlanner(schedule, len(self.layers), blocks, freed_blocks, self._capture)
@@ -58,6 +59,6 @@ class Planner:
         """
         plan = StepPlan(batch.slot_mapping, dummy=not batch.requests)
         if batch.requests:
-            self._capture.plan(batch, plan)
+            self._capture.plan(batch, plan, self._tables.occupied)
         self._tables.plan(batch, plan)
         return plan

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from keepset.kernels.paged import PagedTokens
 from keepset.paged.capture import CapturePlanner
 from keepset.paged.eviction_schedule import EvictionSchedule
-from keepset.paged.page_tables import FreedBlocks, PerHeadTables
+from keepset.paged.page_tables import FreedBlocks, OccupiedPages, PerHeadTables
 from keepset.paged.step import ScheduledRequest, ShiftedBatch, StepBatch, StepPlan
 
 _NOWHERE = -1
@@ -38,27 +39,27 @@ class RaggedPlanner:
         known = [(request.before, request.after, int(must)) for request, must in zip(requests, compressed, strict=True)]
         lengths = batch.tensor(list(zip(*known, strict=True)))
         table = batch.block_table[: len(requests)]
-        step = self._tables.advance(table, lengths[0], lengths[1], lengths[2], bool(groups), tokens, others)
+        step = self._tables.advance(table, lengths[0], lengths[1], lengths[2], bool(groups), tokens, others, plan.adds)
         if step is not None and step.tokens is not None:
             plan.ragged = step
             if others:
                 self._hide(batch, plan, step.tokens, compressed)
         for (after, at, prompt, before), members in groups.items():
-            number, first, keep = len(members), None, None
-            numbers = [at] * number, [prompt] * number, [schedule.freed(prompt, after)] * number
-            rows, points, prompts, freed = batch.tensors([request.row for request in members], *numbers)
+            rows, first, keep = batch.tensor([request.row for request in members]), None, None
             if schedule.fixed:
-                first = freed
+                first = batch.tensor([schedule.freed(prompt, after)] * len(members))
                 keep = at - schedule.dropped(prompt, after)
             elif step is not None:
                 for page in step.pages[rows].tolist():
                     self._freed_blocks.add(self._tables, page)
-            # The engine's table may change before the event: what there is of it now is the event's own.
-            blocks = batch.block_table[rows]
-            occupied = partial(self._tables.occupied, rows, blocks)
-            reassign = partial(self._tables.reassign, rows, blocks, first)
-            event = rows, points, prompts, members, after - at, after, keep, before, occupied, reassign
-            plan.events.append(self._capture.event(*event))
+            pages = self.occupied(batch, members), partial(self._tables.reassign, rows, batch.block_table[rows], first)
+            plan.events.append(self._capture.event(batch, rows, members, after - at, after, keep, before, *pages))
+
+    def occupied(self, batch: StepBatch, requests: Sequence[ScheduledRequest]) -> Callable[[int], OccupiedPages]:
+        """Where a layer, by its place in the group, has the entries of these requests before the step's events."""
+        rows = batch.tensor([request.row for request in requests])
+        # The engine's table may change before it is asked: what there is of it now is right.
+        return partial(self._tables.occupied, rows, batch.block_table[rows])
 
     def _tokens(self, batch: StepBatch, compressed: list[bool]) -> tuple[PagedTokens | None, bool]:
         """The tokens that heads' own pages are of, and whether there are others."""

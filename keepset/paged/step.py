@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from keepset.core.accumulator import Accumulators
 from keepset.core.keep_set import LayerKeepSet
 from keepset.paged.page_tables import OccupiedPages, RaggedStep
-from keepset.paged.query_windows import QueryCapture, QueryRecord
+from keepset.paged.query_records import QueryRecord
 
 
 @dataclass(frozen=True)
@@ -58,11 +57,6 @@ class StepBatch:
     query_start_loc: Int[Tensor, " rows_plus_1"]
     max_query_len: int
 
-    def tensors(self, *values: Sequence[int]) -> Sequence[Tensor]:
-        """Lists of whole numbers on the batch's device, by one upload."""
-        flat = torch.tensor(list(chain.from_iterable(values)), dtype=torch.int64)
-        return self.upload(flat).split([len(each) for each in values])
-
     def tensor(self, values: Sequence[Any]) -> Tensor:
         """Numbers on the batch's device."""
         return self.upload(torch.tensor(values))
@@ -71,6 +65,52 @@ class StepBatch:
         """A tensor of the host on the batch's device; a GPU copies what is pinned without being waited for."""
         device = self.block_table.device
         return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class QueryCapture:
+    """Queries to record: some of a step's, and the slots and places in the rings where they go."""
+
+    queries: Int[Tensor, " n"]
+    slots: Int[Tensor, " n"]
+    places: Int[Tensor, " n"]
+
+
+@dataclass(frozen=True)
+class HeldQueries:
+    """A step's queries that a slot holds in whole until the request's next step."""
+
+    slot: int
+    first_query: int
+    end_query: int
+
+
+@dataclass(frozen=True)
+class QueryAddition:
+    """Queries of some requests that are added up for an event to come.
+
+    Attributes:
+        slots: the requests'; their queries are in the rings, if nothing else is said.
+        positions: of the queries.
+        begins: position of the first query of each request that counts here, for a window of any length.
+        points, ends_prompt: tokens at the event, and whether these are prompts' ends.
+        lengths: tokens of each request.
+        unwritten: newest entries of each head that have no number yet.
+        occupied: where a layer, by its place in the group, has the entries.
+        held: slot of the one request whose queries are held in whole.
+        first_query: of the one request whose queries are this step's.
+    """
+
+    slots: Int[Tensor, " rows"]
+    positions: Int[Tensor, "rows n"]
+    begins: Int[Tensor, " rows"]
+    points: Int[Tensor, " rows"]
+    ends_prompt: bool
+    lengths: Int[Tensor, " rows"]
+    unwritten: Int[Tensor, " rows"]
+    occupied: Callable[[int], OccupiedPages]
+    held: int | None = None
+    first_query: int | None = None
 
 
 @dataclass(frozen=True)
@@ -94,7 +134,7 @@ class EvictionEvent:
         occupied: where a layer, by its place in the group, has the entries; in all layers the same with equal heads.
         reassign: pages for so many entries of each head of a layer; None where they do not fit, and all stays as it is.
         records: of the requests, where the recipe looks at queries or at the whole prompt; else none.
-        slots: theirs in the windows.
+        slots: theirs in what layers hold of queries.
     """
 
     rows: Int[Tensor, " rows"]
@@ -171,7 +211,10 @@ class StepPlan:
         shifted: what attention is told instead of the batch, where all heads keep equally many.
         ragged: tokens that are written and attended head by head, where these have different numbers of entries.
         chunks: what there is of prompts that are looked at as a whole.
+        added_first, added_now: queries that a layer adds up before it records this step's, and after.
         captured_before, captured_after: queries to record before and after the events.
+        added: queries that are added up before the events, once all layers have attended.
+        held: queries that follow an event in their own step, and are more than wait.
         events: compressions, once all layers have attended.
         dummy: whether it is nobody's step, which a graph may capture, to replay it in steps to come.
         recorded: whether layers have been called to note what there is to note.
@@ -181,8 +224,12 @@ class StepPlan:
     shifted: ShiftedBatch | None = None
     ragged: RaggedStep | None = None
     chunks: list[PromptChunk] = field(default_factory=list)
+    added_first: list[QueryAddition] = field(default_factory=list)
+    added_now: list[QueryAddition] = field(default_factory=list)
     captured_before: QueryCapture | None = None
     captured_after: QueryCapture | None = None
+    added: list[QueryAddition] = field(default_factory=list)
+    held: list[HeldQueries] = field(default_factory=list)
     events: list[EvictionEvent] = field(default_factory=list)
     dummy: bool = False
     recorded: bool = False
@@ -190,4 +237,10 @@ class StepPlan:
     @property
     def records(self) -> bool:
         """Whether layers note anything of the step's queries."""
-        return bool(self.chunks or self.captured_before or self.captured_after)
+        recorded = self.captured_before or self.captured_after or self.held
+        return bool(recorded or self.chunks or self.added_first or self.added_now)
+
+    @property
+    def adds(self) -> bool:
+        """Whether layers add queries up, for which they look at entries."""
+        return bool(self.added_first or self.added_now or self.added)

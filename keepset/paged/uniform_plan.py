@@ -6,9 +6,10 @@ What an event leaves is packed into logical slots from `dropped // block_size` b
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from keepset.kernels.shift import shift_step
@@ -21,8 +22,7 @@ from keepset.paged.step import ScheduledRequest, ShiftedBatch, StepBatch, StepPl
 class UniformPlanner:
     """Tables, slots and events of a step.
 
-    All that the host knows of it goes to the device at once, and nothing comes back. Attention gets the same two
-    tensors in every step, so that a graph may have noted where they are.
+    Attention gets the same two tensors in every step, so that a graph may have noted where they are.
     """
 
     def __init__(self, schedule: EvictionSchedule, capture: CapturePlanner, max_requests: int) -> None:
@@ -32,7 +32,7 @@ class UniformPlanner:
     def plan(self, batch: StepBatch, plan: StepPlan) -> None:
         """Adds to the step's plan what is shifted and what is compressed."""
         schedule = self._schedule
-        dropped = [0] * len(batch.seq_lens)
+        dropped = [0] * batch.block_table.shape[0]
         groups: defaultdict[tuple[int, int, int, bool, bool], list[ScheduledRequest]] = defaultdict(list)
         for request in batch.requests:
             prompt, after = request.prompt, request.after
@@ -40,53 +40,50 @@ class UniformPlanner:
             if at := schedule.due(prompt, request.before, after):
                 left = after - schedule.dropped(prompt, after)
                 groups[after - gone, after - at, left, gone > 0, at == prompt].append(request)
-        lost, *numbers = batch.tensors(dropped, *(each for group in groups.items() for each in self._numbers(*group)))
-        for place, ((width, newer, left, compressed, _), requests) in enumerate(groups.items()):
-            rows, points, prompts, tokens, kept = numbers[5 * place : 5 * place + 5]
-            pages = self._pages(batch, rows, tokens, kept, width, left)
-            event = self._capture.event(rows, points, prompts, requests, newer, width, left - newer, compressed, *pages)
+        for (width, newer, left, compressed, _), requests in groups.items():
+            rows = batch.tensor([request.row for request in requests])
+            occupied, now = self.occupied(batch, requests), self._subpages(batch, requests, left)
+            event = self._capture.event(
+                batch, rows, requests, newer, width, left - newer, compressed, occupied, lambda *_, now=now: now
+            )
             plan.events.append(event)
-        plan.shifted = self._shift(batch, dropped, lost)
+        plan.shifted = self._shift(batch, dropped)
 
-    def _numbers(
-        self, group: tuple[int, int, int, bool, bool], requests: list[ScheduledRequest]
-    ) -> tuple[list[int], ...]:
-        """Of these requests of an event rows, points, prompts, tokens, and entries that the event before has kept."""
-        width, newer, _, compressed, _ = group
-        # Nothing was packed at events that dropped nothing: what came since the one before is whole.
-        kept = [
-            self._schedule.compressed(request.prompt, request.before) - (request.after - width) if compressed else 0
-            for request in requests
-        ]
-        after = [request.after for request in requests]
-        points = [tokens - newer for tokens in after]
-        return [request.row for request in requests], points, [request.prompt for request in requests], after, kept
+    def occupied(self, batch: StepBatch, requests: Sequence[ScheduledRequest]) -> Callable[[int], OccupiedPages]:
+        """Where the entries of these requests lie in every layer, before the step's events."""
+        schedule, numbers = self._schedule, []
+        for request in requests:
+            width, kept = request.after - schedule.dropped(request.prompt, request.before), 0
+            # Nothing was packed at events that dropped nothing: what came since the one before is whole.
+            if width < request.after:
+                kept = schedule.compressed(request.prompt, request.before) - (request.after - width)
+            numbers.append((width, kept))
+        shape = (len(requests), schedule.kv_heads)
+        entries, packed = (part[:, None].expand(shape) for part in batch.tensor(numbers).unbind(1))
+        subpages = self._subpages(batch, requests, *(width for width, _ in numbers))
+        return lambda _: OccupiedPages(subpages, packed, entries)
 
-    def _pages(
-        self, batch: StepBatch, rows: Tensor, after: Tensor, kept: Tensor, width: int, left: int
-    ) -> tuple[Callable[[int], OccupiedPages], Callable[[int, Tensor], Tensor]]:
-        """Entries lie in their blocks from the first that is not freed; and so they will afterwards, in any layer."""
+    def _subpages(
+        self, batch: StepBatch, requests: Sequence[ScheduledRequest], *entries: int
+    ) -> Int[Tensor, "rows kv_heads pages"]:
+        """That hold so many entries of each request: they lie in its blocks from the first that is not freed."""
         size, kv_heads = self._schedule.block_size, self._schedule.kv_heads
-        heads = torch.arange(kv_heads, device=rows.device)[:, None]
+        widths = entries * len(requests) if len(entries) == 1 else entries
+        firsts = [(one.row, (one.after - width) // size) for one, width in zip(requests, widths, strict=True)]
+        row, first = batch.tensor(firsts).unbind(1)
+        place = torch.arange(-(-max(widths) // size), device=row.device)
+        columns = (first[:, None] + place).clamp(max=batch.block_table.shape[1] - 1)
+        heads = torch.arange(kv_heads, device=row.device)[:, None]
+        return batch.block_table[row[:, None], columns].long()[:, None] * kv_heads + heads
 
-        def subpages(entries: int) -> Tensor:
-            first = (after - entries)[:, None] // size
-            columns = first + torch.arange(-(-entries // size), device=rows.device)
-            return batch.block_table[rows[:, None], columns].long()[:, None] * kv_heads + heads
-
-        shape = (len(rows), kv_heads)
-        entries = torch.full(shape, width, device=rows.device)
-        occupied, now = OccupiedPages(subpages(width), kept[:, None].expand(shape), entries), subpages(left)
-        return lambda _: occupied, lambda *_: now
-
-    def _shift(self, batch: StepBatch, dropped: list[int], lost: Tensor) -> ShiftedBatch:
+    def _shift(self, batch: StepBatch, dropped: list[int]) -> ShiftedBatch:
         """The batch without what was dropped; moves new tokens' slots to where their requests' entries end."""
         rows, width = batch.block_table.shape
         if self._left is None:
             most = max(rows, self._max_requests)
             self._left = batch.block_table.new_zeros(most, width), batch.seq_lens.new_zeros(most)
         table, lengths = (each[:rows] for each in self._left)
-        step = batch.block_table, batch.seq_lens, batch.starts
-        shift_step(*step, lost, batch.slot_mapping, self._schedule.block_size, table, lengths)
-        most_entries = max((request.after - dropped[request.row] for request in batch.requests), default=None)
-        return ShiftedBatch(block_table=table, seq_lens=lengths, max_seq_len=most_entries, dropped=dropped)
+        step = batch.block_table, batch.seq_lens, batch.starts, batch.tensor(dropped), batch.slot_mapping
+        shift_step(*step, self._schedule.block_size, table, lengths)
+        longest = max((request.after - dropped[request.row] for request in batch.requests), default=None)
+        return ShiftedBatch(block_table=table, seq_lens=lengths, max_seq_len=longest, dropped=dropped)

@@ -31,7 +31,6 @@ class KeepImpl:
         context = active()
         assert context is not None
         self._context = context
-        context.make_tape(self.num_heads, self.head_size)
         self._pages: tuple[Tensor, Pages] | None = None
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
@@ -103,7 +102,7 @@ class KeepImpl:
             place = step.places[layer.layer_name]
             step.group.record(range(place, place + 1), step.plan, query[None])
         if step is not None and step.plan.dummy:
-            self._context.note_queries(layer.layer_name, query)
+            self._context.leave(layer.layer_name, query)
         if (projection := self._context.projections.get(layer.layer_name)) is not None:
             projection.hidden = None
         return output

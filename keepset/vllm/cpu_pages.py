@@ -16,7 +16,7 @@ class CPUPages:
     """Pages of vLLM's CPU backend, which packs keys and values as its instruction set likes to read them.
 
     Attributes:
-        kv_heads, block_size, head_dim, slots: of the cache.
+        kv_heads, block_size, head_dim, slots, device: of the cache.
         entry_bytes: of an entry's key and value.
         isa: the instruction set that the layer's metadata builder chose (`layer.isa`).
         folded: keys and values for the backend's kernels, `[subpages, 1, block_size, head_dim]`: every sub-page is a
@@ -31,7 +31,7 @@ class CPUPages:
         blocks, self.kv_heads, self.block_size, width = kv_cache.shape
         self.head_dim, self.slots = width // 2, blocks * self.kv_heads * self.block_size
         self.entry_bytes, self.isa = width * kv_cache.itemsize, isa
-        self._cache = kv_cache
+        self._cache, self.device = kv_cache, kv_cache.device
         # Keys and values of a sub-page are neighbouring rows, so that each can be fetched without the other. As whole
         # numbers, because barrier 16-bit floats converts them on a CPU: 2 to 3 times slower, and it alters NaNs.
         bits = {2: torch.int16, 4: torch.int32}[kv_cache.dtype.itemsize]
@@ -39,6 +39,12 @@ class CPUPages:
         keys, values = kv_cache.view(-1, 1, 2 * self.block_size, self.head_dim).chunk(2, dim=2)
         self.folded = keys, values
         self._key_order, self._value_order = packing(self.block_size, self.head_dim, kv_cache.dtype, isa)
+
+    def read_keys(self, subpages: Int[Tensor, "*rows pages"]) -> Float[Tensor, "*rows entries head_dim"]:
+        """Keys of whole sub-pages, unpacked and in the cache's dtype."""
+        *rows, pages = subpages.shape
+        keys = _unpacked(self._rows.index_select(0, 2 * subpages.flatten()), self._key_order)
+        return keys.view(*rows, pages * self.block_size, self.head_dim).view(self._cache.dtype)
 
     def read(
         self, subpages: Int[Tensor, "*rows pages"]

@@ -9,20 +9,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from keepset.errors import UnsupportedEngineError
-from keepset.paged.capture import records_queries
 from keepset.paged.event_queue import EventQueue
 from keepset.paged.grouping import group_leader, table_per_head
 from keepset.paged.layer_group import LayerGroup
 from keepset.paged.page_tables import FreedBlocks
+from keepset.paged.passing import PassingQueries
 from keepset.paged.per_head import PerHeadSequences
+from keepset.paged.query_records import slots_for
+from keepset.paged.recording import Recording
 from keepset.paged.step import StepPlan
 from keepset.recipe import Recipe
 from keepset.vllm.compat import ask_for_prompt_lengths, attention_layers, captured_tokens
@@ -62,8 +65,6 @@ class EngineContext:
         projections: of the layers, by name, where the recipe looks at hidden states.
         freed_blocks: what events emptied, for the connector to fetch.
         events: of all layers.
-        tape: where layers that are called while a graph captures them leave their queries, `[layers, tokens, heads,
-            head_dim]`, for each step that replays it.
     """
 
     def __init__(self, config: VllmConfig, recipe: Recipe) -> None:
@@ -73,8 +74,10 @@ class EngineContext:
         self.freed_blocks = FreedBlocks()
         self.events = EventQueue(self.freed_blocks)
         self._watch = watch_projections(self.projections) if recipe.method.needs.hidden_states else None
+        self._passing: PassingQueries | None = None
+        self._parts: dict[tuple[str, ...], PassingQueries] = {}
         self._specs_made = 0
-        self.tape: Tensor | None = None
+        self._tape: Tensor | None = None
         self._steps: dict[str, PlannedStep] = {}
 
     @cached_property
@@ -86,6 +89,14 @@ class EngineContext:
             layers[name] = index
         return layers
 
+    @cached_property
+    def recording(self) -> Recording:
+        """What layers hold of queries."""
+        model, parallel = self.config.model_config, self.config.parallel_config
+        group = model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
+        assert isinstance(model.dtype, torch.dtype)
+        return Recording.of(self.recipe, group, model.get_head_size(), model.dtype.itemsize)
+
     def spec_of_next_layer(self, spec: AttentionSpec) -> AttentionSpec:
         """The kind of cache of the layer that is asked for now."""
         if self._watch is not None:  # the model is built
@@ -94,6 +105,9 @@ class EngineContext:
         index = indices[self._specs_made % len(indices)]
         self._specs_made += 1
         ask_for_prompt_lengths(self.config)
+        if self._passing is None:  # and vLLM has not measured yet what there is room for
+            self._passing = self._room(len(indices))
+            self._tape = self._make_tape(len(indices))
         scheduler = self.config.scheduler_config
         return KeepSpec.wrap(
             check_spec(spec),
@@ -104,24 +118,40 @@ class EngineContext:
             steps_ahead=int(bool(scheduler.async_scheduling)),
         )
 
-    def make_tape(self, heads: int, head_dim: int) -> None:
-        """While the model is built, so that vLLM counts it when it looks how much memory there is."""
-        tokens, recipe = captured_tokens(self.config), self.recipe
-        if self.tape is None and tokens and records_queries(recipe) and not table_per_head(recipe):
-            model = self.config.model_config
-            layers, dtype = model.get_num_layers(self.config.parallel_config), cast(torch.dtype, model.dtype)
-            self.tape = torch.zeros(layers, tokens, heads, head_dim, dtype=dtype)
+    def passing(self, layers: Sequence[str]) -> PassingQueries:
+        """What a group of layers, by their names, holds of queries."""
+        assert self._passing is not None
+        taken = sum(map(len, self._parts))
+        return self._parts.setdefault(tuple(layers), self._passing.part(taken, len(layers)))
 
-    def note_queries(self, layer: str, queries: Tensor) -> None:
+    def _room(self, layers: int) -> PassingQueries:
+        model, requests = self.config.model_config, self.config.scheduler_config.max_num_seqs
+        heads = model.get_num_attention_heads(self.config.parallel_config)
+        assert isinstance(model.dtype, torch.dtype)
+        return PassingQueries(
+            self.recording, layers, slots_for(requests), heads, model.get_head_size(), model.dtype,
+            current_platform.device_type,
+        )  # fmt: skip
+
+    def _make_tape(self, layers: int) -> Tensor | None:
+        tokens, model = captured_tokens(self.config), self.config.model_config
+        if not (tokens and self.recording) or table_per_head(self.recipe):
+            return None
+        heads = model.get_num_attention_heads(self.config.parallel_config)
+        assert isinstance(model.dtype, torch.dtype)
+        shape = layers, tokens, heads, model.get_head_size()
+        return torch.zeros(shape, dtype=model.dtype, device=current_platform.device_type)
+
+    def tape(self, layers: Sequence[str]) -> Tensor | None:
+        """Where neighbouring layers that are called while a graph captures them leave their queries."""
+        first = list(self.layers).index(layers[0])
+        assert list(self.layers)[first : first + len(layers)] == list(layers)
+        return None if self._tape is None else self._tape[first : first + len(layers)]
+
+    def leave(self, layer: str, queries: Tensor) -> None:
         """A layer is called in a step that a graph may capture; what is larger than the tape is captured by none."""
-        if self.tape is not None and len(queries) <= self.tape.shape[1]:
-            self.tape[list(self.layers).index(layer), : len(queries)].copy_(queries)
-
-    def tape_of(self, names: Sequence[str]) -> Tensor | None:
-        """Of layers that are neighbours."""
-        first = list(self.layers).index(names[0])
-        assert list(self.layers)[first : first + len(names)] == list(names)
-        return None if self.tape is None else self.tape[first : first + len(names)]
+        if self._tape is not None and len(queries) <= self._tape.shape[1]:
+            self._tape[list(self.layers).index(layer), : len(queries)].copy_(queries)
 
     def begin(self, step: PlannedStep) -> None:
         """What the next forward of these layers is to do."""

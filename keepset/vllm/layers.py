@@ -31,8 +31,9 @@ def layer_group(context: EngineContext, planner: Planner, names: Sequence[str]) 
         rotary = rotary_table(config.model_config.hf_text_config.model_type, impl.head_size, dtype)
     projections = [context.projections[name] for name in names] if context.projections else ()
     count = stats.count if get_tensor_model_parallel_rank() == 0 else None  # of several ranks, one counts
-    pages, tape = [partial(_pages, layer) for layer in layers], context.tape_of(names)
-    return LayerGroup(planner, pages, impl.scale, rotary, projections, count, tape)
+    passing = context.passing(names)
+    pages = [partial(_pages, layer) for layer in layers]
+    return LayerGroup(planner, pages, passing, impl.scale, rotary, projections, count, context.tape(names))
 
 
 def _pages(layer: Any) -> Pages:

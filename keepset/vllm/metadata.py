@@ -80,6 +80,7 @@ class KeepBuilder:
         self._places = {name: place for place, name in enumerate(layer_names)}
         planner = Planner(
             kv_cache_spec.schedule,
+            context.recording,
             [context.layers[name] for name in layer_names],
             vllm_config.scheduler_config.max_num_seqs,
             vllm_config.cache_config.num_gpu_blocks or 0,

@@ -22,8 +22,11 @@ from keepset.paged.grouping import group_leader
 from keepset.paged.layer_group import LayerGroup
 from keepset.paged.page_tables import FreedBlocks
 from keepset.paged.pages import StridedPages
+from keepset.paged.passing import PassingQueries
 from keepset.paged.per_head import PerHeadSequences
 from keepset.paged.planner import Planner
+from keepset.paged.query_records import slots_for
+from keepset.paged.recording import Recording
 from keepset.paged.step import ScheduledRequest, StepBatch, StepPlan
 from tests.paged.reference import blocks_gone, is_executed, newest_event
 
@@ -31,6 +34,8 @@ LAYERS, KV_HEADS, GROUP, DIM, BLOCK = (0, 1, 2), 2, 2, 8, 4
 SCALING = DIM**-0.5
 MOST = 128
 """Tokens of a request."""
+REQUESTS = 8
+"""That run at once, at most."""
 POISON = 1e3
 
 
@@ -79,8 +84,12 @@ class Group:
         self.layers = [layer for layer in LAYERS if group_leader(recipe, layer, LAYERS) == leader]
         self.schedule = EvictionSchedule(recipe, leader, LAYERS, KV_HEADS, BLOCK)
         blocks = pages[leader].slots // (KV_HEADS * BLOCK)
-        planner = Planner(self.schedule, self.layers, 8, blocks, freed)
-        self.paged = LayerGroup(planner, [partial(pages.__getitem__, layer) for layer in self.layers], SCALING)
+        recording = Recording.of(recipe, GROUP, DIM, 4)
+        planner = Planner(self.schedule, recording, self.layers, REQUESTS, blocks, freed)
+        shape = len(self.layers), slots_for(REQUESTS), KV_HEADS * GROUP, DIM
+        self.passing = PassingQueries(recording, *shape, torch.float32)
+        of_layers = [partial(pages.__getitem__, layer) for layer in self.layers]
+        self.paged = LayerGroup(planner, of_layers, self.passing, SCALING)
 
 
 class Engine:

@@ -69,6 +69,10 @@ class Loud(Method):
     def recent(self) -> int:
         return self.window
 
+    @property
+    def remembers(self) -> tuple[str, ...]:
+        return ("stayed",)
+
     def score(self, observation: Observation) -> Tensor:
         stayed = observation.state.get("stayed")
         stayed = observation.keys.new_zeros(observation.valid.shape) if stayed is None else stayed

@@ -14,6 +14,7 @@ from keepset.kernels.paged import append_to_pages, paged_attention
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.page_tables import FreedBlocks
 from keepset.paged.planner import Planner
+from keepset.paged.recording import Recording
 from keepset.paged.step import ScheduledRequest, StepBatch
 
 pytest.importorskip("triton")
@@ -44,11 +45,12 @@ def test_equal_heads_are_planned_without_waiting(number: int, monkeypatch: pytes
     requests = [kinds[index % len(kinds)] for index in range(number * len(kinds))]
     schedule = EvictionSchedule(Recipe.parse("knorm(keep=10, every=7)"), 0, (0, 1), 2, BLOCK)
     plain = batch_of(requests, posing=False)
-    expected = Planner(schedule, (0, 1), 64, 10**4, FreedBlocks()).plan(plain)
+    recording = Recording.of(schedule.recipe, 2, 8, 4)
+    expected = Planner(schedule, recording, (0, 1), 64, 10**4, FreedBlocks()).plan(plain)
     with Gpu(monkeypatch) as gpu:
         batch = batch_of(requests, posing=True)
         gpu.reset()
-        plan = Planner(schedule, (0, 1), 64, 10**4, FreedBlocks()).plan(batch)
+        plan = Planner(schedule, recording, (0, 1), 64, 10**4, FreedBlocks()).plan(batch)
         assert not gpu.waits
     assert plan.shifted is not None and expected.shifted is not None and plan.events
     for made, there in (
@@ -66,7 +68,9 @@ PROMPTS, DECODING = [(30, 0, 30), (21, 0, 21)], [(30, 30, 31), (21, 21, 22)]
 
 def planned(steps: list[list[tuple[int, int, int]]], put: Any, gpu: Gpu | None = None) -> list[Any]:
     """Plans of these steps, counted one by one; at events first heads keep 6 entries, second ones 14."""
-    planner = Planner(EvictionSchedule(Recipe.parse(RAGGED), 0, (0, 1), 2, BLOCK), (0, 1), 64, 10**3, FreedBlocks())
+    schedule = EvictionSchedule(Recipe.parse(RAGGED), 0, (0, 1), 2, BLOCK)
+    recording = Recording.of(schedule.recipe, 2, 8, 4)
+    planner = Planner(schedule, recording, (0, 1), 64, 10**3, FreedBlocks())
     plans = []
     for requests in steps:
         batch = batch_of(requests, posing=put is Posing)
@@ -134,7 +138,8 @@ def test_a_long_prompt_beside_compressed_requests_takes_no_tables() -> None:
     """Of 32 layers with 8 KV heads and blocks of 16, beside 63 requests: 3.6 GiB while tables were made."""
     layers, size, prompt = tuple(range(32)), 16, 131072
     schedule = EvictionSchedule(Recipe.parse("adakv(knorm, keep=256)"), 0, layers, 8, size)
-    planner = Planner(schedule, layers, 64, 64 * prompt // size, FreedBlocks())
+    recording = Recording.of(schedule.recipe, 4, 128, 2)
+    planner = Planner(schedule, recording, layers, 64, 64 * prompt // size, FreedBlocks())
 
     def batch(spans: list[tuple[int, int, int]]) -> StepBatch:
         rows, first = [], 0

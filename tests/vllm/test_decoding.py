@@ -21,6 +21,8 @@ EVERY = [
     "snapkv(window=16, keep=96, every=24)",
     "tova(keep=110, prefill=False, every=20)",
     "expected_attention(keep=64, buffer=40, every=24)",
+    "expected_attention(keep=64, buffer=60, every=48)",  # moments weigh less than their queries
+    "r_kv(keep=96, every=5)",
     "adakv(snapkv(window=16), keep=96, every=17)",
     "pyramid(snapkv(window=16), keep=128, every=6)",
     "mass(share=0.8, every=24)",

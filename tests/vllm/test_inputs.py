@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from keepset import KeepsetError
+from keepset import KeepsetError, Recipe
 from keepset.core.feature import Needs
 from keepset.paged.observer import Observer
-from keepset.paged.query_windows import QueryWindows
+from keepset.paged.passing import PassingQueries
+from keepset.paged.recording import Recording
 from tests.vllm.late import Late
 
 query_projection = Late("keepset.vllm.query_projection")
@@ -48,7 +49,9 @@ class Attending(nn.Module):
 
 
 def observing(module: Attending) -> Observer:
-    return Observer(Needs(), None, QueryWindows(1, 1, 1), 1.0, None, [module.found])
+    recording = Recording.of(Recipe.parse("knorm(keep=4)"), 1, SIZE, 4)
+    passing = PassingQueries(recording, 1, 1, HEADS, SIZE, torch.float32)
+    return Observer(Needs(), recording, passing, 1.0, None, [module.found])
 
 
 def naive(module: Any, row: Tensor, head: int) -> Tensor:

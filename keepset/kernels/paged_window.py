@@ -1,0 +1,63 @@
+"""What entries in pages receive of a few queries: added to a number of each entry, its keys where they lie."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from keepset.kernels.blocks import PRODUCT_BLOCK, block_size
+from keepset.kernels.window import received_attention
+
+
+class KeyPages(Protocol):
+    """Sub-pages that keys are read from."""
+
+    @property
+    def block_size(self) -> int:
+        """Entries of a sub-page."""
+
+    def read_keys(self, subpages: Int[Tensor, "*rows pages"]) -> Float[Tensor, "*rows entries head_dim"]:
+        """Keys of whole sub-pages, each row's pages joined."""
+
+
+def add_received_in_pages(
+    column: Float[Tensor, " slots"],
+    queries: Float[Tensor, "rows query_heads n head_dim"],
+    pages: KeyPages,
+    subpages: Int[Tensor, "rows kv_heads pages"],
+    entries: Int[Tensor, "rows kv_heads"],
+    unwritten: Int[Tensor, " rows"],
+    visible: Int[Tensor, "rows kv_heads n"],
+    scaling: float,
+    largest: bool = False,
+) -> None:
+    """Adds what every entry receives of some queries: their attention, the mean over its query group, summed over them.
+
+    Args:
+        column: a number for each slot of the cache, `subpage * block_size + offset`; it is written to.
+        queries: after rotation.
+        pages: the cache.
+        subpages: that hold each head's entries, in their order; any number, where a head needs fewer.
+        entries: of each head.
+        unwritten: of how many of the newest entries of each head the column's number means nothing yet.
+        visible: how many of a head's first entries a query sees; none, and it gives nothing.
+        scaling: of the logits.
+        largest: of the logits of a group the largest counts, as if its heads were one.
+    """
+    kv_heads, size = entries.shape[1], pages.block_size
+    grouped = queries.unflatten(1, (kv_heads, -1)).flatten(0, 1)
+    tables, counts, seen = subpages.flatten(0, 1), entries.flatten(), visible.flatten(0, 1)
+    written = counts - unwritten.repeat_interleave(kv_heads, output_size=len(counts))
+    place = torch.arange(tables.shape[1] * size, device=column.device)
+    at_once = max(1, block_size(column.device, PRODUCT_BLOCK) // (place.shape[0] * queries.shape[-1]))
+    for first in range(0, len(counts), at_once):
+        part = slice(first, first + at_once)
+        keys, there = pages.read_keys(tables[part]), place < counts[part, None]
+        positions = place.expand(there.shape)
+        sums = received_attention(grouped[part], keys, positions, seen[part] - 1, scaling, there, largest).mean(1)
+        slots = (tables[part, :, None] * size + torch.arange(size, device=place.device)).flatten(1)
+        sums += column[slots].where(place < written[part, None], 0)
+        column[slots[there]] = sums[there]

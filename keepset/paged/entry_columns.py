@@ -1,0 +1,89 @@
+"""`EntryColumns`: numbers of entries beside key and value, indexed by the same slots: all of it moves together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from keepset.core.features.window import WindowAttention
+from keepset.core.method import Method
+from keepset.paged.page_tables import OccupiedPages
+from keepset.recipe import Recipe
+
+POSITION = "position"
+"""Whole numbers, bit for bit."""
+
+
+def columns_of(recipe: Recipe) -> tuple[str, ...]:
+    """Names of the numbers that an entry has under a recipe: 4 bytes each."""
+    method: Method = recipe.method
+    sums = tuple(feature.column for feature in method.needs.of(WindowAttention))
+    # Without a later event nobody asks where an entry came from.
+    return sums if recipe.schedule.every is None else (POSITION, *method.remembers, *sums)
+
+
+class EntryColumns:
+    """Those of some layers.
+
+    Args:
+        names: of the columns.
+        layers, slots: how many of them there are.
+        block_size: tokens per page.
+        device: of the cache.
+    """
+
+    def __init__(self, names: Sequence[str], layers: int, slots: int, block_size: int, device: torch.device) -> None:
+        self._columns = {name: torch.zeros(layers, slots, device=device) for name in names}
+        self._block_size = block_size
+
+    def __getitem__(self, name: str) -> Float[Tensor, "layers slots"]:
+        return self._columns[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._columns
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return sum(column.nbytes for column in self._columns.values())
+
+    def slots(self, subpages: Int[Tensor, "*rows pages"]) -> Int[Tensor, "*rows entries"]:
+        """Of all entries of these sub-pages, in their order."""
+        offset = torch.arange(self._block_size, device=subpages.device)
+        return (subpages[..., None] * self._block_size + offset).flatten(-2)
+
+    def read(
+        self, name: str, places: range, slots: Int[Tensor, "rows kv_heads entries"]
+    ) -> Float[Tensor, "layers_rows kv_heads entries"]:
+        """A column's numbers of these slots in these layers."""
+        return self[name][places.start : places.stop, slots].flatten(0, 1)
+
+    def write(
+        self, name: str, layers: Int[Tensor, " n"], slots: Int[Tensor, " n"], numbers: Float[Tensor, " n"]
+    ) -> None:
+        """Puts number `i` at `slots[i]` of layer `layers[i]`."""
+        column = self[name]
+        column.view(-1)[layers * column.shape[1] + slots] = numbers.to(column.dtype)
+
+    def positions(
+        self, places: range, occupied: OccupiedPages, lengths: Int[Tensor, " rows"]
+    ) -> Int[Tensor, "layers_rows kv_heads entries"]:
+        """Original positions of entries in these layers, where the requests have so many tokens."""
+        subpages, kept, entries = occupied
+        index = torch.arange(subpages.shape[-1] * self._block_size, device=subpages.device)
+        # Entries that came after the event before are whole: each lies as far behind its position as were dropped.
+        positions = (index + (lengths[:, None] - entries)[..., None]).repeat(len(places), 1, 1)
+        if POSITION not in self:
+            return positions
+        stored = self.read(POSITION, places, self.slots(subpages)).view(torch.int32).long()
+        return stored.where((index < kept[..., None]).repeat(len(places), 1, 1), positions)
+
+    def write_positions(
+        self, layers: Int[Tensor, " n"], slots: Int[Tensor, " n"], positions: Int[Tensor, " n"]
+    ) -> None:
+        """Notes where entries come from, if that is ever asked."""
+        if POSITION in self:
+            self.write(POSITION, layers, slots, positions.int().view(torch.float32))

@@ -1,0 +1,116 @@
+"""`PassingQueries`: what layers hold of queries that pass before an event."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from keepset.core.accumulator import Chunk, QuerySource
+from keepset.core.features.moments import QueryMoments
+from keepset.core.shapes import Queries
+from keepset.kernels.moments import Moments
+from keepset.paged.recording import Recording
+from keepset.paged.step import HeldQueries, QueryAddition, QueryCapture
+
+
+class PassingQueries:
+    """Rings of the newest queries, and moments of those that came before; all of it is allocated at once.
+
+    Args:
+        recording: the recipe's.
+        layers, slots: how many of them, and for how many requests.
+        query_heads, head_dim, dtype, device: of a layer's queries.
+    """
+
+    def __init__(
+        self,
+        recording: Recording,
+        layers: int,
+        slots: int,
+        query_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str | None = None,
+    ) -> None:
+        shape = (layers, slots, recording.size, query_heads, head_dim)
+        self._rings = torch.zeros(shape, dtype=dtype, device=device)
+        """Position p lies at p mod size."""
+        triangle = head_dim * (head_dim + 1) // 2
+        parts = {"count": (1, 1), "mean": (query_heads, head_dim), "scatter": (query_heads, triangle)}
+        self._moments = {
+            feature: {name: torch.zeros(layers, slots, *part, device=device) for name, part in parts.items()}
+            for feature in recording.moments
+        }
+        self._held: dict[tuple[int, int], Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated, without queries that are held for a step."""
+        return self._rings.nbytes + sum(part.nbytes for parts in self._moments.values() for part in parts.values())
+
+    def part(self, first: int, layers: int) -> PassingQueries:
+        """Some layers' part of the same room."""
+        part = copy.copy(self)
+        part._rings = self._rings[first : first + layers]
+        part._moments = {
+            feature: {name: whole[first : first + layers] for name, whole in parts.items()}
+            for feature, parts in self._moments.items()
+        }
+        part._held = {}
+        return part
+
+    def record(self, places: range, queries: Float[Tensor, "layers n heads dim"], capture: QueryCapture) -> None:
+        """Writes a step's queries that are captured to places of these layers' rings."""
+        self._rings[places.start : places.stop, capture.slots, capture.places] = queries
+
+    def hold(self, place: int, queries: Float[Tensor, "n heads dim"], held: HeldQueries) -> None:
+        """Holds some of a step's queries in a layer until they are added up."""
+        self._held[place, held.slot] = queries[held.first_query : held.end_query].clone()
+
+    def newest(
+        self, places: range, slots: Int[Tensor, " rows"], positions: Int[Tensor, "rows n"]
+    ) -> Float[Tensor, "layers_rows heads n dim"]:
+        """Queries of layers' rings at these positions; those before a text's beginning are zero, whatever is there."""
+        queries = self._rings[places.start : places.stop, slots[:, None], positions % self._rings.shape[2]]
+        return queries.masked_fill((positions < 0)[..., None, None], 0).transpose(2, 3).flatten(0, 1)
+
+    def added(self, place: int, addition: QueryAddition, queries: Float[Tensor, "n heads dim"] | None) -> Queries:
+        """The queries of a layer that are added up; `queries` are the step's, where some of those are."""
+        if addition.held is not None:
+            rows = self._held.pop((place, addition.held))
+        elif addition.first_query is not None:
+            assert queries is not None
+            rows = queries[addition.first_query : addition.first_query + addition.positions.shape[1]]
+        else:
+            return self.newest(range(place, place + 1), addition.slots, addition.positions)
+        return rows.transpose(0, 1)[None]
+
+    def add_moments(
+        self,
+        place: int,
+        feature: QueryMoments,
+        addition: QueryAddition,
+        queries: Queries,
+        exists: Bool[Tensor, "rows n"],
+        scaling: float,
+        source: QuerySource,
+    ) -> None:
+        """Makes moments of queries, too, of which these exist."""
+        chunk = Chunk(queries, list, addition.positions, exists, scaling, source=source)
+        rows, counted = feature.rows(chunk, source), chunk.counted(feature.skip)
+        parts, fresh = self._moments[feature], addition.unwritten >= addition.lengths
+        before = {name: part[place, addition.slots] for name, part in parts.items()}
+        before = {name: part.masked_fill(fresh[:, None, None], 0) for name, part in before.items()}
+        moments = Moments.of(before, feature.full)
+        moments.add(rows, counted, feature.full)
+        for name, part in moments.tensors.items():
+            parts[name][place, addition.slots] = part
+
+    def moments(self, feature: QueryMoments, places: range, slots: Int[Tensor, " rows"]) -> Moments:
+        """What was made of the queries of these requests in these layers."""
+        parts = self._moments[feature]
+        chosen = {name: part[places.start : places.stop, slots].flatten(0, 1) for name, part in parts.items()}
+        return Moments.of(chosen, feature.full)
