@@ -20,8 +20,10 @@ EQUAL = [
 ]
 RAGGED = "adakv(snapkv(window=16), keep=96, every=17)"
 
+pytestmark = pytest.mark.full
 
-@pytest.mark.parametrize("backend", ["FLASH_ATTN", pytest.param("TRITON_ATTN", marks=pytest.mark.full)])
+
+@pytest.mark.parametrize("backend", ["FLASH_ATTN", "TRITON_ATTN"])
 def test_replayed_steps_are_the_reference(backend: str, tiny: Path, tiny_oracle: Oracle) -> None:
     """Of some prompts the last chunk is one token, so that it may be among the decoding ones and replayed with them."""
     some = [*asks(IDS, (257, 150, 300), 40), Ask(IDS[50:307], 40, add=5), Ask(IDS[9:200], 30, add=9)]
