@@ -17,7 +17,7 @@ from keepset import Recipe, models, texts
 from keepset.bench.candidate import grid
 from keepset.bench.compare.prompt import PromptComparer
 from keepset.bench.compare.text_task import make_text_task
-from keepset.cli.compare import ALL
+from keepset.cli.compare import RECIPES
 from keepset.hf.prompt_session import CachedPrompt
 
 KEEPS = (0.5, 0.25, 0.1)
@@ -33,7 +33,7 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     model, tokenizer = models.load()
-    recipes = Recipe.parse_list(ALL)
+    recipes = Recipe.parse_list(RECIPES)
     candidates = grid(recipes, KEEPS)
     task = make_text_task(tokenizer, texts.essay(), tokens=args.tokens, continuation=128)
     ratios, demos = [], []

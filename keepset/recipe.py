@@ -184,6 +184,13 @@ class Recipe:
         """The same recipe without its `keep`: what rows with different budgets have in common."""
         return replace(self, budget=replace(self.budget, keep=None))
 
+    @property
+    def advice(self) -> str:
+        """A sentence on what to write instead, where this is a method with bare defaults that do badly; else ""."""
+        if not self.method.advice or self.without_budget() != Recipe.of(type(self.method)()):
+            return ""
+        return f"{self.method.name} {self.method.advice}."
+
     def select(self, observation: Observation) -> KeepSet:
         """What stays of one layer.
 

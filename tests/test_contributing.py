@@ -105,7 +105,9 @@ def test_name_is_free_again() -> None:
 
 
 def test_catalogue_has_a_row(example: ModuleType) -> None:
-    (entry,) = [e for e in json.loads(CliRunner().invoke(app, ["methods", "--json"]).stdout) if e["name"] == "example"]
+    (entry,) = [
+        e for e in json.loads(CliRunner().invoke(app, ["methods", "--json", "-"]).stdout) if e["name"] == "example"
+    ]
     assert entry == {
         "name": "example",
         "family": "scorer",
@@ -123,7 +125,17 @@ def test_catalogue_has_a_row(example: ModuleType) -> None:
 def test_compare_takes_it(embedded: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(models, "load", lambda *_: (tiny_model(), embedded[1]))
     (tmp_path / "text").write_text(texts.essay()[:2000], encoding="utf-8")
-    words = ["compare", "--text", str(tmp_path / "text"), "--tokens", "100", "--continuation", "8", "--json"]
+    words = [
+        "compare",
+        "--text",
+        str(tmp_path / "text"),
+        "--prompt-tokens",
+        "100",
+        "--continuation",
+        "8",
+        "--json",
+        "-",
+    ]
     done = CliRunner().invoke(app, [*words, "--recipes", ", ".join(COMPOSED), "--keeps", "0.5"])
     assert done.exit_code == 0
     rows = json.loads(done.stdout)["rows"]

@@ -10,14 +10,25 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel
+from transformers import LogitsProcessor, PreTrainedModel
 
 from keepset.bench.tasks.task import Generation, Reply, Tokenizer
 from keepset.hf.batch import go_together
 from keepset.hf.cache import Cache
+from keepset.hf.support import check_logits
 
 Pick = Callable[[Float[Tensor, "1 vocabulary"]], Int[Tensor, "1 1"]]
 """From logits to a token."""
+
+
+class Checked(LogitsProcessor):
+    """Refuses, for `model.generate`, to go on where the model predicts NaN: KeepsetError."""
+
+    def __call__(
+        self, input_ids: Int[Tensor, "batch tokens"], scores: Float[Tensor, "batch vocabulary"]
+    ) -> Float[Tensor, "batch vocabulary"]:
+        check_logits(scores)
+        return scores
 
 
 @torch.no_grad()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +13,8 @@ from typer import Argument, Exit, Option
 
 import keepset
 from keepset.cli.checks import check_writable
-from keepset.cli.console import cell, counted, note, progress, say, show, status, table, write
-from keepset.cli.options import JsonFile, PlotsHtml, group
+from keepset.cli.console import cell, counted, note, output, progress, say, show, status, table, write
+from keepset.cli.options import Html, Json, group
 from keepset.errors import KeepsetError
 from keepset.models import EMBEDDED
 
@@ -50,8 +49,8 @@ def serve(
     ] = None,
     request_timeout: Annotated[float, Option(help="Seconds that a request may take.")] = 600.0,
     start_timeout: Annotated[float, Option(help="Seconds that a server may take to start.")] = 600.0,
-    json_file: JsonFile = None,
-    html: PlotsHtml = None,
+    json_file: Json = None,
+    html: Html = None,
 ) -> None:
     """Compare a recipe with plain vLLM under load: throughput, latencies, requests at once, preemptions.
 
@@ -106,8 +105,7 @@ def serve(
         "servers": servers,
     }
     rows = table_rows([server["summary"] for server in servers])
-    print_table(result, rows)
-    write(json_file, lambda: json.dumps(result, indent=1) + "\n", "all figures")
+    output(result, json_file, lambda: print_table(result, rows))
     write(html, lambda: render(result, rows))
     if any(server["summary"]["failed"] for server in servers):
         raise Exit(1)

@@ -4,6 +4,7 @@ import unicodedata
 from pathlib import Path
 from typing import Any
 
+from keepset.cli.options import STANDARD_OUTPUT
 from keepset.errors import KeepsetError
 from keepset.models import context_length
 
@@ -27,10 +28,16 @@ def check_whole(limit: int, **options: tuple[int, int]) -> None:
             )
 
 
+def check_minutes(minutes: float | None) -> None:
+    """Refuses a span of time that is none."""
+    if minutes is not None and not 0 < minutes < 1e6:
+        raise KeepsetError(f"--minutes {minutes} is out of range: use a number above 0.")
+
+
 def check_writable(*paths: Path | None) -> None:
     """Refuses output files that could not be written."""
     for path in paths:
-        if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
+        if path is not None and path != STANDARD_OUTPUT and (path.is_dir() or not path.resolve().parent.is_dir()):
             raise KeepsetError(f"{str(path)!r} cannot be written: give a file in a folder that exists.")
 
 

@@ -10,7 +10,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Exit, Option
 
 from keepset.cli.checks import check_text, check_writable
-from keepset.cli.console import cell, counted, load, megabytes, note, output, progress, say, show, table, write
+from keepset.cli.console import (
+    cell,
+    counted,
+    foretold,
+    load,
+    note,
+    output,
+    progress,
+    say,
+    say_advice,
+    say_whole,
+    show,
+    table,
+    write,
+)
 from keepset.cli.numbers import parse_budgets
 from keepset.cli.options import Html, Json, OneText, Recipes, takes_model
 from keepset.errors import KeepsetError
@@ -22,16 +36,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from keepset.bench.candidate import Candidate
-    from keepset.bench.compare.comparison import Comparer, Comparison
+    from keepset.bench.compare.comparison import Comparer, Comparison, Measurement
     from keepset.bench.compare.text_task import TextTask
 
-ALL = (
-    "streaming_llm, random, knorm, tova, snapkv, h2o, expected_attention, pyramid(snapkv), adakv(snapkv), "
-    "adakv(expected_attention)"
-)
-KEEPS = "0.75,0.5,0.25"
+RECIPES = "random, streaming_llm, snapkv, adakv(expected_attention), kvzip, glance, reread"
+KEEPS = "0.5,0.25,0.1"
 DECODING = "streaming_llm, random, knorm, tova, snapkv, expected_attention, pyramid(snapkv), adakv(snapkv), ams(tova)"
 DECODING_KEEPS = "256,128"
+_PROMPT_TOKENS, _CONTINUATION, _LONG_CONTINUATION, _ANSWER_TOKENS, _EVERY = 1024, 64, 1024, 32, 64
 
 
 @takes_model
@@ -48,52 +60,71 @@ def compare(
     text: OneText = None,
     question: Annotated[str | None, Option(help="A question about your text.")] = None,
     answer: Annotated[str | None, Option(help="What a right answer to it contains.")] = None,
-    tokens: Annotated[int, Option(help="Tokens of the prompt.")] = 1024,
+    prompt_tokens: Annotated[
+        int | None,
+        Option(
+            help="Tokens of the prompt, the first of the text. "
+            f"[default: {_PROMPT_TOKENS}; with --question as many as the text and the model have]"
+        ),
+    ] = None,
     continuation: Annotated[
-        int | None, Option(help="Tokens after it, for fidelity. [default: 64; with --decode 1024]")
+        int | None,
+        Option(
+            help="Tokens of the text after it, for fidelity. "
+            f"[default: {_CONTINUATION}; with --decode {_LONG_CONTINUATION}; with --question what the full cache "
+            "answers]"
+        ),
     ] = None,
     decode: Annotated[
         bool, Option("--decode", help="Compress while decoding: what follows the prompt is fed as if decoded.")
     ] = False,
     every: Annotated[
-        int | None, Option(help="With --decode, for recipes that do not say it: after how many tokens. [default: 64]")
+        int | None,
+        Option(help=f"With --decode, for recipes that do not say it: after how many tokens. [default: {_EVERY}]"),
     ] = None,
     generate: Annotated[
         int | None, Option(help="With --decode: feed so many tokens that the full cache generated, not the text.")
     ] = None,
-    as_json: Json = False,
+    json_file: Json = None,
     html: Html = None,
 ) -> None:
-    """Measure what recipes cost and what they keep: fidelity to the full cache, bytes, seconds.
+    """Measure what recipes cost and what they keep: fidelity to the full cache, and bytes; best first.
 
     One prefill serves all recipes. With no text of your own an essay is used, with a fact hidden in it and a
     question that is asked after compression. With --decode nothing is asked: a long text is followed token by token.
     """
     from keepset.recipe import Recipe
 
-    parsed = Recipe.parse_list((DECODING if decode else ALL) if recipes is None else recipes)
+    parsed = Recipe.parse_list((DECODING if decode else RECIPES) if recipes is None else recipes)
     budgets = parse_budgets((DECODING_KEEPS if decode else KEEPS) if keeps is None else keeps)
-    _check_lengths(decode, tokens=tokens, continuation=continuation, every=every, generate=generate)
+    _check_lengths(decode, prompt_tokens=prompt_tokens, continuation=continuation, every=every, generate=generate)
     if decode and (question is not None or answer is not None):
         raise KeepsetError("--decode follows a text and asks nothing: leave --question and --answer out.")
     needle = _needle(text, question, answer, decode)
     source = essay() if text is None else read(text)
     check_text("--question", question)
     check_text("--answer", answer)
-    check_writable(html)
+    check_writable(json_file, html)
 
     from keepset.bench.candidate import grid
+    from keepset.bench.compare.conclusion import conclusion
     from keepset.bench.compare.text_task import ANSWER_TOKENS, check_fits, make_text_task
     from keepset.bench.report.compare import render
 
-    candidates = grid(parsed, budgets, (every or 64) if decode else None)
+    candidates = grid(parsed, budgets, (every or _EVERY) if decode else None)
     loaded, tokenizer = load(model)
     longest = context_length(loaded)
     if generate is not None:
-        check_fits(tokens, generate + ANSWER_TOKENS, longest)
-    length = 1 if generate is not None else continuation or (1024 if decode else 64)
-    task = make_text_task(tokenizer, source, tokens=tokens, continuation=length, needle=needle, longest=longest)
-    task = task.to(loaded.device)
+        check_fits(prompt_tokens or _PROMPT_TOKENS, generate + ANSWER_TOKENS, longest)
+    task = make_text_task(
+        tokenizer,
+        source,
+        tokens=prompt_tokens or (None if question is not None else _PROMPT_TOKENS),
+        continuation=_continuation(continuation, question, decode, generate),
+        needle=needle,
+        longest=longest,
+        answer_tokens=ANSWER_TOKENS if question is None else _ANSWER_TOKENS,
+    ).to(loaded.device)
     comparer: Comparer | None = None
     finished = False
     with suppress(KeyboardInterrupt), progress() as bar:
@@ -101,7 +132,7 @@ def compare(
             comparer, ids = _decoded(loaded, task, model.called, generate, bar)
         else:
             comparer, ids = _prefilled(loaded, tokenizer, task, model.called, candidates, bar), task.prompt
-        advance = counted(bar, "recipes", len(candidates))
+        advance = foretold(counted(bar, "recipes", len(candidates)), f"{len(candidates)} rows", len(candidates))
         for _ in comparer.run(candidates):
             advance()
         finished = True
@@ -109,7 +140,12 @@ def compare(
         raise KeyboardInterrupt
     comparison = comparer.comparison
     result, texts = comparison.to_json(), [str(tokenizer.decode([token])) for token in ids[0].tolist()]
-    output(result, as_json, lambda: print_table(comparison))
+    doubt = task.doubt(bool(comparison.full.get("needle_found")))
+    output({**result, "conclusion": conclusion(comparison)}, json_file, lambda: print_table(comparison, doubt))
+    say_advice(parsed)
+    for candidate in candidates:
+        if candidate.recipe is not None and not decode:
+            say_whole(candidate.recipe, task.prompt.shape[1])
     write(html, lambda: render(result, texts, comparison.kept))
     if not finished:
         note(f"interrupted after {len(comparison.rows)} of {len(candidates)} rows")
@@ -121,11 +157,19 @@ def compare(
 def _check_lengths(decode: bool, **lengths: int | None) -> None:
     for name, value in lengths.items():
         if value is not None and value < 1:
-            raise KeepsetError(f"--{name} {value} is not a number of tokens: use an integer from 1.")
+            option = name.replace("_", "-")
+            raise KeepsetError(f"--{option} {value} is not a number of tokens: use an integer from 1.")
     if not decode and (lengths["every"] is not None or lengths["generate"] is not None):
         raise KeepsetError("--every and --generate are about decoding: give --decode too, or leave them out.")
     if lengths["generate"] is not None and lengths["continuation"] is not None:
         raise KeepsetError("--continuation is the text's own, --generate the model's: give one of them.")
+
+
+def _continuation(asked: int | None, question: str | None, decode: bool, generate: int | None) -> int:
+    """Tokens of the text that follow the prompt: none where the full cache's answer to a question is to follow."""
+    if generate is not None:
+        return 1
+    return asked or (0 if question is not None else _LONG_CONTINUATION if decode else _CONTINUATION)
 
 
 def _needle(text: Path | None, question: str | None, answer: str | None, decode: bool) -> Needle | None:
@@ -170,35 +214,60 @@ def _decoded(model: Any, task: TextTask, name: str, generate: int | None, bar: P
     return comparer, torch.cat([task.prompt, text], 1)
 
 
-def print_table(comparison: Comparison) -> None:
-    """The rows as a table."""
-    full = comparison.full
-    lines = [
-        f"{comparison.model}: {comparison.tokens} tokens of prompt, {comparison.continuation_tokens} after it.",
-        f"Full cache: {megabytes(full['kv_bytes'])}, prefill {full['prefill_seconds']:.2f} s, "
-        f"decode {full['decode_tokens_per_second']:.1f} tokens/s.",
-    ]
-    if comparison.needle is not None:
-        lines += [f"Asked after compression: {comparison.needle.question}", f"Full cache answers: {full['answer']}"]
+def print_table(comparison: Comparison, doubt: str = "") -> None:
+    """The rows as a table, best first under each budget, and what it comes to."""
+    from keepset.bench.compare.conclusion import by_budget, conclusion
+
+    full, needle = comparison.full, comparison.needle
+    lines = [f"{comparison.model}: {comparison.tokens} tokens of prompt, {comparison.continuation_tokens} after it."]
+    if needle is not None:
+        lines += [f"Asked after compression: {needle.question}", f"Full cache answers: {full['answer']}"]
     say("\n".join(lines))
-    decoding, asking = comparison.drift_tokens is not None, comparison.needle is not None
-    titles = ("kept", "MB", *(["peak MB"] if decoding else []), "KL", "top-1", "prefill", "tok/s")
-    grid = table("recipe", numbers=titles)
-    if asking:
-        grid.add_column("found", no_wrap=True)
+    decoding = comparison.drift_tokens is not None
+    shares, more = ("KL", "top-1"), ("kept", *(["peak MB"] if decoding else []), "prefill")
+    titles = ("MB", *more[:-1], *shares, more[-1], *(["found"] if needle is not None else []))
+    grid = table("recipe", numbers=titles, optional=("prefill", "kept", "peak MB"))
+    grid.add_row("full cache", *_cells(titles, _of_full(comparison)))
+    for rows in by_budget(comparison):
+        keep = rows[0].requested
+        grid.add_row(cell("chosen by the method" if keep is None else f"keep={keep}", style="bold"))
+        for row in rows:
+            grid.add_row(cell(f"  {row.method}"), *_cells(titles, row))
+    show(grid)
     for row in comparison.rows:
         if row.error is not None:
-            grid.add_row(cell(row.recipe, row.error))
-            continue
-        grid.add_row(
-            cell(row.recipe),
-            f"{row.keep:.1%}",
-            f"{(row.kv_bytes or 0) / 1e6:.1f}",
-            *([f"{(row.kv_bytes_peak or 0) / 1e6:.1f}"] if decoding else []),
-            f"{row.kl:.3f}",
-            f"{row.top1:.0%}",
-            f"x{(row.prefill_seconds or 0) / (row.prefill_seconds_full or 1):.2f}",
-            f"{row.decode_tokens_per_second:.1f}",
-            *(["yes" if row.needle_found else "no"] if asking else []),
-        )
-    show(grid)
+            say(f"{row.recipe}: {row.error}", style="red")
+    if comparison.rows:
+        say(doubt or conclusion(comparison))
+
+
+def _of_full(comparison: Comparison) -> Measurement:
+    """The full cache as one more row."""
+    from keepset.bench.compare.comparison import Measurement
+
+    full = comparison.full
+    return Measurement(
+        "full",
+        "full",
+        keep=1.0,
+        kv_bytes=full["kv_bytes"],
+        kv_bytes_peak=full.get("kv_bytes_peak"),
+        kl=0.0,
+        top1=1.0,
+        prefill_seconds=1.0,
+        prefill_seconds_full=1.0,
+        needle_found=full.get("needle_found"),
+    )
+
+
+def _cells(titles: Sequence[str], row: Measurement) -> list[str]:
+    shown = {
+        "MB": f"{(row.kv_bytes or 0) / 1e6:.1f}",
+        "kept": f"{row.keep:.1%}",
+        "peak MB": f"{(row.kv_bytes_peak or 0) / 1e6:.1f}",
+        "KL": f"{row.kl:.3f}",
+        "top-1": f"{row.top1:.0%}",
+        "prefill": f"x{(row.prefill_seconds or 0) / (row.prefill_seconds_full or 1):.2f}",
+        "found": "yes" if row.needle_found else "no",
+    }
+    return [shown[title] for title in titles]

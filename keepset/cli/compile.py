@@ -11,7 +11,7 @@ from typer import Option
 from keepset.cli.checks import check_tensor_file, check_whole, check_writable
 from keepset.cli.console import counted, load, note, progress, say, write
 from keepset.cli.numbers import parse_indices
-from keepset.cli.options import Force, takes_model
+from keepset.cli.options import Force, Html, takes_model
 from keepset.errors import BudgetError, KeepsetError, RecipeError
 from keepset.models import Source, context_length
 
@@ -27,7 +27,7 @@ def compile(
     show: Annotated[
         Path | None, Option(metavar="<path>", help="Print what a file of tables says, and compile nothing.")
     ] = None,
-    corpus: Annotated[
+    text: Annotated[
         list[Path] | None,
         Option(
             metavar="<path>",
@@ -35,12 +35,12 @@ def compile(
             "like; essays if none.",
         ),
     ] = None,
-    keep: Annotated[str, Option(help="Budgets, entries per KV head.")] = "128,256,512",
+    keeps: Annotated[str, Option(help="Budgets, entries per KV head, separated by commas.")] = "128,256,512",
     recipe: Annotated[
         str, Option(help="Whose tables: compilerkv with its window and what is left out of it.")
     ] = "compilerkv",
     contexts: Annotated[int, Option(help="Contexts that actions are tried on.")] = 64,
-    tokens: Annotated[int, Option(help="Tokens of a context.")] = 1024,
+    prompt_tokens: Annotated[int, Option(help="Tokens of a context.")] = 1024,
     continuation: Annotated[int, Option(help="Tokens after it, which tell what an action was worth.")] = 48,
     weights: Annotated[str, Option(help="What a head may be given; the first of equally good ones.")] = "1,2,0.5,0,-1",
     reward: Annotated[
@@ -56,7 +56,7 @@ def compile(
         Path | None,
         Option(metavar="<path>", help="Where rewards are kept: the same command goes on there, also beside others."),
     ] = None,
-    html: Annotated[Path | None, Option(metavar="<path>", help="A page with both tables as maps.")] = None,
+    html: Html = None,
     force: Force = False,
 ) -> None:
     """Compile the tables that compilerkv(tables=...) looks things up in.
@@ -78,10 +78,16 @@ def compile(
         lines = describe_tables(tables)
     else:
         check_tensor_file(out, force)
-        check_whole(2**31, contexts=(contexts, 1), tokens=(tokens, 2), continuation=(continuation, 2), seed=(seed, 0))
+        check_whole(
+            2**31,
+            contexts=(contexts, 1),
+            prompt_tokens=(prompt_tokens, 2),
+            continuation=(continuation, 2),
+            seed=(seed, 0),
+        )
         learned: dict[str, Any] = {"weights": _weights(weights), "reward": reward, "gate": gate}
-        settings = _settings(keep, recipe, contexts, tokens, continuation, seed, **learned)
-        tables = _compiled(model, corpus or [], settings, log)
+        settings = _settings(keeps, recipe, contexts, prompt_tokens, continuation, seed, **learned)
+        tables = _compiled(model, text or [], settings, log)
         save(tables, out)
         lines = [f"{out}:", *describe_tables(tables)]
     say("\n".join(lines), soft_wrap=True)
@@ -96,7 +102,7 @@ def _weights(text: str) -> tuple[float, ...]:
 
 
 def _settings(
-    keep: str, recipe: str, contexts: int, tokens: int, continuation: int, seed: int, **learned: Any
+    keeps: str, recipe: str, contexts: int, tokens: int, continuation: int, seed: int, **learned: Any
 ) -> Settings:
     from keepset.methods.compilerkv import CompilerKV
     from keepset.offline.compile.compiler import Settings
@@ -106,11 +112,11 @@ def _settings(
     if not isinstance(parsed.method, CompilerKV) or parsed != Recipe.of(parsed.method):
         raise RecipeError(
             f"--recipe {recipe!r} is not compilerkv with parameters of its own alone: write for example "
-            "compilerkv(window=32), and the budgets as --keep."
+            "compilerkv(window=32), and the budgets as --keeps."
         )
-    budgets = parse_indices(keep)
+    budgets = parse_indices(keeps)
     if budgets is None:
-        raise BudgetError(f"--keep {keep!r} is no list of budgets: write whole numbers such as 128,256,512.")
+        raise BudgetError(f"--keeps {keeps!r} is no list of budgets: write whole numbers such as 128,256,512.")
     return Settings(parsed.method, tuple(budgets), contexts, tokens, continuation, seed, **learned)
 
 
@@ -125,8 +131,8 @@ def _compiled(model: Source, files: list[Path], settings: Settings, log: Path | 
     longest = context_length(loaded)
     if longest is not None and tokens + continuation > longest:
         raise KeepsetError(
-            f"--tokens {tokens} and --continuation {continuation} are more than the model's context of {longest}: use "
-            "fewer."
+            f"--prompt-tokens {tokens} and --continuation {continuation} are more than the model's context of "
+            f"{longest}: use fewer."
         )
     pool = ContextPool.draw(
         tokenizer, texts, tokens=tokens, continuation=continuation, count=POOL * contexts, seed=settings.seed

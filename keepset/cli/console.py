@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from pathlib import Path
@@ -12,13 +14,20 @@ from typing import TYPE_CHECKING, Any
 
 from keepset import models
 from keepset.bench.report import page
+from keepset.cli.grid import Grid
+from keepset.cli.options import STANDARD_OUTPUT
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.progress import Progress
-    from rich.table import Table
     from rich.text import Text
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from keepset.recipe import Recipe
+
+
+_LONG = 20
+"""Seconds of work that are worth a note."""
 
 
 @cache
@@ -52,12 +61,23 @@ def note(text: str) -> None:
     stderr().print(sanitize(text), markup=False, highlight=False, soft_wrap=True)
 
 
-def output(result: Any, as_json: bool, print_tables: Callable[[], None]) -> None:
-    """Prints a result for programs, or for a person."""
-    if as_json:
-        print(json.dumps(result, indent=2))
-    else:
-        print_tables()
+def output(result: Any, json_file: Path | None, print_tables: Callable[[], None]) -> None:
+    """Prints a result for a person, and writes it for programs where that was asked for; `-` prints that instead."""
+    # Numbers that are none have no place in JSON.
+    text = json.dumps(_plain(result), indent=2, allow_nan=False) if json_file is not None else ""
+    if json_file == STANDARD_OUTPUT:
+        print(text)
+        return
+    print_tables()
+    write(json_file, lambda: f"{text}\n", "figures")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write(path: Path | None, content: Callable[[], str], described: str | None = "report") -> None:
@@ -69,16 +89,26 @@ def write(path: Path | None, content: Callable[[], str], described: str | None =
         note(f"{described}: {path}")
 
 
-def table(*texts: str, numbers: Iterable[str] = (), fold: bool = False) -> Table:
-    """A table with these columns: texts may go on in a next line, numbers only with `fold`."""
-    from rich.table import Table
+def table(*texts: str, numbers: Sequence[str] = (), optional: Sequence[str] = (), fold: bool = False) -> Grid:
+    """A table with these columns: see `Grid`."""
+    return Grid(texts, numbers, optional, fold)
 
-    grid = Table(box=None, pad_edge=False, header_style="bold")
-    for title in texts:
-        grid.add_column(title, overflow="fold")
-    for title in numbers:
-        grid.add_column(title, justify="right", no_wrap=not fold, overflow="fold" if fold else "ellipsis")
-    return grid
+
+def say_advice(recipes: Iterable[Recipe]) -> None:
+    """Notes what to write in place of recipes whose bare defaults are known to do badly."""
+    for recipe in recipes:
+        if recipe.advice:
+            note(recipe.advice)
+
+
+def say_whole(recipe: Recipe, length: int) -> None:
+    """Notes that a prompt of so many tokens loses nothing, where it is too short for the recipe."""
+    budget = recipe.budget
+    if budget.sinks + budget.recent >= length and budget.keep != 1.0:
+        always = " and ".join(
+            f"the {which} {count}" for which, count in (("first", budget.sinks), ("newest", budget.recent)) if count
+        )
+        note(f"The prompt stays whole: it has {length} tokens, and {recipe} always keeps {always}.")
 
 
 def cell(text: str, error: str | None = None, style: str = "") -> Text:
@@ -107,6 +137,45 @@ def status(text: str) -> AbstractContextManager[Any]:
 def counted(bar: Progress, description: str, total: int, completed: int = 0) -> Callable[..., None]:
     """A line of the progress bar; what is returned moves it on, by one unless it is told otherwise."""
     return partial(bar.advance, bar.add_task(description, total=total, completed=completed))
+
+
+def foretold(advance: Callable[..., None], what: str, total: int, after: int = 1) -> Callable[..., None]:
+    """Steps of long work: once so many are done, a note says how long the others will take."""
+    began, done, said = time.perf_counter(), 0, False
+
+    def step(count: int = 1) -> None:
+        nonlocal done, said
+        advance(count)
+        done += count
+        if done >= after and not said:
+            said, left = True, (time.perf_counter() - began) / done * (total - done)
+            if left >= _LONG:
+                note(f"{what}: {duration(left)} from here on")
+
+    return step
+
+
+class TimeUp(Exception):  # noqa: N818  # as KeyboardInterrupt is no error
+    """The minutes that a command was given are over."""
+
+
+def bounded(advance: Callable[..., None], minutes: float | None) -> Callable[..., None]:
+    """Steps that raise `TimeUp` once so many minutes are over."""
+    end = None if minutes is None else time.monotonic() + 60 * minutes
+
+    def step(count: int = 1) -> None:
+        advance(count)
+        if end is not None and time.monotonic() > end:
+            raise TimeUp
+
+    return step
+
+
+def duration(seconds: float) -> str:
+    """Roughly, for a person."""
+    if seconds < 90:
+        return f"about {seconds:.0f} seconds"
+    return f"about {seconds / 60:.0f} minutes" if seconds < 5400 else f"about {seconds / 3600:.1f} hours"
 
 
 def load(source: models.Source) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -9,13 +9,13 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from keepset.cli.checks import check_fits_context, check_tensor_file, check_text
-from keepset.cli.console import counted, load, megabytes, progress, say
+from keepset.cli.console import counted, load, megabytes, note, progress, say, say_whole
 from keepset.cli.options import (
     Device,
     Dtype,
     Force,
     GenerationRecipe,
-    MaxNewTokens,
+    OutputTokens,
     SamplingSeed,
     Temperature,
     group,
@@ -51,6 +51,7 @@ def build(
     import torch
 
     from keepset.hf.cache import Cache
+    from keepset.hf.support import check_logits
 
     loaded, tokenizer = load(model)
     prompt, _ = chat_parts(tokenizer, content, "")
@@ -59,7 +60,7 @@ def build(
     cache = Cache(loaded, parsed)
     start = time.perf_counter()
     with torch.no_grad(), _layers_shown(loaded):
-        loaded(ids.to(loaded.device), past_key_values=cache, logits_to_keep=1)
+        check_logits(loaded(ids.to(loaded.device), past_key_values=cache, logits_to_keep=1).logits)
     seconds = time.perf_counter() - start
     # A folder is found again from wherever the question is asked.
     name = str(Path(model.name).resolve()) if model.name and Path(model.name).is_dir() else model.called
@@ -74,6 +75,7 @@ def build(
         f"the file has {megabytes(out.stat().st_size)}",
         soft_wrap=True,
     )
+    say_whole(parsed, ids.shape[1])
 
 
 @context.command()
@@ -83,13 +85,13 @@ def ask(
     model: Annotated[str | None, Option(help="Where the model is now, if not where the file says.")] = None,
     device: Device = None,
     dtype: Dtype = None,
-    max_new_tokens: MaxNewTokens = 200,
+    output_tokens: OutputTokens = 200,
     temperature: Temperature = 0.0,
     seed: SamplingSeed = 0,
 ) -> None:
     """Answer a question about a text that was compressed before; the file stays as it is."""
     check_text("The question", question)
-    sampling = Sampling(max_new_tokens, temperature, seed)
+    sampling = Sampling(output_tokens, temperature, seed)
 
     from keepset.hf import saved
     from keepset.hf.cache import Cache
@@ -105,7 +107,7 @@ def ask(
     inputs = Cache.load(file, loaded).ask(ids)
     cache = inputs.pop("past_key_values")
     _, summary = generate_streamed(loaded, tokenizer, inputs, cache, sampling)
-    say(f"\n{header.recipe}: {header.tokens} tokens of context, {ids.shape[1]} of question; {summary}")
+    note(f"{header.recipe}: {header.tokens} tokens of context, {ids.shape[1]} of question; {summary}")
 
 
 @contextmanager

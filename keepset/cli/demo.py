@@ -5,9 +5,9 @@ from typing import Annotated
 
 from typer import Option
 
-from keepset.cli.compare import ALL, KEEPS, compare
+from keepset.cli.compare import compare
 
 
 def demo(html: Annotated[Path, Option(help="Where the report goes.")] = Path("keepset-demo.html")) -> None:
     """Compare recipes on an essay with a fact hidden in it; print the table and write the report."""
-    compare(recipes=ALL, keeps=KEEPS, html=html)
+    compare(html=html)

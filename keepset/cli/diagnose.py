@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 from typer import Option
 
+from keepset.cli.checks import check_writable
 from keepset.cli.console import counted, load, output, progress, say, show, table
 from keepset.cli.options import Json, OneText, group, takes_model
 from keepset.errors import KeepsetError, RecipeError
@@ -22,8 +23,8 @@ def gvote(
     model: Source,
     recipe: Annotated[str, Option(help="gvote with its parameters, such as 'gvote(future=1)'.")] = "gvote",
     text: OneText = None,
-    tokens: Annotated[int, Option(help="Tokens of the text to use at most.")] = 1024,
-    as_json: Json = False,
+    prompt_tokens: Annotated[int, Option(help="Tokens of the text to use at most.")] = 1024,
+    json_file: Json = None,
 ) -> None:
     """Compare the attention of gvote's synthetic queries with that of the next query.
 
@@ -39,18 +40,21 @@ def gvote(
         raise RecipeError(f"--recipe {parsed} is not about synthetic queries: write gvote with its parameters.")
     if parsed != Recipe.of(method):
         raise RecipeError(f"--recipe {parsed}: nothing is compressed here, so leave all but gvote's parameters out.")
-    if tokens < method.skip + 3:
-        raise KeepsetError(f"--tokens {tokens} is too few for {parsed}: use {method.skip + 3} or more.")
+    if prompt_tokens < method.skip + 3:
+        raise KeepsetError(f"--prompt-tokens {prompt_tokens} is too few for {parsed}: use {method.skip + 3} or more.")
     source = essay() if text is None else read(text)
+    check_writable(json_file)
 
     from keepset.bench.analysis.synthetic import next_query
     from keepset.bench.papers.published import published
 
     loaded, tokenizer = load(model)
-    ids = tokenizer(source, return_tensors="pt", verbose=False)["input_ids"][:, :tokens].to(loaded.device)
+    ids = tokenizer(source, return_tensors="pt", verbose=False)["input_ids"][:, :prompt_tokens].to(loaded.device)
     longest = context_length(loaded)
     if longest is not None and ids.shape[1] > longest:
-        raise KeepsetError(f"--tokens {tokens} is more than the model's context of {longest}: use {longest} or less.")
+        raise KeepsetError(
+            f"--prompt-tokens {prompt_tokens} is more than the model's context of {longest}: use {longest} or less."
+        )
     with progress() as bar:
         layers = loaded.config.get_text_config().num_hidden_layers
         agreements = next_query(loaded, method, ids, counted(bar, "layers of two prefills", 2 * layers))
@@ -67,7 +71,7 @@ def gvote(
         "mean": {name: _mean([x for row in rows for x in row[name]]) for name in FIGURES},
         "paper": {key.metric: figure for key, figure in paper.items()},
     }
-    output(result, as_json, lambda: _print(result))
+    output(result, json_file, lambda: _print(result))
 
 
 def _numbers(values: Any) -> list[float | None]:
@@ -82,13 +86,8 @@ def _mean(numbers: list[float | None]) -> float | None:
 def _print(result: dict[str, Any]) -> None:
     """A row per layer, a digit per query head."""
     say(f"{result['model']}, {result['recipe']}: {result['tokens']} tokens, the last one masked.")
-    grid = table()
-    grid.add_column("layer", justify="right")
-    for title in ("overlap", "heads", "usage", "heads", "needed", "correlation"):
-        if title == "heads":
-            grid.add_column(title, overflow="fold")
-        else:
-            grid.add_column(title, justify="right", no_wrap=True)
+    titles = ("overlap", "by head", "usage", "by head", "needed", "correlation")
+    grid = table(numbers=("layer", *titles), optional=("by head",))
     means = [(str(row["layer"]), {name: _mean(row[name]) for name in FIGURES}, row) for row in result["layers"]]
     for title, figures, heads in (*means, ("mean", result["mean"], {}), ("paper", result["paper"], {})):
         overlap, usage, *rest = ("-" if figures[name] is None else f"{figures[name]:.3f}" for name in FIGURES)

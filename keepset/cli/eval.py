@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Exit, Option
 
-from keepset.cli.checks import check_writable
+from keepset.cli.checks import check_minutes, check_writable
 from keepset.cli.console import note, output
 from keepset.cli.numbers import parse_budgets, parse_whole
-from keepset.cli.options import Json, Recipes, Temperature, takes_model
+from keepset.cli.options import Json, Minutes, Recipes, Temperature, takes_model
 from keepset.cli.results import print_summary
 from keepset.cli.streaming import Sampling
 from keepset.cli.sweep import Asking, check_ray, say_lost, sweep_grid
@@ -28,6 +28,10 @@ KEEPS = "0.5,0.25"
 DECODING = "snapkv, r_kv, ams(tova)"
 DECODING_KEEPS = "256,128"
 _EVERY = 64
+_GENERATED = 10
+"""Examples of tasks that are generated, as many as you like, where no limit is given: one at each depth of a needle."""
+_LONG = 20_000
+"""Tokens whose number is said first."""
 
 
 @takes_model
@@ -49,13 +53,18 @@ def evaluate(
             f"decode use the entries only. [default: {KEEPS}; for tasks that decode {DECODING_KEEPS}]"
         ),
     ] = None,
-    lengths: Annotated[str, Option(help="Tokens, separated by commas, for tasks made to a length.")] = "4096",
-    limit: Annotated[int | None, Option(help="The first examples of each task; all of them if not given.")] = None,
+    prompt_tokens: Annotated[
+        str, Option(help="Tokens of prompts, separated by commas, for tasks made to a length.")
+    ] = "1024",
+    limit: Annotated[
+        int | None,
+        Option(help="The first examples of each task; all of them if not given, of generated ones ten."),
+    ] = None,
     sample: Annotated[
         str | None,
         Option(help="A random sample of each task's examples, drawn by the seed: a share such as 0.1, or so many."),
     ] = None,
-    answer_tokens: Annotated[
+    output_tokens: Annotated[
         int | None, Option(help="Tokens of an answer at most, for all tasks; each task's own if not given.")
     ] = None,
     seeds: Annotated[str, Option(help="For generated data and for sampling, separated by commas.")] = "0",
@@ -92,14 +101,15 @@ def evaluate(
         bool, Option("--no-baselines", help="Do not add random and streaming_llm under the same budgets.")
     ] = False,
     ray: Annotated[bool, Option("--ray", help="Let the workers of a Ray cluster do it.")] = False,
-    as_json: Json = False,
+    minutes: Minutes = None,
+    json_file: Json = None,
 ) -> None:
     """Measure recipes on benchmarks: every recipe and budget on every example, on one prefill of it.
 
     Each figure is written to a file as soon as it is there. The same command goes on where it was stopped; recipes,
     budgets, tasks, and seeds can be added to a file, and several processes may work on one at the same time.
     """
-    for name, value, least in (("limit", limit, 1), ("every", every, 0), ("answer-tokens", answer_tokens, 1)):
+    for name, value, least in (("limit", limit, 1), ("every", every, 0), ("output-tokens", output_tokens, 1)):
         if value is not None and value < least:
             raise KeepsetError(f"--{name} {value} is out of range: use an integer from {least}.")
     if limit is not None and sample is not None:
@@ -107,24 +117,34 @@ def evaluate(
     numbers, stay = parse_whole(seeds, "seeds"), _stay(always)
     for seed in numbers:
         Sampling(1, temperature, seed)
-    check_writable(out)
+    check_writable(out, json_file)
     check_ray(ray)
+    check_minutes(minutes)
 
+    from keepset.bench.sweep.cost import cost
     from keepset.bench.sweep.prompts import checked_mode
     from keepset.bench.sweep.sweep import Grid
     from keepset.bench.tasks.catalogue import Settings
     from keepset.bench.tasks.find import find
 
     names = [name.strip() for word in tasks for name in word.split(",") if name.strip()]
-    chosen = find(names, Settings(data, tuple(parse_whole(lengths, "lengths"))))
+    chosen = find(names, Settings(data, tuple(parse_whole(prompt_tokens, "prompt-tokens"))))
     if every is not None and not any(task.decodes for task in chosen):
         raise KeepsetError("--every is for tasks that decode, such as gsm8k, and none of these does: leave it out.")
     each = _EVERY if every is None else every
     candidates = {task.name: _candidates(task, recipes, keeps, each, stay, not no_baselines) for task in chosen}
+    if limit is None and sample is None and all(hasattr(task, "length") for task in chosen):
+        limit = _GENERATED
     grid = Grid(chosen, numbers, candidates, limit, None if sample is None else _sample(sample))
-    asking = Asking(checked_mode(mode), not no_chat, temperature, answer_tokens)
-    swept = sweep_grid(out, grid, model, asking, ray)
-    failed = _show(swept.cells, out, as_json)
+    asking = Asking(checked_mode(mode), not no_chat, temperature, output_tokens)
+
+    def foretell(groups: Any, tokenizer: Any, chat: bool) -> None:
+        each = cost(groups, tokenizer, asking.mode, chat)
+        if each.prompt_tokens + each.answer_tokens >= _LONG:
+            note(str(each))
+
+    swept = sweep_grid(out, grid, model, asking, ray, foretell, minutes)
+    failed = _show(swept.cells, out, json_file)
     say_lost(swept.lost)
     if failed or swept.lost:
         raise Exit(1)
@@ -158,12 +178,12 @@ def _candidates(
     return list({candidate.text: candidate for candidate in chosen}.values())
 
 
-def _show(cells: Sequence[Cell], out: Path, as_json: bool) -> bool:
+def _show(cells: Sequence[Cell], out: Path, json_file: Path | None) -> bool:
     """Prints what the file has of what was asked for; whether a recipe failed on anything."""
     from keepset.bench.analysis.summary import summarise
 
     summary = summarise(cells)
-    output(summary.to_json(), as_json, lambda: print_summary(summary))
+    output(summary.to_json(), json_file, lambda: print_summary(summary))
     note(f"all figures are in {str(out)!r}: keepset results shows them again")
     return any(row.failed for row in summary.rows)
 

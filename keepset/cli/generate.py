@@ -6,34 +6,40 @@ from typing import Annotated
 from typer import Argument, Option
 
 from keepset.cli.checks import check_fits_context, check_text
-from keepset.cli.console import load, say
-from keepset.cli.options import GenerationRecipe, MaxNewTokens, SamplingSeed, Temperature, takes_model
+from keepset.cli.console import load, note, say, say_whole
+from keepset.cli.options import OutputTokens, SamplingSeed, Temperature, takes_model
 from keepset.cli.streaming import Sampling, generate_streamed
 from keepset.models import Source
 from keepset.texts import chat_parts, read
+
+RECIPE = "glance(keep=0.25)"
+SHORT = 256
+"""Tokens of a prompt of which little can be spared."""
 
 
 @takes_model
 def generate(
     model: Source,
     prompt: Annotated[str, Argument(help="What to say to the model.")],
-    recipe: GenerationRecipe = "glance(keep=0.25)",
+    recipe: Annotated[
+        str | None, Option(help=f"What to keep. [default: {RECIPE}, and all of a prompt of fewer than {SHORT} tokens]")
+    ] = None,
     text: Annotated[Path | None, Option(help="A UTF-8 text file that goes before the prompt.")] = None,
     question: Annotated[
         str | None, Option(help="What will be asked: methods with a second pass keep what it looks at.")
     ] = None,
-    max_new_tokens: MaxNewTokens = 200,
+    output_tokens: OutputTokens = 200,
     temperature: Temperature = 0.0,
     seed: SamplingSeed = 0,
     compare_full: Annotated[bool, Option(help="Generate with the full cache too, and compare.")] = False,
 ) -> None:
-    """Generate from one prompt under a recipe; at the end bytes and speed."""
+    """Generate from one prompt under a recipe; bytes and speed go to standard error."""
     from keepset.recipe import Recipe
 
-    parsed = Recipe.parse(recipe).require_budget()
+    parsed = Recipe.parse(RECIPE if recipe is None else recipe).require_budget()
     check_text("The prompt", prompt)
     check_text("The question", question)
-    sampling = Sampling(max_new_tokens, temperature, seed)
+    sampling = Sampling(output_tokens, temperature, seed)
     before = "" if text is None else read(text)
 
     from transformers import DynamicCache
@@ -46,18 +52,25 @@ def generate(
     length = inputs["input_ids"].shape[1]
     check_fits_context(loaded, length, sampling.tokens)
     task = None if question is None else tokenizer(question, add_special_tokens=False, return_tensors="pt").input_ids
+    if recipe is None and length < SHORT:
+        parsed = parsed.with_keep(1.0)
+        note(f"All {length} tokens of so short a prompt stay; with --recipe a recipe decides.")
     cache = Cache(loaded, parsed, task_tokens=task)
     ids, summary = generate_streamed(loaded, tokenizer, inputs, cache, sampling)
     at_end = next((event for event in cache.events if event.length == length), None)
     kept = 1.0 if at_end is None else at_end.kept / at_end.entries
     later = sum(event.length > length for event in cache.events)
     again = "" if parsed.schedule.every is None else f", compressed {later} times while decoding"
-    say(f"\n{parsed}: kept {kept:.1%} of {length} prompt tokens{again}; {summary}")
+    note(f"{parsed}: kept {kept:.1%} of {length} prompt tokens{again}; {summary}")
+    if recipe is not None and kept < 1 and length < SHORT:
+        note(f"A prompt of {length} tokens is short: what is dropped of it is missed.")
+    say_whole(parsed, length)
     if compare_full:
+        say("\nThe full cache:")
         full = DynamicCache(config=loaded.config)
-        ids_full, summary = generate_streamed(loaded, tokenizer, inputs, full, sampling, show=False)
+        ids_full, summary = generate_streamed(loaded, tokenizer, inputs, full, sampling)
         pairs = enumerate(zip(ids, ids_full, strict=False))
-        first_difference = next((i for i, (a, b) in pairs if a != b), 0)
-        say(f"full cache: {summary}")
+        first_difference = next((i for i, (a, b) in pairs if a != b), min(len(ids), len(ids_full)))
+        note(f"full cache: {summary}")
         same = ids == ids_full
-        say("The two texts are the same." if same else f"The two texts differ from token {first_difference} on.")
+        note("The two texts are the same." if same else f"The two texts differ from token {first_difference} on.")

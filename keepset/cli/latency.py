@@ -1,6 +1,5 @@
 """`keepset bench latency`: time to the first token, tokens per second, latency and memory, by length of the prompt."""
 
-import json
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,8 +8,8 @@ from typer import Exit, Option
 
 from keepset.bench.report.page import assemble
 from keepset.cli.checks import check_fits_context, check_writable
-from keepset.cli.console import counted, load, megabytes, note, progress, sanitize, say, show, table, write
-from keepset.cli.options import JsonFile, PlotsHtml, takes_model
+from keepset.cli.console import counted, load, megabytes, note, output, progress, sanitize, say, show, table, write
+from keepset.cli.options import Html, Json, takes_model
 from keepset.errors import KeepsetError
 from keepset.models import Source
 from keepset.texts import essay, read
@@ -22,12 +21,12 @@ def latency(
     recipes: Annotated[str, Option(help="Recipes with their budgets, separated by commas.")] = (
         "snapkv(keep=0.25), adakv(snapkv, keep=0.25)"
     ),
-    tokens: Annotated[str, Option(help="Lengths of prompts, separated by commas.")] = "1024,4096",
+    prompt_tokens: Annotated[str, Option(help="Lengths of prompts, separated by commas.")] = "1024,4096",
     output_tokens: Annotated[int, Option(help="Tokens to generate.")] = 64,
     rounds: Annotated[int, Option(help="How often each is measured, in turns.")] = 3,
     text: Annotated[Path | None, Option(help="A UTF-8 text file for the prompts; essays if none is given.")] = None,
-    json_file: JsonFile = None,
-    html: PlotsHtml = None,
+    json_file: Json = None,
+    html: Html = None,
 ) -> None:
     """Measure one request at a time: recipes beside the full cache, in turns.
 
@@ -36,7 +35,7 @@ def latency(
     from keepset.recipe import Recipe
 
     parsed = [recipe.require_budget() for recipe in Recipe.parse_list(recipes)]
-    lengths = _lengths(tokens)
+    lengths = _lengths(prompt_tokens)
     for name, value in (("--output-tokens", output_tokens), ("--rounds", rounds)):
         if value < 1:
             raise KeepsetError(f"{name} {value} is too few: use an integer from 1.")
@@ -68,9 +67,8 @@ def latency(
         "output_tokens": output_tokens,
         "rows": [timing.to_json() for timing in timings if timing.rounds or timing.error],
     }
-    _print(result)
-    write(json_file, lambda: json.dumps(result, indent=1) + "\n", "written")
-    write(html, lambda: assemble("latency", "keepset bench latency", result), "written")
+    output(result, json_file, lambda: _print(result))
+    write(html, lambda: assemble("latency", "keepset bench latency", result))
     if not finished:
         note("interrupted: this is what was measured until then")
         raise Exit(130)
@@ -84,24 +82,24 @@ def _lengths(text: str) -> list[int]:
     except ValueError:
         lengths = []
     if not lengths or min(lengths) < 1 or len(set(lengths)) < len(lengths):
-        raise KeepsetError(f"--tokens {text!r} is no list of lengths: write different whole numbers such as 1024,4096.")
+        raise KeepsetError(
+            f"--prompt-tokens {text!r} is no list of lengths: write different whole numbers such as 1024,4096."
+        )
     return sorted(lengths)
 
 
 def _print(result: dict[str, Any]) -> None:
-    from rich.text import Text
-
     say(
         f"{result['model']} on {result['device']}, {result['dtype']}: {result['output_tokens']} tokens "
         f"after the prompt, medians of {result['rounds']} rounds."
     )
-    grid = table()
-    for title in ("prompt", "recipe", "first token", "tokens/s", "latency", "KV cache", "peak memory"):
-        grid.add_column(title, justify="left" if title == "recipe" else "right", overflow="fold")
+    titles = ("first token", "tokens/s", "latency", "KV cache", "peak memory")
+    grid = table("prompt", "recipe", numbers=titles, optional=("peak memory", "latency"))
+    errors = []
     for row in result["rows"]:
         named = str(row["prompt_tokens"]), sanitize(row["recipe"])
         if row["error"] is not None:
-            grid.add_row(*named, Text(sanitize(row["error"]), "red"))
+            errors.append(f"{row['recipe']} after {row['prompt_tokens']} tokens: {row['error']}")
             continue
         grid.add_row(
             *named,
@@ -112,3 +110,5 @@ def _print(result: dict[str, Any]) -> None:
             "-" if row["peak_bytes"] is None else megabytes(row["peak_bytes"]),
         )
     show(grid)
+    for error in errors:
+        say(error, style="red")

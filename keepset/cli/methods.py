@@ -6,12 +6,12 @@ from keepset.cli.console import cell, output, show, table
 from keepset.cli.options import Json
 
 
-def methods(as_json: Json = False) -> None:
+def methods(json_file: Json = None) -> None:
     """List the methods: what they are, what they look at, their parameters and papers."""
     from keepset.registry import catalogue
 
     entries = catalogue()
-    output(entries, as_json, lambda: _print(entries))
+    output(entries, json_file, lambda: _print(entries))
 
 
 def _print(entries: list[dict[str, Any]]) -> None:

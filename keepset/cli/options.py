@@ -11,6 +11,9 @@ from typer import Option
 
 from keepset.models import Source
 
+STANDARD_OUTPUT = Path("-")
+"""What `--json -` names."""
+
 Model = Annotated[str | None, Option(help="A folder or a hub name; a small embedded model if none.")]
 Device = Annotated[
     str | None,
@@ -23,12 +26,16 @@ Dtype = Annotated[str | None, Option(help="float32, bfloat16 or float16; as the 
 Recipes = Annotated[str | None, Option(help="Recipes, separated by commas; a choice if none.")]
 GenerationRecipe = Annotated[str, Option(help="What to keep, such as 'snapkv(keep=0.25)'.")]
 OneText = Annotated[Path | None, Option(help="A UTF-8 text file; an essay if none is given.")]
-Json = Annotated[bool, Option("--json", help="Print JSON instead of a table.")]
-JsonFile = Annotated[Path | None, Option("--json", help="Write all that was measured to this file.")]
-Html = Annotated[Path | None, Option(help="Write the report to this file.")]
-PlotsHtml = Annotated[Path | None, Option(help="Write a report with plots to this file.")]
+Json = Annotated[
+    Path | None,
+    Option("--json", metavar="<path>", help="Write all figures to this file; - prints them in place of tables."),
+]
+Html = Annotated[Path | None, Option(metavar="<path>", help="Write the report to this file.")]
 Force = Annotated[bool, Option("--force", help="Replace the file if it exists.")]
-MaxNewTokens = Annotated[int, Option(help="Tokens to generate at most.")]
+OutputTokens = Annotated[int, Option(help="Tokens to generate at most.")]
+Minutes = Annotated[
+    float | None, Option(help="Stop after so many minutes, with what is known then; none if not given.")
+]
 Temperature = Annotated[float, Option(help="0 for greedy decoding.")]
 SamplingSeed = Annotated[int, Option(help="For sampling.")]
 

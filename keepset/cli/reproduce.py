@@ -38,10 +38,10 @@ def reproduce(
     dtype: Dtype = None,
     limit: Annotated[int | None, Option(help="Examples of each task; the paper's if not given.")] = None,
     seed: SamplingSeed = 0,
-    answer_tokens: Annotated[int | None, Option(help="Tokens of an answer at most; the paper's if not given.")] = None,
-    lengths: Annotated[
+    output_tokens: Annotated[int | None, Option(help="Tokens of an answer at most; the paper's if not given.")] = None,
+    prompt_tokens: Annotated[
         str | None,
-        Option(help="Tokens, separated by commas, for tasks made to a length; the paper's if not given."),
+        Option(help="Tokens of prompts, separated by commas, for tasks made to a length; the paper's if not given."),
     ] = None,
     data: Annotated[Path | None, Option(help="A folder with the tasks' data, used in place of the hub.")] = None,
     stats: Annotated[
@@ -52,28 +52,29 @@ def reproduce(
     ] = None,
     out: Annotated[Path, Option(help="A folder for the sweeps' files: begun, or gone on with.")] = Path("reproduced"),
     ray: Annotated[bool, Option("--ray", help="Let the workers of a Ray cluster do it.")] = False,
-    as_json: Json = False,
+    json_file: Json = None,
 ) -> None:
     """Measure what a table or figure of a paper shows, and print the paper's own figures beside it.
 
     Models, recipes, budgets, intervals, tasks, lengths, and answers are the paper's where no option says otherwise.
     What it will take is said first; the same command goes on where it was stopped.
     """
-    for name, value in (("limit", limit), ("answer-tokens", answer_tokens)):
+    for name, value in (("limit", limit), ("output-tokens", output_tokens)):
         if value is not None and value < 1:
             raise KeepsetError(f"--{name} {value} is out of range: use an integer from 1.")
     Sampling(1, 0.0, seed)
-    wanted = () if lengths is None else tuple(parse_whole(lengths, "lengths"))
+    wanted = () if prompt_tokens is None else tuple(parse_whole(prompt_tokens, "prompt-tokens"))
     check_ray(ray)
+    check_writable(json_file)
 
     from keepset.bench.papers.catalogue import ENTRIES, entry_of
     from keepset.bench.papers.entry import Options
 
     if entry == _LIST:
-        return _print_list(list(ENTRIES.values()), as_json)
+        return _print_list(list(ENTRIES.values()), json_file)
     chosen = entry_of(entry)
     files = {name: path.resolve() for name, path in (("stats", stats), ("tables", tables)) if path is not None}
-    options = Options(limit, seed, answer_tokens, wanted, data, files)
+    options = Options(limit, seed, output_tokens, wanted, data, files)
     _make(out)
     results, failed = [], False
     names = chosen.models if model is None else (model,)
@@ -89,7 +90,7 @@ def reproduce(
             continue
         failed = failed or lost or any(row.failed for row in rows)
         results.append(_result(chosen, source.called, rows))
-    output(results, as_json, lambda: _print(chosen, results))
+    output(results, json_file, lambda: _print(chosen, results))
     if failed:
         raise Exit(1)
 
@@ -124,18 +125,16 @@ def _run(entry: Entry, source: Source, options: Options, out: Path, ray: bool) -
 
 def _sweep(part: Sweep, source: Source, options: Options, path: Path, ray: bool) -> tuple[list[Measured], bool]:
     from keepset.bench.papers.measured import measured
-    from keepset.bench.papers.run import cost, grid, idle
+    from keepset.bench.papers.run import grid, idle
+    from keepset.bench.sweep.cost import cost
 
     asked = grid(part, options)
 
     def foretell(groups: Any, tokenizer: Any, chat: bool) -> None:
-        each = cost(groups, tokenizer, part, chat)
-        note(
-            f"{each.cells:,} cells of {each.examples:,} examples: {each.prompt_tokens:,} tokens of prompts and at most "
-            f"{each.answer_tokens:,} of answers; figures go to {str(path)!r}"
-        )
+        each = cost(groups, tokenizer, part.mode, chat)
+        note(f"{each}; figures go to {str(path)!r}")
         for task, recipes in idle(asked).items():
-            note(f"{task}: its answers end before {recipes} of the recipes drop anything: give more --answer-tokens")
+            note(f"{task}: its answers end before {recipes} of the recipes drop anything: give more --output-tokens")
 
     check_writable(path)
     asking = Asking(part.mode, part.chat, part.temperature, options.answer_tokens, part.alone)
@@ -162,7 +161,7 @@ def _result(entry: Entry, model: str, rows: Sequence[Measured]) -> dict[str, Any
     return {"entry": entry.name, "model": model, "paper_model": paper_model, "rows": figures}
 
 
-def _print_list(entries: Sequence[Entry], as_json: bool) -> None:
+def _print_list(entries: Sequence[Entry], json_file: Path | None) -> None:
     def print_table() -> None:
         grid = table("entry", "shows", "models", "state", fold=True)
         for each in entries:
@@ -177,7 +176,7 @@ def _print_list(entries: Sequence[Entry], as_json: bool) -> None:
         {name: getattr(each, name) for name in ("name", "source", "title", "models", "data", "state", "note")}
         for each in entries
     ]
-    output(listed, as_json, print_table)
+    output(listed, json_file, print_table)
 
 
 def _print(entry: Entry, results: Sequence[dict[str, Any]]) -> None:
@@ -213,13 +212,13 @@ def _figure(figure: dict[str, float | None] | None, metric: str) -> str:
 
 
 def _number(value: float | None, metric: str) -> str:
-    """Fractions in percent, bytes in units of 10^9."""
+    """Fractions in percent, bytes in units of 10^6."""
     from keepset.bench.papers.measured import FRACTIONS
 
     if value is None:
         return ""
     if metric.endswith("_bytes"):
-        return f"{value / 1e9:.2f} GB"
+        return f"{value / 1e6:.1f} MB"
     # What rounds to zero has no sign of its own.
     return f"{round(100 * value, 1) + 0.0:.1f}" if metric in FRACTIONS else f"{value:,.4g}"
 

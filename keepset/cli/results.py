@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from keepset.bench.analysis.summary import Summary, Trade
 
 
+_FEW = 30
+"""Examples below which intervals are worth a warning."""
+
+
 def results(
     file: Annotated[Path, Argument(metavar="FILE", help="What `keepset eval` wrote, finished or not.")],
     baseline: Annotated[
@@ -41,7 +45,7 @@ def results(
     html: Html = None,
     csv: Annotated[Path | None, Option(help="Write all rows to this file.")] = None,
     latex: Annotated[Path | None, Option(help="Write the scores as LaTeX tables to this file.")] = None,
-    as_json: Json = False,
+    json_file: Json = None,
 ) -> None:
     """Show what recipes are worth on benchmarks: scores with intervals, differences, bytes, areas under curves.
 
@@ -55,13 +59,13 @@ def results(
     paths = [path for path in (html, csv, latex) if path is not None]
     if len({path.resolve() for path in (file, *paths)}) <= len(paths):
         raise KeepsetError("--html, --csv, --latex and the sweep's file are the same in part: name different files.")
-    check_writable(*paths)
+    check_writable(json_file, *paths)
     with Store.open(file) as store:
         cells, model, configuration = store.cells(), store.model, store.configuration
     if not cells:
         raise KeepsetError(f"{str(file)!r} has no figures yet: let `keepset eval` make some first.")
     summary = summarise(cells if by is None else split(cells, by), baseline)
-    output(summary.to_json(), as_json, lambda: print_summary(summary))
+    output(summary.to_json(), json_file, lambda: print_summary(summary))
     write(csv, lambda: to_csv(summary), described=None)
     write(latex, lambda: to_latex(summary), described=None)
     write(html, lambda: render(model, configuration, summary.to_json()), described=None)
@@ -83,7 +87,9 @@ def print_summary(summary: Summary) -> None:
         for row in of_task:
             rows.add_row(_named(row), *_cells(row))
     show(rows)
-    say(f"Differences are to {summary.baseline}.")
+    few = min((row.examples for row in summary.rows), default=_FEW)
+    wide = f" {few} examples are few, so intervals are wide: let --limit take more." if few < _FEW else ""
+    say(f"Differences are to {summary.baseline}.{wide}")
     _print_events([*summary.rows, *summary.averages])
     _print_peaks([*summary.rows, *summary.averages])
     if not summary.trades:

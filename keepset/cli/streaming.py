@@ -7,24 +7,26 @@ from typing import Any
 from keepset.cli.console import megabytes, sanitize
 from keepset.errors import KeepsetError
 
+_SHOWN = 50_000
+"""Bytes that show in a figure of megabytes."""
+
 
 @dataclass(frozen=True)
 class Sampling:
     """How many new tokens, and how they are drawn: options that commands have in common, checked once.
 
     Attributes:
-        tokens: at most so many; `option` is what the command calls them.
+        tokens: at most so many.
         temperature: 0 for greedy decoding.
     """
 
     tokens: int
     temperature: float = 0.0
     seed: int = 0
-    option: str = "--max-new-tokens"
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
-            raise KeepsetError(f"{self.option} {self.tokens} is not a number of tokens: use an integer from 1.")
+            raise KeepsetError(f"--output-tokens {self.tokens} is not a number of tokens: use an integer from 1.")
         # Divided by less, logits overflow.
         if not (self.temperature == 0 or 0.01 <= self.temperature <= 100):
             raise KeepsetError(
@@ -40,25 +42,29 @@ class Sampling:
         return {**options, "temperature": self.temperature} if self.temperature > 0 else options
 
 
-def generate_streamed(
-    model: Any, tokenizer: Any, inputs: Any, cache: Any, sampling: Sampling, show: bool = True
-) -> tuple[list[int], str]:
-    """Generates on this cache, and shows the text or not: the new tokens, and a sentence on what they took."""
+def generate_streamed(model: Any, tokenizer: Any, inputs: Any, cache: Any, sampling: Sampling) -> tuple[list[int], str]:
+    """Generates on this cache, and shows the text: the new tokens, and a sentence on what they took."""
     import torch
+    from transformers import LogitsProcessorList
 
+    from keepset.bench.generation import Checked
     from keepset.bench.memory import dynamic_nbytes
 
-    streamer = Streamer(tokenizer, show)
+    streamer = Streamer(tokenizer)
     torch.manual_seed(sampling.seed)
     start = time.perf_counter()
+    options = {**sampling.options, "logits_processor": LogitsProcessorList([Checked()])}
     with torch.no_grad():
-        model.generate(**inputs, past_key_values=cache, streamer=streamer, **sampling.options)
+        model.generate(**inputs, past_key_values=cache, streamer=streamer, **options)
     stop = time.perf_counter()
+    print(flush=True)
     nbytes = cache.nbytes if hasattr(cache, "nbytes") else dynamic_nbytes(cache)
     first, count = streamer.first or stop, len(streamer.ids)
     speed = (count - 1) / (stop - first) if count > 1 else float("nan")
+    beside = nbytes - cache.nbytes_entries if hasattr(cache, "nbytes_entries") else 0
+    free = f", {megabytes(beside)} of it for tokens to come and the next event" if beside >= _SHOWN else ""
     return streamer.ids, (
-        f"{megabytes(nbytes)} of KV cache at the end, first token after {first - start:.2f} s, "
+        f"{megabytes(nbytes)} of KV cache at the end{free}, first token after {first - start:.2f} s, "
         f"{count} tokens, {speed:.1f} tokens/s"
     )
 
@@ -66,8 +72,8 @@ def generate_streamed(
 class Streamer:
     """Prints text as soon as it can be decoded; the prompt, which comes first, is left out."""
 
-    def __init__(self, tokenizer: Any, show: bool) -> None:
-        self._tokenizer, self._show = tokenizer, show
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
         self._prompt_seen, self._printed = False, ""
         self.ids: list[int] = []
         self.first: float | None = None
@@ -86,8 +92,6 @@ class Streamer:
         self._print(final=True)
 
     def _print(self, final: bool) -> None:
-        if not self._show:
-            return
         text = self._tokenizer.decode(self.ids, skip_special_tokens=True)
         # The last character may be half of one until its next token comes.
         if not final and text.endswith("\N{REPLACEMENT CHARACTER}"):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from typer import Exit
 
-from keepset.cli.console import counted, load, note, progress, status
+from keepset.cli.console import TimeUp, bounded, counted, foretold, load, note, progress, status
 from keepset.errors import KeepsetError
 from keepset.models import Source
 
@@ -46,7 +46,7 @@ class Asking:
         return {
             "--mode": self.mode,
             "--temperature": self.temperature,
-            "--answer-tokens": self.answer_tokens,
+            "--output-tokens": self.answer_tokens,
             **({"answers one by one": True} if self.alone else {}),
         }
 
@@ -68,11 +68,17 @@ def check_ray(ray: bool) -> None:
 
 
 def sweep_grid(
-    out: Path, grid: Grid, source: Source, asking: Asking, ray: bool, foretell: Foretell | None = None
+    out: Path,
+    grid: Grid,
+    source: Source,
+    asking: Asking,
+    ray: bool,
+    foretell: Foretell,
+    minutes: float | None = None,
 ) -> Swept:
     """Makes the cells that the file lacks; the model is not loaded where it lacks none.
 
-    Ctrl-C ends the command with a note of how far it has come.
+    Ctrl-C ends the command with a note of how far it has come; when the minutes are over, what is there is the answer.
     """
     from keepset.bench.sweep import sweep
     from keepset.bench.sweep.runner import Runner
@@ -98,12 +104,13 @@ def sweep_grid(
     with Store.begin(out, source.called, {**settings, _CHAT: chat, **fingerprint(loaded)}) as store:
         with status("making examples"):
             groups = grid.groups(store, tokenizer)
-        if foretell is not None:
-            foretell(groups, tokenizer, chat)
+        foretell(groups, tokenizer, chat)
         left, total = sweep.unfinished(groups, store.done()), sweep.count(groups)
         try:
             with progress() as bar:
                 advance = counted(bar, "cells", total, total - sweep.count(left))
+                first = len(left[0].candidates) if left else 1
+                advance = bounded(foretold(advance, f"{total} cells", sweep.count(left), first), minutes)
                 if ray:
                     from keepset.bench.sweep import ray_sweep
 
@@ -111,12 +118,14 @@ def sweep_grid(
                     lost = ray_sweep.run(store, left, ray_sweep.Loads(source, **runner), nbytes, advance)
                 else:
                     lost = sweep.run(store, left, Runner(loaded, tokenizer, **runner), advance)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, TimeUp) as stop:
             note(
                 f"stopped after {sweep.count(groups, store.done())} of {total} cells, which are in {str(out)!r}: the "
                 "same command goes on"
             )
-            raise Exit(130) from None
+            if isinstance(stop, KeyboardInterrupt):
+                raise Exit(130) from None
+            lost = []
         return Swept(grid.of(store.cells()), lost)
 
 

@@ -10,7 +10,7 @@ from typer import Argument, Exit, Option
 from keepset.cli.checks import check_fits_context, check_text, check_writable
 from keepset.cli.console import counted, load, note, output, progress, say, show, table, write
 from keepset.cli.numbers import parse_indices
-from keepset.cli.options import SamplingSeed, Temperature, takes_model
+from keepset.cli.options import Html, Json, OutputTokens, SamplingSeed, Temperature, takes_model
 from keepset.cli.streaming import Sampling
 from keepset.errors import KeepsetError
 from keepset.models import Source
@@ -33,15 +33,15 @@ def trace(
         Path | None, Option(help="A UTF-8 text file that goes before the prompt; alone it is written on.")
     ] = None,
     problem: Annotated[str | None, Option(help="A problem to reason about step by step, as the prompt.")] = None,
-    tokens: Annotated[int, Option(help="Tokens to generate at most.")] = 512,
+    output_tokens: OutputTokens = 512,
     temperature: Temperature = 0.0,
     seed: SamplingSeed = 0,
     region: Annotated[int, Option(help="Tokens of a region, for the wipe-out rate.")] = 16,
     layers: Annotated[
         str | None, Option(help="Layers on the page, separated by commas, or all; three of them if not given.")
     ] = None,
-    as_json: Annotated[bool, Option("--json", help="Print JSON instead of tables.")] = False,
-    html: Annotated[Path | None, Option(help="Write a page to look through the events.")] = None,
+    json_file: Json = None,
+    html: Html = None,
 ) -> None:
     """Generate under a recipe and tell what each compression kept: wiped-out regions, stability, the middle, gaps."""
     from keepset.recipe import Recipe
@@ -55,7 +55,7 @@ def trace(
         raise KeepsetError("--forced says how the baseline is run: give one with --baseline.")
     check_text("The prompt", prompt)
     check_text("--problem", problem)
-    sampling = Sampling(tokens, temperature, seed, option="--tokens")
+    sampling = Sampling(output_tokens, temperature, seed)
     if region < 1:
         raise KeepsetError(f"--region {region} is not a number of tokens: use an integer from 1.")
     every_layer = layers is not None and layers.strip() == "all"
@@ -63,7 +63,7 @@ def trace(
     if layers is not None and not every_layer and wanted is None:
         raise KeepsetError(f"--layers {layers!r} is no list of layers: write numbers such as 0,14,29, or all.")
     before = "" if text is None else read(text)
-    check_writable(html)
+    check_writable(json_file, html)
 
     import torch
 
@@ -96,7 +96,7 @@ def trace(
         for each in traces
     ]
     result = {"model": model.called, "forced": forced, "runs": runs}
-    output(result, as_json, lambda: _print(runs))
+    output(result, json_file, lambda: _print(runs))
     tokens_of = [[str(tokenizer.decode([token])) for token in each.ids.tolist()] for each in traces]
     write(html, lambda: render(result, traces, tokens_of, shown))
     if not finished:
@@ -117,7 +117,10 @@ def _print(runs: Sequence[dict[str, Any]]) -> None:
     for run in runs:
         generated = run["tokens"] - run["prompt_tokens"]
         say(f"{run['recipe']}: {run['prompt_tokens']} tokens of prompt, {generated} after it.")
-        grid = table(numbers=("length", "kept per head", "of", "wipe-out", "IoU", "middle", "longest gap"))
+        grid = table(
+            numbers=("length", "kept per head", "of", "wipe-out", "IoU", "middle", "longest gap"),
+            optional=("longest gap", "middle"),
+        )
         heads = max(len(run["layers"]) * run["kv_heads"], 1)
         for event in run["events"]:
             grid.add_row(

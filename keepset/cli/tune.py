@@ -1,16 +1,30 @@
 """`keepset tune`: which recipe suits a text."""
 
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Exit, Option
 
 from keepset.bench.report.page import assemble
-from keepset.cli.checks import check_whole, check_writable
-from keepset.cli.console import cell, load, note, output, progress, sanitize, say, show, table, write
+from keepset.cli.checks import check_minutes, check_whole, check_writable
+from keepset.cli.console import (
+    TimeUp,
+    bounded,
+    cell,
+    foretold,
+    load,
+    note,
+    output,
+    progress,
+    sanitize,
+    say,
+    show,
+    table,
+    write,
+)
 from keepset.cli.numbers import parse_budgets
-from keepset.cli.options import Html, Json, takes_model
+from keepset.cli.options import Html, Json, Minutes, takes_model
 from keepset.errors import BudgetError, KeepsetError
 from keepset.models import Source, context_length
 from keepset.texts import read
@@ -28,7 +42,8 @@ def tune(
         bool, Option("--retrieval", help="Hide facts in the text, ask for them after compression, rank by them first.")
     ] = False,
     seed: Annotated[int, Option(help="Of the order of the text's pieces and of the facts.")] = 0,
-    as_json: Json = False,
+    minutes: Minutes = None,
+    json_file: Json = None,
     html: Html = None,
 ) -> None:
     """Find the recipe for your text: all methods, and what the best of them compose to, under one budget.
@@ -41,38 +56,46 @@ def tune(
     if len(budgets) > 1:
         raise BudgetError(f"keep={keep!r} is more than one budget: all recipes are compared under one, give that.")
     check_whole(2**63, seed=(seed, 0))
+    check_minutes(minutes)
     for path in text:
         if [other.resolve() for other in text].count(path.resolve()) > 1:
             raise KeepsetError(f"{str(path)!r} is given twice: give each text once.")
     sources = [read(path) for path in text]
-    check_writable(html)
+    check_writable(json_file, html)
 
     from keepset.bench.tune.pieces import cut
     from keepset.bench.tune.tune import Tuner
 
     loaded, tokenizer = load(model)
     pieces = cut(tokenizer, sources, retrieval=retrieval, longest=context_length(loaded), seed=seed)
-    finished = False
+    finished = interrupted = False
     with progress() as bar:
 
         def show_progress() -> None:
             race = tuner.race
             description = f"round {race.round} of {race.rounds}: {len(race.alive)} recipes"
-            bar.update(task, description=description, completed=race.done, total=race.planned)
+            bar.update(task, description=description, total=race.planned)
+            step(race.done - bar.tasks[task].completed)
 
         tuner = Tuner(loaded, tokenizer, pieces, budgets[0], model.called, show_progress)
         task = bar.add_task("", total=tuner.race.planned)
-        show_progress()
-        with suppress(KeyboardInterrupt):
+        recipes = f"{len(tuner.race.entries)} recipes and what the best of them compose to"
+        step = bounded(foretold(partial(bar.advance, task), recipes, tuner.race.planned), minutes)
+        try:
             tuner.run()
             finished = True
-    if not finished and not any(entry.figures for entry in tuner.race.entries):
+        except TimeUp:
+            pass
+        except KeyboardInterrupt:
+            interrupted = True
+    if interrupted and not any(entry.figures for entry in tuner.race.entries):
         raise KeyboardInterrupt
     result = tuner.to_json()
-    output(result, as_json, lambda: print_result(result))
+    output(result, json_file, lambda: print_result(result))
     write(html, lambda: assemble("tune", "keepset tune", result))
     if not finished:
-        note(f"interrupted in round {result['round']} of {result['rounds']}")
+        note(f"{'interrupted' if interrupted else 'stopped'} in round {result['round']} of {result['rounds']}")
+    if interrupted:
         raise Exit(130)
 
 
@@ -90,7 +113,11 @@ def print_result(result: dict[str, Any]) -> None:
         shown = "not asked yet" if share["mean"] is None else f"{share['mean']:.0%} ({_interval(share, '.0%')})"
         say(f"Found of {result['facts']} facts in each piece by the full cache: {shown}.", soft_wrap=True)
     of_facts = ["found", "95 %"] if result["facts"] else []
-    grid = table("recipe", numbers=("pieces", "kept", "MB", "KL", "95 %", "top-1", "prefill", *of_facts))
+    grid = table(
+        "recipe",
+        numbers=("pieces", "kept", "MB", "KL", "95 %", "top-1", "prefill", *of_facts),
+        optional=("prefill", "pieces", "kept", "95 %"),
+    )
     for row in result["rows"]:
         style = "bold" if row["recipe"] in result["tied"] else "" if row["finalist"] else "dim"
         grid.add_row(cell(row["recipe"]), *_cells(row), style=style)

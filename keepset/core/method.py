@@ -61,6 +61,7 @@ class Method(ABC):
         needs_budget: whether a recipe must say how much to keep.
         counts_from_data: whether how many entries a layer keeps depends on more than lengths and budget.
         rewrites: whether it changes what stays, too; then it is the last step of a recipe.
+        advice: a variant to write where its bare defaults do badly, and why, as the end of a sentence about it.
 
     Raises:
         RecipeError: when it is made, of a parameter that is out of its range.
@@ -74,6 +75,7 @@ class Method(ABC):
     needs_budget: ClassVar[bool] = True
     counts_from_data: ClassVar[bool] = False
     rewrites: ClassVar[bool] = False
+    advice: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         kinds = _kinds(type(self))

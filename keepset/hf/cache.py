@@ -140,6 +140,15 @@ class Cache(PromptCache):
         return f"Cache({self.recipe}: {held:.0f} of {self.progress.logical} tokens, {nbytes})"
 
     @property
+    def nbytes_entries(self) -> int:
+        """Of `nbytes` those of entries that are there; the rest is for tokens to come and for the next event."""
+        beside = 0
+        for layer in self.kept_layers.values():
+            if layer.store is not None:
+                beside += layer.nbytes - layer.store.entries * layer.store.entry_bytes
+        return self.nbytes - beside
+
+    @property
     def nbytes_full(self) -> int:
         """Bytes of keys and values of all tokens so far; layers that keepset leaves alone hold what they hold."""
         total = self.nbytes

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 _NUMBERS = 16
 """Looked at in every weight; what was trained further differs in most of them."""
@@ -17,15 +17,19 @@ _NUMBERS = 16
 def fingerprint(model: PreTrainedModel) -> dict[str, str]:
     """What has to be equal for two models to make the same keys and values, by names that a person understands."""
     config = model.config.get_text_config(decoder=True)
+    return {**make(type(model).__name__, config, model.dtype), "weights": _weights(model)}
+
+
+def make(architecture: str, config: PreTrainedConfig, dtype: torch.dtype) -> dict[str, str]:
+    """The same of a model that is not at hand, but for its weights."""
     rotation = getattr(config, "rope_parameters", None) or {}
     return {
-        "architecture": type(model).__name__,
+        "architecture": architecture,
         "number of layers": str(config.num_hidden_layers),
         "hidden size": str(config.hidden_size),
-        "precision": str(model.dtype).removeprefix("torch."),
+        "precision": str(dtype).removeprefix("torch."),
         "rotation": json.dumps(rotation, sort_keys=True, default=str),
         "sliding window": str(getattr(config, "sliding_window", None)),
-        "weights": _weights(model),
     }
 
 

@@ -45,6 +45,6 @@ def check_logits(logits: Tensor) -> None:
     """Refuses what a model predicts where that is no number: every answer would be the same nonsense."""
     if bool(logits.isnan().any()):
         raise KeepsetError(
-            "The model predicts NaN from the whole prompt: its weights are damaged, or too large for their precision; "
+            "The model predicts NaN: its weights are damaged, or too large for their precision; "
             "load it anew, or in float32 or bfloat16."
         )

@@ -50,7 +50,7 @@ class FiledLayouts(NamedTuple):
     @classmethod
     def empty(cls, pages: int, layers: int, kv_heads: int, device: torch.device) -> FiledLayouts:
         """Of no requests."""
-        shapes = (pages, layers, kv_heads), (pages, layers), (pages, layers), (pages,)
+        shapes = (pages, layers, kv_heads), *[(pages, layers)] * 3, (pages,)
         *layout, tokens = (torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes)
         return cls(Layout(*layout), tokens)
 

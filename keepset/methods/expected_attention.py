@@ -44,6 +44,10 @@ class ExpectedAttention(Method):
     """
 
     name = "expected_attention"
+    advice = (
+        "has an epsilon of 0.01, which is for facts that are asked for later: expected_attention(epsilon=0.0) is "
+        "nearer to a text that goes on, and finds hardly any of them"
+    )
     paper = "arXiv:2510.00636"
 
     future: int = parameter(512, minimum=1)

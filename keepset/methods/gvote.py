@@ -45,6 +45,7 @@ class GVote(Method):
     """
 
     name = "gvote"
+    advice = "keeps neither the first tokens nor the newest by itself: gvote(sinks=4, recent=32) does far better"
     layout = Layout.HEAD_RAGGED
     paper = "arXiv:2509.03136"
     needs_budget = False

@@ -148,6 +148,16 @@ class LayerGroup:
             entries = self.read(event, places)
             self.execute(event, entries, self._select(entries.observation, event), start)
 
+    def put(
+        self,
+        place: int,
+        keys: Float[Tensor, "n head_dim"],
+        values: Float[Tensor, "n head_dim"],
+        slots: Int[Tensor, " n"],
+    ) -> None:
+        """Writes entries that come from elsewhere into a layer's pages, once all events that are due are over."""
+        self._pages[place]().write(keys, values, slots)
+
     def _together(self, event: EvictionEvent) -> Iterator[range]:
         """Layers that are looked at as one batch: as many as there is room for, where each may be any."""
         layers, together = len(self.layers), 1

@@ -25,6 +25,7 @@ class ScheduledRequest:
         first_query, end_query: its tokens among the step's queries, the latter exclusive.
         prompt: tokens of its prompt.
         before, after: tokens that it has had before and after this step.
+        after_context: whether it began with a context out of a file.
     """
 
     row: int
@@ -33,6 +34,7 @@ class ScheduledRequest:
     prompt: int
     before: int
     after: int
+    after_context: bool = False
 
 
 @dataclass(frozen=True)

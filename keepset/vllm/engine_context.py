@@ -65,6 +65,7 @@ class EngineContext:
         projections: of the layers, by name, where the recipe looks at hidden states.
         freed_blocks: what events emptied, for the connector to fetch.
         events: of all layers.
+        groups: of layers that share block tables.
     """
 
     def __init__(self, config: VllmConfig, recipe: Recipe) -> None:
@@ -73,6 +74,7 @@ class EngineContext:
         self.projections: dict[str, VLLMQueryProjection] = {}
         self.freed_blocks = FreedBlocks()
         self.events = EventQueue(self.freed_blocks)
+        self.groups: list[LayerGroup] = []
         self._watch = watch_projections(self.projections) if recipe.method.needs.hidden_states else None
         self._passing: PassingQueries | None = None
         self._parts: dict[tuple[str, ...], PassingQueries] = {}

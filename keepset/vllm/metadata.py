@@ -87,6 +87,7 @@ class KeepBuilder:
             context.freed_blocks,
         )
         self._group = layer_group(context, planner, layer_names)
+        context.groups.append(self._group)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:

@@ -18,7 +18,7 @@ from keepset.errors import UnsupportedEngineError, UnsupportedModelError
 from keepset.paged.grouping import one_table, table_per_head
 from keepset.recipe import Recipe, check_schedule
 from keepset.vllm.compat import SUPPORTED, changed
-from keepset.vllm.settings import CONNECTOR
+from keepset.vllm.settings import CONNECTOR, CONTEXT_CONNECTOR, contexts_of
 
 _WHOLE = ("auto", "float16", "bfloat16", "float32")
 
@@ -111,7 +111,9 @@ def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
     if config.speculative_config is not None:
         yield "speculative decoding takes tokens back that were compressed; leave it out."
     connector = config.kv_transfer_config
-    if connector is not None and connector.kv_connector_module_path != CONNECTOR["kv_connector_module_path"]:
+    if contexts_of(config) is not None:
+        yield from _of_contexts(config)
+    elif connector is not None and connector.kv_connector_module_path != CONNECTOR["kv_connector_module_path"]:
         yield "KV connectors move whole caches; leave kv_transfer_config out."
     elif connector is None and not recipe.method.fixed_total:
         yield f"how much it keeps depends on the data; give kv_transfer_config {json.dumps(CONNECTOR)}."
@@ -132,6 +134,16 @@ def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
         yield "its layers keep different numbers of entries; turn prefix caching off (--no-enable-prefix-caching)."
     if config.scheduler_config.disable_hybrid_kv_cache_manager:
         yield "it needs vLLM's hybrid KV-cache manager; leave disable_hybrid_kv_cache_manager out."
+
+
+def _of_contexts(config: VllmConfig) -> Iterator[str]:
+    connector = config.kv_transfer_config
+    if connector is None or connector.kv_connector_module_path != CONTEXT_CONNECTOR["kv_connector_module_path"]:
+        yield f"there are contexts to serve; give kv_transfer_config {json.dumps(CONTEXT_CONNECTOR)}."
+    elif connector.kv_load_failure_policy != "fail":
+        yield "there is nothing to compute a context from that cannot be loaded; leave kv_load_failure_policy out."
+    if not config.cache_config.enable_prefix_caching:
+        yield "requests share contexts as they share prefixes; leave --no-enable-prefix-caching out."
 
 
 def _of_graphs(config: VllmConfig, recipe: Recipe) -> Iterator[str]:

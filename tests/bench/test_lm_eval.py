@@ -188,7 +188,7 @@ def naive(model: Any, recipe: str, context: list[int], continuation: list[int]) 
 
 @pytest.mark.cross
 @pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("recipe", ["snapkv(keep=0.25)", "adakv(knorm, keep=0.25)", "tova(keep=6, every=4)"])
+@pytest.mark.parametrize("recipe", ["snapkv(keep=0.25, recent=1)", "adakv(knorm, keep=0.25)", "tova(keep=6, every=4)"])
 def test_continuations_are_scored_as_if_each_were_decoded_alone(folder: str, batch_size: int, recipe: str) -> None:
     lm = keepset_lm(folder, recipe, device="cpu", batch_size=batch_size)
     found = lm.loglikelihood(requests("loglikelihood", *PAIRS))
@@ -224,7 +224,7 @@ def test_bytes_are_saved(folder: str, tasks: Path, caches: list[keepset.Cache]) 
     held = {}
     for keep in (0.25, 1.0):
         caches.clear()
-        evaluate(keepset_lm(folder, f"snapkv(keep={keep})", device="cpu"), tasks, "choose", "write")
+        evaluate(keepset_lm(folder, f"snapkv(keep={keep}, recent=1)", device="cpu"), tasks, "choose", "write")
         watched = caches[1:]
         assert len(watched) == 2 * len(CONTEXTS)
         held[keep] = sum(cache.nbytes for cache in watched[: len(CONTEXTS)])  # those of `choose`: their forks grow
@@ -259,7 +259,9 @@ def test_a_context_is_prefilled_once(
 
 def test_a_score_that_no_recipe_changes_is_pointed_out(folder: str, caplog: pytest.LogCaptureFixture) -> None:
     asked = requests("loglikelihood", (CONTEXTS[0], "A"), (CONTEXTS[0], "B"), (CONTEXTS[0], "AB"))
-    scores = [keepset_lm(folder, f"snapkv(keep={keep})", device="cpu").loglikelihood(asked) for keep in (0.25, 1.0)]
+    scores = [
+        keepset_lm(folder, f"snapkv(keep={keep}, recent=1)", device="cpu").loglikelihood(asked) for keep in (0.25, 1.0)
+    ]
     assert scores[0][:2] == scores[1][:2] and scores[0][2] != scores[1][2]
     assert "2 of 3 continuations are one token" in caplog.text
     caplog.clear()

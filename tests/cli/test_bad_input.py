@@ -12,7 +12,7 @@ import pytest
 from keepset import models
 from tests.cli.conftest import Run
 
-COMPARE = ("compare", "--text", "text", "--tokens", "200", "--continuation", "16")
+COMPARE = ("compare", "--text", "text", "--prompt-tokens", "200", "--continuation", "16")
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_recipe(run: Run, recipe: str, because: str) -> None:
         ([" \n\t"], "The prompt is empty"),
         (["\udcff"], "The prompt is not UTF-8"),
         (["Hello", "--recipe", "tova"], "says not how much to keep: write tova(keep=0.25)"),
-        (["Hello", "--max-new-tokens", "0"], "--max-new-tokens 0 is not a number of tokens"),
+        (["Hello", "--output-tokens", "0"], "--output-tokens 0 is not a number of tokens"),
         (["Hello", "--temperature", "-1"], "--temperature -1.0 is out of range"),
         (["Hello", "--temperature", "nan"], "--temperature nan is out of range"),
         (["Hello", "--temperature", "1e-30"], "--temperature 1e-30 is out of range"),
@@ -109,7 +109,7 @@ def test_generate(run: Run, words: list[str], because: str) -> None:
 @pytest.mark.parametrize(
     ("words", "because"),
     [
-        (["--tokens", "0"], "--tokens 0 is not a number of tokens: use an integer from 1"),
+        (["--prompt-tokens", "0"], "--prompt-tokens 0 is not a number of tokens: use an integer from 1"),
         (["--continuation", "-1"], "--continuation -1 is not a number of tokens"),
         (["--question", "Why?"], "give both --question and --answer"),
         (["--answer", "So."], "give both --question and --answer"),
@@ -193,7 +193,7 @@ def test_text_is_too_short(run: Run, tiny: Any, text: Path) -> None:
 
 
 def test_tokens_beyond_the_context(run: Run, tiny_folder: Path, text: Path) -> None:
-    words = [*COMPARE, "--model", str(tiny_folder), "--tokens", "4000"]
+    words = [*COMPARE, "--model", str(tiny_folder), "--prompt-tokens", "4000"]
     check_refused(run, *words, because="do not fit the model's context of 2048: ask for fewer tokens")
 
 
@@ -204,10 +204,12 @@ def test_prompt_beyond_the_context(run: Run, tiny_folder: Path, text: Path) -> N
 
 
 def test_tokens_that_the_question_takes_up(run: Run, tiny: Any) -> None:
-    check_refused(run, "compare", "--tokens", "10", because="10 tokens of prompt leave no room for the text")
+    check_refused(run, "compare", "--prompt-tokens", "10", because="10 tokens of prompt leave no room for the text")
 
 
-@pytest.mark.parametrize("words", [["compare", "--tokens", "many"], ["comprae"], ["generate"], ["methods", "--loud"]])
+@pytest.mark.parametrize(
+    "words", [["compare", "--prompt-tokens", "many"], ["comprae"], ["generate"], ["methods", "--loud"]]
+)
 def test_words_that_are_no_command(run: Run, words: list[str]) -> None:
     done = run(*words)
     assert (done.code, done.out) == (2, "")
@@ -222,7 +224,7 @@ def test_more_to_generate_than_the_model_holds(run: Run) -> None:
         "--decode",
         "--text",
         "text",
-        "--tokens",
+        "--prompt-tokens",
         "100",
         "--generate",
         "5000",

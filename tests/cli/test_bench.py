@@ -69,7 +69,7 @@ def test_plain_against_recipe(run: Run, servers: list[list[str]], tmp_path: Path
     assert lines[1:3] == ["recipe: snapkv(keep=512, every=256)", "plain recipe ratio"]
     assert "requests answered 12 12 x1.00" in lines
     assert any(line.startswith("keepset: entries kept ") for line in lines)
-    assert done.err == "all figures: a.json\nreport: a.html\n"
+    assert done.err == "figures: a.json\nreport: a.html\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.html", "a.json"]
 
     result = load(tmp_path / "a.json")

@@ -8,15 +8,15 @@ import pytest
 
 import keepset
 from keepset.bench.compare.prompt import PromptComparer
-from keepset.cli.compare import ALL
 from keepset.cli.compare import KEEPS as DEFAULT_KEEPS
+from keepset.cli.compare import RECIPES as ALL
 from keepset.hf.prompt_session import CachedPrompt
 from tests.cli.conftest import Run
 
 RECIPES = ["tova", "snapkv(window=8)", "adakv(h2o)"]
 KEEPS = [0.5, 20]
 COMPARE = (
-    *("compare", "--text", "text", "--tokens", "200", "--continuation", "16"),
+    *("compare", "--text", "text", "--prompt-tokens", "200", "--continuation", "16"),
     *("--recipes", ", ".join(RECIPES), "--keeps", "0.5,20"),
 )
 CANONICAL = [
@@ -30,6 +30,7 @@ CANONICAL = [
 ROW = {
     "recipe": str,
     "method": str,
+    "requested": float,
     "keep": float,
     "kv_bytes": int,
     "kv_bytes_full": int,
@@ -65,10 +66,10 @@ def load(text: str) -> Any:
 
 
 def test_json(run: Run) -> None:
-    done = run(*COMPARE, "--json")
+    done = run(*COMPARE, "--json", "-")
     assert (done.code, done.err) == (0, "")
     comparison = load(done.out)
-    assert list(comparison) == ["model", "tokens", "continuation_tokens", "needle", "full", "rows"]
+    assert list(comparison) == ["model", "tokens", "continuation_tokens", "needle", "full", "rows", "conclusion"]
     assert comparison["model"] == "SmolLM2-135M-Instruct"
     assert comparison["tokens"] == 200 and comparison["continuation_tokens"] == 16
     assert comparison["needle"] is None
@@ -80,7 +81,7 @@ def test_json(run: Run) -> None:
     assert [row["recipe"] for row in rows] == CANONICAL
     assert [row["method"] for row in rows] == [str(keepset.Recipe.parse(text)) for text in RECIPES for _ in KEEPS]
     for row, keep in zip(rows, KEEPS * 3, strict=True):
-        assert types(row) == ROW
+        assert types(row) == {**ROW, "requested": type(keep)} and row["requested"] == keep
         kept = 100 if keep == 0.5 else 20
         assert row["keep"] == kept / 200
         assert row["kv_bytes_full"] == full["kv_bytes"]
@@ -95,13 +96,13 @@ def test_json(run: Run) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ["compare", "--tokens", "200", "--recipes", "knorm", "--keeps", "0.5"],
+        ["compare", "--prompt-tokens", "200", "--recipes", "knorm", "--keeps", "0.5"],
         ["compare", "--text", "text", "--question", "Who?", "--answer", "me", "--recipes", "knorm(keep=0.5)"],
     ],
     ids=["essay", "own text"],
 )
 def test_json_with_a_question(run: Run, words: list[str]) -> None:
-    done = run(*words, "--continuation", "8", "--json")
+    done = run(*words, "--continuation", "8", "--json", "-")
     assert done.code == 0
     comparison = load(done.out)
     assert types(comparison["needle"]) == {"question": str, "answer": str}
@@ -112,21 +113,29 @@ def test_json_with_a_question(run: Run, words: list[str]) -> None:
     assert row["needle_found"] is answered
 
 
-def test_table(run: Run) -> None:
+def test_table_has_the_best_first_and_a_conclusion(run: Run) -> None:
     done = run(*COMPARE)
     assert (done.code, done.err) == (0, "")
-    first, second, header, *rows = done.out.splitlines()
+    first, header, full, *rows, last = done.out.splitlines()
     assert first == "SmolLM2-135M-Instruct: 200 tokens of prompt, 16 after it."
-    assert second.startswith("Full cache: 0.1 MB, prefill ")
-    assert header.split() == ["recipe", "kept", "MB", "KL", "top-1", "prefill", "tok/s"]
-    assert [row.partition(")  ")[0].strip() for row in rows] == [text[:-1] for text in CANONICAL]
-    assert [row[len("snapkv(window=8, keep=0.5)") :].split()[0] for row in rows] == ["50.0%", "10.0%"] * 3
+    assert header.split() == ["recipe", "MB", "kept", "KL", "top-1", "prefill"]
+    assert full.split() == ["full", "cache", "0.1", "100.0%", "0.000", "100%", "x1.00"]
+    assert [rows[0].strip(), rows[4].strip()] == ["keep=0.5", "keep=20"]
+    figures = load(run(*COMPARE, "--json", "-").out)["rows"]
+    for keep, shown in ((0.5, rows[1:4]), (20, rows[5:])):
+        order = sorted((row for row in figures if row["requested"] == keep), key=lambda row: row["kl"])
+        assert [line.strip().startswith(f"{row['method']} ") for line, row in zip(shown, order, strict=True)] == [
+            True
+        ] * 3
+        assert [line.split()[-3] for line in shown] == [f"{row['kl']:.3f}" for row in order]
+    best = min((row for row in figures if row["requested"] == 20), key=lambda row: row["kl"])
+    assert f" of the memory {best['method']} is nearest to the full cache" in last
 
 
 def test_row_that_fails(run: Run) -> None:
-    words = ["compare", "--text", "text", "--tokens", "200", "--continuation", "16", "--keeps", "0.5,8"]
+    words = ["compare", "--text", "text", "--prompt-tokens", "200", "--continuation", "16", "--keeps", "0.5,8"]
     recipes = ["--recipes", "tova, snapkv, tova(keep=30, every=8)"]
-    done = run(*words, *recipes, "--json")
+    done = run(*words, *recipes, "--json", "-")
     assert (done.code, done.err) == (1, "")
     rows = load(done.out)["rows"]
     assert [row["recipe"] for row in rows] == [
@@ -137,19 +146,19 @@ def test_row_that_fails(run: Run) -> None:
         "tova(keep=30, every=8)",
     ]
     for row in rows[:3]:
-        assert types(row) == ROW
+        assert types(row) == {**ROW, "requested": type(row["requested"])}
     for row in rows[3:]:
-        assert types(row) == {"recipe": str, "method": str, "error": str}
+        assert types(row) == {"recipe": str, "method": str, "requested": int, "error": str}
     assert rows[3]["error"].startswith("keep=8 is below the 64 entries that always stay")
 
     done = run(*words, *recipes)
     assert (done.code, done.err) == (1, "")
     assert done.out.count("keep=8 is below the 64 entries that always stay") == 1
-    assert "tova(keep=8) " in done.out
+    assert done.out.index("\nkeep=0.5") < done.out.index("\nkeep=8") < done.out.index("snapkv(keep=8): keep=8 is below")
 
 
 def test_html(run: Run, tmp_path: Path) -> None:
-    done = run(*COMPARE, "--json", "--html", "page.html")
+    done = run(*COMPARE, "--json", "-", "--html", "page.html")
     assert (done.code, done.err) == (0, "report: page.html\n")
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert page.startswith("<!doctype html>")
@@ -161,32 +170,49 @@ def test_html(run: Run, tmp_path: Path) -> None:
 @pytest.mark.full
 def test_demo(run: Run, tmp_path: Path) -> None:
     done = run("demo")
-    assert (done.code, done.err) == (0, "report: keepset-demo.html\n")
+    assert done.code == 0 and done.err.endswith("report: keepset-demo.html\n")
     assert "Asked after compression: What is the secret number of Oslo?" in done.out
     for recipe in keepset.Recipe.parse_list(ALL):
-        for keep in map(float, DEFAULT_KEEPS.split(",")):
-            assert str(recipe.with_keep(keep)) in done.out
+        assert done.out.count(f"  {recipe} ") == len(DEFAULT_KEEPS.split(","))
     assert (tmp_path / "keepset-demo.html").is_file()
 
 
 # --- decoding
 
-DECODE = ("compare", "--decode", "--text", "text", "--tokens", "100", "--recipes", "tova, knorm(keep=30, every=7)")
+DECODE = (
+    "compare",
+    "--decode",
+    "--text",
+    "text",
+    "--prompt-tokens",
+    "100",
+    "--recipes",
+    "tova, knorm(keep=30, every=7)",
+)
 
 
 @pytest.mark.full
 def test_decode_json(run: Run) -> None:
-    done = run(*DECODE, "--continuation", "300", "--keeps", "20,40", "--every", "16", "--json")
+    done = run(*DECODE, "--continuation", "300", "--keeps", "20,40", "--every", "16", "--json", "-")
     assert (done.code, done.err) == (0, "")
     comparison = load(done.out)
-    assert list(comparison) == ["model", "tokens", "continuation_tokens", "drift_tokens", "needle", "full", "rows"]
+    assert list(comparison) == [
+        "model",
+        "tokens",
+        "continuation_tokens",
+        "drift_tokens",
+        "needle",
+        "full",
+        "rows",
+        "conclusion",
+    ]
     assert (comparison["tokens"], comparison["continuation_tokens"], comparison["drift_tokens"]) == (100, 300, 256)
     assert types(comparison["full"]) == {**FULL, "kv_bytes_peak": int}
     assert comparison["full"]["kv_bytes_peak"] == 400 * KEYS_AND_VALUES
     recipes = ["tova(keep=20, every=16)", "tova(keep=40, every=16)", "knorm(keep=30, every=7)"]
     assert [row["recipe"] for row in comparison["rows"]] == recipes
     for row, keep, every in zip(comparison["rows"], (20, 40, 30), (16, 16, 7), strict=True):
-        assert types(row) == {**ROW, "kv_bytes_peak": int, "kl_drift": list}
+        assert types(row) == {**ROW, "requested": int, "kv_bytes_peak": int, "kl_drift": list}
         assert row["keep"] == (keep + 300 % every) / 400
         assert row["kv_bytes"] <= row["kv_bytes_peak"] < (keep + every + 64) * (KEYS_AND_VALUES + POSITIONS)
         assert row["kv_bytes_full"] == comparison["full"]["kv_bytes"]
@@ -196,9 +222,9 @@ def test_decode_json(run: Run) -> None:
 def test_decode_table_and_report(run: Run, tmp_path: Path) -> None:
     done = run(*DECODE, "--continuation", "80", "--keeps", "0.5,20", "--html", "page.html")
     assert (done.code, done.err) == (1, "report: page.html\n")
-    header = done.out.splitlines()[2]
-    assert header.split() == ["recipe", "kept", "MB", "peak", "MB", "KL", "top-1", "prefill", "tok/s"]
-    assert "tova(keep=20, every=64) " in done.out and "use a whole number of entries" in done.out
+    header = done.out.splitlines()[1]
+    assert header.split() == ["recipe", "MB", "kept", "peak", "MB", "KL", "top-1", "prefill"]
+    assert "  tova(every=64) " in done.out and "use a whole number of entries" in done.out
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "kl_drift" in page and "knorm(keep=30, every=7)" in page
 
@@ -208,7 +234,7 @@ def test_decode_what_the_model_generated(run: Run, tiny: Any) -> None:
     import torch
 
     model, tokenizer = tiny
-    done = run(*DECODE, "--generate", "40", "--keeps", "4096", "--json")
+    done = run(*DECODE, "--generate", "40", "--keeps", "4096", "--json", "-")
     assert done.code == 0
     comparison = load(done.out)
     assert (comparison["tokens"], comparison["continuation_tokens"]) == (100, 40)
@@ -223,7 +249,7 @@ def test_decode_what_the_model_generated(run: Run, tiny: Any) -> None:
 
 @pytest.mark.full
 def test_decode_runs_what_it_chooses_itself(run: Run) -> None:
-    done = run("compare", "--decode", "--tokens", "100", "--continuation", "70", "--json")
+    done = run("compare", "--decode", "--prompt-tokens", "100", "--continuation", "70", "--json", "-")
     assert done.code == 0
     assert [row["keep"] < 0.8 for row in load(done.out)["rows"]].count(True) == 9  # Of 170 tokens 128, and all.
 
@@ -247,13 +273,14 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("interrupted")
 @pytest.mark.parametrize("as_json", [True, False], ids=["json", "table"])
 def test_what_is_done_is_there_after_an_interrupt(run: Run, tmp_path: Path, as_json: bool) -> None:
-    done = run(*COMPARE, "--html", "page.html", *(["--json"] if as_json else []))
+    done = run(*COMPARE, "--html", "page.html", *(["--json", "-"] if as_json else []))
     assert done.code == 130
     assert done.err == "report: page.html\ninterrupted after 1 of 6 rows\n"
     if as_json:
         assert [row["recipe"] for row in load(done.out)["rows"]] == CANONICAL[:1]
     else:
-        assert done.out.splitlines()[-1].startswith(f"{CANONICAL[0]}  50.0%")
+        *_, keep, row, _ = done.out.splitlines()
+        assert keep.strip() == "keep=0.5" and row.split()[0] == "tova"
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert CANONICAL[0] in page and CANONICAL[1] not in page
 

@@ -16,8 +16,8 @@ from tests.cli.conftest import Run
 from tests.core.test_tables import random_tables
 
 SMALL = (
-    *("--recipe", "compilerkv(window=8)", "--keep", "16,24", "--contexts", "3"),
-    *("--tokens", "48", "--continuation", "5", "--corpus", "text"),
+    *("--recipe", "compilerkv(window=8)", "--keeps", "16,24", "--contexts", "3"),
+    *("--prompt-tokens", "48", "--continuation", "5", "--text", "text"),
 )
 
 
@@ -47,8 +47,8 @@ def test_writes_a_file_that_recipes_can_name(run: Run, tiny_folder: Path) -> Non
     assert "bins have fewer than 2 contexts" in shown.out
     assert Path("page.html").read_text(encoding="utf-8").startswith("<!doctype html>")
     recipe = "compilerkv(tables='tables', window=8, keep=16)"
-    done = run("generate", "Hello " * 40, "--model", str(tiny_folder), "--recipe", recipe, "--max-new-tokens", "4")
-    assert (done.code, done.err) == (0, "") and "of 72 prompt tokens" in done.out
+    done = run("generate", "Hello " * 40, "--model", str(tiny_folder), "--recipe", recipe, "--output-tokens", "4")
+    assert done.code == 0 and "of 72 prompt tokens" in done.err
 
 
 @pytest.mark.full
@@ -76,7 +76,7 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_same_bytes(run: Run, monke
 @pytest.mark.usefixtures("tiny", "text")
 def test_fewer_contexts_than_asked_for_are_said(run: Run) -> None:
     Path("few.jsonl").write_text(json.dumps({"text": texts.essay()[:500]}), encoding="utf-8")
-    done = run("compile", "--out", "a", *SMALL[:-2], "--corpus", "few.jsonl")
+    done = run("compile", "--out", "a", *SMALL[:-2], "--text", "few.jsonl")
     assert done.code == 0 and "The texts have 2 contexts, fewer than the 3 asked for." in done.err
     assert load("a").provenance["contexts"] == 2
 
@@ -95,16 +95,16 @@ def test_fewer_contexts_than_asked_for_are_said(run: Run) -> None:
         (("--out", "a", "--contexts", "0"), "--contexts 0 is out of range"),
         (("--out", "a", "--continuation", "1"), "--continuation 1 is out of range: use a whole number from 2"),
         (("--out", "a", "--seed", "-1"), "--seed -1 is out of range"),
-        (("--out", "a", "--keep", "128,a"), "--keep '128,a' is no list of budgets"),
-        (("--out", "a", "--keep", "64"), "A budget of 64 leaves nothing to decide"),
-        (("--out", "a", "--tokens", "512"), "A budget of 512 leaves nothing to decide"),
+        (("--out", "a", "--keeps", "128,a"), "--keeps '128,a' is no list of budgets"),
+        (("--out", "a", "--keeps", "64"), "A budget of 64 leaves nothing to decide"),
+        (("--out", "a", "--prompt-tokens", "512"), "A budget of 512 leaves nothing to decide"),
         (("--out", "a", "--recipe", "snapkv"), "--recipe 'snapkv' is not compilerkv"),
         (("--out", "a", "--recipe", "compilerkv(keep=70)"), "and the budgets as --keep"),
         (("--out", "a", "--recipe", "compilerkv(tables='b')"), "has tables already: leave tables= out"),
         (("--out", "a", "--weights", "1,b"), "--weights '1,b' is no list of numbers"),
         (("--out", "a", "--weights", "1"), "Weights 1 are no choice"),
-        (("--out", "a", "--corpus", "absent"), "'absent' cannot be read"),
-        (("--out", "a", "--corpus", "bad.jsonl"), "Line 2 of 'bad.jsonl' is no JSON object"),
+        (("--out", "a", "--text", "absent"), "'absent' cannot be read"),
+        (("--out", "a", "--text", "bad.jsonl"), "Line 2 of 'bad.jsonl' is no JSON object"),
     ],
 )
 def test_bad_input_is_refused_before_a_model_is_loaded(
@@ -120,9 +120,9 @@ def test_bad_input_is_refused_before_a_model_is_loaded(
 
 @pytest.mark.usefixtures("text", "tiny")
 def test_contexts_fit_text_and_model(run: Run) -> None:
-    done = run("compile", "--out", "a", "--corpus", "text")
+    done = run("compile", "--out", "a", "--text", "text")
     assert done.code == 2 and "No text has 1072 tokens" in done.err
-    done = run("compile", "--out", "a", "--corpus", "text", "--tokens", "2048")
+    done = run("compile", "--out", "a", "--text", "text", "--prompt-tokens", "2048")
     assert done.code == 2 and "are more than the model's context of 2048" in done.err
 
 

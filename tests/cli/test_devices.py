@@ -18,17 +18,17 @@ from tests.posing import Gpu, on_gpu
 
 pytestmark = pytest.mark.full
 
-LATENCY = ("--tokens", "64", "--output-tokens", "4", "--rounds", "1")
-CALIBRATE = ("--tokens", "80", "--length", "40", "--gate-steps", "1", "--text", "text.txt")
+LATENCY = ("--prompt-tokens", "64", "--output-tokens", "4", "--rounds", "1")
+CALIBRATE = ("--prompt-tokens", "80", "--length", "40", "--gate-steps", "1", "--text", "text.txt")
 COMPILE = (
-    *("--recipe", "compilerkv(window=8)", "--keep", "16", "--contexts", "1", "--tokens", "40"),
-    *("--continuation", "5", "--corpus", "text.txt"),
+    *("--recipe", "compilerkv(window=8)", "--keep", "16", "--contexts", "1", "--prompt-tokens", "40"),
+    *("--continuation", "5", "--text", "text.txt"),
 )
-TRACE = ("--baseline", "knorm(keep=9)", "--forced", "--tokens", "6", "--html", "trace.html")
-REPRODUCE = ("--model", "embedded", "--limit", "1", "--answer-tokens", "4", "--data", ".")
+TRACE = ("--baseline", "knorm(keep=9)", "--forced", "--prompt-tokens", "6", "--html", "trace.html")
+REPRODUCE = ("--model", "embedded", "--limit", "1", "--output-tokens", "4", "--data", ".")
 COMMANDS = {
-    "generate": ("generate", "Hello there, you.", "--recipe", "snapkv(window=4, keep=0.5)", "--max-new-tokens", "3"),
-    "compare": ("compare", "--recipes", "tova", "--keeps", "0.5", "--tokens", "64", "--continuation", "8"),
+    "generate": ("generate", "Hello there, you.", "--recipe", "snapkv(window=4, keep=0.5)", "--output-tokens", "3"),
+    "compare": ("compare", "--recipes", "tova", "--keeps", "0.5", "--prompt-tokens", "64", "--continuation", "8"),
     "trace": (
         "trace",
         "Hello",
@@ -42,7 +42,18 @@ COMMANDS = {
     "diagnose": ("diagnose", "gvote"),
     "latency": ("bench", "latency", "--recipes", "tova(keep=9)", *LATENCY),
     "context": ("context", "build", "--text", "text.txt", "--out", "c.safetensors", "--recipe", "snapkv(keep=0.5)"),
-    "eval": ("eval", "needle", "--lengths", "128", "--limit", "1", "--recipes", "snapkv(window=4)", "--keeps", "0.5"),
+    "eval": (
+        "eval",
+        "needle",
+        "--prompt-tokens",
+        "128",
+        "--limit",
+        "1",
+        "--recipes",
+        "snapkv(window=4)",
+        "--keeps",
+        "0.5",
+    ),
     "calibrate": ("calibrate", "--out", "stats.safetensors", *CALIBRATE),
     "compile": ("compile", "--out", "tables.safetensors", *COMPILE),
     "tune": ("tune", "--text", "text.txt", "--keep", "0.3", "--retrieval"),
@@ -53,7 +64,7 @@ COMMANDS = {
         "embedded",
         "--limit",
         "1",
-        "--answer-tokens",
+        "--output-tokens",
         "4",
         "--data",
         ".",
@@ -92,6 +103,6 @@ def test_a_saved_context_is_asked_where_the_model_lies(
         on_gpu(model)
         assert run(*COMMANDS["context"]).code == 0
         gpu.reset()
-        done = run("context", "ask", "c.safetensors", "Why?", "--max-new-tokens", "3")
+        done = run("context", "ask", "c.safetensors", "Why?", "--output-tokens", "3")
     assert done.code == 0, done.err
     assert gpu.launches.total() > 100

@@ -19,7 +19,9 @@ PAPER = {"overlap": 0.929, "usage": 0.594, "needed": 0.4, "correlation": 0.7759}
 
 
 def test_json(run: Run, tiny: Any, text: Path) -> None:
-    done = run("diagnose", "gvote", "--recipe", "gvote(future=3)", "--text", "text", "--tokens", "60", "--json")
+    done = run(
+        "diagnose", "gvote", "--recipe", "gvote(future=3)", "--text", "text", "--prompt-tokens", "60", "--json", "-"
+    )
     assert (done.code, done.err) == (0, "")
     result = json.loads(done.out)
     assert (result["recipe"], result["tokens"], result["paper"]) == ("gvote(future=3)", 60, PAPER)
@@ -33,12 +35,12 @@ def test_json(run: Run, tiny: Any, text: Path) -> None:
 
 
 def test_table(run: Run, tiny: Any, text: Path) -> None:
-    done = run("diagnose", "gvote", "--text", "text", "--tokens", "60")
+    done = run("diagnose", "gvote", "--text", "text", "--prompt-tokens", "60")
     assert (done.code, done.err) == (0, "")
     first, header, *rows, mean, paper = done.out.partition("\noverlap: ")[0].splitlines()
     assert first == "SmolLM2-135M-Instruct, gvote: 60 tokens, the last one masked."
-    assert header.split() == ["layer", "overlap", "heads", "usage", "heads", "needed", "correlation"]
-    result = json.loads(run("diagnose", "gvote", "--text", "text", "--tokens", "60", "--json").out)
+    assert header.split() == ["layer", "overlap", "by", "head", "usage", "by", "head", "needed", "correlation"]
+    result = json.loads(run("diagnose", "gvote", "--text", "text", "--prompt-tokens", "60", "--json", "-").out)
     for row, layer in zip(rows, result["layers"], strict=True):
         number, overlap, heads, usage, uses, needed, correlation = row.split()
         assert number == str(layer["layer"])
@@ -51,12 +53,14 @@ def test_table(run: Run, tiny: Any, text: Path) -> None:
 
 
 def test_an_essay_and_a_text_that_is_shorter(run: Run, tiny: Any, tmp_path: Path) -> None:
-    assert json.loads(run("diagnose", "gvote", "--tokens", "40", "--json").out)["tokens"] == 40
+    assert json.loads(run("diagnose", "gvote", "--prompt-tokens", "40", "--json", "-").out)["tokens"] == 40
     (tmp_path / "short").write_text("It is a short text, of few words.", encoding="utf-8")
-    assert 7 < json.loads(run("diagnose", "gvote", "--text", "short", "--json").out)["tokens"] < 20
+    assert 7 < json.loads(run("diagnose", "gvote", "--text", "short", "--json", "-").out)["tokens"] < 20
     (tmp_path / "shorter").write_text("Short.", encoding="utf-8")
     check_refused(run, "diagnose", "gvote", "--text", "shorter", because="are too few: statistics leave out")
-    check_refused(run, "diagnose", "gvote", "--tokens", "4000", because="is more than the model's context of 2048")
+    check_refused(
+        run, "diagnose", "gvote", "--prompt-tokens", "4000", because="is more than the model's context of 2048"
+    )
 
 
 @pytest.mark.parametrize(
@@ -66,7 +70,7 @@ def test_an_essay_and_a_text_that_is_shorter(run: Run, tiny: Any, tmp_path: Path
         (["--recipe", "gvote(keep=0.5)"], "leave all but gvote's parameters out"),
         (["--recipe", "gvote(recent=3)"], "leave all but gvote's parameters out"),
         (["--recipe", "gvote(samples=0)"], "samples=0 is out of range"),
-        (["--tokens", "6"], "--tokens 6 is too few for gvote: use 7 or more"),
+        (["--prompt-tokens", "6"], "--prompt-tokens 6 is too few for gvote: use 7 or more"),
         (["--text", "nowhere"], "'nowhere' cannot be read"),
     ],
 )

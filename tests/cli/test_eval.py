@@ -28,7 +28,7 @@ from tests.cli.test_bad_input import check_refused
 NEEDLE = (
     "eval",
     "needle",
-    "--lengths",
+    "--prompt-tokens",
     "256,300",
     "--limit",
     "2",
@@ -91,7 +91,7 @@ def recipes(task: str, path: str = "sweep.sqlite") -> list[str]:
 
 @pytest.mark.full
 def test_needles_under_a_real_model(run: Run, tiny: Any) -> None:
-    done = run(*NEEDLE, "--json")
+    done = run(*NEEDLE, "--json", "-")
     assert (done.code, done.err) == (0, WHERE)
     summary = json.loads(done.out)
     recipes = [FULL, "snapkv(window=8, keep=0.5)", "snapkv(window=8, keep=40)", *BASELINES]
@@ -128,7 +128,7 @@ def test_table(run: Run, stub: type[Stub]) -> None:
 
 def test_options_reach_the_runner_and_the_file(run: Run, stub: type[Stub]) -> None:
     options = (
-        *("--mode", "agnostic", "--no-chat", "--temperature", "0.5", "--limit", "2", "--answer-tokens", "7"),
+        *("--mode", "agnostic", "--no-chat", "--temperature", "0.5", "--limit", "2", "--output-tokens", "7"),
         *("--seeds", "3,5", "--out", "x.sqlite"),
     )
     assert run("eval", "counting", *options).code == 0
@@ -137,7 +137,7 @@ def test_options_reach_the_runner_and_the_file(run: Run, stub: type[Stub]) -> No
     with Store.open(Path("x.sqlite")) as store:
         assert store.model == "SmolLM2-135M-Instruct"
         expected = {"--mode": "agnostic", "--limit": 2, "--temperature": 0.5, "chat template": False}
-        expected |= {"--answer-tokens": 7, "--sample": None}
+        expected |= {"--output-tokens": 7, "--sample": None}
         assert {name: store.configuration[name] for name in expected} == expected
         assert store.configuration["number of layers"] == "2" and len(store.configuration["weights"]) == 64
 
@@ -245,7 +245,7 @@ def test_baselines_have_the_budgets_of_the_others(
 
 
 def test_a_recipe_that_fails_is_a_result_and_said(run: Run, stub: type[Stub]) -> None:
-    words = ("eval", "counting", "--recipes", "snapkv, tova", "--keeps", "8", "--no-baselines", "--json")
+    words = ("eval", "counting", "--recipes", "snapkv, tova", "--keeps", "8", "--no-baselines", "--json", "-")
     done = run(*words)
     assert (done.code, done.err) == (1, WHERE)
     rows = {row["recipe"]: row for row in json.loads(done.out)["rows"]}
@@ -255,7 +255,7 @@ def test_a_recipe_that_fails_is_a_result_and_said(run: Run, stub: type[Stub]) ->
 
 
 def test_ctrl_c_keeps_what_is_there_and_the_same_command_goes_on(run: Run, stub: type[Stub]) -> None:
-    words = ("eval", "counting", "--recipes", "knorm", "--keeps", "0.5", "--json")
+    words = ("eval", "counting", "--recipes", "knorm", "--keeps", "0.5", "--json", "-")
     Stub.interrupt_at = 7
     done = run(*words)
     assert (done.code, done.out) == (130, "")
@@ -268,7 +268,7 @@ def test_ctrl_c_keeps_what_is_there_and_the_same_command_goes_on(run: Run, stub:
 
 
 def test_what_memory_was_not_enough_for_is_said(run: Run, stub: type[Stub]) -> None:
-    words = ("eval", "counting", "--limit", "3", "--recipes", "knorm", "--keeps", "0.5", "--json")
+    words = ("eval", "counting", "--limit", "3", "--recipes", "knorm", "--keeps", "0.5", "--json", "-")
     Stub.no_memory_for = "knorm(keep=0.5)"
     done = run(*words)
     assert done.code == 1
@@ -280,11 +280,11 @@ def test_what_memory_was_not_enough_for_is_said(run: Run, stub: type[Stub]) -> N
 
 
 def test_what_is_done_is_shown_without_the_model(run: Run, stub: type[Stub], monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ("eval", "counting", "--recipes", "knorm", "--keeps", "0.5,0.25", "--seeds", "0,1", "--json")
+    words = ("eval", "counting", "--recipes", "knorm", "--keeps", "0.5,0.25", "--seeds", "0,1", "--json", "-")
     first = run(*words)
     monkeypatch.setattr(models, "load", lambda *_: pytest.fail("a model was loaded for nothing"))
     assert run(*words) == first
-    part = run("eval", "counting", "--recipes", "knorm", "--keeps", "0.25", "--no-baselines", "--json")
+    part = run("eval", "counting", "--recipes", "knorm", "--keeps", "0.25", "--no-baselines", "--json", "-")
     assert [row["recipe"] for row in json.loads(part.out)["rows"]] == [FULL, "knorm(keep=0.25)"]
     for more in (["--no-chat"], ["--model", "another"], ["--seeds", "2"], ["--recipes", "tova"]):
         with pytest.raises(pytest.fail.Exception, match="a model was loaded for nothing"):
@@ -303,7 +303,7 @@ def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["needle", "--limit", "0"], "--limit 0 is out of range: use an integer from 1."),
         (["gsm8k", "--every", "-1"], "--every -1 is out of range: use an integer from 0."),
-        (["gsm8k", "--answer-tokens", "0"], "--answer-tokens 0 is out of range: use an integer from 1."),
+        (["gsm8k", "--output-tokens", "0"], "--output-tokens 0 is out of range: use an integer from 1."),
         (["gsm8k", "--mode", "aware"], "There is no mode 'aware': use prompt, agnostic, task."),
         (["gsm8k", "--limit", "1", "--sample", "1"], "--limit takes the first examples and --sample random ones"),
         *(
@@ -317,8 +317,8 @@ def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
             (["needle", "--always", text], f"--always {text!r} is not two numbers of tokens, the first and the newest")
             for text in ("", "4", "4,", "4,32,1", "-4,32", "4,x", "4,1234567890")
         ),
-        (["needle", "--lengths", ""], "--lengths '' is no list of whole numbers"),
-        (["needle", "--lengths", "0"], "are no lengths in tokens"),
+        (["needle", "--prompt-tokens", ""], "--prompt-tokens '' is no list of whole numbers"),
+        (["needle", "--prompt-tokens", "0"], "are no lengths in tokens"),
         (["needle", "--temperature", "-1"], "--temperature -1.0 is out of range"),
         (["needle", "--temperature", "nan"], "--temperature nan is out of range"),
         (["needle", "--keeps", "half"], "keep='half' is not a number"),
@@ -363,7 +363,7 @@ def test_ray_that_is_not_there_is_said(run: Run, stub: type[Stub], monkeypatch: 
 @pytest.mark.full
 @pytest.mark.usefixtures("interrupts")
 def test_ctrl_c_in_a_process_of_its_own(tiny_folder: Path, tmp_path: Path) -> None:
-    words = ["eval", "needle", "--lengths", "256,288,320,352", "--model", str(tiny_folder), "--recipes", "knorm"]
+    words = ["eval", "needle", "--prompt-tokens", "256,288,320,352", "--model", str(tiny_folder), "--recipes", "knorm"]
     process = subprocess.Popen(
         [sys.executable, "-m", "keepset", *words],
         cwd=tmp_path,

@@ -14,7 +14,8 @@ from tests.cli.conftest import Run
 from tests.hf.models import generate
 
 SUMMARY = re.compile(
-    r"[\d.]+ MB of KV cache at the end, first token after [\d.]+ s, (\d+) tokens, ([\d.]+|nan) tokens/s"
+    r"[\d.]+ MB of KV cache at the end(?:, [\d.]+ MB of it for tokens to come and the next event)?, "
+    r"first token after [\d.]+ s, (\d+) tokens, ([\d.]+|nan) tokens/s"
 )
 
 
@@ -29,16 +30,17 @@ def test_streams_what_the_model_generates(run: Run, embedded: Any, monkeypatch: 
     monkeypatch.setattr(models, "load", lambda *_: embedded)
     model, tokenizer = embedded
     prompt, recipe = "Name the capital of France.", "snapkv(window=8, keep=0.5)"
-    done = run("generate", prompt, "--recipe", recipe, "--max-new-tokens", "8")
-    assert (done.code, done.err) == (0, "")
+    done = run("generate", prompt, "--recipe", recipe, "--output-tokens", "8")
+    assert done.code == 0
 
     ids = encode(tokenizer, "", prompt)
     output = generate(model, ids, keepset.Cache(model, recipe), max_new_tokens=8, eos_token_id=2)
     new = output.sequences[0, ids.shape[1] :]
     text = tokenizer.decode(new, skip_special_tokens=True)
     kept = int(0.5 * ids.shape[1]) / ids.shape[1]
-    head, tail = done.out.rstrip("\n").rsplit("\n", 1)
-    assert head == text
+    assert done.out == f"{text}\n"
+    tail, short = done.err.splitlines()
+    assert short == f"A prompt of {ids.shape[1]} tokens is short: what is dropped of it is missed."
     assert tail.startswith(f"{recipe}: kept {kept:.1%} of {ids.shape[1]} prompt tokens; ")
     match = SUMMARY.search(tail)
     assert match and int(match[1]) == len(new)
@@ -46,10 +48,12 @@ def test_streams_what_the_model_generates(run: Run, embedded: Any, monkeypatch: 
 
 @pytest.mark.parametrize("keep", ["1.0", "100000"])
 def test_nothing_dropped_gives_the_same_text(run: Run, tiny: Any, text: Path, keep: str) -> None:
-    words = ["--text", "text", "--max-new-tokens", "8", "--compare-full"]
+    words = ["--text", "text", "--output-tokens", "8", "--compare-full"]
     done = run("generate", "Go on.", "--recipe", f"pyramid(tova, keep={keep})", *words)
-    assert (done.code, done.err) == (0, "")
-    *_, ours, full, verdict = done.out.splitlines()
+    assert done.code == 0
+    ours, full, verdict = done.err.splitlines()
+    written, again = done.out.split("\nThe full cache:\n")
+    assert written == again
     assert ours.startswith(f"pyramid(tova, keep={keep}): kept 100.0% of ")
     assert full.startswith("full cache: ")
     assert verdict == "The two texts are the same."
@@ -60,7 +64,7 @@ def test_nothing_dropped_gives_the_same_text(run: Run, tiny: Any, text: Path, ke
 def test_first_difference_is_the_one_shown(run: Run, tiny: Any, text: Path) -> None:
     model, tokenizer = tiny
     recipe = "streaming_llm(keep=16)"
-    words = ["--recipe", recipe, "--text", "text", "--max-new-tokens", "12", "--compare-full"]
+    words = ["--recipe", recipe, "--text", "text", "--output-tokens", "12", "--compare-full"]
     done = run("generate", "Go on.", *words)
     ids = encode(tokenizer, text.read_text(encoding="utf-8"), "Go on.")
     ours, full = (
@@ -69,13 +73,14 @@ def test_first_difference_is_the_one_shown(run: Run, tiny: Any, text: Path) -> N
     )
     assert ours != full
     first = next(i for i, (a, b) in enumerate(zip(ours, full, strict=False)) if a != b)
-    assert done.out.splitlines()[-1] == f"The two texts differ from token {first} on."
-    assert done.out.startswith(sanitize(tokenizer.decode(ours, skip_special_tokens=True)))
+    assert done.err.splitlines()[-1] == f"The two texts differ from token {first} on."
+    written = [sanitize(tokenizer.decode(ids, skip_special_tokens=True)) for ids in (ours, full)]
+    assert done.out == f"{written[0]}\n\nThe full cache:\n{written[1]}\n"
 
 
 def test_a_seed_repeats_a_sample(run: Run, tiny: Any) -> None:
-    words = ["generate", "Hello", "--recipe", "knorm(keep=0.5)", "--max-new-tokens", "8", "--temperature", "1"]
-    samples = [run(*words, "--seed", seed).out.rsplit("\n", 2)[0] for seed in ("1", "1", "2")]
+    words = ["generate", "Hello", "--recipe", "knorm(keep=0.5)", "--output-tokens", "8", "--temperature", "1"]
+    samples = [run(*words, "--seed", seed).out for seed in ("1", "1", "2")]
     assert samples[0] == samples[1] != samples[2]
 
 
@@ -85,9 +90,9 @@ def test_compressions_while_decoding_are_counted(
 ) -> None:
     recipe = f"tova(keep=8, {schedule})"
     canonical = str(keepset.Recipe.parse(recipe))
-    done = run("generate", "Go on.", "--recipe", recipe, "--max-new-tokens", "11")
-    assert (done.code, done.err) == (0, "")
-    ours = done.out.splitlines()[-1]
+    done = run("generate", "Go on.", "--recipe", recipe, "--output-tokens", "11")
+    assert done.code == 0
+    ours = done.err.splitlines()[0]
     match = re.match(r"(.*): kept ([\d.]+)% of (\d+) prompt tokens, compressed (\d+) times while decoding; ", ours)
     assert match and match[1] == canonical and int(match[4]) == later
     length = int(match[3])
@@ -97,9 +102,9 @@ def test_compressions_while_decoding_are_counted(
 def test_a_known_question_decides_what_stays(run: Run, tiny: Any, text: Path) -> None:
     model, tokenizer = tiny
     recipe, question = "kvcompose(keep=12)", "When does it end?"
-    words = ["generate", "Go on.", "--recipe", recipe, "--text", "text", "--max-new-tokens", "12"]
+    words = ["generate", "Go on.", "--recipe", recipe, "--text", "text", "--output-tokens", "12"]
     done = run(*words, "--question", question)
-    assert (done.code, done.err) == (0, "")
+    assert done.code == 0
     ids = encode(tokenizer, text.read_text(encoding="utf-8"), "Go on.")
     task = torch.tensor([tokenizer.encode(question, add_special_tokens=False)])
     aware = keepset.Cache(model, recipe, task_tokens=task)
@@ -113,3 +118,35 @@ def test_a_known_question_decides_what_stays(run: Run, tiny: Any, text: Path) ->
 def test_a_question_that_nobody_looks_at_is_refused(run: Run, tiny: Any) -> None:
     done = run("generate", "Go on.", "--recipe", "knorm(keep=8)", "--question", "When?")
     assert done.code == 2 and "knorm is not aware of a task" in done.err
+
+
+def test_a_short_prompt_stays_whole_where_nobody_asked_otherwise(run: Run, tiny: Any) -> None:
+    done = run("generate", "Hello", "--output-tokens", "3")
+    assert done.code == 0
+    assert "All 32 tokens of so short a prompt stay; with --recipe a recipe decides." in done.err
+    assert "glance(keep=1.0): kept 100.0% of 32 prompt tokens" in done.err
+
+
+def test_a_prompt_shorter_than_a_window_stays_whole_and_it_is_said(run: Run, tiny: Any) -> None:
+    done = run("generate", "Hello", "--recipe", "snapkv(keep=0.25)", "--output-tokens", "3")
+    assert done.code == 0 and "kept 100.0% of 32 prompt tokens" in done.err
+    said = "The prompt stays whole: it has 32 tokens, and snapkv(keep=0.25) always keeps the newest 64."
+    assert said in done.err
+
+
+def test_weights_that_are_no_numbers(run: Run, tiny_folder: Path, tmp_path: Path, text: Path) -> None:
+    model, tokenizer = models.load(str(tiny_folder))
+    model.model.layers[0].mlp.up_proj.weight.data[0, 0] = float("nan")
+    for each in (model, tokenizer):
+        each.save_pretrained("damaged")
+    of_text = ("--text", "text", "--prompt-tokens", "100", "--continuation", "8", "--recipes", "knorm(keep=0.5)")
+    commands = (
+        ("generate", "Hello", "--recipe", "knorm(keep=0.5)"),
+        ("compare", *of_text),
+        ("compare", "--decode", *of_text, "--json", "-"),
+        ("context", "build", "--text", "text", "--out", "saved"),
+    )
+    for words in commands:
+        done = run(*words, "--model", "damaged")
+        assert done.code == 2 and "The model predicts NaN: its weights are damaged" in done.err
+        assert "nan" not in done.out.lower() and not Path("saved").exists()

@@ -7,14 +7,14 @@ import pytest
 
 from tests.cli.conftest import Run
 
-LATENCY = ("bench", "latency", "--tokens", "32,64", "--output-tokens", "3", "--rounds", "2")
+LATENCY = ("bench", "latency", "--prompt-tokens", "32,64", "--output-tokens", "3", "--rounds", "2")
 
 
 @pytest.mark.usefixtures("tiny", "text")
 def test_table_json_and_report(run: Run) -> None:
     files = ("--text", "text", "--json", "a.json", "--html", "a.html")
     done = run(*LATENCY, "--recipes", "tova(keep=20), knorm(keep=20)", *files)
-    assert (done.code, done.err) == (0, "written: a.json\nwritten: a.html\n")
+    assert (done.code, done.err) == (0, "figures: a.json\nreport: a.html\n")
     lines = [line.split() for line in done.out.splitlines()]
     assert lines[1] == ["prompt", "recipe", "first", "token", "tokens/s", "latency", "KV", "cache", "peak", "memory"]
     assert [line[0] for line in lines[2:]] == ["32"] * 3 + ["64"] * 3
@@ -26,7 +26,7 @@ def test_table_json_and_report(run: Run) -> None:
 
 @pytest.mark.usefixtures("tiny", "text")
 def test_one_token_has_no_rate(run: Run) -> None:
-    done = run("bench", "latency", "--tokens", "32", "--output-tokens", "1", "--rounds", "1", "--json", "a")
+    done = run("bench", "latency", "--prompt-tokens", "32", "--output-tokens", "1", "--rounds", "1", "--json", "a")
     assert done.code == 0
     assert [row["tokens_per_second"] for row in json.loads(Path("a").read_text())["rows"]] == [None] * 3
 
@@ -41,13 +41,13 @@ def test_a_recipe_that_cannot_run(run: Run) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("--tokens", "a"), "--tokens 'a' is no list of lengths"),
-        (("--tokens", "5,5"), "--tokens '5,5' is no list of lengths"),
-        (("--tokens", "0"), "--tokens '0' is no list of lengths"),
+        (("--prompt-tokens", "a"), "--prompt-tokens 'a' is no list of lengths"),
+        (("--prompt-tokens", "5,5"), "--prompt-tokens '5,5' is no list of lengths"),
+        (("--prompt-tokens", "0"), "--prompt-tokens '0' is no list of lengths"),
         (("--rounds", "0"), "--rounds 0 is too few"),
         (("--output-tokens", "0"), "--output-tokens 0 is too few"),
-        (("--tokens", "1500", "--text", "text"), "fewer than 1500: give a longer --text"),
-        (("--tokens", "4000"), "do not fit the model's context of 2048"),
+        (("--prompt-tokens", "1500", "--text", "text"), "fewer than 1500: give a longer --text"),
+        (("--prompt-tokens", "4000"), "do not fit the model's context of 2048"),
         (("--recipes", "snapkv"), "keep"),
         (("--json", "nowhere/a"), "'nowhere/a' cannot be written"),
     ],

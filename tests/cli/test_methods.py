@@ -27,7 +27,7 @@ def test_table_lists_every_method(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_json_lists_every_method(run: Run) -> None:
-    done = run("methods", "--json")
+    done = run("methods", "--json", "-")
     assert (done.code, done.err) == (0, "")
     entries = json.loads(done.out)
     assert [entry["name"] for entry in entries] == list(keepset.METHODS)
@@ -40,7 +40,7 @@ def test_json_lists_every_method(run: Run) -> None:
 
 
 def test_json_holds_defaults_that_recipes_take(run: Run) -> None:
-    for entry in json.loads(run("methods", "--json").out):
+    for entry in json.loads(run("methods", "--json", "-").out):
         scorer = "tova, " if issubclass(keepset.METHODS[entry["name"]], Allocator) else ""
         values = [f"{name}={value!r}" for name, value in entry["parameters"].items() if name != "scorer"]
         spelled_out = f"{entry['name']}({scorer}{', '.join(values)})"

@@ -35,6 +35,6 @@ def test_refuses_without_a_trace_back(command: list[str], sentence: str, tmp_pat
 
 
 def test_module_and_script_are_the_same(tmp_path: Path) -> None:
-    done = start([*MODULE, "methods", "--json"], tmp_path)
+    done = start([*MODULE, "methods", "--json", "-"], tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert [entry["name"] for entry in json.loads(done.stdout)] == list(keepset.METHODS)

@@ -24,7 +24,7 @@ from tests.cli.conftest import Run
 from tests.cli.test_bad_input import check_refused
 from tests.core.test_tables import random_tables
 
-CHEAP = ("--model", "embedded", "--limit", "2", "--answer-tokens", "12")
+CHEAP = ("--model", "embedded", "--limit", "2", "--output-tokens", "12")
 
 
 SHORT = {"ruler": ("niah_single_1", "ruler_vt"), "longbench": ("longbench_trec", "longbench_triviaqa")}
@@ -55,7 +55,7 @@ def data(tmp_path: Path) -> str:
 
 
 def test_list(run: Run) -> None:
-    done = run("reproduce", "--json")
+    done = run("reproduce", "--json", "-")
     assert done.code == 0
     listed = {each["name"]: each for each in json.loads(done.out)}
     assert list(listed) == list(ENTRIES)
@@ -73,7 +73,7 @@ def test_a_table_is_stopped_gone_on_with_and_shown(
     stopped = run(*command)
     assert stopped.code == 130
     announced, idle, note = stopped.err.splitlines()
-    assert idle == "gsm8k: its answers end before 8 of the recipes drop anything: give more --answer-tokens"
+    assert idle == "gsm8k: its answers end before 8 of the recipes drop anything: give more --output-tokens"
     assert announced.startswith("16 cells of 2 examples: ") and "at most 192 of answers" in announced
     assert note.startswith("stopped after 3 of 16 cells")
     with Store.open(path) as store:
@@ -81,7 +81,7 @@ def test_a_table_is_stopped_gone_on_with_and_shown(
     assert len(first) == 3
 
     monkeypatch.setattr(runner, "Runner", Runner)
-    done = run(*command, "--json")
+    done = run(*command, "--json", "-")
     assert done.code == 0
     with Store.open(path) as store:
         cells = store.cells()
@@ -135,8 +135,9 @@ def length_for(entry: Entry) -> str:
 @pytest.mark.parametrize("name", list(ENTRIES))
 def test_every_entry_runs(name: str, run: Run, tiny: Any, data: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ENTRIES, name, shortened(ENTRIES[name]))
-    asked = ("--model", "embedded", "--limit", "1", "--answer-tokens", "3", "--lengths", length_for(ENTRIES[name]))
-    done = run("reproduce", name, *asked, "--data", data, "--json")
+    lengths = ("--prompt-tokens", length_for(ENTRIES[name]))
+    asked = ("--model", "embedded", "--limit", "1", "--output-tokens", "3", *lengths)
+    done = run("reproduce", name, *asked, "--data", data, "--json", "-")
     if name in ("compilerkv-figure-a2", "compilerkv-figure-a3"):  # they show a file alone
         assert done.code == 2 and "give them as --tables" in done.err
         return
@@ -173,7 +174,8 @@ def test_entries_with_tables(
     monkeypatch.setattr(console, "stdout", lambda: Console(width=80))
     config = loaded[0].config
     save(random_tables(layers=config.num_hidden_layers, heads=config.num_attention_heads), Path("tables.safetensors"))
-    asked = (*CHEAP[:-1], "2", "--lengths", length_for(ENTRIES[name]), "--data", data, "--tables", "tables.safetensors")
+    lengths = ("--prompt-tokens", length_for(ENTRIES[name]))
+    asked = (*CHEAP[:-1], "2", *lengths, "--data", data, "--tables", "tables.safetensors")
     done = run("reproduce", name, *asked)
     assert done.code == 0, done.err
     assert "This model is far too small for these tasks: its scores mean nothing." in done.out
@@ -186,7 +188,7 @@ def test_entries_with_tables(
 
 @pytest.mark.full
 def test_what_compression_does_to_a_text(run: Run, tiny: Any, data: str) -> None:
-    done = run("reproduce", "ams-figure-4", *CHEAP[:-1], "530", "--data", data, "--json")
+    done = run("reproduce", "ams-figure-4", *CHEAP[:-1], "530", "--data", data, "--json", "-")
     (result,) = json.loads(done.out)
     figures = {(row["task"], row["method"], row["metric"]): row["figure"] for row in result["rows"]}
     for method in ("TOVA", "AMS-TOVA"):
@@ -199,7 +201,7 @@ def test_what_compression_does_to_a_text(run: Run, tiny: Any, data: str) -> None
 
 @pytest.mark.parametrize("name", ["gvote-figure-2", "gvote-figure-3"])
 def test_what_is_no_sweep(name: str, run: Run, tiny: Any) -> None:
-    done = run("reproduce", name, "--model", "embedded", "--limit", "2", "--lengths", "40", "--json")
+    done = run("reproduce", name, "--model", "embedded", "--limit", "2", "--prompt-tokens", "40", "--json", "-")
     assert done.code == 0 and "first 1024 tokens, unless options say otherwise" in done.err
     (result,) = json.loads(done.out)
     rows = {(row["task"], row["method"], row["keep"], row["metric"]): row for row in result["rows"]}
@@ -222,7 +224,7 @@ def test_a_model_that_cannot_be_had_leaves_the_others(
         return load(name, *placed)
 
     monkeypatch.setattr(models, "load", loaded)
-    done = run("reproduce", "ams-table-2", "--limit", "1", "--answer-tokens", "2", "--data", data, "--json")
+    done = run("reproduce", "ams-table-2", "--limit", "1", "--output-tokens", "2", "--data", data, "--json", "-")
     assert done.code == 1 and "is/not-there: There is no such model." in done.err
     assert [result["model"] for result in json.loads(done.out)] == ["tiny"]
     alone = run("reproduce", "ams-table-2", "--model", "is/not-there", "--data", data)
@@ -234,7 +236,7 @@ def test_what_cannot_be(run: Run, tiny: Any) -> None:
     check_refused(run, "reproduce", "ams-table-2", "--limit", "0", because="--limit 0 is out of range")
     Path("file").write_text("")
     check_refused(run, "reproduce", "ams-table-2", "--out", "file", because="'file' is no folder to write to")
-    check_refused(run, "reproduce", "ams-table-2", "--lengths", "x", because="--lengths 'x' is no list")
+    check_refused(run, "reproduce", "ams-table-2", "--prompt-tokens", "x", because="--prompt-tokens 'x' is no list")
 
 
 @pytest.mark.full
@@ -245,7 +247,7 @@ def test_means_over_tasks_and_curves_of_both_modes(run: Run, tiny: Any, monkeypa
         methods = {"KVCompose (ours)": "kvcompose", "TOVA": "tova"}
         parts = [replace(part, tasks=tasks, keeps=keeps, methods=methods) for part in ENTRIES[name].sweeps]
         monkeypatch.setitem(ENTRIES, name, replace(ENTRIES[name], parts=tuple(parts)))
-    asked = (*CHEAP, "--lengths", "600", "--json")
+    asked = (*CHEAP, "--prompt-tokens", "600", "--json", "-")
     areas, scores = (run("reproduce", name, *asked) for name in ("kvcompose-table-3", "kvcompose-figure-5"))
     assert areas.code == scores.code == 0 and "cells of" in areas.err and "cells of" not in scores.err
     figures = {

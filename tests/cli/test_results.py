@@ -51,7 +51,7 @@ def sweep(tmp_path: Path) -> Path:
 
 
 def test_json(run: Run, sweep: Path) -> None:
-    done = run("results", str(sweep), "--json")
+    done = run("results", str(sweep), "--json", "-")
     assert (done.code, done.err) == (0, "")
     with Store.open(sweep) as store:
         assert json.loads(done.out) == summarise(store.cells()).to_json()
@@ -97,7 +97,7 @@ def test_by_a_fact(run: Run, tmp_path: Path) -> None:
     levels = {"0": 1, "1": 5, "2": 5}
     made = [replace(each, facts={"level": levels[each.example]}) for each in cells(FULL, [1.0, 0.0, 1.0])]
     write([*made, cell(task="other")], tmp_path / "x.sqlite")
-    done = run("results", str(tmp_path / "x.sqlite"), "--by", "level", "--json")
+    done = run("results", str(tmp_path / "x.sqlite"), "--by", "level", "--json", "-")
     rows = [(row["task"], row["score"]["value"], row["examples"]) for row in json.loads(done.out)["rows"]]
     assert rows == [("qa, level 1", 1.0, 1), ("qa, level 5", 0.5, 2)]
     because = "No example says its subject, so nothing can be split by it; known is: level."
@@ -143,7 +143,7 @@ def test_cut_contexts_are_said(run: Run, tmp_path: Path) -> None:
 
 
 def test_baseline(run: Run, sweep: Path) -> None:
-    done = run("results", str(sweep), "--baseline", "snapkv", "--json")
+    done = run("results", str(sweep), "--baseline", "snapkv", "--json", "-")
     rows = {(row["task"], row["recipe"]): row for row in json.loads(done.out)["rows"]}
     assert rows["ruler_vt@64", "random(keep=0.5)"]["difference"]["value"] == -0.5
     assert rows["ruler_vt@64", "snapkv(keep=0.25)"]["difference"] is None

@@ -26,7 +26,7 @@ def alone(tiny: Any, ids: torch.Tensor, recipe: str, new: int) -> tuple[keepset.
 
 
 def test_json(run: Run, tiny: Any) -> None:
-    done = run("trace", "Go on.", "--recipe", RECIPE, "--tokens", "30", "--json")
+    done = run("trace", "Go on.", "--recipe", RECIPE, "--output-tokens", "30", "--json", "-")
     assert (done.code, done.err) == (0, "")
     result = json.loads(done.out)
     assert list(result) == ["model", "forced", "runs"] and result["model"] == MODEL and result["forced"] is False
@@ -44,7 +44,7 @@ def test_json(run: Run, tiny: Any) -> None:
 
 
 def test_table(run: Run, tiny: Any) -> None:
-    done = run("trace", "Go on.", "--recipe", RECIPE, "--tokens", "30", "--region", "4")
+    done = run("trace", "Go on.", "--recipe", RECIPE, "--output-tokens", "30", "--region", "4")
     assert (done.code, done.err) == (0, "")
     first, header, *rows, totals, _ = done.out.split("\n")[:-1]
     length = encode(tiny[1], "", "Go on.").shape[1]
@@ -58,7 +58,7 @@ def test_table(run: Run, tiny: Any) -> None:
 
 
 def test_forced_baseline_sees_the_same_tokens(run: Run, tiny: Any) -> None:
-    words = ("--recipe", RECIPE, "--tokens", "30", "--json")
+    words = ("--recipe", RECIPE, "--output-tokens", "30", "--json", "-")
     other = "streaming_llm(keep=24, every=8)"
     done = run("trace", "Go on.", *words, "--baseline", other, "--forced")
     ours, theirs = json.loads(done.out)["runs"]
@@ -75,7 +75,7 @@ def test_forced_baseline_sees_the_same_tokens(run: Run, tiny: Any) -> None:
 
 
 def test_where_a_text_comes_from(run: Run, tiny: Any, text: Path) -> None:
-    tokenizer, words = tiny[1], ("--recipe", RECIPE, "--tokens", "2", "--json")
+    tokenizer, words = tiny[1], ("--recipe", RECIPE, "--output-tokens", "2", "--json", "-")
     essay = text.read_text(encoding="utf-8")
     lengths = {
         ("--text", "text"): len(tokenizer(essay)["input_ids"]),
@@ -87,7 +87,17 @@ def test_where_a_text_comes_from(run: Run, tiny: Any, text: Path) -> None:
 
 
 def test_page(run: Run, tiny: Any) -> None:
-    words = ("--recipe", RECIPE, "--baseline", "knorm(keep=24, every=8)", "--forced", "--tokens", "20", "--layers", "1")
+    words = (
+        "--recipe",
+        RECIPE,
+        "--baseline",
+        "knorm(keep=24, every=8)",
+        "--forced",
+        "--output-tokens",
+        "20",
+        "--layers",
+        "1",
+    )
     done = run("trace", "Go on.", *words, "--html", "trace.html")
     assert done.code == 0 and done.err == "report: trace.html\n"
     page = Path("trace.html").read_text(encoding="utf-8")
@@ -116,20 +126,20 @@ def test_interrupted(run: Run, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> No
             raise KeyboardInterrupt
 
     monkeypatch.setattr(Tracer, "put", stop)
-    done = run("trace", "Go on.", "--recipe", RECIPE, "--tokens", "30", "--json")
+    done = run("trace", "Go on.", "--recipe", RECIPE, "--output-tokens", "30", "--json", "-")
     assert done.code == 130 and done.err == "interrupted after 11 of 30 tokens\n"
     (figures,) = json.loads(done.out)["runs"]
     assert figures["tokens"] - figures["prompt_tokens"] == 11 and len(figures["events"]) == 2
 
 
 def test_sampling_repeats(run: Run, tiny: Any) -> None:
-    words = ("trace", "Go on.", "--recipe", RECIPE, "--tokens", "8", "--temperature", "1", "--json")
+    words = ("trace", "Go on.", "--recipe", RECIPE, "--output-tokens", "8", "--temperature", "1", "--json", "-")
     texts = [json.loads(run(*words, "--seed", seed).out)["runs"][0]["text"] for seed in ("1", "1", "2")]
     assert texts[0] == texts[1] != texts[2]
 
 
 def test_nothing_compressed(run: Run, tiny: Any) -> None:
-    done = run("trace", "Go on.", "--recipe", "tova(keep=8, prefill=False, every=99)", "--tokens", "4")
+    done = run("trace", "Go on.", "--recipe", "tova(keep=8, prefill=False, every=99)", "--output-tokens", "4")
     assert done.code == 0 and "Nothing was compressed" in done.out
 
 
@@ -141,7 +151,7 @@ def test_nothing_compressed(run: Run, tiny: Any) -> None:
         (["Hi", "--forced"], "--forced says how the baseline is run"),
         ([" "], "The prompt is empty"),
         (["--problem", ""], "--problem is empty"),
-        (["Hi", "--tokens", "0"], "--tokens 0 is not a number of tokens"),
+        (["Hi", "--output-tokens", "0"], "--output-tokens 0 is not a number of tokens"),
         (["Hi", "--region", "0"], "--region 0 is not a number of tokens"),
         (["Hi", "--temperature", "-1"], "--temperature -1.0 is out of range"),
         (["Hi", "--seed", "-1"], "--seed -1 is out of range"),
@@ -162,7 +172,7 @@ def test_refused(run: Run, monkeypatch: pytest.MonkeyPatch, words: list[str], be
     ("words", "because"),
     [
         (["--layers", "2"], "layer 2 is not compressed; there are 0, 1."),
-        (["--tokens", "3000"], "do not fit the model's context of 2048"),
+        (["--output-tokens", "3000"], "do not fit the model's context of 2048"),
     ],
 )
 def test_refused_by_the_model(run: Run, tiny: Any, words: list[str], because: str) -> None:

@@ -58,7 +58,7 @@ def types(row: dict[str, Any]) -> dict[str, type]:
 
 @pytest.mark.usefixtures("small")
 def test_json_and_report(run: Run) -> None:
-    done = run(*TUNE, "--keep", "0.3", "--json", "--html", "page.html")
+    done = run(*TUNE, "--keep", "0.3", "--json", "-", "--html", "page.html")
     assert (done.code, done.err) == (0, "report: page.html\n")
     result = load(done.out)
     assert list(result) == RESULT
@@ -102,10 +102,10 @@ def test_table_with_facts(run: Run) -> None:
 @pytest.mark.usefixtures("small")
 def test_several_texts_and_the_same_seed_twice(run: Run) -> None:
     Path("other").write_text(texts.essay("worked")[5000:8000], encoding="utf-8")
-    results = [load(run(*TUNE, "--text", "other", "--keep", "0.3", "--json").out) for _ in range(2)]
+    results = [load(run(*TUNE, "--text", "other", "--keep", "0.3", "--json", "-").out) for _ in range(2)]
     rows = [[{k: v for k, v in row.items() if "seconds" not in k} for row in each["rows"]] for each in results]
     assert rows[0] == rows[1]
-    other = load(run(*TUNE, "--text", "other", "--keep", "0.3", "--seed", "1", "--json").out)["rows"]
+    other = load(run(*TUNE, "--text", "other", "--keep", "0.3", "--seed", "1", "--json", "-").out)["rows"]
     assert other[0]["kl"] != results[0]["rows"][0]["kl"]
 
 
@@ -122,7 +122,7 @@ def test_interrupt_shows_what_is_known(run: Run, monkeypatch: pytest.MonkeyPatch
         return measure(*words)
 
     monkeypatch.setattr(module, "measure", interrupted)
-    done = run(*TUNE, "--json")
+    done = run(*TUNE, "--json", "-")
     assert done.code == 130 and "Traceback" not in done.err
     if not known:
         assert (done.out, done.err) == ("", "")

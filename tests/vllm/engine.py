@@ -25,13 +25,14 @@ BLOCK = 32
 
 @dataclass(frozen=True)
 class Ask:
-    """A request; `add` and `abort` are steps of the engine, a lower `priority` goes first."""
+    """A request; `add` and `abort` are steps of the engine, a lower `priority` goes first; `extra` arguments."""
 
     ids: list[int]
     max_tokens: int
     add: int = 0
     abort: int | None = None
     priority: int = 0
+    extra: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,7 @@ class Result:
 
     Attributes:
         tokens: of the outputs; None for what was aborted before its first.
+        reasons: why each ended.
         cached: prompt tokens that came from the prefix cache.
         log: (step, first token, tokens) as scheduled.
         events: `step`, `at`, `layers` (positions that each head of each layer keeps) and `left` (layers for whose
@@ -116,6 +118,7 @@ class Result:
     """
 
     tokens: list[list[int] | None]
+    reasons: list[str | None]
     cached: list[int | None]
     stats: dict[str, float]
     classes: list[str]

@@ -182,7 +182,8 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
         for index in sorted(waiting):
             if requests[index]["add"] <= step:
                 waiting.remove(index)
-                parameters = SamplingParams(temperature=0, max_tokens=requests[index]["max_tokens"], ignore_eos=True)
+                tokens, extra = requests[index]["max_tokens"], requests[index]["extra"]
+                parameters = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, extra_args=extra)
                 prompt = {"prompt_token_ids": requests[index]["ids"]}
                 engine.add_request(str(index), prompt, parameters, priority=requests[index]["priority"])
         engine.abort_request([str(index) for index, one in enumerate(requests) if one["abort"] == step])
@@ -199,6 +200,7 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
         result["replays"], result["calls"] = captured.replays, captured.calls
     result["classes"] = sorted({type(layer.impl).__name__ for layer in layers})
     result["tokens"] = [None if one is None else list(one.outputs[0].token_ids) for one in outputs]
+    result["reasons"] = [None if one is None else one.outputs[0].finish_reason for one in outputs]
     result["cached"] = [None if one is None else one.num_cached_tokens for one in outputs]
     result["stats"] = {name: total - counted[name] for name, total in stats.totals().items()}
     if undo is not None:

@@ -21,6 +21,7 @@ class Measurement:
     """What one recipe made of one text, beside the full cache; what could not be had is None, `error` says why.
 
     Attributes:
+        requested: the budget; None where the method decides.
         keep: fraction of the prompt's entries that stayed.
         kv_bytes: allocated after compression; the peak is the most after any token, while decoding.
         kl: mean KL(full || compressed) in nats over the continuation's tokens.
@@ -34,6 +35,7 @@ class Measurement:
 
     recipe: str
     method: str
+    requested: int | float | None = None
     error: str | None = None
     keep: float | None = None
     kv_bytes: int | None = None
@@ -100,7 +102,7 @@ class Comparer(ABC):
     def run(self, candidates: Sequence[Candidate]) -> Iterator[Measurement]:
         """Measures candidates, one row each; what cannot be had is a row with the reason."""
         for candidate in candidates:
-            row, kept = Measurement(candidate.text, candidate.method, error=candidate.error), None
+            row, kept = Measurement(candidate.text, candidate.method, candidate.requested, candidate.error), None
             if candidate.recipe is not None:
                 try:
                     row, kept = self._measure(row, candidate.recipe)

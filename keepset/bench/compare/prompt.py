@@ -4,13 +4,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from jaxtyping import Bool
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from keepset.bench.compare.comparison import Comparer, Comparison, Measurement, measure
 from keepset.bench.compare.fidelity import mean, nll
-from keepset.bench.compare.text_task import ANSWER_TOKENS, TextTask
+from keepset.bench.compare.text_task import TextTask
 from keepset.bench.generation import end_tokens, greedy
 from keepset.bench.tasks.task import Tokenizer
 from keepset.hf.cache import Cache
@@ -21,7 +22,8 @@ from keepset.recipe import Recipe
 class PromptComparer(Comparer):
     """Measures recipes against the full cache on one prompt, the text that follows and a question.
 
-    `recipes` are all that will be measured; `on_layer` is called after each layer of the prefill.
+    Where the task has no continuation, what follows is the question and what the full cache answers. `recipes` are all
+    that will be measured; `on_layer` is called after each layer of the prefill.
     """
 
     def __init__(
@@ -38,16 +40,20 @@ class PromptComparer(Comparer):
         self._session = PromptSession(model, task.prompt, recipes, on_layer)
         self._session.prefill()
         full = self._session.compress(None)
-        self._reference = full.follow(task.continuation)
-        answer, speed = self._answer(full.cache)
+        ids, speed = self._ask(full.cache.fork())
+        self._continuation = task.continuation
+        if task.question is not None and not task.continuation.numel():
+            self._continuation = torch.cat([task.question, torch.tensor([ids], device=task.question.device)], 1)
+        self._reference = full.follow(self._continuation)
+        answer = self._read(ids)
         self.comparison = Comparison(
             model=name,
             tokens=task.prompt.shape[1],
-            continuation_tokens=task.continuation.shape[1],
+            continuation_tokens=self._continuation.shape[1],
             needle=task.needle,
             full={
                 "kv_bytes": full.kv_bytes_full,
-                "nll": mean(nll(self._reference, task.continuation[0])),
+                "nll": mean(nll(self._reference, self._continuation[0])),
                 "prefill_seconds": full.prefill_seconds_full,
                 "decode_tokens_per_second": speed,
                 **self._judged(answer),
@@ -58,18 +64,24 @@ class PromptComparer(Comparer):
         prompt = self._session.compress(recipe)
         keep_set = prompt.event.keep_set
         assert keep_set is not None
-        row = measure(row, prompt, self._reference, self._task.continuation)
-        answer, speed = self._answer(prompt.cache)
+        row = measure(row, prompt, self._reference, self._continuation)
+        ids, speed = self._ask(prompt.cache)
+        answer = self._read(ids)
         kept = keep_set.mask(self._task.prompt.shape[1])[:, 0]
         return replace(row, decode_tokens_per_second=speed, **self._judged(answer)), kept
 
-    def _answer(self, cache: Cache) -> tuple[str, float]:
+    def _ask(self, cache: Cache) -> tuple[list[int], float]:
         """Greedy answer to the question (or to the continuation), and tokens per second of decoding it."""
-        prompt = self._task.continuation if self._task.question is None else self._task.question
-        ids, seconds = greedy(self._model, cache, prompt, ANSWER_TOKENS)
+        task = self._task
+        prompt = task.continuation if task.question is None else task.question
+        ids, seconds = greedy(self._model, cache, prompt, task.answer_tokens)
+        return ids, task.answer_tokens / seconds
+
+    def _read(self, ids: list[int]) -> str:
+        """What they say up to the first end of a text."""
         ends = end_tokens(self._model)
         cut = next((i for i, token in enumerate(ids) if token in ends), len(ids))
-        return str(self._tokenizer.decode(ids[:cut], skip_special_tokens=True)).strip(), ANSWER_TOKENS / seconds
+        return str(self._tokenizer.decode(ids[:cut], skip_special_tokens=True)).strip()
 
     def _judged(self, answer: str) -> dict[str, Any]:
         needle = self._task.needle

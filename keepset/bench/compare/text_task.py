@@ -1,6 +1,6 @@
 """`TextTask`: a prompt, the text that follows it, and a question whose answer is known."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,45 +11,72 @@ from keepset.bench.tasks.task import Tokenizer
 from keepset.errors import KeepsetError
 from keepset.texts import Needle, chat_parts, insert
 
+ANSWER_TOKENS = 12
+"""Tokens that are decoded as the answer to the question, and for timing."""
+
 
 @dataclass(frozen=True, eq=False)
 class TextTask:
     """What a comparison runs: a prompt that is compressed, the text that follows it, and what is asked instead of that.
 
-    The needle is what the question is about; None when nothing is asked.
+    Attributes:
+        continuation: of no tokens where something is asked and the full cache's own answer is to follow.
+        needle: what the question is about; None when nothing is asked.
+        answer_tokens: of an answer, at most.
+        left_out: what of the text neither the prompt nor its needle has.
     """
 
     prompt: Int[Tensor, "1 tokens"]
     continuation: Int[Tensor, "1 n"]
     question: Int[Tensor, "1 m"] | None = None
     needle: Needle | None = None
+    answer_tokens: int = ANSWER_TOKENS
+    left_out: str = ""
 
     def to(self, device: torch.device) -> "TextTask":
         """The same there, where the model is that is to read it."""
         question = None if self.question is None else self.question.to(device)
-        return TextTask(self.prompt.to(device), self.continuation.to(device), question, self.needle)
+        return replace(
+            self, prompt=self.prompt.to(device), continuation=self.continuation.to(device), question=question
+        )
+
+    def doubt(self, found: bool) -> str:
+        """Why what recipes answer says nothing, given whether the full cache's answer is right; "" if it does."""
+        if self.needle is None or found:
+            return ""
+        if self.needle.answer.lower() in self.left_out.lower():
+            return (
+                "The answer stands in what the prompt leaves out of the text, so no cache can know it: raise "
+                "--prompt-tokens, or leave --continuation out."
+            )
+        return "The full cache does not give the answer either, so what recipes answer says nothing."
 
 
 def make_text_task(
     tokenizer: Tokenizer,
     text: str,
     *,
-    tokens: int,
+    tokens: int | None,
     continuation: int,
     needle: Needle | None = None,
     depth: float = 0.5,
     longest: int | None = None,
+    answer_tokens: int = ANSWER_TOKENS,
 ) -> TextTask:
-    """Cuts a text into a prompt of about `tokens` tokens and a continuation.
+    """Cuts a text into a prompt of about `tokens` tokens, or of no fewer than there are, and a continuation.
 
     With a needle its sentence is inserted at `depth` of the prompt, unless it is empty because the text
     holds the answer already, and the prompt is the part of a user's message before the question.
     """
     question = None if needle is None else _ids(tokenizer, chat_parts(tokenizer, "", needle.question)[1])
-    after = continuation + ANSWER_TOKENS if question is None else max(continuation, question.shape[1] + ANSWER_TOKENS)
-    check_fits(tokens, after, longest)
+    after = continuation + answer_tokens if question is None else max(continuation, question.shape[1] + answer_tokens)
     body = _ids(tokenizer, text)
     total, around = body.shape[1], _ids(tokenizer, _wrap(tokenizer, "", needle)).shape[1]
+    if tokens is None:
+        tokens = (
+            total - continuation + around if longest is None else min(total - continuation + around, longest - after)
+        )
+    check_fits(tokens, after, longest)
     if tokens <= around:
         raise KeepsetError(
             f"{tokens} tokens of prompt leave no room for the text, because {around} stand around it: "
@@ -65,7 +92,8 @@ def make_text_task(
     if needle is not None and needle.sentence:
         start = insert(start, needle, depth)
     prompt = _ids(tokenizer, _wrap(tokenizer, start, needle), special=needle is None)
-    return TextTask(prompt, body[:, length : length + continuation], question, needle)
+    left_out = str(tokenizer.decode(body[0, length:]))
+    return TextTask(prompt, body[:, length : length + continuation], question, needle, answer_tokens, left_out)
 
 
 def check_fits(tokens: int, after: int, longest: int | None) -> None:
@@ -75,10 +103,6 @@ def check_fits(tokens: int, after: int, longest: int | None) -> None:
             f"{tokens} tokens of prompt and {after} after it do not fit the model's context of "
             f"{longest}: ask for fewer tokens."
         )
-
-
-ANSWER_TOKENS = 12
-"""Tokens that are decoded as the answer to the question, and for timing."""
 
 
 def _wrap(tokenizer: Any, text: str, needle: Needle | None) -> str:

@@ -62,7 +62,9 @@ def _cost(model: PreTrainedModel, tokenizer: Tokenizer, options: Options) -> lis
     for length in lengths:
         output = options.answer_tokens or length // 4
         if length > ids.shape[1]:
-            raise KeepsetError(f"The texts have {ids.shape[1]} tokens, fewer than {length}: give shorter --lengths.")
+            raise KeepsetError(
+                f"The texts have {ids.shape[1]} tokens, fewer than {length}: give fewer --prompt-tokens."
+            )
         timings: list[Timing] = []
         for timings in latency(model, [ids[:, :length]], [recipe], output, options.limit or _ROUNDS):  # noqa: B007
             pass
@@ -122,7 +124,7 @@ def _row(tables: Tables, place: str, metric: str, of_budget: Sequence[float]) ->
 
 def _needs_tables(keep: str) -> str:
     return (
-        f"CompilerKV needs tables of each model: `keepset compile --model MODEL --keep {keep} --corpus TEXTS --out "
+        f"CompilerKV needs tables of each model: `keepset compile --model MODEL --keeps {keep} --text TEXTS --out "
         "tables.safetensors`, then --model MODEL --tables tables.safetensors; without, all heads count the same and "
         "there is one threshold. TEXTS are not to be LongBench's. InternLM-2.5 comes with code of its own, which is "
         "not run: convert it to Llama's form and name that as MODEL."
@@ -163,8 +165,8 @@ ENTRIES = (
         (MISTRAL,),
         (Measurement(_cost, "4 generations at each of 8192, 16384 and 32768 tokens, by each of two caches"),),
         note="The paper names neither model, budget nor device: this is Mistral, and 512 entries in every layer. "
-        "--lengths are those of prompts, --answer-tokens (a quarter of the prompt) what is generated, and --limit the "
-        f"rounds ({_ROUNDS}).",
+        "--prompt-tokens are their lengths, --output-tokens (a quarter of the prompt) what is generated, and --limit "
+        f"the rounds ({_ROUNDS}).",
     ),
     Entry(
         "compilerkv-table-a2",

@@ -1,14 +1,12 @@
-"""From an entry and a user's options to the grid that is swept for it, and what that costs."""
+"""From an entry and a user's options to the grid that is swept for it."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from keepset.bench.papers.entry import Options, Sweep
-from keepset.bench.sweep.prompts import Prompts
-from keepset.bench.sweep.sweep import Grid, Group, count
+from keepset.bench.sweep.sweep import Grid
 from keepset.bench.tasks.catalogue import Settings
 from keepset.bench.tasks.find import find
-from keepset.bench.tasks.task import Task, Tokenizer
+from keepset.bench.tasks.task import Task
 
 
 def grid(sweep: Sweep, options: Options) -> Grid:
@@ -21,30 +19,6 @@ def grid(sweep: Sweep, options: Options) -> Grid:
     candidates = list({line.candidate.text: line.candidate for line in sweep.lines(options.files)}.values())
     limit, sample = (sweep.limit, sweep.sample) if options.limit is None else (options.limit, None)
     return Grid(tasks, [options.seed], {task.name: candidates for task in tasks}, limit, sample)
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What a sweep takes: tokens of all prefills, and of all cells' answers at most."""
-
-    cells: int
-    examples: int
-    prompt_tokens: int
-    answer_tokens: int
-
-
-def cost(groups: Sequence[Group], tokenizer: Tokenizer, sweep: Sweep, chat: bool) -> Cost:
-    """Of all groups, those that are done already too."""
-    frames = {use: Prompts(tokenizer, mode=sweep.mode, chat=use, longest=None) for use in {chat, False}}
-    prompt_tokens = answer_tokens = 0
-    for group in groups:
-        answer = group.task.generation.tokens
-        for prompt in frames[chat and group.task.chat].of(group.example, answer):
-            prompt_tokens += len(prompt.ids)
-            for question in prompt.questions:
-                longest = max(map(len, question.choices), default=answer)
-                answer_tokens += len(group.candidates) * (len(question.ids) + longest)
-    return Cost(count(groups), len({group.key for group in groups}), prompt_tokens, answer_tokens)
 
 
 def idle(asked: Grid) -> dict[str, int]:

@@ -33,6 +33,8 @@ LEASE = 180.0
 _BEAT = 20.0
 _PATIENCE = 60.0
 _APPLICATION = 0x6B705357
+_FORMER = {"--answer-tokens": "--output-tokens"}
+"""What options were called when some files were begun."""
 _ADVICE = "name another with --out"
 _TABLES = """
 CREATE TABLE sweep (model TEXT NOT NULL, configuration TEXT NOT NULL);
@@ -240,7 +242,7 @@ class Store:
             raise _no_sweep(self.path)
         try:
             self.model, text = self._database.execute("SELECT model, configuration FROM sweep").fetchone()
-            self.configuration = json.loads(text)
+            self.configuration = {_FORMER.get(name, name): value for name, value in json.loads(text).items()}
         except (ValueError, TypeError):
             raise _no_sweep(self.path) from None
 

@@ -58,7 +58,7 @@ class ContextPool:
         if not passages:
             raise KeepsetError(
                 f"No text has {length} tokens, a context of {tokens} and the {continuation} that follow "
-                "it: give longer ones, or fewer --tokens."
+                "it: give longer ones, or fewer --prompt-tokens."
             )
         contexts: dict[str, Context] = {}
         for passage in passages:

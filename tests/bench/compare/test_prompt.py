@@ -208,7 +208,7 @@ def test_a_budget_that_does_not_suit_is_a_row_with_the_reason() -> None:
     assert [kept is None for kept in one.comparison.kept] == [False, True, True]
     assert one.comparison.failed
     failed = one.comparison.to_json()["rows"][2]
-    assert sorted(failed) == ["error", "method", "recipe"]
+    assert sorted(failed) == ["error", "method", "recipe", "requested"]
 
 
 def test_a_recipe_that_cannot_run_does_not_stop_the_others() -> None:

@@ -34,7 +34,7 @@ def test_costs_have_the_papers_rows_and_columns(embedded: Any, monkeypatch: pyte
     assert all(row.failed == 0 and row.examples == 1 for row in rows)
     assert all(row.figure is not None and row.figure.value > 0 for row in rows)
     monkeypatch.setattr(compilerkv, "default_texts", lambda: ["Too short."])
-    with pytest.raises(KeepsetError, match="fewer than 70: give shorter --lengths"):
+    with pytest.raises(KeepsetError, match="fewer than 70: give fewer --prompt-tokens"):
         measure(*pair, Options(lengths=(70,)))
 
 
