@@ -56,6 +56,7 @@ def config(**changes: Any) -> Any:
             cudagraph_mode="FULL_AND_PIECEWISE",
             splitting_ops=["vllm::unified_attention_with_output", "vllm::unified_kv_cache_update"],
         ),
+        additional_config=None,
         speculative_config=None,
         kv_transfer_config=None,
     )
