@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -12,6 +12,7 @@ from keepset.kernels.blocks import PRODUCT_BLOCK, block_size
 from keepset.kernels.window import received_attention
 
 
+@runtime_checkable
 class KeyPages(Protocol):
     """Sub-pages that keys are read from."""
 
