@@ -34,7 +34,8 @@ class Match(Allocator):
         biases: whether entries get biases; without them other values alone do what they can, under any engine's own
             attention.
         queries: how many reference queries of each query head, at most.
-        ridge: how much it costs to leave the values that were, in parts of the normal equations' mean diagonal.
+        ridge: how much it costs to leave the values that were, and one bias for all, in parts of the normal equations'
+            mean diagonal.
         window: how many of the newest queries are the reference at events after the prompt.
     """
 
@@ -43,8 +44,8 @@ class Match(Allocator):
     rewrites = True
 
     biases: bool = parameter(True)
-    queries: int = parameter(256, minimum=1)
-    ridge: float = parameter(0.03, minimum=1e-6)
+    queries: int = parameter(128, minimum=1)
+    ridge: float = parameter(0.01, minimum=1e-6)
     window: int = parameter(64, minimum=1)
 
     def __post_init__(self) -> None:
@@ -59,6 +60,10 @@ class Match(Allocator):
     def needs(self) -> Needs:
         biases = [EntryBiases()] if self.biases else []
         return self.scorer.needs | Needs(ReferenceQueries(self.queries), RecentQueries(self.window), *biases)
+
+    @property
+    def remembers(self) -> tuple[str, ...]:
+        return (*super().remembers, BIAS) if self.biases else super().remembers
 
     def choose(self, ranking: Ranking) -> LayerKeepSet:
         return self._fitted(ranking.observation, self.scorer.choose(ranking))

@@ -14,7 +14,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
+from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
@@ -28,7 +30,7 @@ from keepset.hf.layer import KeepLayer
 from keepset.hf.phases import DecodingPhase
 from keepset.hf.progress import Event, Progress
 from keepset.hf.store import EntryStore
-from keepset.recipe import in_full, in_short
+from keepset.recipe import Recipe, in_full, in_short
 
 if TYPE_CHECKING:
     from keepset.hf.cache import Cache
@@ -55,8 +57,52 @@ class Header(NamedTuple):
     tokens: int
 
 
-def save(cache: Cache, path: Path, model: PreTrainedModel, name: str) -> None:
+class Contents(NamedTuple):
+    """What a file holds, as far as it can be known without reading its entries, and without checking them.
+
+    Attributes:
+        header: what it says of itself.
+        digest: of all of it.
+        fingerprint: of its model.
+        requests: how many; with `padded`, some of their tokens are padding.
+        goes_on: whether its recipe compresses further while it is asked.
+        text: the digest of its tokens; "" where the file does not say it.
+        opening: the first of them that any other message begins with, too.
+        joint: tokens that come between the text and a question that began with the opening.
+        columns: names of what there is of an entry, over all layers.
+        counts: entries of every head, by the layer's index.
+        layers: of the model's cache, compressed or not.
+    """
+
+    header: Header
+    digest: str
+    fingerprint: dict[str, str]
+    requests: int
+    padded: bool
+    goes_on: bool
+    text: str
+    opening: list[int]
+    joint: list[int]
+    columns: set[str]
+    counts: dict[int, Int[Tensor, "requests kv_heads"]]
+    layers: int
+
+
+def save(
+    cache: Cache,
+    path: Path,
+    model: PreTrainedModel,
+    name: str,
+    tokens: Sequence[int] | None,
+    opening: int,
+    joint: Sequence[int],
+) -> None:
     """What `Cache.save` does; `name` is what the model is found by again."""
+    if tokens is not None and (len(cache.require_prompt().lengths), cache.require_prompt().logical) != (1, len(tokens)):
+        raise KeepsetError(
+            f"token_ids are {len(tokens)}, and the cache has {cache.require_prompt().logical} tokens of "
+            f"{len(cache.require_prompt().lengths)} requests: give those of its only request."
+        )
     progress, event = cache.require_prompt(), cache.events[-1] if cache.events else None
     decoding = next(iter(cache.kept_layers.values())).decoding
     tensors = {"lengths": progress.lengths, "prompts": progress.prompts}
@@ -86,7 +132,18 @@ def save(cache: Cache, path: Path, model: PreTrainedModel, name: str) -> None:
         "layers": len(cache.layers),
         "event": None if event is None else {figure: getattr(event, figure) for figure in _FIGURES},
     }
+    if tokens is not None:
+        metadata |= {
+            "text": hashlib.sha256(token_bytes(tokens)).hexdigest(),
+            "opening": list(tokens[:opening]),
+            "joint": list(joint),
+        }
     _FILE.write(path, tensors, {**metadata, "digest": _digest(metadata, tensors)})
+
+
+def token_bytes(tokens: Sequence[int]) -> bytes:
+    """What a text's digest is of."""
+    return np.asarray(tokens, dtype="<i8").tobytes()
 
 
 def header(path: Path) -> Header:
@@ -95,13 +152,45 @@ def header(path: Path) -> Header:
         return Header(_recipe(path, metadata), str(metadata["model"]), int(metadata["progress"]["logical"]))
 
 
+def contents(path: Path) -> Contents:
+    """What a file holds; raises KeepsetError if it is no saved context that this version can read."""
+    with _opened(path) as (file, metadata):
+        recipe, names = _recipe(path, metadata), set(file.keys())
+        layers = {int(name.split(".")[1]) for name in names if name.startswith(_LAYER) and name.endswith(".counts")}
+        counts = {layer: file.get_tensor(f"{_LAYER}{layer}.counts") for layer in sorted(layers)}
+        return Contents(
+            Header(recipe, str(metadata["model"]), int(metadata["progress"]["logical"])),
+            digest=str(metadata["digest"]),
+            fingerprint=dict(metadata["fingerprint"]),
+            requests=len(file.get_tensor("lengths")),
+            padded="seen" in names,
+            goes_on=Recipe.parse(recipe).schedule.every is not None,
+            text=str(metadata.get("text", "")),
+            opening=list(metadata.get("opening", ())),
+            joint=list(metadata.get("joint", ())),
+            columns={name.split(".columns.")[1] for name in names if ".columns." in name},
+            counts=counts,
+            layers=int(metadata["layers"]),
+        )
+
+
+def entries(path: Path, digest: str) -> dict[int, dict[str, Tensor]]:
+    """The columns of every compressed layer, packed head after head, checked against what `contents` has told.
+
+    Raises:
+        KeepsetError: the file is damaged, or has been replaced since.
+    """
+    with _opened(path) as (file, metadata):
+        tensors = _checked(file, metadata, digest)
+    layers = (_part(tensors, f"{_LAYER}{index}.") for index in range(metadata["layers"]))
+    return {index: _part(layer, "columns.") for index, layer in enumerate(layers) if "counts" in layer}
+
+
 def load(kind: type[Cache], path: Path, model: PreTrainedModel) -> Cache:
     """What `Cache.load` does, on this model's devices."""
     with _opened(path) as (file, metadata):
         _check_model(path, metadata["fingerprint"], fingerprint(model))
-        tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
-        if metadata.pop("digest") != _digest(metadata, tensors):
-            raise ValueError
+        tensors = _checked(file, metadata, metadata["digest"])
         devices = _devices(model)
         layers = []
         for index in range(metadata["layers"]):
@@ -111,7 +200,9 @@ def load(kind: type[Cache], path: Path, model: PreTrainedModel) -> Cache:
         numbers, event = metadata["progress"], metadata["event"]
         next_event, added_up = numbers.pop("next_event"), numbers.pop("added_up")
         names = {"lengths": "lengths", "prompts": "prompts", "valid": "seen"}
-        requests = {name: tensors[there].to(device) for name, there in names.items() if there in tensors}
+        requests: dict[str, Any] = {
+            name: tensors[there].to(device) for name, there in names.items() if there in tensors
+        }
         progress = Progress(**numbers, **requests)
         events = [] if event is None else [Event(keep_set=_keep_set(layers), **event)]
     cache = kind(model, _recipe(path, metadata))
@@ -181,6 +272,14 @@ def _devices(model: PreTrainedModel) -> dict[int, torch.device]:
     """Where each layer is, for models that are spread over several devices."""
     modules = (module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int))
     return {module.layer_idx: parameter.device for module in modules for parameter in module.parameters()}
+
+
+def _checked(file: Any, metadata: dict[str, Any], digest: str) -> dict[str, Tensor]:
+    """All tensors of a file; a ValueError if they are not those of this digest."""
+    tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
+    if not metadata.pop("digest") == digest == _digest(metadata, tensors):
+        raise ValueError
+    return tensors
 
 
 def _digest(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:

@@ -11,6 +11,9 @@ out anew:
 Hence the number of any page follows from the counts at the newest event. Nothing is stored per page, nothing moves
 between events, and a request without an event (a state of zeros) has vLLM's own layout: page `i` of head `h` is
 number `i * kv_heads + h`. So compressed and plain requests share one call.
+
+What several requests begin with is dealt out otherwise, because none may write to another's pages: first all that are
+full, up to the end of a block; then every head's last one, head after head, in the first block of the request's own.
 """
 
 from __future__ import annotations
@@ -29,11 +32,13 @@ class Layout(NamedTuple):
         counts: entries that each head kept.
         length: the request's tokens at the event.
         first: the first logical block that the layer still used; what lies before is not looked at.
+        shared: 1 where the pages that are full by then are other requests', too; else 0.
     """
 
     counts: Int[Tensor, "rows layers kv_heads"]
     length: Int[Tensor, "rows layers"]
     first: Int[Tensor, "rows layers"]
+    shared: Int[Tensor, "rows layers"]
 
 
 def entries(layout: Layout, lengths: Int[Tensor, " rows"]) -> Int[Tensor, "rows layers kv_heads"]:
@@ -58,7 +63,7 @@ def tables(
     """
     page = torch.arange(pages, device=block_table.device)
     needed = page < _ceil_div(entries, block_size)[..., None]
-    number, kv_heads = _numbers(layout.counts, page, block_size), entries.shape[-1]
+    number, kv_heads = _numbers(layout, page, block_size), entries.shape[-1]
     # Before the look-up: what a place beyond the need points at may lie outside the block table.
     block = (layout.first[..., None, None] + number // kv_heads).where(needed, 0)
     found = block_table.gather(1, block.flatten(1).long()).view(block.shape)
@@ -100,21 +105,37 @@ def slots(
     return found.transpose(0, 1).flatten(1)
 
 
-def _numbers(
-    counts: Int[Tensor, "rows layers kv_heads"], page: Int[Tensor, " pages"], block_size: int
-) -> Int[Tensor, "rows layers kv_heads pages"]:
+def own_block(counts: Int[Tensor, "*rows kv_heads"], length: int, block_size: int) -> int:
+    """The first logical block that is a request's own, where it goes on after `length` tokens with these shared counts.
+
+    It is the last one there is, or the one before where some head's last page runs full earlier than that: the block
+    with that head's next page must be there by then.
+    """
+    last, filled = (length - 1) // block_size, (length - 1) % block_size + 1
+    return last - int(bool(((counts - 1) % block_size >= filled).any()))
+
+
+def shareable_pages(counts: Int[Tensor, "*rows kv_heads"], block_size: int) -> Int[Tensor, "*rows kv_heads"]:
+    """Full pages of each head with so many entries; its last one never counts, so that there is one to go on in."""
+    return (_ceil_div(counts, block_size) - 1).clamp(min=0)
+
+
+def _numbers(layout: Layout, page: Int[Tensor, " pages"], block_size: int) -> Int[Tensor, "rows layers kv_heads pages"]:
     """Which of its request's sub-pages, from block `first` on, each page of each head is.
 
     A head's pages lie on two lines: those of the event one after another, those since `kv_heads` apart.
     """
+    counts, shared = layout.counts, layout.shared[..., None] > 0
     kv_heads = counts.shape[-1]
-    kept = _ceil_div(counts, block_size)
+    kept = torch.where(shared, shareable_pages(counts, block_size), _ceil_div(counts, block_size))
     end = kept.cumsum(-1)
+    total = torch.where(shared, _ceil_div(end[..., -1:], kv_heads) * kv_heads, end[..., -1:])
     # Heads with fewer free places run full earlier; of equal ones the lower head takes its page first.
     heads = torch.arange(kv_heads, device=counts.device)
-    rank = (-counts % block_size * kv_heads + heads).argsort(-1).argsort(-1)
+    free = torch.where(shared, 0, -counts % block_size)
+    rank = (free * kv_heads + heads).argsort(-1).argsort(-1)
     # Page `kept` is the first since the event: all that was packed and then `rank` other heads' pages precede it.
-    later = end[..., -1:] + rank - kept * kv_heads
+    later = total + rank - kept * kv_heads
     packed = (end - kept)[..., None] + page
     return packed.where(page < kept[..., None], later[..., None] + page * kv_heads)
 

@@ -70,6 +70,14 @@ class PerHeadTables:
         self._steady = False
         self.step: RaggedStep
 
+    def file(self, page: int, layout: Layout) -> None:
+        """Files a request's state, the only row, under the page that holds its newest token; after the last event."""
+        filed = self._file(layout.counts.device)
+        for part, now in zip(filed.layout, layout, strict=True):
+            part[page] = now[0].to(part)
+        filed.tokens[page] = int(layout.length[0, 0])
+        self._steady = False
+
     def advance(
         self,
         block_table: Int[Tensor, "rows width"],
@@ -94,16 +102,15 @@ class PerHeadTables:
                 for it would take longer than the step's planning.
         """
         device = block_table.device
-        if self._filed is None:
-            self._filed = FiledLayouts.empty(self._blocks, self._layers, self._kv_heads, device)
+        filed = self._file(device)
         on_cpu, alike = device.type == "cpu", tokens is not None and tokens.rows is None
         # On a GPU to compare would take longer than to do it anew.
         if on_cpu and alike and not eventful and self._goes_on(block_table, before, after):
-            self._filed.tokens[self.step.pages] = after.int()
+            filed.tokens[self.step.pages] = after.int()
             self.step = replace(self.step, lengths=after, tokens=tokens)
             return self.step
         lost = self._lost.on(device)
-        pages, layout = follow_layouts(self._filed, block_table, before, after, compressed, lost, self._block_size)
+        pages, layout = follow_layouts(filed, block_table, before, after, compressed, lost, self._block_size)
         self._lost.check()
         self._steady = False
         if tokens is None and not (eventful or read):
@@ -148,12 +155,17 @@ class PerHeadTables:
         first = last if first is None else first
         if bool(((first > last) | (first < self.step.layout.first[rows, place])).any()):
             return None
-        layout = Layout(counts[:, None], lengths[:, None], first[:, None])
+        layout = Layout(counts[:, None], lengths[:, None], first[:, None], torch.zeros_like(first)[:, None])
         assert self._filed is not None
         for part, now in zip(self._filed.layout, layout, strict=True):
             part[self.step.pages[rows], place] = now[:, 0].to(part.dtype)
         most = -(-int(counts.max()) // self._block_size)
         return subpages.tables(layout, counts[:, None], block_table, self._block_size, most)[:, 0].long()
+
+    def _file(self, device: torch.device) -> FiledLayouts:
+        if self._filed is None:
+            self._filed = FiledLayouts.empty(self._blocks, self._layers, self._kv_heads, device)
+        return self._filed
 
     def unused_blocks(self, page: int) -> int:
         """Leading blocks of the request whose newest token is in this page that no layer uses any more."""

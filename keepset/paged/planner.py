@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from keepset.kernels.subpages import Layout
 from keepset.paged.capture import CapturePlanner
+from keepset.paged.contexts import ContextRequests
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.page_tables import FreedBlocks
 from keepset.paged.ragged_plan import RaggedPlanner
@@ -37,13 +40,20 @@ class Planner:
         blocks: int,
         freed_blocks: FreedBlocks,
     ) -> None:
+        self._contexts = ContextRequests(schedule.block_size)
         self.schedule, self.recording, self.layers = schedule, recording, tuple(layers)
         self._capture = CapturePlanner(schedule, recording, len(self.layers), max_requests)
         self._tables: RaggedPlanner | UniformPlanner
         if schedule.ragged:
             self._tables = RaggedPlanner(schedule, len(self.layers), blocks, freed_blocks, self._capture)
         else:
-            self._tables = UniformPlanner(schedule, self._capture)
+            self._tables = UniformPlanner(schedule, self._capture, max_requests)
+
+    def begin(self, page: int, layout: Layout) -> None:
+        """A request goes on after a context: this page of its own has the newest token, and pages follow from that."""
+        assert isinstance(self._tables, RaggedPlanner)
+        self._tables.begin(page, layout)
+        self._contexts.begin(page, int(layout.length[0, 0]))
 
     def plan(self, batch: StepBatch) -> StepPlan:
         """What the group's layers do in this step.
@@ -52,13 +62,14 @@ class Planner:
             batch: the step as the engine scheduled it. Its `slot_mapping` is altered in place.
 
         Returns:
-            The plan, the same for all layers of the group; nothing to do for a dummy run.
+            The plan, the same for all layers of the group; of a dummy run, what a graph is to remember of it.
 
         Raises:
             RuntimeError: a compressed request is not where it was left.
         """
-        plan = StepPlan(batch.slot_mapping)
+        plan = StepPlan(batch.slot_mapping, dummy=not batch.requests)
         if batch.requests:
+            batch = replace(batch, requests=self._contexts.marked(batch))
             self._capture.plan(batch, plan, self._tables.occupied)
-            self._tables.plan(batch, plan)
+        self._tables.plan(batch, plan)
         return plan

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from keepset.kernels.paged import PagedTokens
+from keepset.kernels.subpages import Layout
 from keepset.paged.capture import CapturePlanner
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.page_tables import FreedBlocks, OccupiedPages, PerHeadTables
@@ -25,10 +26,18 @@ class RaggedPlanner:
         self._schedule, self._freed_blocks, self._capture = schedule, freed_blocks, capture
         self._tables = PerHeadTables(layers, schedule.kv_heads, schedule.block_size, blocks)
 
+    def begin(self, page: int, layout: Layout) -> None:
+        """A request has this layout, and its newest token in this page."""
+        self._tables.file(page, layout)
+
     def plan(self, batch: StepBatch, plan: StepPlan) -> None:
         """Adds to the step's plan the heads' tables and what is compressed."""
         schedule, requests = self._schedule, batch.requests
-        compressed = [schedule.was_compressed(request.prompt, request.before) for request in requests]
+        if not requests:
+            return
+        compressed = [
+            request.after_context or schedule.was_compressed(request.prompt, request.before) for request in requests
+        ]
         groups: defaultdict[tuple[int, int, int, bool], list[ScheduledRequest]] = defaultdict(list)
         for request, before in zip(requests, compressed, strict=True):
             if at := schedule.due(request.prompt, request.before, request.after):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from vllm.v1.request import Request
 
 from keepset.errors import UnsupportedEngineError
 from keepset.paged.admission import Admission
+from keepset.paged.contexts import ContextPlacement
 from keepset.paged.engine import SchedulerAdapter
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.vllm import stats
@@ -52,6 +54,7 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
             else Admission(self.schedule, kv_cache_spec.tokens_per_step, kv_cache_spec.steps_ahead)
         )
         self._requests: dict[str, Footprint] = {}
+        self._contexts: dict[str, ContextPlacement] = {}
         self._coming: tuple[str, Footprint] | None = None
 
     def remove_skipped_blocks(
@@ -112,8 +115,21 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
             stats.ended(request_id, footprint.prompt, footprint.length, dropped, footprint.freed)
         return super().pop_blocks_for_free(request_id)
 
+    def forget(self, request_id: str) -> None:
+        """A request is gone for good."""
+        self._contexts.pop(request_id, None)
+
+    def begin(self, request_id: str, block_hashes: Sequence[Any], placement: ContextPlacement) -> None:
+        """A request that waits begins with a context, whose blocks have these hashes."""
+        self._contexts[request_id] = placement
+        if placement.own > 0:
+            self.kv_cache_spec.contexts[block_hashes[0]] = placement  # type: ignore[attr-defined]
+
     def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         """Offers to other requests only blocks that no compression of this one writes to."""
+        if (placement := self._contexts.get(request.request_id)) is not None:
+            super().cache_blocks(request, min(num_tokens, placement.own * self.block_size), *args, **kwargs)
+            return
         if num_tokens >= request.num_prompt_tokens:
             # Preempted from here on, it starts again. Looking up then how much of its prompt may be shared needs
             # the prompt's length, which a lookup is not told; so it is not made.
@@ -124,7 +140,18 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
 
     @classmethod
     def find_longest_cache_hit(cls, *, max_length: int, kv_cache_spec: Any, **others: Any) -> Any:  # type: ignore[override]
-        """Shares only blocks that this request's own compression will not write to."""
+        """Shares only blocks that this request's own compression will not write to, and a context's with all."""
+        hashes, placement = others["block_hashes"], None
+        if kv_cache_spec.contexts and len(hashes):
+            placement = kv_cache_spec.contexts.get(hashes[0])
+        if placement is not None:
+            pool, blocks = others["block_pool"], [others["block_pool"].null_block] * placement.first
+            for block_hash in hashes[placement.first : placement.own]:
+                cached = pool.get_cached_block(block_hash, others["kv_cache_group_ids"])
+                if not cached:
+                    break
+                blocks += cached
+            return (blocks,), len(blocks) * kv_cache_spec.block_size
         prompt = max_length + 1  # vLLM recomputes a prompt's last token, whatever is cached
         shareable = kv_cache_spec.schedule.shareable(prompt)
         length = max_length if shareable is None else min(max_length, shareable)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keepset.errors import RecipeError
+from keepset.errors import KeepsetError, RecipeError
 from keepset.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -21,16 +22,50 @@ CONNECTOR = {
 """The `kv_transfer_config` of recipes whose counts come from the data."""
 
 
+CONTEXTS = "keepset_contexts"
+"""Where it holds the folder of saved contexts, whose files requests name."""
+
+_WHOLE = "adakv(streaming_llm, keep=1.0)"
+"""Of an engine with contexts and without a recipe: drops nothing, and has a table for every head, as contexts need."""
+
+CONTEXT_CONNECTOR = {
+    "kv_connector": "ContextConnector",
+    "kv_role": "kv_both",
+    "kv_connector_module_path": "keepset.vllm.context_connector",
+}
+"""The `kv_transfer_config` of an engine with contexts."""
+
+
+def contexts_of(config: VllmConfig | None) -> Path | None:
+    """The folder of saved contexts of a configuration, if it has one.
+
+    Raises:
+        KeepsetError: it names something else.
+    """
+    additional = None if config is None else config.additional_config
+    if not isinstance(additional, dict) or CONTEXTS not in additional:
+        return None
+    folder = additional[CONTEXTS]
+    if not isinstance(folder, str) or not Path(folder).is_dir():
+        raise KeepsetError(f'additional_config["{CONTEXTS}"] is {folder!r}: give the folder of the saved contexts.')
+    return Path(folder).resolve()
+
+
 def recipe_of(config: VllmConfig | None) -> Recipe | None:
-    """The recipe of a configuration; None where it has none, and everything stays vLLM's own.
+    """The recipe of a configuration; None where it has none, nor contexts, and everything stays vLLM's own.
 
     Raises:
         KeepsetError: there is one, and it cannot be used.
     """
     additional = None if config is None else config.additional_config
-    if not isinstance(additional, dict) or KEY not in additional:
+    if not isinstance(additional, dict):
         return None
-    text = additional[KEY]
+    contexts = contexts_of(config)
+    if contexts is None and KEY not in additional:
+        return None
+    if contexts is not None and KEY in additional:
+        raise RecipeError(f"Contexts have recipes of their own: leave additional_config[{KEY!r}] out.")
+    text = additional.get(KEY, _WHOLE)
     if not isinstance(text, str):
         raise RecipeError(
             f'additional_config["{KEY}"] is {text!r}: give a recipe\'s text, such as "snapkv(keep=0.25)".'

@@ -10,6 +10,7 @@ from typing import Any, Self
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
 
+from keepset.paged.contexts import ContextPlacement
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.recipe import Recipe
 from keepset.vllm.manager import KeepManager
@@ -46,6 +47,11 @@ class KeepSpec(FullAttentionSpec):
         """When this group's requests are compressed."""
         recipe = Recipe.parse(self.recipe)
         return EvictionSchedule(recipe, self.layer, self.layers, self.num_kv_heads, self.block_size)
+
+    @cached_property
+    def contexts(self) -> dict[Any, ContextPlacement]:
+        """Where contexts are in the blocks of requests, by the hash of the first one: the scheduler's."""
+        return {}
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
         """Whether one block table could serve all of these layers."""

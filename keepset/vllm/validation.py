@@ -18,7 +18,7 @@ from keepset.errors import UnsupportedEngineError, UnsupportedModelError
 from keepset.paged.grouping import one_table, table_per_head
 from keepset.recipe import Recipe, check_schedule
 from keepset.vllm.compat import SUPPORTED, changed
-from keepset.vllm.settings import CONNECTOR
+from keepset.vllm.settings import CONNECTOR, CONTEXT_CONNECTOR, contexts_of
 
 _WHOLE = ("auto", "float16", "bfloat16", "float32")
 
@@ -111,7 +111,9 @@ def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
     if config.speculative_config is not None:
         yield "speculative decoding takes tokens back that were compressed; leave it out."
     connector = config.kv_transfer_config
-    if connector is not None and connector.kv_connector_module_path != CONNECTOR["kv_connector_module_path"]:
+    if contexts_of(config) is not None:
+        yield from _of_contexts(config)
+    elif connector is not None and connector.kv_connector_module_path != CONNECTOR["kv_connector_module_path"]:
         yield "KV connectors move whole caches; leave kv_transfer_config out."
     elif connector is None and not recipe.method.fixed_total:
         yield f"how much it keeps depends on the data; give kv_transfer_config {json.dumps(CONNECTOR)}."
@@ -134,17 +136,25 @@ def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
         yield "it needs vLLM's hybrid KV-cache manager; leave disable_hybrid_kv_cache_manager out."
 
 
+def _of_contexts(config: VllmConfig) -> Iterator[str]:
+    connector = config.kv_transfer_config
+    if connector is None or connector.kv_connector_module_path != CONTEXT_CONNECTOR["kv_connector_module_path"]:
+        yield f"there are contexts to serve; give kv_transfer_config {json.dumps(CONTEXT_CONNECTOR)}."
+    elif connector.kv_load_failure_policy != "fail":
+        yield "there is nothing to compute a context from that cannot be loaded; leave kv_load_failure_policy out."
+    if not config.cache_config.enable_prefix_caching:
+        yield "requests share contexts as they share prefixes; leave --no-enable-prefix-caching out."
+
+
 def _of_graphs(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
-    """CUDA graphs replay kernels, and nothing of what decides where they read and write."""
-    compilation, per_head = config.compilation_config, table_per_head(recipe)
-    if not compilation.cudagraph_mode:
+    """CUDA graphs replay kernels, and nothing of what decides where heads that differ read and write."""
+    compilation = config.compilation_config
+    if not compilation.cudagraph_mode or not table_per_head(recipe):
         return
     if envs.VLLM_USE_BREAKABLE_CUDAGRAPH:
-        if per_head:
-            yield "breakable graphs would write its heads' entries to wrong places; set VLLM_USE_BREAKABLE_CUDAGRAPH=0."
+        yield "breakable graphs would write its heads' entries to wrong places; set VLLM_USE_BREAKABLE_CUDAGRAPH=0."
     elif compilation.mode == CompilationMode.VLLM_COMPILE:
-        outside = ["vllm::unified_attention_with_output"] + ["vllm::unified_kv_cache_update"] * per_head
-        for operator in outside:
+        for operator in ("vllm::unified_attention_with_output", "vllm::unified_kv_cache_update"):
             if operator not in (compilation.splitting_ops or ()):
                 yield (
                     f"CUDA graphs would replay {operator}; leave splitting_ops, use_inductor_graph_partition and "

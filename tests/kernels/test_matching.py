@@ -89,13 +89,26 @@ def test_values_are_those_of_ridge_regression(queries: int, kept: int) -> None:
 
 
 def test_weights_are_near_to_those_of_non_negative_least_squares() -> None:
-    heads, places = random_heads(1, 80, 30, 6), torch.arange(0, 30, 3)[None]
-    biases, _ = fit(heads, places)
+    """With a row for every weight that leaves the one that is best for all alike."""
+    heads, places, ridge = random_heads(1, 80, 30, 6), torch.arange(0, 30, 3)[None], 0.1
+    biases, _ = fit(heads, places, ridge)
     shares = attention(heads, 0)[:, places[0]]
-    _, best = scipy.optimize.nnls(shares, np.ones(80))
-    ours = np.linalg.norm(shares @ np.exp(biases[0].double().numpy()) - 1)
-    untouched = np.linalg.norm(shares.sum(-1) - 1)
-    assert best <= ours + 1e-9 and ours - best < 0.02 * (untouched - best)
+    alike = shares.sum() / np.square(shares.sum(-1)).sum()
+    root = math.sqrt(ridge * np.square(shares).sum() / 10)
+    rows, right = np.concatenate([shares, root * np.eye(10)]), np.append(np.ones(80), np.full(10, root * alike))
+    _, best = scipy.optimize.nnls(rows, right)
+    ours = np.linalg.norm(rows @ np.exp(biases[0].double().numpy()) - right)
+    start = np.linalg.norm(rows @ np.full(10, alike) - right)
+    assert best <= ours + 1e-9 and ours - best < 0.02 * (start - best)
+
+
+def test_what_no_reference_query_looks_at_stands_for_as_many_as_the_rest() -> None:
+    heads = random_heads(1, 40, 12, 8)
+    heads.added[0, 4] = -60.0
+    biases, values = fit(heads, torch.tensor([[0, 2, 4, 5, 9]]))
+    torch.testing.assert_close(values[0, 2], heads.values[0, 4])
+    shares = attention(heads, 0)[:, [0, 2, 4, 5, 9]].sum(-1)
+    assert float(biases[0, 2]) == pytest.approx(math.log(shares.sum() / np.square(shares).sum()), abs=1e-4)
 
 
 @pytest.mark.parametrize("biases", [True, False])

@@ -40,7 +40,7 @@ class Case:
 
     @classmethod
     def draw(cls, lengths: list[int], new: list[int], kv_heads: int, size: int, dim: int, dtype: torch.dtype) -> Case:
-        """Requests of so many tokens; every other one was compressed, its new tokens came since."""
+        """Requests of so many tokens; every other one was compressed or shares pages, its new tokens came since."""
         draw = torch.Generator().manual_seed(sum(lengths) + kv_heads)
         rows = [Row(2, kv_heads, size, WIDTH, r * WIDTH) for r in range(len(lengths))]
         for r, (row, length, n) in enumerate(zip(rows, lengths, new, strict=True)):
@@ -51,7 +51,10 @@ class Case:
                 if r % 2:
                     counts = [int(torch.randint(before + 1, (), generator=draw)) for _ in range(kv_heads)]
                     counts[-1] = 0
-                    layer.event([head.held[:count] for head, count in zip(layer.heads, counts, strict=True)], 0)
+                    if r == 1:
+                        layer.share([count // 2 for count in counts], max(layer.blocks - 2, 0))
+                    else:
+                        layer.event([head.held[:count] for head, count in zip(layer.heads, counts, strict=True)], 0)
                     row.states[row.layers.index(layer)] = layer.layout
                 for _ in range(length - before):
                     layer.append()
@@ -65,7 +68,7 @@ class Case:
                         2 * dim, generator=draw
                     ).to(dtype)
                     bias[slot] = torch.randn((), generator=draw)
-        state = [torch.tensor([[state[part] for state in row.states] for row in rows]) for part in range(3)]
+        state = [torch.tensor([[state[part] for state in row.states] for row in rows]) for part in range(4)]
         return cls(rows, new, cache, Layout(*(part[:, 1:] for part in state)), bias)
 
     def tokens(self, listed: bool) -> PagedTokens:

@@ -2,17 +2,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from keepset.kernels.subpages import Layout, blocks_needed, entries, slots, tables
+from keepset.kernels.subpages import Layout, blocks_needed, entries, own_block, slots, tables
 from tests.paged.allocator import POISON, Allocator, Row
 from tests.tiers import examples
 
 
 def as_layout(rows: list[Row]) -> Layout:
-    counts, length, first = ([[state[part] for state in row.states] for row in rows] for part in range(3))
-    return Layout(torch.tensor(counts), torch.tensor(length), torch.tensor(first))
+    parts = ([[state[part] for state in row.states] for row in rows] for part in range(4))
+    return Layout(*map(torch.tensor, parts))
 
 
 def check(rows: list[Row], block_size: int, spare: int) -> None:
@@ -125,6 +125,34 @@ def test_blocks_needed_is_the_least_that_ever_suffices(
     assert int(blocks_needed(torch.tensor(counts), torch.tensor(length), block_size)) == most <= at_event
 
 
+@examples(150)
+@given(
+    data=st.data(),
+    kv_heads=st.sampled_from([1, 2, 3, 8]),
+    block_size=st.sampled_from([1, 2, 4, 5]),
+)
+def test_after_shared_pages_a_request_writes_to_its_own(data: st.DataObject, kv_heads: int, block_size: int) -> None:
+    """Whatever each head holds of a context, no page before the first own block is written to, and none is missing."""
+    length = data.draw(st.integers(1, 6 * block_size), label="tokens")
+    awkward = st.sampled_from([0, 1, block_size, length]).filter(lambda count: count <= length)
+    counts = [data.draw(awkward | st.integers(0, length), label="count") for _ in range(kv_heads)]
+    own = own_block(torch.tensor([counts]), length, block_size)
+    row = Row(1, kv_heads, block_size, 12, 5)
+    (layer,) = row.layers
+    layer.length = length
+    layer.share(counts, own)
+    row.states[0] = layer.layout
+    assume(layer.first >= 0)
+    assert own <= (length - 1) // block_size  # the newest token's page, under which state is filed, is one of them
+    before = [head.pages[: head.shared] for head in layer.heads]
+    for tokens in (0, 1, *[data.draw(st.integers(1, 3), label="new") for _ in range(3 * block_size)]):
+        append([row], [tokens], block_size)
+        check([row], block_size, 0)
+    for head, shared in zip(layer.heads, before, strict=True):
+        assert head.pages[: len(shared)] == shared
+        assert all(block < own for block, _ in shared) and all(block >= own for block, _ in head.pages[len(shared) :])
+
+
 def test_blocks_needed_of_many() -> None:
     counts = torch.tensor([[[4, 4], [1, 0]], [[4, 4], [9, 3]]])
     # At 8 tokens the last block is full; at 9 three more tokens come before the next.
@@ -133,7 +161,7 @@ def test_blocks_needed_of_many() -> None:
 
 @pytest.mark.parametrize("kv_heads", [1, 3, 8])
 def test_zero_state_is_the_layout_of_vllm(kv_heads: int) -> None:
-    zero = Layout(torch.zeros(2, 3, kv_heads, dtype=torch.long), *torch.zeros(2, 2, 3, dtype=torch.long))
+    zero = Layout(torch.zeros(2, 3, kv_heads, dtype=torch.long), *torch.zeros(3, 2, 3, dtype=torch.long))
     lengths = torch.tensor([9, 4])
     held = entries(zero, lengths)
     assert torch.equal(held, lengths[:, None, None].expand(2, 3, kv_heads))
@@ -152,7 +180,7 @@ def test_zero_state_is_the_layout_of_vllm(kv_heads: int) -> None:
 
 def test_heads_that_are_full_at_the_event() -> None:
     """Three heads, pages of 4: two pages, a full one and none at all; all three want a page with the next token."""
-    layout = Layout(torch.tensor([[[7, 4, 0]]]), torch.tensor([[12]]), torch.tensor([[1]]))
+    layout = Layout(torch.tensor([[[7, 4, 0]]]), torch.tensor([[12]]), torch.tensor([[1]]), torch.tensor([[0]]))
     block_table = torch.tensor([[POISON, 10, 11, 12]])
     now = tables(layout, entries(layout, torch.tensor([12])), block_table, 4, 2)
     assert now.tolist() == [[[[30, 31], [32, 0], [0, 0]]]]
@@ -165,11 +193,11 @@ def test_heads_that_are_full_at_the_event() -> None:
 
 def test_empty_batches() -> None:
     """No rows, no tokens, no pages: shapes without elements."""
-    none = Layout(*(torch.zeros(0, *shape, dtype=torch.long) for shape in ((2, 3), (2,), (2,))))
+    none = Layout(*(torch.zeros(0, *shape, dtype=torch.long) for shape in ((2, 3), (2,), (2,), (2,))))
     empty = torch.zeros(0, 4, dtype=torch.int32)
     held = entries(none, torch.zeros(0, dtype=torch.long))
     assert tables(none, held, empty, 4, 5).shape == (0, 2, 3, 5)
-    one = Layout(*(torch.zeros(1, *shape, dtype=torch.long) for shape in ((2, 3), (2,), (2,))))
+    one = Layout(*(torch.zeros(1, *shape, dtype=torch.long) for shape in ((2, 3), (2,), (2,), (2,))))
     table = torch.full((1, 4), POISON, dtype=torch.int32)
     nothing = torch.zeros(0, dtype=torch.long)
     none = tables(one, entries(one, torch.tensor([0])), table, 4, 0)

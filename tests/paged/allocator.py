@@ -12,10 +12,11 @@ POISON = -(10**6)
 
 @dataclass
 class Head:
-    """One head's entries, in order, and the sub-pages that it was given."""
+    """One head's entries, in order, and the sub-pages that it was given; the first may be other requests', too."""
 
     held: list[int] = field(default_factory=list)
     pages: list[tuple[int, int]] = field(default_factory=list)
+    shared: int = 0
 
 
 class Allocator:
@@ -27,6 +28,7 @@ class Allocator:
         self.length = 0
         self.first = 0
         self.next = (0, 0)
+        self.own: int | None = None
 
     @property
     def blocks(self) -> int:
@@ -39,23 +41,37 @@ class Allocator:
 
     def event(self, kept: list[list[int]], first: int) -> None:
         self.heads = [Head() for _ in kept]
-        self.first = first
+        self.first, self.own = first, None
         self.next = (first, 0)
         for head, survivors in zip(self.heads, kept, strict=True):
             for entry in survivors:
                 self._put(head, entry)
 
+    def share(self, counts: list[int], own: int) -> None:
+        """From now on the request holds so many entries, all pages but each head's last one in blocks before `own`."""
+        shared = [max(-(-count // self.block_size) - 1, 0) for count in counts]
+        self.own, self.first = own, own - -(-sum(shared) // len(counts))
+        places = iter([(block, place) for block in range(self.first, own) for place in range(len(counts))])
+        self.heads = [Head([], [next(places) for _ in range(pages)], pages) for pages in shared]
+        for head, count in zip(self.heads, counts, strict=True):
+            for entry in range(count):
+                self._put(head, entry)
+
     def _put(self, head: Head, entry: int) -> None:
-        if len(head.held) == len(head.pages) * self.block_size:
+        full = len(head.held) == len(head.pages) * self.block_size
+        if full and self.own is not None:
+            (place,) = (place for place, other in enumerate(self.heads) if other is head)
+            head.pages.append((self.own + len(head.pages) - head.shared, place))
+        elif full:
             head.pages.append(self.next)
             block, place = self.next
             self.next = (block, place + 1) if place + 1 < len(self.heads) else (block + 1, 0)
         head.held.append(entry)
 
     @property
-    def layout(self) -> tuple[list[int], int, int]:
+    def layout(self) -> tuple[list[int], int, int, int]:
         """Of the state now, as if an event had just happened."""
-        return [len(head.held) for head in self.heads], self.length, self.first
+        return [len(head.held) for head in self.heads], self.length, self.first, int(self.own is not None)
 
 
 class Row:
@@ -63,7 +79,7 @@ class Row:
 
     def __init__(self, layers: int, kv_heads: int, block_size: int, width: int, offset: int) -> None:
         self.layers = [Allocator(kv_heads, block_size) for _ in range(layers)]
-        self.states: list[tuple[list[int], int, int]] = [([0] * kv_heads, 0, 0)] * layers
+        self.states: list[tuple[list[int], int, int, int]] = [([0] * kv_heads, 0, 0, 0)] * layers
         self.kv_heads = kv_heads
         # Requests own disjoint blocks, in no order.
         self.ids = (offset + torch.randperm(width, generator=torch.Generator().manual_seed(offset))).tolist()

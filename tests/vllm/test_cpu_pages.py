@@ -352,7 +352,7 @@ def test_ragged_compaction_is_attention_over_what_was_kept(arguments: CaseArgume
     lengths = torch.tensor([150, 97, 300])
     case = Case(*arguments, lengths.tolist())
     size, kv_heads, rows = case.block_size, case.kv_heads, len(lengths)
-    layout = Layout(torch.zeros(rows, 1, kv_heads, dtype=torch.long), *torch.zeros(2, rows, 1, dtype=torch.long))
+    layout = Layout(torch.zeros(rows, 1, kv_heads, dtype=torch.long), *torch.zeros(3, rows, 1, dtype=torch.long))
     for event in range(3):
         queries = case.queries(rows * tokens)
         batch = torch.arange(rows).repeat_interleave(tokens)
@@ -403,7 +403,7 @@ def compact(case: Case, layout: Layout, lengths: Tensor, chosen: list[int]) -> L
         need = int(blocks_needed(counts[row, 0], length[row, 0], size))
         first[row] = -(-int(lengths[row]) // size) - need
         assert first[row] >= now.first[0, 0]
-        new = Layout(counts[row : row + 1], length[row : row + 1], first[row : row + 1])
+        new = Layout(*(part[row : row + 1] for part in (counts, length, first, torch.zeros_like(first))))
         most = -(-int(new.counts.max()) // size)
         places = tables(new, new.counts, case.block_table[row : row + 1], size, most)[0, 0].long()
         at = torch.cat(
@@ -417,4 +417,4 @@ def compact(case: Case, layout: Layout, lengths: Tensor, chosen: list[int]) -> L
             torch.cat([values[head, own] for head, own in enumerate(kept)]),
             at,
         )
-    return Layout(counts, length, first)
+    return Layout(counts, length, first, torch.zeros_like(first))

@@ -117,16 +117,22 @@ def _rows(tokens: PagedTokens, layout: Layout) -> tuple[int, ...]:
 
 
 @triton.jit
-def _dealt(counts, HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, SIZE: tl.constexpr):
+def _dealt(counts, shared, HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, SIZE: tl.constexpr):
     """Of each head its entries and pages at the event, and where its pages are numbered from: then, and since then."""
     head = tl.arange(0, HEADS_BLOCK)
     count = tl.load(counts + head, mask=head < HEADS, other=0).to(tl.int32)
     kept = (count + SIZE - 1) // SIZE
+    free = kept * SIZE - count
+    if shared:
+        kept, free = tl.maximum(kept - 1, 0), free * 0
     # Heads with fewer free places run full earlier; of equal ones the lower head takes its page first.
-    full = tl.where(head < HEADS, (kept * SIZE - count) * HEADS + head, 2**30)
+    full = tl.where(head < HEADS, free * HEADS + head, 2**30)
     rank = tl.sum((full[None, :] < full[:, None]).to(tl.int32), 1)
     start = tl.sum(tl.where(head[None, :] < head[:, None], kept[None, :], 0), 1)
-    return count, kept, start, tl.sum(kept, 0) + rank - kept * HEADS
+    total = tl.sum(kept, 0)
+    if shared:
+        total = (total + HEADS - 1) // HEADS * HEADS
+    return count, kept, start, total + rank - kept * HEADS
 
 
 @triton.jit
@@ -137,9 +143,9 @@ def _number(page, kept, start, later, HEADS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["outputs"])
 def _attend_pages(
-    queries, cache, bias, block_table, counts, event_lengths, firsts, places, rows, lengths, output, lse,
+    queries, cache, bias, block_table, counts, event_lengths, firsts, shares, places, rows, lengths, output, lse,
     query_token, query_head, cache_block, cache_head, cache_entry,
-    table_row, counts_row, event_row, first_row, scaling, outputs,
+    table_row, counts_row, event_row, first_row, shared_row, scaling, outputs,
     GROUP: tl.constexpr, HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr, SIZE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, LEAST_PART: tl.constexpr,
@@ -150,7 +156,9 @@ def _attend_pages(
     if LISTED:
         place, row = tl.load(places + token).to(tl.int64), tl.load(rows + token).to(tl.int64)
     length = tl.load(lengths + token).to(tl.int32)
-    all_counts, all_kept, starts, laters = _dealt(counts + row * counts_row, HEADS, HEADS_BLOCK, SIZE)
+    all_counts, all_kept, starts, laters = _dealt(
+        counts + row * counts_row, tl.load(shares + row * shared_row) > 0, HEADS, HEADS_BLOCK, SIZE
+    )
     own = tl.arange(0, HEADS_BLOCK) == head
     count, kept = tl.sum(tl.where(own, all_counts, 0), 0), tl.sum(tl.where(own, all_kept, 0), 0)
     start, later = tl.sum(tl.where(own, starts, 0), 0), tl.sum(tl.where(own, laters, 0), 0)
@@ -216,9 +224,9 @@ def _attend_pages(
 
 @triton.jit
 def _append_to_pages(
-    keys, values, cache, block_table, counts, event_lengths, firsts, places, rows, lengths,
+    keys, values, cache, block_table, counts, event_lengths, firsts, shares, places, rows, lengths,
     key_token, key_head, value_token, value_head, cache_block, cache_head, cache_entry,
-    table_row, counts_row, event_row, first_row,
+    table_row, counts_row, event_row, first_row, shared_row,
     HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     SIZE: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
@@ -227,7 +235,9 @@ def _append_to_pages(
     if LISTED:
         place, row = tl.load(places + token).to(tl.int64), tl.load(rows + token).to(tl.int64)
     length = tl.load(lengths + token).to(tl.int32)
-    count, kept, start, later = _dealt(counts + row * counts_row, HEADS, HEADS_BLOCK, SIZE)
+    count, kept, start, later = _dealt(
+        counts + row * counts_row, tl.load(shares + row * shared_row) > 0, HEADS, HEADS_BLOCK, SIZE
+    )
     since = length - tl.load(event_lengths + row * event_row).to(tl.int32)
     entry = count + since - 1
     number = _number(entry // SIZE, kept, start, later, HEADS)
@@ -245,8 +255,8 @@ def _append_to_pages(
 
 @triton.jit
 def _follow(
-    block_table, before, after, required, filed_counts, filed_lengths, filed_firsts, filed_tokens,
-    counts, lengths, firsts, pages, lost, table_row,
+    block_table, before, after, required, filed_counts, filed_lengths, filed_firsts, filed_shares, filed_tokens,
+    counts, lengths, firsts, shares, pages, lost, table_row,
     COUNTS: tl.constexpr, LAYERS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -265,10 +275,13 @@ def _follow(
         there, mine = old * LAYERS + index, page * LAYERS + index
         length = tl.load(filed_lengths + there, mask=index < tl.where(known, LAYERS, 0), other=0)
         first = tl.load(filed_firsts + there, mask=index < tl.where(known, LAYERS, 0), other=0)
+        shared = tl.load(filed_shares + there, mask=index < tl.where(known, LAYERS, 0), other=0)
         tl.store(filed_lengths + mine, length, mask=index < LAYERS)
         tl.store(filed_firsts + mine, first, mask=index < LAYERS)
+        tl.store(filed_shares + mine, shared, mask=index < LAYERS)
         tl.store(lengths + row * LAYERS + index, length, mask=index < LAYERS)
         tl.store(firsts + row * LAYERS + index, first, mask=index < LAYERS)
+        tl.store(shares + row * LAYERS + index, shared, mask=index < LAYERS)
     tl.debug_barrier()  # what was filed is read by all before it is written
     tl.store(filed_tokens + page, has.to(tl.int32))
     tl.store(pages + row, page)

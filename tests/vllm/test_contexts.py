@@ -1,0 +1,226 @@
+"""Requests that begin with a saved context: answers are those of the file under transformers, and pages are shared."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM, PreTrainedModel
+
+import keepset
+from tests.vllm.compared import result
+from tests.vllm.conftest import TINY
+from tests.vllm.engine import BLOCK, Ask, Result, Scenario, raw
+from tests.vllm.late import Late
+
+settings = Late("keepset.vllm.settings")
+
+IDS = torch.randint(3, 512, (4000,), generator=torch.Generator().manual_seed(0)).tolist()
+CONTEXTS = {
+    "uniform": ("snapkv(window=8, keep=40)", 150),
+    "ragged": ("adakv(snapkv(window=8), keep=0.3)", 230),
+    "pooled": ("pool(snapkv(window=8), keep=0.25)", 320),
+    "read twice": ("reread(keep=0.2)", 333),
+    "layers": ("pyramid(snapkv(window=8), keep=48)", 161),
+    # Blocks that are full to the last entry, a context that is shorter than one, and one of a single token.
+    "whole": ("streaming_llm(keep=1.0)", 192),
+    "short": ("adakv(snapkv(window=8), keep=20)", 27),
+    "token": ("knorm(keep=1.0)", 1),
+    "values": ("match(adakv(snapkv(window=8)), biases=False, window=8, keep=64)", 200),
+}
+SIZES = (5, 33, 70, 1)
+TOKENS = 24
+ENGINE: dict[str, Any] = {
+    "max_model_len": 512,
+    "num_gpu_blocks_override": 160,
+    "max_num_batched_tokens": 64,
+    "enable_prefix_caching": True,
+}
+
+
+def question(index: int, size: int) -> list[int]:
+    return IDS[1000 + 101 * index : 1000 + 101 * index + size]
+
+
+def ask(name: str, index: int, size: int, tokens: int = TOKENS, **more: Any) -> Ask:
+    return Ask(question(index, size), tokens, extra={"keepset": {"context": name}}, **more)
+
+
+EACH = [ask(name, place, SIZES[place % 4]) for place, name in enumerate(CONTEXTS)] + [Ask(question(25, 120), TOKENS)]
+AGAIN = [*EACH, *(ask(name, 10 + place, SIZES[(place + 1) % 4]) for place, name in enumerate(CONTEXTS))]
+BY_TEXT = ["a text", "and more"]
+"""Contexts whose files know their tokens; the second goes on where the first ends."""
+TEXT, MORE, OPENING, JOINT = IDS[3000:3200], IDS[3000:3260], IDS[3000:3003], [11, 12]
+FOUND = [
+    Ask(TEXT + question(1, 20), TOKENS),
+    Ask(MORE + question(2, 20), TOKENS),
+    Ask(TEXT[:-1] + question(3, 20), TOKENS),  # not all of it
+    Ask(TEXT, TOKENS),  # no token is left to compute
+    Ask(JOINT + question(4, 7), TOKENS, extra={"keepset": '{"context": "a text"}'}),
+    Ask(OPENING + question(4, 7), TOKENS, extra={"keepset": {"context": "a text"}}),
+]
+LATER = [ask("pooled", index, 9, add=4 * index) for index in range(4)]
+TURMOIL = [
+    ask("pooled", 0, 40, 60),
+    ask("pooled", 1, 20, 60),
+    ask("ragged", 2, 33, 60, abort=20),
+    ask("ragged", 3, 50, 50, add=1, abort=2),  # while it is loaded
+    Ask(question(4, 150), 60),
+    ask("ragged", 5, 64, 50, add=14),
+    ask("pooled", 6, 5, 50, add=30),
+]
+CROWD = [
+    ask(name, index, 30, 60) for index, name in enumerate(["pooled", "whole", "ragged", "read twice", "values"] * 2)
+]
+NAMES = ["nowhere", "../tiny", "damaged", "flipped", "foreign", "other weights", "cut off", "long", "goes on", "", 7]
+WRONG = [*({"context": name} for name in NAMES), {}, "pooled", {"contexts": "pooled"}]
+REFUSED = [Ask(question(index, 20), 5, extra={"keepset": wishes}) for index, wishes in enumerate(WRONG)]
+ALL = [*REFUSED, *EACH, *FOUND]
+"""All of them at once."""
+
+
+def write(
+    folder: Path, model: PreTrainedModel, name: str, recipe: str, tokens: int, text: list[int] | None = None
+) -> Path:
+    cache = keepset.Cache(model, recipe)
+    with torch.no_grad():
+        model(torch.tensor([text or IDS[:tokens]]), past_key_values=cache)
+    cache.save(folder / f"{name}.safetensors", token_ids=text, opening=len(OPENING), joint=JOINT)
+    return folder / f"{name}.safetensors"
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("contexts")
+    for name, (recipe, tokens) in CONTEXTS.items():
+        write(folder, tiny_model, name, recipe, tokens)
+    for name, text in zip(BY_TEXT, (TEXT, MORE), strict=True):
+        write(folder, tiny_model, name, "pool(snapkv(window=8), keep=0.3)", len(text), text)
+    bad = write(folder, tiny_model, "flipped", *CONTEXTS["ragged"])
+    content = bytearray(bad.read_bytes())
+    content[-100] ^= 1
+    bad.write_bytes(content)
+    (folder / "damaged.safetensors").write_bytes(b"nothing of the kind")
+    (folder / "cut off.safetensors").write_bytes(bytes(content[:-50]))
+    write(folder, tiny_model, "long", "knorm(keep=0.1)", 500)
+    write(folder, tiny_model, "goes on", "snapkv(window=8, keep=40, every=8)", 100)
+    torch.manual_seed(1)
+    write(folder, LlamaForCausalLM(TINY).bfloat16().eval(), "foreign", "knorm(keep=0.1)", 100)
+    write(folder, LlamaForCausalLM(TINY).eval(), "other weights", "knorm(keep=0.1)", 100)
+    return folder
+
+
+def scenario(tiny: Path, folder: Path, asks: list[Ask], preempt: tuple[int, ...] = (), **more: Any) -> Scenario:
+    engine = more.pop("engine", {})
+    contexts = {
+        "additional_config": {settings.CONTEXTS: str(folder)},
+        "kv_transfer_config": settings.CONTEXT_CONNECTOR,
+    }
+    return Scenario(None, asks, preempt, {"model": str(tiny), **contexts, **ENGINE, **engine}, **more)
+
+
+@pytest.fixture(scope="module")
+def engines(tiny: Path, folder: Path) -> dict[str, Any]:
+    scenarios = {"all": scenario(tiny, folder, ALL), "later": scenario(tiny, folder, LATER)}
+    return dict(zip(scenarios, raw(*scenarios.values()), strict=True))
+
+
+@pytest.fixture(scope="module")
+def others(tiny: Path, folder: Path) -> dict[str, Any]:
+    scenarios = {
+        "turmoil": scenario(tiny, folder, TURMOIL, (12, 33)),
+        "crowd": scenario(tiny, folder, CROWD, engine={"num_gpu_blocks_override": 30}),
+        "apart": scenario(tiny, folder, AGAIN, own_process=True),
+        "ranks": scenario(tiny, folder, AGAIN, engine={"tensor_parallel_size": 2}),
+        "ahead": scenario(tiny, folder, TURMOIL, engine={"async_scheduling": True}, stub_streams=True),
+    }
+    answers = raw(*list(scenarios.values())[:-1], env={"VLLM_CPU_OMP_THREADS_BIND": "nobind"})
+    answers += raw(scenarios["ahead"])
+    return dict(zip(scenarios, answers, strict=True))
+
+
+@torch.no_grad()
+def expected(model: PreTrainedModel, folder: Path, one: Ask) -> list[int]:
+    """The answer under transformers."""
+    if one.extra is None:
+        inputs: dict[str, Any] = {"input_ids": torch.tensor([one.ids])}
+    else:
+        path = folder / f"{one.extra['keepset']['context']}.safetensors"
+        inputs = keepset.Cache.load(path, model).ask(torch.tensor([one.ids]))
+    output = model.generate(**inputs, max_new_tokens=one.max_tokens, do_sample=False, eos_token_id=None)
+    return output[0, len(one.ids) :].tolist()
+
+
+def part(engine: Result, some: list[Ask]) -> Result:
+    """What became of these requests of all."""
+    places = [next(place for place, one in enumerate(ALL) if one is each) for each in some]
+    names = ("tokens", "cached", "reasons", "log")
+    lists = {name: [getattr(engine, name)[place] for place in places] for name in names}
+    return replace(engine, **lists)
+
+
+def check(model: PreTrainedModel, folder: Path, asks: list[Ask], engine: Result) -> None:
+    for one, tokens in zip(asks, engine.tokens, strict=True):
+        answer = expected(model, folder, one)
+        assert tokens == answer or (one.abort is not None and (tokens or []) == answer[: len(tokens or [])])
+    if engine.tables:
+        engine.check_nothing_left()
+
+
+def test_every_answer_is_that_of_the_file(engines: dict[str, Any], tiny_model: PreTrainedModel, folder: Path) -> None:
+    engine = part(result(engines, "all"), EACH)
+    check(tiny_model, folder, EACH, engine)
+    # Not one token of a context was computed.
+    assert [sum(tokens for _, _, tokens in log) - TOKENS + 1 for log in engine.log] == [len(one.ids) for one in EACH]
+
+
+def test_pages_are_held_once(engines: dict[str, Any], tiny_model: PreTrainedModel, folder: Path) -> None:
+    """Four requests hold what is shared once, and each its own last blocks; those who come later find it."""
+    engine = result(engines, "later")
+    check(tiny_model, folder, LATER, engine)
+    assert max(step["running"] for step in engine.steps) == 4
+    counts = keepset.Cache.load(folder / "pooled.safetensors", tiny_model).keep_set
+    assert counts is not None
+    heads = [[len(counts.positions(layer, 0, head)) for head in range(2)] for layer in range(3)]
+    shared = max(-(-sum(-(-count // BLOCK) - 1 for count in layer) // 2) for layer in heads)
+    own = -(-(320 + 9 + TOKENS) // BLOCK) - (320 // BLOCK - 1)
+    held = [engine.free_before - step["free"] for step in engine.steps]
+    assert shared > 1 and shared + 4 * (own - 1) <= max(held) <= shared + 4 * own
+    assert engine.cached == [320] * 4
+
+
+def test_a_prompt_that_begins_with_a_text_gets_it(
+    engines: dict[str, Any], tiny_model: PreTrainedModel, folder: Path
+) -> None:
+    engine = part(result(engines, "all"), FOUND)
+    assert engine.cached[:3] == [200, 260, 0] and engine.cached[4:] == [200, 200]
+    meant = [
+        ask("a text", 1, 20),
+        ask("and more", 2, 20),
+        *FOUND[2:4],
+        *[replace(FOUND[4], extra={"keepset": {"context": "a text"}})] * 2,
+    ]
+    check(tiny_model, folder, meant, engine)
+
+
+def test_what_cannot_be_served_ends_with_an_error(engines: dict[str, Any]) -> None:
+    engine = part(result(engines, "all"), REFUSED)
+    assert set(engine.reasons) == {"error"} and not any(engine.tokens)
+    engine.check_nothing_left()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["turmoil", "crowd", "apart", "ranks", "ahead"])
+def test_preemption_eviction_processes_and_ranks(
+    name: str, others: dict[str, Any], tiny_model: PreTrainedModel, folder: Path
+) -> None:
+    engine = result(others, name)
+    check(tiny_model, folder, {"crowd": CROWD, "apart": AGAIN, "ranks": AGAIN}.get(name, TURMOIL), engine)
+    if name == "turmoil":
+        assert engine.preemptions[:2] == [2, 2]
+        assert engine.tokens[2] and len(engine.tokens[2]) < 60 and not engine.tokens[3]
+    if name == "crowd":
+        assert min(step["free"] for step in engine.steps) < 5 and any(step["waiting"] for step in engine.steps)
