@@ -77,7 +77,8 @@ class Pool:
             assert record.start == request.since and record.length == move.after
             positions = torch.arange(move.start, move.after)
             capture = QueryCapture(positions - move.start, torch.full_like(positions, record.slot), positions % WINDOW)
-            self.passing.record(0, torch.stack([request.query(int(p)) for p in positions]), capture)
+            queries = torch.stack([request.query(int(p)) for p in positions])
+            self.passing.record(range(1), queries[None], capture)
             newest = torch.arange(move.after - WINDOW, move.after)
             read = self.passing.newest(range(1), torch.tensor([record.slot]), newest[None])[0, 0]
             for place, position in enumerate(newest.tolist()):

@@ -36,7 +36,7 @@ def batch_of(requests: list[tuple[int, int, int]], posing: bool) -> StepBatch:
     put = Posing if posing else lambda tensor: tensor
     starts = torch.tensor([0, *(one.end_query for one in rows)], dtype=torch.int32)
     most = max(one.after - one.before for one in rows)
-    return StepBatch(rows, put(table), put(lengths), put(torch.tensor(slots)), starts, most)
+    return StepBatch(rows, put(table), put(lengths), put(torch.tensor(slots)), put(starts), starts, most)
 
 
 @pytest.mark.parametrize("number", [1, 12])

@@ -34,7 +34,7 @@ def configured(share: float, given: int | None) -> Any:
 def test_of_what_vllm_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """16 of 80 GB are the model's; nine tenths may be used."""
     there = SimpleNamespace(is_cuda_alike=lambda: True, device_type="meta")
-    monkeypatch.setattr(memory, "current_platform", there)
+    monkeypatch.setattr("keepset.vllm.memory.current_platform", there)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (64 * GB, 80 * GB))
     held = memory.reserve(configured(0.9, None), 2, 512, 8)
     assert held.nbytes == int(56 * GB) * 8 // 520 + 2**28
