@@ -230,8 +230,7 @@ class LayerGroup:
         write_layers(pages, keys, values, layer, slots)
         layer = layer + places.start
         self.columns.write_positions(layer, slots, entries.positions.reshape(-1)[index])
-        if self.recipe.schedule.every is not None:
-            self._remember(kept, layer, slots, heads, index - heads * width)
+        self._remember(kept, layer, slots, heads, index - heads * width)
         if self._count is not None:
             stays = sum(event.sizes(kept)) + event.newer * kept.counts.numel()
             total = event.width * before.numel() if event.equal_heads else int(before.sum())
@@ -248,11 +247,13 @@ class LayerGroup:
         heads: Int[Tensor, " stays"],
         within: Int[Tensor, " stays"],
     ) -> None:
-        """Writes the method's own numbers; entries that it has not seen have none yet."""
+        """Writes the method's own numbers that anybody asks for again; entries that it has not seen have none yet."""
         for name, column in kept.state.items():
             if name not in self.columns:
-                method = self.recipe.method.name
-                raise KeepsetError(f"{method} remembers {name!r} and does not say so: add it to its `remembers`.")
+                method = self.recipe.method
+                if name in method.remembers:
+                    continue
+                raise KeepsetError(f"{method.name} remembers {name!r} and does not say so: add it to its `remembers`.")
             known = column.shape[-1]
             remembered = column.reshape(-1, known)[heads, within.clamp(max=known - 1)]
             self.columns.write(name, layers, slots, torch.where(within < known, remembered, 0))

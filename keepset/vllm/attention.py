@@ -76,8 +76,9 @@ class KeepImpl:
         """Attention of each head over entries of its own."""
         ragged = step.plan.ragged
         assert ragged is not None and ragged.tokens is not None
-        layout = ragged.of_layer(step.places[layer.layer_name])
-        paged_attention(query, kv_cache, ragged.tokens, layout, self.scale, output)
+        place = step.places[layer.layer_name]
+        tokens, layout, bias = ragged.tokens, ragged.of_layer(place), step.group.columns.bias(place)
+        paged_attention(query, kv_cache, tokens, layout, self.scale, output, bias)
 
     def forward(
         self,

@@ -129,11 +129,6 @@ REFUSED = [
         "CUDA graphs would replay vllm::unified_kv_cache",
     ),
     ("gvote", SERVED | {"model_config__enforce_eager": False}, "compiled code does not show the hidden states"),
-    (
-        "match(snapkv, keep=96)",
-        SERVED,
-        "match gives entries biases, which vLLM's attention does not add: say biases=False",
-    ),
     ("pool(snapkv, keep=96)", SERVED | {"parallel_config__tensor_parallel_size": 2}, "it compares all heads, of which"),
     ("compilerkv(keep=128)", {"cache_config__enable_prefix_caching": False}, GIVE_CARRIER),
 ]
