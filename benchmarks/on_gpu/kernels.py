@@ -13,6 +13,8 @@ from keepset.kernels.attention import ragged_attention
 from keepset.kernels.columns import attention_columns, attention_with_lse
 from keepset.kernels.compaction import append_entries, pack_entries
 from keepset.kernels.packed import PackedHeads, Run, runs_of
+from keepset.kernels.paged import PagedTokens, append_to_pages, paged_attention
+from keepset.kernels.subpages import Layout
 from keepset.kernels.window import add_received
 from on_gpu.measuring import Bench
 
@@ -23,6 +25,8 @@ def measure(bench: Bench) -> None:
     for entries in lengths:
         for batch in (1, 8) if bench.on_gpu else (1,):
             _decode(bench, entries, batch)
+        for requests in (1, 64) if bench.on_gpu and entries == lengths[0] else (2,):
+            _paged(bench, entries if bench.on_gpu else 2 * entries, requests)
         _append(bench, entries)
         _columns(bench, entries)
         _compaction(bench, entries)
@@ -74,6 +78,46 @@ def _decode(bench: Bench, entries: int, batch: int) -> None:
         return lambda: add_received(column, queries, packed, bench.kv_heads, last, bench.head_dim**-0.5)
 
     bench.run(part, "ragged, what entries receive", received, nbytes=nbytes, against="ragged")
+
+
+def _paged(bench: Bench, entries: int, requests: int) -> None:
+    """A serving engine's pages, in which each request's heads keep on average a quarter of its entries."""
+    size, keep = 16, entries // 4
+    part = f"pages of {size}, {requests} requests, {keep} of {entries} entries a head"
+    nbytes = 2 * keep * requests * bench.kv_heads * bench.head_dim * bench.dtype.itemsize
+    width = -(-entries // size)
+    # As an event leaves them: the blocks of what was dropped belong to others.
+    held = -(-keep // size) + 2
+    cache = torch.randn(
+        requests * held, bench.kv_heads, size, 2 * bench.head_dim, device=bench.device, dtype=bench.dtype
+    )
+    table = torch.zeros(requests, width, dtype=torch.int32, device=bench.device)
+    blocks = torch.randperm(requests * held, device=bench.device).int()
+    table[:, width - held :] = blocks.view(requests, held)
+    bias = torch.zeros(len(blocks) * bench.kv_heads * size, device=bench.device)
+    tokens = PagedTokens(table, torch.full((requests,), entries, device=bench.device, dtype=torch.int32), entries)
+    group = bench.kv_heads * bench.group
+    queries, output = (
+        torch.randn(requests, group, bench.head_dim, device=bench.device, dtype=bench.dtype) for _ in range(2)
+    )
+    new = queries[:, : bench.kv_heads]
+
+    def layout(counts: Sequence[int]) -> Layout:
+        """At an event one token ago."""
+        number = torch.tensor(counts, device=bench.device, dtype=torch.int32).expand(requests, 1, -1)
+        place = torch.ones(requests, 1, device=bench.device, dtype=torch.int32)
+        return Layout(number.contiguous(), (entries - 1) * place, (width - held) * place)
+
+    def ours(counts: Sequence[int], bias: Tensor | None = None) -> Callable[[], Any]:
+        there = layout(counts)
+        return lambda: paged_attention(queries, cache, tokens, there, bench.head_dim**-0.5, output, bias)
+
+    uniform, ragged = [keep - 1] * bench.kv_heads, ragged_counts(keep - 1, bench.kv_heads)
+    bench.run(part, "uniform", lambda: ours(uniform), nbytes=nbytes)
+    bench.run(part, "ragged", lambda: ours(ragged), nbytes=nbytes, against="uniform")
+    bench.run(part, "ragged, with biases", lambda: ours(ragged, bias), nbytes=nbytes, against="uniform")
+    there = layout(ragged)
+    bench.run(part, "one token's entries", lambda: lambda: append_to_pages(new, new, cache, tokens, there))
 
 
 def _append(bench: Bench, entries: int) -> None:

@@ -61,6 +61,10 @@ class Match(Allocator):
         biases = [EntryBiases()] if self.biases else []
         return self.scorer.needs | Needs(ReferenceQueries(self.queries), RecentQueries(self.window), *biases)
 
+    @property
+    def remembers(self) -> tuple[str, ...]:
+        return (*super().remembers, BIAS) if self.biases else super().remembers
+
     def choose(self, ranking: Ranking) -> LayerKeepSet:
         return self._fitted(ranking.observation, self.scorer.choose(ranking))
 

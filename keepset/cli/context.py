@@ -64,7 +64,7 @@ def build(
     seconds = time.perf_counter() - start
     # A folder is found again from wherever the question is asked.
     name = str(Path(model.name).resolve()) if model.name and Path(model.name).is_dir() else model.called
-    cache.save(out, model_name=name)
+    cache.save(out, model_name=name, **_frame(tokenizer, ids[0].tolist()))
     kept = "nothing dropped yet"
     if cache.events:
         event, keep_set = cache.events[-1], cache.keep_set
@@ -76,6 +76,19 @@ def build(
         soft_wrap=True,
     )
     say_whole(parsed, ids.shape[1])
+
+
+def _frame(tokenizer: Any, tokens: list[int]) -> dict[str, Any]:
+    """What a server has to know of a text's tokens: a message with a question begins as the text's does."""
+
+    def encoded(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    opening = encoded(chat_parts(tokenizer, "", "")[0])
+    if not tokenizer.chat_template or tokens[: len(opening)] != opening:
+        return {"token_ids": tokens}
+    between, word = chat_parts(tokenizer, "", "A")[1].split("A")[0], encoded("A")
+    return {"token_ids": tokens, "opening": len(opening), "joint": encoded(f"{between}A")[: -len(word)]}
 
 
 @context.command()

@@ -3,6 +3,7 @@
 import os
 import shlex
 import sys
+from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, Option
@@ -21,8 +22,11 @@ def serve(
     recipe: Annotated[
         str | None, Option(help="What to keep, such as 'snapkv(keep=512, every=256)'; without it vLLM serves plainly.")
     ] = None,
+    contexts: Annotated[
+        Path | None, Option(help="A folder of files of keepset context build, which requests can name.")
+    ] = None,
 ) -> None:
-    """Serve a model with vLLM under a recipe, at an OpenAI-compatible address.
+    """Serve a model with vLLM under a recipe or with saved contexts, at an OpenAI-compatible address.
 
     This process becomes `vllm serve`, which gets every option that is not keepset's own. It listens on 127.0.0.1
     unless --host says otherwise. The model comes before vLLM's options.
@@ -32,8 +36,8 @@ def serve(
 
     parsed = None if recipe is None else Recipe.parse(recipe).require_budget()
     model, options = split(words or [])
-    check_installed(parsed)
-    line = command(model, parsed, options)
+    check_installed(parsed, contexts)
+    line = command(model, parsed, options, contexts=contexts)
     for sentence in (shlex.join(line), block_size_hint(parsed, options)):
         if sentence is not None:
             note(sentence)

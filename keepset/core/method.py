@@ -14,6 +14,7 @@ from torch import Tensor
 
 from keepset.core.budget import Budget
 from keepset.core.feature import Needs
+from keepset.core.features.given import EntryBiases
 from keepset.core.keep_set import KeepSet, LayerKeepSet, Layout
 from keepset.core.observation import Observation
 from keepset.core.select import Ranking, ranked_scores
@@ -96,6 +97,11 @@ class Method(ABC):
     def equal_layers(self) -> bool:
         """Whether all layers keep the same number of entries."""
         return self.layout != Layout.LAYER_RAGGED
+
+    @property
+    def biased(self) -> bool:
+        """Whether attention adds to the logits of entries what the method says (`observation.bias`)."""
+        return bool(self.needs.of(EntryBiases))
 
     @property
     def fixed_total(self) -> bool:

@@ -179,21 +179,33 @@ class Cache(PromptCache):
     def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
         return self.fork()
 
-    def save(self, path: str | Path, *, model_name: str | None = None) -> None:
+    def save(
+        self,
+        path: str | Path,
+        *,
+        model_name: str | None = None,
+        token_ids: Sequence[int] | None = None,
+        opening: int = 0,
+        joint: Sequence[int] = (),
+    ) -> None:
         """Writes what is cached into one file, whole or not at all; a file that is there is replaced.
 
         Args:
             path: of the file.
             model_name: what the model is found by again, if not what it was loaded by.
+            token_ids: of the text that is cached, if a server is to find the file by them; of one request.
+            opening: how many of them any message begins with (a chat template's), so that a question may, too.
+            joint: tokens that then come between the text and the question.
 
         Raises:
-            KeepsetError: there is no whole prompt yet, the model has layers of a kind that is not saved, or the place
-                cannot be written to.
+            KeepsetError: there is no whole prompt yet, `token_ids` are not as many as its tokens, the model has layers
+                of a kind that is not saved, or the place cannot be written to.
         """
         model = self._model()
         if model is None:
             raise KeepsetError("The model of this cache is gone: keep it until the cache is saved.")
-        saved.save(self, Path(path), model, model.config.name_or_path or "" if model_name is None else model_name)
+        name = model.config.name_or_path or "" if model_name is None else model_name
+        saved.save(self, Path(path), model, name, token_ids, opening, joint)
 
     def ask(
         self, input_ids: Int[Tensor, "rows tokens"], attention_mask: Int[Tensor, "rows tokens"] | None = None

@@ -46,6 +46,7 @@ class PassingQueries:
         self.window, self.moments, self.until = QueryWindow(), dict[QueryMoments, Moments](), 0
         self._lengths: Int[Tensor, " batch"] | None = None
         """Of the requests at `until`, where that is not as many tokens of each."""
+        self._few: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -64,13 +65,13 @@ class PassingQueries:
         first = 0 if everything else max(point - self.reach - forward.start, 0)
         if first >= forward.length:
             return
-        new = forward.tokens(slice(first, None))
+        new = forward.tokens(slice(first, None)) if first else forward
         begins = min((point - self._reach(feature) for feature in self._added), default=point)
         if begins < new.end:
             assert store is not None
-            limit = self._limit(new, store)
+            few, limit = self._limits(new, store)
             if new.length > limit:
-                cut = new.length - self._few(new, store)
+                cut = new.length - few
                 earlier, new = new.tokens(slice(0, cut)), new.tokens(slice(cut, None))
                 self._add(earlier)
                 self.add_up(earlier, store, point)
@@ -106,7 +107,8 @@ class PassingQueries:
 
     def begin(self, padded: bool) -> None:
         """The next interval begins."""
-        self.moments, self._lengths = {}, self._lengths if padded else None
+        self.moments, self._few = {}, None
+        self._lengths = self._lengths if padded else None
         self.window.keep(self._newest if padded else self._newest - self._every)
 
     def taken_back(self, end: int, point: int) -> bool:
@@ -173,17 +175,14 @@ class PassingQueries:
     def _reach(self, feature: WindowAttention | QueryMoments) -> int:
         return min(feature.window or feature.buffer, self._every)
 
-    def _few(self, forward: Forward, store: EntryStore) -> int:
-        """How many queries may wait to be added up."""
-        return max(1, min(_MOST, store.entries * store.entry_bytes // (_SHARE * _nbytes(forward))))
-
-    def _limit(self, forward: Forward, store: EntryStore) -> int:
-        """The same, or as many as weigh what their moments would."""
-        few = self._few(forward, store)
+    def _limits(self, forward: Forward, store: EntryStore) -> tuple[int, int]:
+        """How many queries may wait to be added up; and before there are moments as many as weigh what these would."""
+        if self._few is None:  # of the interval; its entries grow
+            self._few = max(1, min(_MOST, store.entries * store.entry_bytes // (_SHARE * _nbytes(forward))))
         if not self._moments or self.moments:
-            return few
+            return self._few, self._few
         requests, heads, _, size = forward.query.shape
-        return max(few, 4 * requests * heads * (size * (size + 1) // 2 + size) // _nbytes(forward))
+        return self._few, max(self._few, 4 * requests * heads * (size * (size + 1) // 2 + size) // _nbytes(forward))
 
     def _add(self, new: Forward) -> None:
         self.window.add(new.query, new.positions, new.valid, new.length, new.rotation if self._moments else None)

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
@@ -65,6 +66,9 @@ class Contents(NamedTuple):
         fingerprint: of its model.
         requests: how many; with `padded`, some of their tokens are padding.
         goes_on: whether its recipe compresses further while it is asked.
+        text: the digest of its tokens; "" where the file does not say it.
+        opening: the first of them that any other message begins with, too.
+        joint: tokens that come between the text and a question that began with the opening.
         columns: names of what there is of an entry, over all layers.
         counts: entries of every head, by the layer's index.
         layers: of the model's cache, compressed or not.
@@ -76,13 +80,29 @@ class Contents(NamedTuple):
     requests: int
     padded: bool
     goes_on: bool
+    text: str
+    opening: list[int]
+    joint: list[int]
     columns: set[str]
     counts: dict[int, Int[Tensor, "requests kv_heads"]]
     layers: int
 
 
-def save(cache: Cache, path: Path, model: PreTrainedModel, name: str) -> None:
+def save(
+    cache: Cache,
+    path: Path,
+    model: PreTrainedModel,
+    name: str,
+    tokens: Sequence[int] | None,
+    opening: int,
+    joint: Sequence[int],
+) -> None:
     """What `Cache.save` does; `name` is what the model is found by again."""
+    if tokens is not None and (len(cache.require_prompt().lengths), cache.require_prompt().logical) != (1, len(tokens)):
+        raise KeepsetError(
+            f"token_ids are {len(tokens)}, and the cache has {cache.require_prompt().logical} tokens of "
+            f"{len(cache.require_prompt().lengths)} requests: give those of its only request."
+        )
     progress, event = cache.require_prompt(), cache.events[-1] if cache.events else None
     decoding = next(iter(cache.kept_layers.values())).decoding
     tensors = {"lengths": progress.lengths, "prompts": progress.prompts}
@@ -112,7 +132,18 @@ def save(cache: Cache, path: Path, model: PreTrainedModel, name: str) -> None:
         "layers": len(cache.layers),
         "event": None if event is None else {figure: getattr(event, figure) for figure in _FIGURES},
     }
+    if tokens is not None:
+        metadata |= {
+            "text": hashlib.sha256(token_bytes(tokens)).hexdigest(),
+            "opening": list(tokens[:opening]),
+            "joint": list(joint),
+        }
     _FILE.write(path, tensors, {**metadata, "digest": _digest(metadata, tensors)})
+
+
+def token_bytes(tokens: Sequence[int]) -> bytes:
+    """What a text's digest is of."""
+    return np.asarray(tokens, dtype="<i8").tobytes()
 
 
 def header(path: Path) -> Header:
@@ -134,6 +165,9 @@ def contents(path: Path) -> Contents:
             requests=len(file.get_tensor("lengths")),
             padded="seen" in names,
             goes_on=Recipe.parse(recipe).schedule.every is not None,
+            text=str(metadata.get("text", "")),
+            opening=list(metadata.get("opening", ())),
+            joint=list(metadata.get("joint", ())),
             columns={name.split(".columns.")[1] for name in names if ".columns." in name},
             counts=counts,
             layers=int(metadata["layers"]),

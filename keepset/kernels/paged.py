@@ -6,6 +6,7 @@ made, and what is launched depends on nothing but how many tokens there are, so 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -124,24 +125,49 @@ def paged_attention(
             paged.attend(queries, cache, tokens, layout, scaling, output, bias)
         return
     kv_heads, size, head_dim = cache.shape[1], cache.shape[2], cache.shape[3] // 2
+
+    def read(table: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = cache[table // kv_heads, table % kv_heads].flatten(1, 2).split(head_dim, -1)
+        return keys, values
+
+    attend_pages(queries, read, size, tokens, layout, scaling, output, bias)
+
+
+def attend_pages(
+    queries: Float[Tensor, "tokens query_heads head_dim"],
+    read: Callable[[Tensor], tuple[Tensor, Tensor]],
+    block_size: int,
+    tokens: PagedTokens,
+    layout: Layout,
+    scaling: float,
+    output: Float[Tensor, "tokens query_heads head_dim"],
+    bias: Float[Tensor, " slots"] | None = None,
+) -> None:
+    """`paged_attention` token by token, wherever the pages are.
+
+    Args:
+        read: keys and values `[kv_heads, entries, head_dim]` of whole sub-pages `[kv_heads, pages]`.
+        block_size: entries of each.
+        queries, tokens, layout, scaling, output, bias: as there.
+    """
+    kv_heads = layout.counts.shape[-1]
     for index, length in enumerate(tokens.lengths.tolist()):
         place, row = _whose(tokens, index)
         if not length:
             output[place] = 0
             continue
-        table, entries = _pages(tokens, layout, row, length, size)
-        pages = cache[table // kv_heads, table % kv_heads].flatten(1, 2)
-        entry = torch.arange(pages.shape[1], device=pages.device)
+        table, entries = _pages(tokens, layout, row, length, block_size)
+        keys, values = read(table)
+        entry = torch.arange(keys.shape[1], device=keys.device)
         exists = entry < entries[:, None]
-        pages = pages.where(exists[..., None], 0)  # a page may have held anything before
+        keys, values = (part.where(exists[..., None], 0) for part in (keys, values))  # a page held anything before
         mask = exists.new_zeros(exists.shape, dtype=queries.dtype)
         if bias is not None:
-            slots = (table * size)[..., None] + torch.arange(size, device=table.device)
+            slots = (table * block_size)[..., None] + torch.arange(block_size, device=table.device)
             kept = entry < layout.counts[row, 0, :, None]
             mask = bias[slots.flatten(1)].to(mask.dtype).where(kept, 0)
         mask = mask.where(exists, float("-inf"))[:, None]
         grouped = queries[place].unflatten(0, (kv_heads, -1))
-        keys, values = pages.split(head_dim, -1)
         output[place] = F.scaled_dot_product_attention(grouped, keys, values, mask, scale=scaling).flatten(0, 1)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -12,6 +12,7 @@ from keepset.kernels.blocks import PRODUCT_BLOCK, block_size
 from keepset.kernels.window import received_attention
 
 
+@runtime_checkable
 class KeyPages(Protocol):
     """Sub-pages that keys are read from."""
 
@@ -33,6 +34,8 @@ def add_received_in_pages(
     visible: Int[Tensor, "rows kv_heads n"],
     scaling: float,
     largest: bool = False,
+    bias: Float[Tensor, " slots"] | None = None,
+    kept: Int[Tensor, "rows kv_heads"] | None = None,
 ) -> None:
     """Adds what every entry receives of some queries: their attention, the mean over its query group, summed over them.
 
@@ -46,10 +49,13 @@ def add_received_in_pages(
         visible: how many of a head's first entries a query sees; none, and it gives nothing.
         scaling: of the logits.
         largest: of the logits of a group the largest counts, as if its heads were one.
+        bias: of each slot, added to the logits of a head's first `kept` entries.
+        kept: how many these are; all, unless said otherwise.
     """
     kv_heads, size = entries.shape[1], pages.block_size
     grouped = queries.unflatten(1, (kv_heads, -1)).flatten(0, 1)
     tables, counts, seen = subpages.flatten(0, 1), entries.flatten(), visible.flatten(0, 1)
+    firsts = counts if kept is None else kept.flatten()
     written = counts - unwritten.repeat_interleave(kv_heads, output_size=len(counts))
     place = torch.arange(tables.shape[1] * size, device=column.device)
     at_once = max(1, block_size(column.device, PRODUCT_BLOCK) // (place.shape[0] * queries.shape[-1]))
@@ -57,7 +63,9 @@ def add_received_in_pages(
         part = slice(first, first + at_once)
         keys, there = pages.read_keys(tables[part]), place < counts[part, None]
         positions = place.expand(there.shape)
-        sums = received_attention(grouped[part], keys, positions, seen[part] - 1, scaling, there, largest).mean(1)
         slots = (tables[part, :, None] * size + torch.arange(size, device=place.device)).flatten(1)
+        biases = None if bias is None else bias[slots].where(place < firsts[part, None], 0)
+        last = seen[part] - 1
+        sums = received_attention(grouped[part], keys, positions, last, scaling, there, largest, biases).mean(1)
         sums += column[slots].where(place < written[part, None], 0)
         column[slots[there]] = sums[there]

@@ -129,40 +129,53 @@ class CapturePlanner:
         self._records = bool(recording) or self._collects
         self.records = QueryRecords(max_requests)
         self._by_row: dict[int, QueryRecord] = {}
+        self._ended: list[QueryRecord] = []
 
     def plan(self, batch: StepBatch, plan: StepPlan, occupied: Occupied) -> None:
         """Adds to the step's plan the queries and chunks that the next events will look at."""
         if not self._records:
             return
-        schedule, pages, size = self._schedule, batch.block_table, self._schedule.block_size
-        moves, points = [], []
+        schedule, windows = self._schedule, []
         for request in batch.requests:
             prompt, before, after = request.prompt, request.before, request.after
             event, upcoming = schedule.due(prompt, before, after), schedule.next_event(prompt, after)
             if upcoming is not None and self._begins(prompt, upcoming) >= after:
                 upcoming = None
-            start: int | None = None
             if event or upcoming is not None:
-                start = max(before, self._begins(prompt, event or upcoming or 0))
+                windows.append((request, event, upcoming, max(before, self._begins(prompt, event or upcoming or 0))))
             elif self._collects and before < prompt:
-                start = before
-            page_before = int(pages[request.row, max(before - 1, 0) // size])
-            moves.append(Move(page_before, int(pages[request.row, (after - 1) // size]), prompt, before, after, start))
-            points.append((event, upcoming))
+                windows.append((request, event, upcoming, before))
         step, self._by_row = _Step(batch, plan, self._recording, occupied), {}
-        records = self.records.follow(moves)
-        for request, record, (event, upcoming) in zip(batch.requests, records, points, strict=True):
-            if record is None:
-                continue
+        records = self._follow(batch, [(request, start) for request, _, _, start in windows])
+        for (request, event, upcoming, _), record in zip(windows, records, strict=True):
             prompt, before, after = request.prompt, request.before, request.after
             self._by_row[request.row] = record
             if event:
                 step.window(request, record, event, before, event, self._begins(prompt, event))
             if upcoming is not None:
                 step.window(request, record, upcoming, max(event, before), after, self._begins(prompt, upcoming))
+            elif event:
+                self._ended.append(record)
             if self._collects and before < prompt:
-                plan.chunks.append(self._chunk(request, record, pages[request.row]))
+                plan.chunks.append(self._chunk(request, record, batch.block_table[request.row]))
         step.finish()
+
+    def _follow(self, batch: StepBatch, recorded: list[tuple[ScheduledRequest, int]]) -> list[QueryRecord]:
+        """The records of these requests; what is recorded begins at a position."""
+        self.records.free(self._ended)  # whose events have been executed by now
+        self._ended = []
+        if not recorded:
+            return []
+        size = self._schedule.block_size
+        places = [(one.row, max(one.before - 1, 0) // size, (one.after - 1) // size) for one, _ in recorded]
+        row, old, new = batch.tensor(places).unbind(1)
+        table = batch.block_table
+        pages = torch.stack((table[row, old], table[row, new]), 1).tolist()  # the one thing that the host does not know
+        moves = [
+            Move(old, new, request.prompt, request.before, request.after, start)
+            for (old, new), (request, start) in zip(pages, recorded, strict=True)
+        ]
+        return self.records.follow(moves)
 
     def event(
         self,

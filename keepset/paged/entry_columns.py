@@ -10,6 +10,7 @@ from torch import Tensor
 
 from keepset.core.features.window import WindowAttention
 from keepset.core.method import Method
+from keepset.core.observation import BIAS
 from keepset.paged.page_tables import OccupiedPages
 from keepset.recipe import Recipe
 
@@ -21,8 +22,9 @@ def columns_of(recipe: Recipe) -> tuple[str, ...]:
     """Names of the numbers that an entry has under a recipe: 4 bytes each."""
     method: Method = recipe.method
     sums = tuple(feature.column for feature in method.needs.of(WindowAttention))
-    # Without a later event nobody asks where an entry came from.
-    return sums if recipe.schedule.every is None else (POSITION, *method.remembers, *sums)
+    # Without a later event nobody asks where an entry came from: but attention does for its bias.
+    biases = (BIAS,) if method.biased else ()
+    return (*biases, *sums) if recipe.schedule.every is None else (POSITION, *method.remembers, *sums)
 
 
 class EntryColumns:
@@ -44,6 +46,10 @@ class EntryColumns:
 
     def __contains__(self, name: str) -> bool:
         return name in self._columns
+
+    def bias(self, place: int) -> Float[Tensor, " slots"] | None:
+        """What a layer's attention adds to the logits of entries that were kept at an event; None: nothing."""
+        return self[BIAS][place] if BIAS in self else None
 
     @property
     def nbytes(self) -> int:

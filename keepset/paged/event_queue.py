@@ -49,6 +49,8 @@ class EventQueue:
     def run(self) -> None:
         """Executes what is due."""
         steps, self.steps = self.steps, {}
+        for group, plan in steps.items():
+            group.record_replayed(plan)
         events = [plan.events for plan in steps.values()]
         for group, plan in steps.items():
             group.add_up(plan)

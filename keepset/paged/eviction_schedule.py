@@ -23,7 +23,8 @@ class EvictionSchedule:
         recipe: what is executed.
         block_size: tokens per page.
         fixed: False where counts come from the data: then nothing is known about what is dropped.
-        ragged: whether heads keep different numbers of entries.
+        ragged: whether heads keep different numbers of entries, or are attended as if they did, because no engine adds
+            biases.
         whole_prompt: whether the recipe looks at every token of a prompt.
         layers: all layers of the model that are compressed.
         kv_heads: of each, in this process.
@@ -32,7 +33,7 @@ class EvictionSchedule:
     def __init__(self, recipe: Recipe, layer: int, layers: tuple[int, ...], kv_heads: int, block_size: int) -> None:
         self.recipe, self.block_size = recipe, block_size
         self.fixed = recipe.method.fixed_total
-        self.ragged = not (self.fixed and recipe.method.equal_heads)
+        self.ragged = not (self.fixed and recipe.method.equal_heads) or recipe.method.biased
         self.whole_prompt = bool(Accumulators(recipe.method.needs))
         self._layer, self.layers, self.kv_heads = layer, layers, kv_heads
         self._kept: dict[tuple[int, int], int] = {}

@@ -14,8 +14,8 @@ def one_table(recipe: Recipe) -> bool:
 
 
 def table_per_head(recipe: Recipe) -> bool:
-    """Whether heads may keep different numbers of entries, so that each has a table of its own."""
-    return not (recipe.method.fixed_total and recipe.method.equal_heads)
+    """Whether keepset itself finds each head's pages: they may differ, or no engine adds their entries' biases."""
+    return not (recipe.method.fixed_total and recipe.method.equal_heads) or recipe.method.biased
 
 
 def group_leader(recipe: Recipe, layer: int, layers: tuple[int, ...]) -> int:

@@ -63,6 +63,7 @@ class LayerGroup:
         rotary: of the model, where the recipe looks at queries before rotation.
         projections: of the layers, where the recipe looks at hidden states.
         count: is told of every compression; of several ranks, one's counts.
+        tape: where layers that are called while a graph captures them leave their queries, for steps that replay it.
 
     Attributes:
         planner: as given.
@@ -78,15 +79,16 @@ class LayerGroup:
         rotary: RotaryTable | None = None,
         projections: Sequence[QueryProjection] = (),
         count: CountEviction | None = None,
+        tape: Float[Tensor, "layers tokens query_heads head_dim"] | None = None,
     ) -> None:
         schedule = planner.schedule
         self.planner, self.layers, self.recipe = planner, planner.layers, schedule.recipe
         self._all_layers, self._block_size = schedule.layers, schedule.block_size
-        self._pages, self._passing, self._count = pages, passing, count
+        self._pages, self._passing, self._count, self._tape = pages, passing, count, tape
         needs = self.recipe.method.needs
         self._observer = Observer(needs, planner.recording, passing, scaling, rotary, projections)
         self._apart = self.recipe.method.by_layer or needs.hidden_states
-        self._late: dict[int, Tensor] = {}
+        self._late: list[tuple[range, Tensor]] = []
 
     @cached_property
     def columns(self) -> EntryColumns:
@@ -94,24 +96,37 @@ class LayerGroup:
         pages, names = self._pages[0](), columns_of(self.recipe)
         return EntryColumns(names, len(self.layers), pages.slots, self._block_size, pages.device)
 
-    def record(self, place: int, plan: StepPlan, queries: Float[Tensor, "n query_heads head_dim"]) -> None:
-        """Notes of a step's queries what events will look at, once a layer has attended.
+    def record(self, places: range, plan: StepPlan, queries: Float[Tensor, "layers n query_heads head_dim"]) -> None:
+        """Notes of a step's queries what events will look at, once these layers have attended.
 
         Args:
-            place: the layer's in the group.
+            places: the layers' in the group.
             plan: the step's.
             queries: of the step, after rotation; its entries are in the cache.
         """
-        for chunk in plan.chunks:
-            self._observer.collect(place, chunk, queries, self._pages[place]())
-        for addition in (*plan.added_first, *plan.added_now):
-            self._observer.add_up(place, addition, queries, self._pages[place](), self.columns)
+        plan.recorded = True
+        for place, own in zip(places, queries, strict=True):
+            for chunk in plan.chunks:
+                self._observer.collect(place, chunk, own, self._pages[place]())
+            for addition in (*plan.added_first, *plan.added_now):
+                self._observer.add_up(place, addition, own, self._pages[place](), self.columns)
+            for held in plan.held:
+                self._passing.hold(place, own, held)
         if plan.captured_before is not None:
-            self._passing.record(place, queries[plan.captured_before.queries], plan.captured_before)
-        for held in plan.held:
-            self._passing.hold(place, queries, held)
+            self._passing.record(places, queries[:, plan.captured_before.queries], plan.captured_before)
         if plan.captured_after is not None:
-            self._late[place] = queries[plan.captured_after.queries]
+            self._late.append((places, queries[:, plan.captured_after.queries]))
+
+    def record_replayed(self, plan: StepPlan) -> None:
+        """The same of all layers after a step in which none was called, because a graph was replayed.
+
+        Raises:
+            RuntimeError: no graph has noted their queries.
+        """
+        if plan.records and not plan.recorded:
+            if self._tape is None:
+                raise RuntimeError("keepset lost the queries of a step, in which the engine called no layer.")
+            self.record(range(len(self.layers)), plan, self._tape)
 
     def add_up(self, plan: StepPlan) -> None:
         """Adds up what waits long enough, once all layers have attended."""
@@ -122,9 +137,9 @@ class LayerGroup:
     def record_late(self, plan: StepPlan) -> None:
         """The same of queries that came after the step's events, which have been executed by now."""
         if plan.captured_after is not None:
-            for place, queries in self._late.items():
-                self._passing.record(place, queries, plan.captured_after)
-            self._late = {}
+            for places, queries in self._late:
+                self._passing.record(places, queries, plan.captured_after)
+            self._late = []
 
     def compress(self, event: EvictionEvent) -> None:
         """Executes an event in all layers."""
@@ -215,8 +230,7 @@ class LayerGroup:
         write_layers(pages, keys, values, layer, slots)
         layer = layer + places.start
         self.columns.write_positions(layer, slots, entries.positions.reshape(-1)[index])
-        if self.recipe.schedule.every is not None:
-            self._remember(kept, layer, slots, heads, index - heads * width)
+        self._remember(kept, layer, slots, heads, index - heads * width)
         if self._count is not None:
             stays = sum(event.sizes(kept)) + event.newer * kept.counts.numel()
             total = event.width * before.numel() if event.equal_heads else int(before.sum())
@@ -233,11 +247,13 @@ class LayerGroup:
         heads: Int[Tensor, " stays"],
         within: Int[Tensor, " stays"],
     ) -> None:
-        """Writes the method's own numbers; entries that it has not seen have none yet."""
+        """Writes the method's own numbers that anybody asks for again; entries that it has not seen have none yet."""
         for name, column in kept.state.items():
             if name not in self.columns:
-                method = self.recipe.method.name
-                raise KeepsetError(f"{method} remembers {name!r} and does not say so: add it to its `remembers`.")
+                method = self.recipe.method
+                if name in method.remembers:
+                    continue
+                raise KeepsetError(f"{method.name} remembers {name!r} and does not say so: add it to its `remembers`.")
             known = column.shape[-1]
             remembered = column.reshape(-1, known)[heads, within.clamp(max=known - 1)]
             self.columns.write(name, layers, slots, torch.where(within < known, remembered, 0))

@@ -86,7 +86,7 @@ class Observer:
             visible = self._visible(place, feature, last, lengths, occupied, columns)
             add_received_in_pages(
                 columns[feature.column][place], rows, pages, occupied.subpages, occupied.entries, addition.unwritten,
-                visible, self._scaling, feature.largest,
+                visible, self._scaling, feature.largest, columns.bias(place), occupied.kept,
             )  # fmt: skip
         if not addition.ends_prompt:
             for of in self._recording.moments:

@@ -62,9 +62,9 @@ class PassingQueries:
         part._held = {}
         return part
 
-    def record(self, place: int, queries: Float[Tensor, "n heads dim"], capture: QueryCapture) -> None:
-        """Writes a step's queries that are captured to places of a layer's rings."""
-        self._rings[place][capture.slots, capture.places] = queries
+    def record(self, places: range, queries: Float[Tensor, "layers n heads dim"], capture: QueryCapture) -> None:
+        """Writes a step's queries that are captured to places of these layers' rings."""
+        self._rings[places.start : places.stop, capture.slots, capture.places] = queries
 
     def hold(self, place: int, queries: Float[Tensor, "n heads dim"], held: HeldQueries) -> None:
         """Holds some of a step's queries in a layer until they are added up."""

@@ -47,7 +47,7 @@ class Planner:
         if schedule.ragged:
             self._tables = RaggedPlanner(schedule, len(self.layers), blocks, freed_blocks, self._capture)
         else:
-            self._tables = UniformPlanner(schedule, self._capture)
+            self._tables = UniformPlanner(schedule, self._capture, max_requests)
 
     def begin(self, page: int, layout: Layout) -> None:
         """A request goes on after a context: this page of its own has the newest token, and pages follow from that."""
@@ -62,14 +62,14 @@ class Planner:
             batch: the step as the engine scheduled it. Its `slot_mapping` is altered in place.
 
         Returns:
-            The plan, the same for all layers of the group; nothing to do for a dummy run.
+            The plan, the same for all layers of the group; of a dummy run, what a graph is to remember of it.
 
         Raises:
             RuntimeError: a compressed request is not where it was left.
         """
-        plan = StepPlan(batch.slot_mapping)
+        plan = StepPlan(batch.slot_mapping, dummy=not batch.requests)
         if batch.requests:
             batch = replace(batch, requests=self._contexts.marked(batch))
             self._capture.plan(batch, plan, self._tables.occupied)
-            self._tables.plan(batch, plan)
+        self._tables.plan(batch, plan)
         return plan

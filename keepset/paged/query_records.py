@@ -21,6 +21,7 @@ class QueryRecord:
 
     Attributes:
         slot: its place in what layers hold (`PassingQueries`).
+        page: that holds its newest token.
         prompt: tokens of its prompt.
         start: position of the first token that was recorded without a gap.
         length: tokens that the request has had.
@@ -33,6 +34,7 @@ class QueryRecord:
     """
 
     slot: int
+    page: int
     prompt: int
     start: int
     length: int
@@ -56,7 +58,7 @@ class Move(NamedTuple):
         page_before, page: that hold its newest token before and after the step.
         prompt: tokens of its prompt.
         before, after: tokens that it has had.
-        start: position of the first that is recorded now; None where none is.
+        start: position of the first that is recorded now.
     """
 
     page_before: int
@@ -64,7 +66,7 @@ class Move(NamedTuple):
     prompt: int
     before: int
     after: int
-    start: int | None
+    start: int
 
 
 def slots_for(requests: int) -> int:
@@ -79,21 +81,23 @@ class QueryRecords:
         self._records: OrderedDict[int, QueryRecord] = OrderedDict()
         self._free = list(reversed(range(slots_for(requests))))
 
-    def follow(self, moves: Sequence[Move]) -> list[QueryRecord | None]:
-        """The records of a step's requests, moved along: a fresh one where there is none, and none if none is made."""
+    def follow(self, moves: Sequence[Move]) -> list[QueryRecord]:
+        """The records of these requests, moved along; a fresh one where there is none."""
         # First all that go on, so that none of their slots is given away.
         going_on = [self._claim(move) for move in moves]
-        for move, record in zip(moves, going_on, strict=True):
+        for move in moves:
             self._forget(move.page)  # another request's, that held this page before
-            if record is not None and move.start is None:
-                self._free.append(record.slot)
         return [self._moved(move, record) for move, record in zip(moves, going_on, strict=True)]
 
-    def _moved(self, move: Move, record: QueryRecord | None) -> QueryRecord | None:
-        if move.start is None:
-            return None
-        record = record or QueryRecord(self._slot(), move.prompt, move.start, move.before)
-        record.length = move.after
+    def free(self, records: Sequence[QueryRecord]) -> None:
+        """Forgets requests that are not recorded any more."""
+        for record in records:
+            if self._records.get(record.page) is record:
+                self._forget(record.page)
+
+    def _moved(self, move: Move, record: QueryRecord | None) -> QueryRecord:
+        record = record or QueryRecord(self._slot(), move.page, move.prompt, move.start, move.before)
+        record.length, record.page = move.after, move.page
         self._records[move.page] = record
         return record
 

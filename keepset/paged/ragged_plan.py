@@ -33,6 +33,8 @@ class RaggedPlanner:
     def plan(self, batch: StepBatch, plan: StepPlan) -> None:
         """Adds to the step's plan the heads' tables and what is compressed."""
         schedule, requests = self._schedule, batch.requests
+        if not requests:
+            return
         compressed = [
             request.after_context or schedule.was_compressed(request.prompt, request.before) for request in requests
         ]

@@ -46,7 +46,8 @@ class StepBatch:
         block_table: blocks by logical position; of blocks that the scheduler has freed, anything.
         seq_lens: tokens of each request after this step.
         slot_mapping: `block * block_size + offset` of each new token; the layers write by this very tensor.
-        query_start_loc: on the CPU; the first query of each row, and the end of the last one's.
+        starts: the first query of each row, and the end of the last one's.
+        query_start_loc: the same on the CPU.
         max_query_len: most queries of any request.
     """
 
@@ -54,6 +55,7 @@ class StepBatch:
     block_table: Int[Tensor, "rows width"]
     seq_lens: Int[Tensor, " rows"]
     slot_mapping: Int[Tensor, " tokens"]
+    starts: Int[Tensor, " rows_plus_1"]
     query_start_loc: Int[Tensor, " rows_plus_1"]
     max_query_len: int
 
@@ -191,14 +193,14 @@ class ShiftedBatch:
     """What attention is told instead, where all heads keep equally many: the same batch less what was dropped.
 
     Attributes:
-        block_table, seq_lens: of what is kept.
-        max_seq_len: the greatest of the lengths.
+        block_table, seq_lens: of what is kept; in every step at the same addresses, which graphs have noted.
+        max_seq_len: the greatest of the lengths; None in a dummy run.
         dropped: entries that each row has lost.
     """
 
     block_table: Int[Tensor, "rows width"]
     seq_lens: Int[Tensor, " rows"]
-    max_seq_len: int
+    max_seq_len: int | None
     dropped: list[int]
 
 
@@ -208,7 +210,7 @@ class StepPlan:
 
     Attributes:
         slot_mapping: the batch's, altered in place to where the requests' entries end.
-        shifted: what attention is told instead of the batch, where anything was dropped from all heads alike.
+        shifted: what attention is told instead of the batch, where all heads keep equally many.
         ragged: tokens that are written and attended head by head, where these have different numbers of entries.
         chunks: what there is of prompts that are looked at as a whole.
         added_first, added_now: queries that a layer adds up before it records this step's, and after.
@@ -216,6 +218,8 @@ class StepPlan:
         added: queries that are added up before the events, once all layers have attended.
         held: queries that follow an event in their own step, and are more than wait.
         events: compressions, once all layers have attended.
+        dummy: whether it is nobody's step, which a graph may capture, to replay it in steps to come.
+        recorded: whether layers have been called to note what there is to note.
     """
 
     slot_mapping: Int[Tensor, " tokens"]
@@ -229,6 +233,8 @@ class StepPlan:
     added: list[QueryAddition] = field(default_factory=list)
     held: list[HeldQueries] = field(default_factory=list)
     events: list[EvictionEvent] = field(default_factory=list)
+    dummy: bool = False
+    recorded: bool = False
 
     @property
     def records(self) -> bool:

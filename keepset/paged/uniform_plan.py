@@ -12,17 +12,22 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from keepset.kernels.shift import shift_step
 from keepset.paged.capture import CapturePlanner
 from keepset.paged.eviction_schedule import EvictionSchedule
-from keepset.paged.page_tables import OccupiedPages, new_tokens
+from keepset.paged.page_tables import OccupiedPages
 from keepset.paged.step import ScheduledRequest, ShiftedBatch, StepBatch, StepPlan
 
 
 class UniformPlanner:
-    """Tables, slots and events of a step."""
+    """Tables, slots and events of a step.
 
-    def __init__(self, schedule: EvictionSchedule, capture: CapturePlanner) -> None:
-        self._schedule, self._capture = schedule, capture
+    Attention gets the same two tensors in every step, so that a graph may have noted where they are.
+    """
+
+    def __init__(self, schedule: EvictionSchedule, capture: CapturePlanner, max_requests: int) -> None:
+        self._schedule, self._capture, self._max_requests = schedule, capture, max_requests
+        self._left: tuple[Tensor, Tensor] | None = None
 
     def plan(self, batch: StepBatch, plan: StepPlan) -> None:
         """Adds to the step's plan what is shifted and what is compressed."""
@@ -42,8 +47,7 @@ class UniformPlanner:
                 batch, rows, requests, newer, width, left - newer, compressed, occupied, lambda *_, now=now: now
             )
             plan.events.append(event)
-        if any(dropped):
-            plan.shifted = self._shift(batch, dropped)
+        plan.shifted = self._shift(batch, dropped)
 
     def occupied(self, batch: StepBatch, requests: Sequence[ScheduledRequest]) -> Callable[[int], OccupiedPages]:
         """Where the entries of these requests lie in every layer, before the step's events."""
@@ -74,23 +78,12 @@ class UniformPlanner:
 
     def _shift(self, batch: StepBatch, dropped: list[int]) -> ShiftedBatch:
         """The batch without what was dropped; moves new tokens' slots to where their requests' entries end."""
-        table, size = batch.block_table, self._schedule.block_size
-        if any(entries % size for entries in dropped):
-            before = torch.zeros(len(dropped), dtype=torch.int64)
-            for request in batch.requests:
-                before[request.row] = request.before
-            # On the host, which knows all of it, so that a GPU gets it at once.
-            row, position = new_tokens(before, batch.query_start_loc.long())
-            shift = (torch.tensor(dropped) % size)[row]
-            row, place, moves = batch.upload(torch.stack((row, position - shift, shift > 0)))
-            slots = batch.slot_mapping[: len(row)]
-            moved = table[row, place // size].long() * size + place % size
-            slots.copy_(torch.where(moves > 0, moved, slots))
-        lost = batch.tensor(dropped)
-        columns = torch.arange(table.shape[1], device=table.device) + (lost // size)[:, None]
-        return ShiftedBatch(
-            block_table=table.gather(1, columns.clamp(max=table.shape[1] - 1)),
-            seq_lens=batch.seq_lens - lost.to(batch.seq_lens),
-            max_seq_len=max(request.after - dropped[request.row] for request in batch.requests),
-            dropped=dropped,
-        )
+        rows, width = batch.block_table.shape
+        if self._left is None:
+            most = max(rows, self._max_requests)
+            self._left = batch.block_table.new_zeros(most, width), batch.seq_lens.new_zeros(most)
+        table, lengths = (each[:rows] for each in self._left)
+        step = batch.block_table, batch.seq_lens, batch.starts, batch.tensor(dropped), batch.slot_mapping
+        shift_step(*step, self._schedule.block_size, table, lengths)
+        longest = max((request.after - dropped[request.row] for request in batch.requests), default=None)
+        return ShiftedBatch(block_table=table, seq_lens=lengths, max_seq_len=longest, dropped=dropped)

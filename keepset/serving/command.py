@@ -14,9 +14,10 @@ import torch
 from keepset import models
 from keepset.errors import KeepsetError, UnsupportedEngineError
 from keepset.recipe import Recipe
-from keepset.vllm.settings import CONNECTOR, KEY
+from keepset.vllm.settings import CONNECTOR, CONTEXT_CONNECTOR, CONTEXTS, KEY
 
 _ADDITIONAL = "--additional-config"
+_MIDDLEWARE = "keepset.serving.context_api.ContextMiddleware"
 _SHORTEST = len("--add")
 _SMALL = 256
 _RESERVED = ("--host", "--port", "--uds", "--api-key", "--root-path", "--ssl-keyfile", "--ssl-certfile", "--headless")
@@ -39,11 +40,11 @@ def check_options(options: Sequence[str]) -> None:
             raise KeepsetError(f"{name} is not for the benchmark: its servers listen on a free port of 127.0.0.1.")
 
 
-def check_installed(recipe: Recipe | None) -> None:
-    """Refuses, with an `UnsupportedEngineError`, a server that could not start, or that would not know the recipe."""
+def check_installed(recipe: Recipe | None, contexts: Path | None = None) -> None:
+    """Refuses, with an `UnsupportedEngineError`, a server that could not start, or would not know either of them."""
     if importlib.util.find_spec("vllm") is None:
         raise UnsupportedEngineError('vLLM is not installed: run `pip install "keepset[vllm]"`.')
-    if recipe is None:
+    if recipe is None and contexts is None:
         return
     plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
     ours = {plugin.name for plugin in plugins if plugin.module.split(".")[0] == "keepset"}
@@ -63,7 +64,13 @@ def folder(model: str | None) -> str:
     return model
 
 
-def command(model: str | None, recipe: Recipe | None, options: Sequence[str], forced: Sequence[str] = ()) -> list[str]:
+def command(
+    model: str | None,
+    recipe: Recipe | None,
+    options: Sequence[str],
+    forced: Sequence[str] = (),
+    contexts: Path | None = None,
+) -> list[str]:
     """The words that start a server.
 
     Args:
@@ -71,10 +78,17 @@ def command(model: str | None, recipe: Recipe | None, options: Sequence[str], fo
         recipe: what to keep; None for plain vLLM.
         options: further options of `vllm serve`; it listens on 127.0.0.1 if they do not say where.
         forced: more of them, which the former cannot change.
+        contexts: the folder of saved contexts; None if there are none.
     """
     additional, rest = _additional(options)
     if recipe is not None:
         additional[KEY] = str(recipe)
+    if contexts is not None:
+        if recipe is not None:
+            raise KeepsetError("Contexts have recipes of their own: give --contexts or --recipe.")
+        if not contexts.is_dir():
+            raise KeepsetError(f"There is no folder {str(contexts)!r}: make it, and put contexts there at any time.")
+        additional[CONTEXTS] = str(contexts.resolve())
     if has_option(rest, "--model"):
         raise KeepsetError("--model is not needed: write the model first, before vLLM's options.")
     place = folder(model)
@@ -85,6 +99,8 @@ def command(model: str | None, recipe: Recipe | None, options: Sequence[str], fo
         words += [_ADDITIONAL, json.dumps(additional)]
     if recipe is not None:
         words += _required_options(recipe, rest)
+    if contexts is not None:
+        words += ["--kv-transfer-config", json.dumps(CONTEXT_CONNECTOR), "--middleware", _MIDDLEWARE]
     if not has_option(rest, "--host"):
         words += ["--host", "127.0.0.1"]
     # Of two options of one name vLLM takes the last.

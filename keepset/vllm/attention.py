@@ -20,8 +20,10 @@ class KeepImpl:
     What is not overridden suits backends that keep an entry's numbers in order: those for GPUs.
     """
 
+    num_heads: int
     num_kv_heads: int
     num_queries_per_kv: int
+    head_size: int
     scale: float
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -74,8 +76,9 @@ class KeepImpl:
         """Attention of each head over entries of its own."""
         ragged = step.plan.ragged
         assert ragged is not None and ragged.tokens is not None
-        layout = ragged.of_layer(step.places[layer.layer_name])
-        paged_attention(query, kv_cache, ragged.tokens, layout, self.scale, output)
+        place = step.places[layer.layer_name]
+        tokens, layout, bias = ragged.tokens, ragged.of_layer(place), step.group.columns.bias(place)
+        paged_attention(query, kv_cache, tokens, layout, self.scale, output, bias)
 
     def forward(
         self,
@@ -97,7 +100,10 @@ class KeepImpl:
         if step is not None and ragged is not None:
             self.attend_ragged(layer, step, query, kv_cache, output)
         if step is not None and step.plan.records:
-            step.group.record(step.places[layer.layer_name], step.plan, query)
+            place = step.places[layer.layer_name]
+            step.group.record(range(place, place + 1), step.plan, query[None])
+        if step is not None and step.plan.dummy:
+            self._context.leave(layer.layer_name, query)
         if (projection := self._context.projections.get(layer.layer_name)) is not None:
             projection.hidden = None
         return output

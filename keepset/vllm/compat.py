@@ -22,7 +22,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
@@ -133,6 +133,15 @@ def attention_layers(config: VllmConfig) -> Iterator[tuple[str, Any, int]]:
     for name, layer in config.compilation_config.static_forward_context.items():
         if isinstance(layer, Attention):
             yield name, layer, extract_layer_index(name)
+
+
+def captured_tokens(config: VllmConfig) -> int:
+    """The most tokens of a step whose attention a CUDA graph may hold; 0 where none does."""
+    compilation = config.compilation_config
+    mode, most = compilation.cudagraph_mode, compilation.max_cudagraph_capture_size or 0
+    if not mode or not mode.has_full_cudagraphs():
+        return 0
+    return most if mode.mixed_mode() == CUDAGraphMode.FULL else min(most, config.scheduler_config.max_num_seqs)
 
 
 def rotary_table(model_type: str, head_dim: int, dtype: torch.dtype) -> RotaryTable:

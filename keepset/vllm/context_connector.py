@@ -9,7 +9,7 @@ it finds any prefix, and only its own last blocks are filled for it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm.config import VllmConfig
@@ -21,12 +21,15 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from keepset.errors import KeepsetError
+from keepset.paged.contexts import ContextPlacement
+from keepset.vllm import stats
 from keepset.vllm.connector import BlockCountConnector, ExpectedEvents
 from keepset.vllm.context_loader import ContextLoader, LoadJob
-from keepset.vllm.contexts import Context, ContextLibrary, context_named_by
+from keepset.vllm.contexts import Context, ContextLibrary
 from keepset.vllm.engine_context import active
 from keepset.vllm.manager import KeepManager
-from keepset.vllm.settings import contexts_of
+from keepset.vllm.settings import KEY, contexts_of
+from keepset.vllm.wishes import wishes_of
 
 logger = init_logger(__name__)
 
@@ -39,12 +42,11 @@ class ContextLoads(ExpectedEvents):
     refused: set[str] = field(default_factory=set)
 
 
-@dataclass
-class _Asked:
-    """A request's context, or why it cannot have it."""
+class _Asked(NamedTuple):
+    """A request's context, and where it lies."""
 
-    context: Context | None
-    sentence: str = ""
+    context: Context
+    placement: ContextPlacement
 
 
 class ContextConnector(BlockCountConnector):
@@ -54,15 +56,14 @@ class ContextConnector(BlockCountConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         folder = contexts_of(vllm_config)
         assert folder is not None
-        self._asked: dict[str, _Asked] = {}
+        self._asked: dict[str, _Asked | None] = {}  # None of a request that cannot have what it names
+        self._placements: dict[str, ContextPlacement] = {}
         self._loading: dict[str, str] = {}
         self._to_load: list[LoadJob] = []
         self._refused: set[str] = set()
         self._loader: ContextLoader | None = None
         self._failed: set[str] = set()
-        spec: Any = kv_cache_config.kv_cache_groups[0].kv_cache_spec
-        if role == KVConnectorRole.SCHEDULER:
-            self._library = ContextLibrary(folder, vllm_config, spec.layers, spec.num_kv_heads, spec.block_size)
+        self._library = ContextLibrary(folder, vllm_config)
 
     # --- in processes that compute
 
@@ -90,67 +91,91 @@ class ContextConnector(BlockCountConnector):
     def on_new_request(self, request: Request) -> None:
         super().on_new_request(request)
         parameters = request.sampling_params
+        said = (parameters.extra_args or {}).get(KEY) if parameters is not None else None
         try:
-            name = context_named_by(None if parameters is None else parameters.extra_args)
-            if name is None:
-                return
-            context = self._library.named(name)
-            self._begin(request, context)
-            self._asked[request.request_id] = _Asked(context)
+            if said is not None:
+                self._ask(request, wishes_of(said).context)
+            elif request.prompt_token_ids and not request.skip_reading_prefix_cache:
+                context = self._library.beginning(request.prompt_token_ids)
+                if context is not None:
+                    self._begin(request, context)
         except KeepsetError as error:
             logger.error("Request %s: %s", request.request_id, error)
-            self._asked[request.request_id] = _Asked(None, str(error))
+            if said is not None:
+                self._asked[request.request_id] = None
+
+    def _ask(self, request: Request, name: str) -> None:
+        """Makes a context part of a request's prompt, which is a question to it."""
+        context, question = self._library.named(name), request.prompt_token_ids
+        if question is None or request.skip_reading_prefix_cache:
+            raise KeepsetError("A question to a context is tokens, of which no log-probabilities are asked for.")
+        opening = context.contents.opening
+        if opening and question[: len(opening)] == opening:
+            question = context.contents.joint + question[len(opening) :]
+        longest = self._vllm_config.model_config.max_model_len
+        if not question or context.tokens + len(question) >= longest:
+            raise KeepsetError(
+                f"Context {context.name!r} has {context.tokens} tokens and the question {len(question)}: there must be "
+                f"one at least, and with an answer no more than the {longest} that this server takes."
+            )
+        # Any tokens will do for the context's: nobody computes them.
+        request.prompt_token_ids = [0] * context.tokens + question
+        request._all_token_ids[:] = request.prompt_token_ids
+        request.num_prompt_tokens = len(request.prompt_token_ids)
+        self._begin(request, context)
 
     def _begin(self, request: Request, context: Context) -> None:
-        """Puts the context in front of a request's prompt."""
-        tokens, longest = context.placement.tokens, self._vllm_config.model_config.max_model_len
-        if request.prompt_token_ids is None:
-            raise KeepsetError(f"A question to context {context.name!r} must be tokens, not embeddings.")
-        if tokens + request.num_prompt_tokens >= longest:
-            raise KeepsetError(
-                f"Context {context.name!r} has {tokens} tokens and the question {request.num_prompt_tokens}: with an "
-                f"answer that is more than the {longest} that this server takes."
-            )
-        if request.skip_reading_prefix_cache:
-            raise KeepsetError(
-                f"There are no log-probabilities of the tokens of context {context.name!r}: ask for none."
-            )
-        # Any token will do: none of them is computed, and the hash of the first block says whose they are.
-        request.prompt_token_ids = [0] * tokens + list(request.prompt_token_ids)
-        request._all_token_ids[:0] = [0] * tokens
-        request.num_prompt_tokens += tokens
+        """Has the context's blocks found by its digest, which takes the place of its tokens in their hashes."""
+        if context.digest not in self._placements:
+            spec: Any = self._manager.kv_cache_spec
+            self._placements[context.digest] = self._placed(context, spec.block_size, spec.num_kv_heads)
+        placement = self._placements[context.digest]
+        tokens = request._all_token_ids[: context.tokens]
+        request._all_token_ids[: context.tokens] = [0] * context.tokens
         request.cache_salt = f"keepset {context.digest} {request.cache_salt or ''}"
         request.block_hashes = []
         request.update_block_hashes()
-        self._manager.begin(request.request_id, request.block_hashes, context.placement)
+        request._all_token_ids[: context.tokens] = tokens
+        self._manager.begin(request.request_id, request.block_hashes, placement)
+        self._asked[request.request_id] = _Asked(context, placement)
+
+    def _placed(self, context: Context, block_size: int, kv_heads: int) -> ContextPlacement:
+        ranks = self._vllm_config.parallel_config.tensor_parallel_size
+        if context.counts.shape[1] != ranks * kv_heads:
+            raise KeepsetError(
+                f"Context {context.name!r} cannot be served: its layers have {context.counts.shape[1]} KV heads, which "
+                f"{ranks} processes with {kv_heads} each do not divide."
+            )
+        return ContextPlacement.of(context.counts, context.tokens, block_size, ranks)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        asked = self._asked.get(request.request_id)
-        if asked is None:
+        name = request.request_id
+        if name not in self._asked:
             return 0, False
-        if asked.context is None:
+        asked = self._asked[name]
+        if asked is None:
             return request.num_tokens - num_computed_tokens, True
-        placement = asked.context.placement
         # While the first of them is loaded, others wait for its pages.
-        if num_computed_tokens < placement.own * self._manager.block_size and asked.context.digest in self._loading:
+        missing = num_computed_tokens < asked.placement.own * self._manager.block_size
+        if missing and asked.context.digest in self._loading:
             return None, False
-        return placement.tokens - num_computed_tokens, True
+        return asked.placement.tokens - num_computed_tokens, True
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
-        asked = self._asked.get(request.request_id)
-        if asked is None or not num_external_tokens:
+        name = request.request_id
+        if name not in self._asked or not num_external_tokens:
             return
-        if asked.context is None:
-            self._refused.add(request.request_id)
+        asked = self._asked[name]
+        if asked is None:
+            self._refused.add(name)
             return
-        context = asked.context
-        whole = num_external_tokens > context.placement.tokens - context.placement.own * self._manager.block_size
+        context, placement = asked
+        whole = num_external_tokens > placement.tokens - placement.own * self._manager.block_size
         if whole:
-            self._loading[context.digest] = request.request_id
+            self._loading[context.digest] = name
+        stats.context_used(context.name, whole)
         table = blocks.get_block_ids()[0]
-        self._to_load.append(
-            LoadJob(request.request_id, context.path, context.digest, context.placement, context.counts, table, whole)
-        )
+        self._to_load.append(LoadJob(name, context.path, context.digest, placement, context.counts, table, whole))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ContextLoads:
         expected = super().build_connector_meta(scheduler_output)

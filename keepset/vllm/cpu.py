@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 from vllm import _custom_ops as ops
 
+from keepset.kernels.paged import attend_pages
 from keepset.vllm.attention import KeepImpl
 from keepset.vllm.cpu_pages import CPUPages
 from keepset.vllm.engine_context import PlannedStep
@@ -31,10 +32,18 @@ class CPUMixin(KeepImpl):
         self.pages(layer, kv_cache).write(keys, values, slots)
 
     def attend_ragged(self, layer: Any, step: PlannedStep, query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
-        """Attention by the backend's own kernel, which keepset has no quicker one for."""
+        """Attention by the backend's own kernel, which keepset has no quicker one for, unless entries have biases."""
+        place = step.places[layer.layer_name]
+        pages, bias = self.pages(layer, kv_cache), step.group.columns.bias(place)
+        if bias is not None:
+            ragged = step.plan.ragged
+            assert ragged is not None and ragged.tokens is not None
+            attend_pages(
+                query, pages.read, ragged.block_size, ragged.tokens, ragged.of_layer(place), self.scale, output, bias
+            )
+            return
         per_head, heads = step.per_head, self.num_kv_heads
-        batch = per_head.batch(step.places[layer.layer_name])
-        pages, buffer = self.pages(layer, kv_cache), per_head.output_buffer(output, heads)
+        batch, buffer = per_head.batch(place), per_head.output_buffer(output, heads)
         assert isinstance(pages, CPUPages)
         keys, values = pages.folded
         work = ops.cpu_attn_get_scheduler_metadata(

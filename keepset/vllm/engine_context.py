@@ -12,13 +12,14 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from keepset.errors import UnsupportedEngineError
 from keepset.paged.event_queue import EventQueue
-from keepset.paged.grouping import group_leader
+from keepset.paged.grouping import group_leader, table_per_head
 from keepset.paged.layer_group import LayerGroup
 from keepset.paged.page_tables import FreedBlocks
 from keepset.paged.passing import PassingQueries
@@ -27,7 +28,7 @@ from keepset.paged.query_records import slots_for
 from keepset.paged.recording import Recording
 from keepset.paged.step import StepPlan
 from keepset.recipe import Recipe
-from keepset.vllm.compat import ask_for_prompt_lengths, attention_layers
+from keepset.vllm.compat import ask_for_prompt_lengths, attention_layers, captured_tokens
 from keepset.vllm.query_projection import VLLMQueryProjection, watch_projections
 from keepset.vllm.settings import recipe_of
 from keepset.vllm.spec import KeepSpec
@@ -78,6 +79,7 @@ class EngineContext:
         self._passing: PassingQueries | None = None
         self._parts: dict[tuple[str, ...], PassingQueries] = {}
         self._specs_made = 0
+        self._tape: Tensor | None = None
         self._steps: dict[str, PlannedStep] = {}
 
     @cached_property
@@ -107,6 +109,7 @@ class EngineContext:
         ask_for_prompt_lengths(self.config)
         if self._passing is None:  # and vLLM has not measured yet what there is room for
             self._passing = self._room(len(indices))
+            self._tape = self._make_tape(len(indices))
         scheduler = self.config.scheduler_config
         return KeepSpec.wrap(
             check_spec(spec),
@@ -131,6 +134,26 @@ class EngineContext:
             self.recording, layers, slots_for(requests), heads, model.get_head_size(), model.dtype,
             current_platform.device_type,
         )  # fmt: skip
+
+    def _make_tape(self, layers: int) -> Tensor | None:
+        tokens, model = captured_tokens(self.config), self.config.model_config
+        if not (tokens and self.recording) or table_per_head(self.recipe):
+            return None
+        heads = model.get_num_attention_heads(self.config.parallel_config)
+        assert isinstance(model.dtype, torch.dtype)
+        shape = layers, tokens, heads, model.get_head_size()
+        return torch.zeros(shape, dtype=model.dtype, device=current_platform.device_type)
+
+    def tape(self, layers: Sequence[str]) -> Tensor | None:
+        """Where neighbouring layers that are called while a graph captures them leave their queries."""
+        first = list(self.layers).index(layers[0])
+        assert list(self.layers)[first : first + len(layers)] == list(layers)
+        return None if self._tape is None else self._tape[first : first + len(layers)]
+
+    def leave(self, layer: str, queries: Tensor) -> None:
+        """A layer is called in a step that a graph may capture; what is larger than the tape is captured by none."""
+        if self._tape is not None and len(queries) <= self._tape.shape[1]:
+            self._tape[list(self.layers).index(layer), : len(queries)].copy_(queries)
 
     def begin(self, step: PlannedStep) -> None:
         """What the next forward of these layers is to do."""

@@ -33,7 +33,7 @@ def layer_group(context: EngineContext, planner: Planner, names: Sequence[str]) 
     count = stats.count if get_tensor_model_parallel_rank() == 0 else None  # of several ranks, one counts
     passing = context.passing(names)
     pages = [partial(_pages, layer) for layer in layers]
-    return LayerGroup(planner, pages, passing, impl.scale, rotary, projections, count)
+    return LayerGroup(planner, pages, passing, impl.scale, rotary, projections, count, context.tape(names))
 
 
 def _pages(layer: Any) -> Pages:

@@ -37,6 +37,7 @@ class MetadataAdapter(StepAdapter):
             metadata.block_table_tensor,
             metadata.seq_lens,
             metadata.slot_mapping,
+            metadata.query_start_loc,
             metadata.query_start_loc_cpu,
             metadata.max_query_len,
         )
@@ -51,7 +52,7 @@ class MetadataAdapter(StepAdapter):
             block_table_tensor=shifted.block_table,
             seq_lens=shifted.seq_lens,
             seq_lens_cpu_upper_bound=None if bound is None else bound - bound.new_tensor(shifted.dropped),
-            max_seq_len=shifted.max_seq_len,
+            max_seq_len=metadata.max_seq_len if shifted.max_seq_len is None else shifted.max_seq_len,
             _num_computed_tokens_cache=None,
         )
 
@@ -90,8 +91,11 @@ class KeepBuilder:
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:
-        """None: lengths and tables change from step to step in ways that a graph does not know."""
-        return AttentionCGSupport.NEVER
+        """vLLM's own; none where heads differ, whose pages follow from what a graph does not know."""
+        assert isinstance(kv_cache_spec, KeepSpec)
+        if kv_cache_spec.schedule.ragged:
+            return AttentionCGSupport.NEVER
+        return super().get_cudagraph_support(vllm_config, kv_cache_spec)  # type: ignore[misc]
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False

@@ -31,10 +31,15 @@ COUNTERS = {
 REQUESTS = 1024
 """How many of the newest requests are remembered."""
 
+CONTEXTS = 1024
+"""Of how many contexts it is counted who used them."""
+
 _COUNTER = np.dtype([(name, "f8") for name in COUNTERS])
 _REQUEST = np.dtype(
     [("number", "i8"), ("name", "S96"), ("prompt", "i8"), ("tokens", "i8"), ("dropped", "i8"), ("blocks_freed", "i8")]
 )
+
+_CONTEXT = np.dtype([("name", "S255"), ("requests", "i8"), ("loads", "i8")])
 
 
 def count(**more: float) -> None:
@@ -49,6 +54,20 @@ def ended(name: str, prompt: int, tokens: int, dropped: int, blocks_freed: int) 
     rows = _array("requests", _REQUEST, REQUESTS)
     number = int(rows["number"].max())
     rows[number % REQUESTS] = (number + 1, name.encode()[:96], prompt, tokens, dropped, blocks_freed)
+
+
+def context_used(name: str, loaded: bool) -> None:
+    """A request began with this context; `loaded`: its pages came from the file."""
+    rows = _array("contexts", _CONTEXT, CONTEXTS)
+    places = np.flatnonzero((rows["name"] == name.encode()) | (rows["name"] == b""))
+    if len(places):
+        rows[places[0]] = (name.encode(), rows["requests"][places[0]] + 1, rows["loads"][places[0]] + loaded)
+
+
+def contexts() -> dict[str, dict[str, int]]:
+    """How many requests each context has had, and how often it was loaded for that, by their names."""
+    rows = [row for row in _rows("contexts", _CONTEXT) if row["name"]]
+    return {row["name"].decode(): {name: int(row[name]) for name in ("requests", "loads")} for row in rows}
 
 
 def name_folder() -> None:

@@ -147,16 +147,14 @@ def _of_contexts(config: VllmConfig) -> Iterator[str]:
 
 
 def _of_graphs(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
-    """CUDA graphs replay kernels, and nothing of what decides where they read and write."""
-    compilation, per_head = config.compilation_config, table_per_head(recipe)
-    if not compilation.cudagraph_mode:
+    """CUDA graphs replay kernels, and nothing of what decides where heads that differ read and write."""
+    compilation = config.compilation_config
+    if not compilation.cudagraph_mode or not table_per_head(recipe):
         return
     if envs.VLLM_USE_BREAKABLE_CUDAGRAPH:
-        if per_head:
-            yield "breakable graphs would write its heads' entries to wrong places; set VLLM_USE_BREAKABLE_CUDAGRAPH=0."
+        yield "breakable graphs would write its heads' entries to wrong places; set VLLM_USE_BREAKABLE_CUDAGRAPH=0."
     elif compilation.mode == CompilationMode.VLLM_COMPILE:
-        outside = ["vllm::unified_attention_with_output"] + ["vllm::unified_kv_cache_update"] * per_head
-        for operator in outside:
+        for operator in ("vllm::unified_attention_with_output", "vllm::unified_kv_cache_update"):
             if operator not in (compilation.splitting_ops or ()):
                 yield (
                     f"CUDA graphs would replay {operator}; leave splitting_ops, use_inductor_graph_partition and "

@@ -180,7 +180,7 @@ def test_the_same_file_whether_it_grew_or_not(tmp_path: Path) -> None:
 # --- asking
 
 
-@pytest.mark.cross
+@pytest.mark.spread
 @pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2"])
 @pytest.mark.parametrize("padding", [[0, 0], [0, 9]], ids=["whole", "padded"])
 def test_asking_is_generating_from_context_and_question(name: str, padding: list[int]) -> None:
@@ -246,7 +246,7 @@ def test_rows_that_do_not_fit() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.cross
+@pytest.mark.spread
 @pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2"])
 @pytest.mark.parametrize("recipe", [*RECIPES.values(), *AGAIN.values()])
 def test_questions_do_not_disturb_each_other(name: str, recipe: str) -> None:

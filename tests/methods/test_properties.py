@@ -45,7 +45,7 @@ INSIDE = ["keydiff", "lagkv", "r_kv", "rpc", "chunkkv", "ams"]
 
 every_method = pytest.mark.parametrize("name", [*sorted(METHODS), *(f"adakv({scorer})" for scorer in INSIDE)])
 # The same examples in every run: a near tie must not fail once in a thousand runs.
-some_examples = examples(24)
+some_examples = examples(16)
 
 
 def make(name: str) -> Method:

@@ -119,7 +119,7 @@ class Engine:
         for group, (batch, plan) in plans:
             for place, layer in enumerate(group.layers):
                 queries = self._attend(layer, place, batch, plan, requests, tokens)
-                group.paged.record(place, plan, queries)
+                group.paged.record(range(place, place + 1), plan, queries[None])
         for request in requests:
             self._compress(request, tokens[request.number])
         pages = {
@@ -165,7 +165,7 @@ class Engine:
             torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32),
             torch.tensor([one.after for one in scheduled], dtype=torch.int32),
             torch.tensor(slots),
-            torch.tensor(starts, dtype=torch.int32),
+            *2 * (torch.tensor(starts, dtype=torch.int32),),
             max(tokens.values()),
         )
         return batch, self.events.plan(group.paged, batch)

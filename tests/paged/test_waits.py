@@ -14,6 +14,7 @@ from keepset.kernels.paged import append_to_pages, paged_attention
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.page_tables import FreedBlocks
 from keepset.paged.planner import Planner
+from keepset.paged.query_records import Move, QueryRecord
 from keepset.paged.recording import Recording
 from keepset.paged.step import ScheduledRequest, StepBatch
 
@@ -35,7 +36,7 @@ def batch_of(requests: list[tuple[int, int, int]], posing: bool) -> StepBatch:
     put = Posing if posing else lambda tensor: tensor
     starts = torch.tensor([0, *(one.end_query for one in rows)], dtype=torch.int32)
     most = max(one.after - one.before for one in rows)
-    return StepBatch(rows, put(table), put(lengths), put(torch.tensor(slots)), starts, most)
+    return StepBatch(rows, put(table), put(lengths), put(torch.tensor(slots)), put(starts), starts, most)
 
 
 @pytest.mark.parametrize("number", [1, 12])
@@ -160,3 +161,26 @@ def test_a_long_prompt_beside_compressed_requests_takes_no_tables() -> None:
     assert plan.ragged is not None and plan.ragged.others
     # All that was made, one after another. The blocks of the request whose prompt ends are its event's.
     assert allocated.nbytes < 2**22
+
+
+@pytest.mark.parametrize("recipe", ["snapkv(window=5, keep=10, every=7)", "ams(tova, window=9, keep=40, every=7)"])
+@pytest.mark.parametrize("number", [1, 12])
+def test_recorded_queries_are_planned_with_one_look(number: int, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At pages, from which requests are told, however many there are; and none where no window is open."""
+    schedule = EvictionSchedule(Recipe.parse(recipe), 0, (0, 1), 2, BLOCK)
+    recording = Recording.of(schedule.recipe, 2, 8, 4)
+    kinds = [(60, 0, 60), (60, 60, 61), (53, 66, 67), (70, 76, 77)]
+    with Gpu(monkeypatch) as gpu:
+        for open_windows, some in ((True, kinds * number), (False, [(90, 0, 50)] * number)):
+            batch = batch_of(some, posing=True)
+            planner = Planner(schedule, recording, (0, 1), 64, 10**4, FreedBlocks())
+            planner._capture.records.follow = lambda moves: [record(move) for move in moves]  # type: ignore[method-assign]
+            gpu.reset()
+            plan = planner.plan(batch)
+            assert sum(gpu.waits.values()) == open_windows, gpu.waits
+            assert bool(plan.records) == open_windows
+
+
+def record(move: Move) -> QueryRecord:
+    """As if all had been recorded so far."""
+    return QueryRecord(0, move.page, move.prompt, 0, move.after)

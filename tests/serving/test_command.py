@@ -54,6 +54,21 @@ def test_vllm_is_told_what_a_recipe_needs(recipe: str, needed: list[str]) -> Non
     assert command("a/model", Recipe.parse("gvote"), ["--enforce-eager"]).count("--enforce-eager") == 1
 
 
+def test_contexts_take_a_connector_and_middleware(tmp_path: Path) -> None:
+    words = command("a/model", None, ["--additional-config", '{"more": 1}'], contexts=tmp_path)
+    assert additional(words) == {"more": 1, "keepset_contexts": str(tmp_path)}
+    assert json.loads(words[words.index("--kv-transfer-config") + 1])["kv_connector"] == "ContextConnector"
+    module, name = words[words.index("--middleware") + 1].rsplit(".", 1)
+    assert hasattr(importlib.import_module(module), name)
+
+
+def test_contexts_are_a_folder_and_have_recipes_of_their_own(tmp_path: Path) -> None:
+    with pytest.raises(KeepsetError, match=r"There is no folder '.*nowhere': make it"):
+        command("a/model", None, [], contexts=tmp_path / "nowhere")
+    with pytest.raises(KeepsetError, match="give --contexts or --recipe"):
+        command("a/model", RECIPE, [], contexts=tmp_path)
+
+
 def test_without_a_recipe_vllm_is_plain() -> None:
     words = command("a/model", None, [])
     assert words[5:] == ["a/model", "--host", "127.0.0.1"]

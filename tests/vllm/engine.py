@@ -47,6 +47,7 @@ class Scenario:
         stub_streams: whether its scheduler runs ahead, with stand-ins for a device's streams.
         backend: one for GPUs, with stand-ins for its kernels; the same for all scenarios of a process.
         runner_v2: whether vLLM's model runner V2 runs it; the same for all scenarios of a process.
+        graphs: whether decoding is captured and replayed, see `tests.vllm.graphs`; the same for all scenarios of a job.
         triton: whether keepset's kernels are those in Triton, in its interpreter.
     """
 
@@ -59,6 +60,7 @@ class Scenario:
     stub_streams: bool = False
     backend: str | None = None
     runner_v2: bool = False
+    graphs: bool = False
     triton: bool = False
 
     def as_json(self) -> dict[str, Any]:
@@ -89,6 +91,7 @@ class Scenario:
             "stub_streams": self.stub_streams,
             "backend": self.backend,
             "runner_v2": self.runner_v2,
+            "graphs": self.graphs,
             "triton": self.triton,
         }
 
@@ -111,6 +114,7 @@ class Result:
         groups: of layers.
         stats: what was counted.
         classes: of the attention layers.
+        replays, calls: steps that were replayed from a graph, and steps in which the model was called.
     """
 
     tokens: list[list[int] | None]
@@ -128,6 +132,8 @@ class Result:
     tables: list[list[str]] = field(default_factory=list)
     footprints: list[list[str]] = field(default_factory=list)
     groups: int = 0
+    replays: int = 0
+    calls: int = 0
 
     def steps_of(self, index: int) -> list[tuple[int, int]]:
         """First token and number of tokens of each step of a request."""

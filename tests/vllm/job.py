@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from tests.vllm import interpreted
+from tests.vllm import graphs, interpreted
 
 
 class Watch:
@@ -153,7 +153,7 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
 
     from keepset.kernels import dispatch
     from keepset.paged import grouping
-    from keepset.vllm import engine_context, stats
+    from keepset.vllm import stats
 
     dispatch.INTERPRETED = scenario["triton"]
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(scenario["own_process"]))
@@ -161,12 +161,15 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
     llm = LLM(**scenario["engine"])
     engine = llm.llm_engine
     core = getattr(engine.engine_core, "engine_core", None)
-    watch, undo = None, None
+    watch, undo, captured = None, None, None
     if core is not None:
         watch = Watch(core.scheduler)
         worker = getattr(core.model_executor, "driver_worker", None)
         if scenario["runner_v2"]:
             interpreted.warm_up(worker.worker)
+            run_events()
+        if scenario["graphs"]:
+            captured = graphs.Graphs(worker.worker.model_runner)
         if worker is not None and scenario["engine"].get("tensor_parallel_size", 1) == 1:
             undo = watch.watch_events(worker.worker.model_runner)
     grouping.GROUPS = default_groups
@@ -189,10 +192,12 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
         for output in engine.step():
             outputs[number(output.request_id)] = output
         step += 1
-    if watch is not None and (context := engine_context.active()) is not None:
-        context.events.run()  # of the last step, which none follows
+    if watch is not None:
+        run_events()
     assert not scenario["triton"] or "keepset.kernels.triton.paged" in sys.modules
     result = watch.result(len(requests)) if watch is not None else {}
+    if captured is not None:
+        result["replays"], result["calls"] = captured.replays, captured.calls
     result["classes"] = sorted({type(layer.impl).__name__ for layer in layers})
     result["tokens"] = [None if one is None else list(one.outputs[0].token_ids) for one in outputs]
     result["reasons"] = [None if one is None else one.outputs[0].finish_reason for one in outputs]
@@ -201,11 +206,20 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
     if undo is not None:
         undo()
     engine.engine_core.shutdown()
-    del llm, engine, core, watch, layers
+    del llm, engine, core, watch, layers, captured
     cleanup_dist_env_and_memory()
     envs.disable_envs_cache()
     gc.collect()
     return result
+
+
+@torch.inference_mode()
+def run_events() -> None:
+    """Those of the last step, which none follows."""
+    from keepset.vllm import engine_context
+
+    if (context := engine_context.active()) is not None:
+        context.events.run()
 
 
 def keep_async_scheduling() -> None:
@@ -244,6 +258,7 @@ def answer(job: dict[str, Any]) -> None:
     """Runs a job's scenarios."""
     os.environ.update(job["env"])
     scenarios = job["scenarios"]
+    pretend_graphs = any(scenario["graphs"] for scenario in scenarios)
     if any(scenario["stub_streams"] for scenario in scenarios):
         keep_async_scheduling()
     if backends := {scenario["backend"] for scenario in scenarios} - {None}:
@@ -251,6 +266,8 @@ def answer(job: dict[str, Any]) -> None:
 
         (backend,) = backends
         kernels.use(backend)
+    if pretend_graphs:
+        graphs.use()
     results: list[Any] = []
     for scenario in scenarios:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ CONTEXTS = {
     "values": ("match(adakv(snapkv(window=8)), biases=False, window=8, keep=64)", 200),
 }
 SIZES = (5, 33, 70, 1)
-TOKENS = 40
+TOKENS = 24
 ENGINE: dict[str, Any] = {
     "max_model_len": 512,
     "num_gpu_blocks_override": 160,
@@ -48,9 +49,19 @@ def ask(name: str, index: int, size: int, tokens: int = TOKENS, **more: Any) -> 
     return Ask(question(index, size), tokens, extra={"keepset": {"context": name}}, **more)
 
 
-ALL = [ask(name, place, SIZES[(place + k) % 4]) for k in range(3) for place, name in enumerate(CONTEXTS)]
-ALL += [Ask(question(25, 120), TOKENS)]
-"""All of them at once, and one request without any."""
+EACH = [ask(name, place, SIZES[place % 4]) for place, name in enumerate(CONTEXTS)] + [Ask(question(25, 120), TOKENS)]
+AGAIN = [*EACH, *(ask(name, 10 + place, SIZES[(place + 1) % 4]) for place, name in enumerate(CONTEXTS))]
+BY_TEXT = ["a text", "and more"]
+"""Contexts whose files know their tokens; the second goes on where the first ends."""
+TEXT, MORE, OPENING, JOINT = IDS[3000:3200], IDS[3000:3260], IDS[3000:3003], [11, 12]
+FOUND = [
+    Ask(TEXT + question(1, 20), TOKENS),
+    Ask(MORE + question(2, 20), TOKENS),
+    Ask(TEXT[:-1] + question(3, 20), TOKENS),  # not all of it
+    Ask(TEXT, TOKENS),  # no token is left to compute
+    Ask(JOINT + question(4, 7), TOKENS, extra={"keepset": '{"context": "a text"}'}),
+    Ask(OPENING + question(4, 7), TOKENS, extra={"keepset": {"context": "a text"}}),
+]
 LATER = [ask("pooled", index, 9, add=4 * index) for index in range(4)]
 TURMOIL = [
     ask("pooled", 0, 40, 60),
@@ -64,14 +75,20 @@ TURMOIL = [
 CROWD = [
     ask(name, index, 30, 60) for index, name in enumerate(["pooled", "whole", "ragged", "read twice", "values"] * 2)
 ]
-REFUSED = ["nowhere", "../tiny", "damaged", "flipped", "foreign", "cut off", "long", "goes on", "", 7]
+NAMES = ["nowhere", "../tiny", "damaged", "flipped", "foreign", "other weights", "cut off", "long", "goes on", "", 7]
+WRONG = [*({"context": name} for name in NAMES), {}, "pooled", {"contexts": "pooled"}]
+REFUSED = [Ask(question(index, 20), 5, extra={"keepset": wishes}) for index, wishes in enumerate(WRONG)]
+ALL = [*REFUSED, *EACH, *FOUND]
+"""All of them at once."""
 
 
-def write(folder: Path, model: PreTrainedModel, name: str, recipe: str, tokens: int) -> Path:
+def write(
+    folder: Path, model: PreTrainedModel, name: str, recipe: str, tokens: int, text: list[int] | None = None
+) -> Path:
     cache = keepset.Cache(model, recipe)
     with torch.no_grad():
-        model(torch.tensor([IDS[:tokens]]), past_key_values=cache)
-    cache.save(folder / f"{name}.safetensors")
+        model(torch.tensor([text or IDS[:tokens]]), past_key_values=cache)
+    cache.save(folder / f"{name}.safetensors", token_ids=text, opening=len(OPENING), joint=JOINT)
     return folder / f"{name}.safetensors"
 
 
@@ -80,6 +97,8 @@ def folder(tiny_model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory
     folder = tmp_path_factory.mktemp("contexts")
     for name, (recipe, tokens) in CONTEXTS.items():
         write(folder, tiny_model, name, recipe, tokens)
+    for name, text in zip(BY_TEXT, (TEXT, MORE), strict=True):
+        write(folder, tiny_model, name, "pool(snapkv(window=8), keep=0.3)", len(text), text)
     bad = write(folder, tiny_model, "flipped", *CONTEXTS["ragged"])
     content = bytearray(bad.read_bytes())
     content[-100] ^= 1
@@ -90,6 +109,7 @@ def folder(tiny_model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory
     write(folder, tiny_model, "goes on", "snapkv(window=8, keep=40, every=8)", 100)
     torch.manual_seed(1)
     write(folder, LlamaForCausalLM(TINY).bfloat16().eval(), "foreign", "knorm(keep=0.1)", 100)
+    write(folder, LlamaForCausalLM(TINY).eval(), "other weights", "knorm(keep=0.1)", 100)
     return folder
 
 
@@ -104,23 +124,17 @@ def scenario(tiny: Path, folder: Path, asks: list[Ask], preempt: tuple[int, ...]
 
 @pytest.fixture(scope="module")
 def engines(tiny: Path, folder: Path) -> dict[str, Any]:
-    refused = [Ask(question(index, 20), 5, extra={"keepset": {"context": name}}) for index, name in enumerate(REFUSED)]
-    refused += [Ask(question(9, 20), 5, extra={"keepset": wishes}) for wishes in ({}, "pooled", {"contexts": "pooled"})]
-    scenarios = {
-        "all": scenario(tiny, folder, ALL),
-        "later": scenario(tiny, folder, LATER),
-        "refused": scenario(tiny, folder, [*refused, ask("pooled", 0, 20), Ask(question(1, 20), TOKENS)]),
-        "turmoil": scenario(tiny, folder, TURMOIL, (12, 33)),
-    }
+    scenarios = {"all": scenario(tiny, folder, ALL), "later": scenario(tiny, folder, LATER)}
     return dict(zip(scenarios, raw(*scenarios.values()), strict=True))
 
 
 @pytest.fixture(scope="module")
 def others(tiny: Path, folder: Path) -> dict[str, Any]:
     scenarios = {
+        "turmoil": scenario(tiny, folder, TURMOIL, (12, 33)),
         "crowd": scenario(tiny, folder, CROWD, engine={"num_gpu_blocks_override": 30}),
-        "apart": scenario(tiny, folder, ALL, own_process=True),
-        "ranks": scenario(tiny, folder, ALL, engine={"tensor_parallel_size": 2}),
+        "apart": scenario(tiny, folder, AGAIN, own_process=True),
+        "ranks": scenario(tiny, folder, AGAIN, engine={"tensor_parallel_size": 2}),
         "ahead": scenario(tiny, folder, TURMOIL, engine={"async_scheduling": True}, stub_streams=True),
     }
     answers = raw(*list(scenarios.values())[:-1], env={"VLLM_CPU_OMP_THREADS_BIND": "nobind"})
@@ -140,6 +154,14 @@ def expected(model: PreTrainedModel, folder: Path, one: Ask) -> list[int]:
     return output[0, len(one.ids) :].tolist()
 
 
+def part(engine: Result, some: list[Ask]) -> Result:
+    """What became of these requests of all."""
+    places = [next(place for place, one in enumerate(ALL) if one is each) for each in some]
+    names = ("tokens", "cached", "reasons", "log")
+    lists = {name: [getattr(engine, name)[place] for place in places] for name in names}
+    return replace(engine, **lists)
+
+
 def check(model: PreTrainedModel, folder: Path, asks: list[Ask], engine: Result) -> None:
     for one, tokens in zip(asks, engine.tokens, strict=True):
         answer = expected(model, folder, one)
@@ -149,10 +171,10 @@ def check(model: PreTrainedModel, folder: Path, asks: list[Ask], engine: Result)
 
 
 def test_every_answer_is_that_of_the_file(engines: dict[str, Any], tiny_model: PreTrainedModel, folder: Path) -> None:
-    engine = result(engines, "all")
-    check(tiny_model, folder, ALL, engine)
+    engine = part(result(engines, "all"), EACH)
+    check(tiny_model, folder, EACH, engine)
     # Not one token of a context was computed.
-    assert [sum(tokens for _, _, tokens in log) - TOKENS + 1 for log in engine.log] == [len(one.ids) for one in ALL]
+    assert [sum(tokens for _, _, tokens in log) - TOKENS + 1 for log in engine.log] == [len(one.ids) for one in EACH]
 
 
 def test_pages_are_held_once(engines: dict[str, Any], tiny_model: PreTrainedModel, folder: Path) -> None:
@@ -170,29 +192,35 @@ def test_pages_are_held_once(engines: dict[str, Any], tiny_model: PreTrainedMode
     assert engine.cached == [320] * 4
 
 
-def test_what_cannot_be_served_ends_with_an_error(
+def test_a_prompt_that_begins_with_a_text_gets_it(
     engines: dict[str, Any], tiny_model: PreTrainedModel, folder: Path
 ) -> None:
-    engine = result(engines, "refused")
-    assert engine.reasons == ["error"] * 13 + ["length"] * 2
-    assert not any(engine.tokens[:13])
-    assert engine.tokens[13] == expected(tiny_model, folder, ask("pooled", 0, 20))
+    engine = part(result(engines, "all"), FOUND)
+    assert engine.cached[:3] == [200, 260, 0] and engine.cached[4:] == [200, 200]
+    meant = [
+        ask("a text", 1, 20),
+        ask("and more", 2, 20),
+        *FOUND[2:4],
+        *[replace(FOUND[4], extra={"keepset": {"context": "a text"}})] * 2,
+    ]
+    check(tiny_model, folder, meant, engine)
+
+
+def test_what_cannot_be_served_ends_with_an_error(engines: dict[str, Any]) -> None:
+    engine = part(result(engines, "all"), REFUSED)
+    assert set(engine.reasons) == {"error"} and not any(engine.tokens)
     engine.check_nothing_left()
 
 
-def test_preemptions_aborts_and_arrivals(engines: dict[str, Any], tiny_model: PreTrainedModel, folder: Path) -> None:
-    engine = result(engines, "turmoil")
-    assert engine.preemptions[:2] == [2, 2]
-    assert engine.tokens[2] and len(engine.tokens[2]) < 60 and not engine.tokens[3]
-    check(tiny_model, folder, TURMOIL, engine)
-
-
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["crowd", "apart", "ranks", "ahead"])
-def test_eviction_processes_and_ranks(
+@pytest.mark.parametrize("name", ["turmoil", "crowd", "apart", "ranks", "ahead"])
+def test_preemption_eviction_processes_and_ranks(
     name: str, others: dict[str, Any], tiny_model: PreTrainedModel, folder: Path
 ) -> None:
     engine = result(others, name)
-    check(tiny_model, folder, {"crowd": CROWD, "ahead": TURMOIL}.get(name, ALL), engine)
+    check(tiny_model, folder, {"crowd": CROWD, "apart": AGAIN, "ranks": AGAIN}.get(name, TURMOIL), engine)
+    if name == "turmoil":
+        assert engine.preemptions[:2] == [2, 2]
+        assert engine.tokens[2] and len(engine.tokens[2]) < 60 and not engine.tokens[3]
     if name == "crowd":
         assert min(step["free"] for step in engine.steps) < 5 and any(step["waiting"] for step in engine.steps)

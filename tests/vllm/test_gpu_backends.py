@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedModel
 
-from tests.vllm.compared import CHUNKED, asks, check_oracle
+import keepset
+from tests.vllm.compared import CHUNKED, asks, check_cache, check_oracle, fed
 from tests.vllm.engine import Ask, Scenario, run
 from tests.vllm.oracle import Oracle
 from tests.vllm.test_life import IDS
@@ -45,12 +47,28 @@ def test_a_backend_for_gpus(backend: str, tiny: Path, tiny_oracle: Oracle) -> No
         assert tiny_oracle.replay(None, ask.ids, tokens, plain.steps_of(index)).best == tokens
 
 
-def test_ragged_heads_by_keepsets_own_kernels(tiny: Path, tiny_oracle: Oracle) -> None:
-    """In Triton's interpreter, one at a time and beside prompts, after events and before, and preempted once."""
+def test_ragged_heads_by_keepsets_own_kernels(tiny: Path, tiny_oracle: Oracle, tiny_model: PreTrainedModel) -> None:
+    """In Triton's interpreter, one at a time and beside prompts, after events and before, and preempted once.
+
+    Of biases the reference knows nothing: there the transformers runtime is it.
+    """
     some = [Ask(IDS[200 * i : 200 * i + n], 24, add=add) for i, (n, add) in enumerate([(130, 0), (70, 0), (230, 9)])]
     engine = {"model": str(tiny), "max_num_batched_tokens": 96, "block_size": 16}
-    recipe = "adakv(snapkv(window=8), keep=40, every=12)"
-    scenario = Scenario(recipe, some, preempt=(14,), engine=engine, backend="FLASH_ATTN", triton=True)
-    (result,) = run(scenario)
-    assert result.classes == ["FlashKeepImpl"] and all(result.events) and sum(result.preemptions) > 1
-    check_oracle(Oracle(tiny_oracle.model, 16), recipe, some, result)
+    recipe, biased = (
+        "adakv(snapkv(window=8), keep=40, every=12)",
+        "match(snapkv(window=8), window=8, keep=40, every=12)",
+    )
+    plain, fitted = run(
+        Scenario(recipe, some, preempt=(14,), engine=engine, backend="FLASH_ATTN", triton=True),
+        Scenario(biased, some, engine=engine, backend="FLASH_ATTN", triton=True),
+    )
+    for result in (plain, fitted):
+        assert result.classes == ["FlashKeepImpl"] and all(result.events)
+    assert sum(plain.preemptions) > 1
+    check_oracle(Oracle(tiny_oracle.model, 16), recipe, some, plain)
+    for index, ask in enumerate(some):
+        cache = keepset.Cache(tiny_model, biased, prompt_length=len(ask.ids), history=True)
+        tokens = fitted.tokens[index]
+        assert tokens is not None
+        assert fed(tiny_model, cache, cache.recipe, ask.ids, tokens) == tokens
+        check_cache(cache, fitted, index)

@@ -56,6 +56,7 @@ def config(**changes: Any) -> Any:
             cudagraph_mode="FULL_AND_PIECEWISE",
             splitting_ops=["vllm::unified_attention_with_output", "vllm::unified_kv_cache_update"],
         ),
+        additional_config=None,
         speculative_config=None,
         kv_transfer_config=None,
     )
@@ -117,7 +118,7 @@ REFUSED = [
     ),
     (UNIFORM, {"attention_config__use_non_causal": True}, "attention that is not causal is not supported"),
     (
-        UNIFORM,
+        RAGGED,
         {"compilation_config__splitting_ops": []},
         "CUDA graphs would replay vllm::unified_attention",
     ),
@@ -128,11 +129,6 @@ REFUSED = [
         "CUDA graphs would replay vllm::unified_kv_cache",
     ),
     ("gvote", SERVED | {"model_config__enforce_eager": False}, "compiled code does not show the hidden states"),
-    (
-        "match(snapkv, keep=96)",
-        SERVED,
-        "match gives entries biases, which vLLM's attention does not add: say biases=False",
-    ),
     ("pool(snapkv, keep=96)", SERVED | {"parallel_config__tensor_parallel_size": 2}, "it compares all heads, of which"),
     ("compilerkv(keep=128)", {"cache_config__enable_prefix_caching": False}, GIVE_CARRIER),
 ]
@@ -161,7 +157,7 @@ def test_a_configuration_that_is_refused(recipe: str, changes: dict[str, Any], s
         ("gvote", SERVED | {"parallel_config__tensor_parallel_size": 2}),
         ("compilerkv(keep=128)", SERVED),
         ("compilerkv(elastic=False, keep=128)", {}),
-        (UNIFORM, {"compilation_config__splitting_ops": ATTENTION}),
+        (UNIFORM, {"compilation_config__splitting_ops": []}),
         (RAGGED, {}),
         (RAGGED, {"compilation_config__splitting_ops": [], "compilation_config__mode": "NONE"}),
         (RAGGED, {"compilation_config__splitting_ops": [], "compilation_config__cudagraph_mode": "NONE"}),

@@ -40,8 +40,10 @@ ONCE = [
 FITTED = [
     "match(snapkv(window=8), biases=False, keep=40)",
     "match(adakv(snapkv(window=8)), biases=False, window=8, keep=40, every=12)",
+    "match(snapkv(window=8), keep=40)",
+    "match(adakv(snapkv(window=8)), window=8, keep=40, every=12)",
 ]
-"""What stays gets other values, of which the reference knows nothing."""
+"""What stays gets other values, and biases, of which the reference knows nothing."""
 LENGTHS, TOKENS = (150, 90, 230), 40
 ENGINE: dict[str, Any] = {"max_model_len": 512, "num_gpu_blocks_override": 96}
 CHUNKED = {"max_num_batched_tokens": 128}

@@ -43,7 +43,6 @@ class EntryBiases(Feature[Tensor]):
     """Attention that adds a number to the logits of every entry: `observation.bias`, of which a method says more."""
 
     label = "biases of entries"
-    transformers_only = "gives entries biases, which {engine}'s attention does not add: say biases=False"
 
 
 @dataclass(frozen=True)

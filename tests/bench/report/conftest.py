@@ -39,18 +39,23 @@ def browser() -> Any:
 
 @pytest.fixture(scope="package")
 def tab(browser: Any) -> Any:
-    """One for all pages: it has compiled plotly, which takes five times as long as all that a test does."""
+    """One for all pages: it has compiled plotly, which takes longer than all that a test does."""
     return browser.new_page()
 
 
+@pytest.fixture(scope="package")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of all pages: of another file the browser would compile plotly once more."""
+    return tmp_path_factory.mktemp("report") / "report.html"
+
+
 @pytest.fixture
-def load(tab: Any, tmp_path: Path) -> Any:
+def load(tab: Any, path: Path) -> Any:
     """Opens a report; at the end nothing may have complained, asked the network or opened a dialog."""
     complaints: list[str] = []
-    paths: list[Path] = []
 
     def asked(request: Any) -> None:
-        if request.url != paths[-1].as_uri() and not request.url.startswith("data:"):
+        if request.url != path.as_uri() and not request.url.startswith("data:"):
             complaints.append(f"request: {request.url}")
 
     listeners = {
@@ -61,14 +66,12 @@ def load(tab: Any, tmp_path: Path) -> Any:
     }
 
     def load(content: str, *, viewport: dict[str, int] = VIEWPORT, color_scheme: str = "light") -> Any:
-        if paths:
-            check_inert(tab)
-        paths.append(tmp_path / f"report{len(paths)}.html")
-        write(paths[-1], content)
+        check_inert(tab)
+        write(path, content)
         tab.set_viewport_size(viewport)
         tab.emulate_media(color_scheme=color_scheme)
         tab.mouse.move(0, 0)
-        tab.goto(paths[-1].as_uri())
+        tab.goto(path.as_uri())
         return tab
 
     for event, listener in listeners.items():

@@ -57,10 +57,9 @@ class Scripted:
 
     def run(self, task: Task, example: Example, todo: Sequence[Candidate], seed: int) -> Iterator[Cell]:
         self.notes.with_name(f"{self.notes.name}.{os.getpid()}").touch()
-        end = time.monotonic() + 60
+        # However long a process takes to begin: the test's own limit ends it where none does.
         while len(list(self.notes.parent.glob(f"{self.notes.name}.*"))) < self.together:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+            time.sleep(0.05)
         for candidate in todo:
             self.made += 1
             if self.made == self.stop_at:

@@ -237,7 +237,7 @@ ASKED = replace(EXAMPLE, questions=EXAMPLE.questions[:2])
 MIXED = [*RECIPES, *Recipe.parse_list("gvote, snapkv(window=4, keep=16, every=4)")]
 
 
-@pytest.mark.cross
+@pytest.mark.spread
 @pytest.mark.parametrize(
     "options", [{"mode": "agnostic"}, {"mode": "prompt"}, {"mode": "agnostic", "temperature": 1.5}]
 )
@@ -353,7 +353,7 @@ def one_by_one(each: Sequence[Asked], model: Any = None, **options: Any) -> dict
     return {cell.example: cell for [cell] in alone}
 
 
-@pytest.mark.cross
+@pytest.mark.spread
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 @pytest.mark.parametrize("architecture", ["llama", "llama_mqa"])
 @pytest.mark.parametrize(

@@ -1,0 +1,35 @@
+"""Decoding in CUDA graphs, pretended: no layer is called, and every token and entry is the reference's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.compared import CHUNKED, asks, check_oracle
+from tests.vllm.engine import Ask, Scenario, run
+from tests.vllm.oracle import Oracle
+from tests.vllm.test_life import IDS
+
+EQUAL = [
+    "streaming_llm(keep=64, every=8)",
+    "snapkv(window=16, keep=96, every=24)",
+    "pyramid(snapkv(window=16), keep=96)",
+    "expected_attention(keep=64, buffer=40, every=24)",
+    "h2o(keep=0.3)",
+]
+RAGGED = "adakv(snapkv(window=16), keep=96, every=17)"
+
+pytestmark = pytest.mark.full
+
+
+@pytest.mark.parametrize("backend", ["FLASH_ATTN", "TRITON_ATTN"])
+def test_replayed_steps_are_the_reference(backend: str, tiny: Path, tiny_oracle: Oracle) -> None:
+    """Of some prompts the last chunk is one token, so that it may be among the decoding ones and replayed with them."""
+    some = [*asks(IDS, (257, 150, 300), 40), Ask(IDS[50:307], 40, add=5), Ask(IDS[9:200], 30, add=9)]
+    engine = {"model": str(tiny), "max_num_seqs": 8, **CHUNKED}
+    scenarios = [Scenario(recipe, some, engine=engine, backend=backend, graphs=True) for recipe in (*EQUAL, RAGGED)]
+    for recipe, result in zip((*EQUAL, RAGGED), run(*scenarios), strict=True):
+        assert (result.replays > 30) == (recipe in EQUAL)
+        assert all(result.events)
+        check_oracle(tiny_oracle, recipe, some, result)
