@@ -64,8 +64,8 @@ class StepBatch:
     max_query_len: int
 
     def tensor(self, values: Sequence[Any]) -> Tensor:
-        """Numbers on the batch's device."""
-        return self.upload(torch.tensor(values))
+        """Whole numbers on the batch's device."""
+        return self.upload(torch.tensor(values, dtype=torch.int64))
 
     def upload(self, values: Tensor) -> Tensor:
         """A tensor of the host on the batch's device; a GPU copies what is pinned without being waited for."""
