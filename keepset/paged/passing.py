@@ -66,7 +66,7 @@ class PassingQueries:
         """Writes a step's queries that are captured to places of these layers' rings."""
         self._rings[places.start : places.stop, capture.slots, capture.places] = queries
 
-    def hold(self, place: int, queries: Float[Tensor, "n heads dim"], held: HeldQueries) -> None:
+    def hold(self, place: int, queries: Float[Tensor, "tokens heads dim"], held: HeldQueries) -> None:
         """Holds some of a step's queries in a layer until they are added up."""
         self._held[place, held.slot] = queries[held.first_query : held.end_query].clone()
 
