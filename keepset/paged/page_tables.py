@@ -127,7 +127,8 @@ class PerHeadTables:
         """What a graph notes of nobody's step: it finds the layouts of those that replay it at the same addresses."""
         rows = len(tokens.lengths)
         layout = Layout(*(part[:rows] for part in self._room(rows, tokens.lengths.device)))
-        return RaggedStep(tokens.lengths[:0], tokens.lengths, layout, self._block_size, tokens, others=False)
+        nobody = torch.zeros_like(tokens.lengths)
+        return RaggedStep(nobody, tokens.lengths, layout, self._block_size, tokens, others=False)
 
     def _room(self, rows: int, device: torch.device) -> Layout:
         """For the layouts of a step's requests, in every step the same."""

@@ -61,7 +61,7 @@ class StepBatch:
 
     def tensor(self, values: Sequence[Any]) -> Tensor:
         """Numbers on the batch's device."""
-        return self.upload(torch.tensor(values))
+        return self.upload(torch.tensor(values, dtype=None if values else torch.int64))
 
     def upload(self, values: Tensor) -> Tensor:
         """A tensor of the host on the batch's device; a GPU copies what is pinned without being waited for."""
