@@ -137,7 +137,7 @@ class EngineContext:
 
     def _make_tape(self, layers: int) -> Tensor | None:
         tokens, model = captured_tokens(self.config), self.config.model_config
-        if not (tokens and self.recording):
+        if not (tokens and self.recording) or table_per_head(self.recipe):
             return None
         heads = model.get_num_attention_heads(self.config.parallel_config)
         assert isinstance(model.dtype, torch.dtype)
