@@ -157,9 +157,10 @@ class EngineContext:
         return None if self._tape is None else self._tape[first : first + len(layers)]
 
     def leave(self, layer: str, queries: Tensor) -> None:
-        """A layer is called in a step that a graph may capture; what is larger than the tape is captured by none."""
-        if self._tape is not None and len(queries) <= self._tape.shape[1]:
-            self._tape[list(self.layers).index(layer), : len(queries)].copy_(queries)
+        """A layer is called in a step that a graph may capture; those beyond the tape only fill it up to a size."""
+        if self._tape is not None:
+            tape = self._tape[list(self.layers).index(layer)]
+            tape[: len(queries)].copy_(queries[: len(tape)])
 
     def begin(self, step: PlannedStep) -> None:
         """What the next forward of these layers is to do."""
