@@ -21,6 +21,7 @@ from keepset.allocators.prompt_presets import Glance, Reread
 from keepset.allocators.pyramid import Pyramid
 from keepset.allocators.uniform import Uniform
 from keepset.allocators.zigzag import ZigZag
+from keepset.core.features.attention import SecondPass
 from keepset.core.method import Allocator, Method
 from keepset.errors import RecipeError
 from keepset.methods.compilerkv import CompilerKV
@@ -85,22 +86,43 @@ def find(name: str) -> type[Method] | None:
 
 
 def catalogue() -> list[dict[str, Any]]:
-    """One entry per method: name, family, layout, needs, parameters with defaults, paper, summary.
+    """One entry per method, as `keepset methods --json` writes it.
 
-    A parameter without a default (an allocator's scorer) is None.
+    Name, family, layout, needs, parameters with their defaults and ranges, paper, summary; first and newest tokens that
+    always stay; whether a recipe must say how much to keep, can compress while decoding (`every`) and be served under
+    vLLM; passes over a prompt; advice where bare defaults do badly. A parameter without a default (an allocator's
+    scorer) is None; what follows from a scorer is that of `knorm`, which looks at keys alone.
     """
-    return [
-        {
-            "name": kind.name,
-            "family": kind.family,
-            "layout": kind.layout,
-            "needs": ["what its scorer needs"] if issubclass(kind, Allocator) else kind().needs.names(),
-            "parameters": {
-                option.name: None if option.default is dataclasses.MISSING else option.default
-                for option in dataclasses.fields(kind)
-            },
-            "paper": kind.paper,
-            "summary": (kind.__doc__ or "").strip().partition("\n")[0],
-        }
-        for kind in METHODS.values()
-    ]
+    return [_entry(kind) for kind in METHODS.values()]
+
+
+def _entry(kind: type[Method]) -> dict[str, Any]:
+    divides = issubclass(kind, Allocator)
+    method = kind(Knorm()) if divides else kind()  # type: ignore[call-arg]
+    fields = dataclasses.fields(kind)
+    return {
+        "name": kind.name,
+        "family": kind.family,
+        "layout": kind.layout,
+        "needs": ["what its scorer needs"] if divides else method.needs.names(),
+        "parameters": {f.name: None if f.default is dataclasses.MISSING else f.default for f in fields},
+        "ranges": {f.name: _range(f.metadata) for f in fields if f.metadata},
+        "paper": kind.paper,
+        "summary": (kind.__doc__ or "").strip().partition("\n")[0],
+        "sinks": method.sinks,
+        "recent": method.recent,
+        "needs_budget": method.needs_budget,
+        "every": not any(feature.prompt_only for feature in method.needs),
+        "vllm": not any(feature.transformers_only for feature in method.needs),
+        "passes": 2 if method.needs.of(SecondPass) else 1,
+        "advice": kind.advice,
+    }
+
+
+def _range(allowed: Mapping[str, Any]) -> str:
+    """What a parameter may be, in words."""
+    if allowed["choices"]:
+        return " or ".join(map(repr, allowed["choices"]))
+    ends = [("from", allowed["minimum"]), ("to", allowed["maximum"])]
+    words = [f"{word} {end}" for word, end in ends if end is not None]
+    return " ".join([*(["odd,"] if allowed["odd"] else []), *words]).strip(",") or "any"

@@ -103,7 +103,7 @@ class Match(Allocator):
         """All heads of all requests, and what they are asked."""
         reference = ReferenceQueries(self.queries)
         if reference in observation.features:
-            asked = observation[reference]
+            asked = observation[reference].at_most(self.queries)
         else:
             newest, at = observation.newest_queries(self.window)
             asked = Asked(newest, at >= 0)

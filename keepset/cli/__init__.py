@@ -2,14 +2,17 @@
 
 import sys
 import warnings
+from typing import Annotated
 
 import typer
+from typer import Exit, Option
 
+from keepset import __version__
 from keepset.cli.bench import bench
 from keepset.cli.calibrate import calibrate
 from keepset.cli.compare import compare
 from keepset.cli.compile import compile
-from keepset.cli.console import note, sanitize
+from keepset.cli.console import note, sanitize, say
 from keepset.cli.context import context
 from keepset.cli.demo import demo
 from keepset.cli.diagnose import diagnose
@@ -25,12 +28,23 @@ from keepset.cli.tune import tune
 from keepset.errors import KeepsetError
 
 app = typer.Typer(
-    help="Decide which entries of a language model's KV cache to keep, and really free the rest.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+@app.callback(invoke_without_command=True)
+def options(
+    version: Annotated[bool, Option("--version", is_eager=True, help="Say which version this is, and end.")] = False,
+) -> None:
+    """Decide which entries of a language model's KV cache to keep, and really free the rest."""
+    if version:
+        say(f"keepset {__version__}")
+        raise Exit
+
+
 for command in (demo, compare, generate, trace, methods, calibrate, compile, tune, results, reproduce):
     app.command()(command)
 app.command("eval")(evaluate)

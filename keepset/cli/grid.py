@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -104,16 +104,20 @@ class Grid:
         return columns
 
 
-def _widths(columns: Collection[Column], width: int) -> list[int]:
-    """Of each column: what it wants, more where there is room, less where texts must be broken."""
+def _widths(columns: Sequence[Column], width: int) -> list[int]:
+    """Of each column: what it wants; more where there is room, less for the widest texts where there is too little."""
     widths = [column.wanted for column in columns]
     room = width - sum(widths) - _GAP * (len(widths) - 1)
-    # Numbers first: a name in two lines is read more easily.
-    for number in (True, False):
-        for at, column in enumerate(columns):
-            if column.number is number:
-                change = max(min(room, column.widest - widths[at]), min(column.least - widths[at], 0))
-                widths[at], room = widths[at] + change, room - change
+    for column, at in sorted(((column, at) for at, column in enumerate(columns)), key=lambda each: not each[0].number):
+        more = min(max(room, 0), column.widest - widths[at])
+        widths[at], room = widths[at] + more, room - more
+    while room < 0:
+        texts = [at for at, column in enumerate(columns) if not column.number and widths[at] > 1]
+        wider = [at for at in texts if widths[at] > columns[at].least] or texts
+        if not wider:
+            break
+        widths[max(wider, key=widths.__getitem__)] -= 1
+        room += 1
     return widths
 
 

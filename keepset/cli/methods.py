@@ -1,28 +1,81 @@
-"""`keepset methods`: the catalogue."""
+"""`keepset methods`: the catalogue, and a page on one method."""
 
-from typing import Any
+import re
+from typing import Annotated, Any
 
-from keepset.cli.console import cell, output, show, table
+from typer import Argument
+
+from keepset.cli.checks import check_writable
+from keepset.cli.console import cell, output, say, show, table
 from keepset.cli.options import Json
+from keepset.errors import RecipeError
+
+_SOURCE = re.compile(r"\s*\([^()]*\d{4}[^()]*\)")
+"""A paper's authors and number in the first sentence of a method's docstring."""
 
 
-def methods(json_file: Json = None) -> None:
-    """List the methods: what they are, what they look at, their parameters and papers."""
-    from keepset.registry import catalogue
+def methods(
+    name: Annotated[
+        str | None, Argument(metavar="[NAME]", help="A method to say more of; all of them if none.")
+    ] = None,
+    json_file: Json = None,
+) -> None:
+    """List the methods: what they keep and what it takes; of one its parameters, ranges, paper and an example."""
+    check_writable(json_file)
+
+    from keepset.registry import METHODS, catalogue, find
 
     entries = catalogue()
-    output(entries, json_file, lambda: _print(entries))
+    if name is None:
+        output(entries, json_file, lambda: _print(entries))
+        return
+    kind = find(name)
+    if kind is None:
+        raise RecipeError(f"There is no method {name!r}: there are {', '.join(METHODS)}.")
+    (entry,) = (entry for entry in entries if entry["name"] == kind.name)
+    output(entry, json_file, lambda: _print_one(entry, kind.__doc__ or ""))
 
 
 def _print(entries: list[dict[str, Any]]) -> None:
-    grid = table("method and defaults", "kind", "looks at", "paper")
+    grid = table("method", "what it does", numbers=("always", "every", "vLLM", "passes"))
     for entry in entries:
-        parameters = (name if value is None else f"{name}={value!r}" for name, value in entry["parameters"].items())
-        cells = (
-            f"{entry['name']}({', '.join(parameters)})",
-            entry["family"] if entry["layout"] == "dense" else entry["layout"],
-            ", ".join(entry["needs"]) or "keys, values",
-            entry["paper"],
-        )
-        grid.add_row(*map(cell, cells))
+        summary = _SOURCE.sub("", entry["summary"]).partition(": `")[0].rstrip(".").replace("`", "")
+        always = f"{entry['sinks']} + {entry['recent']}" if entry["sinks"] or entry["recent"] else ""
+        named = f"{entry['name']}(scorer)" if entry["family"] == "allocator" else entry["name"]
+        served = (_word(entry[which]) for which in ("every", "vllm"))
+        grid.add_row(cell(named), cell(summary), always, *served, str(entry["passes"]))
     show(grid)
+    say(
+        "always: so many of the first and of the newest tokens stay; every: it can compress while decoding; passes: "
+        "over the prompt. What a scorer adds comes on top. keepset methods NAME says more."
+    )
+
+
+def _print_one(entry: dict[str, Any], about: str) -> None:
+    divides = entry["family"] == "allocator"
+    # Paragraphs, and an attribute's first line, begin anew.
+    text = re.sub(r"\n +(?=\S)(?!\w+: )", " ", about.strip())
+    say(re.sub(r"\n +", "\n", text))
+    if entry["parameters"]:
+        say("")
+        grid = table("parameter", "range", numbers=("default",))
+        for name, default in entry["parameters"].items():
+            grid.add_row(name, entry["ranges"].get(name, "a method"), "" if default is None else repr(default))
+        show(grid)
+    keep = "keep=0.25" if entry["needs_budget"] else ""
+    call = ", ".join(filter(None, ["snapkv" if divides else "", keep]))
+    example = f"{entry['name']}({call})" if call else entry["name"]
+    facts = (
+        f"looks at: {', '.join(entry['needs']) or 'keys, values'}",
+        f"always stays: the first {entry['sinks']} and the newest {entry['recent']} tokens",
+        f"compresses while decoding (every=): {_word(entry['every'])}; under vLLM: {_word(entry['vllm'])}; "
+        f"passes over the prompt: {entry['passes']}",
+        f"paper: {entry['paper']}",
+        *([f"note: {entry['name']} {entry['advice']}"] if entry["advice"] else []),
+        f'example: keepset generate "Sum it up." --text report.txt --recipe "{example}"',
+    )
+    say("\n" + "\n".join(facts), soft_wrap=True)
+
+
+def _word(true: bool) -> str:
+    return "yes" if true else "no"

@@ -2,6 +2,7 @@
 
 import ast
 
+from keepset.cli.console import note
 from keepset.errors import BudgetError, KeepsetError
 
 
@@ -19,6 +20,8 @@ def parse_budgets(text: str) -> list[int | float]:
             raise BudgetError(f"keep={part.strip()!r} is not a number: {KEEP_HELP}.")
         if isinstance(value, int) and value.bit_length() > 63:
             raise BudgetError(f"keep={part.strip()} is too large a number: {KEEP_HELP}.")
+        if isinstance(value, int) and value == 1:
+            note("keep=1 is one entry of every head; all entries are 1.0.")
         budgets.append(Budget(value).keep or value)
     return budgets
 

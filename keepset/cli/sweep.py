@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +14,7 @@ from typer import Exit
 
 from keepset.cli.console import TimeUp, bounded, counted, foretold, load, note, progress, status
 from keepset.errors import KeepsetError
-from keepset.models import Source
+from keepset.models import Source, context_length
 
 if TYPE_CHECKING:
     from keepset.bench.cell import Cell
@@ -98,10 +99,16 @@ def sweep_grid(
                 return Swept(grid.of(store.cells()), ())
     # With Ray it is the workers' GPUs that compute.
     loaded, tokenizer = load(source._replace(device="cpu") if ray else source)
+    longest = context_length(loaded)
+    if longest is not None and (beyond := [task.name for task in grid.tasks if getattr(task, "length", 0) > longest]):
+        raise KeepsetError(
+            f"{beyond[0]} does not fit the model's context of {longest} tokens: ask for fewer --prompt-tokens."
+        )
     chat = asking.chat and tokenizer.chat_template is not None
     runner: dict[str, Any] = {"mode": asking.mode, "chat": chat, "temperature": asking.temperature}
     runner |= {"alone": True} if asking.alone else {}
-    with Store.begin(out, source.called, {**settings, _CHAT: chat, **fingerprint(loaded)}) as store:
+    configuration = {**settings, _CHAT: chat, **fingerprint(loaded)}
+    with _nothing_left_behind(out), Store.begin(out, source.called, configuration) as store:
         with status("making examples"):
             groups = grid.groups(store, tokenizer)
         foretell(groups, tokenizer, chat)
@@ -127,6 +134,23 @@ def sweep_grid(
                 raise Exit(130) from None
             lost = []
         return Swept(grid.of(store.cells()), lost)
+
+
+@contextmanager
+def _nothing_left_behind(out: Path) -> Iterator[None]:
+    """Removes a file that was begun here and has come to nothing."""
+    from keepset.bench.sweep.store import Store
+
+    existed = out.exists()
+    try:
+        yield
+    except BaseException:
+        if not existed and out.exists():
+            with suppress(KeepsetError), Store.open(out) as store:
+                if store.is_empty:
+                    for suffix in ("", "-wal", "-shm"):
+                        out.with_name(f"{out.name}{suffix}").unlink(missing_ok=True)
+        raise
 
 
 def say_lost(lost: Sequence[Skipped]) -> None:

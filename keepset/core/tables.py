@@ -157,7 +157,8 @@ def _relative(wanted: int, existing: int) -> Int[Tensor, " wanted"]:
 
 @lru_cache(maxsize=32)
 def _say(sentence: str) -> None:
-    warnings.warn(sentence, stacklevel=2)
+    # Where in the code it is said is nothing to whoever reads it.
+    warnings.warn_explicit(sentence, UserWarning, "keepset", 0)
 
 
 def say_neutral() -> None:

@@ -13,6 +13,7 @@ from keepset.kernels.window import received_attention
 
 
 @runtime_checkable
+@runtime_checkable
 class KeyPages(Protocol):
     """Sub-pages that keys are read from."""
 

@@ -17,9 +17,12 @@ from keepset.recipe import Recipe
 POSITION = "position"
 """Whole numbers, bit for bit."""
 
+COLUMN_BYTES = 4
+"""Of one number."""
+
 
 def columns_of(recipe: Recipe) -> tuple[str, ...]:
-    """Names of the numbers that an entry has under a recipe: 4 bytes each."""
+    """Names of the numbers that an entry has under a recipe."""
     method: Method = recipe.method
     sums = tuple(feature.column for feature in method.needs.of(WindowAttention))
     # Without a later event nobody asks where an entry came from: but attention does for its bias.

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 CountEviction = Callable[..., None]
 """Is told by keyword of layers' compression: `events` (requests; 0 where the first layer is not among them),
 `entries_kept`, `entries_dropped`, and `seconds`."""
-_WORKSPACE, _CPU_WORKSPACE = 1 << 28, 1 << 22
+WORKSPACE, _CPU_WORKSPACE = 1 << 28, 1 << 22
 """Bytes of several layers' entries that an event takes out of their pages at a time. On a CPU launches cost little,
 and what stays in its caches is quicker."""
 
@@ -164,7 +164,7 @@ class LayerGroup:
         if event.equal_heads and not self._apart:
             pages = self._pages[0]()
             entries = event.width * len(event.rows) * self.planner.schedule.kv_heads
-            room = _CPU_WORKSPACE if event.rows.device.type == "cpu" else _WORKSPACE
+            room = _CPU_WORKSPACE if event.rows.device.type == "cpu" else WORKSPACE
             together = max(1, room // (entries * pages.entry_bytes))
         for first in range(0, layers, together):
             yield range(first, min(first + together, layers))

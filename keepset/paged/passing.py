@@ -66,7 +66,7 @@ class PassingQueries:
         """Writes a step's queries that are captured to places of these layers' rings."""
         self._rings[places.start : places.stop, capture.slots, capture.places] = queries
 
-    def hold(self, place: int, queries: Float[Tensor, "n heads dim"], held: HeldQueries) -> None:
+    def hold(self, place: int, queries: Float[Tensor, "tokens heads dim"], held: HeldQueries) -> None:
         """Holds some of a step's queries in a layer until they are added up."""
         self._held[place, held.slot] = queries[held.first_query : held.end_query].clone()
 
@@ -77,7 +77,7 @@ class PassingQueries:
         queries = self._rings[places.start : places.stop, slots[:, None], positions % self._rings.shape[2]]
         return queries.masked_fill((positions < 0)[..., None, None], 0).transpose(2, 3).flatten(0, 1)
 
-    def added(self, place: int, addition: QueryAddition, queries: Float[Tensor, "n heads dim"] | None) -> Queries:
+    def added(self, place: int, addition: QueryAddition, queries: Float[Tensor, "tokens heads dim"] | None) -> Queries:
         """The queries of a layer that are added up; `queries` are the step's, where some of those are."""
         if addition.held is not None:
             rows = self._held.pop((place, addition.held))

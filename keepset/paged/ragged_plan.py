@@ -11,7 +11,7 @@ from keepset.kernels.subpages import Layout
 from keepset.paged.capture import CapturePlanner
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.page_tables import FreedBlocks, OccupiedPages, PerHeadTables
-from keepset.paged.step import ScheduledRequest, ShiftedBatch, StepBatch, StepPlan
+from keepset.paged.step import ScheduledRequest, ShiftedBatch, StepBatch, StepPlan, in_blocks
 
 _NOWHERE = -1
 """A slot that nothing is written to: engines fill their steps up with it."""
@@ -59,7 +59,12 @@ class RaggedPlanner:
             plan.ragged = step
             if others:
                 self._hide(batch, plan, step.tokens, compressed)
-        for (after, at, prompt, before), members in groups.items():
+        blocks = (
+            (key, some)
+            for key, all_members in groups.items()
+            for some in in_blocks(all_members, key[0] * schedule.kv_heads)
+        )
+        for (after, at, prompt, before), members in blocks:
             rows, first, keep = batch.tensor([request.row for request in members]), None, None
             if schedule.fixed:
                 first = batch.tensor([schedule.freed(prompt, after)] * len(members))

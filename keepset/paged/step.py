@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,10 @@ from keepset.core.accumulator import Accumulators
 from keepset.core.keep_set import LayerKeepSet
 from keepset.paged.page_tables import OccupiedPages, RaggedStep
 from keepset.paged.query_records import QueryRecord
+
+_TOGETHER = 1 << 19
+"""Entries of all requests and heads of an event, if not of one request: a quarter of a gigabyte of 128 numbers in 16
+bits."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +64,8 @@ class StepBatch:
     max_query_len: int
 
     def tensor(self, values: Sequence[Any]) -> Tensor:
-        """Numbers on the batch's device."""
-        return self.upload(torch.tensor(values, dtype=None if values else torch.int64))
+        """Whole numbers on the batch's device."""
+        return self.upload(torch.tensor(values, dtype=torch.int64))
 
     def upload(self, values: Tensor) -> Tensor:
         """A tensor of the host on the batch's device; a GPU copies what is pinned without being waited for."""
@@ -168,6 +172,13 @@ class EvictionEvent:
     def sizes(kept: LayerKeepSet) -> list[int]:
         """How many entries each head keeps, head after head and request after request."""
         return kept.counts.flatten().tolist() if kept.sizes is None else kept.sizes
+
+
+def in_blocks(requests: list[ScheduledRequest], entries: int) -> Iterator[list[ScheduledRequest]]:
+    """Requests that are compressed together: their entries, so many each, are taken out of the pages at once."""
+    together = max(1, _TOGETHER // entries)
+    for first in range(0, len(requests), together):
+        yield requests[first : first + together]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from keepset.kernels.shift import shift_step
 from keepset.paged.capture import CapturePlanner
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.page_tables import OccupiedPages
-from keepset.paged.step import ScheduledRequest, ShiftedBatch, StepBatch, StepPlan
+from keepset.paged.step import ScheduledRequest, ShiftedBatch, StepBatch, StepPlan, in_blocks
 
 
 class UniformPlanner:
@@ -40,13 +40,14 @@ class UniformPlanner:
             if at := schedule.due(prompt, request.before, after):
                 left = after - schedule.dropped(prompt, after)
                 groups[after - gone, after - at, left, gone > 0, at == prompt].append(request)
-        for (width, newer, left, compressed, _), requests in groups.items():
-            rows = batch.tensor([request.row for request in requests])
-            occupied, now = self.occupied(batch, requests), self._subpages(batch, requests, left)
-            event = self._capture.event(
-                batch, rows, requests, newer, width, left - newer, compressed, occupied, lambda *_, now=now: now
-            )
-            plan.events.append(event)
+        for (width, newer, left, compressed, _), members in groups.items():
+            for requests in in_blocks(members, width * schedule.kv_heads):
+                rows = batch.tensor([request.row for request in requests])
+                occupied, now = self.occupied(batch, requests), self._subpages(batch, requests, left)
+                event = self._capture.event(
+                    batch, rows, requests, newer, width, left - newer, compressed, occupied, lambda *_, now=now: now
+                )
+                plan.events.append(event)
         plan.shifted = self._shift(batch, dropped)
 
     def occupied(self, batch: StepBatch, requests: Sequence[ScheduledRequest]) -> Callable[[int], OccupiedPages]:

@@ -18,8 +18,9 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from keepset.errors import UnsupportedEngineError
+from keepset.paged.entry_columns import columns_of
 from keepset.paged.event_queue import EventQueue
-from keepset.paged.grouping import group_leader
+from keepset.paged.grouping import group_leader, table_per_head
 from keepset.paged.layer_group import LayerGroup
 from keepset.paged.page_tables import FreedBlocks
 from keepset.paged.passing import PassingQueries
@@ -29,6 +30,7 @@ from keepset.paged.recording import Recording
 from keepset.paged.step import StepPlan
 from keepset.recipe import Recipe
 from keepset.vllm.compat import ask_for_prompt_lengths, attention_layers, captured_tokens
+from keepset.vllm.memory import reserve
 from keepset.vllm.query_projection import VLLMQueryProjection, watch_projections
 from keepset.vllm.settings import recipe_of
 from keepset.vllm.spec import KeepSpec
@@ -77,6 +79,7 @@ class EngineContext:
         self.groups: list[LayerGroup] = []
         self._watch = watch_projections(self.projections) if recipe.method.needs.hidden_states else None
         self._passing: PassingQueries | None = None
+        self._reserve: Tensor | None = None
         self._parts: dict[tuple[str, ...], PassingQueries] = {}
         self._specs_made = 0
         self._tape: Tensor | None = None
@@ -109,6 +112,8 @@ class EngineContext:
         ask_for_prompt_lengths(self.config)
         if self._passing is None:  # and vLLM has not measured yet what there is room for
             self._passing = self._room(len(indices))
+            entry_bytes = 2 * spec.head_size * spec.dtype.itemsize
+            self._reserve = reserve(self.config, len(columns_of(self.recipe)), entry_bytes, spec.num_kv_heads)
             self._tape = self._make_tape(len(indices))
         scheduler = self.config.scheduler_config
         return KeepSpec.wrap(
@@ -123,6 +128,7 @@ class EngineContext:
     def passing(self, layers: Sequence[str]) -> PassingQueries:
         """What a group of layers, by their names, holds of queries."""
         assert self._passing is not None
+        self._reserve = None  # vLLM has measured
         taken = sum(map(len, self._parts))
         return self._parts.setdefault(tuple(layers), self._passing.part(taken, len(layers)))
 
@@ -151,9 +157,10 @@ class EngineContext:
         return None if self._tape is None else self._tape[first : first + len(layers)]
 
     def leave(self, layer: str, queries: Tensor) -> None:
-        """A layer is called in a step that a graph may capture; what is larger than the tape is captured by none."""
-        if self._tape is not None and len(queries) <= self._tape.shape[1]:
-            self._tape[list(self.layers).index(layer), : len(queries)].copy_(queries)
+        """A layer is called in a step that a graph may capture; those beyond the tape only fill it up to a size."""
+        if self._tape is not None:
+            tape = self._tape[list(self.layers).index(layer)]
+            tape[: len(queries)].copy_(queries[: len(tape)])
 
     def begin(self, step: PlannedStep) -> None:
         """What the next forward of these layers is to do."""

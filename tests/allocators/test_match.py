@@ -116,6 +116,21 @@ def test_saved_forked_cropped_and_reordered_with_their_biases(tmp_path: object) 
         assert torch.allclose(logits[[1, 0]], expected, atol=1e-5)
 
 
+def test_company_changes_nothing() -> None:
+    """A prefill that serves recipes with more reference queries gives each its own."""
+    ids, names = prompt(1, 40), [f"match(knorm, queries={number}, keep=12)" for number in (5, 40, 16)]
+    recipes = [keepset.Recipe.parse(text) for text in names]
+    together = PromptSession(tiny("llama"), ids, recipes)
+    for matching in recipes:
+        shared, alone = (
+            session.compress(matching).cache.kept_layers
+            for session in (together, PromptSession(tiny("llama"), ids, [matching]))
+        )
+        for layer in shared:
+            columns, own = (layers[layer].store.packed for layers in (shared, alone))
+            torch.testing.assert_close(columns, own)
+
+
 def test_padding_and_chunks_change_nothing() -> None:
     ids, mask = left_padded(prompt(2, 40), [0, 7])
     text = "match(snapkv(window=5), queries=16, keep=12)"

@@ -380,3 +380,10 @@ def test_ctrl_c_in_a_process_of_its_own(tiny_folder: Path, tmp_path: Path) -> No
     cells = stored(str(tmp_path / "sweep.sqlite"))
     assert (process.returncode, out) == (130, "")
     assert err == f"stopped after {len(cells)} of 1400 cells, which are in 'sweep.sqlite': the same command goes on\n"
+
+
+def test_nothing_is_left_behind_where_nothing_came_of_it(run: Run, tiny: Any) -> None:
+    done = run("eval", "needle", "--prompt-tokens", "99999999", "--limit", "1")
+    assert (done.code, done.out) == (2, "")
+    assert "needle@99999999 does not fit the model's context of 2048 tokens" in done.err
+    assert not list(Path.cwd().glob("sweep.sqlite*"))

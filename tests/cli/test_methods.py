@@ -20,10 +20,35 @@ def test_table_lists_every_method(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     done = run("methods")
     assert (done.code, done.err) == (0, "")
     header, *rows = done.out.splitlines()
-    assert header.split() == ["method", "and", "defaults", "kind", "looks", "at", "paper"]
-    assert [row.partition("(")[0] for row in rows] == list(keepset.METHODS)
-    for row, kind in zip(rows, keepset.METHODS.values(), strict=True):
-        assert row.rstrip().endswith(kind.paper)
+    rows = rows[: len(keepset.METHODS)]
+    assert header.split() == ["method", "what", "it", "does", "always", "every", "vLLM", "passes"]
+    assert [row.split()[0].removesuffix("(scorer)") for row in rows] == list(keepset.METHODS)
+    figures = {row.split()[0]: row.split()[-3:] for row in rows}
+    assert figures["snapkv"] == ["yes", "yes", "1"] and figures["kvzip"] == ["no", "no", "2"]
+    assert figures["h2o"] == ["no", "yes", "1"] and figures["adakv(scorer)"] == ["yes", "yes", "1"]
+
+
+@pytest.mark.parametrize("name", ["snapkv", "adakv", "gvote", "random", "match"])
+def test_a_page_on_one_method(run: Run, name: str) -> None:
+    done = run("methods", name)
+    assert (done.code, done.err) == (0, "")
+    kind = keepset.METHODS[name]
+    assert f"paper: {kind.paper}" in done.out
+    for field in dataclasses.fields(kind):
+        assert any(line.split()[:1] == [field.name] for line in done.out.splitlines())
+    example = done.out.rstrip().rpartition('--recipe "')[2].removesuffix('"')
+    assert type(keepset.Recipe.parse(example).require_budget().method) is kind
+    assert ("gvote(sinks=4, recent=32) does far better" in done.out) is (name == "gvote")
+
+
+def test_a_page_says_what_a_parameter_may_be(run: Run) -> None:
+    rows = [line.split() for line in run("methods", "snapkv").out.splitlines()]
+    assert ["window", "from", "1", "64"] in rows and ["kernel", "odd,", "from", "1", "5"] in rows
+
+
+def test_a_method_that_there_is_not(run: Run) -> None:
+    done = run("methods", "snapvk")
+    assert (done.code, done.out) == (2, "") and "There is no method 'snapvk': there are " in done.err
 
 
 def test_json_lists_every_method(run: Run) -> None:
@@ -50,6 +75,8 @@ def test_json_holds_defaults_that_recipes_take(run: Run) -> None:
 
 def test_markup_of_a_method_of_ones_own_stays_text(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     class Loud(keepset.Method):
+        """[red]Doe[/red] \x1b[31m2026."""
+
         name = "loud"
         paper = "[red]Doe[/red] \x1b[31m2026"
 
@@ -58,4 +85,4 @@ def test_markup_of_a_method_of_ones_own_stays_text(run: Run, monkeypatch: pytest
 
     monkeypatch.setitem(registry._methods, "loud", Loud)
     done = run("methods")
-    assert done.out.splitlines()[-1].rstrip().endswith("[red]Doe[/red] \N{REPLACEMENT CHARACTER}[31m2026")
+    assert "[red]Doe[/red] \N{REPLACEMENT CHARACTER}[31m2026" in done.out and "\x1b" not in done.out

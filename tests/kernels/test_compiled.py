@@ -99,7 +99,7 @@ for kernel, types, constants in KERNELS:
 """
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("capability", [*(pytest.param(c, marks=pytest.mark.full) for c in (80, 100)), 90])
 def test_for_compute_capabilities(capability: int) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Sequence
@@ -43,7 +44,8 @@ SMALL = {
 """Parameters for methods that would read more than short texts have."""
 INSIDE = ["keydiff", "lagkv", "r_kv", "rpc", "chunkkv", "ams"]
 
-every_method = pytest.mark.parametrize("name", [*sorted(METHODS), *(f"adakv({scorer})" for scorer in INSIDE)])
+NAMES = [*sorted(METHODS), *(f"adakv({scorer})" for scorer in INSIDE)]
+every_method = pytest.mark.parametrize("name", NAMES)
 # The same examples in every run: a near tie must not fail once in a thousand runs.
 some_examples = examples(16)
 
@@ -277,6 +279,22 @@ def test_every_request_is_decided_by_itself_wherever_it_is_in_the_batch(
                 positions = kept(together, observation, request, head)
                 assert positions == kept(single, observation, 0, head)
                 assert positions == kept(turned, observation, order.index(request), head)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not (make(name).by_layer or make(name).across_layers)])
+@examples(8)
+@given(case=cases(dtypes=[torch.float32]))
+def test_a_method_that_says_so_keeps_the_same_of_any_layer(name: str, case: Case) -> None:
+    """Paged runtimes show it several layers as one batch then."""
+    method, layers = make(name), (0, 3, 8)
+    twins = [copy.copy(case.observations()[0]) for _ in layers]
+    for twin, layer in zip(twins, layers, strict=True):
+        vars(twin).update(layer=layer, layers=layers)
+    first, *others = [method.select(twin, case.budget).layer(twin.layer) for twin in twins]
+    for other in others:
+        assert torch.equal(other.indices, first.indices) and torch.equal(other.counts, first.counts)
+        assert other.state.keys() == first.state.keys()
+        assert all(torch.equal(other.state[name], column) for name, column in first.state.items())
 
 
 @every_method

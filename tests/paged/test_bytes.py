@@ -14,6 +14,7 @@ from keepset.paged.passing import PassingQueries
 from keepset.paged.planner import Planner
 from keepset.paged.query_records import slots_for
 from keepset.paged.recording import Recording
+from keepset.paged.step import ScheduledRequest, StepBatch
 
 REQUESTS, BLOCK = 64, 16
 SMOLLM2, HALF_A_BILLION = (9, 3, 64, torch.float32, 96, 32), (14, 2, 64, torch.bfloat16, 96, 32)
@@ -49,3 +50,24 @@ def test_moments_weigh_as_much_as_their_queries_or_less(shape: tuple[int, int, i
     queries = min(every, 256) * query_heads * size * dtype.itemsize
     least = 1.5 * min(triangle, queries) / ((keep + every) * kv_heads * 2 * size * dtype.itemsize)
     assert least < beside(shape, "ams(expected_attention(buffer=256))") < least + 0.1
+
+
+@pytest.mark.parametrize("method", ["snapkv", "ams(tova)", "r_kv", "rpc", "adakv(snapkv)", "ams(snapkv(window=64))"])
+def test_queries_of_64_requests_of_an_8b_model(method: str) -> None:
+    """32 layers with 32 query heads and 8 KV heads of 128 numbers, whatever the prompts' lengths: under 128 MiB."""
+    recipe = Recipe.of(Recipe.parse(method).method, keep=2048, every=256)
+    recording = Recording.of(recipe, 4, 128, 2)
+    passing = PassingQueries(recording, 32, slots_for(REQUESTS), 32, 128, torch.bfloat16, "meta")
+    assert passing.nbytes == 32 * 96 * recording.size * 32 * 128 * 2 < 2**27
+
+
+def test_prompts_of_131072_tokens_are_compressed_one_by_one() -> None:
+    """And short ones together, so that an event takes no more entries out of the pages than one prompt has."""
+    schedule = EvictionSchedule(Recipe.parse("knorm(keep=0.25)"), 0, (0,), 8, BLOCK)
+    planner = Planner(schedule, Recording.of(schedule.recipe, 4, 128, 2), (0,), REQUESTS, 10**6, FreedBlocks())
+    for length, together in ((131072, 1), (8192, 8), (500, 64)):
+        rows = [ScheduledRequest(row, row, row + 1, length, length - 1, length) for row in range(REQUESTS)]
+        table = torch.zeros(REQUESTS, length // BLOCK + 1, dtype=torch.int32)
+        lengths, starts = torch.full((REQUESTS,), length, dtype=torch.int32), torch.arange(REQUESTS + 1)
+        plan = planner.plan(StepBatch(rows, table, lengths, torch.zeros(REQUESTS, dtype=torch.int64), starts, 1))
+        assert [len(event.rows) for event in plan.events] == [together] * (REQUESTS // together)

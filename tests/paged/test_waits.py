@@ -63,6 +63,35 @@ def test_equal_heads_are_planned_without_waiting(number: int, monkeypatch: pytes
         assert torch.equal(made.held, there)  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("number", [1, 12])
+def test_equal_heads_decode_after_one_upload_and_one_kernel(
+    number: int, triton_interpreted: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What attention is told is at the same addresses in every step, and what a CPU tells it."""
+    schedule = EvictionSchedule(Recipe.parse("knorm(keep=10, every=7)"), 0, (0, 1), 2, BLOCK)
+    recording, addresses = Recording.of(schedule.recipe, 2, 8, 4), []
+    plain = Planner(schedule, recording, (0, 1), 64, 10**4, FreedBlocks())
+    with Gpu(monkeypatch) as gpu:
+        planner = Planner(schedule, recording, (0, 1), 64, 10**4, FreedBlocks())
+        for before in (30, 31, 38, 39):
+            requests = [(30, before, before + 1), (21, before, before + 1), (23, before, before + 1)] * number
+            batch, there = batch_of(requests, posing=True), batch_of(requests, posing=False)
+            gpu.reset()
+            told = planner.plan(batch).shifted
+            if not schedule.due(30, before, before + 1):
+                assert not gpu.waits
+                assert before == 30 or gpu.launches == {"_to_copy": 1, "_shift": 1}
+            assert told is not None
+            addresses.append((told.block_table.data_ptr(), told.seq_lens.data_ptr()))
+            right = plain.plan(there).shifted
+            assert right is not None and torch.equal(batch.slot_mapping.held, there.slot_mapping)  # type: ignore[attr-defined]
+            assert torch.equal(told.seq_lens.held, right.seq_lens)  # type: ignore[attr-defined]
+            for row, entries in enumerate(right.seq_lens.tolist()):
+                made = told.block_table.held[row, : -(-entries // BLOCK)]  # type: ignore[attr-defined]
+                assert torch.equal(made, right.block_table[row, : len(made)])
+    assert len(set(addresses)) == 1
+
+
 RAGGED = "adakv(knorm, keep=10, every=50)"
 PROMPTS, DECODING = [(30, 0, 30), (21, 0, 21)], [(30, 30, 31), (21, 21, 22)]
 

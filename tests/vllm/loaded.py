@@ -17,6 +17,7 @@ if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
 import gc
 
 from vllm import LLM, SamplingParams  # noqa: F401
+from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.model_executor.models import llama  # noqa: F401
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends import cpu_attn  # noqa: F401
@@ -28,6 +29,17 @@ from tests.paged import methods
 from tests.vllm import job  # noqa: F401
 
 methods.register()
+# Processes that wait for one another would each keep a core busy.
+poll = SpinCondition.wait
+
+
+def wait(condition: SpinCondition, timeout_ms: int | None = None) -> None:
+    """For a moment: a word may come before anybody listens."""
+    condition.busy_loop_s = 0
+    poll(condition, min(2, 2 if timeout_ms is None else timeout_ms))
+
+
+SpinCondition.wait = wait  # type: ignore[method-assign]
 # A search through all names of all modules for kernels to replace.
 CpuPlatform.register_triton_kernel_overrides()
 CpuPlatform.register_triton_kernel_overrides = lambda _: None

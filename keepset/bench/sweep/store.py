@@ -95,6 +95,14 @@ class Store:
         store._beats.start()
         return store
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no cell, and nobody is making one."""
+        with _sentences(self.path):
+            query = "SELECT (SELECT COUNT(*) FROM cells) + (SELECT COUNT(*) FROM claims WHERE token != ?)"
+            (count,) = self._database.execute(query, [self._token]).fetchone()
+        return not count
+
     def close(self) -> None:
         """Gives back what is claimed."""
         self._closed.set()

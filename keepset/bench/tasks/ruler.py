@@ -59,18 +59,18 @@ class RulerTask(Task):
         tokens, self._draws = _TASKS[name]
         self.generation = Generation(tokens)
         self._any = name.startswith("ruler_qa")
-        self._length, self._settings = length, settings
+        self.length, self._settings = length, settings
 
     def examples(self, tokenizer: Tokenizer, *, limit: int | None = None, seed: int = 0) -> Sequence[Example]:
         """The user's own, or such as are made. Made ones refuse a length that is too short.
 
         Questions whose own documents do not fit are left out.
         """
-        own = draws_of(self._settings.data, self._base, self._length)
+        own = draws_of(self._settings.data, self._base, self.length)
         if own is not None:
             return [self._made(index, *draw) for index, draw in enumerate(own[:limit])]
-        draws = self._draws(self._length, self._settings)
-        space = room(tokenizer, self._length, self.generation.tokens)
+        draws = self._draws(self.length, self._settings)
+        space = room(tokenizer, self.length, self.generation.tokens)
         examples: list[Example] = []
         count = partial(measure, tokenizer)
         index, guess, wanted = 0, None, EXAMPLES if limit is None else limit
@@ -81,7 +81,7 @@ class RulerTask(Task):
                 guess, example = fitted
                 examples.append(example)
             elif draws.questions is None or (index == draws.questions - 1 and not examples):
-                least = count(make(draws.smallest)) + self._length - space
+                least = count(make(draws.smallest)) + self.length - space
                 raise KeepsetError(
                     f"{self.name} is too short: such an example takes {least} tokens with this tokenizer, its answer "
                     "and a chat template included; ask for a longer one."
@@ -103,4 +103,4 @@ class RulerTask(Task):
             return self._made(index, *draws.draw(size, index, seed))
 
     def _made(self, index: int, context: str, question: Question) -> Example:
-        return Example(str(index), context, (question,), {"length": self._length})
+        return Example(str(index), context, (question,), {"length": self.length})

@@ -1,5 +1,6 @@
 """The recipe for a text: the catalogue and what it composes to, measured on pieces of it by successive halving."""
 
+import math
 from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any
@@ -34,7 +35,7 @@ class Tuner:
             raise KeepsetError(
                 f"keep={keep} drops nothing of pieces of {shortest} tokens: ask for less, or give a longer text."
             )
-        self._model, self._pieces, self._keep, self._name = model, pieces, keep, name
+        self._model, self._pieces, self._keep, self._name, self._shortest = model, pieces, keep, name, shortest
         self._measurer = Measurer(model, tokenizer, pieces, keep)
         recipes, unfit = space.with_budget(space.scorers(), keep)
         self.unfit = {recipe.text(keep): why for recipe, why in unfit.items()}
@@ -66,15 +67,27 @@ class Tuner:
         return {**self.unfit, **failed}
 
     def _runnable(self, recipes: Sequence[Recipe]) -> list[Recipe]:
+        """Those that the model takes, and that have something to choose; the others are `unfit`."""
         able = []
         for recipe in recipes:
             try:
+                self._check_choice(recipe)
                 Cache(self._model, recipe).stop_watching()
             except KeepsetError as error:
                 self.unfit[str(recipe)] = str(error)
             else:
                 able.append(recipe)
         return able
+
+    def _check_choice(self, recipe: Recipe) -> None:
+        """Refuses what always keeps as much as its budget comes to: it would be ranked by that alone."""
+        keep, always = recipe.budget.keep, recipe.budget.sinks + recipe.budget.recent
+        entries = math.floor(keep * self._shortest) if isinstance(keep, float) else keep
+        if recipe.method.needs_budget and entries is not None and always >= entries:
+            raise KeepsetError(
+                f"It always keeps {always} entries, and {keep=} of {self._shortest} tokens are {entries}: there is "
+                "nothing to choose, so give a longer text or a larger budget."
+            )
 
     def to_json(self) -> dict[str, Any]:
         """As `keepset tune --json` prints it: what is known so far."""

@@ -29,6 +29,21 @@ class Asked(NamedTuple):
         queries = pad_sequence([row.transpose(0, 1) for row in rows], batch_first=True).transpose(1, 2)
         return cls(queries, torch.arange(queries.shape[2], device=lengths.device) < lengths[:, None])
 
+    def at_most(self, number: int) -> Asked:
+        """Those that there would be if so many of each request had been asked for; there may be more for others."""
+        if self.queries.shape[2] <= number:
+            return self
+        rows = [row[:, own] for row, own in zip(self.queries, self.exists, strict=True)]
+        return Asked.padded([row[:, :: _stride(row.shape[1], number)] for row in rows])
+
+
+def _stride(rows: int, most: int) -> int:
+    """The least power of two so that no more than `most` remain."""
+    stride = 1
+    while -(-rows // stride) > most:
+        stride *= 2
+    return stride
+
 
 class _Row:
     """One request's queries before rotation, of every `stride`-th position; the stride doubles when they are too many.
@@ -40,10 +55,9 @@ class _Row:
         self.queries, self.stride = queries, stride
 
     def extended(self, new: Float[Tensor, "query_heads _ head_dim"], most: int) -> _Row:
-        queries, stride = torch.cat([self.queries, new], 1), self.stride
-        while queries.shape[1] > most:
-            queries, stride = queries[:, ::2].clone(), 2 * stride
-        return _Row(queries, stride)
+        queries = torch.cat([self.queries, new], 1)
+        step = _stride(queries.shape[1], most)
+        return _Row(queries[:, ::step].clone() if step > 1 else queries, self.stride * step)
 
 
 class _Reference(Accumulator):

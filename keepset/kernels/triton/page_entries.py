@@ -1,0 +1,73 @@
+"""Entries out of the pages of several layers and into them; layers are found by their addresses."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from jaxtyping import Float, Int
+from torch import Tensor
+
+_BLOCK = 32
+
+
+def read(
+    kind: Float[Tensor, "blocks kv_heads block_size width"],
+    addresses: Int[Tensor, " layers"],
+    subpages: Int[Tensor, "rows kv_heads pages"],
+    entries: Float[Tensor, "layers_rows kv_heads entries width"],
+) -> None:
+    """Copies sub-pages to `entries`, one program each; `kind` is one of the layers' caches."""
+    _, kv_heads, size, width = kind.shape
+    _read_pages[(subpages.numel(), len(addresses))](
+        kind, addresses, subpages, entries, *kind.stride()[:3], subpages.numel(), kv_heads,
+        SIZE=size, ROWS=triton.next_power_of_2(size), WIDTH=width, WIDE=triton.next_power_of_2(width),
+    )  # fmt: skip
+
+
+def write(
+    kind: Float[Tensor, "blocks kv_heads block_size width"],
+    addresses: Int[Tensor, " layers"],
+    entries: Float[Tensor, "n width"],
+    layers: Int[Tensor, " n"],
+    slots: Int[Tensor, " n"],
+) -> None:
+    """Copies each entry to its place."""
+    _, kv_heads, size, width = kind.shape
+    _write_entries[(triton.cdiv(len(entries), _BLOCK),)](
+        kind, addresses, entries, layers, slots, *kind.stride()[:3], len(entries), kv_heads, size,
+        WIDTH=width, WIDE=triton.next_power_of_2(width), BLOCK=_BLOCK,
+    )  # fmt: skip
+
+
+# Of `kind` only the type is looked at: what is read is found by the table's addresses.
+@triton.jit
+def _read_pages(
+    kind, addresses, subpages, entries, of_block, of_head, of_token, number, kv_heads,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    page, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    cache = tl.load(addresses + layer).to(kind.dtype)
+    subpage = tl.load(subpages + page).to(tl.int64)
+    token, dims = tl.arange(0, ROWS).to(tl.int64), tl.arange(0, WIDE)
+    mask = (token < SIZE)[:, None] & (dims < WIDTH)[None, :]
+    source = cache + subpage // kv_heads * of_block + subpage % kv_heads * of_head
+    numbers = tl.load(source + (token * of_token)[:, None] + dims[None, :], mask=mask)
+    target = entries + (layer * number + page) * SIZE * WIDTH
+    tl.store(target + (token * WIDTH)[:, None] + dims[None, :], numbers, mask=mask)
+
+
+@triton.jit(do_not_specialize=["number"])
+def _write_entries(
+    kind, addresses, entries, layers, slots, of_block, of_head, of_token, number, kv_heads, size,
+    WIDTH: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    exists = entry < number
+    cache = tl.load(addresses + tl.load(layers + entry, mask=exists, other=0)).to(kind.dtype)
+    slot = tl.load(slots + entry, mask=exists, other=0).to(tl.int64)
+    subpage = slot // size
+    dims = tl.arange(0, WIDE)
+    mask = exists[:, None] & (dims < WIDTH)[None, :]
+    numbers = tl.load(entries + (entry * WIDTH)[:, None] + dims[None, :], mask=mask)
+    place = subpage // kv_heads * of_block + subpage % kv_heads * of_head + slot % size * of_token
+    tl.store((cache + place)[:, None] + dims[None, :], numbers, mask=mask)

@@ -1,0 +1,57 @@
+"""Tables at every width: figures stay whole, names break at spaces, columns are left out in their order."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from keepset.cli.grid import Grid
+
+LONG = "pool(second_pass(statistic='rms'), sinks=4, recent=32)"
+WORDS = {*LONG.split(), "snapkv"}
+
+
+def printed(width: int, *, fold: bool = False) -> list[str]:
+    grid = Grid(["recipe"], ["MB", "kept", "KL", "prefill"], optional=("prefill", "kept"), fold=fold)
+    grid.add_row(LONG, "11.9", "25.0%", "0.012", "x3.17")
+    grid.add_row("snapkv", "4.7", "24.9%", "0.079", "x1.01")
+    out = io.StringIO()
+    Console(file=out, width=width).print(grid)
+    return [line.rstrip() for line in out.getvalue().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("width", "titles"),
+    [
+        (200, ["MB", "kept", "KL", "prefill"]),
+        (80, ["MB", "kept", "KL", "prefill"]),
+        (66, ["MB", "kept", "KL"]),
+        (60, ["MB", "KL"]),
+        (50, ["MB", "KL"]),
+    ],
+)
+def test_columns_are_left_out_and_names_break_at_spaces(width: int, titles: list[str]) -> None:
+    header, *rows = printed(width)
+    assert header.split() == ["recipe", *titles]
+    assert max(map(len, [header, *rows])) <= width
+    figures = {"MB": "11.9", "kept": "25.0%", "KL": "0.012", "prefill": "x3.17"}
+    assert rows[0].split()[-len(titles) :] == [figures[title] for title in titles]
+    names = " ".join(rows)
+    for title in titles:
+        names = names.replace(figures[title], "")
+    assert set(LONG.split()) <= set(names.split())
+    assert any(row.split()[0] == "snapkv" and len(row.split()) == 1 + len(titles) for row in rows)
+
+
+def test_a_name_that_fits_keeps_to_one_line() -> None:
+    assert len(printed(120)) == 3 and len(printed(80)) == 4
+
+
+def test_an_empty_column_is_left_out() -> None:
+    grid = Grid(["recipe"], ["MB", "95 %"], optional=("95 %",))
+    grid.add_row("snapkv", "4.7", "")
+    out = io.StringIO()
+    Console(file=out, width=80).print(grid)
+    assert out.getvalue().split() == ["recipe", "MB", "snapkv", "4.7"]

@@ -1,0 +1,37 @@
+"""Entries out of the pages of several layers and back, against the same one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from keepset.kernels.page_entries import read_pages, write_entries
+
+LAYERS, BLOCKS, HEADS, WIDTH = 3, 9, 2, 6
+
+
+@pytest.mark.parametrize("layers", [1, LAYERS])
+@pytest.mark.parametrize("size", [16, 24])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_they_go_and_come(implementation: str, layers: int, size: int, dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(3)
+    # Each layer's heads lie apart, as some engines have them.
+    whole = torch.randn(layers, HEADS, BLOCKS, size, WIDTH, generator=draw).to(dtype).transpose(1, 2)
+    caches = list(whole)
+    subpages = torch.randperm(BLOCKS * HEADS, generator=draw)[:12].view(2, HEADS, 3)
+    entries = read_pages(caches, subpages)
+    assert entries.shape == (layers * 2, HEADS, 3 * size, WIDTH)
+    for layer in range(layers):
+        for row in range(2):
+            for head in range(HEADS):
+                for page, subpage in enumerate(subpages[row, head].tolist()):
+                    own = entries[layer * 2 + row, head, page * size : page * size + size]
+                    assert torch.equal(own, caches[layer][subpage // HEADS, subpage % HEADS])
+    expected = whole.clone()
+    places = torch.randperm(layers * BLOCKS * HEADS * size, generator=draw)[:50]
+    slots, of_layers = places // layers, places % layers
+    new = torch.randn(50, WIDTH, generator=draw).to(dtype)
+    for number, (layer, slot) in enumerate(zip(of_layers.tolist(), slots.tolist(), strict=True)):
+        expected[layer, slot // size // HEADS, slot // size % HEADS, slot % size] = new[number]
+    write_entries(caches, new, of_layers, slots)
+    assert torch.equal(whole, expected)
