@@ -30,12 +30,12 @@ KEEPS = (0.5, 0.25, 0.1)
 
 @dataclass
 class Figures:
-    """One recipe under one budget: a figure for every text."""
+    """One recipe under one budget: a figure for every text; bytes are those held, of the full cache's."""
 
     kl: list[float] = field(default_factory=list)
     top1: list[float] = field(default_factory=list)
     found: list[bool] = field(default_factory=list)
-    kept: list[float] = field(default_factory=list)
+    bytes_share: list[float] = field(default_factory=list)
     error: str | None = None
 
 
@@ -79,7 +79,7 @@ def main() -> int:
         print("interrupted: whole texts follow", file=sys.stderr)
 
     title = f"{len(done)} texts of {args.tokens} tokens, {args.continuation} after them"
-    columns = ["recipe", "kept", "KL, nats", "95 %", "top-1", "facts found"]
+    columns = ["recipe", "bytes", "KL, nats", "95 %", "top-1", "facts found"]
     section = Section(title, columns)
     for recipe, figures in table.items():
         if figures.error is not None:
@@ -89,7 +89,7 @@ def main() -> int:
         section.rows.append(
             [
                 recipe,
-                f"{fmean(figures.kept):.3f}",
+                f"{fmean(figures.bytes_share):.3f}",
                 f"{fmean(figures.kl):.4f}",
                 "" if interval is None else f"{interval.low:.4f}..{interval.high:.4f}",
                 f"{fmean(figures.top1):.1%}",
@@ -127,10 +127,10 @@ def _add(figures: Figures, row: Measurement) -> None:
     if row.error is not None:
         figures.error = row.error
         return
-    assert row.kl is not None and row.top1 is not None and row.keep is not None
+    assert row.kl is not None and row.top1 is not None and row.kv_bytes is not None and row.kv_bytes_full
     figures.kl.append(row.kl)
     figures.top1.append(row.top1)
-    figures.kept.append(row.keep)
+    figures.bytes_share.append(row.kv_bytes / row.kv_bytes_full)
     figures.found.append(bool(row.needle_found))
 
 

@@ -106,7 +106,7 @@ def _paged(bench: Bench, entries: int, requests: int) -> None:
         """At an event one token ago."""
         number = torch.tensor(counts, device=bench.device, dtype=torch.int32).expand(requests, 1, -1)
         place = torch.ones(requests, 1, device=bench.device, dtype=torch.int32)
-        return Layout(number.contiguous(), (entries - 1) * place, (width - held) * place)
+        return Layout(number.contiguous(), (entries - 1) * place, (width - held) * place, 0 * place)
 
     def ours(counts: Sequence[int], bias: Tensor | None = None) -> Callable[[], Any]:
         there = layout(counts)

@@ -28,6 +28,7 @@ class PagedTokens(NamedTuple):
         longest: none of the lengths is more.
         places: which of the step's tokens each is; None: the first one is the first, and so on.
         rows: each one's row of the block table; None with `places`: its own.
+        slots: negative for tokens of nobody's, as in a dummy run: they are not written.
     """
 
     block_table: Int[Tensor, "rows width"]
@@ -35,6 +36,7 @@ class PagedTokens(NamedTuple):
     longest: int
     places: Int[Tensor, " n"] | None = None
     rows: Int[Tensor, " n"] | None = None
+    slots: Int[Tensor, " n"] | None = None
 
 
 class FiledLayouts(NamedTuple):
@@ -64,7 +66,8 @@ def follow_layouts(
     required: Int[Tensor, " rows"],
     lost: Int[Tensor, " 1"],
     block_size: int,
-) -> tuple[Int[Tensor, " rows"], Layout]:
+    layout: Layout,
+) -> Int[Tensor, " rows"]:
     """Files what requests have under their newest pages, on a GPU in one launch.
 
     Args:
@@ -74,25 +77,26 @@ def follow_layouts(
         required: not 0 where there must be a layout of a request with so many tokens `before`.
         lost: is set to 1 where there is none.
         block_size: tokens of a block.
+        layout: contiguous; is written to, row by row: zero of what was not filed. Rows beyond are left alone.
 
     Returns:
-        The pages, and the layout row by row: zero of what was not filed.
+        The pages.
     """
     if uses_triton(block_table.device):
         from keepset.kernels.triton import paged  # loads Triton
 
         with launched_on(block_table.device):
-            return paged.follow(filed, block_table, before, after, required, lost, block_size)
+            return paged.follow(filed, block_table, before, after, required, lost, block_size, layout)
     row = torch.arange(len(before), device=before.device)
     old = block_table[row, (before - 1).clamp(min=0) // block_size].long()
     pages = block_table[row, (after - 1) // block_size].long()
     known = (before > 0) & (filed.tokens[old] == before)
     lost |= (required.bool() & ~known).any()
-    layout = Layout(*(part[old].where(known.view(-1, *(1,) * (part.ndim - 1)), 0) for part in filed.layout))
-    for part, now in zip(filed.layout, layout, strict=True):
-        part[pages] = now
+    for part, rows in zip(filed.layout, layout, strict=True):
+        rows[: len(row)] = part[old].where(known.view(-1, *(1,) * (part.ndim - 1)), 0)
+        part[pages] = rows[: len(row)]
     filed.tokens[pages] = after.to(filed.tokens.dtype)
-    return pages, layout
+    return pages
 
 
 def paged_attention(
@@ -192,7 +196,7 @@ def append_to_pages(
         return
     kv_heads, size, _ = cache.shape[1:]
     for index, length in enumerate(tokens.lengths.tolist()):
-        if not length:
+        if not length or (tokens.slots is not None and tokens.slots[index] < 0):
             continue
         place, row = _whose(tokens, index)
         table, entries = _pages(tokens, layout, row, length, size)

@@ -63,8 +63,10 @@ class PerHeadTables:
     no request's name, and reordering, aborts, preemption and the reuse of pages cannot confuse it.
     """
 
-    def __init__(self, layers: int, kv_heads: int, block_size: int, blocks: int) -> None:
+    def __init__(self, layers: int, kv_heads: int, block_size: int, blocks: int, max_requests: int) -> None:
         self._layers, self._kv_heads, self._block_size, self._blocks = layers, kv_heads, block_size, blocks
+        self._max_requests = max_requests
+        self._rows: Layout | None = None
         self._filed: FiledLayouts | None = None
         self._lost = _Lost()
         self._steady = False
@@ -110,14 +112,30 @@ class PerHeadTables:
             self.step = replace(self.step, lengths=after, tokens=tokens)
             return self.step
         lost = self._lost.on(device)
-        pages, layout = follow_layouts(filed, block_table, before, after, compressed, lost, self._block_size)
+        room = self._room(len(before), device)
+        pages = follow_layouts(filed, block_table, before, after, compressed, lost, self._block_size, room)
         self._lost.check()
         self._steady = False
         if tokens is None and not (eventful or read):
             return None
+        layout = Layout(*(part[: len(before)] for part in room))
         self.step = RaggedStep(pages, after, layout, self._block_size, tokens, others)
         self._steady = alike and not eventful
         return self.step
+
+    def captured(self, tokens: PagedTokens) -> RaggedStep:
+        """What a graph notes of nobody's step: it finds the layouts of those that replay it at the same addresses."""
+        rows = len(tokens.lengths)
+        layout = Layout(*(part[:rows] for part in self._room(rows, tokens.lengths.device)))
+        nobody = torch.zeros_like(tokens.lengths)
+        return RaggedStep(nobody, tokens.lengths, layout, self._block_size, tokens, others=False)
+
+    def _room(self, rows: int, device: torch.device) -> Layout:
+        """For the layouts of a step's requests, in every step the same."""
+        if self._rows is None or len(self._rows.length) < rows:
+            most = max(rows, self._max_requests)
+            self._rows = FiledLayouts.empty(most, self._layers, self._kv_heads, device).layout
+        return self._rows
 
     def _goes_on(
         self, block_table: Int[Tensor, "rows width"], before: Int[Tensor, " rows"], after: Int[Tensor, " rows"]

@@ -9,7 +9,7 @@ from keepset.kernels.subpages import Layout
 from keepset.paged.capture import CapturePlanner
 from keepset.paged.contexts import ContextRequests
 from keepset.paged.eviction_schedule import EvictionSchedule
-from keepset.paged.page_tables import FreedBlocks
+from keepset.paged.page_tables import FreedBlocks, PerHeadTables
 from keepset.paged.ragged_plan import RaggedPlanner
 from keepset.paged.recording import Recording
 from keepset.paged.step import StepBatch, StepPlan
@@ -26,6 +26,7 @@ class Planner:
         max_requests: how many can run at once.
         blocks: in the whole pool.
         freed_blocks: is told of events whose counts come from the data.
+        replays: whether graphs of steps that only decode are replayed: then all of these do the same.
 
     Attributes:
         schedule, recording, layers: as given.
@@ -39,13 +40,15 @@ class Planner:
         max_requests: int,
         blocks: int,
         freed_blocks: FreedBlocks,
+        replays: bool = False,
     ) -> None:
         self._contexts = ContextRequests(schedule.block_size)
         self.schedule, self.recording, self.layers = schedule, recording, tuple(layers)
         self._capture = CapturePlanner(schedule, recording, len(self.layers), max_requests)
         self._tables: RaggedPlanner | UniformPlanner
         if schedule.ragged:
-            self._tables = RaggedPlanner(schedule, len(self.layers), blocks, freed_blocks, self._capture)
+            tables = PerHeadTables(len(layers), schedule.kv_heads, schedule.block_size, blocks, max_requests)
+            self._tables = RaggedPlanner(schedule, tables, freed_blocks, self._capture, replays)
         else:
             self._tables = UniformPlanner(schedule, self._capture, max_requests)
 

@@ -21,10 +21,15 @@ class RaggedPlanner:
     """Tables, slots and events of a step."""
 
     def __init__(
-        self, schedule: EvictionSchedule, layers: int, blocks: int, freed_blocks: FreedBlocks, capture: CapturePlanner
+        self,
+        schedule: EvictionSchedule,
+        tables: PerHeadTables,
+        freed_blocks: FreedBlocks,
+        capture: CapturePlanner,
+        replays: bool,
     ) -> None:
-        self._schedule, self._freed_blocks, self._capture = schedule, freed_blocks, capture
-        self._tables = PerHeadTables(layers, schedule.kv_heads, schedule.block_size, blocks)
+        self._schedule, self._tables, self._freed_blocks, self._capture = schedule, tables, freed_blocks, capture
+        self._replays = replays
 
     def begin(self, page: int, layout: Layout) -> None:
         """A request has this layout, and its newest token in this page."""
@@ -34,6 +39,9 @@ class RaggedPlanner:
         """Adds to the step's plan the heads' tables and what is compressed."""
         schedule, requests = self._schedule, batch.requests
         if not requests:
+            if self._replays and batch.max_query_len == 1:
+                filled, width = batch.block_table.shape
+                plan.ragged = self._tables.captured(self._each_row(batch, filled, width * schedule.block_size))
             return
         compressed = [
             request.after_context or schedule.was_compressed(request.prompt, request.before) for request in requests
@@ -76,11 +84,12 @@ class RaggedPlanner:
     def _tokens(self, batch: StepBatch, compressed: list[bool]) -> tuple[PagedTokens | None, bool]:
         """The tokens that heads' own pages are of, and whether there are others."""
         requests = batch.requests
+        longest = max(request.after for request in requests)
+        single = all(request.end_query - request.first_query == 1 for request in requests)
+        if single and (self._replays or any(compressed)):
+            return self._each_row(batch, len(requests), longest), False
         if not any(compressed):
             return None, True
-        longest = max(request.after for request in requests)
-        if all(request.end_query - request.first_query == 1 for request in requests):
-            return PagedTokens(batch.block_table, batch.seq_lens[: len(requests)], longest), False
         several = [
             (request.first_query + i, request.row, request.before + i + 1)
             for request, before in zip(requests, compressed, strict=True)
@@ -88,6 +97,10 @@ class RaggedPlanner:
         ]
         places, rows, lengths = batch.tensor(list(zip(*several, strict=True))).unbind()
         return PagedTokens(batch.block_table, lengths, longest, places, rows), not all(compressed)
+
+    def _each_row(self, batch: StepBatch, rows: int, longest: int) -> PagedTokens:
+        """One token of each of these rows."""
+        return PagedTokens(batch.block_table, batch.seq_lens[:rows], longest, slots=batch.slot_mapping[:rows])
 
     def _hide(self, batch: StepBatch, plan: StepPlan, tokens: PagedTokens, compressed: list[bool]) -> None:
         """Lets the engine write nothing of these tokens, and attend to little where it cannot leave them out."""

@@ -68,13 +68,13 @@ class ContextConnector(BlockCountConnector):
     # --- in processes that compute
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._device = next(iter(kv_caches.values())).device
+        self._cache = next(iter(kv_caches.values()))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata, context = self._connector_metadata, active()
         assert isinstance(metadata, ContextLoads) and context is not None
         if self._loader is None:
-            self._loader = ContextLoader(context, self._device)
+            self._loader = ContextLoader(context, self._cache)
         self._loader.start(metadata.jobs, forward_context.attn_metadata is None)
         self._failed |= metadata.refused
 
@@ -95,7 +95,7 @@ class ContextConnector(BlockCountConnector):
         try:
             if said is not None:
                 self._ask(request, wishes_of(said).context)
-            elif request.prompt_token_ids and not request.skip_reading_prefix_cache:
+            elif request.prompt_token_ids and not _objection(request):
                 context = self._library.beginning(request.prompt_token_ids)
                 if context is not None:
                     self._begin(request, context)
@@ -107,8 +107,8 @@ class ContextConnector(BlockCountConnector):
     def _ask(self, request: Request, name: str) -> None:
         """Makes a context part of a request's prompt, which is a question to it."""
         context, question = self._library.named(name), request.prompt_token_ids
-        if question is None or request.skip_reading_prefix_cache:
-            raise KeepsetError("A question to a context is tokens, of which no log-probabilities are asked for.")
+        if question is None or (objection := _objection(request)):
+            raise KeepsetError(f"A question to a context is {objection or 'tokens, not embeddings'}.")
         opening = context.contents.opening
         if opening and question[: len(opening)] == opening:
             question = context.contents.joint + question[len(opening) :]
@@ -199,3 +199,13 @@ class ContextConnector(BlockCountConnector):
         (manager,) = self._managers
         assert isinstance(manager, KeepManager)
         return manager
+
+
+def _objection(request: Request) -> str:
+    """Why a request cannot begin with a context, if it cannot."""
+    reasons = {
+        "of the model itself, without LoRA": request.lora_request is not None,
+        "text alone": bool(request.mm_features),
+        "tokens whose log-probabilities are not asked for": request.skip_reading_prefix_cache,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), "")

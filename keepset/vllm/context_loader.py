@@ -49,10 +49,10 @@ class LoadJob:
 
 
 class ContextLoader:
-    """Of one process; `context` has its layers, whose pages are on this device."""
+    """Of one process; `context` has its layers, whose pages are like those of this cache."""
 
-    def __init__(self, context: EngineContext, device: torch.device) -> None:
-        (self._group,), self._device = context.groups, device
+    def __init__(self, context: EngineContext, cache: Tensor) -> None:
+        (self._group,), self._cache = context.groups, cache
         self._events, schedule = context.events, self._group.planner.schedule
         self._block_size, self._kv_heads = schedule.block_size, schedule.kv_heads
         self._rank = get_tensor_model_parallel_rank()
@@ -78,7 +78,7 @@ class ContextLoader:
         for job, read in self._reading:
             if not read.done():
                 reading.append((job, read))
-            elif isinstance(error := read.exception(), KeepsetError):
+            elif (error := read.exception()) is not None:  # whatever is wrong with a file, the others are served
                 failed[job.request] = str(error)
             else:
                 self._arrived(job, read.result())
@@ -90,6 +90,9 @@ class ContextLoader:
         layers = saved.entries(job.path, job.digest)
         before = job.counts[:, : self._rank * self._kv_heads].sum(1).tolist()
         own = self._counts(job).sum(1).tolist()
+        totals = dict(zip(self._group.layers, job.counts.sum(1).tolist(), strict=True))
+        if {index: len(layer["keys"]) for index, layer in layers.items()} != totals:
+            raise KeepsetError(f"{str(job.path)!r} does not hold as many entries as it says: build it again.")
         return [
             (layers[index]["keys"][start : start + size], layers[index]["values"][start : start + size])
             for index, start, size in zip(self._group.layers, before, own, strict=True)
@@ -115,9 +118,9 @@ class ContextLoader:
     def _put(self, job: LoadJob, entries: Entries) -> None:
         """Writes entries to the request's blocks; they are all of its context's, or those of its own blocks."""
         self._events.run()  # those that are due may still read pages that were freed and are this request's now
-        device = self._device
+        device, to = self._cache.device, self._cache
         for place, ((keys, values), (_, slots)) in enumerate(zip(entries, self._places(job, job.whole), strict=True)):
-            self._group.put(place, keys.to(device), values.to(device), slots.to(device))
+            self._group.put(place, keys.to(to), values.to(to), slots.to(device))
         layout = job.placement.layout(self._counts(job), self._block_size)
         newest = job.blocks[(job.placement.tokens - 1) // self._block_size]
         self._group.planner.begin(newest, type(layout)(*(part.to(device) for part in layout)))

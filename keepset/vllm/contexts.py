@@ -77,10 +77,13 @@ class ContextLibrary:
             KeepsetError: there is none, or it cannot be served to this model; says why.
         """
         path = self._folder / f"{name}{SUFFIX}"
-        # A name is no path: nothing outside of the folder can be named.
-        if not name or Path(name).name != name or not path.is_file():
+        try:
+            # A name is no path: nothing outside of the folder can be named.
+            stat = path.stat() if Path(name).name == name else None
+        except (OSError, ValueError):
+            stat = None
+        if stat is None:
             raise KeepsetError(f"There is no context {name!r} on this server; {self._others()}.")
-        stat = path.stat()
         version = stat.st_mtime_ns, stat.st_size, stat.st_ino
         if name not in self._known or self._known[name][0] != version:
             try:
@@ -113,7 +116,7 @@ class ContextLibrary:
 
     def __iter__(self) -> Iterator[Context]:
         """All that can be served, by name. The folder is looked through once something has come or gone."""
-        version = self._folder.stat().st_mtime_ns
+        version = self._folder.stat().st_mtime_ns if self._folder.is_dir() else 0
         if version != self._listed[0]:
             contexts = []
             for name in self._names():
@@ -153,6 +156,7 @@ class ContextLibrary:
             "it adds biases to attention (give its match biases=False)": BIAS in contents.columns,
             "it would be compressed further while it is asked (leave its every= out)": contents.goes_on,
             "not all layers of its model are compressed": len(contents.counts) != contents.layers,
+            "its layers differ in their heads": len({counts.shape for counts in contents.counts.values()}) != 1,
             f"it has {contents.header.tokens} tokens, and this server takes {longest} with question and answer": (
                 contents.header.tokens + 2 > longest
             ),

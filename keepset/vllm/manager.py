@@ -54,7 +54,8 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
             else Admission(self.schedule, kv_cache_spec.tokens_per_step, kv_cache_spec.steps_ahead)
         )
         self._requests: dict[str, Footprint] = {}
-        self._contexts: dict[str, ContextPlacement] = {}
+        self._prefixes: dict[Any, ContextPlacement] = kv_cache_spec.contexts
+        self._contexts: dict[str, tuple[ContextPlacement, Any]] = {}
         self._coming: tuple[str, Footprint] | None = None
 
     def remove_skipped_blocks(
@@ -116,18 +117,21 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         return super().pop_blocks_for_free(request_id)
 
     def forget(self, request_id: str) -> None:
-        """A request is gone for good."""
-        self._contexts.pop(request_id, None)
+        """A request is gone for good; the last one of a context takes with it what was known of that."""
+        _, first = self._contexts.pop(request_id, (None, None))
+        if first is not None and all(first != other for _, other in self._contexts.values()):
+            self._prefixes.pop(first, None)
 
     def begin(self, request_id: str, block_hashes: Sequence[Any], placement: ContextPlacement) -> None:
         """A request that waits begins with a context, whose blocks have these hashes."""
-        self._contexts[request_id] = placement
-        if placement.own > 0:
-            self.kv_cache_spec.contexts[block_hashes[0]] = placement  # type: ignore[attr-defined]
+        self._contexts[request_id] = placement, block_hashes[0] if placement.own else None
+        if placement.own:
+            self._prefixes[block_hashes[0]] = placement
 
     def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         """Offers to other requests only blocks that no compression of this one writes to."""
-        if (placement := self._contexts.get(request.request_id)) is not None:
+        if request.request_id in self._contexts:
+            placement, _ = self._contexts[request.request_id]
             super().cache_blocks(request, min(num_tokens, placement.own * self.block_size), *args, **kwargs)
             return
         if num_tokens >= request.num_prompt_tokens:

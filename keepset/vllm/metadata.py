@@ -104,5 +104,7 @@ class KeepBuilder:
         plan = self._context.events.plan(self._group, self._adapter.batch(common_attn_metadata))
         common = self._adapter.planned(common_attn_metadata, plan)
         metadata = super().build(common_prefix_len, common, fast_build)  # type: ignore[misc]
+        if plan.dummy and plan.ragged is not None:
+            _ = self._group.columns  # are there before a graph looks for them
         self._context.begin(PlannedStep(self._group, plan, self._places, metadata))
         return metadata

@@ -82,8 +82,8 @@ KERNELS = [
     ),
     (
         paged._append_to_pages,
-        dict(keys="*bf16", values="*bf16", cache="*bf16", **PAGES),
-        dict(PAGED, **HEAD),
+        dict(keys="*bf16", values="*bf16", cache="*bf16", slots="*i64", **PAGES),
+        dict(PAGED, GUARDED=True, **HEAD),
     ),
     (
         paged._follow,

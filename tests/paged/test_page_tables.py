@@ -27,7 +27,7 @@ class Batch:
         self.size = block_size
         self.rows = [Row(layers, kv_heads, block_size, WIDTH, r * WIDTH) for r in range(requests)]
         self.compressed = [False] * requests
-        self.tables = PerHeadTables(layers, kv_heads, block_size, requests * WIDTH)
+        self.tables = PerHeadTables(layers, kv_heads, block_size, requests * WIDTH, requests)
 
     def step(self, order: list[int], tokens: list[int], event: bool = False) -> RaggedStep | None:
         """So many new tokens for these requests; the tables and slots that they get are checked."""
@@ -163,7 +163,7 @@ def test_what_stays_as_it_is_is_not_made_anew(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_page_that_another_request_took_over_is_not_mistaken_for_its_own() -> None:
     """The newest page of one that has ended, at a block's end, becomes another's first after as many cached tokens."""
-    tables = PerHeadTables(1, 1, 4, 20)
+    tables = PerHeadTables(1, 1, 4, 20, 1)
     one = torch.ones(1, dtype=torch.long)
 
     def advance(blocks: list[int], before: int, compressed: bool, event: bool = False) -> RaggedStep | None:

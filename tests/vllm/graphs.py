@@ -126,6 +126,8 @@ def use() -> None:
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.attention.backends import flash_attn, triton_attn
 
+    from keepset.vllm import attention
+
     check = CpuPlatform.check_and_update_config.__func__
 
     def checked(cls: Any, config: Any) -> None:
@@ -141,5 +143,7 @@ def use() -> None:
         (flash_attn, "reshape_and_cache_flash"),
         (triton_attn, "unified_attention"),
         (triton_attn, "triton_reshape_and_cache_flash"),
+        (attention, "append_to_pages"),
+        (attention, "paged_attention"),
     ):
         setattr(module, name, _noted(getattr(module, name)))

@@ -18,7 +18,10 @@ EQUAL = [
     "expected_attention(keep=64, buffer=40, every=24)",
     "h2o(keep=0.3)",
 ]
-RAGGED = "adakv(snapkv(window=16), keep=96, every=17)"
+RAGGED = [
+    "adakv(snapkv(window=16), keep=96, every=17)",
+    "mass(share=0.8)",
+]
 
 pytestmark = pytest.mark.full
 
@@ -28,8 +31,8 @@ def test_replayed_steps_are_the_reference(backend: str, tiny: Path, tiny_oracle:
     """Of some prompts the last chunk is one token, so that it may be among the decoding ones and replayed with them."""
     some = [*asks(IDS, (257, 150, 300), 40), Ask(IDS[50:307], 40, add=5), Ask(IDS[9:200], 30, add=9)]
     engine = {"model": str(tiny), "max_num_seqs": 8, **CHUNKED}
-    scenarios = [Scenario(recipe, some, engine=engine, backend=backend, graphs=True) for recipe in (*EQUAL, RAGGED)]
-    for recipe, result in zip((*EQUAL, RAGGED), run(*scenarios), strict=True):
+    scenarios = [Scenario(recipe, some, engine=engine, backend=backend, graphs=True) for recipe in (*EQUAL, *RAGGED)]
+    for recipe, result in zip((*EQUAL, *RAGGED), run(*scenarios), strict=True):
         assert (result.replays > 30) == (recipe in EQUAL)
         assert all(result.events)
         check_oracle(tiny_oracle, recipe, some, result)

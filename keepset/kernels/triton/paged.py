@@ -74,10 +74,11 @@ def append(
     if not n:
         return
     _append_to_pages[(n,)](
-        keys, values, cache, *_places(tokens, layout),
+        keys, values, cache, tokens.slots, *_places(tokens, layout),
         *keys.stride()[:2], *values.stride()[:2], *cache.stride()[:3], *_rows(tokens, layout),
         HEADS=heads, HEADS_BLOCK=triton.next_power_of_2(heads), HEAD_DIM=head_dim,
         HEAD_BLOCK=triton.next_power_of_2(head_dim), SIZE=size, LISTED=tokens.rows is not None,
+        GUARDED=tokens.slots is not None,
     )  # fmt: skip
 
 
@@ -89,16 +90,16 @@ def follow(
     required: Int[Tensor, " rows"],
     lost: Int[Tensor, " 1"],
     block_size: int,
-) -> tuple[Int[Tensor, " rows"], Layout]:
+    layout: Layout,
+) -> Int[Tensor, " rows"]:
     """The same as `keepset.kernels.paged.follow_layouts`."""
     rows, (_, layers, heads) = len(before), filed.layout.counts.shape
     pages = torch.empty(rows, dtype=torch.int64, device=block_table.device)
-    layout = Layout(*(part.new_empty(rows, *part.shape[1:]) for part in filed.layout))
     _follow[(rows,)](
         block_table, before, after, required, *filed.layout, filed.tokens, *layout, pages, lost, block_table.stride(0),
         COUNTS=layers * heads, LAYERS=layers, SIZE=block_size, BLOCK=128, num_warps=1,
     )  # fmt: skip
-    return pages, layout
+    return pages
 
 
 def _splits(device: torch.device, programs: int, longest: int) -> int:
@@ -224,17 +225,19 @@ def _attend_pages(
 
 @triton.jit
 def _append_to_pages(
-    keys, values, cache, block_table, counts, event_lengths, firsts, shares, places, rows, lengths,
+    keys, values, cache, slots, block_table, counts, event_lengths, firsts, shares, places, rows, lengths,
     key_token, key_head, value_token, value_head, cache_block, cache_head, cache_entry,
     table_row, counts_row, event_row, first_row, shared_row,
     HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
-    SIZE: tl.constexpr, LISTED: tl.constexpr,
+    SIZE: tl.constexpr, LISTED: tl.constexpr, GUARDED: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     place, row = token, token
     if LISTED:
         place, row = tl.load(places + token).to(tl.int64), tl.load(rows + token).to(tl.int64)
     length = tl.load(lengths + token).to(tl.int32)
+    if GUARDED:
+        length = tl.where(tl.load(slots + token) < 0, 0, length)
     count, kept, start, later = _dealt(
         counts + row * counts_row, tl.load(shares + row * shared_row) > 0, HEADS, HEADS_BLOCK, SIZE
     )
