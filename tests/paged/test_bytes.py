@@ -67,7 +67,7 @@ def test_prompts_of_131072_tokens_are_compressed_one_by_one() -> None:
     planner = Planner(schedule, Recording.of(schedule.recipe, 4, 128, 2), (0,), REQUESTS, 10**6, FreedBlocks())
     for length, together in ((131072, 1), (8192, 8), (500, 64)):
         rows = [ScheduledRequest(row, row, row + 1, length, length - 1, length) for row in range(REQUESTS)]
-        table = torch.zeros(REQUESTS, length // BLOCK + 1, dtype=torch.int32)
+        table = torch.zeros(REQUESTS, 131072 // BLOCK, dtype=torch.int32)
         lengths, starts = torch.full((REQUESTS,), length, dtype=torch.int32), torch.arange(REQUESTS + 1)
         plan = planner.plan(
             StepBatch(rows, table, lengths, torch.zeros(REQUESTS, dtype=torch.int64), starts, starts, 1)
