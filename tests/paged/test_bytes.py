@@ -69,5 +69,7 @@ def test_prompts_of_131072_tokens_are_compressed_one_by_one() -> None:
         rows = [ScheduledRequest(row, row, row + 1, length, length - 1, length) for row in range(REQUESTS)]
         table = torch.zeros(REQUESTS, length // BLOCK + 1, dtype=torch.int32)
         lengths, starts = torch.full((REQUESTS,), length, dtype=torch.int32), torch.arange(REQUESTS + 1)
-        plan = planner.plan(StepBatch(rows, table, lengths, torch.zeros(REQUESTS, dtype=torch.int64), starts, 1))
+        plan = planner.plan(
+            StepBatch(rows, table, lengths, torch.zeros(REQUESTS, dtype=torch.int64), starts, starts, 1)
+        )
         assert [len(event.rows) for event in plan.events] == [together] * (REQUESTS // together)

@@ -179,7 +179,7 @@ def test_a_long_prompt_beside_compressed_requests_takes_no_tables() -> None:
         table = torch.arange(len(rows) * prompt // size, dtype=torch.int32).view(len(rows), -1)
         lengths = torch.tensor([one.after for one in rows], dtype=torch.int32)
         starts = torch.tensor([0, *(one.end_query for one in rows)], dtype=torch.int32)
-        return StepBatch(rows, table, lengths, torch.zeros(first, dtype=torch.int64), starts, 8192)
+        return StepBatch(rows, table, lengths, torch.zeros(first, dtype=torch.int64), starts, starts, 8192)
 
     for event in planner.plan(batch([(500, 0, 500)] * 63)).events:
         for place in layers:
