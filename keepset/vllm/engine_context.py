@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from keepset.errors import UnsupportedEngineError
 from keepset.paged.entry_columns import columns_of
 from keepset.paged.event_queue import EventQueue
-from keepset.paged.grouping import group_leader, table_per_head
+from keepset.paged.grouping import group_leader
 from keepset.paged.layer_group import LayerGroup
 from keepset.paged.page_tables import FreedBlocks
 from keepset.paged.passing import PassingQueries
@@ -143,7 +143,7 @@ class EngineContext:
 
     def _make_tape(self, layers: int) -> Tensor | None:
         tokens, model = captured_tokens(self.config), self.config.model_config
-        if not (tokens and self.recording) or table_per_head(self.recipe):
+        if not (tokens and self.recording):
             return None
         heads = model.get_num_attention_heads(self.config.parallel_config)
         assert isinstance(model.dtype, torch.dtype)

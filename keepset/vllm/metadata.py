@@ -13,7 +13,7 @@ from keepset.paged.engine import StepAdapter
 from keepset.paged.grouping import group_leader
 from keepset.paged.planner import Planner
 from keepset.paged.step import ScheduledRequest, StepBatch, StepPlan
-from keepset.vllm.compat import PromptLengths, lengths_on_host
+from keepset.vllm.compat import PromptLengths, captured_tokens, lengths_on_host
 from keepset.vllm.engine_context import PlannedStep, active
 from keepset.vllm.layers import layer_group
 from keepset.vllm.spec import KeepSpec
@@ -85,17 +85,19 @@ class KeepBuilder:
             vllm_config.scheduler_config.max_num_seqs,
             vllm_config.cache_config.num_gpu_blocks or 0,
             context.freed_blocks,
+            replays=captured_tokens(vllm_config) > 0,
         )
         self._group = layer_group(context, planner, layer_names)
         context.groups.append(self._group)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:
-        """vLLM's own; none where heads differ, whose pages follow from what a graph does not know."""
+        """vLLM's own; where heads differ, of steps that only decode: prompts beside them have vLLM's attention."""
         assert isinstance(kv_cache_spec, KeepSpec)
+        support: AttentionCGSupport = super().get_cudagraph_support(vllm_config, kv_cache_spec)  # type: ignore[misc]
         if kv_cache_spec.schedule.ragged:
-            return AttentionCGSupport.NEVER
-        return super().get_cudagraph_support(vllm_config, kv_cache_spec)  # type: ignore[misc]
+            return min(support, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, key=lambda each: each.value)
+        return support
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False

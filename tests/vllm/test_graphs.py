@@ -33,6 +33,6 @@ def test_replayed_steps_are_the_reference(backend: str, tiny: Path, tiny_oracle:
     engine = {"model": str(tiny), "max_num_seqs": 8, **CHUNKED}
     scenarios = [Scenario(recipe, some, engine=engine, backend=backend, graphs=True) for recipe in (*EQUAL, *RAGGED)]
     for recipe, result in zip((*EQUAL, *RAGGED), run(*scenarios), strict=True):
-        assert (result.replays > 30) == (recipe in EQUAL)
+        assert result.replays > 30
         assert all(result.events)
         check_oracle(tiny_oracle, recipe, some, result)

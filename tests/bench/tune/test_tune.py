@@ -291,10 +291,12 @@ def test_a_race_for_real(monkeypatch: pytest.MonkeyPatch) -> None:
     told = one.to_json()
     assert one.race.done == one.race.planned
     assert len(steps) == sum(row["pieces"] for row in told["rows"]) + 1  # gvote keeps too much of the first piece
-    assert [each["recipe"] for each in told["dropped"]] == ["gvote"]
+    nothing = [each["recipe"] for each in told["dropped"] if "there is nothing to choose" in each["reason"]]
+    assert all(name.startswith("ams(") for name in nothing)  # 36 of 50 entries always stay
+    assert [each["recipe"] for each in told["dropped"] if each["recipe"] not in nothing] == ["gvote"]
     assert told["measured"] == told["pieces"] == 4 and told["full"]["kv_bytes"] == 50 * 2 * 2 * 2 * 16 * 4
     kls = [row["kl"]["mean"] for row in told["rows"] if row["finalist"]]
-    assert kls == sorted(kls) and len(kls) == 11  # Half of 3 scorers and 9 compositions of all but random
+    assert kls == sorted(kls) and len(kls) == 10  # Half of 3 scorers and 8 compositions of all but random
     assert all(row["pieces"] == (4 if row["finalist"] else 2) and row["keep"] <= 0.3 for row in told["rows"])
 
 
