@@ -37,6 +37,7 @@ def add_received_in_pages(
     largest: bool = False,
     bias: Float[Tensor, " slots"] | None = None,
     kept: Int[Tensor, "rows kv_heads"] | None = None,
+    places: Int[Tensor, "rows kv_heads entries"] | None = None,
 ) -> None:
     """Adds what every entry receives of some queries: their attention, the mean over its query group, summed over them.
 
@@ -52,6 +53,7 @@ def add_received_in_pages(
         largest: of the logits of a group the largest counts, as if its heads were one.
         bias: of each slot, added to the logits of a head's first `kept` entries.
         kept: how many these are; all, unless said otherwise.
+        places: where the column has the numbers of a head's entries, if not at their slots.
     """
     kv_heads, size = entries.shape[1], pages.block_size
     grouped = queries.unflatten(1, (kv_heads, -1)).flatten(0, 1)
@@ -68,5 +70,6 @@ def add_received_in_pages(
         biases = None if bias is None else bias[slots].where(place < firsts[part, None], 0)
         last = seen[part] - 1
         sums = received_attention(grouped[part], keys, positions, last, scaling, there, largest, biases).mean(1)
-        sums += column[slots].where(place < written[part, None], 0)
-        column[slots[there]] = sums[there]
+        at = slots if places is None else places.flatten(0, 1)[part]
+        sums += column[at].where(place < written[part, None], 0)
+        column[at[there]] = sums[there]

@@ -40,6 +40,7 @@ class _Waiting:
     stop: int
     point: int
     unwritten: int
+    shares: bool
 
     @property
     def ends_prompt(self) -> bool:
@@ -95,14 +96,16 @@ class _Step:
 
     def _taken(self, request: ScheduledRequest, record: QueryRecord, begin: int, stop: int) -> _Waiting:
         """From now on these are added up, and all entries have a number."""
-        waiting = _Waiting(request, record.slot, begin, stop, record.point, request.after - record.written)
+        waiting = _Waiting(
+            request, record.slot, begin, stop, record.point, request.after - record.written, record.shares
+        )
         record.added, record.written = stop, request.after
         return waiting
 
     def _from_rings(self, waiting: list[_Waiting]) -> list[QueryAddition]:
-        groups: defaultdict[bool, list[_Waiting]] = defaultdict(list)
+        groups: defaultdict[tuple[bool, bool], list[_Waiting]] = defaultdict(list)
         for each in waiting:
-            groups[each.ends_prompt].append(each)
+            groups[each.ends_prompt, each.shares].append(each)
         return [self._additions(group, self._recording.waiting) for group in groups.values()]
 
     def _additions(self, waiting: list[_Waiting], number: int, **source: int) -> QueryAddition:
@@ -111,8 +114,11 @@ class _Step:
         slots, begins, stops, points, lengths, unwritten = self._batch.tensor(numbers).unbind(1)
         positions = stops[:, None] + torch.arange(-number, 0, device=stops.device)
         occupied = self._occupied(self._batch, [one.request for one in waiting])
-        ends_prompt = waiting[0].ends_prompt
-        return QueryAddition(slots, positions, begins, points, ends_prompt, lengths, unwritten, occupied, **source)
+        ends_prompt, shares = waiting[0].ends_prompt, waiting[0].shares
+        owners = [(one.slot, one.request.after) for one in waiting] if shares else []
+        return QueryAddition(
+            slots, positions, begins, points, ends_prompt, lengths, unwritten, owners, occupied, **source
+        )
 
     def _capture(self, places: list[tuple[int, int, int]]) -> QueryCapture | None:
         return QueryCapture(*self._batch.tensor(places).unbind(1)) if places else None
@@ -150,6 +156,7 @@ class CapturePlanner:
         for (request, event, upcoming, _), record in zip(windows, records, strict=True):
             prompt, before, after = request.prompt, request.before, request.after
             self._by_row[request.row] = record
+            record.shares = schedule.shares(prompt, before)
             if event:
                 step.window(request, record, event, before, event, self._begins(prompt, event))
             if upcoming is not None:

@@ -62,6 +62,9 @@ class EventQueue:
                 for group, due in zip(steps, events, strict=True):
                     for event in due:
                         group.compress(event)
+            for group, due in zip(steps, events, strict=True):
+                for event in due:
+                    group.forget(event)
             self._freed_blocks.settle()
         for group, plan in steps.items():
             group.record_late(plan)

@@ -19,6 +19,7 @@ from keepset.errors import KeepsetError
 from keepset.paged.engine import Pages, QueryProjection
 from keepset.paged.entry_columns import EntryColumns, columns_of
 from keepset.paged.observer import Observer
+from keepset.paged.own_sums import OwnSums
 from keepset.paged.page_tables import OccupiedPages
 from keepset.paged.pages import read_layers, write_layers
 from keepset.paged.passing import PassingQueries
@@ -86,7 +87,8 @@ class LayerGroup:
         self._all_layers, self._block_size = schedule.layers, schedule.block_size
         self._pages, self._passing, self._count, self._tape = pages, passing, count, tape
         needs = self.recipe.method.needs
-        self._observer = Observer(needs, planner.recording, passing, scaling, rotary, projections)
+        self._own = OwnSums(len(self.layers), schedule.kv_heads)
+        self._observer = Observer(needs, planner.recording, passing, self._own, scaling, rotary, projections)
         self._apart = self.recipe.method.by_layer or needs.hidden_states
         self._late: list[tuple[range, Tensor]] = []
 
@@ -140,6 +142,11 @@ class LayerGroup:
             for places, queries in self._late:
                 self._passing.record(places, queries, plan.captured_after)
             self._late = []
+
+    def forget(self, event: EvictionEvent) -> None:
+        """The event is over in all layers."""
+        for record in event.records:
+            self._own.forget(record.slot)
 
     def compress(self, event: EvictionEvent) -> None:
         """Executes an event in all layers."""

@@ -24,6 +24,7 @@ from keepset.kernels.moments import Moments
 from keepset.kernels.paged_window import add_received_in_pages
 from keepset.paged.engine import Pages, QueryProjection
 from keepset.paged.entry_columns import EntryColumns
+from keepset.paged.own_sums import OwnSums
 from keepset.paged.page_tables import OccupiedPages
 from keepset.paged.passing import PassingQueries
 from keepset.paged.recording import Recording
@@ -38,10 +39,12 @@ class Observer:
         needs: Needs,
         recording: Recording,
         passing: PassingQueries,
+        own: OwnSums,
         scaling: float,
         rotary: RotaryTable | None,
         projections: Sequence[QueryProjection],
     ) -> None:
+        self._own = own
         self._needs, self._recording, self._passing = needs, recording, passing
         self._scaling, self._rotary, self._projections = scaling, rotary, projections
         self._checked: set[int] = set()
@@ -84,6 +87,9 @@ class Observer:
         for feature in self._recording.sums:
             last = feature.last_visible(at, addition.points).masked_fill(~self._counts(feature, addition), -1)
             visible = self._visible(place, feature, last, lengths, occupied, columns)
+            if addition.owners:
+                self._add_up_own(place, feature, addition, rows, pages, occupied, visible)
+                continue
             add_received_in_pages(
                 columns[feature.column][place], rows, pages, occupied.subpages, occupied.entries, addition.unwritten,
                 visible, self._scaling, feature.largest, columns.bias(place), occupied.kept,
@@ -93,6 +99,27 @@ class Observer:
                 source = self._query_source(place, slice(0))
                 assert source is not None
                 self._passing.add_moments(place, of, addition, rows, self._counts(of, addition), self._scaling, source)
+
+    def _add_up_own(
+        self,
+        place: int,
+        feature: WindowAttention,
+        addition: QueryAddition,
+        queries: Queries,
+        pages: Pages,
+        occupied: OccupiedPages,
+        visible: Int[Tensor, "rows kv_heads n"],
+    ) -> None:
+        """The same of requests that others may share pages with: their entries' numbers are not at the pages' slots."""
+        subpages, _, entries = occupied
+        for row, (slot, tokens) in enumerate(addition.owners):
+            one, width = slice(row, row + 1), subpages.shape[-1] * pages.block_size
+            column = self._own.column(slot, feature.column, tokens, queries.device)[place]
+            places = self._own.places(width, column.shape[1], queries.device)
+            add_received_in_pages(
+                column.view(-1), queries[one], pages, subpages[one], entries[one], addition.unwritten[one],
+                visible[one], self._scaling, feature.largest, places=places,
+            )  # fmt: skip
 
     def _counts(self, feature: WindowAttention | QueryMoments, addition: QueryAddition) -> Bool[Tensor, "rows n"]:
         """Which of the queries are in its window and not yet added up."""
@@ -141,13 +168,16 @@ class Observer:
         slots = columns.slots(occupied.subpages)[..., :width]
         there = torch.arange(width, device=slots.device) < (occupied.entries - event.newer)[..., None]
         there = there.repeat(len(places), 1, 1)
-        return {
-            feature: WindowSums(
-                columns.read(feature.column, places, slots).where(there, 0),
-                self._recording.window(feature, event.ends_prompt),
-            )
-            for feature in sums
-        }
+        made: dict[Feature[Any], Any] = {}
+        for feature in sums:
+            received = columns.read(feature.column, places, slots)
+            by_layer = received.unflatten(0, (len(places), -1))
+            for row, record in enumerate(event.records):
+                if record.shares:
+                    own = self._own.column(record.slot, feature.column, width, slots.device)
+                    by_layer[:, row] = own[places.start : places.stop, :, :width]
+            made[feature] = WindowSums(received.where(there, 0), self._recording.window(feature, event.ends_prompt))
+        return made
 
     def _of_prompts(self, event: EvictionEvent, places: range, width: int) -> dict[Feature[Any], Any]:
         prompts = [record.chunks[place] for place in places for record in event.records if record.chunks]

@@ -28,6 +28,7 @@ class QueryRecord:
         point: length at the event that the sums are for.
         added: length up to which queries are added up for it.
         written: length at which they were last; 0 where none is yet, and entries have no numbers.
+        shares: whether other requests may have its pages, too, so that its sums are its own.
         held: newest queries that wait in whole, because they came behind an event of their own step.
         chunks: what its prompt told each layer, where the recipe looks at all of it.
         prompt_tokens: of which that is, from the first on.
@@ -41,6 +42,7 @@ class QueryRecord:
     point: int = 0
     added: int = 0
     written: int = 0
+    shares: bool = False
     held: int = 0
     chunks: list[Accumulators] = field(default_factory=list)
     prompt_tokens: int = 0

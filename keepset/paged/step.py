@@ -102,6 +102,7 @@ class QueryAddition:
         points, ends_prompt: tokens at the event, and whether these are prompts' ends.
         lengths: tokens of each request.
         unwritten: newest entries of each head that have no number yet.
+        owners: slots and tokens of the requests, where their sums are their own (`OwnSums`); else none.
         occupied: where a layer, by its place in the group, has the entries.
         held: slot of the one request whose queries are held in whole.
         first_query: of the one request whose queries are this step's.
@@ -114,6 +115,7 @@ class QueryAddition:
     ends_prompt: bool
     lengths: Int[Tensor, " rows"]
     unwritten: Int[Tensor, " rows"]
+    owners: Sequence[tuple[int, int]]
     occupied: Callable[[int], OccupiedPages]
     held: int | None = None
     first_query: int | None = None

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from keepset import KeepsetError, Recipe
 from keepset.core.feature import Needs
 from keepset.paged.observer import Observer
+from keepset.paged.own_sums import OwnSums
 from keepset.paged.passing import PassingQueries
 from keepset.paged.recording import Recording
 from tests.vllm.late import Late
@@ -51,7 +52,7 @@ class Attending(nn.Module):
 def observing(module: Attending) -> Observer:
     recording = Recording.of(Recipe.parse("knorm(keep=4)"), 1, SIZE, 4)
     passing = PassingQueries(recording, 1, 1, HEADS, SIZE, torch.float32)
-    return Observer(Needs(), recording, passing, 1.0, None, [module.found])
+    return Observer(Needs(), recording, passing, OwnSums(1, 1), 1.0, None, [module.found])
 
 
 def naive(module: Any, row: Tensor, head: int) -> Tensor:

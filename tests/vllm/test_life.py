@@ -42,6 +42,9 @@ SHARING = {
 }
 
 
+TOGETHER = "snapkv(window=16, keep=96)"
+
+
 IDS = torch.randint(3, 512, (2200,), generator=torch.Generator().manual_seed(1)).tolist()
 """Among which no two entries are as good for rounding to choose."""
 URGENT = "snapkv(window=16, keep=96)"
@@ -72,6 +75,11 @@ def sharing(text: list[int]) -> list[Ask]:
     ]
 
 
+def together(text: list[int]) -> list[Ask]:
+    """Whose prompts end in one step, and begin with the same pages."""
+    return [Ask(text[0:400], 10), Ask(text[0:330] + text[1000:1070], 10)]
+
+
 def urgent(text: list[int]) -> list[Ask]:
     return [Ask(text[500 * i : 500 * i + 150], 170, priority=2 - i) for i in range(3)]
 
@@ -97,7 +105,9 @@ def crowded(tiny: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def prefixes(tiny: Path) -> dict[str, Any]:
     engine = {"model": str(tiny), "enable_prefix_caching": True, "max_num_batched_tokens": 128}
-    return run([(recipe, Scenario(recipe, sharing(IDS), engine=engine)) for recipe in SHARING])
+    scenarios = [(recipe, Scenario(recipe, sharing(IDS), engine=engine)) for recipe in SHARING]
+    at_once = Scenario(TOGETHER, together(IDS), engine=engine | {"max_num_batched_tokens": 512})
+    return run([*scenarios, (TOGETHER, at_once)])
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +170,13 @@ def test_prefixes_are_shared_with_compressed_requests(
     assert first < engine.log[1][0][0] or not Recipe.parse(recipe).schedule.prefill
     assert engine.cached == SHARING[recipe]
     check_oracle(tiny_oracle, recipe, sharing(IDS), engine)
+
+
+def test_prompts_that_share_pages_end_in_one_step(prefixes: dict[str, Any], tiny_oracle: Oracle) -> None:
+    """What an entry of these pages receives is each request's own."""
+    engine = result(prefixes, TOGETHER)
+    assert engine.cached == [0, 288] and [log[0][2] for log in engine.log] == [400, 112]
+    check_oracle(tiny_oracle, TOGETHER, together(IDS), engine)
 
 
 def test_the_least_urgent_gives_way(others: dict[str, Any], tiny_oracle: Oracle) -> None:
