@@ -26,7 +26,7 @@ def became(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
         raise SystemExit(0)
 
     monkeypatch.setattr(os, "execvp", execvp)
-    monkeypatch.setattr(command, "check_installed", lambda recipe: None)
+    monkeypatch.setattr(command, "check_installed", lambda *_: None)
     monkeypatch.setattr(command, "_program", lambda model: [sys.executable, "-m", "vllm", "serve", model])
     monkeypatch.setattr(models, "embedded_folder", lambda: tmp_path / "embedded")
     return taken

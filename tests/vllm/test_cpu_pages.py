@@ -387,7 +387,7 @@ def test_ragged_compaction_is_attention_over_what_was_kept(arguments: CaseArgume
 def compact(case: Case, layout: Layout, lengths: Tensor, chosen: list[int]) -> Layout:
     """An event for some requests: random counts, entries moved from where they are to where the new layout has them."""
     size = case.block_size
-    counts, length, first = (part.clone() for part in layout)
+    counts, length, first, _ = (part.clone() for part in layout)
     for row in chosen:
         now = Layout(*(part[row : row + 1] for part in layout))
         held = entries(now, lengths[row : row + 1])
