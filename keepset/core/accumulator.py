@@ -100,16 +100,20 @@ class Accumulator(ABC):
 class Accumulators:
     """Everything that has an accumulator among `needs`, of one layer, over one or more chunks of a prompt.
 
-    `seconds` holds the time that each kind of feature took, so that a prefill which collects for many
-    methods at once can say what each of them would have cost.
+    `seconds` holds the time that features took, by their `cost`, so that a prefill which collects for many methods at
+    once can say what each of them would have cost.
     """
 
     def __init__(self, needs: Iterable[Feature[Any]]) -> None:
         self.seconds: defaultdict[Hashable, float] = defaultdict(float)
-        kinds: defaultdict[type[Feature[Any]], list[Feature[Any]]] = defaultdict(list)
+        together: defaultdict[Hashable, list[Feature[Any]]] = defaultdict(list)
         for feature in needs:
-            kinds[type(feature)].append(feature)
-        self._parts = {kind: kind.accumulator(features) for kind, features in kinds.items() if kind.accumulator}
+            together[feature.cost].append(feature)
+        self._parts = {
+            cost: type(features[0]).accumulator(features)
+            for cost, features in together.items()
+            if type(features[0]).accumulator
+        }
 
     def __bool__(self) -> bool:
         """Whether anything is collected, which takes every token of a prompt."""
@@ -117,15 +121,15 @@ class Accumulators:
 
     def add(self, chunk: Chunk) -> None:
         """Takes one chunk in."""
-        for kind, part in self._parts.items():
-            with self.timed(kind):
+        for cost, part in self._parts.items():
+            with self.timed(cost):
                 part.add(chunk)
 
     def fork(self) -> Self:
         """An independent copy."""
         twin = copy.copy(self)
         twin.seconds = self.seconds.copy()
-        twin._parts = {kind: copy.copy(part) for kind, part in self._parts.items()}
+        twin._parts = {cost: copy.copy(part) for cost, part in self._parts.items()}
         return twin
 
     def joined(self, others: Sequence[Accumulators]) -> Accumulators:
@@ -133,15 +137,15 @@ class Accumulators:
         if not others:
             return self
         twin = self.fork()
-        for kind, part in self._parts.items():
-            twin._parts[kind] = part.joined([other._parts[kind] for other in others])
+        for cost, part in self._parts.items():
+            twin._parts[cost] = part.joined([other._parts[cost] for other in others])
         return twin
 
     def values(self, lengths: Int[Tensor, " batch"], width: int = 0) -> dict[Feature[Any], Any]:
         """What was collected of requests of these lengths, for at least `width` entries: an Observation's features."""
         values: dict[Feature[Any], Any] = {}
-        for kind, part in self._parts.items():
-            with self.timed(kind):
+        for cost, part in self._parts.items():
+            with self.timed(cost):
                 values |= part.values(lengths, width)
         return values
 

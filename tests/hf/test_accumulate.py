@@ -256,6 +256,10 @@ def test_prompt_queries_are_of_a_prompt_and_their_time_is_its_methods() -> None:
     recorder.prefill(prompt(1, LENGTH))
     moments, both = (recorder.seconds_for(needs) for needs in (Needs(QueryMoments(0)), recorder.needs))
     assert recorder.seconds < moments < both
+    strides = Recorder(model, Needs(PromptQueryAttention(1), PromptQueryAttention(4)))
+    strides.prefill(prompt(1, LENGTH))
+    few, both = (strides.seconds_for(needs) for needs in (Needs(PromptQueryAttention(4)), strides.needs))
+    assert strides.seconds < few < both
 
 
 def test_only_what_is_needed_is_collected() -> None:

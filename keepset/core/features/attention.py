@@ -124,6 +124,11 @@ class PromptQueryAttention(Feature[Float[Tensor, "batch query_heads entries"]]):
 
     stride: int
 
+    @property
+    def cost(self) -> PromptQueryAttention:
+        """Its own: other strides are asked apart."""
+        return self
+
 
 @dataclass(frozen=True, eq=False)
 class SecondPassColumns:
