@@ -19,12 +19,12 @@ from tests.posing import Gpu, on_gpu
 pytestmark = pytest.mark.full
 
 LATENCY = ("--prompt-tokens", "64", "--output-tokens", "4", "--rounds", "1")
-CALIBRATE = ("--prompt-tokens", "80", "--length", "40", "--gate-steps", "1", "--text", "text.txt")
+CALIBRATE = ("--tokens", "80", "--length", "40", "--gate-steps", "1", "--text", "text.txt")
 COMPILE = (
-    *("--recipe", "compilerkv(window=8)", "--keep", "16", "--contexts", "1", "--prompt-tokens", "40"),
+    *("--recipe", "compilerkv(window=8)", "--keeps", "16", "--contexts", "1", "--prompt-tokens", "40"),
     *("--continuation", "5", "--text", "text.txt"),
 )
-TRACE = ("--baseline", "knorm(keep=9)", "--forced", "--prompt-tokens", "6", "--html", "trace.html")
+TRACE = ("--baseline", "knorm(keep=9)", "--forced", "--output-tokens", "6", "--html", "trace.html")
 REPRODUCE = ("--model", "embedded", "--limit", "1", "--output-tokens", "4", "--data", ".")
 COMMANDS = {
     "generate": ("generate", "Hello there, you.", "--recipe", "snapkv(window=4, keep=0.5)", "--output-tokens", "3"),

@@ -363,7 +363,8 @@ def test_ray_that_is_not_there_is_said(run: Run, stub: type[Stub], monkeypatch: 
 @pytest.mark.full
 @pytest.mark.usefixtures("interrupts")
 def test_ctrl_c_in_a_process_of_its_own(tiny_folder: Path, tmp_path: Path) -> None:
-    words = ["eval", "needle", "--prompt-tokens", "256,288,320,352", "--model", str(tiny_folder), "--recipes", "knorm"]
+    lengths = ",".join(map(str, range(256, 336, 4)))
+    words = ["eval", "needle", "--prompt-tokens", lengths, "--model", str(tiny_folder), "--recipes", "knorm"]
     process = subprocess.Popen(
         [sys.executable, "-m", "keepset", *words],
         cwd=tmp_path,

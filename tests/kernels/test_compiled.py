@@ -22,10 +22,10 @@ from keepset.kernels.triton import attention, columns, compaction, paged, window
 HEAD = dict(HEAD_DIM=128, HEAD_BLOCK=128)
 WINDOW = dict(queries="*bf16", keys_kind="*bf16", positions_kind="*i32", bias_kind="*fp32", table="*i64",
               last_visible="*i64", scaling="fp32", partial="*fp32", column="*fp32")
-PAGES = dict(block_table="*i32", counts="*i32", event_lengths="*i32", firsts="*i32", places="*i64", rows="*i64",
-             lengths="*i32")
-FOLLOWED = ("block_table", "filed_counts", "filed_lengths", "filed_firsts", "filed_tokens", "counts", "lengths",
-            "firsts", "lost")
+PAGES = dict(block_table="*i32", counts="*i32", event_lengths="*i32", firsts="*i32", shares="*i32", places="*i64",
+             rows="*i64", lengths="*i32")
+FOLLOWED = ("block_table", "filed_counts", "filed_lengths", "filed_firsts", "filed_shares", "filed_tokens", "counts",
+            "lengths", "firsts", "shares", "lost")
 PAGED = dict(HEADS=8, HEADS_BLOCK=8, SIZE=16, LISTED=True)
 KERNELS = [
     (

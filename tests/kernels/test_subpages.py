@@ -137,7 +137,7 @@ def test_after_shared_pages_a_request_writes_to_its_own(data: st.DataObject, kv_
     awkward = st.sampled_from([0, 1, block_size, length]).filter(lambda count: count <= length)
     counts = [data.draw(awkward | st.integers(0, length), label="count") for _ in range(kv_heads)]
     own = own_block(torch.tensor([counts]), length, block_size)
-    row = Row(1, kv_heads, block_size, 12, 5)
+    row = Row(1, kv_heads, block_size, 17, 5)  # as many blocks as all the tokens fill
     (layer,) = row.layers
     layer.length = length
     layer.share(counts, own)
