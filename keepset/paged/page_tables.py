@@ -215,14 +215,6 @@ class _Lost:
         self._here.copy_(self._there, non_blocking=True)
 
 
-def new_tokens(
-    before: Int[Tensor, " rows"], starts: Int[Tensor, " rows_plus_1"]
-) -> tuple[Int[Tensor, " tokens"], Int[Tensor, " tokens"]]:
-    """Row and position of each of a step's new tokens."""
-    row = torch.repeat_interleave(starts.diff())
-    return row, torch.arange(row.shape[0], device=row.device) - starts[row] + before[row]
-
-
 RequestKey = tuple[str, int, int]
 """A request's id, how often it was preempted, and a group of layers."""
 
