@@ -76,7 +76,7 @@ class Match(Allocator):
         return KeepSet([self._fitted(observation, chosen.layer(observation.layer)) for observation in observations])
 
     def _fitted(self, observation: Observation, kept: LayerKeepSet) -> LayerKeepSet:
-        everything, device = self._heads(observation), observation.keys.device
+        everything, device = self._heads(observation), observation.valid.device
         bias = observation.valid.new_zeros(observation.valid.shape, dtype=torch.float32)
         if observation.bias is not None:
             bias += observation.bias
@@ -107,7 +107,7 @@ class Match(Allocator):
         else:
             newest, at = observation.newest_queries(self.window)
             asked = Asked(newest, at >= 0)
-        kv_heads = observation.keys.shape[1]
+        kv_heads = observation.valid.shape[1]
         queries = observation.by_query_group(asked.queries).flatten(2, 3).flatten(0, 1)
         exists = asked.exists.repeat(1, asked.queries.shape[1] // kv_heads).repeat_interleave(kv_heads, 0)
         bias = torch.zeros(()) if observation.bias is None else observation.bias

@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.core.shapes import HiddenStates, Queries
+from keepset.paged.eight_bits import EightBits
 from keepset.paged.step import StepBatch, StepPlan
 
 
@@ -28,8 +29,20 @@ class Pages(Protocol):
         """Entries that there is room for."""
 
     @property
+    def head_dim(self) -> int:
+        """Numbers of a key, and of a value."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of keys and values."""
+
+    @property
     def entry_bytes(self) -> int:
         """Of an entry's key and value."""
+
+    @property
+    def eight_bits(self) -> EightBits | None:
+        """How the cache's numbers are read, where they are of 8 bits."""
 
     @property
     def device(self) -> torch.device:
@@ -40,7 +53,7 @@ class Pages(Protocol):
         """Entries of a sub-page."""
 
     def read_keys(self, subpages: Int[Tensor, "*rows pages"]) -> Float[Tensor, "*rows entries head_dim"]:
-        """Keys alone, as in `read`."""
+        """Keys alone, in their own type."""
 
     def read(
         self, subpages: Int[Tensor, "*rows pages"]
@@ -51,8 +64,8 @@ class Pages(Protocol):
             subpages: their numbers, in the order of the entries.
 
         Returns:
-            Keys and values, `entries` being `pages * block_size`. What lies beyond a head's own entries is whatever
-            the page held before.
+            Keys and values as they lie in the cache, `entries` being `pages * block_size`. What lies beyond a head's
+            own entries is whatever the page held before.
         """
 
     def write(
@@ -61,7 +74,7 @@ class Pages(Protocol):
         """Puts entry `i` at `slots[i]`.
 
         Args:
-            keys, values: after rotation, in the cache's dtype.
+            keys, values: after rotation, as they lie in the cache.
             slots: distinct and inside the cache: kernels check neither.
         """
 

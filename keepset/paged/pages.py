@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from keepset.kernels.page_entries import read_pages, write_entries
 
 if TYPE_CHECKING:
+    from keepset.paged.eight_bits import EightBits
     from keepset.paged.engine import Pages
 
 
@@ -20,27 +21,33 @@ class StridedPages:
 
     Attributes:
         kv_heads, block_size, head_dim, slots, device: of the cache.
+        dtype: of keys and values.
         entry_bytes: of an entry's key and value.
         cache: it.
+        eight_bits: how it is read, where its numbers are not those of keys and values.
     """
 
-    def __init__(self, kv_cache: Float[Tensor, "blocks kv_heads block_size two_head_dim"]) -> None:
+    def __init__(
+        self, kv_cache: Shaped[Tensor, "blocks kv_heads block_size two_head_dim"], eight_bits: EightBits | None = None
+    ) -> None:
         blocks, self.kv_heads, self.block_size, width = kv_cache.shape
         self.head_dim, self.slots = width // 2, blocks * self.kv_heads * self.block_size
         self.entry_bytes = width * kv_cache.itemsize
-        self.cache, self.device = kv_cache, kv_cache.device
+        self.cache, self.device, self.eight_bits = kv_cache, kv_cache.device, eight_bits
+        self.dtype = kv_cache.dtype if eight_bits is None else eight_bits.dtype
 
     def read_keys(self, subpages: Int[Tensor, "*rows pages"]) -> Float[Tensor, "*rows entries head_dim"]:
         """Keys of whole sub-pages."""
         block, head = self._block_and_head(subpages)
-        return self.cache[block, head, :, : self.head_dim].flatten(-3, -2)
+        keys, eight = self.cache[block, head, :, : self.head_dim].flatten(-3, -2), self.eight_bits
+        return keys if eight is None else eight.read(keys, eight.keys)
 
     def read(
         self, subpages: Int[Tensor, "*rows pages"]
     ) -> tuple[Float[Tensor, "*rows entries head_dim"], Float[Tensor, "*rows entries head_dim"]]:
-        """Keys and values of whole sub-pages: halves of one tensor."""
-        entries = self.cache[self._block_and_head(subpages)].flatten(-3, -2)
-        return entries[..., : self.head_dim], entries[..., self.head_dim :]
+        """Keys and values of whole sub-pages, as they lie there: halves of one tensor."""
+        keys, values = self.cache[self._block_and_head(subpages)].flatten(-3, -2).chunk(2, -1)
+        return keys, values
 
     def write(
         self, keys: Float[Tensor, "n head_dim"], values: Float[Tensor, "n head_dim"], slots: Int[Tensor, " n"]
@@ -58,7 +65,7 @@ def read_layers(
     pages: Sequence[Pages], subpages: Int[Tensor, "rows kv_heads pages"]
 ) -> tuple[Float[Tensor, "layers_rows kv_heads n head_dim"], Float[Tensor, "layers_rows kv_heads n head_dim"]]:
     """Keys and values of the same whole sub-pages of several layers, layer after layer."""
-    if caches := _strided(pages):
+    if caches := strided(pages):
         entries = read_pages(caches, subpages)
         keys, values = entries.chunk(2, dim=-1)
         return keys, values
@@ -77,8 +84,8 @@ def write_layers(
     slots: Int[Tensor, " n"],
 ) -> None:
     """Puts entry `i` at `slots[i]` of layer `layers[i]`, counted among these."""
-    if caches := _strided(pages):
-        write_entries(caches, torch.cat((keys, values), dim=-1), layers, slots)
+    if caches := strided(pages):
+        write_entries(caches, keys, values, layers, slots)
     elif len(pages) == 1:
         pages[0].write(keys, values, slots)
     else:
@@ -87,7 +94,7 @@ def write_layers(
             layer.write(keys[own], values[own], slots[own])
 
 
-def _strided(pages: Sequence[Pages]) -> list[Tensor]:
+def strided(pages: Sequence[Pages]) -> list[Tensor]:
     """The caches, if all are of that kind."""
     caches = [layer.cache for layer in pages if isinstance(layer, StridedPages)]
     return caches if len(caches) == len(pages) else []

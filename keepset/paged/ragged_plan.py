@@ -62,7 +62,7 @@ class RaggedPlanner:
         blocks = (
             (key, some)
             for key, all_members in groups.items()
-            for some in in_blocks(all_members, key[0] * schedule.kv_heads)
+            for some in in_blocks(all_members, key[0], schedule.kv_heads)
         )
         for (after, at, prompt, before), members in blocks:
             rows, first, keep = batch.tensor([request.row for request in members]), None, None

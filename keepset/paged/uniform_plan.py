@@ -41,7 +41,7 @@ class UniformPlanner:
                 left = after - schedule.dropped(prompt, after)
                 groups[after - gone, after - at, left, gone > 0, at == prompt].append(request)
         for (width, newer, left, compressed, _), members in groups.items():
-            for requests in in_blocks(members, width * schedule.kv_heads):
+            for requests in in_blocks(members, width, schedule.kv_heads):
                 rows = batch.tensor([request.row for request in requests])
                 occupied, now = self.occupied(batch, requests), self._subpages(batch, requests, left)
                 event = self._capture.event(

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 from vllm.forward_context import get_forward_context
+from vllm.platforms import current_platform
 
 from keepset.errors import UnsupportedEngineError
 from keepset.kernels.paged import append_to_pages, paged_attention
+from keepset.paged.eight_bits import EightBits
 from keepset.paged.engine import LayerAdapter, Pages
 from keepset.paged.pages import StridedPages
 from keepset.vllm.engine_context import PlannedStep, active
+
+
+def eight_bits(layer: Any, kv_cache: Tensor) -> EightBits | None:
+    """How the numbers of a layer's cache are read; None where they are what they are."""
+    if kv_cache.dtype.itemsize > 1:
+        return None
+    config = active().config  # type: ignore[union-attr]
+    kind = torch.float8_e5m2 if config.cache_config.cache_dtype == "fp8_e5m2" else current_platform.fp8_dtype()
+    return EightBits(kind, layer._k_scale, layer._v_scale, cast(torch.dtype, config.model_config.dtype))
 
 
 class KeepImpl:
@@ -43,7 +55,7 @@ class KeepImpl:
 
     def make_pages(self, layer: Any, kv_cache: Tensor) -> Pages:
         """The layer's cache as sub-pages."""
-        return StridedPages(kv_cache)
+        return StridedPages(kv_cache, eight_bits(layer, kv_cache))
 
     def pages(self, layer: Any, kv_cache: Tensor) -> Pages:
         """The same, made once."""
@@ -80,6 +92,13 @@ class KeepImpl:
         tokens, layout, bias = ragged.tokens, ragged.of_layer(place), step.group.columns.bias(place)
         paged_attention(query, kv_cache, tokens, layout, self.scale, output, bias)
 
+    def _whole(self, layer: Any, query: Tensor) -> Tensor:
+        """Queries as events look at them: some backends are given them in 8 bits, too."""
+        if query.dtype.itemsize > 1:
+            return query
+        dtype = cast(torch.dtype, self._context.config.model_config.dtype)
+        return query.to(dtype) * layer._q_scale.to(dtype)
+
     def forward(
         self,
         layer: Any,
@@ -101,9 +120,9 @@ class KeepImpl:
             self.attend_ragged(layer, step, query, kv_cache, output)
         if step is not None and step.plan.records:
             place = step.places[layer.layer_name]
-            step.group.record(range(place, place + 1), step.plan, query[None])
+            step.group.record(range(place, place + 1), step.plan, self._whole(layer, query)[None])
         if step is not None and step.plan.dummy:
-            self._context.leave(layer.layer_name, query)
+            self._context.leave(layer.layer_name, self._whole(layer, query))
         if (projection := self._context.projections.get(layer.layer_name)) is not None:
             projection.hidden = None
         return output

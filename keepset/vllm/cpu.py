@@ -8,7 +8,7 @@ from torch import Tensor
 from vllm import _custom_ops as ops
 
 from keepset.kernels.paged import attend_pages
-from keepset.vllm.attention import KeepImpl
+from keepset.vllm.attention import KeepImpl, eight_bits
 from keepset.vllm.cpu_pages import CPUPages
 from keepset.vllm.engine_context import PlannedStep
 
@@ -23,7 +23,7 @@ class CPUMixin(KeepImpl):
     logits_soft_cap: float
 
     def make_pages(self, layer: Any, kv_cache: Tensor) -> CPUPages:
-        return CPUPages(kv_cache, layer.isa)
+        return CPUPages(kv_cache, layer.isa, eight_bits(layer, kv_cache))
 
     def append_ragged(self, layer: Any, step: PlannedStep, key: Tensor, value: Tensor, kv_cache: Tensor) -> None:
         per_head, heads = step.per_head, self.num_kv_heads

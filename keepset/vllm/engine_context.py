@@ -18,7 +18,6 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from keepset.errors import UnsupportedEngineError
-from keepset.paged.entry_columns import columns_of
 from keepset.paged.event_queue import EventQueue
 from keepset.paged.grouping import group_leader
 from keepset.paged.layer_group import LayerGroup
@@ -30,7 +29,7 @@ from keepset.paged.recording import Recording
 from keepset.paged.step import StepPlan
 from keepset.recipe import Recipe
 from keepset.vllm.compat import ask_for_prompt_lengths, attention_layers, captured_tokens
-from keepset.vllm.memory import reserve
+from keepset.vllm.memory import Shape, reserve
 from keepset.vllm.query_projection import VLLMQueryProjection, watch_projections
 from keepset.vllm.settings import recipe_of
 from keepset.vllm.spec import KeepSpec
@@ -112,8 +111,9 @@ class EngineContext:
         ask_for_prompt_lengths(self.config)
         if self._passing is None:  # and vLLM has not measured yet what there is room for
             self._passing = self._room(len(indices))
-            entry_bytes = 2 * spec.head_size * spec.dtype.itemsize
-            self._reserve = reserve(self.config, len(columns_of(self.recipe)), entry_bytes, spec.num_kv_heads)
+            entry_bytes, longest = 2 * spec.head_size * spec.dtype.itemsize, self.config.model_config.max_model_len
+            shape = Shape(len(indices), spec.num_kv_heads, entry_bytes, longest)
+            self._reserve = reserve(self.config, self.recipe, shape)
             self._tape = self._make_tape(len(indices))
         scheduler = self.config.scheduler_config
         return KeepSpec.wrap(

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
+import torch
 import vllm
 from vllm import envs
 from vllm.config import CompilationMode, VllmConfig
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVQuantMode
 
 from keepset.core.features.given import ModelStatistics
 from keepset.core.statistics import load
@@ -21,6 +22,8 @@ from keepset.vllm.compat import SUPPORTED, changed
 from keepset.vllm.settings import CONNECTOR, CONTEXT_CONNECTOR, contexts_of
 
 _WHOLE = ("auto", "float16", "bfloat16", "float32")
+_EIGHT_BITS = ("fp8", "fp8_e4m3", "fp8_e5m2")
+"""Of one scale for a layer's keys, and one for its values."""
 
 
 def check(config: VllmConfig, recipe: Recipe) -> None:
@@ -51,6 +54,7 @@ def check_layer(name: str, layer: Any, unseen: bool = False) -> None:
         "adds to its logits what depends on distance (ALiBi)": getattr(impl, "alibi_slopes", None) is not None,
         "caps its logits": bool(getattr(impl, "logits_soft_cap", 0)),
         "has attention sinks inside its softmax": getattr(impl, "sinks", None) is not None,
+        "has a scale for each head of its cache": getattr(layer, "_k_scale", torch.ones(())).numel() > 1,
         "is in a module without qkv_proj, so that what enters it is not found": unseen,
     }
     for reason, applies in reasons.items():
@@ -69,7 +73,7 @@ def check_spec(spec: AttentionSpec) -> FullAttentionSpec:
         "is attended to in both directions": getattr(spec, "non_causal", False),
         "has values of another size than keys": spec.head_size_v != spec.head_size,
         "is quantized or packed": (
-            bool(spec.kv_quant_mode.value)
+            spec.kv_quant_mode not in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
             or (spec.num_head_slots, spec.state_content_bytes, spec.tokens_per_state) != (None, None, 1)
         ),
     }
@@ -125,8 +129,7 @@ def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
         yield "micro-batch overlap runs two batches at once; leave enable_dbo out."
     if recipe.method.needs.hidden_states and not config.model_config.enforce_eager:
         yield "compiled code does not show the hidden states that it looks at; give --enforce-eager."
-    if cache.cache_dtype not in _WHOLE:
-        yield f"a quantized KV cache ({cache.cache_dtype}) cannot be compressed; use kv_cache_dtype auto."
+    yield from _of_cache_dtype(cache.cache_dtype, recipe)
     if config.attention_config.use_non_causal:
         yield "attention that is not causal is not supported; leave use_non_causal out."
     yield from _of_graphs(config, recipe)
@@ -134,6 +137,20 @@ def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
         yield "its layers keep different numbers of entries; turn prefix caching off (--no-enable-prefix-caching)."
     if config.scheduler_config.disable_hybrid_kv_cache_manager:
         yield "it needs vLLM's hybrid KV-cache manager; leave disable_hybrid_kv_cache_manager out."
+
+
+def _of_cache_dtype(dtype: str, recipe: Recipe) -> Iterator[str]:
+    if dtype in _WHOLE:
+        return
+    if dtype not in _EIGHT_BITS:
+        yield f"a KV cache of kind {dtype} cannot be taken apart into entries; use kv_cache_dtype auto or fp8."
+    elif table_per_head(recipe):
+        yield (
+            f"heads that keep different entries are attended by keepset's own kernels, which do not read {dtype}; use "
+            "kv_cache_dtype auto, or a recipe whose heads keep equally many."
+        )
+    elif recipe.method.rewrites:
+        yield f"it rewrites values, which a KV cache of kind {dtype} would round again; use kv_cache_dtype auto."
 
 
 def _of_contexts(config: VllmConfig) -> Iterator[str]:
