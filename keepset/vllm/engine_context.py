@@ -105,17 +105,20 @@ class EngineContext:
         """The kind of cache of the layer that is asked for now."""
         if self._watch is not None:  # the model is built
             self._watch.remove()
-        indices = tuple(self.layers.values())
-        index = indices[self._specs_made % len(indices)]
+        own = tuple(self.layers.values())
+        index = own[self._specs_made % len(own)]
         self._specs_made += 1
         ask_for_prompt_lengths(self.config)
         if self._passing is None:  # and vLLM has not measured yet what there is room for
-            self._passing = self._room(len(indices))
+            self._passing = self._room(len(own))
             entry_bytes, longest = 2 * spec.head_size * spec.dtype.itemsize, self.config.model_config.max_model_len
-            shape = Shape(len(indices), spec.num_kv_heads, entry_bytes, longest)
+            shape = Shape(len(own), spec.num_kv_heads, entry_bytes, longest)
             self._reserve = reserve(self.config, self.recipe, shape)
-            self._tape = self._make_tape(len(indices))
-        scheduler = self.config.scheduler_config
+            self._tape = self._make_tape(len(own))
+        model, scheduler = self.config.model_config, self.config.scheduler_config
+        # With pipeline parallelism a process has a part of them, and all must say the same.
+        parts = self.config.parallel_config.pipeline_parallel_size > 1
+        indices = tuple(range(model.get_total_num_hidden_layers())) if parts else own
         return KeepSpec.wrap(
             check_spec(spec),
             recipe=str(self.recipe),

@@ -22,8 +22,8 @@ from keepset.paged.step import OF_ALL
 from keepset.recipe import Recipe
 
 _COPIES = 3
-"""What an event makes at most of keys and values that are looked at or moved at a time: of a head of the longest prompt,
-or of all heads where a method looks at them together."""
+"""What an event makes at most of keys and values that are looked at or moved at a time: those of one head of the
+longest prompt, or of all where a method looks at them together."""
 _PER_ENTRY = 64
 """Bytes that it makes of every entry that it chooses from: positions, scores, their order."""
 

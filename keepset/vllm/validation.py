@@ -112,8 +112,7 @@ def _of_recipe(recipe: Recipe) -> Iterator[str]:
 
 def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
     parallel, cache = config.parallel_config, config.cache_config
-    if config.speculative_config is not None:
-        yield "speculative decoding takes tokens back that were compressed; leave it out."
+    yield from _of_drafts(config, recipe)
     connector = config.kv_transfer_config
     if contexts_of(config) is not None:
         yield from _of_contexts(config)
@@ -121,8 +120,11 @@ def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
         yield "KV connectors move whole caches; leave kv_transfer_config out."
     elif connector is None and not recipe.method.fixed_total:
         yield f"how much it keeps depends on the data; give kv_transfer_config {json.dumps(CONNECTOR)}."
-    if parallel.pipeline_parallel_size > 1:
-        yield "with pipeline parallelism a process does not see all layers; use tensor parallelism."
+    if parallel.pipeline_parallel_size > 1 and (not one_table(recipe) or recipe.method.across_layers):
+        yield (
+            "with pipeline parallelism a process sees a part of the layers, which must keep equally many entries and "
+            "be looked at one by one; use tensor parallelism."
+        )
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         yield "context parallelism divides a request's entries; use tensor parallelism."
     if getattr(parallel, "use_ubatching", False) or getattr(parallel, "enable_dbo", False):
@@ -151,6 +153,22 @@ def _of_cache_dtype(dtype: str, recipe: Recipe) -> Iterator[str]:
         )
     elif recipe.method.rewrites:
         yield f"it rewrites values, which a KV cache of kind {dtype} would round again; use kv_cache_dtype auto."
+
+
+def _of_drafts(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
+    """What is drafted comes after the prompt: to take it back is nothing to what was compressed at the prompt's end."""
+    drafts = config.speculative_config
+    if drafts is None:
+        return
+    if recipe.schedule.every is not None:
+        yield "speculative decoding takes tokens back that every= has compressed; leave one of them out."
+    elif table_per_head(recipe):
+        yield (
+            "speculative decoding takes tokens back, by which heads that keep different entries would lose their "
+            "pages; leave it out, or use a recipe whose heads keep equally many."
+        )
+    elif drafts.method not in ("ngram", "suffix"):
+        yield f"drafts by {drafts.method} come from layers of their own; use ngram or suffix."
 
 
 def _of_contexts(config: VllmConfig) -> Iterator[str]:

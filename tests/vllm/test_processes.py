@@ -18,6 +18,7 @@ pytestmark = pytest.mark.full
 
 RECIPES = ["snapkv(window=16, keep=96, every=24)", "mass(share=0.8, every=24)"]
 SHARED = [*RECIPES, "gvote"]
+STAGED = ["snapkv(window=16, keep=96, every=24)", "adakv(snapkv(window=16), keep=96, every=24)"]
 ENGINE: dict[str, Any] = {"max_num_batched_tokens": 256, "max_num_seqs": 8}
 AHEAD = ENGINE | {
     "max_num_batched_tokens": 128,
@@ -58,6 +59,8 @@ def engines(tiny: Path) -> dict[tuple[str, str], Any]:
     ranks = one | {"tensor_parallel_size": 2}
     scenarios = {("apart", recipe): Scenario(recipe, some, engine=one, own_process=True) for recipe in RECIPES}
     scenarios |= {("ranks", recipe): Scenario(recipe, some, engine=ranks) for recipe in SHARED}
+    stages = one | {"pipeline_parallel_size": 2}
+    scenarios |= {("stages", recipe): Scenario(recipe, some, engine=stages) for recipe in STAGED}
     answers = raw(*scenarios.values(), env={"VLLM_CPU_OMP_THREADS_BIND": "nobind"})
     return dict(zip(scenarios, answers, strict=True))
 
@@ -78,6 +81,32 @@ def test_ranks_that_share_the_heads(recipe: str, engines: dict[tuple[str, str], 
     replays = check(tiny_oracle, recipe, asks(), engine)
     assert engine.stats["events"] == sum(len(replay.events) for replay in replays)  # one rank's count
     engine.check_nothing_left()
+
+
+@pytest.mark.parametrize("recipe", STAGED)
+def test_stages_that_share_the_layers(recipe: str, engines: dict[tuple[str, str], Any], tiny_oracle: Oracle) -> None:
+    engine = result(engines, ("stages", recipe))
+    replays = check(tiny_oracle, recipe, asks(), engine)
+    assert engine.stats["events"] == sum(len(replay.events) for replay in replays)  # that of the first layers
+    engine.check_nothing_left()
+
+
+def test_drafts_that_are_taken_back(tiny: Path, tiny_oracle: Oracle) -> None:
+    """After the prompt nothing is compressed, so that tokens and entries are those without drafts."""
+    some = [Ask(IDS[:60] * 4, 60), Ask(IDS[100:130] * 9, 40)]
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    for recipe in ("snapkv(window=16, keep=96)", "expected_attention(keep=0.4)"):
+        one = ENGINE | {"model": str(tiny)}
+        plain, drafted = run(
+            Scenario(recipe, some, engine=one),
+            Scenario(recipe, some, engine=one | {"speculative_config": drafts}),
+        )
+        check(tiny_oracle, recipe, some, plain)
+        assert drafted.tokens == plain.tokens
+        assert [drafted.events_of(i) for i in range(2)] == [plain.events_of(i) for i in range(2)]
+        taken = [tokens for log in drafted.log for _, start, tokens in log if start >= 200]
+        assert max(taken) > 1 and len(drafted.steps) < len(plain.steps)  # some were drafted, and some were right
+        drafted.check_nothing_left()
 
 
 def test_a_scheduler_that_runs_ahead(tiny: Path, tiny_oracle: Oracle) -> None:
