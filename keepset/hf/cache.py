@@ -200,8 +200,8 @@ class Cache(PromptCache):
             joint: tokens that then come between the text and the question.
 
         Raises:
-            KeepsetError: there is such a file, or no whole prompt yet, `token_ids` are not as many as its tokens, the model has layers
-                of a kind that is not saved, or the place cannot be written to.
+            KeepsetError: there is such a file, or no whole prompt yet, `token_ids` are not as many as its tokens, the
+                model has layers of a kind that is not saved, or the place cannot be written to.
         """
         model = self._model()
         if model is None:

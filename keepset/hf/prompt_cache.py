@@ -76,13 +76,11 @@ class PromptCache(TransformersCache, ABC):
             needs = Needs()
         super().__init__(layers=[self.kept_layers.get(index, layer) for index, layer in enumerate(layers)])
         self.needs, self.schedule, self.prompt_length = needs, schedule or Schedule(), prompt_length
+        self.compressed_layers = tuple(self.kept_layers)
         self._from_files: dict[Feature[Any], Any] = {
-            **{
-                stats: statistics_for(model, tuple(self.kept_layers), stats.file) for stats in needs.of(ModelStatistics)
-            },
+            **{stats: statistics_for(model, self.compressed_layers, stats.file) for stats in needs.of(ModelStatistics)},
             **{tables: tables_for(model, len(self.kept_layers), tables.file) for tables in needs.of(ModelTables)},
         }
-        self.compressed_layers = tuple(self.kept_layers)
         self.progress: Progress | None = None
         self._hooks = AttentionHooks(model, self) if needs.unrotated else None
         self._second = SecondPasses(model, self, needs, tasks) if needs.of(SecondPass) else None
