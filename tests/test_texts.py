@@ -128,7 +128,7 @@ def test_embedded_model_finds_the_needle(length: int, embedded: Embedded) -> Non
 
 
 @pytest.mark.parametrize("text", ["Hello, 日本語 и русский!", "🙂👩\u200d👧 नमस्ते", "a\n\nb  c\ufffd d"])
-def test_texts_of_tokens_make_the_text(embedded: Any, text: str) -> None:
+def test_texts_of_tokens_make_the_text(embedded: Embedded, text: str) -> None:
     ids = embedded[1](text)["input_ids"]
     told = texts.token_texts(embedded[1], ids)
     assert len(told) == len(ids) and "".join(each or "" for each in told) == text
@@ -137,7 +137,7 @@ def test_texts_of_tokens_make_the_text(embedded: Any, text: str) -> None:
         assert None in told  # as some characters are several tokens
 
 
-def test_a_text_that_ends_within_a_character(embedded: Any) -> None:
+def test_a_text_that_ends_within_a_character(embedded: Embedded) -> None:
     ids = embedded[1]("a 日")["input_ids"]
     assert len(texts.token_texts(embedded[1], ids[:-1])) == len(ids) - 1
     assert texts.token_texts(embedded[1], []) == []

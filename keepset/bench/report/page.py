@@ -28,14 +28,14 @@ def assemble(name: str, title: str, data: dict[str, Any], conclusion: str = "") 
     It opens with the conclusion, a sentence, and ends with how it was made.
     """
     packed = resources.files(__package__).joinpath("plotly-cartesian.min.js.gz").read_bytes()
-    script = "".join(map(_asset, ("page.js", "plots.js", f"{name}.js")))
+    script = "".join(map(asset, ("page.js", "plots.js", f"{name}.js")))
     digests = (base64.b64encode(hashlib.sha256(each).digest()) for each in (gzip.decompress(packed), script.encode()))
     hashes = " ".join(f"'sha256-{digest.decode('ascii')}'" for digest in digests)
-    return Template(_asset("frame.html")).substitute(
+    return Template(asset("frame.html")).substitute(
         title=title,
         script_hashes=hashes,
-        style=_asset("page.css"),
-        main=_asset(f"{name}.html"),
+        style=asset("page.css"),
+        main=asset(f"{name}.html"),
         data=script_json(data),
         about=script_json({"conclusion": conclusion, "origin": origin()}),
         plotly=base64.b64encode(packed).decode("ascii"),
@@ -76,5 +76,6 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """One of the pages' parts: markup, style or script."""
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
