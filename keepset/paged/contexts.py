@@ -11,7 +11,7 @@ from torch import Tensor
 
 from keepset.errors import UnsupportedEngineError
 from keepset.kernels import subpages
-from keepset.kernels.subpages import Layout
+from keepset.kernels.subpages import Group, Layout
 from keepset.paged.step import ScheduledRequest, StepBatch
 
 
@@ -22,7 +22,7 @@ class ContextPlacement:
     Attributes:
         tokens: of the context, kept or not.
         first: leading blocks, which hold nothing.
-        own: the first block that is the request's own; those in between are the same for all.
+        own: the first block that is the request's own; those in between are the same for all, their pages any layer's.
     """
 
     tokens: int
@@ -44,29 +44,25 @@ class ContextPlacement:
         """
         parts = counts.unflatten(1, (ranks, -1))
         own = subpages.own_block(counts, tokens, block_size)
-        first = own - int(_shared_blocks(parts, block_size).max())
+        shared = subpages.shareable_pages(parts, block_size).sum((0, 2)).max()  # of one rank
+        first = own - -(-int(shared) // parts[:, 0].numel())
         if first < 0:
             raise UnsupportedEngineError(
-                f"Some layers hold nearly all {tokens} tokens of the context, and others do not: such pages cannot be "
-                "shared; build it with a recipe that drops some of every layer's."
+                f"Of {tokens} tokens of the context nearly all are held, and not by every head: such pages cannot be "
+                "shared; build it with a recipe that drops more."
             )
         return cls(tokens, first, own)
 
     def layout(self, counts: Int[Tensor, "layers kv_heads"], block_size: int) -> Layout:
         """What the pages of a request follow from, as the only row, on one rank with its part of the heads."""
-        first = self.own - _shared_blocks(counts, block_size)
-        return Layout(
-            counts[None], torch.full_like(first, self.tokens)[None], first[None], torch.ones_like(first)[None]
-        )
-
-
-def _shared_blocks(counts: Int[Tensor, "*rows kv_heads"], block_size: int) -> Int[Tensor, "*rows"]:
-    kv_heads = counts.shape[-1]
-    return (subpages.shareable_pages(counts, block_size).sum(-1) + kv_heads - 1) // kv_heads
+        pages = subpages.shareable_pages(counts, block_size).sum(-1)
+        before = self.first * counts.numel() + pages.cumsum(0) - pages
+        length, own = (torch.full_like(pages, number)[None] for number in (self.tokens, self.own))
+        return Layout(counts[None], length, own, (before + 1)[None])
 
 
 def context_slots(
-    layout: Layout, block_table: Int[Tensor, " width"], block_size: int, own: int | None = None
+    layout: Layout, block_table: Int[Tensor, " width"], block_size: int, blocks: int, own: int | None = None
 ) -> list[tuple[Int[Tensor, " n"], Int[Tensor, " n"]]]:
     """Of each layer which entries, packed head after head, go to which slots.
 
@@ -74,11 +70,13 @@ def context_slots(
         layout: as `ContextPlacement.layout` says it.
         block_table: the request's blocks, by logical position.
         block_size: tokens of a block.
+        blocks: of every layer's cache.
         own: only what goes to this logical block and those after it; None: all.
     """
     counts = layout.counts[0]
     most = -(-int(counts.max()) // block_size)
-    tables = subpages.tables(layout, layout.counts, block_table[None], block_size, most)[0].long()
+    group = Group(range(len(counts)), len(counts), blocks)
+    tables = subpages.tables(layout, layout.counts, block_table[None], block_size, most, group)[0].long()
     shared = subpages.shareable_pages(counts, block_size) * block_size
     places = []
     for table, sizes, skipped in zip(tables, counts, shared, strict=True):

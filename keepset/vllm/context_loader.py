@@ -113,7 +113,8 @@ class ContextLoader:
 
     def _places(self, job: LoadJob, whole: bool) -> list[tuple[Tensor, Tensor]]:
         layout = job.placement.layout(self._counts(job), self._block_size)
-        return context_slots(layout, torch.tensor(job.blocks), self._block_size, None if whole else job.placement.own)
+        own = None if whole else job.placement.own
+        return context_slots(layout, torch.tensor(job.blocks), self._block_size, len(self._cache), own)
 
     def _put(self, job: LoadJob, entries: Entries) -> None:
         """Writes entries to the request's blocks; they are all of its context's, or those of its own blocks."""
