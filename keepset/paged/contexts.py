@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -61,31 +62,46 @@ class ContextPlacement:
         return Layout(counts[None], length, own, (before + 1)[None])
 
 
-def context_slots(
-    layout: Layout, block_table: Int[Tensor, " width"], block_size: int, blocks: int, own: int | None = None
-) -> list[tuple[Int[Tensor, " n"], Int[Tensor, " n"]]]:
-    """Of each layer which entries, packed head after head, go to which slots.
+class EntryPlaces(NamedTuple):
+    """Which entries of a context go where.
+
+    Attributes:
+        chosen: of all of them.
+        layers, slots: of each that is chosen; slots go on into the caches of the layers that follow, as sub-pages do.
+    """
+
+    chosen: Int[Tensor, " n"]
+    layers: Int[Tensor, " n"]
+    slots: Int[Tensor, " n"]
+
+
+def context_places(
+    layout: Layout, block_table: Int[Tensor, " width"], block_size: int, blocks: int, own: bool = False
+) -> EntryPlaces:
+    """Where the entries of a context go, packed layer after layer and head after head.
 
     Args:
         layout: as `ContextPlacement.layout` says it.
         block_table: the request's blocks, by logical position.
         block_size: tokens of a block.
         blocks: of every layer's cache.
-        own: only what goes to this logical block and those after it; None: all.
+        own: only those in pages that are the request's own.
     """
     counts = layout.counts[0]
+    layers, kv_heads = counts.shape
     most = -(-int(counts.max()) // block_size)
-    group = Group(range(len(counts)), len(counts), blocks)
-    tables = subpages.tables(layout, layout.counts, block_table[None], block_size, most, group)[0].long()
-    shared = subpages.shareable_pages(counts, block_size) * block_size
-    places = []
-    for table, sizes, skipped in zip(tables, counts, shared, strict=True):
-        head = torch.arange(len(sizes)).repeat_interleave(sizes)
-        entry = torch.arange(len(head)) - (sizes.cumsum(0) - sizes)[head]
-        slots = table[head, entry // block_size] * block_size + entry % block_size
-        chosen = torch.arange(len(head)) if own is None else (entry >= skipped[head]).nonzero()[:, 0]
-        places.append((chosen, slots[chosen]))
-    return places
+    tables = subpages.tables(
+        layout, layout.counts, block_table[None], block_size, most, Group(range(layers), layers, blocks)
+    )
+    sizes = counts.flatten()
+    head = torch.arange(len(sizes)).repeat_interleave(sizes)
+    entry = torch.arange(len(head)) - (sizes.cumsum(0) - sizes)[head]
+    chosen = torch.arange(len(head))
+    if own:
+        chosen = (entry >= (subpages.shareable_pages(sizes, block_size) * block_size)[head]).nonzero()[:, 0]
+        head, entry = head[chosen], entry[chosen]
+    slots = tables.flatten(1, 2)[0].long()[head, entry // block_size] * block_size + entry % block_size
+    return EntryPlaces(chosen, head // kv_heads, slots)
 
 
 class ContextRequests:

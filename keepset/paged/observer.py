@@ -70,7 +70,7 @@ class Observer:
             keys, _ = pages.read(chunk.subpages)
             return [(keys[:, : chunk.position + len(own)], slice(None))]
 
-        step = Chunk(rows, entries, positions, None, self._scaling, source=source)
+        step = Chunk(rows, entries, positions, None, self._scaling, source=source, start=chunk.position)
         chunk.layers[place].add(step)
 
     def add_up(

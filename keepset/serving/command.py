@@ -127,9 +127,10 @@ def has_option(options: Sequence[str], name: str) -> bool:
 def option(options: Sequence[str], name: str) -> str | None:
     """What these words say of an option, the last time that it is among them; None if it is not."""
     said = None
-    for word, following in zip(options, [*options[1:], ""], strict=True):
+    words = iter(options)
+    for word in words:
         if _name(word) == name:
-            said = word.split("=", 1)[1] if "=" in word else following
+            said = word.split("=", 1)[1] if "=" in word else next(words, None)
     return said
 
 
