@@ -165,7 +165,6 @@ def others(tiny: Path, folder: Path, many: None) -> dict[str, Any]:
             tiny, folder, IN_TURN, engine={"max_model_len": 2048, "num_gpu_blocks_override": 1 + 2 * (2048 // BLOCK)}
         ),
         "apart": scenario(tiny, folder, AGAIN, own_process=True),
-        "ranks": scenario(tiny, folder, AGAIN, engine={"tensor_parallel_size": 2}),
         "ahead": scenario(tiny, folder, TURMOIL, engine={"async_scheduling": True}, stub_streams=True),
     }
     nobind = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -258,12 +257,12 @@ def test_what_cannot_be_served_ends_with_an_error(engines: dict[str, Any]) -> No
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["turmoil", "crowd", "soak", "apart", "ranks", "ahead"])
+@pytest.mark.parametrize("name", ["turmoil", "crowd", "soak", "apart", "ahead"])
 def test_preemption_eviction_and_processes(
     name: str, others: dict[str, Any], tiny_model: PreTrainedModel, folder: Path
 ) -> None:
     engine = result(others, name)
-    asks = {"crowd": CROWD, "soak": SOAK, "apart": AGAIN, "ranks": AGAIN}.get(name, TURMOIL)
+    asks = {"crowd": CROWD, "soak": SOAK, "apart": AGAIN}.get(name, TURMOIL)
     check(tiny_model, folder, asks, engine)
     if name == "turmoil":
         assert engine.preemptions[:2] == [2, 2]
