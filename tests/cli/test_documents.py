@@ -25,6 +25,9 @@ COMMAND = re.compile(r"^ {4,}(keepset (?:.*\\\n)*.*)$", re.M)
 QUOTED = re.compile(r"`((\w+)\([^`]*\))`")
 
 
+KEEPSET: Any = get_command(app)
+
+
 def text_of(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
@@ -37,8 +40,7 @@ def commands(document: Path) -> list[list[str]]:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
 def test_commands_are_known_and_so_are_their_options(document: Path) -> None:
     for words in commands(document):
-        command: Any = get_command(app)
-        rest = words[1:]
+        command, rest = KEEPSET, words[1:]
         while hasattr(command, "commands"):
             command, rest = command.commands[rest[0]], rest[1:]
         context = command.make_context(words[0], rest)
