@@ -101,7 +101,7 @@ def write(
     cache = keepset.Cache(model, recipe)
     with torch.no_grad():
         model(torch.tensor([text or IDS[:tokens]]), past_key_values=cache)
-    cache.save(folder / f"{name}.safetensors", token_ids=text, opening=len(OPENING), joint=JOINT)
+    cache.save(folder / f"{name}.safetensors", force=True, token_ids=text, opening=len(OPENING), joint=JOINT)
     return folder / f"{name}.safetensors"
 
 
