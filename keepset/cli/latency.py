@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 from typer import Exit, Option
 
-from keepset.bench.report.page import assemble
-from keepset.cli.checks import check_fits_context, check_writable
+from keepset.bench.report.latency import render
+from keepset.cli.checks import check_fits_context, check_measured, check_writable
 from keepset.cli.console import counted, load, megabytes, note, output, progress, sanitize, say, show, table, write
 from keepset.cli.options import Html, Json, takes_model
 from keepset.errors import KeepsetError
@@ -46,6 +46,7 @@ def latency(
     from keepset.offline.corpus import default_texts
 
     loaded, tokenizer = load(model)
+    check_measured(loaded, parsed)
     check_fits_context(loaded, max(lengths), output_tokens)
     whole = "\n\n".join([essay(), *default_texts()]) if text is None else read(text)
     ids = tokenizer(whole, return_tensors="pt", verbose=False)["input_ids"].to(loaded.device)
@@ -68,7 +69,7 @@ def latency(
         "rows": [timing.to_json() for timing in timings if timing.rounds or timing.error],
     }
     output(result, json_file, lambda: _print(result))
-    write(html, lambda: assemble("latency", "keepset bench latency", result))
+    write(html, lambda: render(result))
     if not finished:
         note("interrupted: this is what was measured until then")
         raise Exit(130)

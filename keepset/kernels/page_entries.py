@@ -16,26 +16,34 @@ Cache = Float[Tensor, "blocks kv_heads block_size width"]
 
 
 def read_pages(
-    caches: Sequence[Cache], subpages: Int[Tensor, "rows kv_heads pages"]
+    caches: Sequence[Cache], places: range, subpages: Int[Tensor, "rows kv_heads pages"]
 ) -> Float[Tensor, "layers_rows kv_heads entries width"]:
     """The same whole sub-pages of several layers that are alike, layer after layer.
 
     Args:
-        caches: the layers'.
-        subpages: in the order of the entries.
+        caches: of layers that share block tables.
+        places: of those to read, among these.
+        subpages: in the order of the entries; their numbers go on into the caches that follow, around in a circle.
     """
     first, (rows, kv_heads, pages) = caches[0], subpages.shape
     size, width = first.shape[2:]
     if uses_triton(first.device):
         from keepset.kernels.triton import page_entries  # loads Triton
 
-        entries = first.new_empty(len(caches) * rows, kv_heads, pages * size, width)
+        entries = first.new_empty(len(places) * rows, kv_heads, pages * size, width)
         with launched_on(first.device):
-            page_entries.read(first, _addresses(caches), subpages.contiguous(), entries)
+            page_entries.read(first, addresses_of(caches), places, subpages.contiguous(), entries)
         return entries
     # Not one index into a folded view: blocks and heads need not have strides that fold.
-    place = subpages // first.shape[1], subpages % first.shape[1]
-    return torch.cat([cache[place].flatten(2, 3) for cache in caches])
+    through, head = subpages // first.shape[1], subpages % first.shape[1]
+    further, block = through // len(first), through % len(first)
+    read = [caches[place][block, head] for place in places]
+    for steps in range(1, len(caches)):
+        there = further == steps
+        for place, own in zip(places, read, strict=True):
+            own[there] = caches[(place + steps) % len(caches)][block[there], head[there]]
+    parts = [own.flatten(2, 3) for own in read]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def take_entries(
@@ -53,7 +61,7 @@ def take_entries(
         entries = first.new_empty(len(slots), first.shape[3])
         if len(slots):
             with launched_on(first.device):
-                page_entries.take(first, _addresses(caches), entries, layers, slots)
+                page_entries.take(first, addresses_of(caches), entries, layers, slots)
     elif len(caches) == 1:
         ((_, cache, place),) = _by_layer(caches, layers, slots)
         entries = cache[place]
@@ -89,7 +97,7 @@ def write_entries(
         from keepset.kernels.triton import page_entries  # loads Triton
 
         with launched_on(first.device):
-            page_entries.write(first, _addresses(caches), keys, values, layers, slots)
+            page_entries.write(first, addresses_of(caches), keys, values, layers, slots)
 
 
 def _by_layer(
@@ -104,7 +112,8 @@ def _by_layer(
         yield own, cache, (place // size // kv_heads, place // size % kv_heads, place % size)
 
 
-def _addresses(caches: Sequence[Cache]) -> Int[Tensor, " layers"]:
+def addresses_of(caches: Sequence[Cache]) -> Int[Tensor, " layers"]:
+    """Where they begin, on their device."""
     return _table(tuple(cache.data_ptr() for cache in caches), caches[0].device)
 
 

@@ -11,9 +11,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.core.observation import Observation
-from keepset.kernels.page_entries import take_entries
 from keepset.paged.engine import Pages
-from keepset.paged.pages import read_layers, strided
+from keepset.paged.pages import StridedPages, read_layers
 
 AT_ONCE = 1 << 26
 """Bytes of entries that are taken out of pages at a time, if not of one head: 64 MiB."""
@@ -67,16 +66,17 @@ class PagedEntries:
             heads: counted over layers and rows.
             index: of each entry, `head * entries + place`.
         """
-        if caches := strided(self.pages):
-            size, of_layer = self.pages[0].block_size, self.shape.numel() // len(caches)
+        first = self.pages[0]
+        if isinstance(first, StridedPages):
+            size, of_layer = first.block_size, self.shape.numel() // len(self.pages)
             within = index % of_layer
             subpages = self._subpages.flatten().index_select(0, within // size)
-            return take_entries(caches, index // of_layer, subpages * size + within % size)
+            return first.take(index // of_layer, subpages * size + within % size)
         if self._few or len(self.pages) > 1:
             keys, values = (part.flatten(0, 2) for part in self._all)
         else:
             own = self._subpages.flatten(0, 1)[heads.start : heads.stop]
-            keys, values = (part.flatten(0, 1) for part in self.pages[0].read(own))
+            keys, values = (part.flatten(0, 1) for part in first.read(own))
             index = index - heads.start * self.shape[2]
         return keys.index_select(0, index), values.index_select(0, index)
 

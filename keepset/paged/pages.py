@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from keepset.kernels.page_entries import read_pages, write_entries
+from keepset.kernels.page_entries import read_pages, take_entries, write_entries
 
 if TYPE_CHECKING:
     from keepset.paged.eight_bits import EightBits
@@ -23,50 +23,64 @@ class StridedPages:
         kv_heads, block_size, head_dim, slots, device: of the cache.
         dtype: of keys and values.
         entry_bytes: of an entry's key and value.
-        cache: it.
+        caches: of the layers that share block tables.
+        place: the layer's among these.
         eight_bits: how it is read, where its numbers are not those of keys and values.
     """
 
     def __init__(
-        self, kv_cache: Shaped[Tensor, "blocks kv_heads block_size two_head_dim"], eight_bits: EightBits | None = None
+        self,
+        caches: Sequence[Shaped[Tensor, "blocks kv_heads block_size two_head_dim"]],
+        place: int = 0,
+        eight_bits: EightBits | None = None,
     ) -> None:
-        blocks, self.kv_heads, self.block_size, width = kv_cache.shape
+        self.caches, self.place, self.eight_bits, cache = caches, place, eight_bits, caches[place]
+        blocks, self.kv_heads, self.block_size, width = cache.shape
         self.head_dim, self.slots = width // 2, blocks * self.kv_heads * self.block_size
-        self.entry_bytes = width * kv_cache.itemsize
-        self.cache, self.device, self.eight_bits = kv_cache, kv_cache.device, eight_bits
-        self.dtype = kv_cache.dtype if eight_bits is None else eight_bits.dtype
+        self.entry_bytes, self.device = width * cache.itemsize, cache.device
+        self.dtype = cache.dtype if eight_bits is None else eight_bits.dtype
 
     def read_keys(self, subpages: Int[Tensor, "*rows pages"]) -> Float[Tensor, "*rows entries head_dim"]:
         """Keys of whole sub-pages."""
-        block, head = self._block_and_head(subpages)
-        keys, eight = self.cache[block, head, :, : self.head_dim].flatten(-3, -2), self.eight_bits
+        keys, eight = self._read([cache[..., : self.head_dim] for cache in self.caches], subpages), self.eight_bits
         return keys if eight is None else eight.read(keys, eight.keys)
 
     def read(
         self, subpages: Int[Tensor, "*rows pages"]
     ) -> tuple[Float[Tensor, "*rows entries head_dim"], Float[Tensor, "*rows entries head_dim"]]:
         """Keys and values of whole sub-pages, as they lie there: halves of one tensor."""
-        keys, values = self.cache[self._block_and_head(subpages)].flatten(-3, -2).chunk(2, -1)
+        keys, values = self._read(self.caches, subpages).chunk(2, dim=-1)
         return keys, values
 
     def write(
         self, keys: Float[Tensor, "n head_dim"], values: Float[Tensor, "n head_dim"], slots: Int[Tensor, " n"]
     ) -> None:
         """Puts entry `i` at `slots[i]`."""
-        place = (*self._block_and_head(slots // self.block_size), slots % self.block_size)
-        self.cache[place] = torch.cat((keys, values), dim=-1)
+        layers = (self.place + slots // self.slots) % len(self.caches)
+        write_entries(self.caches, keys, values, layers, slots % self.slots)
 
-    def _block_and_head(self, subpages: Int[Tensor, "*rows"]) -> tuple[Int[Tensor, "*rows"], Int[Tensor, "*rows"]]:
-        # Not one index into a folded view: blocks and heads need not have strides that fold.
-        return subpages // self.kv_heads, subpages % self.kv_heads
+    def take(
+        self, layers: Int[Tensor, " n"], slots: Int[Tensor, " n"]
+    ) -> tuple[Float[Tensor, "n head_dim"], Float[Tensor, "n head_dim"]]:
+        """Key and value of the entry at each `slots[i]` of layer `layers[i]`, counted from this one on."""
+        layers = (self.place + layers + slots // self.slots) % len(self.caches)
+        return take_entries(self.caches, layers, slots % self.slots)
+
+    def _read(
+        self, caches: Sequence[Tensor], subpages: Int[Tensor, "*rows pages"]
+    ) -> Float[Tensor, "*rows entries width"]:
+        table = subpages.reshape(1, -1, subpages.shape[-1])
+        entries = read_pages(caches, range(self.place, self.place + 1), table)
+        return entries.view(*subpages.shape[:-1], *entries.shape[-2:])
 
 
 def read_layers(
     pages: Sequence[Pages], subpages: Int[Tensor, "rows kv_heads pages"]
 ) -> tuple[Float[Tensor, "layers_rows kv_heads n head_dim"], Float[Tensor, "layers_rows kv_heads n head_dim"]]:
-    """Keys and values of the same whole sub-pages of several layers, layer after layer."""
-    if caches := strided(pages):
-        entries = read_pages(caches, subpages)
+    """Keys and values of the same whole sub-pages of several neighbouring layers, layer after layer."""
+    first = pages[0]
+    if isinstance(first, StridedPages):
+        entries = read_pages(first.caches, range(first.place, first.place + len(pages)), subpages)
         keys, values = entries.chunk(2, dim=-1)
         return keys, values
     if len(pages) == 1:
@@ -83,18 +97,13 @@ def write_layers(
     layers: Int[Tensor, " n"],
     slots: Int[Tensor, " n"],
 ) -> None:
-    """Puts entry `i` at `slots[i]` of layer `layers[i]`, counted among these."""
-    if caches := strided(pages):
-        write_entries(caches, keys, values, layers, slots)
+    """Puts entry `i` at `slots[i]` of layer `layers[i]`, counted among these neighbours."""
+    first = pages[0]
+    if isinstance(first, StridedPages):
+        write_entries(first.caches, keys, values, first.place + layers, slots)
     elif len(pages) == 1:
         pages[0].write(keys, values, slots)
     else:
         for place, layer in enumerate(pages):
             own = (layers == place).nonzero()[:, 0]
             layer.write(keys[own], values[own], slots[own])
-
-
-def strided(pages: Sequence[Pages]) -> list[Tensor]:
-    """The caches, if all are of that kind."""
-    caches = [layer.cache for layer in pages if isinstance(layer, StridedPages)]
-    return caches if len(caches) == len(pages) else []

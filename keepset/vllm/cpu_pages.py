@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -22,27 +23,27 @@ class CPUPages:
         isa: the instruction set that the layer's metadata builder chose (`layer.isa`).
         folded: keys and values for the backend's kernels, `[subpages, 1, block_size, head_dim]`: every sub-page is a
             block of one KV head, so that a page table has one row per (request, head), and each row its own length.
+            They are those of all layers with the same block tables.
     """
 
     def __init__(
         self,
-        kv_cache: Shaped[Tensor, "blocks kv_heads block_size two_head_dim"],
+        caches: Sequence[Shaped[Tensor, "blocks kv_heads block_size two_head_dim"]],
+        place: int,
         isa: str,
         eight_bits: EightBits | None = None,
     ) -> None:
-        if not kv_cache.is_contiguous():
-            raise UnsupportedEngineError(
-                "A KV cache of the CPU backend must be contiguous to be taken apart into sub-pages."
-            )
-        blocks, self.kv_heads, self.block_size, width = kv_cache.shape
+        kv_cache = _joined(caches)
+        blocks, self.kv_heads, self.block_size, width = caches[place].shape
         self.head_dim, self.slots = width // 2, blocks * self.kv_heads * self.block_size
         self.entry_bytes, self.isa = width * kv_cache.itemsize, isa
         self._cache, self.device, self.eight_bits = kv_cache, kv_cache.device, eight_bits
         self.dtype = kv_cache.dtype if eight_bits is None else eight_bits.dtype
+        self._before, self._all = place * blocks * self.kv_heads, len(caches) * blocks * self.kv_heads
         # Keys and values of a sub-page are neighbouring rows, so that each can be fetched without the other. As whole
         # numbers, because barrier 16-bit floats converts them on a CPU: 2 to 3 times slower, and it alters NaNs.
         bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[kv_cache.dtype.itemsize]
-        self._rows = kv_cache.view(bits).view(blocks * self.kv_heads * 2, self.block_size * self.head_dim)
+        self._rows = kv_cache.view(bits).view(-1, self.block_size * self.head_dim)
         keys, values = kv_cache.view(-1, 1, 2 * self.block_size, self.head_dim).chunk(2, dim=2)
         self.folded = keys, values
         kind = kv_cache.dtype if eight_bits is None else eight_bits.kind
@@ -51,7 +52,8 @@ class CPUPages:
     def read_keys(self, subpages: Int[Tensor, "*rows pages"]) -> Float[Tensor, "*rows entries head_dim"]:
         """Keys of whole sub-pages, unpacked."""
         *rows, pages = subpages.shape
-        keys = _unpacked(self._rows.index_select(0, 2 * subpages.flatten()), self._key_order)
+        key_rows = 2 * ((subpages.flatten() + self._before) % self._all)
+        keys = _unpacked(self._rows.index_select(0, key_rows), self._key_order)
         keys = keys.view(*rows, pages * self.block_size, self.head_dim).view(self._cache.dtype)
         return keys if self.eight_bits is None else self.eight_bits.read(keys, self.eight_bits.keys)
 
@@ -61,7 +63,7 @@ class CPUPages:
         """Keys and values of whole sub-pages, unpacked and in the cache's dtype."""
         *rows, pages = subpages.shape
         shape = (*rows, pages * self.block_size, self.head_dim)
-        key_rows = 2 * subpages.flatten()
+        key_rows = 2 * ((subpages.flatten() + self._before) % self._all)
         keys = _unpacked(self._rows.index_select(0, key_rows), self._key_order)
         values = _unpacked(self._rows.index_select(0, key_rows + 1), self._value_order)
         return keys.view(shape).view(self._cache.dtype), values.view(shape).view(self._cache.dtype)
@@ -70,6 +72,12 @@ class CPUPages:
         self, keys: Float[Tensor, "n head_dim"], values: Float[Tensor, "n head_dim"], slots: Int[Tensor, " n"]
     ) -> None:
         """Puts entry `i` at `slots[i]`, by the backend's own kernel, which would scale what has 8 bits again."""
+        self.write_folded(keys, values, (slots + self._before * self.block_size) % (self._all * self.block_size))
+
+    def write_folded(
+        self, keys: Float[Tensor, "n head_dim"], values: Float[Tensor, "n head_dim"], slots: Int[Tensor, " n"]
+    ) -> None:
+        """The same, where slots are counted from the first layer's on."""
         if keys.dtype != self._cache.dtype or values.dtype != self._cache.dtype:
             # The kernel goes by the dtype of the keys alone and would scribble over the pool.
             raise KeepsetError(f"The KV cache holds {self._cache.dtype}: keys and values must have the same dtype.")
@@ -80,6 +88,17 @@ class CPUPages:
             rows, within = 2 * (slots // self.block_size) + part, slots % self.block_size
             places = within[:, None] * self.head_dim + torch.arange(self.head_dim)
             self._rows[rows[:, None], places if order is None else order[places]] = entries
+
+
+def _joined(caches: Sequence[Tensor]) -> Float[Tensor, "all_blocks kv_heads block_size two_head_dim"]:
+    """The caches as one tensor, which their memory is already."""
+    first = caches[0]
+    follow = all(cache.data_ptr() == first.data_ptr() + i * first.nbytes for i, cache in enumerate(caches))
+    if not follow or not all(cache.is_contiguous() for cache in caches):
+        raise UnsupportedEngineError(
+            "KV caches of the CPU backend must be contiguous and follow one another to be taken apart into sub-pages."
+        )
+    return first.as_strided((len(caches) * len(first), *first.shape[1:]), first.stride())
 
 
 @functools.cache

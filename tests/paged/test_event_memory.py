@@ -43,7 +43,7 @@ def of_layers(
     planner = Planner(schedule, recording, layers, 8, blocks, FreedBlocks())
     passing = PassingQueries(recording, len(layers), slots_for(8), kv_heads * group, width // 2, dtype)
     how = eight_bits or [None] * len(caches)
-    pages = [partial(StridedPages, cache, one) for cache, one in zip(caches, how, strict=True)]
+    pages = [partial(StridedPages, caches, place, one) for place, one in enumerate(how)]
     return LayerGroup(planner, pages, passing, (width // 2) ** -0.5)
 
 
