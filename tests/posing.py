@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from keepset.kernels import dispatch
-from keepset.kernels.triton import attention, columns, compaction, page_entries, paged, shift, window
+from keepset.kernels.triton import attention, columns, compaction, page_entries, paged, paged_window, shift, window
 
 _DEVICE = torch.device("meta")
 """A name that PyTorch looks for no driver of."""
@@ -34,6 +34,7 @@ _KERNELS = {
     window: ("_window_lse", "_add_received"),
     shift: ("_shift",),
     page_entries: ("_read_pages", "_write_entries"),
+    paged_window: ("_paged_lse", "_add_in_pages"),
     paged: ("_attend_pages", "_append_to_pages", "_follow", "_merge_parts"),
 }
 _ATTENDED = {"_attend_part": slice(7, 9), "_merge_parts": slice(2, 4)}

@@ -31,7 +31,7 @@ def read_pages(
 
         entries = first.new_empty(len(caches) * rows, kv_heads, pages * size, width)
         with launched_on(first.device):
-            page_entries.read(first, _addresses(caches), subpages.contiguous(), entries)
+            page_entries.read(first, addresses_of(caches), subpages.contiguous(), entries)
         return entries
     # Not one index into a folded view: blocks and heads need not have strides that fold.
     place = subpages // first.shape[1], subpages % first.shape[1]
@@ -58,7 +58,7 @@ def write_entries(
 
         if len(entries):
             with launched_on(first.device):
-                page_entries.write(first, _addresses(caches), entries.contiguous(), layers, slots)
+                page_entries.write(first, addresses_of(caches), entries.contiguous(), layers, slots)
         return
     kv_heads, size = first.shape[1:3]
     for layer, cache in enumerate(caches):
@@ -67,7 +67,8 @@ def write_entries(
         cache[place // size // kv_heads, place // size % kv_heads, place % size] = entries[own]
 
 
-def _addresses(caches: Sequence[Cache]) -> Int[Tensor, " layers"]:
+def addresses_of(caches: Sequence[Cache]) -> Int[Tensor, " layers"]:
+    """Where the layers' caches begin, on their device."""
     return _table(tuple(cache.data_ptr() for cache in caches), caches[0].device)
 
 

@@ -50,6 +50,10 @@ class EntryColumns:
     def __contains__(self, name: str) -> bool:
         return name in self._columns
 
+    def of(self, name: str, places: range) -> Float[Tensor, "layers slots"] | None:
+        """A column of some layers; None where there is none of this name."""
+        return self[name][places.start : places.stop] if name in self else None
+
     def bias(self, place: int) -> Float[Tensor, " slots"] | None:
         """What a layer's attention adds to the logits of entries that were kept at an event; None: nothing."""
         return self[BIAS][place] if BIAS in self else None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from keepset.kernels import subpages
 from keepset.kernels.paged import FiledLayouts, PagedTokens, follow_layouts
+from keepset.kernels.paged_window import EntriesInPages
 from keepset.kernels.subpages import Layout
 
 
@@ -26,6 +29,35 @@ class OccupiedPages(NamedTuple):
     subpages: Int[Tensor, "rows kv_heads pages"]
     kept: Int[Tensor, "rows kv_heads"]
     entries: Int[Tensor, "rows kv_heads"]
+
+
+class PagesOfLayers:
+    """The pages of an event's requests, layer by layer, as they are asked for; the host waits for their number once.
+
+    Args:
+        entries: says where the requests' entries lie, once the step has got that far.
+        block_size: of the cache.
+    """
+
+    def __init__(self, entries: Callable[[], EntriesInPages], block_size: int) -> None:
+        self._make, self._block_size = entries, block_size
+
+    def __call__(self, place: int) -> OccupiedPages:
+        """Those of a layer, by its place in its group."""
+        one = self._entries.of_layer(place)
+        entries = subpages.entries(one.layout, one.lengths)
+        tables = subpages.tables(one.layout, entries, one.block_table, self._block_size, self._pages[place])
+        return OccupiedPages(tables[:, 0].long(), one.kept[:, 0], entries[:, 0])
+
+    @cached_property
+    def _entries(self) -> EntriesInPages:
+        return self._make()
+
+    @cached_property
+    def _pages(self) -> list[int]:
+        """Of the head with most entries, in each layer."""
+        entries = subpages.entries(self._entries.layout, self._entries.lengths)
+        return [-(-most // self._block_size) for most in entries.amax((0, 2)).tolist()]
 
 
 @dataclass
@@ -147,13 +179,12 @@ class PerHeadTables:
         old, new = (block_table[rows, (tokens - 1) // self._block_size] for tokens in (before, after))
         return bool(((old == new) & (new == self.step.pages) & (before == self.step.lengths)).all())
 
-    def occupied(self, rows: Int[Tensor, " rows"], block_table: Int[Tensor, "rows width"], place: int) -> OccupiedPages:
-        """Where the entries of these requests lie in one layer; `block_table` has their blocks."""
-        layout = Layout(*(part[rows] for part in self.step.of_layer(place)))
-        entries = subpages.entries(layout, self.step.lengths[rows])
-        most = -(-int(entries.max()) // self._block_size)
-        tables = subpages.tables(layout, entries, block_table, self._block_size, most)
-        return OccupiedPages(tables[:, 0].long(), layout.counts[:, 0], entries[:, 0])
+    def entries(
+        self, rows: Int[Tensor, " rows"], block_table: Int[Tensor, "rows width"], longest: int
+    ) -> EntriesInPages:
+        """Where the entries of these requests lie; `block_table` has their blocks, and none has more tokens."""
+        layout = Layout(*(part[rows] for part in self.step.layout))
+        return EntriesInPages(layout, block_table, self.step.lengths[rows], layout.counts, longest)
 
     def reassign(
         self,

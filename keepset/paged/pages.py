@@ -10,6 +10,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.kernels.page_entries import read_pages, write_entries
+from keepset.kernels.paged_window import (
+    EntriesInPages,
+    Received,
+    RecordedQueries,
+    add_received_by,
+    add_received_in_pages,
+)
 
 if TYPE_CHECKING:
     from keepset.paged.engine import Pages
@@ -85,6 +92,17 @@ def write_layers(
         for place, layer in enumerate(pages):
             own = (layers == place).nonzero()[:, 0]
             layer.write(keys[own], values[own], slots[own])
+
+
+def add_received(
+    pages: Sequence[Pages], queries: RecordedQueries, entries: EntriesInPages, received: Received, first: int
+) -> None:
+    """Adds what entries receive of queries in some layers of a group, the first of which has this place in it."""
+    if caches := _strided(pages):
+        add_received_in_pages(caches, queries, entries, received, first)
+    else:
+        readers = [layer.read_keys for layer in pages]
+        add_received_by(readers, pages[0].block_size, queries, entries, received, first)
 
 
 def _strided(pages: Sequence[Pages]) -> list[Tensor]:
