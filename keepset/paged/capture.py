@@ -112,7 +112,7 @@ class _Step:
     def _additions(self, waiting: list[_Waiting], number: int, **source: int) -> QueryAddition:
         """The newest so many queries before each `stop`; those before `begin` do not count."""
         numbers = [(one.slot, one.begin, one.stop, one.point, one.request.after, one.unwritten) for one in waiting]
-        slots, begins, stops, points, lengths, unwritten = self._batch.tensor(numbers).unbind(1)
+        slots, begins, stops, points, lengths, unwritten = self._batch.tensor(numbers).t().contiguous().unbind()
         positions = stops[:, None] + torch.arange(-number, 0, device=stops.device)
         entries = self._entries(self._batch, [one.request for one in waiting])
         ends_prompt, shares = waiting[0].ends_prompt, waiting[0].shares

@@ -84,7 +84,7 @@ def test_sums(implementation: str, dtype: torch.dtype, n: int, largest: bool, gr
     draw, rows = torch.Generator().manual_seed(n), len(LENGTHS)
     caches = [case.cache, case.cache * -0.5]
     rings = torch.randn(2, rows + 2, 6, kv_heads * group, dim, generator=draw).to(dtype)
-    slots = torch.randperm(rows + 2, generator=draw)[:rows]
+    slots = torch.randperm(2 * rows, generator=draw).clamp(max=rows + 1)[::2]  # not one after another
     places = torch.randint(6, (rows, n), generator=draw)
     last = torch.stack([torch.randint(-1, row.length, (n,), generator=draw) for row in case.rows]).sort().values
     unwritten = [min(2, row.length) for row in case.rows]

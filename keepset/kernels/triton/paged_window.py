@@ -48,10 +48,10 @@ def add_received(
     parts = max(1, min(triton.cdiv(entries.longest, _LEAST_PART), max(least, min(most, even))))
     summed = tokens * (1 if target.largest else wide)
     partial = torch.empty(heads, blocks * summed, triton.next_power_of_2(parts), device=kind.device)
-    last = target.last_visible.contiguous()
+    slots, places, last = (part.contiguous() for part in (queries.slots, queries.places, target.last_visible))
     beside = [column for column in (target.bias, target.positions) if column is not None]
     shared = (
-        kind, addresses, queries.rings, queries.slots, queries.places.contiguous(), last, target.bias,
+        kind, addresses, queries.rings, slots, places, last, target.bias,
         target.positions, entries.block_table, *entries.layout, entries.kept, entries.lengths,
         *kind.stride()[:3], *queries.rings.stride()[:4], entries.block_table.stride(0), target.column.stride(0),
         beside[0].stride(0) if beside else 0, target.scaling, n, rows, first, of_group, parts,
@@ -64,7 +64,7 @@ def add_received(
     )  # fmt: skip
     _paged_lse[(heads, parts, blocks)](*shared, partial, **sizes)
     _add_in_pages[(heads, parts)](
-        *shared, partial, target.column, target.unwritten, blocks, target.own, **sizes, OWN=target.own > 0
+        *shared, partial, target.column, target.unwritten.contiguous(), blocks, target.own, **sizes, OWN=target.own > 0
     )
 
 
