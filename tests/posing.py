@@ -143,6 +143,8 @@ _plain_tensor = torch.tensor
 def _tensor(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
     """Which is made before any mode hears of it."""
     made = _plain_tensor(data, *args, **kwargs)
+    if device is not None and torch.device(device) == _DEVICE:
+        _log("waits", "tensor")
     return made if device is None or torch.device(device) != _DEVICE else Posing(made)
 
 
@@ -198,6 +200,8 @@ def _dispatch(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         unsized = name == "repeat_interleave" and kwargs.get("output_size") is None
         if name in _WAITS or boolean or unsized or (name == "_to_copy" and target == "cpu"):
             _log("waits", name)
+    if name == "_to_copy" and target == _DEVICE.type and not posing and not kwargs.get("non_blocking"):
+        _log("waits", "upload")
     if name not in _NO_LAUNCH:
         _log("launches", name)
     if target == _DEVICE.type:

@@ -21,6 +21,7 @@ from keepset.paged.query_records import slots_for
 from keepset.paged.recording import Recording
 
 pytest.importorskip("triton")
+from keepset.kernels import page_entries
 from keepset.kernels.triton import paged_window
 from tests.paged.test_waits import BLOCK, WIDTH, batch_of
 from tests.posing import Gpu, Posing
@@ -30,6 +31,7 @@ FIRST, AGAIN = [(18, 0, 18), (13, 0, 13)], [(18, 18, 25), (13, 13, 20)]
 
 
 def group(recipe: str, caches: list[Tensor]) -> LayerGroup:
+    page_entries._table.cache_clear()  # of caches that lay there before
     layers = tuple(range(len(caches)))
     schedule = EvictionSchedule(Recipe.parse(recipe), 0, layers, HEADS, BLOCK)
     recording = Recording.of(schedule.recipe, 1, DIM, 4)
