@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from keepset import models
+from keepset import hub, models
 from keepset.core import statistics
 from keepset.errors import KeepsetError
 from keepset.offline.calibrate import corpus
@@ -229,6 +229,18 @@ def test_model_that_the_hub_does_not_give(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     message = refusal(lambda: models.load("keepset-tests/no-such-model"))
     assert "'keepset-tests/no-such-model' cannot be loaded" in message
+
+
+def test_a_hub_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    constants, asked = huggingface_hub.constants, []
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(models, "_read", lambda *_: asked.append(not constants.HF_HUB_OFFLINE))
+    hub.answers.cache_clear()
+    models.load("keepset-tests/no-such-model")
+    monkeypatch.setattr(hub, "answers", lambda: True)
+    models.load("keepset-tests/no-such-model")
+    assert asked == [False, True] and not constants.HF_HUB_OFFLINE
 
 
 @pytest.mark.full

@@ -9,33 +9,40 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keepset.kernels.dispatch import launched_on, upload, uses_triton
+from keepset.kernels.dispatch import launched_on, uses_triton
 
 Cache = Float[Tensor, "blocks kv_heads block_size width"]
 """One layer's, with any strides but for an entry's own numbers; a sub-page is `block * kv_heads + head`."""
 
 
 def read_pages(
-    caches: Sequence[Cache], subpages: Int[Tensor, "rows kv_heads pages"]
-) -> Float[Tensor, "layers_rows kv_heads entries width"]:
+    caches: Sequence[Cache], places: range, subpages: Int[Tensor, "rows heads pages"]
+) -> Float[Tensor, "layers_rows heads entries width"]:
     """The same whole sub-pages of several layers that are alike, layer after layer.
 
     Args:
-        caches: the layers'.
-        subpages: in the order of the entries.
+        caches: of layers that share block tables.
+        places: of those to read, among these.
+        subpages: in the order of the entries; their numbers go on into the caches that follow, around in a circle.
     """
     first, (rows, kv_heads, pages) = caches[0], subpages.shape
     size, width = first.shape[2:]
     if uses_triton(first.device):
         from keepset.kernels.triton import page_entries  # loads Triton
 
-        entries = first.new_empty(len(caches) * rows, kv_heads, pages * size, width)
+        entries = first.new_empty(len(places) * rows, kv_heads, pages * size, width)
         with launched_on(first.device):
-            page_entries.read(first, addresses_of(caches), subpages.contiguous(), entries)
+            page_entries.read(first, addresses_of(caches), places, subpages.contiguous(), entries)
         return entries
     # Not one index into a folded view: blocks and heads need not have strides that fold.
-    place = subpages // first.shape[1], subpages % first.shape[1]
-    return torch.cat([cache[place].flatten(2, 3) for cache in caches])
+    through, head = subpages // first.shape[1], subpages % first.shape[1]
+    further, block = through // len(first), through % len(first)
+    read = [caches[place][block, head] for place in places]
+    for steps in range(1, len(caches)):
+        there = further == steps
+        for place, own in zip(places, read, strict=True):
+            own[there] = caches[(place + steps) % len(caches)][block[there], head[there]]
+    return torch.cat([own.flatten(2, 3) for own in read])
 
 
 def write_entries(
@@ -68,11 +75,11 @@ def write_entries(
 
 
 def addresses_of(caches: Sequence[Cache]) -> Int[Tensor, " layers"]:
-    """Where the layers' caches begin, on their device."""
+    """Where they begin, on their device."""
     return _table(tuple(cache.data_ptr() for cache in caches), caches[0].device)
 
 
 @lru_cache(maxsize=256)
 def _table(addresses: tuple[int, ...], device: torch.device) -> Int[Tensor, " layers"]:
-    """Caches stay where they are: their addresses are looked up once."""
-    return upload(addresses, device)
+    """Caches stay where they are: the host waits for their addresses once."""
+    return torch.tensor(addresses, dtype=torch.int64, device=device)

@@ -12,12 +12,12 @@ from torch import Tensor
 from keepset.kernels import subpages
 from keepset.kernels.blocks import PRODUCT_BLOCK, block_size
 from keepset.kernels.dispatch import launched_on, uses_triton
-from keepset.kernels.page_entries import Cache, addresses_of
-from keepset.kernels.subpages import Layout
+from keepset.kernels.page_entries import Cache, addresses_of, read_pages
+from keepset.kernels.subpages import Group, Layout
 from keepset.kernels.window import received_attention
 
 ReadKeys = Callable[[Int[Tensor, "kv_heads pages"]], Float[Tensor, "kv_heads entries head_dim"]]
-"""Keys of whole sub-pages of one layer, each head's pages joined."""
+"""Keys of whole sub-pages, as one layer numbers them, each head's pages joined."""
 
 
 class EntriesInPages(NamedTuple):
@@ -76,10 +76,10 @@ class RecordedQueries(NamedTuple):
 
 
 class Received(NamedTuple):
-    """What is added up, and where.
+    """What is added up, and where; columns are contiguous.
 
     Attributes:
-        column: a number for each slot of the cache, `subpage * block_size + offset`, in each layer; it is written to.
+        column: a number for each slot `subpage * block_size + offset` of each layer of the group; it is written to.
         last_visible: the last position that a query sees, in rising order; before the first, and it gives nothing.
         unwritten: of how many of the newest entries of each head the column's number means nothing yet.
         scaling: of the logits.
@@ -100,56 +100,58 @@ class Received(NamedTuple):
 
 
 def add_received_in_pages(
-    caches: Sequence[Cache], queries: RecordedQueries, entries: EntriesInPages, received: Received, first: int = 0
+    caches: Sequence[Cache], places: range, queries: RecordedQueries, entries: EntriesInPages, received: Received
 ) -> None:
     """Adds what every entry receives of some queries: their attention, the mean over its query group, summed over them.
 
     On a GPU it takes two launches for all layers, and nothing waits for the device.
 
     Args:
-        caches: of some layers, with any strides, but for an entry's own numbers.
+        caches: of the layers that share the block table, with any strides, but for an entry's own numbers.
+        places: of those in question, among these.
         queries: of these layers.
-        entries: of the requests, in all layers of their group.
-        received: what is added up, and where, in these layers.
-        first: the first layer's place in the group.
+        entries: of the requests, in all layers.
+        received: what is added up, and where.
     """
     if uses_triton(caches[0].device):
         from keepset.kernels.triton import paged_window  # loads Triton
 
         with launched_on(caches[0].device):
-            paged_window.add_received(caches[0], addresses_of(caches), queries, entries, received, first)
+            paged_window.add_received(caches[0], addresses_of(caches), places, queries, entries, received)
         return
+    keys = [cache[..., : cache.shape[3] // 2] for cache in caches]
 
-    def reader(cache: Cache) -> ReadKeys:
-        kv_heads, keys = cache.shape[1], cache[..., : cache.shape[3] // 2]
-        return lambda table: keys[table // kv_heads, table % kv_heads].flatten(1, 2)
+    def reader(place: int) -> ReadKeys:
+        return lambda table: read_pages(keys, range(place, place + 1), table[None])[0]
 
-    add_received_by([reader(cache) for cache in caches], caches[0].shape[2], queries, entries, received, first)
+    group = Group(places, len(caches), len(caches[0]))
+    add_received_by([reader(place) for place in places], caches[0].shape[2], group, queries, entries, received)
 
 
 def add_received_by(
     readers: Sequence[ReadKeys],
     size: int,
+    group: Group,
     queries: RecordedQueries,
     entries: EntriesInPages,
     received: Received,
-    first: int = 0,
 ) -> None:
     """`add_received_in_pages` layer by layer, wherever the keys are.
 
     Args:
-        readers: of the layers.
+        readers: of the layers in question.
         size: entries of a sub-page.
-        queries, entries, received, first: as there.
+        group: these layers among those that share the block table.
+        queries, entries, received: as there.
     """
-    for layer, read in enumerate(readers):
+    for layer, (place, read) in enumerate(zip(group.places, readers, strict=True)):
         if layer == 0 or entries.kept.shape[1] > 1:
-            one = entries.of_layer(first + layer)
+            one = entries.of_layer(place)
             counts = subpages.entries(one.layout, one.lengths)
-            most = -(-int(counts.max()) // size)
-            tables = subpages.tables(one.layout, counts, one.block_table, size, most)[:, 0].long()
+            most, own = -(-int(counts.max()) // size), group._replace(places=range(place, place + 1))
+            tables = subpages.tables(one.layout, counts, one.block_table, size, most, own)[:, 0].long()
         few = queries.of_layers(range(layer, layer + 1))
-        _add_received_of_layer(layer, read, size, few, tables, counts[:, 0], one, received)
+        _add_received_of_layer(place, read, size, few, tables, counts[:, 0], one, received)
 
 
 def _add_received_of_layer(
@@ -162,21 +164,24 @@ def _add_received_of_layer(
     entries: EntriesInPages,
     received: Received,
 ) -> None:
-    kv_heads, column = counts.shape[1], received.column[layer]
+    kv_heads, column, of_layer = counts.shape[1], received.column.view(-1), received.column.shape[1]
     place = torch.arange(tables.shape[-1] * size, device=column.device)
+    # Numbers of pages go on into the following layers.
     slots = (tables[..., None] * size + torch.arange(size, device=place.device)).flatten(-2)
+    slots = (layer * of_layer + slots) % column.numel()
     there, kept = place < counts[..., None], place < entries.kept[:, 0, :, None]
     # What came since the event before is whole: each entry lies as far behind its position as were dropped.
     positions = place + (entries.lengths[:, None] - counts)[..., None]
     if received.positions is None:
         positions = positions.masked_fill(kept, 0)  # wherever they come from, all see them
     else:
-        positions = received.positions[layer][slots].view(torch.int32).long().where(kept, positions)
-    biases = None if received.bias is None else received.bias[layer][slots].where(kept, 0)
+        positions = received.positions.view(-1)[slots].view(torch.int32).long().where(kept, positions)
+    biases = None if received.bias is None else received.bias.view(-1)[slots].where(kept, 0)
     written = place < (counts - received.unwritten[:, None])[..., None]
     at = slots
     if received.own:
-        at = (torch.arange(kv_heads, device=place.device)[:, None] * received.own + place).expand(slots.shape)
+        heads_of_layer = torch.arange(kv_heads, device=place.device)[:, None] * received.own
+        at = (layer * of_layer + heads_of_layer + place).expand(slots.shape)
     grouped = queries.unflatten(1, (kv_heads, -1)).flatten(0, 1)
     last = received.last_visible.repeat_interleave(kv_heads, 0)
     heads = [part.flatten(0, 1) for part in (tables, there, positions, written, at)]

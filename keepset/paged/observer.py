@@ -16,7 +16,6 @@ from keepset.core.feature import Feature, Needs
 from keepset.core.features.given import ModelStatistics, ModelTables
 from keepset.core.features.moments import QueryMoments
 from keepset.core.features.window import WindowAttention, WindowSums
-from keepset.core.observation import BIAS
 from keepset.core.rope import RotaryTable, undone_right
 from keepset.core.shapes import HiddenStates, Queries
 from keepset.core.statistics import load
@@ -72,7 +71,7 @@ class Observer:
             keys, _ = pages.read(chunk.subpages)
             return [(keys[:, : chunk.position + len(own)], slice(None))]
 
-        step = Chunk(rows, entries, positions, None, self._scaling, source=source)
+        step = Chunk(rows, entries, positions, None, self._scaling, source=source, start=chunk.position)
         chunk.layers[place].add(step)
 
     def add_up(
@@ -92,15 +91,15 @@ class Observer:
                 self._add_up_own(places, feature, addition, rows, pages, last)
                 continue
             received = Received(
-                columns[feature.column][places.start : places.stop],
+                columns[feature.column],
                 last,
                 addition.unwritten,
                 self._scaling,
                 feature.largest,
-                columns.of(BIAS, places),
-                columns.of(POSITION, places) if feature.history else None,
+                columns.bias,
+                columns[POSITION] if feature.history and POSITION in columns else None,
             )
-            add_received(pages, rows, addition.entries(), received, places.start)
+            add_received(pages, places, rows, addition.entries(), received)
         if not addition.ends_prompt:
             source = self._query_source(places.start, slice(0))
             for of in self._recording.moments:
@@ -123,12 +122,12 @@ class Observer:
         entries = addition.entries()
         for row, (slot, tokens) in enumerate(addition.owners):
             one, device = slice(row, row + 1), last.device
-            own = self._own.column(slot, feature.column, tokens, device)[places.start : places.stop]
+            own = self._own.column(slot, feature.column, tokens, device)
             room = own.shape[2]
             received = Received(
                 own.flatten(1), last[one], addition.unwritten[one], self._scaling, feature.largest, own=room
             )
-            add_received(pages, queries.of_row(row), entries.of_row(row), received, places.start)
+            add_received(pages, places, queries.of_row(row), entries.of_row(row), received)
 
     def _counts(self, feature: WindowAttention | QueryMoments, addition: QueryAddition) -> Bool[Tensor, "rows n"]:
         """Which of the queries are in its window and not yet added up."""

@@ -73,7 +73,7 @@ class RaggedPlanner:
             elif step is not None:
                 for page in step.pages[rows].tolist():
                     self._freed_blocks.add(self._tables, page)
-            occupied = PagesOfLayers(self.entries(batch, members), schedule.block_size)
+            occupied = PagesOfLayers(self.entries(batch, members), schedule.block_size, self._tables.group)
             pages = occupied, partial(self._tables.reassign, rows, batch.block_table[rows], first)
             plan.events.append(self._capture.event(batch, rows, members, after - at, after, keep, before, *pages))
 

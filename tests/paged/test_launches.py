@@ -37,7 +37,7 @@ def group(recipe: str, caches: list[Tensor]) -> LayerGroup:
     recording = Recording.of(schedule.recipe, 1, DIM, 4)
     planner = Planner(schedule, recording, layers, 8, ROWS * WIDTH, FreedBlocks())
     passing = PassingQueries(recording, len(layers), slots_for(8), HEADS, DIM, torch.float32, caches[0].device)
-    return LayerGroup(planner, [partial(StridedPages, cache) for cache in caches], passing, 1.0)
+    return LayerGroup(planner, [partial(StridedPages, caches, place) for place in range(len(caches))], passing, 1.0)
 
 
 @pytest.mark.full
