@@ -62,7 +62,7 @@ def test_an_event_launches_the_same_for_any_number_of_layers(recipe: str, triton
     first, again, *many = counted
     assert many == [first, again]
     # Prompts of two lengths are two events, and then one; the host asks for nothing but how many entries each keeps.
-    assert (first[1], again[1]) == (2, 1) and first[0] <= 2 * 110
+    assert (first[1], again[1]) == (2, 1) and first[0] <= 2 * 115
 
 
 def decoded(recipe: str, caches: list[Tensor], gpu: Gpu | None) -> tuple[LayerGroup, list[tuple[int, int, bool]]]:
