@@ -113,6 +113,27 @@ def test_entries_of_eight_bits_are_those_that_they_stand_for(recipe: str, kind: 
     assert torch.equal(held.view(kind).float() * factors[:, None, None, None], meant)
 
 
+def test_sums_are_a_requests_own_only_where_its_pages_are_anothers_too() -> None:
+    """Of three prompts whose windows open in one step, two begin with one page, and the third has a later one of the first's."""
+    group, queue = of_layers("snapkv(window=8, keep=15)", list(random_caches())), EventQueue(FreedBlocks())
+    batch = batch_of([(53, 0, 53)] * 3, WIDTH, BLOCK)
+    apart = queue.plan(group, batch)
+    assert apart.added_now and not any(addition.owners for addition in apart.added_now)
+    draw = torch.randn(LAYERS, 159, HEADS * GROUP, DIM, generator=torch.Generator().manual_seed(5))
+    group.record(range(LAYERS), apart, draw)
+    assert group._own.nbytes == 0
+    queue.run()
+    batch = batch_of([(53, 0, 53)] * 3, WIDTH, BLOCK)
+    batch.block_table[1, 0] = batch.block_table[0, 0]
+    batch.block_table[2, 5] = batch.block_table[0, 5]
+    shared = queue.plan(group, batch)
+    assert [len(addition.owners) for addition in shared.added_now] == [0, 1, 1]
+    group.record(range(LAYERS), shared, draw)
+    assert group._own.nbytes > 0
+    queue.run()
+    assert group._own.nbytes == 0
+
+
 MIB = 2**20
 LONG, SIZE, KV_HEADS, HEAD_DIM = 131072, 16, 8, 128
 
