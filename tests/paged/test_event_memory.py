@@ -114,7 +114,7 @@ def test_entries_of_eight_bits_are_those_that_they_stand_for(recipe: str, kind: 
 
 
 def test_sums_are_a_requests_own_only_where_its_pages_are_anothers_too() -> None:
-    """Of three prompts whose windows open in one step, two begin with one page, and the third has a later one of the first's."""
+    """Of three prompts whose windows open in one step two begin alike, and the third has a later page of the first."""
     group, queue = of_layers("snapkv(window=8, keep=15)", list(random_caches())), EventQueue(FreedBlocks())
     batch = batch_of([(53, 0, 53)] * 3, WIDTH, BLOCK)
     apart = queue.plan(group, batch)
