@@ -115,6 +115,8 @@ class KeepLayer(LogicalLayer):
         self.store = EntryStore.pack({**columns, **kept.state}, kept.indices, kept.counts, kept.sizes)
         if kept.values is not None:
             self.store.replace_values(kept.values)
+        if kept.int8:
+            self.store.quantize()
         if self._beyond is not None:
             self.store.append(self._beyond.key, self._beyond.value, self._beyond.positions, self._beyond.valid)
             if self.decoding is not None:
