@@ -80,7 +80,12 @@ def load(name: str | None = None, device: str | None = None, dtype: str | None =
         raise UnsupportedModelError(f"The folder {name!r} has no config.json: {_EXPECTED}.")
     if path.is_file() or not (path.is_dir() or _HUB_NAME.fullmatch(name)):
         raise UnsupportedModelError(f"{name!r} is neither an existing folder nor the name of a model: {_EXPECTED}.")
-    return _read(name, _EXPECTED, placed)
+    if path.is_dir():
+        return _read(name, _EXPECTED, placed)
+    from keepset.hub import not_waited_for
+
+    with not_waited_for():
+        return _read(name, _EXPECTED, placed)
 
 
 def _placed(device: str | None, dtype: str | None) -> dict[str, Any]:

@@ -51,8 +51,8 @@ class Recipe:
     """What to keep, how much of it, and when.
 
     The text form is a call expression, `adakv(snapkv(window=32), keep=512)`: the method with its
-    parameters, then those of the budget (`keep`, `sinks`, `recent`, `protect_prompt`) and of the schedule (`prefill`,
-    `every`). It is parsed, never evaluated, and `Recipe.parse(str(recipe)) == recipe`.
+    parameters, then those of the budget (`keep`, `sinks`, `recent`, `protect_prompt`, `protect`) and of the schedule
+    (`prefill`, `every`). It is parsed, never evaluated, and `Recipe.parse(str(recipe)) == recipe`.
 
     Attributes:
         method: what to keep.
@@ -91,6 +91,7 @@ class Recipe:
         sinks: int | None = None,
         recent: int | None = None,
         protect_prompt: bool = False,
+        protect: Sequence[Sequence[int]] = (),
         prefill: bool = True,
         every: int | None = None,
     ) -> Recipe:
@@ -98,7 +99,7 @@ class Recipe:
 
         Args:
             method: with its parameters.
-            keep, sinks, recent, protect_prompt: of the budget; see `Budget`.
+            keep, sinks, recent, protect_prompt, protect: of the budget; see `Budget`.
             prefill, every: of the schedule; see `Schedule`.
 
         Raises:
@@ -106,7 +107,7 @@ class Recipe:
         """
         sinks = method.sinks if sinks is None else sinks
         recent = method.recent if recent is None else recent
-        return cls(method, Budget(keep, sinks, recent, protect_prompt), Schedule(prefill, every))
+        return cls(method, Budget(keep, sinks, recent, protect_prompt, protect), Schedule(prefill, every))
 
     @classmethod
     def parse(cls, text: str) -> Recipe:
@@ -241,7 +242,7 @@ def in_full(text: str) -> str:
     """
     method, options = _read(text)
     options = {**_implied(method, options), **options}
-    return _written(method, {name: value for name, value in options.items() if value is not None}, in_full=True)
+    return _written(method, _said(options), in_full=True)
 
 
 @cache
@@ -279,9 +280,13 @@ def _read(text: str, *, in_full: bool = False) -> tuple[Method, dict[str, Any]]:
     node = _expression(text)
     method = _method(node, text, _OPTIONS, in_full=in_full)
     _, _, keywords = _call(node, text)
-    options = {name: _literal(keywords[name], name, text) for name in _OPTIONS if name in keywords}
+    options = {
+        name: (_ranges if name == "protect" else _literal)(keywords[name], name, text)
+        for name in _OPTIONS
+        if name in keywords
+    }
     if in_full:
-        _require({name for name, value in _implied(method, options).items() if value is not None}, options, text)
+        _require(_said(_implied(method, options)), options, text)
     return method, options
 
 
@@ -293,7 +298,12 @@ def _require(names: Iterable[str], named: Iterable[str], text: str) -> None:
 def _implied(method: Method, options: Mapping[str, Any]) -> dict[str, Any]:
     """What options of budget and schedule are where a text does not name them."""
     implied = {"keep": None, "sinks": method.sinks, "recent": method.recent, "protect_prompt": False}
-    return implied | {"prefill": not options.get("protect_prompt", False), "every": None}
+    return implied | {"protect": (), "prefill": not options.get("protect_prompt", False), "every": None}
+
+
+def _said(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that say something: files from before there was the last one of these do not name it."""
+    return {name: value for name, value in options.items() if value is not None and value != ()}
 
 
 def _method(node: ast.expr | None, text: str, options: Sequence[str] = (), *, in_full: bool = False) -> Method:
@@ -363,6 +373,13 @@ def _literal(node: ast.expr, name: str, text: str) -> Any:
     raise RecipeError(f"{name}={source} is not a plain value: write a number, True, False or a text in quotes.")
 
 
+def _ranges(node: ast.expr, name: str, text: str) -> Any:
+    """Lists of lists of plain values."""
+    if isinstance(node, ast.List | ast.Tuple):
+        return tuple(_ranges(element, name, text) for element in node.elts)
+    return _literal(node, name, text)
+
+
 def _short(method: Method, options: Mapping[str, Any]) -> str:
     implied = _implied(method, options)
     return _written(method, {name: value for name, value in options.items() if value != implied[name]})
@@ -376,6 +393,7 @@ def _written(method: Method, options: Mapping[str, Any], *, in_full: bool = Fals
             parts.append(_written(value, {}, in_full=in_full))
         elif in_full or value != parameter.default:
             parts.append(f"{parameter.name}={value!r}")
+    options = {name: list(map(list, value)) if name == "protect" else value for name, value in options.items()}
     parts += [f"{name}={value!r}" for name, value in options.items()]
     return f"{method.name}({', '.join(parts)})" if parts else method.name
 

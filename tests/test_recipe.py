@@ -78,7 +78,8 @@ def recipes(draw: st.DrawFn) -> Recipe:
     prefill = draw(st.booleans()) if every else True
     keep = draw(st.none() | number if every and sinks + recent < 2**63 else st.none() if every else fraction | number)
     protect_prompt = draw(st.booleans()) if every else False
-    return Recipe(method, Budget(keep, sinks, recent, protect_prompt), Schedule(prefill, every))
+    protect = draw(st.just([]) | st.lists(st.tuples(st.integers(0, 9), st.integers(10, 2**63 - 1)), max_size=2))
+    return Recipe(method, Budget(keep, sinks, recent, protect_prompt, protect), Schedule(prefill, every))
 
 
 @examples(300, derandomize=False)
@@ -101,7 +102,8 @@ def test_a_text_in_full_names_everything_and_says_the_same(recipe: Recipe) -> No
         assert all(f"{field.name}=" in full for field in dataclasses.fields(each) if field.name != "scorer")
         each = getattr(each, "scorer", None)
     for name, value in {**vars(recipe.budget), **vars(recipe.schedule)}.items():
-        assert (f"{name}={value!r}" in full) is (value is not None)
+        if name != "protect":
+            assert (f"{name}={value!r}" in full) is (value is not None)
 
 
 def test_a_text_in_full_is_of_any_budget() -> None:
@@ -166,6 +168,7 @@ def test_white_space_means_nothing(recipe: Recipe, spaces: list[str]) -> None:
             "random(keep=9, every=4, protect_prompt=True)",
             Recipe(Random(), Budget(9, protect_prompt=True), Schedule(prefill=False, every=4)),
         ),
+        ("knorm(keep=9, protect=[[4, 7], [0, 2]])", Recipe(Knorm(), Budget(9, protect=((0, 2), (4, 7))))),
         ("snapkv(window=8, keep=0.5)", Recipe(SnapKV(window=8), Budget(0.5, recent=8))),
         ("snapkv(window=8, recent=0)", Recipe(SnapKV(window=8), Budget())),
         (

@@ -126,8 +126,9 @@ class AMS(Allocator):
         segment, ends, parts = self._divided(observation, mass, quotas)
         worth = finite(ranking.raw).masked_fill(~observation.valid, float("-inf"))
         chosen = segments.top_of_segments(worth, segment, ends, parts)
-        always = budget.is_sink(observation) | budget.is_recent(observation)
-        most = mass.shape[-1] if budget.protect_prompt else budget.sinks + budget.recent
+        always = budget.is_protected(observation) | budget.is_recent(observation)
+        protects = budget.protect_prompt or budget.protect
+        most = mass.shape[-1] if protects else budget.sinks + budget.recent
         mask = segments.trimmed(ranking.scores, chosen | always & observation.valid, quotas, most)
         if credit is None:
             return ranking.keep(mask)

@@ -11,8 +11,38 @@ FULL = "full cache"
 """Stands where a recipe's text would, for the cache that drops nothing; every sweep has it."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class EventMeans:
+    """What the events of recipes with `every=` come to, see `diagnostics`; None where nothing is known.
+
+    Attributes:
+        wipeout: of the text's regions, the share of which an event kept nothing, on the mean over events, layers and
+            KV heads.
+        middle: of the middle third of the text, the share that an event kept.
+        iou: intersection over union of what an event and the one before it kept; `iou_early`, `iou_middle` and
+            `iou_late` that of the layers of these stages.
+        segments: that a method such as AMS cuts a head's entries into, at events after the prompt's.
+        segment_length: entries of a head's mean segment; both also by stages of layers.
+    """
+
+    wipeout: float | None = None
+    middle: float | None = None
+    iou: float | None = None
+    iou_early: float | None = None
+    iou_middle: float | None = None
+    iou_late: float | None = None
+    segments: float | None = None
+    segments_early: float | None = None
+    segments_middle: float | None = None
+    segments_late: float | None = None
+    segment_length: float | None = None
+    segment_length_early: float | None = None
+    segment_length_middle: float | None = None
+    segment_length_late: float | None = None
+
+
 @dataclass(frozen=True)
-class Outcome:
+class Outcome(EventMeans):
     """Figures of one cell: means over the example's questions, where there are several.
 
     Attributes:
@@ -31,13 +61,6 @@ class Outcome:
         batch: how many were, on the mean over the tokens.
         peak_bytes: the most that the device had allocated in any call of the model for it, weights and the others of
             the batch included; None on a CPU.
-        wipeout: of the text's regions, the share of which an event kept nothing, on the mean over events, layers and
-            KV heads. This and the following, see `diagnostics`: of recipes with `every=`; None where nothing is known.
-        middle: of the middle third of the text, the share that an event kept.
-        iou: intersection over union of what an event and the one before it kept; `iou_early`, `iou_middle` and
-            `iou_late` that of the layers of these stages.
-        segments: that a method such as AMS cuts a head's entries into, at events after the prompt's.
-        segment_length: entries of a head's mean segment; both also by stages of layers.
     """
 
     scores: dict[str, float]
@@ -53,20 +76,6 @@ class Outcome:
     decode_seconds: float = 0.0
     batch: float = 1.0
     peak_bytes: float | None = None
-    wipeout: float | None = None
-    middle: float | None = None
-    iou: float | None = None
-    iou_early: float | None = None
-    iou_middle: float | None = None
-    iou_late: float | None = None
-    segments: float | None = None
-    segments_early: float | None = None
-    segments_middle: float | None = None
-    segments_late: float | None = None
-    segment_length: float | None = None
-    segment_length_early: float | None = None
-    segment_length_middle: float | None = None
-    segment_length_late: float | None = None
 
 
 COSTS = tuple(each.name for each in fields(Outcome) if each.name not in ("scores", "replies"))

@@ -52,8 +52,9 @@ def most_tokens(recipe: Recipe | None, prompt: int, after: int) -> int:
     total = prompt + after
     if recipe is None or (keep := recipe.budget.keep) is None:
         return total
-    always = recipe.budget.sinks + recipe.budget.recent
-    kept = max(round(keep * prompt), always) if isinstance(keep, float) else keep
+    ranges = sum(min(end, total) - min(first, total) for first, end in recipe.budget.protect)
+    always = recipe.budget.sinks + recipe.budget.recent + ranges
+    kept = max(round(keep * prompt) if isinstance(keep, float) else keep, always)
     every = recipe.schedule.every
     if every is None:
         return min(kept + after + SLACK, total)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,6 +44,15 @@ def serve(
     output_tokens: Annotated[int, Option(help="Tokens of each answer.")] = 256,
     concurrency: Annotated[int | None, Option(help="Requests at once; all of them if not given.")] = None,
     rounds: Annotated[int, Option(help="How often all requests are made, with other texts.")] = 1,
+    contexts: Annotated[
+        bool,
+        Option(
+            "--contexts",
+            help="Texts are documents, each compressed once into a context and asked one question a round; "
+            "plain vLLM has them in its prefix cache.",
+        ),
+    ] = False,
+    question_tokens: Annotated[int, Option(help="Tokens of a question, with --contexts.")] = 32,
     seed: Annotated[int, Option(help="For the choice of texts.")] = 0,
     url: Annotated[
         str | None,
@@ -55,7 +66,8 @@ def serve(
     """Compare a recipe with plain vLLM under load: throughput, latencies, requests at once, preemptions.
 
     Starts a server without the recipe, sends it requests, stops it; then the same with the recipe. Requests are
-    streamed, as many at once as --concurrency allows, and each has a text of its own.
+    streamed, as many at once as --concurrency allows, and each has a text of its own. With --contexts the second server
+    has the texts as saved contexts, which are built before.
     """
     from keepset.bench.report.serving import render
     from keepset.recipe import Recipe
@@ -63,18 +75,23 @@ def serve(
     from keepset.serving.extras import import_http, import_parser
     from keepset.serving.load import MAX_CONCURRENCY, Load, local_url
     from keepset.serving.server import ServerError
-    from keepset.serving.table import table_rows
+    from keepset.serving.table import documents_rows, table_rows
 
     model, options = split(words or [])
     at_once = min(requests, MAX_CONCURRENCY) if concurrency is None else concurrency
-    load = Load(requests, prompt_tokens, output_tokens, at_once, rounds, seed, request_timeout)
+    if contexts and question_tokens < 1:
+        raise KeepsetError(f"--question-tokens {question_tokens} is out of range: use an integer from 1 to 1000000.")
+    question_tokens = question_tokens if contexts else 0
+    load = Load(requests, prompt_tokens, output_tokens, at_once, rounds, seed, request_timeout, question_tokens)
     if not 0 < start_timeout <= 86400:
         raise KeepsetError(f"--start-timeout {start_timeout} is out of range: use seconds from above 0 to 86400.")
     parsed = None if recipe is None else Recipe.parse(recipe).require_budget()
     if url is not None:
         url = local_url(url)
-        if parsed is not None or options:
-            raise KeepsetError("--url names a server that runs already: leave out --recipe and options for vLLM.")
+        if parsed is not None or options or contexts:
+            raise KeepsetError(
+                "--url names a server that runs already: leave out --recipe, --contexts and options for vLLM."
+            )
     elif parsed is None:
         raise KeepsetError("--recipe is missing: write what to keep, such as --recipe 'snapkv(keep=512, every=256)'.")
     check_options(options)
@@ -83,7 +100,7 @@ def serve(
     import_parser()
     if url is None:
         check_installed(parsed)
-    if (hint := block_size_hint(parsed, options)) is not None:
+    if not contexts and (hint := block_size_hint(parsed, options)) is not None:
         note(hint)
     try:
         with _terminable():
@@ -104,7 +121,7 @@ def serve(
         "keepset": keepset.__version__,
         "servers": servers,
     }
-    rows = table_rows([server["summary"] for server in servers])
+    rows = [*documents_rows(servers), *table_rows([server["summary"] for server in servers])]
     output(result, json_file, lambda: print_table(result, rows))
     write(html, lambda: render(result, rows))
     if any(server["summary"]["failed"] for server in servers):
@@ -115,7 +132,8 @@ def _measure(
     model: str | None, recipe: Recipe | None, options: list[str], load: Load, url: str | None, start_timeout: float
 ) -> tuple[str, list[dict[str, Any]]]:
     """What to call the model, and everything about each server; all get the same prompts."""
-    from keepset.serving.command import command, folder
+    from keepset.serving.command import command, folder, option
+    from keepset.serving.documents import Document, build, held
     from keepset.serving.measure import ServedModel, check_fits, measure, served_model, to_json
     from keepset.serving.server import Server, free_port
     from keepset.serving.summary import summary
@@ -127,34 +145,58 @@ def _measure(
         note(tokens.note)
     texts = prompts(tokens, load)
 
-    def under_load(name: str, url: str, model: ServedModel) -> dict[str, Any]:
+    def under_load(
+        name: str, url: str, model: ServedModel, documents: Sequence[Document] = (), saved: bool = False
+    ) -> dict[str, Any]:
         check_fits(load, model)
         with progress() as bar:
             on_reply = counted(bar, f"requests to the {name} server", load.rounds * load.requests)
-            rounds = measure(url, model.name, load, texts, on_reply)
-        return {"summary": summary(rounds), "rounds": to_json(rounds)}
+            named = [document.path.stem for document in documents] if saved else None
+            rounds = measure(url, model.name, load, texts, on_reply, named)
+        figures: dict[str, Any] = {"summary": summary(rounds), "rounds": to_json(rounds)}
+        if documents:
+            each = {"first": rounds[:1], "later": rounds[1:]}
+            times = {when: summary(some)["first_token_seconds"] for when, some in each.items()}
+            figures["documents"] = {**held(load.prompt_tokens, documents, url, saved), "first_token_seconds": times}
+        return figures
 
     if url is not None and running is not None:
         figures = under_load("server", url, running)
         return running.name, [{"name": "server", "recipe": None, "command": None, **figures}]
     servers = []
-    for name, each in (("plain", None), ("recipe", recipe)):
-        port = free_port()
-        words = command(model, each, options, forced=("--host", "127.0.0.1", "--port", str(port)))
-        with Server(words, port) as server:
-            with status(f"starting the {name} server"):
-                server.wait(start_timeout)
-            figures = under_load(name, server.url, served_model(server.url))
-            server.check()
-        servers.append({"name": name, "recipe": None if each is None else str(each), "command": words, **figures})
+    with TemporaryDirectory(prefix="keepset-contexts-") as place:
+        documents: list[Document] = []
+        if load.question_tokens and recipe is not None:
+            with progress() as bar:
+                on_document = counted(bar, "documents compressed", load.requests)
+                tokens_of = [text[: load.prompt_tokens] for text in texts[1]]
+                for document in build(folder(model), option(options, "--dtype"), recipe, tokens_of, Path(place)):
+                    documents.append(document)
+                    on_document()
+        for name, each in (("plain", None), ("contexts" if documents else "recipe", recipe)):
+            port, saved = free_port(), bool(documents) and each is not None
+            forced = ("--host", "127.0.0.1", "--port", str(port))
+            if saved:
+                words = command(model, None, options, forced, Path(place))
+            else:
+                words = command(model, each, options, forced)
+            with Server(words, port) as server:
+                with status(f"starting the {name} server"):
+                    server.wait(start_timeout)
+                figures = under_load(name, server.url, served_model(server.url), documents, saved)
+                server.check()
+            servers.append({"name": name, "recipe": None if each is None else str(each), "command": words, **figures})
     return model or EMBEDDED, servers
 
 
 def print_table(result: dict[str, Any], rows: list[list[str]]) -> None:
     """The figures, and why requests failed."""
     load, servers = result["load"], result["servers"]
+    what = f"requests of {load['prompt_tokens']}"
+    if load["question_tokens"]:
+        what = f"documents of {load['prompt_tokens']} + {load['question_tokens']}"
     say(
-        f"{result['model']}: {load['requests']} requests of {load['prompt_tokens']} + {load['output_tokens']} tokens, "
+        f"{result['model']}: {load['requests']} {what} + {load['output_tokens']} tokens, "
         f"at most {load['concurrency']} at once" + (f", {load['rounds']} rounds." if load["rounds"] > 1 else ".")
     )
     if result["recipe"] is not None:

@@ -1,12 +1,18 @@
 """What several commands refuse, with a `KeepsetError`, before any work is done."""
 
+from __future__ import annotations
+
 import unicodedata
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from keepset.cli.options import STANDARD_OUTPUT
 from keepset.errors import KeepsetError
 from keepset.models import context_length
+
+if TYPE_CHECKING:
+    from keepset.recipe import Recipe
 
 
 def check_text(name: str, text: str | None) -> None:
@@ -51,6 +57,16 @@ def check_tensor_file(out: Path, force: bool) -> None:
         )
     if out.exists() and not force:
         raise KeepsetError(f"{str(out)!r} exists: name another file with --out, or replace it with --force.")
+
+
+def check_measured(model: Any, recipes: Iterable[Recipe | None]) -> None:
+    """Refuses recipes whose statistics or tables cannot be read, or are another model's: every figure would fail."""
+    from keepset.core.features.given import ModelStatistics, ModelTables
+    from keepset.hf.cache import Cache
+
+    for recipe in recipes:
+        if recipe is not None and any(isinstance(need, ModelStatistics | ModelTables) for need in recipe.method.needs):
+            Cache(model, recipe).stop_watching()
 
 
 def check_fits_context(model: Any, length: int, new: int = 0) -> None:

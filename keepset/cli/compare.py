@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Exit, Option
 
-from keepset.cli.checks import check_text, check_writable
+from keepset.cli.checks import check_measured, check_text, check_writable
 from keepset.cli.console import (
     cell,
     counted,
@@ -113,6 +113,7 @@ def compare(
 
     candidates = grid(parsed, budgets, (every or _EVERY) if decode else None)
     loaded, tokenizer = load(model)
+    check_measured(loaded, (candidate.recipe for candidate in candidates))
     longest = context_length(loaded)
     if generate is not None:
         check_fits(prompt_tokens or _PROMPT_TOKENS, generate + ANSWER_TOKENS, longest)

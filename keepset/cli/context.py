@@ -64,7 +64,7 @@ def build(
     seconds = time.perf_counter() - start
     # A folder is found again from wherever the question is asked.
     name = str(Path(model.name).resolve()) if model.name and Path(model.name).is_dir() else model.called
-    cache.save(out, model_name=name, **_frame(tokenizer, ids[0].tolist()))
+    cache.save(out, force=force, model_name=name, **_frame(tokenizer, ids[0].tolist()))
     kept = "nothing dropped yet"
     if cache.events:
         event, keep_set = cache.events[-1], cache.keep_set

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from typer import Exit, Option
 
 from keepset.bench.report.page import assemble
-from keepset.cli.checks import check_fits_context, check_writable
+from keepset.cli.checks import check_fits_context, check_measured, check_writable
 from keepset.cli.console import counted, load, megabytes, note, output, progress, sanitize, say, show, table, write
 from keepset.cli.options import Html, Json, takes_model
 from keepset.errors import KeepsetError
@@ -46,6 +46,7 @@ def latency(
     from keepset.offline.corpus import default_texts
 
     loaded, tokenizer = load(model)
+    check_measured(loaded, parsed)
     check_fits_context(loaded, max(lengths), output_tokens)
     whole = "\n\n".join([essay(), *default_texts()]) if text is None else read(text)
     ids = tokenizer(whole, return_tensors="pt", verbose=False)["input_ids"].to(loaded.device)

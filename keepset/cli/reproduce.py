@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -75,33 +76,40 @@ def reproduce(
     chosen = entry_of(entry)
     files = {name: path.resolve() for name, path in (("stats", stats), ("tables", tables)) if path is not None}
     options = Options(limit, seed, output_tokens, wanted, data, files)
-    _make(out)
     results, failed = [], False
     names = chosen.models if model is None else (model,)
-    for name in names:
-        try:
-            source = Source(None if name == _EMBEDDED else name, device, dtype)
-            rows, lost = _run(chosen, source, options, out, ray)
-        except KeepsetError as error:
-            if len(names) == 1:
-                raise
-            note(f"{name}: {error}")  # the others' figures are none the worse for it
-            failed = True
-            continue
-        failed = failed or lost or any(row.failed for row in rows)
-        results.append(_result(chosen, source.called, rows))
+    with _folder(out):
+        for name in names:
+            try:
+                source = Source(None if name == _EMBEDDED else name, device, dtype)
+                rows, lost = _run(chosen, source, options, out, ray)
+            except KeepsetError as error:
+                if len(names) == 1:
+                    raise
+                note(f"{name}: {error}")  # the others' figures are none the worse for it
+                failed = True
+                continue
+            failed = failed or lost or any(row.failed for row in rows)
+            results.append(_result(chosen, source.called, rows))
     output(results, json_file, lambda: _print(chosen, results))
     if failed:
         raise Exit(1)
 
 
-def _make(folder: Path) -> None:
+@contextmanager
+def _folder(path: Path) -> Iterator[None]:
+    """The folder is there meanwhile; one in which nothing was written is not left behind."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise KeepsetError(
-            f"{str(folder)!r} is no folder to write to ({error.strerror}): name another with --out."
+            f"{str(path)!r} is no folder to write to ({error.strerror}): name another with --out."
         ) from None
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # it holds something
+            path.rmdir()
 
 
 def _run(entry: Entry, source: Source, options: Options, out: Path, ray: bool) -> tuple[list[Measured], bool]:

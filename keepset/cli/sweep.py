@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from typer import Exit
 
+from keepset.cli.checks import check_measured
 from keepset.cli.console import TimeUp, bounded, counted, foretold, load, note, progress, status
 from keepset.errors import KeepsetError
 from keepset.models import Source, context_length
@@ -104,6 +105,7 @@ def sweep_grid(
         raise KeepsetError(
             f"{beyond[0]} does not fit the model's context of {longest} tokens: ask for fewer --prompt-tokens."
         )
+    check_measured(loaded, (each.recipe for group in grid.candidates.values() for each in group))
     chat = asking.chat and tokenizer.chat_template is not None
     runner: dict[str, Any] = {"mode": asking.mode, "chat": chat, "temperature": asking.temperature}
     runner |= {"alone": True} if asking.alone else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,8 @@ class Budget:
             a text that is no longer than that everything.
         protect_prompt: the request's prompt always stays, like sinks. It counts towards `keep`, too; where both it and
             the recent suffix are more than that, they are what stays.
+        protect: ranges of tokens `(first, end)`, without the one at the end, that always stay as a protected prompt
+            does; in order and apart from one another, however they were given.
 
     Raises:
         BudgetError: when it is made of something that is out of range, or does not fit together.
@@ -36,6 +39,7 @@ class Budget:
     sinks: int = 0
     recent: int = 0
     protect_prompt: bool = False
+    protect: Sequence[Sequence[int]] = ()
 
     def __post_init__(self) -> None:
         for name in ("sinks", "recent"):
@@ -44,6 +48,7 @@ class Budget:
                 raise BudgetError(f"{name}={value!r} is not a number of tokens: use an integer from 0.")
         if not isinstance(self.protect_prompt, bool):
             raise BudgetError(f"protect_prompt={self.protect_prompt!r} is neither True nor False.")
+        object.__setattr__(self, "protect", _joined(self.protect))
         if self.keep is None:
             return
         if isinstance(self.keep, bool) or not isinstance(self.keep, int | float):
@@ -65,7 +70,7 @@ class Budget:
 
     @property
     def _key(self) -> tuple[object, ...]:
-        return type(self.keep), self.keep, self.sinks, self.recent, self.protect_prompt
+        return type(self.keep), self.keep, self.sinks, self.recent, self.protect_prompt, self.protect
 
     def quotas(self, observation: Observation) -> Quotas:
         """Entries that stay of every request and KV head; all where there are fewer, and never none."""
@@ -82,22 +87,55 @@ class Budget:
         return sinks.maximum(observation.prompts) if self.protect_prompt else sinks
 
     def always(self, observation: Observation) -> Int[Tensor, " batch"]:
-        """How many tokens always stay, the first and the newest; less where a text is not long enough for them."""
-        return self.first(observation) + observation.lengths.clamp(max=self.recent)
+        """How many tokens always stay, the first, those of ranges and the newest; less where a text is too short."""
+        first, newest = self.first(observation), observation.lengths.clamp(max=self.recent)
+        if not self.protect:
+            return first + newest
+        begins, ends = torch.tensor(self.protect, device=first.device).unbind(1)
+        until = (observation.lengths - newest)[:, None].minimum(ends)
+        return first + newest + (until - begins.maximum(first[:, None])).clamp(min=0).sum(-1)
 
     def aim(self, observation: Observation) -> Int[Tensor, " batch"]:
-        """Entries per KV head where there are as many: `keep`, or what always stays if a protected prompt is longer."""
+        """Entries per KV head where there are as many: `keep`, or what always stays if that is protected and more."""
         assert isinstance(self.keep, int)
         keep = torch.full_like(observation.lengths, self.keep)
-        return keep.maximum(self.always(observation)) if self.protect_prompt else keep
+        protects = self.protect_prompt or self.protect
+        return keep.maximum(self.always(observation)) if protects else keep
 
-    def is_sink(self, observation: Observation) -> Mask:
-        """Which entries are among the first tokens that always stay."""
-        return observation.positions < self.first(observation)[:, None, None]
+    def is_protected(self, observation: Observation) -> Mask:
+        """Which entries are among the first tokens that always stay, or in a range that does."""
+        first = observation.positions < self.first(observation)[:, None, None]
+        if not self.protect:
+            return first
+        bounds = torch.tensor(self.protect, device=first.device).flatten()
+        return first | (torch.searchsorted(bounds, observation.positions.contiguous(), right=True) % 2 == 1)
 
     def is_recent(self, observation: Observation) -> Mask:
         """Which entries are among the newest tokens that always stay."""
         return observation.positions >= observation.lengths[:, None, None] - self.recent
+
+
+def _joined(ranges: object) -> tuple[tuple[int, int], ...]:
+    """Ranges in order, those that meet as one."""
+    if not isinstance(ranges, list | tuple) or not all(map(_is_range, ranges)):
+        raise BudgetError(
+            f"protect={ranges!r:.80} is no list of ranges of tokens: write [[0, 512]], the first token and the one "
+            "after the last, as often as needed."
+        )
+    joined: list[tuple[int, int]] = []
+    for first, end in sorted(map(tuple, ranges)):
+        if joined and first <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((first, end))
+    return tuple(joined)
+
+
+def _is_range(bounds: object) -> bool:
+    if not isinstance(bounds, list | tuple) or len(bounds) != 2:
+        return False
+    whole = all(isinstance(bound, int) and not isinstance(bound, bool) for bound in bounds)
+    return whole and 0 <= bounds[0] < bounds[1] < LIMIT
 
 
 def share_of(counts: Int[Tensor, "*shape"], share: float) -> Int[Tensor, "*shape"]:

@@ -29,14 +29,14 @@ def finite(scores: Scores) -> Scores:
 def ranked_scores(scores: Scores, observation: Observation, budget: Budget) -> Scores:
     """Scores in an order that selection can rely on, float32.
 
-    From best to worst: sinks and a protected prompt (the first token first of all), the recent suffix, the scores,
+    From best to worst: sinks and what is protected (the first token first of all), the recent suffix, the scores,
     entries scored NaN, holes (-inf).
     """
     ranked = finite(scores)
     ranked.masked_fill_(budget.is_recent(observation), RECENT_RANK)
-    first = budget.first(observation).clamp(min=1)[:, None, None]
-    sink_rank = _LARGEST * (1 - observation.positions.float() / (4 * first.float()))
-    ranked = sink_rank.where(budget.is_sink(observation), ranked)
+    lengths = observation.lengths.clamp(min=1)[:, None, None]
+    rank = _LARGEST * (1 - observation.positions.float() / (4 * lengths.float()))
+    ranked = rank.where(budget.is_protected(observation), ranked)
     return ranked.masked_fill_(~observation.valid, float("-inf"))
 
 

@@ -183,27 +183,31 @@ class Cache(PromptCache):
         self,
         path: str | Path,
         *,
+        force: bool = False,
         model_name: str | None = None,
         token_ids: Sequence[int] | None = None,
         opening: int = 0,
         joint: Sequence[int] = (),
     ) -> None:
-        """Writes what is cached into one file, whole or not at all; a file that is there is replaced.
+        """Writes what is cached into one file, whole or not at all.
 
         Args:
             path: of the file.
+            force: replace a file that is there.
             model_name: what the model is found by again, if not what it was loaded by.
             token_ids: of the text that is cached, if a server is to find the file by them; of one request.
             opening: how many of them any message begins with (a chat template's), so that a question may, too.
             joint: tokens that then come between the text and the question.
 
         Raises:
-            KeepsetError: there is no whole prompt yet, `token_ids` are not as many as its tokens, the model has layers
-                of a kind that is not saved, or the place cannot be written to.
+            KeepsetError: there is such a file, or no whole prompt yet, `token_ids` are not as many as its tokens, the
+                model has layers of a kind that is not saved, or the place cannot be written to.
         """
         model = self._model()
         if model is None:
             raise KeepsetError("The model of this cache is gone: keep it until the cache is saved.")
+        if Path(path).is_file() and not force:
+            raise KeepsetError(f"{str(path)!r} exists: save to another file, or replace it with force=True.")
         name = model.config.name_or_path or "" if model_name is None else model_name
         saved.save(self, Path(path), model, name, token_ids, opening, joint)
 

@@ -19,7 +19,6 @@ from keepset.core.feature import Feature, Needs
 from keepset.core.features.attention import SecondPass
 from keepset.core.features.given import ModelStatistics, ModelTables, OutputProjection, Perplexity
 from keepset.core.observation import Observation
-from keepset.core.statistics import load
 from keepset.errors import KeepsetError
 from keepset.hf.attention import NAME, AttentionCall, hand_over
 from keepset.hf.attention_hooks import AttentionHooks
@@ -27,13 +26,13 @@ from keepset.hf.forward import Forward
 from keepset.hf.hooks import ModelHooks
 from keepset.hf.layer import KeepLayer
 from keepset.hf.mask import OTHER_PROMPT
+from keepset.hf.measured import statistics_for, tables_for
 from keepset.hf.perplexity import PerplexityHooks
 from keepset.hf.phases import DecodingPhase, LayerEvent, PromptPhase
 from keepset.hf.progress import Progress
 from keepset.hf.projection import output_projection
 from keepset.hf.second_pass import SecondPasses
 from keepset.hf.support import check_model
-from keepset.hf.tables import tables_for
 from keepset.hf.uncompiled import uncompiled
 from keepset.recipe import Schedule
 
@@ -77,11 +76,11 @@ class PromptCache(TransformersCache, ABC):
             needs = Needs()
         super().__init__(layers=[self.kept_layers.get(index, layer) for index, layer in enumerate(layers)])
         self.needs, self.schedule, self.prompt_length = needs, schedule or Schedule(), prompt_length
+        self.compressed_layers = tuple(self.kept_layers)
         self._from_files: dict[Feature[Any], Any] = {
-            **{stats: load(stats.file, model.config.name_or_path or "") for stats in needs.of(ModelStatistics)},
+            **{stats: statistics_for(model, self.compressed_layers, stats.file) for stats in needs.of(ModelStatistics)},
             **{tables: tables_for(model, len(self.kept_layers), tables.file) for tables in needs.of(ModelTables)},
         }
-        self.compressed_layers = tuple(self.kept_layers)
         self.progress: Progress | None = None
         self._hooks = AttentionHooks(model, self) if needs.unrotated else None
         self._second = SecondPasses(model, self, needs, tasks) if needs.of(SecondPass) else None

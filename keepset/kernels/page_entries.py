@@ -16,26 +16,33 @@ Cache = Float[Tensor, "blocks kv_heads block_size width"]
 
 
 def read_pages(
-    caches: Sequence[Cache], subpages: Int[Tensor, "rows kv_heads pages"]
+    caches: Sequence[Cache], places: range, subpages: Int[Tensor, "rows kv_heads pages"]
 ) -> Float[Tensor, "layers_rows kv_heads entries width"]:
     """The same whole sub-pages of several layers that are alike, layer after layer.
 
     Args:
-        caches: the layers'.
-        subpages: in the order of the entries.
+        caches: of layers that share block tables.
+        places: of those to read, among these.
+        subpages: in the order of the entries; their numbers go on into the caches that follow, around in a circle.
     """
     first, (rows, kv_heads, pages) = caches[0], subpages.shape
     size, width = first.shape[2:]
     if uses_triton(first.device):
         from keepset.kernels.triton import page_entries  # loads Triton
 
-        entries = first.new_empty(len(caches) * rows, kv_heads, pages * size, width)
+        entries = first.new_empty(len(places) * rows, kv_heads, pages * size, width)
         with launched_on(first.device):
-            page_entries.read(first, _addresses(caches), subpages.contiguous(), entries)
+            page_entries.read(first, addresses_of(caches), places, subpages.contiguous(), entries)
         return entries
     # Not one index into a folded view: blocks and heads need not have strides that fold.
-    place = subpages // first.shape[1], subpages % first.shape[1]
-    return torch.cat([cache[place].flatten(2, 3) for cache in caches])
+    through, head = subpages // first.shape[1], subpages % first.shape[1]
+    further, block = through // len(first), through % len(first)
+    read = [caches[place][block, head] for place in places]
+    for steps in range(1, len(caches)):
+        there = further == steps
+        for place, own in zip(places, read, strict=True):
+            own[there] = caches[(place + steps) % len(caches)][block[there], head[there]]
+    return torch.cat([own.flatten(2, 3) for own in read])
 
 
 def write_entries(
@@ -58,7 +65,7 @@ def write_entries(
 
         if len(entries):
             with launched_on(first.device):
-                page_entries.write(first, _addresses(caches), entries.contiguous(), layers, slots)
+                page_entries.write(first, addresses_of(caches), entries.contiguous(), layers, slots)
         return
     kv_heads, size = first.shape[1:3]
     for layer, cache in enumerate(caches):
@@ -67,7 +74,8 @@ def write_entries(
         cache[place // size // kv_heads, place // size % kv_heads, place % size] = entries[own]
 
 
-def _addresses(caches: Sequence[Cache]) -> Int[Tensor, " layers"]:
+def addresses_of(caches: Sequence[Cache]) -> Int[Tensor, " layers"]:
+    """Where they begin, on their device."""
     return _table(tuple(cache.data_ptr() for cache in caches), caches[0].device)
 
 

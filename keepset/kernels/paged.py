@@ -6,7 +6,7 @@ made, and what is launched depends on nothing but how many tokens there are, so 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from keepset.kernels import subpages
 from keepset.kernels.dispatch import launched_on, uses_triton
-from keepset.kernels.subpages import Layout
+from keepset.kernels.page_entries import read_pages
+from keepset.kernels.subpages import Group, Layout
 
 
 class PagedTokens(NamedTuple):
@@ -101,12 +102,13 @@ def follow_layouts(
 
 def paged_attention(
     queries: Float[Tensor, "tokens query_heads head_dim"],
-    cache: Float[Tensor, "blocks kv_heads block_size two_head_dim"],
+    caches: Sequence[Float[Tensor, "blocks kv_heads block_size two_head_dim"]],
+    place: int,
     tokens: PagedTokens,
     layout: Layout,
     scaling: float,
     output: Float[Tensor, "tokens query_heads head_dim"],
-    bias: Float[Tensor, " slots"] | None = None,
+    bias: Float[Tensor, "layers slots"] | None = None,
 ) -> None:
     """Attention of these tokens, on a GPU in two launches for all heads of all requests.
 
@@ -114,27 +116,29 @@ def paged_attention(
 
     Args:
         queries: of the step, after rotation; of an entry's numbers each follows the one before.
-        cache: with any strides, but for an entry's own numbers, keys and then values. The tokens' entries are in it.
+        caches: of the layers that share the block table, with any strides, the same for all, but for an entry's own
+            numbers, keys and then values. The tokens' entries are in them.
+        place: of the layer that attends, among these.
         tokens: those that attend; the others' output is left alone.
         layout: of one layer, row by row.
         scaling: of the logits.
         output: contiguous; where the results go. Of nothing to see they are zero.
         bias: added to the logits of the entries that were kept at the newest event; of each slot
-            `(block * kv_heads + head) * block_size + offset`.
+            `(block * kv_heads + head) * block_size + offset` of each layer.
     """
     if uses_triton(queries.device):
         from keepset.kernels.triton import paged  # loads Triton
 
         with launched_on(queries.device):
-            paged.attend(queries, cache, tokens, layout, scaling, output, bias)
+            paged.attend(queries, caches, place, tokens, layout, scaling, output, bias)
         return
-    kv_heads, size, head_dim = cache.shape[1], cache.shape[2], cache.shape[3] // 2
+    group = Group(range(place, place + 1), len(caches), len(caches[0]))
 
     def read(table: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = cache[table // kv_heads, table % kv_heads].flatten(1, 2).split(head_dim, -1)
+        keys, values = read_pages(caches, range(place, place + 1), table[None])[0].chunk(2, -1)
         return keys, values
 
-    attend_pages(queries, read, size, tokens, layout, scaling, output, bias)
+    attend_pages(queries, read, caches[0].shape[2], tokens, layout, group, scaling, output, bias)
 
 
 def attend_pages(
@@ -143,15 +147,17 @@ def attend_pages(
     block_size: int,
     tokens: PagedTokens,
     layout: Layout,
+    group: Group,
     scaling: float,
     output: Float[Tensor, "tokens query_heads head_dim"],
-    bias: Float[Tensor, " slots"] | None = None,
+    bias: Float[Tensor, "layers slots"] | None = None,
 ) -> None:
     """`paged_attention` token by token, wherever the pages are.
 
     Args:
         read: keys and values `[kv_heads, entries, head_dim]` of whole sub-pages `[kv_heads, pages]`.
         block_size: entries of each.
+        group: the layer that attends among those that share the block table.
         queries, tokens, layout, scaling, output, bias: as there.
     """
     kv_heads = layout.counts.shape[-1]
@@ -160,7 +166,7 @@ def attend_pages(
         if not length:
             output[place] = 0
             continue
-        table, entries = _pages(tokens, layout, row, length, block_size)
+        table, entries = _pages(tokens, layout, row, length, block_size, group)
         keys, values = read(table)
         entry = torch.arange(keys.shape[1], device=keys.device)
         exists = entry < entries[:, None]
@@ -168,8 +174,8 @@ def attend_pages(
         mask = exists.new_zeros(exists.shape, dtype=queries.dtype)
         if bias is not None:
             slots = (table * block_size)[..., None] + torch.arange(block_size, device=table.device)
-            kept = entry < layout.counts[row, 0, :, None]
-            mask = bias[slots.flatten(1)].to(mask.dtype).where(kept, 0)
+            kept, through = entry < layout.counts[row, 0, :, None], group.places[0] * bias.shape[1] + slots.flatten(1)
+            mask = bias.view(-1)[through % bias.numel()].to(mask.dtype).where(kept, 0)
         mask = mask.where(exists, float("-inf"))[:, None]
         grouped = queries[place].unflatten(0, (kv_heads, -1))
         output[place] = F.scaled_dot_product_attention(grouped, keys, values, mask, scale=scaling).flatten(0, 1)
@@ -186,7 +192,8 @@ def append_to_pages(
 
     Args:
         keys, values: of the step; of an entry's numbers each follows the one before.
-        cache, tokens, layout: as `paged_attention` has them.
+        cache: the layer's own: what others see is not written to.
+        tokens, layout: as `paged_attention` has them.
     """
     if uses_triton(keys.device):
         from keepset.kernels.triton import paged  # loads Triton
@@ -213,11 +220,11 @@ def _whose(tokens: PagedTokens, index: int) -> tuple[int, int]:
 
 
 def _pages(
-    tokens: PagedTokens, layout: Layout, row: int, length: int, block_size: int
+    tokens: PagedTokens, layout: Layout, row: int, length: int, block_size: int, group: Group | None = None
 ) -> tuple[Int[Tensor, "kv_heads pages"], Int[Tensor, " kv_heads"]]:
     """Sub-pages of a row's heads at so many tokens, and their entries."""
     own = Layout(*(part[row : row + 1] for part in layout))
     entries = subpages.entries(own, own.length.new_tensor([length]))
     most = -(-int(entries.max()) // block_size)
-    table = subpages.tables(own, entries, tokens.block_table[row : row + 1], block_size, most)
+    table = subpages.tables(own, entries, tokens.block_table[row : row + 1], block_size, most, group)
     return table[0, 0].long(), entries[0, 0]

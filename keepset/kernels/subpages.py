@@ -12,8 +12,12 @@ Hence the number of any page follows from the counts at the newest event. Nothin
 between events, and a request without an event (a state of zeros) has vLLM's own layout: page `i` of head `h` is
 number `i * kv_heads + h`. So compressed and plain requests share one call.
 
-What several requests begin with is dealt out otherwise, because none may write to another's pages: first all that are
-full, up to the end of a block; then every head's last one, head after head, in the first block of the request's own.
+What several requests begin with is dealt out otherwise, because none may write to another's pages. All that are full
+come first, through all layers that share the block table, up to a block's end: a layer that holds little lends its
+pages to one that holds much. Then every head's last one, head after head, in the first block of the request's own.
+
+So a page of a layer may lie in another one's cache. The numbers of a layer's sub-pages go on into the caches of the
+layers that follow in its group, and after the last into those of the first ones.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 
@@ -31,14 +35,29 @@ class Layout(NamedTuple):
     Attributes:
         counts: entries that each head kept.
         length: the request's tokens at the event.
-        first: the first logical block that the layer still used; what lies before is not looked at.
-        shared: 1 where the pages that are full by then are other requests', too; else 0.
+        first: the first logical block that is dealt out to the layer's heads alone.
+        shared: where the pages that are full by then are other requests', too, one more than the number of the layer's
+            first, counted from the request's first block on through the pages of all layers; else 0.
     """
 
     counts: Int[Tensor, "rows layers kv_heads"]
     length: Int[Tensor, "rows layers"]
     first: Int[Tensor, "rows layers"]
     shared: Int[Tensor, "rows layers"]
+
+
+class Group(NamedTuple):
+    """Layers that share a block table.
+
+    Attributes:
+        places: of those in question, among all.
+        layers: how many share it.
+        blocks: of every layer's cache.
+    """
+
+    places: range
+    layers: int
+    blocks: int
 
 
 def entries(layout: Layout, lengths: Int[Tensor, " rows"]) -> Int[Tensor, "rows layers kv_heads"]:
@@ -55,19 +74,32 @@ def tables(
     block_table: Int[Tensor, "rows width"],
     block_size: int,
     pages: int,
+    group: Group | None = None,
 ) -> Int[Tensor, "rows layers kv_heads {pages}"]:
     """The sub-pages of every head, in the order of its entries and in the block table's dtype.
 
     `pages` is how many places to make: as many as the head with most entries needs (any bound above will do).
-    Places that a head does not need are 0, and nothing is looked up for them.
+    Places that a head does not need are 0, and nothing is looked up for them; without a `group` so are those that other
+    requests share.
     """
     page = torch.arange(pages, device=block_table.device)
     needed = page < _ceil_div(entries, block_size)[..., None]
-    number, kv_heads = _numbers(layout, page, block_size), entries.shape[-1]
+    number, packed, kv_heads = *_numbers(layout, page, block_size), entries.shape[-1]
+    block = layout.first[..., None, None] + number // kv_heads
+    beyond, shared = torch.zeros_like(number), packed & (layout.shared > 0)[..., None, None]
+    if group is None:
+        needed = needed & ~shared
+    else:
+        through = layout.shared[..., None, None] - 1 + number
+        block = torch.where(shared, through // (group.layers * kv_heads), block)
+        places = torch.arange(group.places.start, group.places.stop, device=page.device)[:, None, None]
+        others = (through // kv_heads - places) % group.layers
+        beyond = (others * group.blocks).where(shared, 0)
+        number = torch.where(shared, through, number)
     # Before the look-up: what a place beyond the need points at may lie outside the block table.
-    block = (layout.first[..., None, None] + number // kv_heads).where(needed, 0)
+    block = block.where(needed, 0)
     found = block_table.gather(1, block.flatten(1).long()).view(block.shape)
-    return (found * kv_heads + (number % kv_heads).to(found.dtype)).where(needed, 0)
+    return ((beyond + found) * kv_heads + number % kv_heads).where(needed, 0).to(block_table.dtype)
 
 
 def blocks_needed(
@@ -120,24 +152,26 @@ def shareable_pages(counts: Int[Tensor, "*rows kv_heads"], block_size: int) -> I
     return (_ceil_div(counts, block_size) - 1).clamp(min=0)
 
 
-def _numbers(layout: Layout, page: Int[Tensor, " pages"], block_size: int) -> Int[Tensor, "rows layers kv_heads pages"]:
-    """Which of its request's sub-pages, from block `first` on, each page of each head is.
+def _numbers(
+    layout: Layout, page: Int[Tensor, " pages"], block_size: int
+) -> tuple[Int[Tensor, "rows layers kv_heads pages"], Bool[Tensor, "rows layers kv_heads pages"]]:
+    """Which of its request's sub-pages each page of each head is, and whether it was packed at the event.
 
-    A head's pages lie on two lines: those of the event one after another, those since `kv_heads` apart.
+    A head's pages lie on two lines: those of the event one after another, those since `kv_heads` apart. They are
+    numbered from block `first` on; those that were packed and are shared, from the layer's first such page on.
     """
     counts, shared = layout.counts, layout.shared[..., None] > 0
     kv_heads = counts.shape[-1]
     kept = torch.where(shared, shareable_pages(counts, block_size), _ceil_div(counts, block_size))
     end = kept.cumsum(-1)
-    total = torch.where(shared, _ceil_div(end[..., -1:], kv_heads) * kv_heads, end[..., -1:])
     # Heads with fewer free places run full earlier; of equal ones the lower head takes its page first.
     heads = torch.arange(kv_heads, device=counts.device)
     free = torch.where(shared, 0, -counts % block_size)
     rank = (free * kv_heads + heads).argsort(-1).argsort(-1)
-    # Page `kept` is the first since the event: all that was packed and then `rank` other heads' pages precede it.
-    later = total + rank - kept * kv_heads
-    packed = (end - kept)[..., None] + page
-    return packed.where(page < kept[..., None], later[..., None] + page * kv_heads)
+    # Page `kept` is the first since the event: all that was packed there and then `rank` other heads' pages precede it.
+    later = torch.where(shared, 0, end[..., -1:]) + rank - kept * kv_heads
+    start, packed = (end - kept)[..., None] + page, page < kept[..., None]
+    return start.where(packed, later[..., None] + page * kv_heads), packed
 
 
 def _ceil_div(numerator: Int[Tensor, "*shape"], denominator: int) -> Int[Tensor, "*shape"]:

@@ -193,7 +193,7 @@ class CompilerKV(Method):
             total = utility.masked_fill(~known, 0.0).sum(-1, keepdim=True)
             # Where all weights of a layer are negative, so is the mean, and nothing is a candidate.
             utility = utility / (total / known.sum(-1, keepdim=True)).abs()
-        always = budget.is_sink(observation) | budget.is_recent(observation)
+        always = budget.is_protected(observation) | budget.is_recent(observation)
         return ((utility >= threshold[:, None, None]) | always).logical_and(existing).sum(-1).clamp(min=1)
 
     def risk(

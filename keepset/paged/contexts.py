@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from keepset.errors import UnsupportedEngineError
 from keepset.kernels import subpages
-from keepset.kernels.subpages import Layout
+from keepset.kernels.subpages import Group, Layout
 from keepset.paged.step import ScheduledRequest, StepBatch
 
 
@@ -22,7 +23,7 @@ class ContextPlacement:
     Attributes:
         tokens: of the context, kept or not.
         first: leading blocks, which hold nothing.
-        own: the first block that is the request's own; those in between are the same for all.
+        own: the first block that is the request's own; those in between are the same for all, their pages any layer's.
     """
 
     tokens: int
@@ -44,50 +45,63 @@ class ContextPlacement:
         """
         parts = counts.unflatten(1, (ranks, -1))
         own = subpages.own_block(counts, tokens, block_size)
-        first = own - int(_shared_blocks(parts, block_size).max())
+        shared = subpages.shareable_pages(parts, block_size).sum((0, 2)).max()  # of one rank
+        first = own - -(-int(shared) // parts[:, 0].numel())
         if first < 0:
             raise UnsupportedEngineError(
-                f"Some layers hold nearly all {tokens} tokens of the context, and others do not: such pages cannot be "
-                "shared; build it with a recipe that drops some of every layer's."
+                f"Of {tokens} tokens of the context nearly all are held, and not by every head: such pages cannot be "
+                "shared; build it with a recipe that drops more."
             )
         return cls(tokens, first, own)
 
     def layout(self, counts: Int[Tensor, "layers kv_heads"], block_size: int) -> Layout:
         """What the pages of a request follow from, as the only row, on one rank with its part of the heads."""
-        first = self.own - _shared_blocks(counts, block_size)
-        return Layout(
-            counts[None], torch.full_like(first, self.tokens)[None], first[None], torch.ones_like(first)[None]
-        )
+        pages = subpages.shareable_pages(counts, block_size).sum(-1)
+        before = self.first * counts.numel() + pages.cumsum(0) - pages
+        length, own = (torch.full_like(pages, number)[None] for number in (self.tokens, self.own))
+        return Layout(counts[None], length, own, (before + 1)[None])
 
 
-def _shared_blocks(counts: Int[Tensor, "*rows kv_heads"], block_size: int) -> Int[Tensor, "*rows"]:
-    kv_heads = counts.shape[-1]
-    return (subpages.shareable_pages(counts, block_size).sum(-1) + kv_heads - 1) // kv_heads
+class EntryPlaces(NamedTuple):
+    """Which entries of a context go where.
+
+    Attributes:
+        chosen: of all of them.
+        layers, slots: of each that is chosen; slots go on into the caches of the layers that follow, as sub-pages do.
+    """
+
+    chosen: Int[Tensor, " n"]
+    layers: Int[Tensor, " n"]
+    slots: Int[Tensor, " n"]
 
 
-def context_slots(
-    layout: Layout, block_table: Int[Tensor, " width"], block_size: int, own: int | None = None
-) -> list[tuple[Int[Tensor, " n"], Int[Tensor, " n"]]]:
-    """Of each layer which entries, packed head after head, go to which slots.
+def context_places(
+    layout: Layout, block_table: Int[Tensor, " width"], block_size: int, blocks: int, own: bool = False
+) -> EntryPlaces:
+    """Where the entries of a context go, packed layer after layer and head after head.
 
     Args:
         layout: as `ContextPlacement.layout` says it.
         block_table: the request's blocks, by logical position.
         block_size: tokens of a block.
-        own: only what goes to this logical block and those after it; None: all.
+        blocks: of every layer's cache.
+        own: only those in pages that are the request's own.
     """
     counts = layout.counts[0]
+    layers, kv_heads = counts.shape
     most = -(-int(counts.max()) // block_size)
-    tables = subpages.tables(layout, layout.counts, block_table[None], block_size, most)[0].long()
-    shared = subpages.shareable_pages(counts, block_size) * block_size
-    places = []
-    for table, sizes, skipped in zip(tables, counts, shared, strict=True):
-        head = torch.arange(len(sizes)).repeat_interleave(sizes)
-        entry = torch.arange(len(head)) - (sizes.cumsum(0) - sizes)[head]
-        slots = table[head, entry // block_size] * block_size + entry % block_size
-        chosen = torch.arange(len(head)) if own is None else (entry >= skipped[head]).nonzero()[:, 0]
-        places.append((chosen, slots[chosen]))
-    return places
+    tables = subpages.tables(
+        layout, layout.counts, block_table[None], block_size, most, Group(range(layers), layers, blocks)
+    )
+    sizes = counts.flatten()
+    head = torch.arange(len(sizes)).repeat_interleave(sizes)
+    entry = torch.arange(len(head)) - (sizes.cumsum(0) - sizes)[head]
+    chosen = torch.arange(len(head))
+    if own:
+        chosen = (entry >= (subpages.shareable_pages(sizes, block_size) * block_size)[head]).nonzero()[:, 0]
+        head, entry = head[chosen], entry[chosen]
+    slots = tables.flatten(1, 2)[0].long()[head, entry // block_size] * block_size + entry % block_size
+    return EntryPlaces(chosen, head // kv_heads, slots)
 
 
 class ContextRequests:

@@ -20,7 +20,8 @@ class Pages(Protocol):
     """One layer's cache, by sub-pages, in each process that computes.
 
     A block is `kv_heads` sub-pages, one of each head: sub-page `block * kv_heads + head`, and its slot
-    `subpage * block_size + offset`.
+    `subpage * block_size + offset`. Numbers go on into the caches of the layers that follow among those with the same
+    block tables, around in a circle: pages that requests share are dealt out through all of them.
     """
 
     @property

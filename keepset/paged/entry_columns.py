@@ -50,9 +50,10 @@ class EntryColumns:
     def __contains__(self, name: str) -> bool:
         return name in self._columns
 
-    def bias(self, place: int) -> Float[Tensor, " slots"] | None:
-        """What a layer's attention adds to the logits of entries that were kept at an event; None: nothing."""
-        return self[BIAS][place] if BIAS in self else None
+    @property
+    def bias(self) -> Float[Tensor, "layers slots"] | None:
+        """What attention adds to the logits of entries that were kept at an event; None: nothing."""
+        return self._columns.get(BIAS)
 
     @property
     def nbytes(self) -> int:
@@ -68,7 +69,10 @@ class EntryColumns:
         self, name: str, places: range, slots: Int[Tensor, "rows kv_heads entries"]
     ) -> Float[Tensor, "layers_rows kv_heads entries"]:
         """A column's numbers of these slots in these layers."""
-        return self[name][places.start : places.stop, slots].flatten(0, 1)
+        column = self[name]
+        # Numbers of pages go on into the following layers.
+        layers = torch.arange(places.start, places.stop, device=slots.device)[:, None, None, None] * column.shape[1]
+        return column.view(-1)[(layers + slots) % column.numel()].flatten(0, 1)
 
     def write(
         self, name: str, layers: Int[Tensor, " n"], slots: Int[Tensor, " n"], numbers: Float[Tensor, " n"]

@@ -157,13 +157,18 @@ class LayerGroup:
 
     def put(
         self,
-        place: int,
         keys: Float[Tensor, "n head_dim"],
         values: Float[Tensor, "n head_dim"],
+        layers: Int[Tensor, " n"],
         slots: Int[Tensor, " n"],
     ) -> None:
-        """Writes entries that come from elsewhere into a layer's pages, once all events that are due are over."""
-        self._pages[place]().write(keys, values, slots)
+        """Writes entries that come from elsewhere into the pages, once all events that are due are over.
+
+        `layers` are counted within the group, and slots go on into the caches of those that follow.
+        """
+        pages = [each() for each in self._pages]
+        through = (layers * pages[0].slots + slots) % (len(pages) * pages[0].slots)
+        write_layers(pages, keys, values, through // pages[0].slots, through % pages[0].slots)
 
     def _together(self, event: EvictionEvent) -> Iterator[range]:
         """Layers that are looked at as one batch: as many as there is room for, where each may be any."""

@@ -70,7 +70,7 @@ class Observer:
             keys, _ = pages.read(chunk.subpages)
             return [(keys[:, : chunk.position + len(own)], slice(None))]
 
-        step = Chunk(rows, entries, positions, None, self._scaling, source=source)
+        step = Chunk(rows, entries, positions, None, self._scaling, source=source, start=chunk.position)
         chunk.layers[place].add(step)
 
     def add_up(
@@ -90,9 +90,10 @@ class Observer:
             if addition.owners:
                 self._add_up_own(place, feature, addition, rows, pages, occupied, visible)
                 continue
+            biases = None if columns.bias is None else columns.bias[place]
             add_received_in_pages(
                 columns[feature.column][place], rows, pages, occupied.subpages, occupied.entries, addition.unwritten,
-                visible, self._scaling, feature.largest, columns.bias(place), occupied.kept,
+                visible, self._scaling, feature.largest, biases, occupied.kept,
             )  # fmt: skip
         if not addition.ends_prompt:
             for of in self._recording.moments:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from keepset.kernels import subpages
 from keepset.kernels.paged import FiledLayouts, PagedTokens, follow_layouts
-from keepset.kernels.subpages import Layout
+from keepset.kernels.subpages import Group, Layout
 
 
 class OccupiedPages(NamedTuple):
@@ -37,6 +37,7 @@ class RaggedStep:
         lengths: tokens of each request after this step.
         layout: what the heads' pages follow from.
         block_size: of the cache.
+        group: the layers.
         tokens: those of compressed requests and, where each request has one, all: they are written and attended by the
             layout. None while nothing was compressed: then the engine's own tables say the same for all.
         others: whether there are others, of which the engine's own tables are right.
@@ -47,6 +48,7 @@ class RaggedStep:
     lengths: Int[Tensor, " rows"]
     layout: Layout
     block_size: int
+    group: Group
     tokens: PagedTokens | None
     others: bool
     tables: Int[Tensor, "n layers kv_heads pages"] | None = None
@@ -65,6 +67,7 @@ class PerHeadTables:
 
     def __init__(self, layers: int, kv_heads: int, block_size: int, blocks: int, max_requests: int) -> None:
         self._layers, self._kv_heads, self._block_size, self._blocks = layers, kv_heads, block_size, blocks
+        self._group = Group(range(layers), layers, blocks)
         self._max_requests = max_requests
         self._rows: Layout | None = None
         self._filed: FiledLayouts | None = None
@@ -119,7 +122,7 @@ class PerHeadTables:
         if tokens is None and not (eventful or read):
             return None
         layout = Layout(*(part[: len(before)] for part in room))
-        self.step = RaggedStep(pages, after, layout, self._block_size, tokens, others)
+        self.step = RaggedStep(pages, after, layout, self._block_size, self._group, tokens, others)
         self._steady = alike and not eventful
         return self.step
 
@@ -128,7 +131,7 @@ class PerHeadTables:
         rows = len(tokens.lengths)
         layout = Layout(*(part[:rows] for part in self._room(rows, tokens.lengths.device)))
         nobody = torch.zeros_like(tokens.lengths)
-        return RaggedStep(nobody, tokens.lengths, layout, self._block_size, tokens, others=False)
+        return RaggedStep(nobody, tokens.lengths, layout, self._block_size, self._group, tokens, others=False)
 
     def _room(self, rows: int, device: torch.device) -> Layout:
         """For the layouts of a step's requests, in every step the same."""
@@ -152,7 +155,8 @@ class PerHeadTables:
         layout = Layout(*(part[rows] for part in self.step.of_layer(place)))
         entries = subpages.entries(layout, self.step.lengths[rows])
         most = -(-int(entries.max()) // self._block_size)
-        tables = subpages.tables(layout, entries, block_table, self._block_size, most)
+        group = self._group._replace(places=range(place, place + 1))
+        tables = subpages.tables(layout, entries, block_table, self._block_size, most, group)
         return OccupiedPages(tables[:, 0].long(), layout.counts[:, 0], entries[:, 0])
 
     def reassign(

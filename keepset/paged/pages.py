@@ -21,45 +21,51 @@ class StridedPages:
     Attributes:
         kv_heads, block_size, head_dim, slots, device: of the cache.
         entry_bytes: of an entry's key and value.
-        cache: it.
+        caches: of the layers that share block tables.
+        place: the layer's among these.
     """
 
-    def __init__(self, kv_cache: Float[Tensor, "blocks kv_heads block_size two_head_dim"]) -> None:
-        blocks, self.kv_heads, self.block_size, width = kv_cache.shape
+    def __init__(
+        self, caches: Sequence[Float[Tensor, "blocks kv_heads block_size two_head_dim"]], place: int = 0
+    ) -> None:
+        self.caches, self.place, self._cache = caches, place, caches[place]
+        blocks, self.kv_heads, self.block_size, width = self._cache.shape
         self.head_dim, self.slots = width // 2, blocks * self.kv_heads * self.block_size
-        self.entry_bytes = width * kv_cache.itemsize
-        self.cache, self.device = kv_cache, kv_cache.device
+        self.entry_bytes, self.device = width * self._cache.itemsize, self._cache.device
 
     def read_keys(self, subpages: Int[Tensor, "*rows pages"]) -> Float[Tensor, "*rows entries head_dim"]:
         """Keys of whole sub-pages."""
-        block, head = self._block_and_head(subpages)
-        return self.cache[block, head, :, : self.head_dim].flatten(-3, -2)
+        return self._read([cache[..., : self.head_dim] for cache in self.caches], subpages)
 
     def read(
         self, subpages: Int[Tensor, "*rows pages"]
     ) -> tuple[Float[Tensor, "*rows entries head_dim"], Float[Tensor, "*rows entries head_dim"]]:
         """Keys and values of whole sub-pages: halves of one tensor."""
-        entries = self.cache[self._block_and_head(subpages)].flatten(-3, -2)
-        return entries[..., : self.head_dim], entries[..., self.head_dim :]
+        keys, values = self._read(self.caches, subpages).chunk(2, dim=-1)
+        return keys, values
 
     def write(
         self, keys: Float[Tensor, "n head_dim"], values: Float[Tensor, "n head_dim"], slots: Int[Tensor, " n"]
     ) -> None:
         """Puts entry `i` at `slots[i]`."""
-        place = (*self._block_and_head(slots // self.block_size), slots % self.block_size)
-        self.cache[place] = torch.cat((keys, values), dim=-1)
+        layers = (self.place + slots // self.slots) % len(self.caches)
+        write_entries(self.caches, torch.cat((keys, values), dim=-1), layers, slots % self.slots)
 
-    def _block_and_head(self, subpages: Int[Tensor, "*rows"]) -> tuple[Int[Tensor, "*rows"], Int[Tensor, "*rows"]]:
-        # Not one index into a folded view: blocks and heads need not have strides that fold.
-        return subpages // self.kv_heads, subpages % self.kv_heads
+    def _read(
+        self, caches: Sequence[Tensor], subpages: Int[Tensor, "*rows pages"]
+    ) -> Float[Tensor, "*rows entries width"]:
+        table = subpages.reshape(1, -1, subpages.shape[-1])
+        entries = read_pages(caches, range(self.place, self.place + 1), table)
+        return entries.view(*subpages.shape[:-1], *entries.shape[-2:])
 
 
 def read_layers(
     pages: Sequence[Pages], subpages: Int[Tensor, "rows kv_heads pages"]
 ) -> tuple[Float[Tensor, "layers_rows kv_heads n head_dim"], Float[Tensor, "layers_rows kv_heads n head_dim"]]:
-    """Keys and values of the same whole sub-pages of several layers, layer after layer."""
-    if caches := _strided(pages):
-        entries = read_pages(caches, subpages)
+    """Keys and values of the same whole sub-pages of several neighbouring layers, layer after layer."""
+    first = pages[0]
+    if isinstance(first, StridedPages):
+        entries = read_pages(first.caches, range(first.place, first.place + len(pages)), subpages)
         keys, values = entries.chunk(2, dim=-1)
         return keys, values
     if len(pages) == 1:
@@ -76,18 +82,13 @@ def write_layers(
     layers: Int[Tensor, " n"],
     slots: Int[Tensor, " n"],
 ) -> None:
-    """Puts entry `i` at `slots[i]` of layer `layers[i]`, counted among these."""
-    if caches := _strided(pages):
-        write_entries(caches, torch.cat((keys, values), dim=-1), layers, slots)
+    """Puts entry `i` at `slots[i]` of layer `layers[i]`, counted among these neighbours."""
+    first = pages[0]
+    if isinstance(first, StridedPages):
+        write_entries(first.caches, torch.cat((keys, values), dim=-1), first.place + layers, slots)
     elif len(pages) == 1:
         pages[0].write(keys, values, slots)
     else:
         for place, layer in enumerate(pages):
             own = (layers == place).nonzero()[:, 0]
             layer.write(keys[own], values[own], slots[own])
-
-
-def _strided(pages: Sequence[Pages]) -> list[Tensor]:
-    """The caches, if all are of that kind."""
-    caches = [layer.cache for layer in pages if isinstance(layer, StridedPages)]
-    return caches if len(caches) == len(pages) else []

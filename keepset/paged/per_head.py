@@ -17,9 +17,10 @@ class PerHeadBatch(NamedTuple):
     """One layer's tokens, of which each KV head is a request with one KV head and one query.
 
     Attributes:
-        seq_lens, block_table: entries and sub-pages of each.
+        seq_lens, block_table: entries and sub-pages of each. These are counted through the caches of all layers that
+            share the engine's block table.
         query_start_loc: first query of each, and the end of the last one's.
-        slot_mapping: sub-page slots of the new entries.
+        slot_mapping: slots of the new entries in these sub-pages.
     """
 
     seq_lens: Int[Tensor, " tokens_heads"]
@@ -42,13 +43,16 @@ class PerHeadSequences:
             # As far as until a request's newest block is full: before that there is no other block to look up.
             coming = entries + (-lengths % size)[:, None, None]
             blocks = tokens.block_table[: len(lengths)] if rows is None else tokens.block_table[rows]
-            step.tables = subpages.tables(layout, coming, blocks, size, -(-int(coming.max()) // size))
+            step.tables = subpages.tables(layout, coming, blocks, size, -(-int(coming.max()) // size), step.group)
         n, layers, heads, pages = step.tables.shape
+        before = torch.arange(layers, device=lengths.device)[:, None] * (step.group.blocks * heads)
         every = torch.arange(n, device=lengths.device)
         slots = subpages.slots(layout, step.tables, lengths - 1, every, size)
         starts = torch.arange(n * heads + 1, device=lengths.device, dtype=torch.int32)
+        slots += before * size
         # Contiguous, because kernels walk it by address.
-        tables = step.tables.transpose(0, 1).reshape(layers, n * heads, pages).int().contiguous()
+        tables = step.tables.transpose(0, 1).reshape(layers, n * heads, pages)
+        tables = ((tables + before[..., None]) % (layers * step.group.blocks * heads)).int().contiguous()
         lengths = entries.transpose(0, 1).reshape(layers, -1).int()
         self._batches = [
             PerHeadBatch(seq_lens, table, starts, own)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from keepset.serving.extras import AsyncClient, Response, import_http
 
@@ -59,11 +60,19 @@ def connect(url: str, concurrency: int) -> AsyncClient:
 
 
 async def complete(
-    client: AsyncClient, model: str, prompt: list[int], tokens: int, *, index: int, began: float, timeout: float
+    client: AsyncClient,
+    model: str,
+    prompt: list[int],
+    tokens: int,
+    *,
+    index: int,
+    began: float,
+    timeout: float,
+    context: str | None = None,
 ) -> Reply:
-    """Ask for exactly so many tokens after a prompt; a failure is part of the reply."""
+    """Ask for exactly so many tokens after a prompt, and a saved context before it; a failure is part of the reply."""
     reply = Reply(index, time.perf_counter() - began)
-    body = {
+    body: dict[str, Any] = {
         "model": model,
         "prompt": prompt,
         "max_tokens": tokens,
@@ -72,6 +81,8 @@ async def complete(
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+    if context is not None:
+        body["keepset"] = {"context": context}
     try:
         async with asyncio.timeout(timeout):
             async with client.stream("POST", "/v1/completions", json=body) as response:

@@ -124,6 +124,16 @@ def has_option(options: Sequence[str], name: str) -> bool:
     return any(_name(word) == name for word in options)
 
 
+def option(options: Sequence[str], name: str) -> str | None:
+    """What these words say of an option, the last time that it is among them; None if it is not."""
+    said = None
+    words = iter(options)
+    for word in words:
+        if _name(word) == name:
+            said = word.split("=", 1)[1] if "=" in word else next(words, None)
+    return said
+
+
 def block_size_hint(recipe: Recipe | None, options: Sequence[str]) -> str | None:
     """A sentence for who keeps few entries in the large blocks that vLLM takes on a CPU; None for others."""
     keep = None if recipe is None else recipe.budget.keep

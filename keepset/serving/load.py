@@ -15,6 +15,7 @@ class Load:
 
     Attributes:
         requests: how many, each with a text of its own.
+        question_tokens: of a question after each text; then the texts are documents, the same in every round.
         concurrency: how many may be outstanding at once.
         rounds: how often it all is repeated, with other texts.
         seed: for the choice of texts.
@@ -28,12 +29,14 @@ class Load:
     rounds: int = 1
     seed: int = 0
     timeout: float = 600.0
+    question_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name, value, least, most in (
             ("requests", self.requests, 1, 10_000),
             ("prompt-tokens", self.prompt_tokens, 1, 1_000_000),
             ("output-tokens", self.output_tokens, 1, 1_000_000),
+            ("question-tokens", self.question_tokens, 0, 1_000_000),
             ("concurrency", self.concurrency, 1, MAX_CONCURRENCY),
             ("rounds", self.rounds, 1, 100),
             ("seed", self.seed, 0, 2**63 - 1),

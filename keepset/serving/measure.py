@@ -60,24 +60,36 @@ def served_model(url: str) -> ServedModel:
 
 def check_fits(load: Load, model: ServedModel) -> None:
     """Refuses a load of which the server would refuse every request, because it is longer than its context."""
-    if model.longest is not None and load.prompt_tokens + load.output_tokens > model.longest:
+    prompt = load.prompt_tokens + load.question_tokens
+    if model.longest is not None and prompt + load.output_tokens > model.longest:
         raise KeepsetError(
-            f"{load.prompt_tokens} tokens of prompt and {load.output_tokens} of output do not fit the server's "
+            f"{prompt} tokens of prompt and {load.output_tokens} of output do not fit the server's "
             f"context of {model.longest}: ask for fewer, or give it a larger --max-model-len."
         )
 
 
 def measure(
-    url: str, model: str, load: Load, prompts: Sequence[list[list[int]]], on_reply: Callable[[], None] = lambda: None
+    url: str,
+    model: str,
+    load: Load,
+    prompts: Sequence[list[list[int]]],
+    on_reply: Callable[[], None] = lambda: None,
+    contexts: Sequence[str] | None = None,
 ) -> list[Round]:
-    """Warm the server up, then run every round of a load; the prompts are what `workload.prompts` gives."""
+    """Warm the server up, then run every round of a load.
+
+    Args:
+        prompts: what `workload.prompts` gives.
+        on_reply: is called with every answer.
+        contexts: what the server calls the documents that a round's prompts begin with, if it has them saved.
+    """
 
     async def run() -> list[Round]:
         async with connect(url, load.concurrency) as client:
             ask = partial(complete, client, model, timeout=load.timeout)
             warm_up, *rounds = prompts
             await ask(warm_up[0], min(_WARM_UP, load.output_tokens), index=0, began=time.perf_counter())
-            return [await _run_round(client, ask, load, texts, on_reply) for texts in rounds]
+            return [await _run_round(client, ask, load, texts, on_reply, contexts) for texts in rounds]
 
     return asyncio.run(run())
 
@@ -88,6 +100,7 @@ async def _run_round(
     load: Load,
     prompts: list[list[int]],
     on_reply: Callable[[], None],
+    contexts: Sequence[str] | None,
 ) -> Round:
     replies: list[Reply] = []
     samples = [await take_sample(client, 0.0)]
@@ -97,7 +110,9 @@ async def _run_round(
 
     async def send() -> None:
         for index, prompt in queue:
-            replies.append(await ask(prompt, load.output_tokens, index=index, began=began))
+            about = None if contexts is None else contexts[index]
+            text = prompt if about is None else prompt[load.prompt_tokens :]
+            replies.append(await ask(text, load.output_tokens, index=index, began=began, context=about))
             on_reply()
 
     async def watch() -> None:

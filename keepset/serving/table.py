@@ -28,6 +28,22 @@ _ROWS = (
 )
 
 
+_DOCUMENTS = (
+    ("a document in the pool, MB", ("documents", "nbytes"), "{:.2f}", 1e-6),
+    ("documents that the pool holds", ("documents", "held"), "{:.0f}", 1),
+    ("a document's file, MB", ("documents", "file_nbytes"), "{:.2f}", 1e-6),
+    ("compressing a document, s", ("documents", "build_seconds"), "{:.2f}", 1),
+    ("first question, first token p50, s", ("documents", "first_token_seconds", "first", "p50"), "{:.3f}", 1),
+    ("later questions, first token p50, s", ("documents", "first_token_seconds", "later", "p50"), "{:.3f}", 1),
+)
+
+
+def documents_rows(servers: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """The same of documents that were asked about, if they were."""
+    rows = _DOCUMENTS if all("documents" in each for each in servers) else ()
+    return [[name, *_cells([_value(each, path) for each in servers], form, scale)] for name, path, form, scale in rows]
+
+
 def table_rows(summaries: Sequence[dict[str, Any]]) -> list[list[str]]:
     """One row per figure: its name, one cell per server and, of two servers, their ratio."""
     rows = list(_ROWS)

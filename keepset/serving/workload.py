@@ -44,13 +44,22 @@ def token_source(folder: str) -> TokenSource:
 
 def prompts(source: TokenSource, load: Load) -> list[list[list[int]]]:
     """One prompt to warm up, then for each round one per request: always the same for the same seed."""
-    generator = random.Random(load.seed)
-    count, length = load.rounds * load.requests + 1, load.prompt_tokens
-    if source.text:
-        size = len(source.ids)
-        # Different places, so that no prompt begins as another does; the text goes round.
-        starts = generator.sample(range(size), count) if count <= size else generator.choices(range(size), k=count)
-        flat = [[source.ids[(start + i) % size] for i in range(length)] for start in starts]
+    generator, count = random.Random(load.seed), load.rounds * load.requests
+    if not load.question_tokens:
+        flat = _pieces(source, generator, count + 1, load.prompt_tokens)
     else:
-        flat = [generator.choices(source.ids, k=length) for _ in range(count)]
+        *documents, other = _pieces(source, generator, load.requests + 1, load.prompt_tokens)
+        questions = _pieces(source, generator, count + 1, load.question_tokens)
+        texts = [*documents * load.rounds, other]
+        flat = [document + question for document, question in zip(texts, questions, strict=True)]
     return [[flat[-1]], *(flat[i * load.requests : (i + 1) * load.requests] for i in range(load.rounds))]
+
+
+def _pieces(source: TokenSource, generator: random.Random, count: int, length: int) -> list[list[int]]:
+    """So many pieces of this length."""
+    if not source.text:
+        return [generator.choices(source.ids, k=length) for _ in range(count)]
+    size = len(source.ids)
+    # Different places, so that no piece begins as another does; the text goes round.
+    starts = generator.sample(range(size), count) if count <= size else generator.choices(range(size), k=count)
+    return [[source.ids[(start + i) % size] for i in range(length)] for start in starts]

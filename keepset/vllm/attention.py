@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -41,14 +42,16 @@ class KeepImpl:
         """No: what writes to the cache is `do_kv_cache_update`."""
         return False
 
-    def make_pages(self, layer: Any, kv_cache: Tensor) -> Pages:
-        """The layer's cache as sub-pages."""
-        return StridedPages(kv_cache)
+    def make_pages(self, layer: Any, caches: Sequence[Tensor], place: int) -> Pages:
+        """The cache of one of the layers that share block tables, as sub-pages."""
+        return StridedPages(caches, place)
 
     def pages(self, layer: Any, kv_cache: Tensor) -> Pages:
         """The same, made once."""
         if self._pages is None or self._pages[0] is not kv_cache:
-            self._pages = kv_cache, self.make_pages(layer, kv_cache)
+            group, place = self._context.neighbours[layer.layer_name]
+            caches = [kv_cache if each is layer else each.kv_cache for each in group]
+            self._pages = kv_cache, self.make_pages(layer, caches, place)
         return self._pages[1]
 
     def do_kv_cache_update(
@@ -77,8 +80,10 @@ class KeepImpl:
         ragged = step.plan.ragged
         assert ragged is not None and ragged.tokens is not None
         place = step.places[layer.layer_name]
-        tokens, layout, bias = ragged.tokens, ragged.of_layer(place), step.group.columns.bias(place)
-        paged_attention(query, kv_cache, tokens, layout, self.scale, output, bias)
+        tokens, layout, bias = ragged.tokens, ragged.of_layer(place), step.group.columns.bias
+        pages = self.pages(layer, kv_cache)
+        assert isinstance(pages, StridedPages)
+        paged_attention(query, pages.caches, place, tokens, layout, self.scale, output, bias)
 
     def forward(
         self,

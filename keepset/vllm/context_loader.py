@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from vllm.distributed import get_tensor_model_parallel_rank
 
 from keepset.errors import KeepsetError
 from keepset.hf import saved
-from keepset.paged.contexts import ContextPlacement, context_slots
+from keepset.paged.contexts import ContextPlacement, EntryPlaces, context_places
 from keepset.vllm.engine_context import EngineContext
 
 _TAILS = 256
@@ -24,8 +25,12 @@ _TAILS = 256
 _PATIENCE = 0.01
 """Seconds that a step without tokens waits for files, lest the engine's loop take the time that reading needs."""
 
-Entries = list[tuple[Tensor, Tensor]]
-"""Keys and values, layer after layer, packed head after head."""
+
+class Entries(NamedTuple):
+    """Keys and values of a context, layer after layer and head after head."""
+
+    keys: Float[Tensor, "n head_dim"]
+    values: Float[Tensor, "n head_dim"]
 
 
 @dataclass(frozen=True)
@@ -93,34 +98,33 @@ class ContextLoader:
         totals = dict(zip(self._group.layers, job.counts.sum(1).tolist(), strict=True))
         if {index: len(layer["keys"]) for index, layer in layers.items()} != totals:
             raise KeepsetError(f"{str(job.path)!r} does not hold as many entries as it says: build it again.")
-        return [
-            (layers[index]["keys"][start : start + size], layers[index]["values"][start : start + size])
+        parts = [
+            (layers[index], slice(start, start + size))
             for index, start, size in zip(self._group.layers, before, own, strict=True)
         ]
+        return Entries(*(torch.cat([layer[name][part] for layer, part in parts]) for name in ("keys", "values")))
 
     def _counts(self, job: LoadJob) -> Int[Tensor, "layers kv_heads"]:
         """Of this process's heads."""
         return job.counts[:, self._rank * self._kv_heads :][:, : self._kv_heads]
 
     def _arrived(self, job: LoadJob, entries: Entries) -> None:
-        places = self._places(job, whole=False)
-        self._tails[job.digest] = [
-            (keys[chosen], values[chosen]) for (keys, values), (chosen, _) in zip(entries, places, strict=True)
-        ]
+        chosen = self._places(job, whole=False).chosen
+        self._tails[job.digest] = Entries(*(part[chosen] for part in entries))
         if len(self._tails) > _TAILS:
             self._tails.popitem(last=False)
         self._put(job, entries if job.whole else self._tails[job.digest])
 
-    def _places(self, job: LoadJob, whole: bool) -> list[tuple[Tensor, Tensor]]:
+    def _places(self, job: LoadJob, whole: bool) -> EntryPlaces:
         layout = job.placement.layout(self._counts(job), self._block_size)
-        return context_slots(layout, torch.tensor(job.blocks), self._block_size, None if whole else job.placement.own)
+        return context_places(layout, torch.tensor(job.blocks), self._block_size, len(self._cache), own=not whole)
 
     def _put(self, job: LoadJob, entries: Entries) -> None:
         """Writes entries to the request's blocks; they are all of its context's, or those of its own blocks."""
         self._events.run()  # those that are due may still read pages that were freed and are this request's now
         device, to = self._cache.device, self._cache
-        for place, ((keys, values), (_, slots)) in enumerate(zip(entries, self._places(job, job.whole), strict=True)):
-            self._group.put(place, keys.to(to), values.to(to), slots.to(device))
+        _, layers, slots = self._places(job, job.whole)
+        self._group.put(entries.keys.to(to), entries.values.to(to), layers.to(device), slots.to(device))
         layout = job.placement.layout(self._counts(job), self._block_size)
         newest = job.blocks[(job.placement.tokens - 1) // self._block_size]
         self._group.planner.begin(newest, type(layout)(*(part.to(device) for part in layout)))

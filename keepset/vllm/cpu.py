@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -22,25 +23,27 @@ class CPUMixin(KeepImpl):
     head_size: int
     logits_soft_cap: float
 
-    def make_pages(self, layer: Any, kv_cache: Tensor) -> CPUPages:
-        return CPUPages(kv_cache, layer.isa)
+    def make_pages(self, layer: Any, caches: Sequence[Tensor], place: int) -> CPUPages:
+        return CPUPages(caches, place, layer.isa)
 
     def append_ragged(self, layer: Any, step: PlannedStep, key: Tensor, value: Tensor, kv_cache: Tensor) -> None:
         per_head, heads = step.per_head, self.num_kv_heads
         slots = per_head.batch(step.places[layer.layer_name]).slot_mapping
         keys, values = (per_head.split(rows, heads)[:, 0] for rows in (key, value))
-        self.pages(layer, kv_cache).write(keys, values, slots)
+        pages = self.pages(layer, kv_cache)
+        assert isinstance(pages, CPUPages)
+        pages.write_folded(keys, values, slots)
 
     def attend_ragged(self, layer: Any, step: PlannedStep, query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
         """Attention by the backend's own kernel, which keepset has no quicker one for, unless entries have biases."""
         place = step.places[layer.layer_name]
-        pages, bias = self.pages(layer, kv_cache), step.group.columns.bias(place)
+        pages, bias = self.pages(layer, kv_cache), step.group.columns.bias
         if bias is not None:
             ragged = step.plan.ragged
             assert ragged is not None and ragged.tokens is not None
-            attend_pages(
-                query, pages.read, ragged.block_size, ragged.tokens, ragged.of_layer(place), self.scale, output, bias
-            )
+            group = ragged.group._replace(places=range(place, place + 1))
+            layout = ragged.of_layer(place)
+            attend_pages(query, pages.read, ragged.block_size, ragged.tokens, layout, group, self.scale, output, bias)
             return
         per_head, heads = step.per_head, self.num_kv_heads
         batch, buffer = per_head.batch(place), per_head.output_buffer(output, heads)

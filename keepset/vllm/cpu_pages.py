@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float, Int
@@ -21,21 +22,22 @@ class CPUPages:
         isa: the instruction set that the layer's metadata builder chose (`layer.isa`).
         folded: keys and values for the backend's kernels, `[subpages, 1, block_size, head_dim]`: every sub-page is a
             block of one KV head, so that a page table has one row per (request, head), and each row its own length.
+            They are those of all layers with the same block tables.
     """
 
-    def __init__(self, kv_cache: Float[Tensor, "blocks kv_heads block_size two_head_dim"], isa: str) -> None:
-        if not kv_cache.is_contiguous():
-            raise UnsupportedEngineError(
-                "A KV cache of the CPU backend must be contiguous to be taken apart into sub-pages."
-            )
-        blocks, self.kv_heads, self.block_size, width = kv_cache.shape
+    def __init__(
+        self, caches: Sequence[Float[Tensor, "blocks kv_heads block_size two_head_dim"]], place: int, isa: str
+    ) -> None:
+        kv_cache = _joined(caches)
+        blocks, self.kv_heads, self.block_size, width = caches[place].shape
         self.head_dim, self.slots = width // 2, blocks * self.kv_heads * self.block_size
         self.entry_bytes, self.isa = width * kv_cache.itemsize, isa
         self._cache, self.device = kv_cache, kv_cache.device
+        self._before, self._all = place * blocks * self.kv_heads, len(caches) * blocks * self.kv_heads
         # Keys and values of a sub-page are neighbouring rows, so that each can be fetched without the other. As whole
         # numbers, because barrier 16-bit floats converts them on a CPU: 2 to 3 times slower, and it alters NaNs.
         bits = {2: torch.int16, 4: torch.int32}[kv_cache.dtype.itemsize]
-        self._rows = kv_cache.view(bits).view(blocks * self.kv_heads * 2, self.block_size * self.head_dim)
+        self._rows = kv_cache.view(bits).view(-1, self.block_size * self.head_dim)
         keys, values = kv_cache.view(-1, 1, 2 * self.block_size, self.head_dim).chunk(2, dim=2)
         self.folded = keys, values
         self._key_order, self._value_order = packing(self.block_size, self.head_dim, kv_cache.dtype, isa)
@@ -43,7 +45,8 @@ class CPUPages:
     def read_keys(self, subpages: Int[Tensor, "*rows pages"]) -> Float[Tensor, "*rows entries head_dim"]:
         """Keys of whole sub-pages, unpacked and in the cache's dtype."""
         *rows, pages = subpages.shape
-        keys = _unpacked(self._rows.index_select(0, 2 * subpages.flatten()), self._key_order)
+        key_rows = 2 * ((subpages.flatten() + self._before) % self._all)
+        keys = _unpacked(self._rows.index_select(0, key_rows), self._key_order)
         return keys.view(*rows, pages * self.block_size, self.head_dim).view(self._cache.dtype)
 
     def read(
@@ -52,7 +55,7 @@ class CPUPages:
         """Keys and values of whole sub-pages, unpacked and in the cache's dtype."""
         *rows, pages = subpages.shape
         shape = (*rows, pages * self.block_size, self.head_dim)
-        key_rows = 2 * subpages.flatten()
+        key_rows = 2 * ((subpages.flatten() + self._before) % self._all)
         keys = _unpacked(self._rows.index_select(0, key_rows), self._key_order)
         values = _unpacked(self._rows.index_select(0, key_rows + 1), self._value_order)
         return keys.view(shape).view(self._cache.dtype), values.view(shape).view(self._cache.dtype)
@@ -61,10 +64,27 @@ class CPUPages:
         self, keys: Float[Tensor, "n head_dim"], values: Float[Tensor, "n head_dim"], slots: Int[Tensor, " n"]
     ) -> None:
         """Puts entry `i` at `slots[i]`, by the backend's own kernel."""
+        self.write_folded(keys, values, (slots + self._before * self.block_size) % (self._all * self.block_size))
+
+    def write_folded(
+        self, keys: Float[Tensor, "n head_dim"], values: Float[Tensor, "n head_dim"], slots: Int[Tensor, " n"]
+    ) -> None:
+        """The same, where slots are counted from the first layer's on."""
         if keys.dtype != self._cache.dtype or values.dtype != self._cache.dtype:
             # The kernel goes by the dtype of the keys alone and would scribble over the pool.
             raise KeepsetError(f"The KV cache holds {self._cache.dtype}: keys and values must have the same dtype.")
         _pack(keys, values, *self.folded, slots, self.isa)
+
+
+def _joined(caches: Sequence[Tensor]) -> Float[Tensor, "all_blocks kv_heads block_size two_head_dim"]:
+    """The caches as one tensor, which their memory is already."""
+    first = caches[0]
+    follow = all(cache.data_ptr() == first.data_ptr() + i * first.nbytes for i, cache in enumerate(caches))
+    if not follow or not all(cache.is_contiguous() for cache in caches):
+        raise UnsupportedEngineError(
+            "KV caches of the CPU backend must be contiguous and follow one another to be taken apart into sub-pages."
+        )
+    return first.as_strided((len(caches) * len(first), *first.shape[1:]), first.stride())
 
 
 @functools.cache

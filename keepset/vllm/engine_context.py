@@ -68,6 +68,7 @@ class EngineContext:
         freed_blocks: what events emptied, for the connector to fetch.
         events: of all layers.
         groups: of layers that share block tables.
+        neighbours: those of each layer, by its name, and its place among them.
     """
 
     def __init__(self, config: VllmConfig, recipe: Recipe) -> None:
@@ -77,6 +78,7 @@ class EngineContext:
         self.freed_blocks = FreedBlocks()
         self.events = EventQueue(self.freed_blocks)
         self.groups: list[LayerGroup] = []
+        self.neighbours: dict[str, tuple[list[Any], int]] = {}
         self._watch = watch_projections(self.projections) if recipe.method.needs.hidden_states else None
         self._passing: PassingQueries | None = None
         self._reserve: Tensor | None = None

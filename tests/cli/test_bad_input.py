@@ -11,6 +11,7 @@ import pytest
 
 from keepset import models
 from tests.cli.conftest import Run
+from tests.hf.models import statistics
 
 COMPARE = ("compare", "--text", "text", "--prompt-tokens", "200", "--continuation", "16")
 
@@ -185,6 +186,13 @@ def test_no_space_for_the_converted_model(
     monkeypatch.setenv("KEEPSET_HOME", str(tmp_path))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
     check_refused(run, *words, because="only 1 MB are free")
+
+
+@pytest.mark.usefixtures("tiny", "text")
+def test_statistics_of_another_model(run: Run) -> None:
+    recipes = f"snapkv(keep=0.5), adakv(qfilter(stats={str(statistics('llama_mqa'))!r}), keep=0.5)"
+    for words in ((*COMPARE, "--recipes"), ("bench", "latency", "--recipes"), ("eval", "needle", "--recipes")):
+        check_refused(run, *words, recipes, because="are of another model: theirs has 2 layers with 1 KV heads")
 
 
 def test_text_is_too_short(run: Run, tiny: Any, text: Path) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from keepset.serving import command as commands
 from keepset.serving import workload
@@ -40,8 +42,11 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """How servers were started; those with the word --bad-recipe take it only with a recipe."""
     started: list[list[str]] = []
 
-    def command(model: str | None, recipe: Any, options: Sequence[str], forced: Sequence[str]) -> list[str]:
-        started.append([str(model), str(recipe), *options])
+    def command(
+        model: str | None, recipe: Any, options: Sequence[str], forced: Sequence[str], contexts: Path | None = None
+    ) -> list[str]:
+        saved = [] if contexts is None else sorted(path.name for path in contexts.iterdir())
+        started.append([str(model), str(recipe), *options, *saved])
         words = [word for word in options if word != "--bad-recipe"]
         crash = ["--crash"] if recipe is not None and len(words) < len(options) else []
         return [sys.executable, str(FAKE), *words, *crash, *forced]
@@ -83,6 +88,34 @@ def test_plain_against_recipe(run: Run, servers: list[list[str]], tmp_path: Path
         assert [len(each["requests"]) for each in server["rounds"]] == [6, 6]
         assert all(len(request["chunks"]) == 4 for each in server["rounds"] for request in each["requests"])
         assert all(len(each["samples"]) >= 2 for each in server["rounds"])
+
+
+@pytest.mark.full
+def test_questions_to_documents(
+    run: Run, servers: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain vLLM is sent documents with their questions, the other questions with the names of contexts."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=100, head_dim=8
+    )
+    tiny = LlamaForCausalLM(config).eval()
+    monkeypatch.setattr("keepset.models.load", lambda folder, dtype: (tiny, None))
+    sizes = ("--requests", "3", "--prompt-tokens", "40", "--question-tokens", "7", "--output-tokens", "4")
+    recipe = ("--recipe", "streaming_llm(keep=10)")
+    done = run("bench", "serve", *recipe, *sizes, "--contexts", "--rounds", "2", "--json", "a.json", "a/model")
+    assert (done.code, done.err) == (0, "figures: a.json\n")
+    assert servers == [["a/model", "None"], ["a/model", "None", *(f"document-{i}.safetensors" for i in range(3))]]
+    lines = [" ".join(line.split()) for line in done.out.splitlines()]
+    assert lines[0] == "a/model: 3 documents of 40 + 7 + 4 tokens, at most 3 at once, 2 rounds."
+    assert lines[2] == "plain contexts ratio"
+    # 40 blocks of 4 tokens: 10 for a document; of 10 entries of every head two pages of 4 are full, and a last one.
+    assert "documents that the pool holds 4 20 x5.00" in lines
+    plain, contexts = load(tmp_path / "a.json")["servers"]
+    assert plain["summary"]["prompt_tokens"] == 2 * 3 * 47 and contexts["summary"]["prompt_tokens"] == 2 * 3 * 7
+    block_bytes = 2 * 2 * 4 * 2 * 8 * 4  # layers, heads, entries, keys and values, numbers, bytes
+    assert (plain["documents"]["nbytes"], contexts["documents"]["nbytes"]) == (10 * block_bytes, 2 * block_bytes)
+    assert contexts["documents"]["first_token_seconds"]["later"]["p50"] > 0
 
 
 def test_a_server_that_runs_already(run: Run, fake: Fake) -> None:
@@ -155,8 +188,10 @@ def test_what_a_server_says_is_text(run: Run, servers: list[list[str]], fake: Fa
         ([*RECIPE, "m", "n"], "'n' is no option for vLLM"),
         (["--url", "http://example.org"], "is not on this machine"),
         (["--url", "http://example.org", *RECIPE], "is not on this machine"),
-        (["--url", "http://127.0.0.1:9", *RECIPE], "leave out --recipe and options for vLLM"),
-        (["--url", "http://127.0.0.1:9", "m", "--", "--x"], "leave out --recipe and options for vLLM"),
+        (["--url", "http://127.0.0.1:9", *RECIPE], "leave out --recipe, --contexts and options for vLLM"),
+        (["--url", "http://127.0.0.1:9", "m", "--", "--x"], "leave out --recipe, --contexts and options for vLLM"),
+        (["--url", "http://127.0.0.1:9", "--contexts"], "leave out --recipe, --contexts and options for vLLM"),
+        ([*RECIPE, "--contexts", "--question-tokens", "0"], "--question-tokens 0 is out of range"),
         (["--url", "http://127.0.0.1:9"], "There is no OpenAI-compatible server at http://127.0.0.1:9"),
         ([*RECIPE, "--json", "absent/a.json"], "cannot be written"),
         ([*RECIPE, "--html", "."], "cannot be written"),

@@ -237,6 +237,10 @@ def test_what_cannot_be(run: Run, tiny: Any) -> None:
     Path("file").write_text("")
     check_refused(run, "reproduce", "ams-table-2", "--out", "file", because="'file' is no folder to write to")
     check_refused(run, "reproduce", "ams-table-2", "--prompt-tokens", "x", because="--prompt-tokens 'x' is no list")
+    Path("data").mkdir()
+    Path("data", "gsm8k.jsonl").write_text("{", encoding="utf-8")
+    gsm8k = ("reproduce", "ams-table-2", "--model", "embedded", "--data", "data")
+    check_refused(run, *gsm8k, because="gsm8k.jsonl, line 1, is not a JSON object")
 
 
 @pytest.mark.full

@@ -69,7 +69,7 @@ def test_one_entry_is_not_the_same_as_everything() -> None:
 
 def test_sinks_and_suffix_belong_to_each_request() -> None:
     budget, batch = Budget(5, sinks=2, recent=3), observation(9, 4)
-    assert [marked(budget.is_sink(batch), request) for request in (0, 1)] == [[0, 1], [0, 1]]
+    assert [marked(budget.is_protected(batch), request) for request in (0, 1)] == [[0, 1], [0, 1]]
     assert marked(budget.is_recent(batch), 0) == [6, 7, 8]
     assert [entry for entry in marked(budget.is_recent(batch), 1) if entry < 4] == [1, 2, 3]
 
@@ -87,8 +87,33 @@ def test_a_protected_prompt_stays_and_counts(lengths: list[int], data: st.DataOb
     seen = replace(seen, prompts=torch.tensor(prompts))
     for request, (length, prompt) in enumerate(zip(lengths, prompts, strict=True)):
         assert batch.quotas(seen)[request].tolist() == [min(max(keep, prompt + recent), length)] * 2
-        first = [entry for entry in marked(batch.is_sink(seen), request) if entry < length]
+        first = [entry for entry in marked(batch.is_protected(seen), request) if entry < length]
         assert first == list(range(min(max(sinks, prompt), length)))
+
+
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=3),
+    ranges=st.lists(st.lists(st.integers(0, 70), min_size=2, max_size=2, unique=True).map(sorted), max_size=4),
+    keep=st.integers(14, 70) | st.floats(0.1, 1),
+    sinks=st.integers(0, 5),
+    recent=st.integers(0, 9),
+)
+def test_protected_ranges_stay_and_count(
+    lengths: list[int], ranges: list[list[int]], keep: float, sinks: int, recent: int
+) -> None:
+    seen, budget = observation(*lengths), Budget(keep, sinks, recent, protect=ranges)
+    for request, length in enumerate(lengths):
+        first = {place for place in range(length) if place < sinks or any(a <= place < b for a, b in ranges)}
+        assert [place for place in marked(budget.is_protected(seen), request) if place < length] == sorted(first)
+        always = first | {place for place in range(length) if place >= length - recent}
+        wanted = keep if isinstance(keep, int) else max(1, math.floor(length * keep + 1e-9))
+        quota = budget.quotas(seen)[request].tolist()
+        # Sinks and suffix of a short text may be the same tokens, and count twice.
+        assert quota == [min(max(wanted, len(always)), length)] * 2 or sinks + recent > length
+
+
+def test_ranges_that_meet_are_one() -> None:
+    assert Budget(9, protect=[[7, 9], (2, 5), [4, 7]]) == Budget(9, protect=((2, 9),)) != Budget(9)
 
 
 @pytest.mark.parametrize(
@@ -108,6 +133,10 @@ def test_a_protected_prompt_stays_and_counts(lengths: list[int], data: st.DataOb
         (dict(recent=True), "recent=True"),
         (dict(recent=None), "recent=None"),
         (dict(protect_prompt=1), "protect_prompt=1 is neither True nor False"),
+        *(
+            (dict(protect=ranges), "no list of ranges of tokens")
+            for ranges in (7, [3], [[5, 5]], [[-1, 4]], [[0, 1.0]])
+        ),
         (dict(keep=5, sinks=4, recent=2), "below the 6 entries that always stay (sinks=4, recent=2)"),
     ],
 )

@@ -99,6 +99,10 @@ def test_a_protected_prompt_is_above_the_suffix_the_first_token_first() -> None:
     assert ranked[4] > ranked[7] == ranked[8] > ranked[6] > ranked[5]
 
 
+def test_protected_ranges_are_above_the_suffix() -> None:
+    assert best_first([0.0] * 9, Budget(sinks=1, recent=2, protect=[[3, 5], [6, 8]])) == [0, 3, 4, 6, 7, 8, 5, 2, 1]
+
+
 @pytest.mark.parametrize("sinks", [1, 1000])
 def test_sinks_are_above_the_suffix(sinks: int) -> None:
     ranked = ranked_scores(torch.zeros(1, 1, 1002), observation(1002), Budget(sinks=sinks, recent=1))[0, 0]

@@ -44,6 +44,7 @@ _EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=32)
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama_deep": ("llama", dict(num_hidden_layers=4)),
+    "llama_shallow": ("llama", dict(num_hidden_layers=1)),
     "llama_mha": ("llama", dict(num_key_value_heads=4)),
     "llama_mqa": ("llama", dict(num_key_value_heads=1, num_attention_heads=8)),
     "llama_odd_head": ("llama", dict(head_dim=10)),

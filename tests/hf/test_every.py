@@ -309,7 +309,7 @@ class Pool(Method):
 
 NEAR = "expected_attention(future=8, skip=2, buffer=11)"
 SEGMENTS = "window=6, kernel=3, segment_mass=0.2, min_segment=2, max_segment=6"
-BUDGET = ("keep", "sinks", "recent", "protect_prompt")
+BUDGET = ("keep", "sinks", "recent", "protect_prompt", "protect")
 RECIPES: dict[str, Callable[..., keepset.Recipe]] = {
     name: lambda text=text, **schedule: keepset.Recipe.of(
         (parsed := keepset.Recipe.parse(text)).method,
@@ -330,6 +330,7 @@ RECIPES: dict[str, Callable[..., keepset.Recipe]] = {
         "rpc": "rpc(window=3, kernel=3, keep=9)",
         "chunkkv": "chunkkv(expected_attention(future=8, skip=1, buffer=6, epsilon=0.01), chunk=3, keep=10)",
         "protected": "snapkv(window=4, keep=28, every=1, protect_prompt=True)",
+        "ranges_protected": "adakv(snapkv(window=3), keep=14, protect=[[2, 5], [9, 11]])",
         "random_protected": "random(keep=9, recent=2, every=1, protect_prompt=True)",
         "adakv_protected": "adakv(snapkv(window=3), keep=27, every=1, protect_prompt=True)",
         "adakv_keydiff": "adakv(keydiff, floor=0.6, keep=9)",

@@ -20,6 +20,7 @@ import keepset
 from keepset import KeepsetError, registry
 from keepset.core.method import parameter
 from keepset.hf import saved
+from keepset.hf.fingerprint import fingerprint
 from keepset.methods.expected_attention import ExpectedAttention
 from keepset.recipe import in_full, in_short
 from tests.hf.models import GREEDY, LAYOUTS, extended, full, generate, left_padded, prompt, same_keep_set, tiny
@@ -61,7 +62,7 @@ def context(model: Any, recipe: str, ids: Tensor, mask: Tensor | None = None) ->
 
 
 def again(past: keepset.Cache, model: Any, folder: Path) -> keepset.Cache:
-    past.save(folder / "context")
+    past.save(folder / "context", force=True)
     return keepset.Cache.load(folder / "context", model)
 
 
@@ -387,7 +388,7 @@ def test_it_means_the_same_when_a_default_has_changed(tmp_path: Path, monkeypatc
 
 def test_it_is_refused_where_nobody_knows_what_a_new_parameter_was(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     past = context(tiny("llama"), "expected_attention(future=16, keep=12)", prompt(2, 30))
-    past.save(path)
+    past.save(path, force=True)
     in_short.cache_clear()
     monkeypatch.setitem(registry._methods, "expected_attention", later(("epsilon", 0.01), ("temper", 0.5)))
     said = "is of another version of keepset, build it again"
@@ -421,9 +422,15 @@ def test_any_damaged_byte_is_noticed(path: Path, data: st.DataObject) -> None:
     damaged[place] ^= 1 << bit
     path.write_bytes(damaged)
     try:
-        refusal(path, tiny("llama"))
+        with pytest.raises(KeepsetError):  # in a sentence that may quote what is damaged
+            keepset.Cache.load(path, tiny("llama"))
     finally:
         path.write_bytes(whole)
+
+
+def test_a_damaged_name_breaks_no_line(path: Path) -> None:
+    rewritten(path, fingerprint={**fingerprint(tiny("llama")), "architecture": "Llama\n\x1bLM"})
+    assert r"architecture differs: Llama\n\x1bLM there, LlamaForCausalLM here" in refusal(path, tiny("llama"))
 
 
 def test_another_model(path: Path) -> None:
@@ -501,11 +508,20 @@ def test_a_full_disk_leaves_the_old_file(path: Path, monkeypatch: pytest.MonkeyP
     before, past = path.read_bytes(), context(tiny("llama"), "knorm(keep=12)", prompt(1, 20))
     monkeypatch.setattr(safetensors.torch, "save_file", half)
     with pytest.raises((KeyboardInterrupt, KeepsetError)) as caught:
-        past.save(path)
+        past.save(path, force=True)
     assert path.read_bytes() == before
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
     if caught.type is KeepsetError:
         assert "cannot be written (No space left on device): name another file" in str(caught.value)
+
+
+def test_a_file_that_is_there_stays_unless_told_otherwise(path: Path) -> None:
+    before, past = path.read_bytes(), context(tiny("llama"), "knorm(keep=12)", prompt(1, 20))
+    with pytest.raises(KeepsetError, match="exists: save to another file, or replace it with force=True"):
+        past.save(path)
+    assert path.read_bytes() == before
+    past.save(path, force=True)
+    assert path.read_bytes() != before
 
 
 def test_no_place_for_a_file(tmp_path: Path) -> None:

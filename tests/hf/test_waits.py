@@ -28,9 +28,9 @@ def step(model: Any, cache: Any, tokens: Tensor) -> None:
 
 @pytest.fixture(scope="module")
 def usual() -> tuple[Any, int]:
-    """A model on the GPU, and what a decoded token launches with transformers' own cache."""
+    """A model of one layer on the GPU, and what a decoded token launches with transformers' own cache."""
     with pytest.MonkeyPatch.context() as patch, Gpu(patch) as gpu, torch.no_grad():
-        model = on_gpu(copy.deepcopy(tiny("llama")))
+        model = on_gpu(copy.deepcopy(tiny("llama_shallow")))
         tokens = Posing(prompt(2, LENGTH))
         model.set_attn_implementation("sdpa")
         plain = DynamicCache(config=model.config)

@@ -18,15 +18,18 @@ def test_they_go_and_come(implementation: str, layers: int, size: int, dtype: to
     # Each layer's heads lie apart, as some engines have them.
     whole = torch.randn(layers, HEADS, BLOCKS, size, WIDTH, generator=draw).to(dtype).transpose(1, 2)
     caches = list(whole)
-    subpages = torch.randperm(BLOCKS * HEADS, generator=draw)[:12].view(2, HEADS, 3)
-    entries = read_pages(caches, subpages)
+    # Numbers go on into the caches that follow, around in a circle.
+    subpages = torch.randperm(layers * BLOCKS * HEADS, generator=draw)[:12].view(2, HEADS, 3)
+    entries = read_pages(caches, range(layers), subpages)
+    assert torch.equal(read_pages(caches, range(layers - 1, layers), subpages), entries[-2:])
     assert entries.shape == (layers * 2, HEADS, 3 * size, WIDTH)
     for layer in range(layers):
         for row in range(2):
             for head in range(HEADS):
-                for page, subpage in enumerate(subpages[row, head].tolist()):
-                    own = entries[layer * 2 + row, head, page * size : page * size + size]
-                    assert torch.equal(own, caches[layer][subpage // HEADS, subpage % HEADS])
+                for place, subpage in enumerate(subpages[row, head].tolist()):
+                    own = entries[layer * 2 + row, head, place * size : place * size + size]
+                    further, page = divmod(subpage, BLOCKS * HEADS)
+                    assert torch.equal(own, caches[(layer + further) % layers][page // HEADS, page % HEADS])
     expected = whole.clone()
     places = torch.randperm(layers * BLOCKS * HEADS * size, generator=draw)[:50]
     slots, of_layers = places // layers, places % layers

@@ -29,12 +29,12 @@ class Case:
     Attributes:
         rows: of two layers, of which the second is looked at; those of length 0 only fill up.
         new: tokens of each that are new.
-        cache: what no head holds is NaN.
+        caches: what no head holds is NaN.
     """
 
     rows: list[Row]
     new: list[int]
-    cache: Tensor
+    caches: list[Tensor]
     layout: Layout
     bias: Tensor
 
@@ -42,34 +42,38 @@ class Case:
     def draw(cls, lengths: list[int], new: list[int], kv_heads: int, size: int, dim: int, dtype: torch.dtype) -> Case:
         """Requests of so many tokens; every other one was compressed or shares pages, its new tokens came since."""
         draw = torch.Generator().manual_seed(sum(lengths) + kv_heads)
-        rows = [Row(2, kv_heads, size, WIDTH, r * WIDTH) for r in range(len(lengths))]
+        rows = [Row(2, kv_heads, size, WIDTH, r * WIDTH, len(lengths) * WIDTH) for r in range(len(lengths))]
         for r, (row, length, n) in enumerate(zip(rows, lengths, new, strict=True)):
+            before, kept = length - n if r % 2 else length, []
             for layer in row.layers:
-                before = length - n if r % 2 else length
                 for _ in range(before):
                     layer.append()
-                if r % 2:
-                    counts = [int(torch.randint(before + 1, (), generator=draw)) for _ in range(kv_heads)]
-                    counts[-1] = 0
-                    if r == 1:
-                        layer.share([count // 2 for count in counts], max(layer.blocks - 2, 0))
-                    else:
-                        layer.event([head.held[:count] for head, count in zip(layer.heads, counts, strict=True)], 0)
-                    row.states[row.layers.index(layer)] = layer.layout
+                kept.append([int(torch.randint(before + 1, (), generator=draw)) for _ in range(kv_heads)])
+                kept[-1][-1] = 0
+            if r == 1:
+                # As many full pages of the first head as a block has in all layers.
+                kept = [[size * 2 * kv_heads + 1, *(count // 2 for count in counts[1:])] for counts in kept]
+                row.share(kept, row.layers[0].blocks - 2)
+            for index, (layer, counts) in enumerate(zip(row.layers, kept, strict=True)):
+                if r % 2 and r > 1:
+                    layer.event([head.held[:count] for head, count in zip(layer.heads, counts, strict=True)], 0)
+                    row.states[index] = layer.layout
                 for _ in range(length - before):
                     layer.append()
         # By token, as FlashAttention has it: strides are whatever they are.
-        cache = torch.full((len(rows) * WIDTH, size, kv_heads, 2 * dim), NAN).to(dtype).transpose(1, 2)
-        bias = torch.full((cache.shape[0] * kv_heads * size,), NAN)
+        caches = [
+            torch.full((len(rows) * WIDTH, size, kv_heads, 2 * dim), NAN).to(dtype).transpose(1, 2) for _ in range(2)
+        ]
+        bias = torch.full((2, caches[0].shape[0] * kv_heads * size), NAN)
         for row in rows:
             for number in range(kv_heads):
                 for slot, _ in _slots(row, number, size):
-                    cache[slot // size // kv_heads, number_of(slot, size, kv_heads), slot % size] = torch.randn(
-                        2 * dim, generator=draw
-                    ).to(dtype)
-                    bias[slot] = torch.randn((), generator=draw)
+                    layer, *place = at(slot, size, kv_heads, len(caches[0]))
+                    caches[layer][tuple(place)] = torch.randn(2 * dim, generator=draw).to(dtype)
+                    bias[layer, slot % bias.shape[1]] = torch.randn((), generator=draw)
+        assert len(rows) == 1 or {slot // bias.shape[1] for slot, _ in _slots(rows[1], 0, size)} == {0, 1}
         state = [torch.tensor([[state[part] for state in row.states] for row in rows]) for part in range(4)]
-        return cls(rows, new, cache, Layout(*(part[:, 1:] for part in state)), bias)
+        return cls(rows, new, caches, Layout(*(part[:, 1:] for part in state)), bias)
 
     def tokens(self, listed: bool) -> PagedTokens:
         """The new ones: of requests with one each, or as a list, in which what comes first comes last."""
@@ -87,9 +91,10 @@ def _numbered(n: int) -> list[tuple[int, int]]:
     return [(i, n) for i in range(n)]
 
 
-def number_of(slot: int, size: int, kv_heads: int) -> int:
-    """Which page of its block a slot is in."""
-    return slot // size % kv_heads
+def at(slot: int, size: int, kv_heads: int, blocks: int) -> tuple[int, int, int, int]:
+    """Of a slot of the second layer, whose numbers go on in the first: layer, block, head and offset."""
+    page = slot // size
+    return (1 + page // kv_heads // blocks) % 2, page // kv_heads % blocks, page % kv_heads, slot % size
 
 
 def _slots(row: Row, head: int, size: int) -> list[tuple[int, int]]:
@@ -101,7 +106,7 @@ def _slots(row: Row, head: int, size: int) -> list[tuple[int, int]]:
 def expected(case: Case, queries: Tensor, tokens: PagedTokens, scaling: float, biased: bool) -> Tensor:
     """Entry by entry."""
     output = torch.zeros(queries.shape, dtype=torch.float64)
-    _, kv_heads, size, width = case.cache.shape
+    blocks, kv_heads, size, width = case.caches[0].shape
     group = queries.shape[1] // kv_heads
     for index, length in enumerate(tokens.lengths.tolist()):
         place = index if tokens.places is None else int(tokens.places[index])
@@ -113,9 +118,11 @@ def expected(case: Case, queries: Tensor, tokens: PagedTokens, scaling: float, b
             for i, (slot, entry) in enumerate(_slots(case.rows[row], head, size)):
                 if entry >= length:
                     continue
-                numbers = case.cache[slot // size // kv_heads, number_of(slot, size, kv_heads), slot % size].double()
+                layer, *there = at(slot, size, kv_heads, blocks)
+                numbers = case.caches[layer][tuple(there)].double()
                 logit = float(queries[place, query].double() @ numbers[: width // 2]) * scaling
-                weights.append(logit + (float(case.bias[slot]) if biased and i < kept else 0.0))
+                added = float(case.bias[layer, slot % case.bias.shape[1]]) if biased and i < kept else 0.0
+                weights.append(logit + added)
                 rows.append(numbers[width // 2 :])
             output[place, query] = torch.tensor(weights, dtype=torch.float64).softmax(0) @ torch.stack(rows)
     return output
@@ -157,7 +164,7 @@ def test_attention_is_that_of_every_entry(
     # As a part of what a projection makes of all.
     queries = torch.randn(count, kv_heads * group + 2, dim, generator=draw).to(dtype)[:, : kv_heads * group]
     output = torch.full((count, kv_heads * group, dim), 7.0, dtype=dtype)
-    paged_attention(queries, case.cache, tokens, case.layout, 0.2, output, case.bias if biased else None)
+    paged_attention(queries, case.caches, 1, tokens, case.layout, 0.2, output, case.bias if biased else None)
     right = expected(case, queries, tokens, 0.2, biased)
     if listed:  # the others are left alone
         assert tokens.places is not None
@@ -178,24 +185,25 @@ def test_new_entries_are_where_an_allocator_puts_them(
     draw = torch.Generator().manual_seed(1)
     both = torch.randn(count, 2 * kv_heads, dim, generator=draw).to(dtype)
     keys, values = both.chunk(2, 1)
-    right = case.cache.clone()
+    cache = case.caches[1]
+    right = cache.clone()
     for index, length in enumerate(tokens.lengths.tolist()):
         place = index if tokens.places is None else int(tokens.places[index])
         row = index if tokens.rows is None else int(tokens.rows[index])
         for head in range(kv_heads) if length else ():
             ((slot, _),) = [pair for pair in _slots(case.rows[row], head, size) if pair[1] == length - 1]
             entry = torch.cat((keys[place, head], values[place, head]))
-            right[slot // size // kv_heads, number_of(slot, size, kv_heads), slot % size] = entry
-    append_to_pages(keys, values, case.cache, tokens, case.layout)
-    assert not torch.equal(case.cache.nan_to_num(), torch.zeros_like(case.cache))
-    assert torch.equal(case.cache.nan_to_num(9.0), right.nan_to_num(9.0))
+            right[at(slot, size, kv_heads, len(cache))[1:]] = entry
+    append_to_pages(keys, values, cache, tokens, case.layout)
+    assert not torch.equal(cache.nan_to_num(), torch.zeros_like(cache))
+    assert torch.equal(cache.nan_to_num(9.0), right.nan_to_num(9.0))
 
 
 def test_of_no_tokens_nothing_is_launched(implementation: str) -> None:
     case = Case.draw([5], [1], 2, 16, 16, torch.float32)
     none = torch.zeros(0, dtype=torch.int32)
-    tokens, before = PagedTokens(case.tokens(False).block_table, none, 5, none, none), case.cache.clone()
+    tokens, before = PagedTokens(case.tokens(False).block_table, none, 5, none, none), case.caches[1].clone()
     rows = torch.zeros(0, 2, 16)
-    paged_attention(rows, case.cache, tokens, case.layout, 1.0, rows)
-    append_to_pages(rows, rows, case.cache, tokens, case.layout)
-    assert torch.equal(case.cache.nan_to_num(), before.nan_to_num())
+    paged_attention(rows, case.caches, 1, tokens, case.layout, 1.0, rows)
+    append_to_pages(rows, rows, case.caches[1], tokens, case.layout)
+    assert torch.equal(case.caches[1].nan_to_num(), before.nan_to_num())

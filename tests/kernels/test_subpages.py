@@ -5,7 +5,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from keepset.kernels.subpages import Layout, blocks_needed, entries, own_block, slots, tables
+from keepset.kernels.subpages import Group, Layout, blocks_needed, entries, own_block, slots, tables
 from tests.paged.allocator import POISON, Allocator, Row
 from tests.tiers import examples
 
@@ -13,6 +13,11 @@ from tests.tiers import examples
 def as_layout(rows: list[Row]) -> Layout:
     parts = ([[state[part] for state in row.states] for row in rows] for part in range(4))
     return Layout(*map(torch.tensor, parts))
+
+
+def group_of(rows: list[Row]) -> Group:
+    layers = len(rows[0].layers)
+    return Group(range(layers), layers, rows[0].blocks)
 
 
 def check(rows: list[Row], block_size: int, spare: int) -> None:
@@ -23,7 +28,7 @@ def check(rows: list[Row], block_size: int, spare: int) -> None:
     assert held.tolist() == expected
     pages = -(-int(held.max()) // block_size) + spare
     block_table = torch.tensor([row.block_table() for row in rows], dtype=torch.int32)
-    found = tables(layout, held, block_table, block_size, pages)
+    found = tables(layout, held, block_table, block_size, pages, group_of(rows))
     assert found.dtype == torch.int32
     for r, row in enumerate(rows):
         for index in range(len(row.layers)):
@@ -32,8 +37,10 @@ def check(rows: list[Row], block_size: int, spare: int) -> None:
             assert found[r, index].tolist() == padded
             assert len({page for own in taken for page in own}) == sum(map(len, taken))
             allocator = row.layers[index]
-            blocks = [block for head in allocator.heads for block, _ in head.pages]
+            blocks = [page[0] for head in allocator.heads for page in head.pages[head.shared :]]
             assert all(allocator.first <= block < allocator.blocks for block in blocks)
+        every = [page for layer in row.layers for head in layer.heads for page in head.pages]
+        assert len(set(every)) == len(every)
 
 
 def append(rows: list[Row], tokens: list[int], block_size: int) -> None:
@@ -50,7 +57,7 @@ def append(rows: list[Row], tokens: list[int], block_size: int) -> None:
     block_table = torch.tensor([row.block_table() for row in rows], dtype=torch.int32)
     places = torch.tensor(batch, dtype=torch.int64).reshape(-1, 2)
     held = entries(layout, torch.tensor([row.length for row in rows]))
-    pages = tables(layout, held, block_table, block_size, -(-int(held.max()) // block_size))
+    pages = tables(layout, held, block_table, block_size, -(-int(held.max()) // block_size), group_of(rows))
     found = slots(layout, pages, places[:, 1], places[:, 0], block_size)
     assert found.dtype == torch.int64
     assert found.tolist() == expected
@@ -119,7 +126,7 @@ def test_blocks_needed_is_the_least_that_ever_suffices(
     allocator.event([list(range(n)) for n in counts], 0)
     most = 0
     for _ in range(3 * block_size + 1):  # blocks that came since are the request's own
-        used = max((block + 1 for head in allocator.heads for block, _ in head.pages), default=0)
+        used = max((block + 1 for head in allocator.heads for block, *_ in head.pages), default=0)
         most = max(most, used - (allocator.blocks - at_event))
         allocator.append()
     assert int(blocks_needed(torch.tensor(counts), torch.tensor(length), block_size)) == most <= at_event
@@ -130,27 +137,37 @@ def test_blocks_needed_is_the_least_that_ever_suffices(
     data=st.data(),
     kv_heads=st.sampled_from([1, 2, 3, 8]),
     block_size=st.sampled_from([1, 2, 4, 5]),
+    layers=st.integers(1, 3),
 )
-def test_after_shared_pages_a_request_writes_to_its_own(data: st.DataObject, kv_heads: int, block_size: int) -> None:
-    """Whatever each head holds of a context, no page before the first own block is written to, and none is missing."""
+def test_after_shared_pages_a_request_writes_to_its_own(
+    data: st.DataObject, kv_heads: int, block_size: int, layers: int
+) -> None:
+    """Whatever each head holds of a context, no page before the first own block is written to, and none is missing.
+
+    What is shared is in as few blocks as hold the pages of all layers together.
+    """
     length = data.draw(st.integers(1, 6 * block_size), label="tokens")
     awkward = st.sampled_from([0, 1, block_size, length]).filter(lambda count: count <= length)
-    counts = [data.draw(awkward | st.integers(0, length), label="count") for _ in range(kv_heads)]
-    own = own_block(torch.tensor([counts]), length, block_size)
-    row = Row(1, kv_heads, block_size, 17, 5)  # as many blocks as all the tokens fill
-    (layer,) = row.layers
-    layer.length = length
-    layer.share(counts, own)
-    row.states[0] = layer.layout
-    assume(layer.first >= 0)
+    counts = [
+        [data.draw(awkward | st.integers(0, length), label="count") for _ in range(kv_heads)] for _ in range(layers)
+    ]
+    own = own_block(torch.tensor(counts), length, block_size)
+    full = sum(max(-(-count // block_size) - 1, 0) for layer in counts for count in layer)
+    assume(own * layers * kv_heads >= full)
+    row = Row(layers, kv_heads, block_size, 17, 5, 40)  # as many blocks as all the tokens fill
+    for layer in row.layers:
+        layer.length = length
+    row.share(counts, own)
     assert own <= (length - 1) // block_size  # the newest token's page, under which state is filed, is one of them
-    before = [head.pages[: head.shared] for head in layer.heads]
+    heads = [head for layer in row.layers for head in layer.heads]
+    before = [head.pages[: head.shared] for head in heads]
+    assert len({block for pages in before for block, *_ in pages}) == -(-full // (layers * kv_heads))
     for tokens in (0, 1, *[data.draw(st.integers(1, 3), label="new") for _ in range(3 * block_size)]):
         append([row], [tokens], block_size)
         check([row], block_size, 0)
-    for head, shared in zip(layer.heads, before, strict=True):
+    for head, shared in zip(heads, before, strict=True):
         assert head.pages[: len(shared)] == shared
-        assert all(block < own for block, _ in shared) and all(block >= own for block, _ in head.pages[len(shared) :])
+        assert all(page[0] < own for page in shared) and all(page[0] >= own for page in head.pages[len(shared) :])
 
 
 def test_blocks_needed_of_many() -> None:

@@ -207,8 +207,13 @@ def check_counts(method: Method, case: Case, keep_set: KeepSet) -> None:
 def test_keeps_a_protected_prompt_and_exactly_its_number(
     name: str, data: st.DataObject, recent: int, more: int, seed: int
 ) -> None:
-    """At an event after others: the prompt is there in every head, and of what followed each lost something else."""
+    """At an event after others: the prompt is there in every head, and of what followed each lost something else.
+
+    The whole prompt is protected, or a range that is part of every one.
+    """
     prompts = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=3))
+    bounds = st.lists(st.integers(0, min(prompts)), min_size=2, max_size=2, unique=True).map(sorted)
+    span = data.draw(st.none() | bounds)
     lengths = tuple(prompt + data.draw(st.integers(1, 12)) for prompt in prompts)
     shape = Shape(lengths, data.draw(st.integers(1, 3)), 2, 3, 2)
     keep, layers = max(1, recent) + more, (0, 2, 3)
@@ -232,9 +237,11 @@ def test_keeps_a_protected_prompt_and_exactly_its_number(
         for layer in layers
     ]
     method = make(name)
-    keep_set = method.select_all(observations, Budget(keep, 0, recent, protect_prompt=True))
+    budget = Budget(keep, 0, recent, protect_prompt=span is None, protect=[] if span is None else [span])
+    keep_set = method.select_all(observations, budget)
     for request, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
-        wanted = min(max(keep, prompt + recent), length)
+        protected = set(range(prompt) if span is None else range(*span))
+        wanted = min(max(keep, len(protected) + recent), length)
         counts = keep_set.counts[:, request]
         if method.equal_layers:
             assert counts.sum(-1).tolist() == [wanted * shape.kv_heads] * len(layers)
@@ -242,7 +249,7 @@ def test_keeps_a_protected_prompt_and_exactly_its_number(
             newest = int(observation.lengths[request])
             for head in range(shape.kv_heads):
                 held = set(entries_of(observation, request, head))
-                always = set(range(prompt)) | (set(range(newest - recent, newest)) & held)
+                always = protected | (set(range(newest - recent, newest)) & held)
                 assert always <= set(kept(keep_set, observation, request, head))
 
 

@@ -79,16 +79,17 @@ class Request:
 class Group:
     """Layers that share block tables."""
 
-    def __init__(self, recipe: Recipe, leader: int, freed: FreedBlocks, pages: dict[int, StridedPages]):
+    def __init__(self, recipe: Recipe, leader: int, freed: FreedBlocks, caches: dict[int, Tensor]):
         self.leader = leader
         self.layers = [layer for layer in LAYERS if group_leader(recipe, layer, LAYERS) == leader]
         self.schedule = EvictionSchedule(recipe, leader, LAYERS, KV_HEADS, BLOCK)
-        blocks = pages[leader].slots // (KV_HEADS * BLOCK)
         recording = Recording.of(recipe, GROUP, DIM, 4)
-        planner = Planner(self.schedule, recording, self.layers, REQUESTS, blocks, freed)
+        planner = Planner(self.schedule, recording, self.layers, REQUESTS, len(caches[leader]), freed)
         shape = len(self.layers), slots_for(REQUESTS), KV_HEADS * GROUP, DIM
         self.passing = PassingQueries(recording, *shape, torch.float32)
-        of_layers = [partial(pages.__getitem__, layer) for layer in self.layers]
+        self.caches = [caches[layer] for layer in self.layers]
+        self.pages = [StridedPages(self.caches, place) for place in range(len(self.layers))]
+        of_layers = [partial(self.pages.__getitem__, place) for place in range(len(self.layers))]
         self.paged = LayerGroup(planner, of_layers, self.passing, SCALING)
 
 
@@ -102,8 +103,11 @@ class Engine:
         self._emptied: list[int] = []
         leaders = sorted({group_leader(self.recipe, layer, LAYERS) for layer in LAYERS})
         caches = torch.full((len(LAYERS), blocks, KV_HEADS, BLOCK, 2 * DIM), POISON)
-        self.pages = dict(zip(LAYERS, map(StridedPages, caches), strict=True))
-        self.groups = [Group(self.recipe, leader, self._freed, self.pages) for leader in leaders]
+        by_layer = dict(zip(LAYERS, caches, strict=True))
+        self.groups = [Group(self.recipe, leader, self._freed, by_layer) for leader in leaders]
+        self.pages = {
+            layer: pages for group in self.groups for layer, pages in zip(group.layers, group.pages, strict=True)
+        }
         self._caches = caches
         self.free = list(range(1, blocks))  # block 0 is nobody's
 
@@ -118,7 +122,7 @@ class Engine:
             request.length += tokens[request.number]
         for group, (batch, plan) in plans:
             for place, layer in enumerate(group.layers):
-                queries = self._attend(layer, place, batch, plan, requests, tokens)
+                queries = self._attend(group, layer, place, batch, plan, requests, tokens)
                 group.paged.record(range(place, place + 1), plan, queries[None])
         for request in requests:
             self._compress(request, tokens[request.number])
@@ -172,6 +176,7 @@ class Engine:
 
     def _attend(
         self,
+        group: Group,
         layer: int,
         place: int,
         batch: StepBatch,
@@ -204,9 +209,9 @@ class Engine:
                     mine = slice(head * GROUP, (head + 1) * GROUP)
                     output[own, mine] = attention(queries[own, mine], pages, blocks * KV_HEADS + head, have)
         if ragged is not None and ragged.tokens is not None:
-            layout, room = ragged.of_layer(place), self._caches[layer]
-            append_to_pages(keys, values, room, ragged.tokens, layout)
-            paged_attention(queries, room, ragged.tokens, layout, SCALING, output)
+            layout = ragged.of_layer(place)
+            append_to_pages(keys, values, group.caches[place], ragged.tokens, layout)
+            paged_attention(queries, group.caches, place, ragged.tokens, layout, SCALING, output)
             self._check_heads_as_requests(PerHeadSequences(ragged), place, pages, queries, output)
         torch.testing.assert_close(output, torch.cat([expected(layer, *span) for span in spans]))
         return queries
@@ -217,12 +222,13 @@ class Engine:
         """An engine's own kernel would see the same, and its entries be written to the same places."""
         own, again = per_head.batch(place), output.clone()
         split, room = per_head.split(queries, KV_HEADS), per_head.output_buffer(again, KV_HEADS)
+        blocks = pages.slots // BLOCK  # of each layer; they are numbered through
         newest, tables = own.seq_lens.long() - 1, own.block_table.long()
         slots = tables.gather(1, (newest // BLOCK)[:, None])[:, 0] * BLOCK + newest % BLOCK
         assert torch.equal(own.slot_mapping, slots)
         for row, have in enumerate(own.seq_lens.tolist()):
             mine = slice(int(own.query_start_loc[row]), int(own.query_start_loc[row + 1]))
-            room[mine] = attention(split[mine], pages, tables[row, : -(-have // BLOCK)], have)
+            room[mine] = attention(split[mine], pages, tables[row, : -(-have // BLOCK)] - place * blocks, have)
         per_head.merge(room, again)
         torch.testing.assert_close(again, output)
 

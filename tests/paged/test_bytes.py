@@ -27,7 +27,7 @@ def beside(shape: tuple[int, int, int, torch.dtype, int, int], method: str) -> f
     query_heads, kv_heads, size, dtype, keep, every = shape
     recipe = Recipe.of(Recipe.parse(method).method, keep=keep, every=every)
     blocks = REQUESTS * (keep + every) // BLOCK
-    pages = StridedPages(torch.zeros(blocks, kv_heads, BLOCK, 2 * size, dtype=dtype))
+    pages = StridedPages([torch.zeros(blocks, kv_heads, BLOCK, 2 * size, dtype=dtype)])
     recording = Recording.of(recipe, query_heads // kv_heads, size, dtype.itemsize)
     schedule = EvictionSchedule(recipe, 0, (0,), kv_heads, BLOCK)
     planner = Planner(schedule, recording, (0,), REQUESTS, blocks, FreedBlocks())

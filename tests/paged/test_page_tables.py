@@ -25,9 +25,10 @@ class Batch:
 
     def __init__(self, requests: int, layers: int, kv_heads: int, block_size: int) -> None:
         self.size = block_size
-        self.rows = [Row(layers, kv_heads, block_size, WIDTH, r * WIDTH) for r in range(requests)]
+        blocks = requests * WIDTH
+        self.rows = [Row(layers, kv_heads, block_size, WIDTH, r * WIDTH, blocks) for r in range(requests)]
         self.compressed = [False] * requests
-        self.tables = PerHeadTables(layers, kv_heads, block_size, requests * WIDTH, requests)
+        self.tables = PerHeadTables(layers, kv_heads, block_size, blocks, requests)
 
     def step(self, order: list[int], tokens: list[int], event: bool = False) -> RaggedStep | None:
         """So many new tokens for these requests; the tables and slots that they get are checked."""
@@ -79,12 +80,13 @@ class Batch:
         per_head = PerHeadSequences(step)
         for index in range(len(rows[0].layers)):
             own = per_head.batch(index)
-            assert own.slot_mapping.tolist() == expected[index]
+            others = index * len(self.rows) * WIDTH * rows[0].kv_heads  # sub-pages of the layers before
+            assert (own.slot_mapping - others * self.size).tolist() == expected[index]
             for heads, (_, r, length) in zip(own.block_table.unflatten(0, (len(where), -1)), where, strict=True):
                 for head, found in enumerate(heads):
                     need = sum(entry < length for entry in rows[r].layers[index].heads[head].held)
                     pages = rows[r].subpages(index, head)[: -(-need // self.size)]
-                    assert found[: len(pages)].tolist() == pages
+                    assert (found[: len(pages)] - others).tolist() == pages
         # Pages that nobody needs yet may be told, but nothing may be looked up where there is no block.
         assert step.tables is not None and int(step.tables.min()) >= 0
         return step

@@ -18,11 +18,11 @@ from tests.paged.pages import (
 
 def test_only_the_given_slots_are_written() -> None:
     cache = torch.ones(3, 2, 32, 64)
-    check_only_the_given_slots_are_written(StridedPages(cache), cache)
+    check_only_the_given_slots_are_written(StridedPages([cache]), cache)
 
 
 def test_entries_may_be_views_of_larger_tensors() -> None:
-    check_entries_may_be_views_of_larger_tensors(StridedPages(torch.zeros(1, 1, 32, 64)))
+    check_entries_may_be_views_of_larger_tensors(StridedPages([torch.zeros(1, 1, 32, 64)]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -34,7 +34,7 @@ def test_strided_pages_are_their_logical_view(dtype: torch.dtype, order: tuple[i
     memory = torch.stack((memory, memory * 0), dim=1)[:, 0]
     cache = memory.permute([order.index(axis) for axis in range(4)])
     assert list(cache.shape) == shape
-    pages = StridedPages(cache)
+    pages = StridedPages([cache])
     assert (pages.kv_heads, pages.block_size, pages.head_dim) == (3, 4, 5)
     subpages = torch.tensor([[4 * 3 + 2, 0], [1, 5 * 3]])
 

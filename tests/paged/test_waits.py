@@ -144,7 +144,7 @@ def test_a_ragged_layer_decodes_in_three_launches(triton_interpreted: None, monk
         output = Posing(torch.zeros(2, 6, 16))
         gpu.reset()
         append_to_pages(keys, values, cache, tokens, plan.ragged.of_layer(1))
-        paged_attention(queries, cache, tokens, plan.ragged.of_layer(1), 0.25, output)
+        paged_attention(queries, [cache, cache], 1, tokens, plan.ragged.of_layer(1), 0.25, output)
         assert gpu.launches == {"_append_to_pages": 1, "_attend_pages": 1, "_merge_parts": 1}
         assert not gpu.waits
 

@@ -23,6 +23,7 @@ vllm:num_preemptions_total{{engine="0"}} {looks}
 vllm:num_preemptions_created{{engine="0"}} 1.7e9
 vllm:kv_cache_usage_perc{{engine="0"}} 0.25
 vllm:kv_cache_usage_perc{{engine="1"}} 0.75
+vllm:cache_config_info{{block_size="4",engine="0",num_gpu_blocks="41"}} 1.0
 vllm:e2e_request_latency_seconds_bucket{{le="+Inf"}} 5.0
 keepset:events_total {looks}
 keepset:entries_kept_total{{engine="0"}} 100.0

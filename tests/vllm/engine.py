@@ -114,6 +114,7 @@ class Result:
         groups: of layers.
         stats: what was counted.
         classes: of the attention layers.
+        loads: of contexts by name, of all engines of the process.
         replays, calls: steps that were replayed from a graph, and steps in which the model was called.
     """
 
@@ -122,6 +123,7 @@ class Result:
     cached: list[int | None]
     stats: dict[str, float]
     classes: list[str]
+    loads: dict[str, int] = field(default_factory=dict)
     log: list[list[tuple[int, int, int]]] = field(default_factory=list)
     events: list[list[dict[str, Any]]] = field(default_factory=list)
     preemptions: list[int] = field(default_factory=list)
@@ -192,6 +194,7 @@ class _Server:
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_LOGGING_LEVEL": "ERROR",
             "OMP_NUM_THREADS": "1",
+            "TORCH_COMPILE_DISABLE": "1",  # vLLM would compile one small function in each rank, for as long as all else
             "PYTHONPATH": str(ROOT),
         }
         environment.pop("KEEPSET_STATS_DIR", None)

@@ -203,6 +203,7 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
     result["reasons"] = [None if one is None else one.outputs[0].finish_reason for one in outputs]
     result["cached"] = [None if one is None else one.num_cached_tokens for one in outputs]
     result["stats"] = {name: total - counted[name] for name, total in stats.totals().items()}
+    result["loads"] = {name: each["loads"] for name, each in stats.contexts().items()}
     if undo is not None:
         undo()
     engine.engine_core.shutdown()

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.models.llama.modeling_llama import rotate_half
 
 from keepset import Observation, Recipe
-from keepset.core.features.attention import AttentionColumns
+from keepset.core.features.attention import AttentionColumns, PromptQueryAttention
 from keepset.core.features.moments import HiddenDistribution, HiddenMoments, QueryDistribution, QueryMoments
 from keepset.core.features.window import WindowAttention
 from tests.paged.reference import blocks_gone, is_executed, newest_event
@@ -234,6 +234,8 @@ class Oracle:
             attention = self._columns(layer, at)
             statistic = attention.sum(1) if columns.statistic == "sum" else attention.amax(1)
             features[columns] = statistic[None].float()
+        for again in needs.of(PromptQueryAttention):
+            features[again] = self._once_more(layer, again.stride, at)[None].float()
         for hidden in needs.of(HiddenMoments):
             mean, variance = _hidden_moments(layer.hidden[hidden.skip : at].double())
             features[hidden] = HiddenDistribution(
@@ -266,6 +268,14 @@ class Oracle:
         keys = torch.stack([head.keys[:at] for head in layer.heads]).repeat_interleave(group, 0).double()
         logits = layer.queries[:, :at].double() @ keys.transpose(1, 2) * keys.shape[-1] ** -0.5
         return logits.masked_fill(torch.ones(at, at).triu(1).bool(), float("-inf")).softmax(-1)
+
+    def _once_more(self, layer: Layer, stride: int, at: int) -> Tensor:
+        """Mean squares of what a prompt's entries would receive of its queries, all turned to the place after it."""
+        group = layer.queries.shape[0] // len(layer.heads)
+        rows = layer.unrotated[:, :at:stride].double()
+        keys = torch.stack([head.keys[:at] for head in layer.heads]).repeat_interleave(group, 0).double()
+        turned = rows @ self._mean_rotation(at, 1, rows.shape[-1]).double()
+        return (turned @ keys.transpose(1, 2) * keys.shape[-1] ** -0.5).softmax(-1).square().mean(1)
 
     @torch.no_grad()
     def _future_queries(self, index: int, hidden: Tensor, at: int, future: int) -> Tensor:

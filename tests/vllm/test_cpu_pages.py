@@ -118,7 +118,7 @@ def test_what_vllm_writes_is_read_and_the_other_way_round(
     of_tokens = (blocks[:, None] * block_size + torch.arange(block_size)).flatten()
     official_write(cache, keys, values, of_tokens, isa)
 
-    pages = cpu_pages.CPUPages(cache, isa)
+    pages = cpu_pages.CPUPages([cache], 0, isa)
     assert (pages.kv_heads, pages.block_size, pages.head_dim) == (kv_heads, block_size, head_dim)
     subpages = blocks * kv_heads + torch.arange(kv_heads)[:, None]
     read = pages.read(subpages)
@@ -130,7 +130,9 @@ def test_what_vllm_writes_is_read_and_the_other_way_round(
     same = torch.zeros_like(cache)
     of_heads = (subpages[..., None] * block_size + torch.arange(block_size)).flatten()
     order = torch.randperm(len(of_heads), generator=generator)
-    cpu_pages.CPUPages(same, isa).write(read[0].flatten(0, 1)[order], read[1].flatten(0, 1)[order], of_heads[order])
+    cpu_pages.CPUPages([same], 0, isa).write(
+        read[0].flatten(0, 1)[order], read[1].flatten(0, 1)[order], of_heads[order]
+    )
     assert torch.equal(same, cache)
 
 
@@ -142,7 +144,7 @@ def test_every_bit_pattern_survives(isa: str, dtype: torch.dtype) -> None:
     bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
     limits = torch.iinfo(bits)
     numbers = torch.randint(limits.min, limits.max, (2, 64, 64), dtype=bits, generator=seeded(0))
-    pages = cpu_pages.CPUPages(torch.zeros(2, 1, 32, 128, dtype=dtype), isa)
+    pages = cpu_pages.CPUPages([torch.zeros(2, 1, 32, 128, dtype=dtype)], 0, isa)
     pages.write(numbers[0].view(dtype), numbers[1].view(dtype), torch.arange(64))
     keys, values = pages.read(torch.arange(2))
     assert torch.equal(keys.view(bits), numbers[0])
@@ -150,7 +152,7 @@ def test_every_bit_pattern_survives(isa: str, dtype: torch.dtype) -> None:
 
 
 def test_rows_of_pages_of_any_shape() -> None:
-    pages = cpu_pages.CPUPages(random(4, 2, 32, 128, dtype=torch.float32, generator=seeded(1)), "vec")
+    pages = cpu_pages.CPUPages([random(4, 2, 32, 128, dtype=torch.float32, generator=seeded(1))], 0, "vec")
     subpages = torch.tensor([[[0, 7], [3, 3]], [[5, 1], [2, 6]], [[4, 0], [1, 1]]], dtype=torch.int32)
     keys, values = pages.read(subpages)
     assert keys.shape == values.shape == (3, 2, 64, 64)
@@ -163,11 +165,11 @@ def test_rows_of_pages_of_any_shape() -> None:
 
 def test_only_the_given_slots_are_written() -> None:
     cache = torch.ones(3, 2, 32, 64)
-    check_only_the_given_slots_are_written(cpu_pages.CPUPages(cache, "vec"), cache)
+    check_only_the_given_slots_are_written(cpu_pages.CPUPages([cache], 0, "vec"), cache)
 
 
 def test_entries_may_be_views_of_larger_tensors() -> None:
-    check_entries_may_be_views_of_larger_tensors(cpu_pages.CPUPages(torch.zeros(1, 1, 32, 64), "vec"))
+    check_entries_may_be_views_of_larger_tensors(cpu_pages.CPUPages([torch.zeros(1, 1, 32, 64)], 0, "vec"))
 
 
 # --- the packing
@@ -187,7 +189,7 @@ def test_packing_is_whatever_the_kernel_does(monkeypatch: pytest.MonkeyPatch) ->
                 cache[slot // 32] = page.view(1, 32, 16)
 
     monkeypatch.setattr(kernels(), "cpu_attn_reshape_and_cache", scatter)
-    pages = cpu_pages.CPUPages(torch.zeros(2, 3, 32, 32), "scattered")
+    pages = cpu_pages.CPUPages([torch.zeros(2, 3, 32, 32)], 0, "scattered")
     keys, values = (random(64, 16, dtype=torch.float32, generator=seeded(seed)) for seed in (5, 6))
     pages.write(keys, values, torch.arange(32, 96))
     found = pages.read(torch.tensor([1, 2]))
@@ -216,17 +218,17 @@ def test_packing_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
     first = cpu_pages.packing(32, 112, torch.float32, "vec16")
     monkeypatch.delattr(kernels(), "cpu_attn_reshape_and_cache")
     assert cpu_pages.packing(32, 112, torch.float32, "vec16") is first
-    cpu_pages.CPUPages(torch.zeros(1, 1, 32, 224), "vec16")
+    cpu_pages.CPUPages([torch.zeros(1, 1, 32, 224)], 0, "vec16")
 
 
 def test_what_the_kernel_would_not_notice_is_refused() -> None:
-    pages = cpu_pages.CPUPages(torch.zeros(1, 1, 32, 128, dtype=torch.bfloat16), "vec")
+    pages = cpu_pages.CPUPages([torch.zeros(1, 1, 32, 128, dtype=torch.bfloat16)], 0, "vec")
     half, whole, first = torch.zeros(1, 64, dtype=torch.bfloat16), torch.zeros(1, 64), torch.zeros(1, dtype=torch.long)
     for keys, values in ((whole, half), (half, whole)):
         with pytest.raises(KeepsetError, match=r"holds torch\.bfloat16: keys and values must have the same dtype"):
             pages.write(keys, values, first)
     with pytest.raises(KeepsetError, match="must be contiguous"):
-        cpu_pages.CPUPages(torch.zeros(2, 32, 3, 128).transpose(1, 2), "vec")
+        cpu_pages.CPUPages([torch.zeros(2, 32, 3, 128).transpose(1, 2)], 0, "vec")
 
 
 # --- attention after a compaction
@@ -247,7 +249,7 @@ class Case:
         ids = 1 + torch.randperm(blocks - 1, generator=self.generator)
         self.block_table = ids.view(len(lengths), self.width).int()
         self.cache = random(blocks, kv_heads, block_size, 2 * head_dim, dtype=dtype, generator=self.generator)
-        self.pages = cpu_pages.CPUPages(self.cache, self.isa)
+        self.pages = cpu_pages.CPUPages([self.cache], 0, self.isa)
         self.keys: list[list[Tensor]] = []
         self.values: list[list[Tensor]] = []
         for row, length in enumerate(lengths):

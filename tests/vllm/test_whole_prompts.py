@@ -16,7 +16,7 @@ from tests.vllm.oracle import Oracle
 
 pytestmark = pytest.mark.full
 
-ONCE = ["gvote", "kvcompose(task='self', keep=0.25)"]
+ONCE = ["gvote", "kvcompose(task='self', keep=0.25)", "glance(keep=0.25)"]
 """Undisturbed."""
 AGAIN = {
     "h2o(keep=0.3)": {"enable_prefix_caching": True},

@@ -9,7 +9,7 @@ from typing import Any
 
 from keepset.bench.analysis.rows import Figure, TableRow
 from keepset.bench.analysis.summary import TOLERANCES, Summary, Trade
-from keepset.bench.cell import FULL
+from keepset.bench.cell import FULL, EventMeans
 
 _FIGURES = ("score", "difference")
 # Spreadsheets take a text that begins so for a formula.
@@ -28,7 +28,9 @@ def to_csv(summary: Summary) -> str:
     """Rows and averages, one line each; a text that a spreadsheet would take for a formula begins with `'`."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    names = [field.name for field in fields(TableRow)]
+    # What a dataclass inherits comes first among its fields, and would stand before the recipe.
+    inherited = {field.name for field in fields(EventMeans)}
+    names = sorted((field.name for field in fields(TableRow)), key=inherited.__contains__)
     writer.writerow(part for name in names for part in _columns(name))
     for row in (*summary.rows, *summary.averages):
         writer.writerow(cell for name in names for cell in _cells(name, getattr(row, name)))

@@ -9,7 +9,7 @@ from typing import Any
 
 from keepset.bench.analysis import intervals
 from keepset.bench.analysis.intervals import Interval
-from keepset.bench.cell import Cell, Outcome, means
+from keepset.bench.cell import Cell, EventMeans, Outcome, means
 
 Cells = Mapping[tuple[int, str], Cell]
 """A recipe's cells on one task, by seed and example."""
@@ -30,7 +30,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class TableRow:
+class TableRow(EventMeans):
     """One recipe on one task, or averaged over the tasks of a group.
 
     An example counts once, with the mean of its seeds; one on which the recipe failed counts as not answered, in the
@@ -74,20 +74,6 @@ class TableRow:
     decode_seconds: float | None = None
     batch: float | None = None
     peak_bytes: float | None = None
-    wipeout: float | None = None
-    middle: float | None = None
-    iou: float | None = None
-    iou_early: float | None = None
-    iou_middle: float | None = None
-    iou_late: float | None = None
-    segments: float | None = None
-    segments_early: float | None = None
-    segments_middle: float | None = None
-    segments_late: float | None = None
-    segment_length: float | None = None
-    segment_length_early: float | None = None
-    segment_length_middle: float | None = None
-    segment_length_late: float | None = None
 
 
 def table_row(cells: Cells, baseline: Cells | None, examples: Collection[str]) -> TableRow:

@@ -4,7 +4,10 @@ const { load, servers, rows } = data;
 
 function header() {
   title(data.model,
-    `${integer(load.requests)} requests of ${integer(load.prompt_tokens)} tokens, each answered with ` +
+    (load.question_tokens
+      ? `${integer(load.requests)} documents of ${integer(load.prompt_tokens)} tokens, each asked a question of ` +
+        `${integer(load.question_tokens)} in every round, answered with `
+      : `${integer(load.requests)} requests of ${integer(load.prompt_tokens)} tokens, each answered with `) +
     `${integer(load.output_tokens)} more, at most ${integer(load.concurrency)} at once` +
     (load.rounds > 1 ? `, in ${load.rounds} rounds.` : "."));
   const facts = [

@@ -1,16 +1,12 @@
 """Data sets of the Hugging Face hub, whose absence is told in one sentence and at once."""
 
-import functools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from huggingface_hub import constants, get_session
-
 from keepset.bench.tasks.data import DataRecord, extra
 from keepset.errors import KeepsetError
-
-_SECONDS = 5
+from keepset.hub import not_waited_for
 
 
 def download(name: str, path: str, subset: str | None, split: str) -> list[DataRecord]:
@@ -27,11 +23,11 @@ def loading(name: str) -> Iterator[None]:
     Where the hub does not answer, what was downloaded before is used, and nothing waits for it.
     """
     datasets = extra("datasets")
-    before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
-    if not _answers():
-        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    before = datasets.config.HF_HUB_OFFLINE
     try:
-        yield
+        with not_waited_for() as asked:
+            datasets.config.HF_HUB_OFFLINE = before or not asked
+            yield
     except KeepsetError:
         raise
     except ImportError as error:
@@ -42,16 +38,7 @@ def loading(name: str) -> Iterator[None]:
             f"with {name}.jsonl as data."
         ) from error
     finally:
-        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
-
-
-@functools.cache
-def _answers() -> bool:
-    try:
-        get_session().head(constants.ENDPOINT, timeout=_SECONDS)
-    except Exception:  # of whichever HTTP library it uses
-        return False
-    return True
+        datasets.config.HF_HUB_OFFLINE = before
 
 
 def _cause(error: Exception) -> str:

@@ -72,6 +72,7 @@ class _PromptQueries(Accumulator):
     def __init__(self, features: Sequence[PromptQueryAttention]) -> None:
         self._queries: dict[PromptQueryAttention, list[list[Tensor]]] = {feature: [] for feature in features}
         self._newest: Chunk
+        self._others: Sequence[_PromptQueries] = ()
 
     def add(self, chunk: Chunk) -> None:
         assert chunk.source is not None
@@ -88,22 +89,29 @@ class _PromptQueries(Accumulator):
         self._queries = queries
 
     def joined(self, others: Sequence[_PromptQueries]) -> _PromptQueries:
-        raise NotImplementedError  # only paged runtimes join requests
+        twin = copy.copy(self)
+        twin._others = others
+        return twin
 
     def values(self, lengths: Int[Tensor, " batch"], width: int) -> Mapping[Feature[Any], Any]:
+        parts = zip((self, *self._others), lengths.tensor_split(1 + len(self._others)), strict=True)
+        each = [part._columns(own) for part, own in parts]
+        return {of: widened([column for columns in each for column in columns[of]], width) for of in self._queries}
+
+    def _columns(self, lengths: Int[Tensor, " batch"]) -> dict[PromptQueryAttention, list[Tensor]]:
+        """Of each of its own requests."""
         newest = self._newest
         assert newest.source is not None
         turn, entries = newest.source.ahead(lengths, 1), newest.entries()
-        values: dict[Feature[Any], Any] = {}
+        columns = {}
         for feature, parts in self._queries.items():
             queries = [torch.cat(list(rows), 1).transpose(0, 1) for rows in zip(*parts, strict=True)]
             turned = turn(pad_sequence(queries, batch_first=True).transpose(1, 2))
-            columns = [
+            columns[feature] = [
                 mean_square_attention(rows[:, : len(own)], keys, newest.scaling)
                 for rows, own, (keys, _) in zip(turned, queries, entries, strict=True)
             ]
-            values[feature] = widened(columns, width)
-        return values
+        return columns
 
 
 @dataclass(frozen=True)
@@ -120,7 +128,6 @@ class PromptQueryAttention(Feature[Float[Tensor, "batch query_heads entries"]]):
     unrotated = True
     accumulator = _PromptQueries
     prompt_only = _PROMPT_ATTENTION
-    transformers_only = "asks the prompt's queries once more, which was not tried under {engine} yet"
 
     stride: int
 

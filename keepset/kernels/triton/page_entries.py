@@ -13,13 +13,15 @@ _BLOCK = 32
 def read(
     kind: Float[Tensor, "blocks kv_heads block_size width"],
     addresses: Int[Tensor, " layers"],
+    places: range,
     subpages: Int[Tensor, "rows kv_heads pages"],
     entries: Float[Tensor, "layers_rows kv_heads entries width"],
 ) -> None:
-    """Copies sub-pages to `entries`, one program each; `kind` is one of the layers' caches."""
-    _, kv_heads, size, width = kind.shape
-    _read_pages[(subpages.numel(), len(addresses))](
-        kind, addresses, subpages, entries, *kind.stride()[:3], subpages.numel(), kv_heads,
+    """Copies sub-pages of these layers to `entries`, one program each; `kind` is one of the layers' caches."""
+    blocks, kv_heads, size, width = kind.shape
+    _read_pages[(subpages.numel(), len(places))](
+        kind, addresses, subpages, entries, *kind.stride()[:3], subpages.numel(), kv_heads, blocks, places.start,
+        len(addresses),
         SIZE=size, ROWS=triton.next_power_of_2(size), WIDTH=width, WIDE=triton.next_power_of_2(width),
     )  # fmt: skip
 
@@ -42,15 +44,16 @@ def write(
 # Of `kind` only the type is looked at: what is read is found by the table's addresses.
 @triton.jit
 def _read_pages(
-    kind, addresses, subpages, entries, of_block, of_head, of_token, number, kv_heads,
+    kind, addresses, subpages, entries, of_block, of_head, of_token, number, kv_heads, blocks, first, layers,
     SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     page, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    cache = tl.load(addresses + layer).to(kind.dtype)
     subpage = tl.load(subpages + page).to(tl.int64)
+    through = subpage // kv_heads
+    cache = tl.load(addresses + (first + layer + through // blocks) % layers).to(kind.dtype)
     token, dims = tl.arange(0, ROWS).to(tl.int64), tl.arange(0, WIDE)
     mask = (token < SIZE)[:, None] & (dims < WIDTH)[None, :]
-    source = cache + subpage // kv_heads * of_block + subpage % kv_heads * of_head
+    source = cache + through % blocks * of_block + subpage % kv_heads * of_head
     numbers = tl.load(source + (token * of_token)[:, None] + dims[None, :], mask=mask)
     target = entries + (layer * number + page) * SIZE * WIDTH
     tl.store(target + (token * WIDTH)[:, None] + dims[None, :], numbers, mask=mask)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -9,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.kernels import dispatch
+from keepset.kernels.page_entries import addresses_of
 from keepset.kernels.paged import FiledLayouts, PagedTokens
 from keepset.kernels.subpages import Layout
 from keepset.kernels.triton.attention import _MERGED, _merge_parts
@@ -24,19 +27,21 @@ _SPLITS = 8, 64
 
 def attend(
     queries: Float[Tensor, "tokens query_heads head_dim"],
-    cache: Float[Tensor, "blocks kv_heads block_size two_head_dim"],
+    caches: Sequence[Float[Tensor, "blocks kv_heads block_size two_head_dim"]],
+    place: int,
     tokens: PagedTokens,
     layout: Layout,
     scaling: float,
     output: Float[Tensor, "tokens query_heads head_dim"],
-    bias: Float[Tensor, " slots"] | None,
+    bias: Float[Tensor, "layers slots"] | None,
 ) -> None:
     """The same as `keepset.kernels.paged.paged_attention`.
 
     How many parts a head is cut into follows from the number of tokens and `tokens.longest`; how long they are, from
     the head's entries, which the device alone knows.
     """
-    n, (_, query_heads, head_dim), (_, heads, size, _) = len(tokens.lengths), queries.shape, cache.shape
+    n, cache, (_, query_heads, head_dim) = len(tokens.lengths), caches[place], queries.shape
+    _, heads, size, _ = cache.shape
     if not n:
         return
     group = query_heads // heads
@@ -46,8 +51,9 @@ def attend(
         partial = torch.empty(splits, n, query_heads, head_dim, device=queries.device)
         lse = torch.empty(splits, n, query_heads, device=queries.device)
     _attend_pages[(n, heads, splits)](
-        queries, cache, bias, *_places(tokens, layout), partial, lse,
-        *queries.stride()[:2], *cache.stride()[:3], *_rows(tokens, layout), scaling, n * query_heads,
+        queries, cache, addresses_of(caches), bias, *_places(tokens, layout), partial, lse,
+        *queries.stride()[:2], *cache.stride()[:3], *_rows(tokens, layout), place, len(caches),
+        0 if bias is None else bias.stride(0), scaling, n * query_heads,
         GROUP=group, HEADS=heads, HEADS_BLOCK=triton.next_power_of_2(heads), HEAD_DIM=head_dim,
         HEAD_BLOCK=max(16, triton.next_power_of_2(head_dim)), SIZE=size,
         ROWS=max(16, triton.next_power_of_2(group)), BLOCK=_BLOCK, LEAST_PART=_LEAST_PART,
@@ -132,7 +138,7 @@ def _dealt(counts, shared, HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, SIZE:
     start = tl.sum(tl.where(head[None, :] < head[:, None], kept[None, :], 0), 1)
     total = tl.sum(kept, 0)
     if shared:
-        total = (total + HEADS - 1) // HEADS * HEADS
+        total = total * 0
     return count, kept, start, total + rank - kept * HEADS
 
 
@@ -144,9 +150,10 @@ def _number(page, kept, start, later, HEADS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["outputs"])
 def _attend_pages(
-    queries, cache, bias, block_table, counts, event_lengths, firsts, shares, places, rows, lengths, output, lse,
+    queries, cache, caches, bias, block_table, counts, event_lengths, firsts, shares, places, rows, lengths,
+    output, lse,
     query_token, query_head, cache_block, cache_head, cache_entry,
-    table_row, counts_row, event_row, first_row, shared_row, scaling, outputs,
+    table_row, counts_row, event_row, first_row, shared_row, layer, layers, bias_layer, scaling, outputs,
     GROUP: tl.constexpr, HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr, SIZE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, LEAST_PART: tl.constexpr,
@@ -157,9 +164,8 @@ def _attend_pages(
     if LISTED:
         place, row = tl.load(places + token).to(tl.int64), tl.load(rows + token).to(tl.int64)
     length = tl.load(lengths + token).to(tl.int32)
-    all_counts, all_kept, starts, laters = _dealt(
-        counts + row * counts_row, tl.load(shares + row * shared_row) > 0, HEADS, HEADS_BLOCK, SIZE
-    )
+    shared = tl.load(shares + row * shared_row).to(tl.int32)
+    all_counts, all_kept, starts, laters = _dealt(counts + row * counts_row, shared > 0, HEADS, HEADS_BLOCK, SIZE)
     own = tl.arange(0, HEADS_BLOCK) == head
     count, kept = tl.sum(tl.where(own, all_counts, 0), 0), tl.sum(tl.where(own, all_kept, 0), 0)
     start, later = tl.sum(tl.where(own, starts, 0), 0), tl.sum(tl.where(own, laters, 0), 0)
@@ -185,12 +191,22 @@ def _attend_pages(
         entry = offset + tl.arange(0, BLOCK)
         stored = entry < entries
         number = _number(entry // SIZE, kept, start, later, HEADS)
-        block = tl.load(table + first_block + number // HEADS, mask=stored, other=0).to(tl.int64)
+        index = first_block + number // HEADS
+        if shared > 0:
+            # What others have too is numbered through all layers.
+            elsewhere = entry // SIZE < kept
+            number = tl.where(elsewhere, number + shared - 1, number)
+            index = tl.where(elsewhere, number // (HEADS * layers), index)
+            holder = tl.where(elsewhere, number // HEADS % layers, layer)
+        else:
+            holder = entry * 0 + layer
+        block = tl.load(table + index, mask=stored, other=0).to(tl.int64)
         at = block * cache_block + (number % HEADS) * cache_head + (entry % SIZE) * cache_entry
-        k = tl.load(cache + at[None, :] + dims[:, None], mask=stored[None, :] & (dims < HEAD_DIM)[:, None], other=0.0)
+        numbers = tl.load(caches + holder).to(cache.dtype) + at
+        k = tl.load(numbers[None, :] + dims[:, None], mask=stored[None, :] & (dims < HEAD_DIM)[:, None], other=0.0)
         logits = tl.dot(q, k, input_precision="ieee") * scaling
         if BIASED:
-            slot = (block * HEADS + number % HEADS) * SIZE + entry % SIZE
+            slot = holder.to(tl.int64) * bias_layer + (block * HEADS + number % HEADS) * SIZE + entry % SIZE
             # What came since the event has none.
             logits += tl.load(bias + slot, mask=stored & (entry < count), other=0.0).to(tl.float32)[None, :]
         logits = tl.where(stored[None, :], logits, float("-inf"))
@@ -201,7 +217,7 @@ def _attend_pages(
         shrink = tl.exp(largest - shift)
         total = total * shrink + tl.sum(weights, 1)
         v = tl.load(
-            cache + at[:, None] + (HEAD_DIM + dims)[None, :],
+            numbers[:, None] + (HEAD_DIM + dims)[None, :],
             mask=stored[:, None] & (dims < HEAD_DIM)[None, :], other=0.0,
         )  # fmt: skip
         attended = attended * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")

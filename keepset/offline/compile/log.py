@@ -59,6 +59,7 @@ class Log:
 
     def __init__(self, path: Path | None, settings: Mapping[str, Any]) -> None:
         self._path, ours = path, json.dumps(settings, sort_keys=True)
+        self._mine = False
         with self._readable(), ExitStack() as undo:
             self._base = sqlite3.connect(path or ":memory:", timeout=_PATIENCE, isolation_level=None)
             undo.callback(self.close)
@@ -81,13 +82,17 @@ class Log:
             for statement in _TABLES.split(";"):
                 self._base.execute(statement)
             self._base.execute("INSERT INTO compilation VALUES (?)", (ours,))
+            self._mine = True
         (written,) = self._base.execute("SELECT settings FROM compilation").fetchone()
         self._base.execute("COMMIT")
         return str(written)
 
     def close(self) -> None:
-        """Releases the file."""
+        """Releases the file; one that was begun here and has come to nothing is not left behind."""
+        nothing = self._mine and not self._has("contexts", ())
         self._base.close()
+        if nothing and self._path is not None:
+            self._path.unlink(missing_ok=True)
 
     @property
     def risks(self) -> dict[str, tuple[float, float]]:

@@ -18,13 +18,14 @@ import datasets
 from huggingface_hub import constants
 
 from keepset.bench.tasks import hub
+from keepset.hub import answers
 
 
 @pytest.fixture(autouse=True)
 def nothing_known() -> Iterator[None]:
-    hub._answers.cache_clear()
+    answers.cache_clear()
     yield
-    hub._answers.cache_clear()
+    answers.cache_clear()
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def unreachable(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_hub_that_answers_is_asked(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", address)
-    assert hub._answers()
+    assert answers()
     with hub.loading("a"):
         assert not constants.HF_HUB_OFFLINE
 
@@ -101,7 +102,7 @@ def test_problems_come_from_the_hub_where_no_folder_is_given(monkeypatch: pytest
         asked.append((path, name, split))
         return [{"Problem": "Find it.", "Answer": 204}, {"Problem": "Find it.", "Answer": None}]
 
-    monkeypatch.setattr(hub, "_answers", lambda: True)
+    monkeypatch.setattr("keepset.hub.answers", lambda: True)
     monkeypatch.setattr(datasets, "load_dataset", load)
     [task] = find(["aime24"], Settings())
     with pytest.raises(KeepsetError, match=r"Maxwell-Jia/AIME_2024, item 1, lacks the field 'answer'"):

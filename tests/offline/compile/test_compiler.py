@@ -347,3 +347,14 @@ def test_a_model_that_keepset_leaves_alone() -> None:
     model = tiny("mistral_window")
     with pytest.warns(UserWarning), pytest.raises(KeepsetError, match="there is nothing to compile"):
         compile_tables(model, corpus(2), dataclasses.replace(options(), contexts=1))
+
+
+def test_a_log_that_has_come_to_nothing_is_not_left_behind(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    Log(path, {"seed": 0}).close()
+    assert not path.exists()
+    log = Log(path, {"seed": 0})
+    log.add_risk("a text", (1.0, 2.0))
+    log.close()
+    Log(path, {"seed": 0}).close()
+    assert path.exists()
