@@ -17,8 +17,8 @@ def quantize(rows: Float[Tensor, "*places dim"]) -> tuple[Int8[Tensor, "*places 
     scale, and all of it is NaN then.
     """
     largest = torch.linalg.vector_norm(rows, torch.inf, -1, dtype=torch.float32)
-    scale = (largest / LARGEST).to(rows.dtype).clamp_(min=torch.finfo(rows.dtype).tiny)
-    steps = rows / scale.float()[..., None]
+    scale = (largest / LARGEST).to(rows.dtype)
+    steps = rows / scale.float().clamp(min=torch.finfo(torch.float32).tiny)[..., None]  # of nothing but zeros none
     return steps.round_().clamp_(-LARGEST, LARGEST).char(), scale
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from keepset.kernels.attention import ragged_attention, ragged_log_sum_exp
 from keepset.kernels.compaction import append_entries
@@ -17,19 +16,19 @@ from keepset.kernels.window import add_received
 from tests.kernels.test_attention import TOLERANCE, expected, packed_heads
 from tests.kernels.test_window import expected as expected_sums
 
-ROUNDING = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
-"""In parts of a step: of a largest number's 127 steps the scale's own rounding makes so many."""
+ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
+"""Of a number, in parts of it: the largest of a row is 127 steps, so that it is that much further from them."""
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_every_number_is_within_half_a_step(dtype: torch.dtype) -> None:
     rows = torch.randn(3, 40, 33, generator=torch.Generator().manual_seed(1)).to(dtype)
-    rows[0, :10] *= torch.logspace(-4, 3, 10)[:, None].to(dtype)
+    rows[0, :10] *= torch.logspace(-1, 3, 10)[:, None].to(dtype)
     whole, scale = quantize(rows)
     assert whole.dtype == torch.int8 and scale.dtype == dtype and scale.shape == rows.shape[:2]
     for row, numbers, step in zip(rows.flatten(0, 1), whole.flatten(0, 1), scale.flatten().tolist(), strict=True):
         largest = max(map(abs, row.tolist()))
-        assert step == pytest.approx(largest / 127, rel=127 * ROUNDING[dtype])
+        assert step == pytest.approx(largest / 127, rel=ROUNDING[dtype])
         for number, integer in zip(row.tolist(), numbers.tolist(), strict=True):
             assert abs(integer) <= 127 and abs(integer * step - number) <= step * (0.5 + 127 * ROUNDING[dtype])
     again, _ = quantize(dequantize(whole, scale))
@@ -106,14 +105,13 @@ def test_new_entries(implementation: str, n: int, dtype: torch.dtype) -> None:
                 (keys, stored.keys, stored.key_scale), (values, stored.values, stored.value_scale)
             ):  # fmt: skip
                 assert scale is not None
-                new, (whole, step) = rows[request, head], quantize(rows[request, head])
-                exists = new.isfinite().all(-1)
-                assert _nearly(flat[places][exists], whole[exists])
-                torch.testing.assert_close(scale[places], step, equal_nan=True)
+                new, step = rows[request, head].double(), scale[places].double()
+                assert torch.equal(step.isnan(), new.isnan().any(-1))
+                exists = ~step.isnan()
+                # Triton's interpreter cuts bfloat16 where a GPU rounds.
+                cut = 2 * 127 * ROUNDING[dtype]
+                torch.testing.assert_close(step[exists], new.abs().amax(-1)[exists] / 127, rtol=cut / 127, atol=0.0)
+                error = (flat[places].double() * step[:, None] - new).abs() / step[:, None]
+                assert (error[exists] <= 0.5 + cut).all()
     for column, old in zip([c for c in columns if c is not None], before, strict=True):
         assert torch.equal(column[untouched].nan_to_num(), old[untouched].nan_to_num())
-
-
-def _nearly(one: Tensor, other: Tensor) -> bool:
-    """Equal, but for halves and quotients beside them, which may go up or down."""
-    return bool(((one.int() - other.int()).abs() <= 1).all()) and int((one != other).sum()) <= 2

@@ -126,7 +126,9 @@ def _attend_part(
             keys + place[None, :] * HEAD_DIM + dims[:, None],
             mask=stored[None, :] & (dims < HEAD_DIM)[:, None], other=0.0,
         )  # fmt: skip
-        logits = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scaling
+        if INT8:
+            k = k.to(tl.float32).to(q.dtype)
+        logits = tl.dot(q, k, input_precision="ieee") * scaling
         if INT8:
             logits *= tl.load(key_scale + place, mask=stored, other=0.0).to(tl.float32)[None, :]
         if BIASED:
@@ -148,7 +150,7 @@ def _attend_part(
         )  # fmt: skip
         if INT8:
             weights *= tl.load(value_scale + place, mask=stored, other=0.0).to(tl.float32)[None, :]
-            v = v.to(q.dtype)
+            v = v.to(tl.float32).to(q.dtype)
         attended = attended * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         largest = new_largest
     # Of nothing seen the output is zero; NaN stays NaN.

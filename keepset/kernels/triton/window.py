@@ -83,7 +83,9 @@ def _logits(
         keys + place[None, :] * HEAD_DIM + dims[:, None],
         mask=stored[None, :] & (dims < HEAD_DIM)[:, None], other=0.0,
     )  # fmt: skip
-    logits = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scaling
+    if INT8:
+        k = k.to(tl.float32).to(q.dtype)
+    logits = tl.dot(q, k, input_precision="ieee") * scaling
     if INT8:
         logits *= tl.load(key_scale + place, mask=stored, other=0.0).to(tl.float32)[None, :]
     if BIASED:
