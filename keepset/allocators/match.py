@@ -14,6 +14,7 @@ from keepset.core.features.queries import Asked, ReferenceQueries
 from keepset.core.keep_set import LayerKeepSet
 from keepset.core.method import parameter
 from keepset.core.observation import BIAS, Observation
+from keepset.kernels.dispatch import upload
 from keepset.kernels.matching import Heads, match_attention
 
 
@@ -65,7 +66,7 @@ class Match(Rewriter):
         values = observation.values.new_zeros(len(kept.indices), observation.values.shape[-1])
         first, sizes = kept.cu_seqlens, kept.sizes or kept.counts.flatten().tolist()
         for rows in _alike(sizes):
-            together = torch.tensor(rows, device=device)
+            together = upload(rows, device)
             place = torch.arange(sizes[rows[-1]], device=device)
             exists = place < kept.counts.flatten()[together, None]
             packed = (first[together, None] + place).where(exists, 0)
@@ -91,7 +92,7 @@ class Match(Rewriter):
         kv_heads = observation.keys.shape[1]
         queries = observation.by_query_group(asked.queries).flatten(2, 3).flatten(0, 1)
         exists = asked.exists.repeat(1, asked.queries.shape[1] // kv_heads).repeat_interleave(kv_heads, 0)
-        bias = torch.zeros(()) if observation.bias is None else observation.bias
+        bias = torch.zeros((), device=queries.device) if observation.bias is None else observation.bias
         added = bias.to(queries.device).where(observation.valid, float("-inf"))
         return Heads(queries, exists, *(part.flatten(0, 1) for part in (observation.keys, observation.values, added)))
 

@@ -17,7 +17,7 @@ import sys
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from keepset.kernels.triton import attention, columns, compaction, paged, window
+from keepset.kernels.triton import attention, columns, compaction, paged, paged_window, window
 
 HEAD = dict(HEAD_DIM=128, HEAD_BLOCK=128)
 WINDOW = dict(queries="*bf16", positions_kind="*i32", bias_kind="*fp32", scale_kind="*bf16", table="*i64",
@@ -26,6 +26,9 @@ PAGES = dict(block_table="*i32", counts="*i32", event_lengths="*i32", firsts="*i
              rows="*i64", lengths="*i32")
 FOLLOWED = ("block_table", "filed_counts", "filed_lengths", "filed_firsts", "filed_shares", "filed_tokens", "counts",
             "lengths", "firsts", "shares", "lost")
+IN_PAGES = dict(kind="*bf16", addresses="*i64", rings="*bf16", slots="*i64", places="*i64", last_visible="*i64",
+                bias="*fp32", positions="*fp32", block_table="*i32", counts="*i32", event_lengths="*i32", firsts="*i32",
+                shares="*i32", kept="*i32", lengths="*i64", scaling="fp32", partial="*fp32")
 PAGED = dict(HEADS=8, HEADS_BLOCK=8, SIZE=16, LISTED=True)
 KERNELS = [
     *(
@@ -77,6 +80,18 @@ KERNELS = [
         )
         for kernel, more in ((window._window_lse, {}), (window._add_received, dict(first_position="i64")))
         for largest in (False, True)
+    ),
+    *(
+        (
+            kernel,
+            {**IN_PAGES, **more},
+            dict(TOKENS=4, WIDE=4, GROUP=4, ROWS=16, HEADS=8, HEADS_BLOCK=8, SIZE=16, BLOCK=64, LEAST_PART=256,
+                 LARGEST=False, BIASED=True, PLACED=True, PARTS=16, **constants, **HEAD),
+        )
+        for kernel, more, constants in (
+            (paged_window._paged_lse, {}, {}),
+            (paged_window._add_in_pages, dict(column="*fp32", unwritten="*i64"), dict(OWN=False)),
+        )
     ),
     *(
         (
