@@ -62,7 +62,7 @@ class EntryStore:
         return cls(batch, kv_heads, runs, packed)
 
     @classmethod
-    def packed_by(cls, columns: dict[str, Tensor], heads: Sequence[Int[Tensor, " kept"]]) -> EntryStore:
+    def packed_by(cls, columns: dict[str, Tensor], heads: Sequence[Int[Tensor, " _"]]) -> EntryStore:
         """A store with these entries of each head, of columns `[batch, kv_heads, entries, ...]`."""
         sizes = [len(head) for head in heads]
         counts = upload(sizes, heads[0].device).view(columns["keys"].shape[:2])
@@ -115,7 +115,7 @@ class EntryStore:
         keys: Float[Tensor, "batch kv_heads n head_dim"],
         values: Float[Tensor, "batch kv_heads n value_dim"],
         positions: Int[Tensor, "batch n"],
-        real: Sequence[Int[Tensor, " real"]] | None = None,
+        real: Sequence[Int[Tensor, " _"]] | None = None,
         room: int = 0,
     ) -> None:
         """Adds new tokens to every head; of each request only the `real` ones, where there is padding.
