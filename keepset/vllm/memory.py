@@ -14,6 +14,7 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
+from keepset.allocators.rewriter import Rewriter
 from keepset.core.features.window import WindowAttention
 from keepset.paged.entry_columns import COLUMN_BYTES, columns_of
 from keepset.paged.grouping import table_per_head
@@ -55,7 +56,7 @@ def event_bytes(recipe: Recipe, shape: Shape) -> int:
     entries = shape.longest * shape.kv_heads
     looked_at = shape.longest * shape.entry_bytes
     moved, keep = 0, recipe.budget.keep
-    if recipe.method.rewrites:
+    if isinstance(recipe.method, Rewriter):
         looked_at = entries * shape.entry_bytes
     elif table_per_head(recipe):  # all that stays is out of the pages at a time
         share = keep if isinstance(keep, float) else min(1.0, (keep or shape.longest) / shape.longest)

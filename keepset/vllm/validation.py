@@ -13,6 +13,7 @@ from vllm import envs
 from vllm.config import CompilationMode, VllmConfig
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVQuantMode
 
+from keepset.allocators.rewriter import Rewriter
 from keepset.core.features.given import ModelStatistics
 from keepset.core.statistics import load
 from keepset.errors import UnsupportedEngineError, UnsupportedModelError
@@ -151,7 +152,7 @@ def _of_cache_dtype(dtype: str, recipe: Recipe) -> Iterator[str]:
             f"heads that keep different entries are attended by keepset's own kernels, which do not read {dtype}; use "
             "kv_cache_dtype auto, or a recipe whose heads keep equally many."
         )
-    elif recipe.method.rewrites:
+    elif isinstance(recipe.method, Rewriter):
         yield f"it rewrites values, which a KV cache of kind {dtype} would round again; use kv_cache_dtype auto."
 
 
