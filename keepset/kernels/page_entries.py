@@ -6,18 +6,18 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from keepset.kernels.dispatch import launched_on, upload, uses_triton
 
-Cache = Float[Tensor, "blocks kv_heads block_size width"]
+Cache = Shaped[Tensor, "blocks kv_heads block_size width"]
 """One layer's, with any strides but for an entry's own numbers; a sub-page is `block * kv_heads + head`."""
 
 
 def read_pages(
     caches: Sequence[Cache], places: range, subpages: Int[Tensor, "rows heads pages"]
-) -> Float[Tensor, "layers_rows heads entries width"]:
+) -> Shaped[Tensor, "layers_rows heads entries width"]:
     """The same whole sub-pages of several layers that are alike, layer after layer.
 
     Args:
@@ -48,7 +48,7 @@ def read_pages(
 
 def take_entries(
     caches: Sequence[Cache], layers: Int[Tensor, " n"], slots: Int[Tensor, " n"]
-) -> tuple[Float[Tensor, "n head_dim"], Float[Tensor, "n head_dim"]]:
+) -> tuple[Shaped[Tensor, "n head_dim"], Shaped[Tensor, "n head_dim"]]:
     """Key and value of the entry at each `slots[i]` of layer `layers[i]`.
 
     Args:
@@ -75,8 +75,8 @@ def take_entries(
 
 def write_entries(
     caches: Sequence[Cache],
-    keys: Float[Tensor, "n head_dim"],
-    values: Float[Tensor, "n head_dim"],
+    keys: Shaped[Tensor, "n head_dim"],
+    values: Shaped[Tensor, "n head_dim"],
     layers: Int[Tensor, " n"],
     slots: Int[Tensor, " n"],
 ) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from keepset.core.shapes import HiddenStates, Queries
@@ -58,7 +58,7 @@ class Pages(Protocol):
 
     def read(
         self, subpages: Int[Tensor, "*rows pages"]
-    ) -> tuple[Float[Tensor, "*rows entries head_dim"], Float[Tensor, "*rows entries head_dim"]]:
+    ) -> tuple[Shaped[Tensor, "*rows entries head_dim"], Shaped[Tensor, "*rows entries head_dim"]]:
         """Whole sub-pages, each row's pages joined.
 
         Args:
@@ -70,7 +70,7 @@ class Pages(Protocol):
         """
 
     def write(
-        self, keys: Float[Tensor, "n head_dim"], values: Float[Tensor, "n head_dim"], slots: Int[Tensor, " n"]
+        self, keys: Shaped[Tensor, "n head_dim"], values: Shaped[Tensor, "n head_dim"], slots: Int[Tensor, " n"]
     ) -> None:
         """Puts entry `i` at `slots[i]`.
 

@@ -55,13 +55,13 @@ class StridedPages:
 
     def read(
         self, subpages: Int[Tensor, "*rows pages"]
-    ) -> tuple[Float[Tensor, "*rows entries head_dim"], Float[Tensor, "*rows entries head_dim"]]:
+    ) -> tuple[Shaped[Tensor, "*rows entries head_dim"], Shaped[Tensor, "*rows entries head_dim"]]:
         """Keys and values of whole sub-pages, as they lie there: halves of one tensor."""
         keys, values = self._read(self.caches, subpages).chunk(2, dim=-1)
         return keys, values
 
     def write(
-        self, keys: Float[Tensor, "n head_dim"], values: Float[Tensor, "n head_dim"], slots: Int[Tensor, " n"]
+        self, keys: Shaped[Tensor, "n head_dim"], values: Shaped[Tensor, "n head_dim"], slots: Int[Tensor, " n"]
     ) -> None:
         """Puts entry `i` at `slots[i]`."""
         layers = (self.place + slots // self.slots) % len(self.caches)
@@ -69,14 +69,14 @@ class StridedPages:
 
     def take(
         self, layers: Int[Tensor, " n"], slots: Int[Tensor, " n"]
-    ) -> tuple[Float[Tensor, "n head_dim"], Float[Tensor, "n head_dim"]]:
+    ) -> tuple[Shaped[Tensor, "n head_dim"], Shaped[Tensor, "n head_dim"]]:
         """Key and value of the entry at each `slots[i]` of layer `layers[i]`, counted from this one on."""
         layers = (self.place + layers + slots // self.slots) % len(self.caches)
         return take_entries(self.caches, layers, slots % self.slots)
 
     def _read(
         self, caches: Sequence[Tensor], subpages: Int[Tensor, "*rows pages"]
-    ) -> Float[Tensor, "*rows entries width"]:
+    ) -> Shaped[Tensor, "*rows entries width"]:
         table = subpages.reshape(1, -1, subpages.shape[-1])
         entries = read_pages(caches, range(self.place, self.place + 1), table)
         return entries.view(*subpages.shape[:-1], *entries.shape[-2:])
@@ -84,7 +84,7 @@ class StridedPages:
 
 def read_layers(
     pages: Sequence[Pages], subpages: Int[Tensor, "rows kv_heads pages"]
-) -> tuple[Float[Tensor, "layers_rows kv_heads n head_dim"], Float[Tensor, "layers_rows kv_heads n head_dim"]]:
+) -> tuple[Shaped[Tensor, "layers_rows kv_heads n head_dim"], Shaped[Tensor, "layers_rows kv_heads n head_dim"]]:
     """Keys and values of the same whole sub-pages of several neighbouring layers, layer after layer."""
     first = pages[0]
     if isinstance(first, StridedPages):
@@ -100,8 +100,8 @@ def read_layers(
 
 def write_layers(
     pages: Sequence[Pages],
-    keys: Float[Tensor, "n head_dim"],
-    values: Float[Tensor, "n head_dim"],
+    keys: Shaped[Tensor, "n head_dim"],
+    values: Shaped[Tensor, "n head_dim"],
     layers: Int[Tensor, " n"],
     slots: Int[Tensor, " n"],
 ) -> None:

@@ -59,7 +59,7 @@ class CPUPages:
 
     def read(
         self, subpages: Int[Tensor, "*rows pages"]
-    ) -> tuple[Float[Tensor, "*rows entries head_dim"], Float[Tensor, "*rows entries head_dim"]]:
+    ) -> tuple[Shaped[Tensor, "*rows entries head_dim"], Shaped[Tensor, "*rows entries head_dim"]]:
         """Keys and values of whole sub-pages, unpacked and in the cache's dtype."""
         *rows, pages = subpages.shape
         shape = (*rows, pages * self.block_size, self.head_dim)
@@ -69,13 +69,13 @@ class CPUPages:
         return keys.view(shape).view(self._cache.dtype), values.view(shape).view(self._cache.dtype)
 
     def write(
-        self, keys: Float[Tensor, "n head_dim"], values: Float[Tensor, "n head_dim"], slots: Int[Tensor, " n"]
+        self, keys: Shaped[Tensor, "n head_dim"], values: Shaped[Tensor, "n head_dim"], slots: Int[Tensor, " n"]
     ) -> None:
         """Puts entry `i` at `slots[i]`, by the backend's own kernel, which would scale what has 8 bits again."""
         self.write_folded(keys, values, (slots + self._before * self.block_size) % (self._all * self.block_size))
 
     def write_folded(
-        self, keys: Float[Tensor, "n head_dim"], values: Float[Tensor, "n head_dim"], slots: Int[Tensor, " n"]
+        self, keys: Shaped[Tensor, "n head_dim"], values: Shaped[Tensor, "n head_dim"], slots: Int[Tensor, " n"]
     ) -> None:
         """The same, where slots are counted from the first layer's on."""
         if keys.dtype != self._cache.dtype or values.dtype != self._cache.dtype:
@@ -90,7 +90,7 @@ class CPUPages:
             self._rows[rows[:, None], places if order is None else order[places]] = entries
 
 
-def _joined(caches: Sequence[Tensor]) -> Float[Tensor, "all_blocks kv_heads block_size two_head_dim"]:
+def _joined(caches: Sequence[Tensor]) -> Shaped[Tensor, "all_blocks kv_heads block_size two_head_dim"]:
     """The caches as one tensor, which their memory is already."""
     first = caches[0]
     follow = all(cache.data_ptr() == first.data_ptr() + i * first.nbytes for i, cache in enumerate(caches))
@@ -135,10 +135,10 @@ def packing(
 
 
 def _pack(
-    keys: Float[Tensor, "n head_dim"],
-    values: Float[Tensor, "n head_dim"],
-    key_cache: Float[Tensor, "subpages 1 block_size head_dim"],
-    value_cache: Float[Tensor, "subpages 1 block_size head_dim"],
+    keys: Shaped[Tensor, "n head_dim"],
+    values: Shaped[Tensor, "n head_dim"],
+    key_cache: Shaped[Tensor, "subpages 1 block_size head_dim"],
+    value_cache: Shaped[Tensor, "subpages 1 block_size head_dim"],
     slots: Int[Tensor, " n"],
     isa: str,
     cache_dtype: str = "auto",

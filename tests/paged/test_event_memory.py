@@ -162,4 +162,6 @@ def test_a_prompt_of_131072_tokens(recipe: str) -> None:
         if plan.records:
             group.record(range(1), plan, queries)
         queue.run()
-    assert plan.events and 0 < peak.nbytes < 160 * MIB, peak.nbytes / MIB
+    # Where heads differ all that stays is out of the pages at a time: here an eighth of a gigabyte.
+    most = 176 if recipe.startswith("adakv") else 160
+    assert plan.events and 0 < peak.nbytes < most * MIB, peak.nbytes / MIB

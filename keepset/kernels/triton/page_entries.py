@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from jaxtyping import Float, Int
+from jaxtyping import Int, Shaped
 from torch import Tensor
 
 _BLOCK = 32
 
 
 def read(
-    kind: Float[Tensor, "blocks kv_heads block_size width"],
+    kind: Shaped[Tensor, "blocks kv_heads block_size width"],
     addresses: Int[Tensor, " layers"],
     places: range,
     subpages: Int[Tensor, "rows heads pages"],
-    entries: Float[Tensor, "layers_rows heads entries width"],
+    entries: Shaped[Tensor, "layers_rows heads entries width"],
 ) -> None:
     """Copies sub-pages of these layers to `entries`, one program each; `kind` is one of the layers' caches."""
     blocks, kv_heads, size, width = kind.shape
@@ -27,9 +27,9 @@ def read(
 
 
 def take(
-    kind: Float[Tensor, "blocks kv_heads block_size width"],
+    kind: Shaped[Tensor, "blocks kv_heads block_size width"],
     addresses: Int[Tensor, " layers"],
-    entries: Float[Tensor, "n width"],
+    entries: Shaped[Tensor, "n width"],
     layers: Int[Tensor, " n"],
     slots: Int[Tensor, " n"],
 ) -> None:
@@ -39,10 +39,10 @@ def take(
 
 
 def write(
-    kind: Float[Tensor, "blocks kv_heads block_size width"],
+    kind: Shaped[Tensor, "blocks kv_heads block_size width"],
     addresses: Int[Tensor, " layers"],
-    keys: Float[Tensor, "n head_dim"],
-    values: Float[Tensor, "n head_dim"],
+    keys: Shaped[Tensor, "n head_dim"],
+    values: Shaped[Tensor, "n head_dim"],
     layers: Int[Tensor, " n"],
     slots: Int[Tensor, " n"],
 ) -> None:
