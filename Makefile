@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Two processes of one thread: with two threads each they would wait for one another most of the time.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
 
-.PHONY: setup setup-vllm demo test test-all test-papers check format bench bench-gpu clean
+.PHONY: setup setup-vllm demo test test-all test-papers check docs format bench bench-gpu clean
 
 setup: .venv/.ready
 
@@ -55,6 +55,10 @@ check: setup
 	$(BIN)/lint-imports
 	# What measures GPUs, in tiny shapes: that it runs.
 	$(BIN)/python benchmarks/gpu.py --cpu >/dev/null
+
+# The documentation, into out/site; a link that leads nowhere is an error.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 format: setup
 	$(BIN)/ruff check --fix .

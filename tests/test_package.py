@@ -4,13 +4,18 @@ import importlib
 import importlib.metadata
 import inspect
 import json
+import os
 import pkgutil
+import shutil
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 import keepset
 
@@ -99,6 +104,47 @@ def test_types_are_published() -> None:
     assert (package / "py.typed").is_file()
     setup = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
     assert "py.typed" in setup["package-data"]["keepset"]
+
+
+@pytest.mark.full
+def test_type_checkers_find_them_in_an_installed_wheel(tmp_path: Path) -> None:
+    """Outside the checkout, without what keepset requires: its own types stand for themselves."""
+
+    outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def run(*words: str | Path, check: bool = True) -> str:
+        return subprocess.run(words, cwd=tmp_path, env=outside, capture_output=True, text=True, check=check).stdout
+
+    source, pip = tmp_path / "source", [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    shutil.copytree(ROOT / "keepset", source / "keepset", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, source)
+    (wheel,) = tmp_path.glob("keepset-*.whl")
+    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "fresh")
+    python = tmp_path / "fresh" / "bin" / "python"
+    run(*pip, "--python", python, "install", "--no-deps", wheel)
+    assert run(python, "-c", "import keepset; print(keepset.__file__)").startswith(str(tmp_path / "fresh"))
+    (tmp_path / "user.py").write_text(
+        'import keepset\nreveal_type(keepset.Recipe.parse("tova").budget)\nkeepset.Recipe.parse(3)\n'
+    )
+    said = run(sys.executable, "-m", "mypy", "--python-executable", python, "user.py", check=False)
+    assert 'user.py:2: note: Revealed type is "keepset.core.budget.Budget"' in said
+    assert 'user.py:3: error: Argument 1 to "parse" of "Recipe" has incompatible type "int"; expected "str"' in said
+    assert "Found 1 error" in said
+
+
+def test_ci_runs_both_ends_of_what_is_supported() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (transformers,) = (Requirement(line) for line in project["dependencies"] if line.startswith("transformers"))
+    workflow = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text(encoding="utf-8"))
+    runs = workflow["jobs"]["test"]["strategy"]["matrix"]["include"]
+    versions = [Version(run["transformers"].removesuffix(".*")) for run in runs]
+    assert f">={min(versions)}" in str(transformers.specifier)
+    assert f"<{max(versions).major}.{max(versions).minor + 1}" in str(transformers.specifier)
+    pythons = sorted(line.rpartition(" ")[2] for line in project["classifiers"] if ":: 3." in line)
+    assert [pythons[0], pythons[-1]] == sorted({run["python"] for run in runs})
+    assert project["requires-python"] == f">={pythons[0]}"
 
 
 def test_packages_have_docstrings_that_say_what_they_hold() -> None:

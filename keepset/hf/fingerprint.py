@@ -44,7 +44,10 @@ def difference(theirs: Mapping[str, Any], ours: Mapping[str, str]) -> str:
     for name, here in ours.items():
         there = theirs.get(name, "unknown")
         if there != here:
-            return "weights differ" if name == "weights" else f"{name} differs: {there} there, {here} here"
+            if name == "weights":
+                return "weights differ"
+            # What a file says may be anything: a damaged one breaks no line and steers no terminal.
+            return f"{name} differs: {str(there).encode('unicode_escape').decode()} there, {here} here"
     return ""
 
 

@@ -20,6 +20,7 @@ import keepset
 from keepset import KeepsetError, registry
 from keepset.core.method import parameter
 from keepset.hf import saved
+from keepset.hf.fingerprint import fingerprint
 from keepset.methods.expected_attention import ExpectedAttention
 from keepset.recipe import in_full, in_short
 from tests.hf.models import GREEDY, LAYOUTS, extended, full, generate, left_padded, prompt, same_keep_set, tiny
@@ -424,6 +425,11 @@ def test_any_damaged_byte_is_noticed(path: Path, data: st.DataObject) -> None:
         refusal(path, tiny("llama"))
     finally:
         path.write_bytes(whole)
+
+
+def test_a_damaged_name_breaks_no_line(path: Path) -> None:
+    rewritten(path, fingerprint={**fingerprint(tiny("llama")), "architecture": "Llama\n\x1bLM"})
+    assert r"architecture differs: Llama\n\x1bLM there, LlamaForCausalLM here" in refusal(path, tiny("llama"))
 
 
 def test_another_model(path: Path) -> None:
