@@ -64,8 +64,10 @@ class ContextLibrary:
     """
 
     def __init__(self, folder: Path, config: VllmConfig) -> None:
+        from keepset.vllm.compat import captured_tokens  # loads vLLM
+
         self._folder = folder
-        self._model = config.model_config
+        self._model, self._replays = config.model_config, captured_tokens(config) > 0
         self._known: dict[str, tuple[tuple[int, ...], Context | KeepsetError]] = {}
         self._whole: set[str] = set()
         self._listed: tuple[int, list[Context]] = -1, []
@@ -153,7 +155,8 @@ class ContextLibrary:
         reasons = {
             f"it has {contents.requests} requests": contents.requests != 1,
             "it has padding": contents.padded,
-            "it adds biases to attention (give its match biases=False)": BIAS in contents.columns,
+            "it adds biases to attention, and graphs are replayed without (give its match biases=False, or the server "
+            "--enforce-eager)": BIAS in contents.columns and self._replays,
             "it would be compressed further while it is asked (leave its every= out)": contents.goes_on,
             "not all layers of its model are compressed": len(contents.counts) != contents.layers,
             "its layers differ in their heads": len({counts.shape for counts in contents.counts.values()}) != 1,
