@@ -108,18 +108,24 @@ def test_config_and_tokenizer_agree(embedded: Embedded) -> None:
 
 @pytest.mark.full
 def test_crashed_conversion_leaves_nothing_and_two_processes_share_the_next(
-    home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Of the model's first layer: it is the same conversion, and the others take most of the time."""
-    whole = models._model
-    monkeypatch.setattr(models, "_model", lambda read, tensors: whole({**read, "llama.block_count": 1}, tensors))
+    """Of the model's first layer, which is written once, and then copied by both at the same time."""
+    whole, both = models._model, get_context("fork").Barrier(2, timeout=60)
+    with monkeypatch.context() as patch, models.no_progress_bars():
+        patch.setattr(models, "_model", lambda read, tensors: whole({**read, "llama.block_count": 1}, tensors))
+        models._write(models._gguf(), tmp_path / "written")
 
-    def crash(self: LlamaForCausalLM, folder: Path) -> None:
-        (folder / "config.json").write_text("{}")
+    def copy(_: Path, to: Path) -> None:
+        shutil.copytree(tmp_path / "written", to, dirs_exist_ok=True)
+        both.wait()
+
+    def crash(_: Path, to: Path) -> None:
+        (to / "config.json").write_text("{}")
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(LlamaForCausalLM, "save_pretrained", crash)
+        patch.setattr(models, "_write", crash)
         with pytest.raises(KeyboardInterrupt):
             models.load()
     assert list(home.iterdir()) == []
@@ -132,6 +138,7 @@ def test_crashed_conversion_leaves_nothing_and_two_processes_share_the_next(
 
     def convert() -> None:
         torch.set_num_threads(1)  # more of them do not survive a fork
+        models._write = copy
         models.load()
 
     processes = [get_context("fork").Process(target=convert) for _ in range(2)]

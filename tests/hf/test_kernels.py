@@ -42,4 +42,4 @@ def test_layouts(
 @pytest.mark.parametrize("method", keepset.METHODS)
 @padded_or_not
 def test_methods(triton_interpreted: None, method: str, padding: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    both(recipe(method, 12), padding, "llama", monkeypatch)
+    both(recipe(method, 12), padding, "llama_shallow", monkeypatch)

@@ -194,6 +194,7 @@ class _Server:
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_LOGGING_LEVEL": "ERROR",
             "OMP_NUM_THREADS": "1",
+            "TORCH_COMPILE_DISABLE": "1",  # vLLM would compile one small function in each rank, for as long as all else
             "PYTHONPATH": str(ROOT),
         }
         environment.pop("KEEPSET_STATS_DIR", None)
