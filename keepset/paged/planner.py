@@ -73,11 +73,7 @@ class Planner:
         plan = StepPlan(batch.slot_mapping, biased=self.schedule.recipe.method.biased, dummy=not batch.requests)
         if batch.requests:
             batch = replace(batch, requests=self._contexts.marked(batch))
-<<<<<<< HEAD
             plan.biased |= any(request.biased for request in batch.requests)
-            self._capture.plan(batch, plan, self._tables.occupied)
-=======
             self._capture.plan(batch, plan, self._tables.entries)
->>>>>>> main
         self._tables.plan(batch, plan)
         return plan
