@@ -43,7 +43,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     folder = posixpath.dirname(MADE_OF.get(name, f"docs/{name}"))
     if name == "methods.md":
         shown = _methods()
-        sections = re.split(r"^(?=##)", markdown, flags=re.M)
+        sections = re.split(r"^(?=##)", markdown + "\n", flags=re.M)
         markdown = "".join(part + shown.get(part.split("`")[1], "") if part[:3] == "###" else part for part in sections)
     return LINK.sub(lambda link: _page(posixpath.normpath(posixpath.join(folder, link[1]))) + link[2], markdown)
 
@@ -80,7 +80,10 @@ def _methods() -> dict[str, str]:
             ]
             where = ".".join([*path.relative_to(ROOT).with_suffix("").parts, node.name])
             options = "{members: false, show_root_heading: false, show_root_toc_entry: false, show_bases: false}"
-            shown[name] = f"```python\n{name}({', '.join(defaults)})\n```\n\n::: {where}\n    options: {options}\n\n"
+            call = f"{name}({', '.join(defaults)})"
+            if len(call) > 100:
+                call = f"{name}(\n    " + ",\n    ".join(defaults) + ",\n)"
+            shown[name] = f"```python\n{call}\n```\n\n::: {where}\n    options: {options}\n\n"
     return shown
 
 

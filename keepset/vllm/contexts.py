@@ -157,6 +157,7 @@ class ContextLibrary:
             "it has padding": contents.padded,
             "it adds biases to attention, and graphs are replayed without (give its match biases=False, or the server "
             "--enforce-eager)": BIAS in contents.columns and self._replays,
+            "its entries are in 8 bits (leave int8(...) around its recipe out)": "key_scale" in contents.columns,
             "it would be compressed further while it is asked (leave its every= out)": contents.goes_on,
             "not all layers of its model are compressed": len(contents.counts) != contents.layers,
             "its layers differ in their heads": len({counts.shape for counts in contents.counts.values()}) != 1,
