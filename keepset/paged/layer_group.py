@@ -183,9 +183,7 @@ class LayerGroup:
         if biases is not None:
             self.columns.add(BIAS)
         if BIAS in self.columns:  # or these slots still have another's
-            self.columns.write(
-                BIAS, layers, slots, slots.new_zeros(len(slots), dtype=torch.float32) if biases is None else biases
-            )
+            self.columns.write(BIAS, layers, slots, torch.zeros_like(slots) if biases is None else biases)
 
     def _together(self, event: EvictionEvent) -> Iterator[range]:
         """Layers that are looked at as one batch: as many as there is room for, where each may be any."""
