@@ -112,11 +112,11 @@ class ContextRequests:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._tokens: dict[int, tuple[int, bool]] = {}
+        self._tokens: dict[int, int] = {}
 
-    def begin(self, page: int, tokens: int, biased: bool) -> None:
+    def begin(self, page: int, tokens: int) -> None:
         """The request whose newest token is in this page goes on after a context of so many tokens."""
-        self._tokens[page] = tokens, biased
+        self._tokens[page] = tokens
 
     def marked(self, batch: StepBatch) -> Sequence[ScheduledRequest]:
         """The step's requests, with those that began with a context named; and where they will be after it."""
@@ -128,10 +128,10 @@ class ContextRequests:
         pages = batch.block_table[rows[:, None], batch.tensor(columns)].tolist()
         requests = []
         for request, (old, new) in zip(batch.requests, pages, strict=True):
-            tokens, biased = self._tokens.pop(old, (0, False))
+            began = request.before > 0 and self._tokens.get(old) == request.before
+            self._tokens.pop(old, None)
             self._tokens.pop(new, None)
-            began = request.before > 0 and tokens == request.before
             if began:
-                self._tokens[new] = request.after, biased
-            requests.append(replace(request, after_context=began, biased=began and biased))
+                self._tokens[new] = request.after
+            requests.append(replace(request, after_context=began))
         return requests

@@ -41,15 +41,8 @@ class EntryColumns:
     """
 
     def __init__(self, names: Sequence[str], layers: int, slots: int, block_size: int, device: torch.device) -> None:
-        self._shape, self._device, self._block_size = (layers, slots), device, block_size
-        self._columns: dict[str, Tensor] = {}
-        for name in names:
-            self.add(name)
-
-    def add(self, name: str) -> None:
-        """From now on entries have this number, too; zero of those that there are."""
-        if name not in self:
-            self._columns[name] = torch.zeros(self._shape, device=self._device)
+        self._columns = {name: torch.zeros(layers, slots, device=device) for name in names}
+        self._block_size = block_size
 
     def __getitem__(self, name: str) -> Float[Tensor, "layers slots"]:
         return self._columns[name]

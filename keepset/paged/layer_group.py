@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.core.keep_set import LayerKeepSet
-from keepset.core.observation import BIAS, Observation
+from keepset.core.observation import Observation
 from keepset.core.rope import RotaryTable
 from keepset.errors import KeepsetError
 from keepset.paged.engine import Pages, QueryProjection
@@ -170,7 +170,6 @@ class LayerGroup:
         values: Float[Tensor, "n head_dim"],
         layers: Int[Tensor, " n"],
         slots: Int[Tensor, " n"],
-        biases: Float[Tensor, " n"] | None,
     ) -> None:
         """Writes entries that come from elsewhere into the pages, once all events that are due are over.
 
@@ -178,12 +177,7 @@ class LayerGroup:
         """
         pages = [each() for each in self._pages]
         through = (layers * pages[0].slots + slots) % (len(pages) * pages[0].slots)
-        layers, slots = through // pages[0].slots, through % pages[0].slots
-        write_layers(pages, keys, values, layers, slots)
-        if biases is not None:
-            self.columns.add(BIAS)
-        if BIAS in self.columns:  # or these slots still have another's
-            self.columns.write(BIAS, layers, slots, torch.zeros_like(slots) if biases is None else biases)
+        write_layers(pages, keys, values, through // pages[0].slots, through % pages[0].slots)
 
     def _together(self, event: EvictionEvent) -> Iterator[range]:
         """Layers that are looked at as one batch: as many as there is room for, where each may be any."""

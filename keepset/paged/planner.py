@@ -52,11 +52,11 @@ class Planner:
         else:
             self._tables = UniformPlanner(schedule, self._capture, max_requests)
 
-    def begin(self, page: int, layout: Layout, biased: bool) -> None:
+    def begin(self, page: int, layout: Layout) -> None:
         """A request goes on after a context: this page of its own has the newest token, and pages follow from that."""
         assert isinstance(self._tables, RaggedPlanner)
         self._tables.begin(page, layout)
-        self._contexts.begin(page, int(layout.length[0, 0]), biased)
+        self._contexts.begin(page, int(layout.length[0, 0]))
 
     def plan(self, batch: StepBatch) -> StepPlan:
         """What the group's layers do in this step.
@@ -70,10 +70,9 @@ class Planner:
         Raises:
             RuntimeError: a compressed request is not where it was left.
         """
-        plan = StepPlan(batch.slot_mapping, biased=self.schedule.recipe.method.biased, dummy=not batch.requests)
+        plan = StepPlan(batch.slot_mapping, dummy=not batch.requests)
         if batch.requests:
             batch = replace(batch, requests=self._contexts.marked(batch))
-            plan.biased |= any(request.biased for request in batch.requests)
             self._capture.plan(batch, plan, self._tables.entries)
         self._tables.plan(batch, plan)
         return plan

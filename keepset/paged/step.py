@@ -31,7 +31,6 @@ class ScheduledRequest:
         prompt: tokens of its prompt.
         before, after: tokens that it has had before and after this step.
         after_context: whether it began with a context out of a file.
-        biased: whether attention adds to the logits of that one's entries.
     """
 
     row: int
@@ -41,7 +40,6 @@ class ScheduledRequest:
     before: int
     after: int
     after_context: bool = False
-    biased: bool = False
 
 
 @dataclass(frozen=True)
@@ -234,7 +232,6 @@ class StepPlan:
         added: queries that are added up before the events, once all layers have attended.
         held: queries that follow an event in their own step, and are more than wait.
         events: compressions, once all layers have attended.
-        biased: whether attention adds biases to the logits of entries.
         dummy: whether it is nobody's step, which a graph may capture, to replay it in steps to come.
         recorded: whether layers have been called to note what there is to note.
     """
@@ -250,7 +247,6 @@ class StepPlan:
     added: list[QueryAddition] = field(default_factory=list)
     held: list[HeldQueries] = field(default_factory=list)
     events: list[EvictionEvent] = field(default_factory=list)
-    biased: bool = False
     dummy: bool = False
     recorded: bool = False
 

@@ -80,7 +80,7 @@ class KeepImpl:
         ragged = step.plan.ragged
         assert ragged is not None and ragged.tokens is not None
         place = step.places[layer.layer_name]
-        tokens, layout, bias = ragged.tokens, ragged.of_layer(place), step.biases
+        tokens, layout, bias = ragged.tokens, ragged.of_layer(place), step.group.columns.bias
         pages = self.pages(layer, kv_cache)
         assert isinstance(pages, StridedPages)
         paged_attention(query, pages.caches, place, tokens, layout, self.scale, output, bias)

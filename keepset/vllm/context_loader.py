@@ -14,10 +14,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from vllm.distributed import get_tensor_model_parallel_rank
 
-from keepset.core.observation import BIAS
 from keepset.errors import KeepsetError
 from keepset.hf import saved
-from keepset.kernels.subpages import Layout
 from keepset.paged.contexts import ContextPlacement, EntryPlaces, context_places
 from keepset.vllm.engine_context import EngineContext
 
@@ -29,14 +27,10 @@ _PATIENCE = 0.01
 
 
 class Entries(NamedTuple):
-    """Of a context, layer after layer and head after head; biases if attention adds any to logits."""
+    """Keys and values of a context, layer after layer and head after head."""
 
     keys: Float[Tensor, "n head_dim"]
     values: Float[Tensor, "n head_dim"]
-    biases: Float[Tensor, " n"] | None
-
-    def only(self, chosen: Int[Tensor, " few"]) -> Entries:
-        return Entries(*(None if part is None else part[chosen] for part in self))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -108,11 +102,7 @@ class ContextLoader:
             (layers[index], slice(start, start + size))
             for index, start, size in zip(self._group.layers, before, own, strict=True)
         ]
-        keys, values = (torch.cat([layer[name][part] for layer, part in parts]) for name in ("keys", "values"))
-        biased = any(BIAS in layer for layer, _ in parts)
-        none = torch.zeros(())
-        biases = [layer.get(BIAS, none.expand(len(layer["keys"])))[part] for layer, part in parts] if biased else None
-        return Entries(keys, values, None if biases is None else torch.cat(biases))
+        return Entries(*(torch.cat([layer[name][part] for layer, part in parts]) for name in ("keys", "values")))
 
     def _counts(self, job: LoadJob) -> Int[Tensor, "layers kv_heads"]:
         """Of this process's heads."""
@@ -120,7 +110,7 @@ class ContextLoader:
 
     def _arrived(self, job: LoadJob, entries: Entries) -> None:
         chosen = self._places(job, whole=False).chosen
-        self._tails[job.digest] = entries.only(chosen)
+        self._tails[job.digest] = Entries(*(part[chosen] for part in entries))
         if len(self._tails) > _TAILS:
             self._tails.popitem(last=False)
         self._put(job, entries if job.whole else self._tails[job.digest])
@@ -134,10 +124,8 @@ class ContextLoader:
         self._events.run()  # those that are due may still read pages that were freed and are this request's now
         device, to = self._cache.device, self._cache
         _, layers, slots = self._places(job, job.whole)
-        biases = None if entries.biases is None else entries.biases.to(device)
-        self._group.put(entries.keys.to(to), entries.values.to(to), layers.to(device), slots.to(device), biases)
+        self._group.put(entries.keys.to(to), entries.values.to(to), layers.to(device), slots.to(device))
         layout = job.placement.layout(self._counts(job), self._block_size)
         newest = job.blocks[(job.placement.tokens - 1) // self._block_size]
-        layout = Layout(*(part.to(device) for part in layout))
-        self._group.planner.begin(newest, layout, biases is not None)
+        self._group.planner.begin(newest, type(layout)(*(part.to(device) for part in layout)))
         self._done.add(job.request)

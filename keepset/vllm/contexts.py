@@ -64,10 +64,8 @@ class ContextLibrary:
     """
 
     def __init__(self, folder: Path, config: VllmConfig) -> None:
-        from keepset.vllm.compat import captured_tokens  # loads vLLM
-
         self._folder = folder
-        self._model, self._replays = config.model_config, captured_tokens(config) > 0
+        self._model = config.model_config
         self._known: dict[str, tuple[tuple[int, ...], Context | KeepsetError]] = {}
         self._whole: set[str] = set()
         self._listed: tuple[int, list[Context]] = -1, []
@@ -155,8 +153,7 @@ class ContextLibrary:
         reasons = {
             f"it has {contents.requests} requests": contents.requests != 1,
             "it has padding": contents.padded,
-            "it adds biases to attention, and graphs are replayed without (give its match biases=False, or the server "
-            "--enforce-eager)": BIAS in contents.columns and self._replays,
+            "it adds biases to attention (give its match biases=False)": BIAS in contents.columns,
             "its entries are in 8 bits (leave int8(...) around its recipe out)": "key_scale" in contents.columns,
             "it would be compressed further while it is asked (leave its every= out)": contents.goes_on,
             "not all layers of its model are compressed": len(contents.counts) != contents.layers,

@@ -37,7 +37,7 @@ class CPUMixin(KeepImpl):
     def attend_ragged(self, layer: Any, step: PlannedStep, query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
         """Attention by the backend's own kernel, which keepset has no quicker one for, unless entries have biases."""
         place = step.places[layer.layer_name]
-        pages, bias = self.pages(layer, kv_cache), step.biases
+        pages, bias = self.pages(layer, kv_cache), step.group.columns.bias
         if bias is not None:
             ragged = step.plan.ragged
             assert ragged is not None and ragged.tokens is not None

@@ -32,7 +32,7 @@ from keepset.recipe import Recipe
 from keepset.vllm.compat import ask_for_prompt_lengths, attention_layers, captured_tokens
 from keepset.vllm.memory import reserve
 from keepset.vllm.query_projection import VLLMQueryProjection, watch_projections
-from keepset.vllm.settings import contexts_of, recipe_of
+from keepset.vllm.settings import recipe_of
 from keepset.vllm.spec import KeepSpec
 from keepset.vllm.validation import check, check_layer, check_spec
 
@@ -51,11 +51,6 @@ class PlannedStep:
     plan: StepPlan
     places: dict[str, int]
     metadata: Any
-
-    @property
-    def biases(self) -> Tensor | None:
-        """What attention adds to the logits of entries, of all layers of the group; None: nothing in this step."""
-        return self.group.columns.bias if self.plan.biased else None
 
     @cached_property
     def per_head(self) -> PerHeadSequences:
@@ -120,8 +115,7 @@ class EngineContext:
         if self._passing is None:  # and vLLM has not measured yet what there is room for
             self._passing = self._room(len(indices))
             entry_bytes = 2 * spec.head_size * spec.dtype.itemsize
-            columns = len(columns_of(self.recipe)) + (contexts_of(self.config) is not None)  # which may bring biases
-            self._reserve = reserve(self.config, columns, entry_bytes, spec.num_kv_heads)
+            self._reserve = reserve(self.config, len(columns_of(self.recipe)), entry_bytes, spec.num_kv_heads)
             self._tape = self._make_tape(len(indices))
         scheduler = self.config.scheduler_config
         return KeepSpec.wrap(

@@ -31,7 +31,6 @@ CONTEXTS = {
     "short": ("adakv(snapkv(window=8), keep=20)", 27),
     "token": ("knorm(keep=1.0)", 1),
     "values": ("match(adakv(snapkv(window=8)), biases=False, window=8, keep=64)", 200),
-    "biases": ("match(pool(snapkv(window=8)), window=8, keep=0.4)", 261),
 }
 SIZES = (5, 33, 70, 1)
 TOKENS = 24
