@@ -225,6 +225,7 @@ class ContextLibrary:
             f"it has {contents.requests} requests": contents.requests != 1,
             "it has padding": contents.padded,
             "it adds biases to attention (give its match biases=False)": BIAS in contents.columns,
+            "its entries are in 8 bits (leave int8(...) around its recipe out)": "key_scale" in contents.columns,
             f"its requests are compressed further, for which the server's recipe must have its method and every= "
             f"({contents.header.recipe})": contents.goes_on and not self._goes_on(contents),
             "not all layers of its model are compressed": len(contents.counts) != contents.layers,
