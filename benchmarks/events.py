@@ -90,7 +90,10 @@ def main() -> int:
             print("interrupted: what is done follows", file=sys.stderr)
         versions = {name: worker.versions for name, worker in workers.items()}
 
-    section = Section("One event of one layer: time / time, batch 1", ["figure", "target", "ratio", "", "ms", "of ms"])
+    section = Section(
+        "One event of one layer: processor time, batch 1",
+        ["figure", "target", "ratio", "", "ms", "of ms"],
+    )
     section.notes += notes + [f"{figure.name}: {figure.error}" for figure in table if figure.error]
     section.notes.append(
         "8 KV heads of 128 numbers, 32 query heads, float32. A selection starts from scores and usage; "

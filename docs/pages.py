@@ -80,7 +80,10 @@ def _methods() -> dict[str, str]:
             ]
             where = ".".join([*path.relative_to(ROOT).with_suffix("").parts, node.name])
             options = "{members: false, show_root_heading: false, show_root_toc_entry: false, show_bases: false}"
-            shown[name] = f"```python\n{name}({', '.join(defaults)})\n```\n\n::: {where}\n    options: {options}\n\n"
+            call = f"{name}({', '.join(defaults)})"
+            if len(call) > 100:
+                call = f"{name}(\n    " + ",\n    ".join(defaults) + ",\n)"
+            shown[name] = f"```python\n{call}\n```\n\n::: {where}\n    options: {options}\n\n"
     return shown
 
 

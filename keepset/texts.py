@@ -3,7 +3,7 @@
 import importlib.util
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import transformers
 
 _SENTINEL = "keepset-sentinel"
+_TOKENS_OF_CHARACTER = 8
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 
 
@@ -115,6 +116,27 @@ def chat_frame(tokenizer: "transformers.PreTrainedTokenizerBase") -> tuple[str, 
             "so it cannot be cut before the question: use a model with another template."
         )
     return before, after[0]
+
+
+def token_texts(tokenizer: "transformers.PreTrainedTokenizerBase", ids: Sequence[int]) -> list[str | None]:
+    """What every token adds to the text, which they make together.
+
+    Of a character that several tokens make (a part of its bytes each), the first has it and the others have None.
+    """
+
+    def decode(begin: int, end: int) -> str:
+        return str(tokenizer.decode(list(ids[begin:end]), clean_up_tokenization_spaces=False))
+
+    texts: list[str | None] = []
+    before = at = 0
+    while at < len(ids):
+        known = decode(before, at)  # with what came before it, because some tokenizers take a first space away
+        ends = range(at + 1, min(at + _TOKENS_OF_CHARACTER, len(ids)) + 1)
+        whole = next((end for end in ends if not decode(before, end).endswith("\N{REPLACEMENT CHARACTER}")), at + 1)
+        text = decode(before, whole)
+        texts += [text[len(known) :] if text.startswith(known) else decode(at, whole), *[None] * (whole - at - 1)]
+        before, at = at, whole
+    return texts
 
 
 def adds_bos(tokenizer: "transformers.PreTrainedTokenizerBase") -> bool:

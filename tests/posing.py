@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from keepset.kernels import dispatch
-from keepset.kernels.triton import attention, columns, compaction, page_entries, paged, shift, window
+from keepset.kernels.triton import attention, columns, compaction, page_entries, paged, paged_window, shift, window
 
 _DEVICE = torch.device("meta")
 """A name that PyTorch looks for no driver of."""
@@ -34,6 +34,7 @@ _KERNELS = {
     window: ("_window_lse", "_add_received"),
     shift: ("_shift",),
     page_entries: ("_read_pages", "_write_entries"),
+    paged_window: ("_paged_lse", "_add_in_pages"),
     paged: ("_attend_pages", "_append_to_pages", "_follow", "_merge_parts"),
 }
 _ATTENDED = {"_attend_part": slice(7, 9), "_merge_parts": slice(2, 4)}
@@ -142,6 +143,8 @@ _plain_tensor = torch.tensor
 def _tensor(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
     """Which is made before any mode hears of it."""
     made = _plain_tensor(data, *args, **kwargs)
+    if device is not None and torch.device(device) == _DEVICE:
+        _log("waits", "tensor")
     return made if device is None or torch.device(device) != _DEVICE else Posing(made)
 
 
@@ -197,6 +200,8 @@ def _dispatch(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         unsized = name == "repeat_interleave" and kwargs.get("output_size") is None
         if name in _WAITS or boolean or unsized or (name == "_to_copy" and target == "cpu"):
             _log("waits", name)
+    if name == "_to_copy" and target == _DEVICE.type and not posing and not kwargs.get("non_blocking"):
+        _log("waits", "upload")
     if name not in _NO_LAUNCH:
         _log("launches", name)
     if target == _DEVICE.type:

@@ -26,7 +26,15 @@ SCRIPTS = {
     "your_own_method": r"Oslo.*layout='dense'(.|\n)*Oslo.*layout='head-ragged'",
 }
 """And what they print of the embedded model."""
-NOTEBOOKS = ["what_stays", "memory_and_quality"]
+SLOW = ("long_answers", "compare_recipes", "memory_and_quality")
+"""These are of the full tier."""
+
+
+def each(*names: str) -> pytest.MarkDecorator:
+    """A test for each of these."""
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=[pytest.mark.full] if name in SLOW else []) for name in names]
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +53,7 @@ def run(code: str, name: str) -> None:
     exec(compile(code, name, "exec"), {"__name__": "__main__"})
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@each(*SCRIPTS)
 def test_scripts(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     run((EXAMPLES / f"{name}.py").read_text(encoding="utf-8"), name)
     printed = capsys.readouterr().out
@@ -53,7 +61,7 @@ def test_scripts(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert not tiers.FULL or re.search(SCRIPTS[name], printed), printed
 
 
-@pytest.mark.parametrize("name", NOTEBOOKS)
+@each("what_stays", "memory_and_quality")
 def test_notebooks_print_what_they_have_stored(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     session: dict[str, Any] = {"__name__": "__main__"}
     for cell in json.loads((EXAMPLES / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]:

@@ -124,3 +124,19 @@ def test_embedded_model_finds_the_needle(embedded: Embedded) -> None:
     with torch.inference_mode():
         out = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=16, do_sample=False)
     assert texts.NEEDLE.answer in tokenizer.decode(out[0, prompt.shape[1] :])
+
+
+@pytest.mark.parametrize("text", ["Hello, 日本語 и русский!", "🙂👩\u200d👧 नमस्ते", "a\n\nb  c\ufffd d"])
+def test_texts_of_tokens_make_the_text(embedded: Embedded, text: str) -> None:
+    ids = embedded[1](text)["input_ids"]
+    told = texts.token_texts(embedded[1], ids)
+    assert len(told) == len(ids) and "".join(each or "" for each in told) == text
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in (each or "") for each in told)
+        assert None in told  # as some characters are several tokens
+
+
+def test_a_text_that_ends_within_a_character(embedded: Embedded) -> None:
+    ids = embedded[1]("a 日")["input_ids"]
+    assert len(texts.token_texts(embedded[1], ids[:-1])) == len(ids) - 1
+    assert texts.token_texts(embedded[1], []) == []

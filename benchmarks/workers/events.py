@@ -7,7 +7,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
-from time import perf_counter
+from time import process_time
 from typing import Any
 
 import torch
@@ -62,7 +62,7 @@ def _answer(cases: dict[str, Prepare], ready: dict[tuple[str, int, int], Run], r
         ready[case]()
     seconds = []
     for _ in range(request["calls"]):
-        began = perf_counter()
+        began = process_time()
         ready[case]()
-        seconds.append(perf_counter() - began)
+        seconds.append(process_time() - began)
     return {"seconds": statistics.median(seconds)}

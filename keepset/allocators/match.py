@@ -15,6 +15,7 @@ from keepset.core.keep_set import KeepSet, LayerKeepSet
 from keepset.core.method import Allocator, parameter
 from keepset.core.observation import BIAS, Observation
 from keepset.core.select import Ranking
+from keepset.kernels.dispatch import upload
 from keepset.kernels.matching import Heads, match_attention
 
 
@@ -84,7 +85,7 @@ class Match(Allocator):
         values = observation.values.new_zeros(len(kept.indices), observation.values.shape[-1])
         first, sizes = kept.cu_seqlens, kept.sizes or kept.counts.flatten().tolist()
         for rows in _alike(sizes):
-            together = torch.tensor(rows, device=device)
+            together = upload(rows, device)
             place = torch.arange(sizes[rows[-1]], device=device)
             exists = place < kept.counts.flatten()[together, None]
             packed = (first[together, None] + place).where(exists, 0)
@@ -110,7 +111,7 @@ class Match(Allocator):
         kv_heads = observation.keys.shape[1]
         queries = observation.by_query_group(asked.queries).flatten(2, 3).flatten(0, 1)
         exists = asked.exists.repeat(1, asked.queries.shape[1] // kv_heads).repeat_interleave(kv_heads, 0)
-        bias = torch.zeros(()) if observation.bias is None else observation.bias
+        bias = torch.zeros((), device=queries.device) if observation.bias is None else observation.bias
         added = bias.to(queries.device).where(observation.valid, float("-inf"))
         return Heads(queries, exists, *(part.flatten(0, 1) for part in (observation.keys, observation.values, added)))
 

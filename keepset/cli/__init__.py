@@ -25,6 +25,7 @@ from keepset.cli.results import results
 from keepset.cli.serve import serve
 from keepset.cli.trace import trace
 from keepset.cli.tune import tune
+from keepset.cli.ui import ui
 from keepset.errors import KeepsetError
 
 app = typer.Typer(
@@ -45,7 +46,7 @@ def options(
         raise Exit
 
 
-for command in (demo, compare, generate, trace, methods, calibrate, compile, tune, results, reproduce):
+for command in (demo, compare, generate, ui, trace, methods, calibrate, compile, tune, results, reproduce):
     app.command()(command)
 app.command("eval")(evaluate)
 # What is not keepset's own goes on to vLLM.

@@ -29,7 +29,7 @@ from keepset.cli.numbers import parse_budgets
 from keepset.cli.options import Html, Json, OneText, Recipes, takes_model
 from keepset.errors import KeepsetError
 from keepset.models import Source, context_length
-from keepset.texts import NEEDLE, Needle, essay, read
+from keepset.texts import NEEDLE, Needle, essay, read, token_texts
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -140,14 +140,15 @@ def compare(
     if comparer is None:
         raise KeyboardInterrupt
     comparison = comparer.comparison
-    result, texts = comparison.to_json(), [str(tokenizer.decode([token])) for token in ids[0].tolist()]
+    result = comparison.to_json()
     doubt = task.doubt(bool(comparison.full.get("needle_found")))
-    output({**result, "conclusion": conclusion(comparison)}, json_file, lambda: print_table(comparison, doubt))
+    sentence = doubt or (conclusion(comparison) if comparison.rows else "")
+    output({**result, "conclusion": sentence}, json_file, lambda: print_table(comparison, sentence))
     say_advice(parsed)
     for candidate in candidates:
         if candidate.recipe is not None and not decode:
             say_whole(candidate.recipe, task.prompt.shape[1])
-    write(html, lambda: render(result, texts, comparison.kept))
+    write(html, lambda: render(result, token_texts(tokenizer, ids[0].tolist()), comparison.kept, sentence))
     if not finished:
         note(f"interrupted after {len(comparison.rows)} of {len(candidates)} rows")
         raise Exit(130)
@@ -215,9 +216,9 @@ def _decoded(model: Any, task: TextTask, name: str, generate: int | None, bar: P
     return comparer, torch.cat([task.prompt, text], 1)
 
 
-def print_table(comparison: Comparison, doubt: str = "") -> None:
-    """The rows as a table, best first under each budget, and what it comes to."""
-    from keepset.bench.compare.conclusion import by_budget, conclusion
+def print_table(comparison: Comparison, sentence: str) -> None:
+    """The rows as a table, best first under each budget, and in a sentence what it comes to."""
+    from keepset.bench.compare.conclusion import by_budget
 
     full, needle = comparison.full, comparison.needle
     lines = [f"{comparison.model}: {comparison.tokens} tokens of prompt, {comparison.continuation_tokens} after it."]
@@ -238,8 +239,8 @@ def print_table(comparison: Comparison, doubt: str = "") -> None:
     for row in comparison.rows:
         if row.error is not None:
             say(f"{row.recipe}: {row.error}", style="red")
-    if comparison.rows:
-        say(doubt or conclusion(comparison))
+    if sentence:
+        say(sentence)
 
 
 def _of_full(comparison: Comparison) -> Measurement:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from typer import Exit, Option
 
-from keepset.bench.report.page import assemble
+from keepset.bench.report.latency import render
 from keepset.cli.checks import check_fits_context, check_measured, check_writable
 from keepset.cli.console import counted, load, megabytes, note, output, progress, sanitize, say, show, table, write
 from keepset.cli.options import Html, Json, takes_model
@@ -69,7 +69,7 @@ def latency(
         "rows": [timing.to_json() for timing in timings if timing.rounds or timing.error],
     }
     output(result, json_file, lambda: _print(result))
-    write(html, lambda: assemble("latency", "keepset bench latency", result))
+    write(html, lambda: render(result))
     if not finished:
         note("interrupted: this is what was measured until then")
         raise Exit(130)

@@ -14,7 +14,7 @@ from keepset.cli.options import Html, Json, OutputTokens, SamplingSeed, Temperat
 from keepset.cli.streaming import Sampling
 from keepset.errors import KeepsetError
 from keepset.models import Source
-from keepset.texts import chat_parts, read
+from keepset.texts import chat_parts, read, token_texts
 
 RECIPE = "ams(tova, window=32, keep=256, every=128)"
 REASON = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -97,8 +97,7 @@ def trace(
     ]
     result = {"model": model.called, "forced": forced, "runs": runs}
     output(result, json_file, lambda: _print(runs))
-    tokens_of = [[str(tokenizer.decode([token])) for token in each.ids.tolist()] for each in traces]
-    write(html, lambda: render(result, traces, tokens_of, shown))
+    write(html, lambda: render(result, traces, [token_texts(tokenizer, each.ids.tolist()) for each in traces], shown))
     if not finished:
         note(f"interrupted after {len(traces[-1].ids) - traces[-1].prompt} of {sampling.tokens} tokens")
         raise Exit(130)

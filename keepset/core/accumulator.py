@@ -61,6 +61,7 @@ class Chunk:
         lse: log-sum-exp of every query's logits where attention computed it already.
         source: where somebody looks at queries before rotation or at hidden states.
         start: the first token's position, where it is every request's and the host knows it.
+        here: the tokens' positions on the host, negative for those that do not exist, where it knows them otherwise.
     """
 
     queries: Queries
@@ -71,6 +72,16 @@ class Chunk:
     lse: list[Tensor] | None = None
     source: QuerySource | None = None
     start: int | None = None
+    here: Int[Tensor, "batch n"] | None = None
+
+    def every(self, stride: int, request: int) -> Tensor | slice:
+        """Which of a request's tokens have positions that are multiples of this."""
+        if self.start is not None:
+            return slice(-self.start % stride, None, stride)
+        if self.here is None:
+            return self.counted(0)[request] & (self.positions[request] % stride == 0)
+        chosen = (self.here[request] >= 0) & (self.here[request] % stride == 0)
+        return chosen.nonzero()[:, 0].to(self.positions.device, non_blocking=True)
 
     def counted(self, skip: int) -> Bool[Tensor, "batch n"]:
         """Which of the tokens exist and are not among the first `skip`."""

@@ -21,6 +21,7 @@ from keepset.hf.layer import LogicalLayer
 from keepset.hf.store import EntryStore, append_together
 from keepset.hf.uncompiled import uncompiled
 from keepset.kernels.attention import ragged_attention
+from keepset.kernels.dispatch import upload
 
 
 def can_go_together(model: PreTrainedModel) -> bool:
@@ -109,7 +110,7 @@ def _attend_together(
     _, query_heads, n, _ = call.query.shape
     if not stores:
         return call.value.new_zeros(len(call.query), n, query_heads, call.value.shape[-1])
-    some = None if len(stores) == len(call.query) else torch.tensor(list(stores), device=call.query.device)
+    some = None if len(stores) == len(call.query) else upload(list(stores), call.query.device)
     rows = slice(None) if some is None else some
     query, key, value, at = (part[rows] for part in (call.query, call.key, call.value, positions))
     append_together(list(stores.values()), key, value, at)

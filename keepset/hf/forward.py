@@ -10,6 +10,7 @@ from torch import Tensor
 
 from keepset.hf.attention import AttentionCall
 from keepset.hf.attention_hooks import LayerInput, Rotation
+from keepset.hf.mask import RealTokens
 from keepset.hf.store import EntryStore
 
 
@@ -20,7 +21,7 @@ class Forward:
     Attributes:
         call: of the attention function, which may have brought more tokens than these.
         positions: counted from each request's first token; see `Progress`.
-        valid: which tokens are no padding; None when all are.
+        real: which tokens are no padding; None when all are.
         start: logical length of the cache before them.
         padded: whether the cache has any padding, theirs included.
         layer_input, rotation: of the whole call and of the queries, where somebody looks at them.
@@ -32,12 +33,17 @@ class Forward:
     key: Float[Tensor, "batch kv_heads n head_dim"]
     value: Float[Tensor, "batch kv_heads n value_dim"]
     positions: Int[Tensor, "batch n"]
-    valid: Bool[Tensor, "batch n"] | None
+    real: RealTokens | None
     start: int
     padded: bool
     layer_input: LayerInput | None = None
     rotation: Rotation | None = None
     lse: list[Tensor] | None = None
+
+    @property
+    def valid(self) -> Bool[Tensor, "batch n"] | None:
+        """Which tokens are no padding; None when all are."""
+        return None if self.real is None else self.real.mask
 
     @property
     def length(self) -> int:
@@ -68,14 +74,16 @@ class Forward:
             key=self.key[:, :, part],
             value=self.value[:, :, part],
             positions=self.positions[:, part],
-            valid=None if self.valid is None else self.valid[:, part],
+            real=None if self.real is None else self.real.part(part),
             start=self.start + (part.start or 0),
             rotation=None if self.rotation is None else (self.rotation[0][:, part], self.rotation[1][:, part]),
         )
 
     def pack(self) -> EntryStore:
         """A store of all real tokens."""
-        exists = torch.ones_like(self.positions, dtype=torch.bool) if self.valid is None else self.valid
-        positions, mask = (part[:, None].expand(-1, self.key.shape[1], -1) for part in (self.positions, exists))
-        columns = {"keys": self.key, "values": self.value, "positions": positions.int()}
-        return EntryStore.pack(columns, mask.nonzero()[:, 2], mask.sum(-1))
+        batch, kv_heads, n, _ = self.key.shape
+        everything = torch.arange(n, device=self.key.device)
+        rows = [everything] * batch if self.real is None else self.real.indices
+        positions = self.positions.int()[:, None].expand(-1, kv_heads, -1)
+        columns = {"keys": self.key, "values": self.value, "positions": positions}
+        return EntryStore.packed_by(columns, [row for row in rows for _ in range(kv_heads)])

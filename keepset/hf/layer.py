@@ -86,7 +86,8 @@ class KeepLayer(LogicalLayer):
         elif self.store is None:
             output, forward = self._attend_first(forward)
         else:
-            self.store.append(forward.key, forward.value, forward.positions, forward.valid, self._room(forward.start))
+            real = None if forward.real is None else forward.real.indices
+            self.store.append(forward.key, forward.value, forward.positions, real, self._room(forward.start))
             at = forward.positions if forward.length > 1 else None
             output = ragged_attention(forward.query, [self.store.heads], forward.call.scaling, at)
         event = None
@@ -116,9 +117,10 @@ class KeepLayer(LogicalLayer):
         if kept.values is not None:
             self.store.replace_values(kept.values)
         if self._beyond is not None:
-            self.store.append(self._beyond.key, self._beyond.value, self._beyond.positions, self._beyond.valid)
+            beyond, real = self._beyond, None if self._beyond.real is None else self._beyond.real.indices
+            self.store.append(beyond.key, beyond.value, beyond.positions, real)
             if self.decoding is not None:
-                self.decoding.record(self._beyond, self.store)
+                self.decoding.record(beyond, self.store)
             self._beyond = None
 
     def can_take_back(self, removed: int) -> bool:

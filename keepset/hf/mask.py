@@ -6,10 +6,11 @@ travels, and each layer applies it to what it holds.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -24,6 +25,35 @@ class KeepsetLength(int):
     """The length of a keepset layer: the one thing that a mask function is told about the cache."""
 
 
+@dataclass(frozen=True, eq=False)
+class RealTokens:
+    """Which of some tokens are no padding, where some are; the host has looked once for all layers.
+
+    Attributes:
+        mask: where the tokens are.
+        here: the same on the host.
+        positions: counted from each request's first token, on the host; negative of padding.
+    """
+
+    mask: Bool[Tensor, "batch n"]
+    here: Bool[Tensor, "batch n"]
+    positions: Int[Tensor, "batch n"]
+
+    def part(self, tokens: slice) -> RealTokens:
+        """Of some of the tokens."""
+        return RealTokens(self.mask[:, tokens], self.here[:, tokens], self.positions[:, tokens])
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """How many each request has."""
+        return self.here.sum(-1).tolist()
+
+    @cached_property
+    def indices(self) -> list[Int[Tensor, " real"]]:
+        """Those of each request."""
+        return [row.nonzero()[:, 0].to(self.mask.device, non_blocking=True) for row in self.here]
+
+
 class MaskRule:
     """The arguments of one mask, evaluated when somebody needs it."""
 
@@ -36,7 +66,7 @@ class MaskRule:
         return sdpa_mask(**self._arguments)
 
     @cached_property
-    def valid(self) -> Bool[Tensor, "batch n"] | None:
+    def real(self) -> RealTokens | None:
         """Which of the new tokens are no padding; None when all are."""
         if self._arguments["mask_function"] is not causal_mask_function:
             raise UnsupportedModelError(
@@ -53,8 +83,11 @@ class MaskRule:
                 f"give a mask for all tokens, cached ones included, and {OTHER_PROMPT}; chunked prefill onto a cache "
                 "that is not empty is not supported."
             )
-        new = padding[:, offset:end]
-        return None if bool(new.all()) else new
+        # The host looks once. What came before a single token is asked by nobody, and would be long.
+        first = offset if offset + 1 == end else 0
+        here = padding[:, first:end].bool().cpu()
+        positions, new = (here.cumsum(-1) - 1).masked_fill(~here, -1)[:, offset - first :], here[:, offset - first :]
+        return None if new.all() else RealTokens(padding[:, offset:end], new, positions)
 
 
 @uncompiled

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from jaxtyping import Bool
 from torch import Tensor
 
 from keepset.core.accumulator import Accumulators, Chunk, Entries
@@ -63,11 +62,14 @@ class PromptPhase:
             with self._accumulators.timed(RecentQueries):
                 self._window.add(forward.query, forward.positions, forward.valid, size)
                 self._window.keep(size)
-        entries = partial(_rows, observed["keys"], observed.get("valid"), forward)
+        entries = partial(_rows, observed["keys"], forward, store)
         lse, source = forward.lse, forward.layer_input
-        start = None if forward.padded else forward.start
+        start, here = (
+            None if forward.padded else forward.start,
+            None if forward.real is None else forward.real.positions,
+        )
         chunk = Chunk(
-            forward.query, entries, forward.positions, forward.valid, forward.call.scaling, lse, source, start
+            forward.query, entries, forward.positions, forward.valid, forward.call.scaling, lse, source, start, here
         )
         self._accumulators.add(chunk)
         if forward.end < self._length:
@@ -148,10 +150,10 @@ def _entries(forward: Forward, store: EntryStore | None) -> dict[str, Any]:
     return {**observed, **columns, "state": state, "valid": exists, "count": store.entries}
 
 
-def _rows(keys: Tensor, exists: Bool[Tensor, "batch kv_heads entries"] | None, forward: Forward) -> Entries:
+def _rows(keys: Tensor, forward: Forward, store: EntryStore | None) -> Entries:
     """For every request its keys without holes, and which of the chunk's queries are real."""
-    if not forward.padded or exists is None:
-        return [(row, slice(None)) for row in keys]
-    counts = exists[:, 0].sum(-1).tolist()
-    real = [slice(None)] * len(counts) if forward.valid is None else forward.valid
-    return [(row[:, :count], own) for row, count, own in zip(keys, counts, real, strict=True)]
+    if forward.real is None:
+        counts = [keys.shape[2]] * len(keys) if store is None else store.counts[:: store.kv_heads]
+        return [(row[:, :count], slice(None)) for row, count in zip(keys, counts, strict=True)]
+    counts = forward.real.counts if store is None else store.counts[:: store.kv_heads]
+    return [(row[:, :count], own) for row, count, own in zip(keys, counts, forward.real.indices, strict=True)]

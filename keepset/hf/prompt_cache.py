@@ -191,12 +191,12 @@ class PromptCache(TransformersCache, ABC):
     def attend(self, index: int, call: AttentionCall) -> Tensor:
         """A kept layer's attention, and what follows from the events that it reaches by it."""
         layer, self._attending = self.kept_layers[index], False
-        valid = None if call.mask is None else call.mask.valid
+        real = None if call.mask is None else call.mask.real
         if layer.index == self.compressed_layers[0]:
-            self._advance(call, valid)
+            self._advance(call, None if real is None else real.mask)
         assert self.progress is not None and self.progress.positions is not None
         positions, padded = self.progress.positions.to(call.query.device), self.progress.valid is not None
-        forward = Forward(call, call.query, call.key, call.value, positions, valid, layer.logical, padded)
+        forward = Forward(call, call.query, call.key, call.value, positions, real, layer.logical, padded)
         phase = layer.phase
         if self._hooks is not None and phase is not None and phase.looks_at(forward):
             layer_input = self._hooks.layer_input(call.module, call.rows)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from keepset.core.observation import BIAS
 from keepset.kernels.compaction import append_entries, pack_entries
+from keepset.kernels.dispatch import upload
 from keepset.kernels.packed import PackedHeads, Run, runs_of
 
 SLACK = 64
@@ -58,6 +59,13 @@ class EntryStore:
         return cls(batch, kv_heads, runs, packed)
 
     @classmethod
+    def packed_by(cls, columns: dict[str, Tensor], heads: Sequence[Int[Tensor, " kept"]]) -> EntryStore:
+        """A store with these entries of each head, of columns `[batch, kv_heads, entries, ...]`."""
+        sizes = [len(head) for head in heads]
+        counts = upload(sizes, heads[0].device).view(columns["keys"].shape[:2])
+        return cls.pack(columns, torch.cat(list(heads)), counts, sizes)
+
+    @classmethod
     def of(cls, columns: dict[str, Tensor], counts: Int[Tensor, "batch kv_heads"]) -> EntryStore:
         """The store of which these are the `packed` columns and the counts."""
         batch, kv_heads = counts.shape
@@ -98,21 +106,22 @@ class EntryStore:
         keys: Float[Tensor, "batch kv_heads n head_dim"],
         values: Float[Tensor, "batch kv_heads n value_dim"],
         positions: Int[Tensor, "batch n"],
-        valid: Bool[Tensor, "batch n"] | None = None,
+        real: Sequence[Int[Tensor, " real"]] | None = None,
         room: int = 0,
     ) -> None:
-        """Adds new tokens to every head; those that are not valid (padding) are left out.
+        """Adds new tokens to every head; of each request only the `real` ones, where there is padding.
 
         A store that must grow gets place for `room` tokens in all where that is known, if that is not too many.
         """
-        if valid is not None:
+        if real is not None:
             shape = self.batch, self.kv_heads, keys.shape[2]
             new = {"keys": keys, "values": values, "positions": positions.int()[:, None].expand(shape)}
             new |= {name: column.new_zeros(shape) for name, column in self._columns.items() if name not in new}
-            columns, exists = self.padded()
+            columns, _ = self.padded()
             joined = {name: torch.cat([column, new[name]], 2) for name, column in columns.items()}
-            mask = torch.cat([exists, valid[:, None].expand(shape)], 2)
-            packed = EntryStore.pack(joined, mask.nonzero()[:, 2], mask.sum(-1))
+            before = torch.arange(columns["keys"].shape[2], device=keys.device)
+            heads = [(before[:count], real[head // self.kv_heads]) for head, count in enumerate(self.counts)]
+            packed = EntryStore.packed_by(joined, [torch.cat([old, len(before) + new]) for old, new in heads])
             self._columns = packed._columns
             self._set_runs(packed._runs)
             return
@@ -156,7 +165,7 @@ class EntryStore:
             for run in self._runs:
                 column[run.first : run.first + run.heads, : run.count] = run.view(flat)
             columns[name] = column.unflatten(0, shape)
-        counts = torch.tensor(self.counts, device=columns["positions"].device)
+        counts = upload(self.counts, columns["positions"].device)
         exists = torch.arange(longest, device=counts.device) < counts[:, None]
         return columns, exists.unflatten(0, shape)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import Tensor
 
 INTERPRETED = False
 """Whether tensors elsewhere, as on a CPU, go to the kernels in Triton too. Its interpreter must be on before Triton is
@@ -22,6 +24,11 @@ def uses_triton(device: torch.device) -> bool:
 def launched_on(device: torch.device) -> AbstractContextManager[Any]:
     """Triton launches on the current GPU, which is not the tensors' where a model is spread over several."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def upload(values: Sequence[Any], device: torch.device) -> Tensor:
+    """What the host knows, as a tensor of whole numbers on a device; a GPU is not waited for."""
+    return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
 
 
 @cache

@@ -9,15 +9,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keepset.kernels.dispatch import launched_on, uses_triton
+from keepset.kernels.dispatch import launched_on, upload, uses_triton
 
 Cache = Float[Tensor, "blocks kv_heads block_size width"]
 """One layer's, with any strides but for an entry's own numbers; a sub-page is `block * kv_heads + head`."""
 
 
 def read_pages(
-    caches: Sequence[Cache], places: range, subpages: Int[Tensor, "rows kv_heads pages"]
-) -> Float[Tensor, "layers_rows kv_heads entries width"]:
+    caches: Sequence[Cache], places: range, subpages: Int[Tensor, "rows heads pages"]
+) -> Float[Tensor, "layers_rows heads entries width"]:
     """The same whole sub-pages of several layers that are alike, layer after layer.
 
     Args:
@@ -81,5 +81,5 @@ def addresses_of(caches: Sequence[Cache]) -> Int[Tensor, " layers"]:
 
 @lru_cache(maxsize=256)
 def _table(addresses: tuple[int, ...], device: torch.device) -> Int[Tensor, " layers"]:
-    """Caches stay where they are: the host waits for their addresses once."""
-    return torch.tensor(addresses, dtype=torch.int64, device=device)
+    """Caches stay where they are: their addresses are looked up once."""
+    return upload(addresses, device)

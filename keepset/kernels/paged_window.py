@@ -2,74 +2,197 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from keepset.kernels import subpages
 from keepset.kernels.blocks import PRODUCT_BLOCK, block_size
+from keepset.kernels.dispatch import launched_on, uses_triton
+from keepset.kernels.page_entries import Cache, addresses_of, read_pages
+from keepset.kernels.subpages import Group, Layout
 from keepset.kernels.window import received_attention
 
+ReadKeys = Callable[[Int[Tensor, "kv_heads pages"]], Float[Tensor, "kv_heads entries head_dim"]]
+"""Keys of whole sub-pages, as one layer numbers them, each head's pages joined."""
 
-@runtime_checkable
-@runtime_checkable
-class KeyPages(Protocol):
-    """Sub-pages that keys are read from."""
 
-    @property
-    def block_size(self) -> int:
-        """Entries of a sub-page."""
+class EntriesInPages(NamedTuple):
+    """Where the entries of some requests lie; contiguous.
 
-    def read_keys(self, subpages: Int[Tensor, "*rows pages"]) -> Float[Tensor, "*rows entries head_dim"]:
-        """Keys of whole sub-pages, each row's pages joined."""
+    Attributes:
+        layout: what the heads' pages follow from: layer by layer of a group, or one that is all layers'.
+        block_table: blocks of each request by logical position.
+        lengths: tokens of each request.
+        kept: entries of each head that it kept at the event before, layer by layer as in the layout; the first ones.
+        longest: no head has more entries.
+    """
+
+    layout: Layout
+    block_table: Int[Tensor, "rows width"]
+    lengths: Int[Tensor, " rows"]
+    kept: Int[Tensor, "rows layers kv_heads"]
+    longest: int
+
+    def of_row(self, row: int) -> EntriesInPages:
+        """Those of one request."""
+        one = slice(row, row + 1)
+        layout = Layout(*(part[one] for part in self.layout))
+        return self._replace(
+            layout=layout, block_table=self.block_table[one], lengths=self.lengths[one], kept=self.kept[one]
+        )
+
+    def of_layer(self, place: int) -> EntriesInPages:
+        """Those of one layer of the group."""
+        layers = self.kept.shape[1]
+        one = slice(place % layers, place % layers + 1)
+        return self._replace(layout=Layout(*(part[:, one] for part in self.layout)), kept=self.kept[:, one])
+
+
+class RecordedQueries(NamedTuple):
+    """Queries of some requests after rotation, in each of some layers.
+
+    Attributes:
+        rings: where they lie, of each query's numbers one after another.
+        slots: of the requests.
+        places: of each query in its slot.
+    """
+
+    rings: Float[Tensor, "layers slots places query_heads head_dim"]
+    slots: Int[Tensor, " rows"]
+    places: Int[Tensor, "rows n"]
+
+    def of_row(self, row: int) -> RecordedQueries:
+        """Those of one request."""
+        return self._replace(slots=self.slots[row : row + 1], places=self.places[row : row + 1])
+
+    def of_layers(self, layers: range) -> Float[Tensor, "layers_rows query_heads n head_dim"]:
+        """The queries, layer after layer, of some of these layers."""
+        chosen = self.rings[layers.start : layers.stop, self.slots[:, None], self.places]
+        return chosen.transpose(2, 3).flatten(0, 1)
+
+
+class Received(NamedTuple):
+    """What is added up, and where; columns are contiguous.
+
+    Attributes:
+        column: a number for each slot `subpage * block_size + offset` of each layer of the group; it is written to.
+        last_visible: the last position that a query sees, in rising order; before the first, and it gives nothing.
+        unwritten: of how many of the newest entries of each head the column's number means nothing yet.
+        scaling: of the logits.
+        largest: of the logits of a group the largest counts, as if its heads were one.
+        bias: of each slot, added to the logits of entries that were kept.
+        positions: of each slot that was kept, whole numbers bit for bit; None where queries see all of these.
+        own: the column has so many places for each head instead, for its entries in their order; 0: it has slots.
+    """
+
+    column: Float[Tensor, "layers slots"]
+    last_visible: Int[Tensor, "rows n"]
+    unwritten: Int[Tensor, " rows"]
+    scaling: float
+    largest: bool = False
+    bias: Float[Tensor, "layers slots"] | None = None
+    positions: Float[Tensor, "layers slots"] | None = None
+    own: int = 0
 
 
 def add_received_in_pages(
-    column: Float[Tensor, " slots"],
-    queries: Float[Tensor, "rows query_heads n head_dim"],
-    pages: KeyPages,
-    subpages: Int[Tensor, "rows kv_heads pages"],
-    entries: Int[Tensor, "rows kv_heads"],
-    unwritten: Int[Tensor, " rows"],
-    visible: Int[Tensor, "rows kv_heads n"],
-    scaling: float,
-    largest: bool = False,
-    bias: Float[Tensor, " slots"] | None = None,
-    kept: Int[Tensor, "rows kv_heads"] | None = None,
-    places: Int[Tensor, "rows kv_heads entries"] | None = None,
+    caches: Sequence[Cache], places: range, queries: RecordedQueries, entries: EntriesInPages, received: Received
 ) -> None:
     """Adds what every entry receives of some queries: their attention, the mean over its query group, summed over them.
 
+    On a GPU it takes two launches for all layers, and nothing waits for the device.
+
     Args:
-        column: a number for each slot of the cache, `subpage * block_size + offset`; it is written to.
-        queries: after rotation.
-        pages: the cache.
-        subpages: that hold each head's entries, in their order; any number, where a head needs fewer.
-        entries: of each head.
-        unwritten: of how many of the newest entries of each head the column's number means nothing yet.
-        visible: how many of a head's first entries a query sees; none, and it gives nothing.
-        scaling: of the logits.
-        largest: of the logits of a group the largest counts, as if its heads were one.
-        bias: of each slot, added to the logits of a head's first `kept` entries.
-        kept: how many these are; all, unless said otherwise.
-        places: where the column has the numbers of a head's entries, if not at their slots.
+        caches: of the layers that share the block table, with any strides, but for an entry's own numbers.
+        places: of those in question, among these.
+        queries: of these layers.
+        entries: of the requests, in all layers.
+        received: what is added up, and where.
     """
-    kv_heads, size = entries.shape[1], pages.block_size
+    if uses_triton(caches[0].device):
+        from keepset.kernels.triton import paged_window  # loads Triton
+
+        with launched_on(caches[0].device):
+            paged_window.add_received(caches[0], addresses_of(caches), places, queries, entries, received)
+        return
+    keys = [cache[..., : cache.shape[3] // 2] for cache in caches]
+
+    def reader(place: int) -> ReadKeys:
+        return lambda table: read_pages(keys, range(place, place + 1), table[None])[0]
+
+    group = Group(places, len(caches), len(caches[0]))
+    add_received_by([reader(place) for place in places], caches[0].shape[2], group, queries, entries, received)
+
+
+def add_received_by(
+    readers: Sequence[ReadKeys],
+    size: int,
+    group: Group,
+    queries: RecordedQueries,
+    entries: EntriesInPages,
+    received: Received,
+) -> None:
+    """`add_received_in_pages` layer by layer, wherever the keys are.
+
+    Args:
+        readers: of the layers in question.
+        size: entries of a sub-page.
+        group: these layers among those that share the block table.
+        queries, entries, received: as there.
+    """
+    for layer, (place, read) in enumerate(zip(group.places, readers, strict=True)):
+        if layer == 0 or entries.kept.shape[1] > 1:
+            one = entries.of_layer(place)
+            counts = subpages.entries(one.layout, one.lengths)
+            most, own = -(-int(counts.max()) // size), group._replace(places=range(place, place + 1))
+            tables = subpages.tables(one.layout, counts, one.block_table, size, most, own)[:, 0].long()
+        few = queries.of_layers(range(layer, layer + 1))
+        _add_received_of_layer(place, read, size, few, tables, counts[:, 0], one, received)
+
+
+def _add_received_of_layer(
+    layer: int,
+    read: ReadKeys,
+    size: int,
+    queries: Float[Tensor, "rows query_heads n head_dim"],
+    tables: Int[Tensor, "rows kv_heads pages"],
+    counts: Int[Tensor, "rows kv_heads"],
+    entries: EntriesInPages,
+    received: Received,
+) -> None:
+    kv_heads, column, of_layer = counts.shape[1], received.column.view(-1), received.column.shape[1]
+    place = torch.arange(tables.shape[-1] * size, device=column.device)
+    # Numbers of pages go on into the following layers.
+    slots = (tables[..., None] * size + torch.arange(size, device=place.device)).flatten(-2)
+    slots = (layer * of_layer + slots) % column.numel()
+    there, kept = place < counts[..., None], place < entries.kept[:, 0, :, None]
+    # What came since the event before is whole: each entry lies as far behind its position as were dropped.
+    positions = place + (entries.lengths[:, None] - counts)[..., None]
+    if received.positions is None:
+        positions = positions.masked_fill(kept, 0)  # wherever they come from, all see them
+    else:
+        positions = received.positions.view(-1)[slots].view(torch.int32).long().where(kept, positions)
+    biases = None if received.bias is None else received.bias.view(-1)[slots].where(kept, 0)
+    written = place < (counts - received.unwritten[:, None])[..., None]
+    at = slots
+    if received.own:
+        heads_of_layer = torch.arange(kv_heads, device=place.device)[:, None] * received.own
+        at = (layer * of_layer + heads_of_layer + place).expand(slots.shape)
     grouped = queries.unflatten(1, (kv_heads, -1)).flatten(0, 1)
-    tables, counts, seen = subpages.flatten(0, 1), entries.flatten(), visible.flatten(0, 1)
-    firsts = counts if kept is None else kept.flatten()
-    written = counts - unwritten.repeat_interleave(kv_heads, output_size=len(counts))
-    place = torch.arange(tables.shape[1] * size, device=column.device)
-    at_once = max(1, block_size(column.device, PRODUCT_BLOCK) // (place.shape[0] * queries.shape[-1]))
-    for first in range(0, len(counts), at_once):
-        part = slice(first, first + at_once)
-        keys, there = pages.read_keys(tables[part]), place < counts[part, None]
-        positions = place.expand(there.shape)
-        slots = (tables[part, :, None] * size + torch.arange(size, device=place.device)).flatten(1)
-        biases = None if bias is None else bias[slots].where(place < firsts[part, None], 0)
-        last = seen[part] - 1
-        sums = received_attention(grouped[part], keys, positions, last, scaling, there, largest, biases).mean(1)
-        at = slots if places is None else places.flatten(0, 1)[part]
-        sums += column[at].where(place < written[part, None], 0)
-        column[at[there]] = sums[there]
+    last = received.last_visible.repeat_interleave(kv_heads, 0)
+    heads = [part.flatten(0, 1) for part in (tables, there, positions, written, at)]
+    at_once = max(1, block_size(column.device, PRODUCT_BLOCK) // max(1, len(place) * queries.shape[-1]))
+    for head in range(0, counts.numel(), at_once):
+        part = slice(head, head + at_once)
+        table, exists, positions_here, known, target = (each[part] for each in heads)
+        bias = None if biases is None else biases.flatten(0, 1)[part]
+        sums = received_attention(
+            grouped[part], read(table), positions_here, last[part], received.scaling, exists, received.largest, bias
+        ).mean(1)
+        # A place that nothing is at may lie beyond a column of its own.
+        sums += column[target.where(exists, 0)].where(known, 0)
+        column[target[exists]] = sums[exists]

@@ -11,6 +11,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from keepset.core.accumulator import Accumulators
+from keepset.kernels.paged_window import EntriesInPages
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.page_tables import OccupiedPages
 from keepset.paged.query_records import Move, QueryRecord, QueryRecords
@@ -26,8 +27,8 @@ from keepset.paged.step import (
     StepPlan,
 )
 
-Occupied = Callable[[StepBatch, Sequence[ScheduledRequest]], Callable[[int], OccupiedPages]]
-"""Where a layer, by its place in its group, has the entries of these requests before the step's events."""
+Entries = Callable[[StepBatch, Sequence[ScheduledRequest]], Callable[[], EntriesInPages]]
+"""Says where the layers have the entries of these requests before the step's events, once it is planned."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ class _Waiting:
 class _Step:
     """What a step records and adds up, as numbers of the host until all requests are through."""
 
-    def __init__(self, batch: StepBatch, plan: StepPlan, recording: Recording, occupied: Occupied) -> None:
-        self._batch, self._plan, self._recording, self._occupied = batch, plan, recording, occupied
+    def __init__(self, batch: StepBatch, plan: StepPlan, recording: Recording, entries: Entries) -> None:
+        self._batch, self._plan, self._recording, self._entries = batch, plan, recording, entries
         # Of each query its number, its request's slot and its place there, before and after events.
         self._early: list[tuple[int, int, int]] = []
         self._late: list[tuple[int, int, int]] = []
@@ -111,13 +112,13 @@ class _Step:
     def _additions(self, waiting: list[_Waiting], number: int, **source: int) -> QueryAddition:
         """The newest so many queries before each `stop`; those before `begin` do not count."""
         numbers = [(one.slot, one.begin, one.stop, one.point, one.request.after, one.unwritten) for one in waiting]
-        slots, begins, stops, points, lengths, unwritten = self._batch.tensor(numbers).unbind(1)
+        slots, begins, stops, points, lengths, unwritten = self._batch.tensor(numbers).t().contiguous().unbind()
         positions = stops[:, None] + torch.arange(-number, 0, device=stops.device)
-        occupied = self._occupied(self._batch, [one.request for one in waiting])
+        entries = self._entries(self._batch, [one.request for one in waiting])
         ends_prompt, shares = waiting[0].ends_prompt, waiting[0].shares
         owners = [(one.slot, one.request.after) for one in waiting] if shares else []
         return QueryAddition(
-            slots, positions, begins, points, ends_prompt, lengths, unwritten, owners, occupied, **source
+            slots, positions, begins, points, ends_prompt, lengths, unwritten, owners, entries, **source
         )
 
     def _capture(self, places: list[tuple[int, int, int]]) -> QueryCapture | None:
@@ -137,7 +138,7 @@ class CapturePlanner:
         self._by_row: dict[int, QueryRecord] = {}
         self._ended: list[QueryRecord] = []
 
-    def plan(self, batch: StepBatch, plan: StepPlan, occupied: Occupied) -> None:
+    def plan(self, batch: StepBatch, plan: StepPlan, entries: Entries) -> None:
         """Adds to the step's plan the queries and chunks that the next events will look at."""
         if not self._records:
             return
@@ -151,7 +152,7 @@ class CapturePlanner:
                 windows.append((request, event, upcoming, max(before, self._begins(prompt, event or upcoming or 0))))
             elif self._collects and before < prompt:
                 windows.append((request, event, upcoming, before))
-        step, self._by_row = _Step(batch, plan, self._recording, occupied), {}
+        step, self._by_row = _Step(batch, plan, self._recording, entries), {}
         records = self._follow(batch, [(request, start) for request, _, _, start in windows])
         for (request, event, upcoming, _), record in zip(windows, records, strict=True):
             prompt, before, after = request.prompt, request.before, request.after

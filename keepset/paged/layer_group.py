@@ -24,7 +24,7 @@ from keepset.paged.page_tables import OccupiedPages
 from keepset.paged.pages import read_layers, write_layers
 from keepset.paged.passing import PassingQueries
 from keepset.paged.planner import Planner
-from keepset.paged.step import EvictionEvent, StepPlan
+from keepset.paged.step import EvictionEvent, QueryAddition, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -110,8 +110,8 @@ class LayerGroup:
         for place, own in zip(places, queries, strict=True):
             for chunk in plan.chunks:
                 self._observer.collect(place, chunk, own, self._pages[place]())
-            for addition in (*plan.added_first, *plan.added_now):
-                self._observer.add_up(place, addition, own, self._pages[place](), self.columns)
+        self._add_up(places, (*plan.added_first, *plan.added_now), queries)
+        for place, own in zip(places, queries, strict=True):
             for held in plan.held:
                 self._passing.hold(place, own, held)
         if plan.captured_before is not None:
@@ -132,9 +132,18 @@ class LayerGroup:
 
     def add_up(self, plan: StepPlan) -> None:
         """Adds up what waits long enough, once all layers have attended."""
-        for addition in plan.added:
-            for place, pages in enumerate(self._pages):
-                self._observer.add_up(place, addition, None, pages(), self.columns)
+        self._add_up(range(len(self.layers)), plan.added, None)
+
+    def _add_up(
+        self,
+        places: range,
+        additions: Sequence[QueryAddition],
+        queries: Float[Tensor, "layers n query_heads head_dim"] | None,
+    ) -> None:
+        if additions:
+            pages = [self._pages[place]() for place in places]
+            for addition in additions:
+                self._observer.add_up(places, addition, queries, pages, self.columns)
 
     def record_late(self, plan: StepPlan) -> None:
         """The same of queries that came after the step's events, which have been executed by now."""

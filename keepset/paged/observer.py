@@ -21,11 +21,12 @@ from keepset.core.shapes import HiddenStates, Queries
 from keepset.core.statistics import load
 from keepset.errors import UnsupportedModelError
 from keepset.kernels.moments import Moments
-from keepset.kernels.paged_window import add_received_in_pages
+from keepset.kernels.paged_window import Received, RecordedQueries
 from keepset.paged.engine import Pages, QueryProjection
-from keepset.paged.entry_columns import EntryColumns
+from keepset.paged.entry_columns import POSITION, EntryColumns
 from keepset.paged.own_sums import OwnSums
 from keepset.paged.page_tables import OccupiedPages
+from keepset.paged.pages import add_received
 from keepset.paged.passing import PassingQueries
 from keepset.paged.recording import Recording
 from keepset.paged.step import EvictionEvent, PromptChunk, QueryAddition
@@ -75,76 +76,63 @@ class Observer:
 
     def add_up(
         self,
-        place: int,
+        places: range,
         addition: QueryAddition,
-        queries: Float[Tensor, "n query_heads head_dim"] | None,
-        pages: Pages,
+        queries: Float[Tensor, "layers n query_heads head_dim"] | None,
+        pages: Sequence[Pages],
         columns: EntryColumns,
     ) -> None:
-        """Adds to what passing queries leave behind in a layer; `queries` are the step's, where some of those are."""
-        occupied, lengths, at = addition.occupied(place), addition.lengths, addition.positions
-        rows = self._passing.added(place, addition, queries)
+        """Adds to what passing queries leave behind in layers; `queries` are the step's, where some of those are."""
+        rows = self._passing.added(places, addition, queries)
         for feature in self._recording.sums:
-            last = feature.last_visible(at, addition.points).masked_fill(~self._counts(feature, addition), -1)
-            visible = self._visible(place, feature, last, lengths, occupied, columns)
+            last = feature.last_visible(addition.positions, addition.points)
+            last = last.masked_fill(~self._counts(feature, addition), -1)
             if addition.owners:
-                self._add_up_own(place, feature, addition, rows, pages, occupied, visible)
+                self._add_up_own(places, feature, addition, rows, pages, last)
                 continue
-            biases = None if columns.bias is None else columns.bias[place]
-            add_received_in_pages(
-                columns[feature.column][place], rows, pages, occupied.subpages, occupied.entries, addition.unwritten,
-                visible, self._scaling, feature.largest, biases, occupied.kept,
-            )  # fmt: skip
+            received = Received(
+                columns[feature.column],
+                last,
+                addition.unwritten,
+                self._scaling,
+                feature.largest,
+                columns.bias,
+                columns[POSITION] if feature.history and POSITION in columns else None,
+            )
+            add_received(pages, places, rows, addition.entries(), received)
         if not addition.ends_prompt:
+            source = self._query_source(places.start, slice(0))
             for of in self._recording.moments:
-                source = self._query_source(place, slice(0))
                 assert source is not None
-                self._passing.add_moments(place, of, addition, rows, self._counts(of, addition), self._scaling, source)
+                exists = self._counts(of, addition)
+                for place in places:
+                    few = rows.of_layers(range(place - places.start, place - places.start + 1))
+                    self._passing.add_moments(place, of, addition, few, exists, self._scaling, source)
 
     def _add_up_own(
         self,
-        place: int,
+        places: range,
         feature: WindowAttention,
         addition: QueryAddition,
-        queries: Queries,
-        pages: Pages,
-        occupied: OccupiedPages,
-        visible: Int[Tensor, "rows kv_heads n"],
+        queries: RecordedQueries,
+        pages: Sequence[Pages],
+        last: Int[Tensor, "rows n"],
     ) -> None:
         """The same of requests that others may share pages with: their entries' numbers are not at the pages' slots."""
-        subpages, _, entries = occupied
+        entries = addition.entries()
         for row, (slot, tokens) in enumerate(addition.owners):
-            one, width = slice(row, row + 1), subpages.shape[-1] * pages.block_size
-            column = self._own.column(slot, feature.column, tokens, queries.device)[place]
-            places = self._own.places(width, column.shape[1], queries.device)
-            add_received_in_pages(
-                column.view(-1), queries[one], pages, subpages[one], entries[one], addition.unwritten[one],
-                visible[one], self._scaling, feature.largest, places=places,
-            )  # fmt: skip
+            one, device = slice(row, row + 1), last.device
+            own = self._own.column(slot, feature.column, tokens, device)
+            room = own.shape[2]
+            received = Received(
+                own.flatten(1), last[one], addition.unwritten[one], self._scaling, feature.largest, own=room
+            )
+            add_received(pages, places, queries.of_row(row), entries.of_row(row), received)
 
     def _counts(self, feature: WindowAttention | QueryMoments, addition: QueryAddition) -> Bool[Tensor, "rows n"]:
         """Which of the queries are in its window and not yet added up."""
         begins = addition.points - self._recording.window(feature, addition.ends_prompt)
         return addition.positions >= begins.maximum(addition.begins)[:, None]
-
-    def _visible(
-        self,
-        place: int,
-        feature: WindowAttention,
-        last: Int[Tensor, "rows n"],
-        lengths: Int[Tensor, " rows"],
-        occupied: OccupiedPages,
-        columns: EntryColumns,
-    ) -> Int[Tensor, "rows kv_heads n"]:
-        """How many of a head's first entries come up to the last position that a query sees."""
-        if feature.history:
-            positions = columns.positions(range(place, place + 1), occupied, lengths)
-            there = torch.arange(positions.shape[-1], device=positions.device) < occupied.entries[..., None]
-            each = [(there & (positions <= one[:, None, None])).sum(-1) for one in last.unbind(1)]
-            return torch.stack(each, -1)
-        # What came since the event before is whole, and that is all that some queries do not see.
-        beyond = lengths[:, None] - 1 - last
-        return (occupied.entries[..., None] - beyond[:, None]).clamp(min=0).masked_fill((last < 0)[:, None], 0)
 
     def parts(
         self, event: EvictionEvent, places: range, occupied: OccupiedPages, columns: EntryColumns, width: int

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from keepset.kernels import subpages
 from keepset.kernels.paged import FiledLayouts, PagedTokens, follow_layouts
+from keepset.kernels.paged_window import EntriesInPages
 from keepset.kernels.subpages import Group, Layout
 
 
@@ -26,6 +29,37 @@ class OccupiedPages(NamedTuple):
     subpages: Int[Tensor, "rows kv_heads pages"]
     kept: Int[Tensor, "rows kv_heads"]
     entries: Int[Tensor, "rows kv_heads"]
+
+
+class PagesOfLayers:
+    """The pages of an event's requests, layer by layer, as they are asked for; the host waits for their number once.
+
+    Args:
+        entries: says where the requests' entries lie, once the step has got that far.
+        block_size: of the cache.
+        group: the layers.
+    """
+
+    def __init__(self, entries: Callable[[], EntriesInPages], block_size: int, group: Group) -> None:
+        self._make, self._block_size, self._group = entries, block_size, group
+
+    def __call__(self, place: int) -> OccupiedPages:
+        """Those of a layer, by its place in its group."""
+        one = self._entries.of_layer(place)
+        entries = subpages.entries(one.layout, one.lengths)
+        group, most = self._group._replace(places=range(place, place + 1)), self._pages[place]
+        tables = subpages.tables(one.layout, entries, one.block_table, self._block_size, most, group)
+        return OccupiedPages(tables[:, 0].long(), one.kept[:, 0], entries[:, 0])
+
+    @cached_property
+    def _entries(self) -> EntriesInPages:
+        return self._make()
+
+    @cached_property
+    def _pages(self) -> list[int]:
+        """Of the head with most entries, in each layer."""
+        entries = subpages.entries(self._entries.layout, self._entries.lengths)
+        return [-(-most // self._block_size) for most in entries.amax((0, 2)).tolist()]
 
 
 @dataclass
@@ -67,7 +101,7 @@ class PerHeadTables:
 
     def __init__(self, layers: int, kv_heads: int, block_size: int, blocks: int, max_requests: int) -> None:
         self._layers, self._kv_heads, self._block_size, self._blocks = layers, kv_heads, block_size, blocks
-        self._group = Group(range(layers), layers, blocks)
+        self.group = Group(range(layers), layers, blocks)
         self._max_requests = max_requests
         self._rows: Layout | None = None
         self._filed: FiledLayouts | None = None
@@ -122,7 +156,7 @@ class PerHeadTables:
         if tokens is None and not (eventful or read):
             return None
         layout = Layout(*(part[: len(before)] for part in room))
-        self.step = RaggedStep(pages, after, layout, self._block_size, self._group, tokens, others)
+        self.step = RaggedStep(pages, after, layout, self._block_size, self.group, tokens, others)
         self._steady = alike and not eventful
         return self.step
 
@@ -131,7 +165,7 @@ class PerHeadTables:
         rows = len(tokens.lengths)
         layout = Layout(*(part[:rows] for part in self._room(rows, tokens.lengths.device)))
         nobody = torch.zeros_like(tokens.lengths)
-        return RaggedStep(nobody, tokens.lengths, layout, self._block_size, self._group, tokens, others=False)
+        return RaggedStep(nobody, tokens.lengths, layout, self._block_size, self.group, tokens, others=False)
 
     def _room(self, rows: int, device: torch.device) -> Layout:
         """For the layouts of a step's requests, in every step the same."""
@@ -150,14 +184,12 @@ class PerHeadTables:
         old, new = (block_table[rows, (tokens - 1) // self._block_size] for tokens in (before, after))
         return bool(((old == new) & (new == self.step.pages) & (before == self.step.lengths)).all())
 
-    def occupied(self, rows: Int[Tensor, " rows"], block_table: Int[Tensor, "rows width"], place: int) -> OccupiedPages:
-        """Where the entries of these requests lie in one layer; `block_table` has their blocks."""
-        layout = Layout(*(part[rows] for part in self.step.of_layer(place)))
-        entries = subpages.entries(layout, self.step.lengths[rows])
-        most = -(-int(entries.max()) // self._block_size)
-        group = self._group._replace(places=range(place, place + 1))
-        tables = subpages.tables(layout, entries, block_table, self._block_size, most, group)
-        return OccupiedPages(tables[:, 0].long(), layout.counts[:, 0], entries[:, 0])
+    def entries(
+        self, rows: Int[Tensor, " rows"], block_table: Int[Tensor, "rows width"], longest: int
+    ) -> EntriesInPages:
+        """Where the entries of these requests lie; `block_table` has their blocks, and none has more tokens."""
+        layout = Layout(*(part[rows] for part in self.step.layout))
+        return EntriesInPages(layout, block_table, self.step.lengths[rows], layout.counts, longest)
 
     def reassign(
         self,

@@ -10,6 +10,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.kernels.page_entries import read_pages, write_entries
+from keepset.kernels.paged_window import (
+    EntriesInPages,
+    Received,
+    RecordedQueries,
+    add_received_by,
+    add_received_in_pages,
+)
+from keepset.kernels.subpages import Group
 
 if TYPE_CHECKING:
     from keepset.paged.engine import Pages
@@ -92,3 +100,16 @@ def write_layers(
         for place, layer in enumerate(pages):
             own = (layers == place).nonzero()[:, 0]
             layer.write(keys[own], values[own], slots[own])
+
+
+def add_received(
+    pages: Sequence[Pages], places: range, queries: RecordedQueries, entries: EntriesInPages, received: Received
+) -> None:
+    """Adds what entries receive of queries in some neighbouring layers, at these places of their group."""
+    first = pages[0]
+    if isinstance(first, StridedPages):
+        add_received_in_pages(first.caches, places, queries, entries, received)
+        return
+    kv_heads = entries.kept.shape[2]
+    group = Group(places, len(received.column), first.slots // (kv_heads * first.block_size))
+    add_received_by([layer.read_keys for layer in pages], first.block_size, group, queries, entries, received)

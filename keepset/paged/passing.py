@@ -12,6 +12,7 @@ from keepset.core.accumulator import Chunk, QuerySource
 from keepset.core.features.moments import QueryMoments
 from keepset.core.shapes import Queries
 from keepset.kernels.moments import Moments
+from keepset.kernels.paged_window import RecordedQueries
 from keepset.paged.recording import Recording
 from keepset.paged.step import HeldQueries, QueryAddition, QueryCapture
 
@@ -77,16 +78,22 @@ class PassingQueries:
         queries = self._rings[places.start : places.stop, slots[:, None], positions % self._rings.shape[2]]
         return queries.masked_fill((positions < 0)[..., None, None], 0).transpose(2, 3).flatten(0, 1)
 
-    def added(self, place: int, addition: QueryAddition, queries: Float[Tensor, "tokens heads dim"] | None) -> Queries:
-        """The queries of a layer that are added up; `queries` are the step's, where some of those are."""
+    def added(
+        self, places: range, addition: QueryAddition, queries: Float[Tensor, "layers tokens heads dim"] | None
+    ) -> RecordedQueries:
+        """The queries of layers that are added up; `queries` are the step's, where some of those are."""
+        at = addition.positions
         if addition.held is not None:
-            rows = self._held.pop((place, addition.held))
+            rows = torch.stack([self._held.pop((place, addition.held)) for place in places])
         elif addition.first_query is not None:
             assert queries is not None
-            rows = queries[addition.first_query : addition.first_query + addition.positions.shape[1]]
+            rows = queries[:, addition.first_query : addition.first_query + at.shape[1]]
         else:
-            return self.newest(range(place, place + 1), addition.slots, addition.positions)
-        return rows.transpose(0, 1)[None]
+            rings = self._rings[places.start : places.stop]
+            return RecordedQueries(rings, addition.slots, at % rings.shape[2])
+        return RecordedQueries(
+            rows[:, None], torch.zeros_like(addition.slots), torch.arange(at.shape[1], device=at.device)[None]
+        )
 
     def add_moments(
         self,
@@ -98,7 +105,8 @@ class PassingQueries:
         scaling: float,
         source: QuerySource,
     ) -> None:
-        """Makes moments of queries, too, of which these exist."""
+        """Makes moments of a layer's queries, too, of which these exist."""
+        queries = queries.masked_fill(~exists[:, None, :, None], 0)  # whatever lies there
         chunk = Chunk(queries, list, addition.positions, exists, scaling, source=source)
         rows, counted = feature.rows(chunk, source), chunk.counted(feature.skip)
         parts, fresh = self._moments[feature], addition.unwritten >= addition.lengths

@@ -73,6 +73,6 @@ class Planner:
         plan = StepPlan(batch.slot_mapping, dummy=not batch.requests)
         if batch.requests:
             batch = replace(batch, requests=self._contexts.marked(batch))
-            self._capture.plan(batch, plan, self._tables.occupied)
+            self._capture.plan(batch, plan, self._tables.entries)
         self._tables.plan(batch, plan)
         return plan

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 
 from keepset.kernels.paged import PagedTokens
+from keepset.kernels.paged_window import EntriesInPages
 from keepset.kernels.subpages import Layout
 from keepset.paged.capture import CapturePlanner
 from keepset.paged.eviction_schedule import EvictionSchedule
-from keepset.paged.page_tables import FreedBlocks, OccupiedPages, PerHeadTables
+from keepset.paged.page_tables import FreedBlocks, PagesOfLayers, PerHeadTables
 from keepset.paged.step import ScheduledRequest, ShiftedBatch, StepBatch, StepPlan, in_blocks
 
 _NOWHERE = -1
@@ -72,14 +73,15 @@ class RaggedPlanner:
             elif step is not None:
                 for page in step.pages[rows].tolist():
                     self._freed_blocks.add(self._tables, page)
-            pages = self.occupied(batch, members), partial(self._tables.reassign, rows, batch.block_table[rows], first)
+            occupied = PagesOfLayers(self.entries(batch, members), schedule.block_size, self._tables.group)
+            pages = occupied, partial(self._tables.reassign, rows, batch.block_table[rows], first)
             plan.events.append(self._capture.event(batch, rows, members, after - at, after, keep, before, *pages))
 
-    def occupied(self, batch: StepBatch, requests: Sequence[ScheduledRequest]) -> Callable[[int], OccupiedPages]:
-        """Where a layer, by its place in the group, has the entries of these requests before the step's events."""
-        rows = batch.tensor([request.row for request in requests])
+    def entries(self, batch: StepBatch, requests: Sequence[ScheduledRequest]) -> Callable[[], EntriesInPages]:
+        """Where the layers have the entries of these requests before the step's events; known once it is planned."""
+        rows, longest = batch.tensor([request.row for request in requests]), max(one.after for one in requests)
         # The engine's table may change before it is asked: what there is of it now is right.
-        return partial(self._tables.occupied, rows, batch.block_table[rows])
+        return cache(partial(self._tables.entries, rows, batch.block_table[rows], longest))
 
     def _tokens(self, batch: StepBatch, compressed: list[bool]) -> tuple[PagedTokens | None, bool]:
         """The tokens that heads' own pages are of, and whether there are others."""

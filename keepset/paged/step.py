@@ -12,6 +12,7 @@ from torch import Tensor
 
 from keepset.core.accumulator import Accumulators
 from keepset.core.keep_set import LayerKeepSet
+from keepset.kernels.paged_window import EntriesInPages
 from keepset.paged.page_tables import OccupiedPages, RaggedStep
 from keepset.paged.query_records import QueryRecord
 
@@ -103,7 +104,7 @@ class QueryAddition:
         lengths: tokens of each request.
         unwritten: newest entries of each head that have no number yet.
         owners: slots and tokens of the requests, where their sums are their own (`OwnSums`); else none.
-        occupied: where a layer, by its place in the group, has the entries.
+        entries: says where the layers have the entries, once the step is planned.
         held: slot of the one request whose queries are held in whole.
         first_query: of the one request whose queries are this step's.
     """
@@ -116,7 +117,7 @@ class QueryAddition:
     lengths: Int[Tensor, " rows"]
     unwritten: Int[Tensor, " rows"]
     owners: Sequence[tuple[int, int]]
-    occupied: Callable[[int], OccupiedPages]
+    entries: Callable[[], EntriesInPages]
     held: int | None = None
     first_query: int | None = None
 

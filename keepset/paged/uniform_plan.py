@@ -12,7 +12,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from keepset.kernels.paged_window import EntriesInPages
 from keepset.kernels.shift import shift_step
+from keepset.kernels.subpages import Layout
 from keepset.paged.capture import CapturePlanner
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.page_tables import OccupiedPages
@@ -43,15 +45,39 @@ class UniformPlanner:
         for (width, newer, left, compressed, _), members in groups.items():
             for requests in in_blocks(members, width * schedule.kv_heads):
                 rows = batch.tensor([request.row for request in requests])
-                occupied, now = self.occupied(batch, requests), self._subpages(batch, requests, left)
-                event = self._capture.event(
-                    batch, rows, requests, newer, width, left - newer, compressed, occupied, lambda *_, now=now: now
+                occupied, now = self._occupied(batch, requests), self._subpages(batch, requests, left)
+                pages = (lambda _, there=occupied: there), (lambda *_, now=now: now)
+                plan.events.append(
+                    self._capture.event(batch, rows, requests, newer, width, left - newer, compressed, *pages)
                 )
-                plan.events.append(event)
         plan.shifted = self._shift(batch, dropped)
 
-    def occupied(self, batch: StepBatch, requests: Sequence[ScheduledRequest]) -> Callable[[int], OccupiedPages]:
-        """Where the entries of these requests lie in every layer, before the step's events."""
+    def entries(self, batch: StepBatch, requests: Sequence[ScheduledRequest]) -> Callable[[], EntriesInPages]:
+        """Where the entries of these requests lie in every layer, before the step's events.
+
+        Pages that no head has taken for itself alone: as after an event that left nothing.
+        """
+        numbers = self._held(requests)
+        known = [
+            (one.row, one.after, one.after - width, kept) for one, (width, kept) in zip(requests, numbers, strict=True)
+        ]
+        rows, lengths, gone, packed = batch.tensor(known).t().contiguous().unbind()
+        kept = packed[:, None, None].expand(-1, 1, self._schedule.kv_heads).contiguous()
+        gone, none = gone[:, None], torch.zeros_like(kept)
+        layout = Layout(none, gone, gone // self._schedule.block_size, none[..., 0].contiguous())
+        longest = max(width for width, _ in numbers)
+        held = EntriesInPages(layout, batch.block_table[rows], lengths, kept, longest)
+        return lambda: held
+
+    def _occupied(self, batch: StepBatch, requests: Sequence[ScheduledRequest]) -> OccupiedPages:
+        """The same for an event, which reads whole pages."""
+        numbers = self._held(requests)
+        shape = (len(requests), self._schedule.kv_heads)
+        entries, packed = (part[:, None].expand(shape) for part in batch.tensor(numbers).unbind(1))
+        return OccupiedPages(self._subpages(batch, requests, *(width for width, _ in numbers)), packed, entries)
+
+    def _held(self, requests: Sequence[ScheduledRequest]) -> list[tuple[int, int]]:
+        """Entries of each head, and how many of them it kept at the event before."""
         schedule, numbers = self._schedule, []
         for request in requests:
             width, kept = request.after - schedule.dropped(request.prompt, request.before), 0
@@ -59,10 +85,7 @@ class UniformPlanner:
             if width < request.after:
                 kept = schedule.compressed(request.prompt, request.before) - (request.after - width)
             numbers.append((width, kept))
-        shape = (len(requests), schedule.kv_heads)
-        entries, packed = (part[:, None].expand(shape) for part in batch.tensor(numbers).unbind(1))
-        subpages = self._subpages(batch, requests, *(width for width, _ in numbers))
-        return lambda _: OccupiedPages(subpages, packed, entries)
+        return numbers
 
     def _subpages(
         self, batch: StepBatch, requests: Sequence[ScheduledRequest], *entries: int

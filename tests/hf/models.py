@@ -58,7 +58,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", dict(head_dim=16, tie_word_embeddings=False, **_HYBRID)),
     "gpt_neox": ("gpt_neox", dict(num_key_value_heads=None)),
     "olmo2": ("olmo2", {}),
-    "gpt2": ("gpt2", {}),
+    "gpt2": ("gpt2", dict(num_key_value_heads=None)),
     "smollm3": ("smollm3", dict(no_rope_layer_interval=2)),
     "lfm2": ("lfm2", dict(num_hidden_layers=4, layer_types=["conv", "full_attention"] * 2)),
     "qwen3_moe": ("qwen3_moe", dict(head_dim=16, num_experts=4, **_EXPERTS)),

@@ -80,7 +80,8 @@ class Stores(RuleBasedStateMachine):
         positions = torch.tensor([list(itertools.accumulate(row, initial=50))[1:] for row in real])
         new = [[[self.entry(int(at)) for at in row] for _ in range(self.heads)] for row in positions]
         columns = self.columns(new)
-        pair.store.append(columns["keys"], columns["values"], positions, torch.tensor(real) if padded else None)
+        tokens = [torch.tensor([at for at, exists in enumerate(row) if exists], dtype=torch.int64) for row in real]
+        pair.store.append(columns["keys"], columns["values"], positions, tokens if padded else None)
         for request, tokens, exists in zip(pair.requests, new, real, strict=True):
             for head, entries in zip(request, tokens, strict=True):
                 head.extend(itertools.compress(entries, exists))

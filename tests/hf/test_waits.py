@@ -70,6 +70,30 @@ def test_waits_and_launches(
         assert of_event.total() <= layers + more, of_event
 
 
+@pytest.mark.parametrize(
+    "method",
+    [
+        "adakv",
+        *(pytest.param(name, marks=pytest.mark.full) for name in keepset.METHODS if name not in ("adakv", "kvzip")),
+    ],
+)
+def test_a_padded_prompt_is_looked_at_once(
+    triton_interpreted: None, method: str, usual: tuple[Any, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For all layers, beside what transformers' own mask asks of it; what its event waits for is that of any prompt."""
+    (model, _), (ids, mask) = usual, left_padded(prompt(2, LENGTH), [0, 7])
+    waits = []
+    with Gpu(monkeypatch) as gpu, torch.no_grad():
+        for padding in (None, Posing(mask)):
+            cache = keepset.Cache(model, recipe(method, 9))
+            gpu.reset()
+            model(Posing(ids), attention_mask=padding, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            waits.append(gpu.waits.copy())
+    plain, padded = waits
+    more = padded - plain
+    assert more.total() <= 3 and all("hf/mask.py" in where for where in more), more
+
+
 def test_padded_batches_of_ragged_heads(triton_interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A decoded token takes no more launches than under transformers' own cache, and both look at the mask once."""
     model, (ids, mask) = copy.deepcopy(tiny("llama")), left_padded(prompt(2, LENGTH), [0, 7])

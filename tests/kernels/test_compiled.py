@@ -17,7 +17,7 @@ import sys
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from keepset.kernels.triton import attention, columns, compaction, paged, window
+from keepset.kernels.triton import attention, columns, compaction, paged, paged_window, window
 
 HEAD = dict(HEAD_DIM=128, HEAD_BLOCK=128)
 WINDOW = dict(queries="*bf16", keys_kind="*bf16", positions_kind="*i32", bias_kind="*fp32", table="*i64",
@@ -26,6 +26,9 @@ PAGES = dict(block_table="*i32", counts="*i32", event_lengths="*i32", firsts="*i
              rows="*i64", lengths="*i32")
 FOLLOWED = ("block_table", "filed_counts", "filed_lengths", "filed_firsts", "filed_shares", "filed_tokens", "counts",
             "lengths", "firsts", "shares", "lost")
+IN_PAGES = dict(kind="*bf16", addresses="*i64", rings="*bf16", slots="*i64", places="*i64", last_visible="*i64",
+                bias="*fp32", positions="*fp32", block_table="*i32", counts="*i32", event_lengths="*i32", firsts="*i32",
+                shares="*i32", kept="*i32", lengths="*i64", scaling="fp32", partial="*fp32")
 PAGED = dict(HEADS=8, HEADS_BLOCK=8, SIZE=16, LISTED=True)
 KERNELS = [
     (
@@ -74,6 +77,18 @@ KERNELS = [
     ),
     *(
         (
+            kernel,
+            {**IN_PAGES, **more},
+            dict(TOKENS=4, WIDE=4, GROUP=4, ROWS=16, HEADS=8, HEADS_BLOCK=8, SIZE=16, BLOCK=64, LEAST_PART=256,
+                 LARGEST=False, BIASED=True, PLACED=True, PARTS=16, **constants, **HEAD),
+        )
+        for kernel, more, constants in (
+            (paged_window._paged_lse, {}, {}),
+            (paged_window._add_in_pages, dict(column="*fp32", unwritten="*i64"), dict(OWN=False)),
+        )
+    ),
+    *(
+        (
             paged._attend_pages,
             dict(queries=f"*{of}", cache=f"*{of}", bias="*fp32", output="*fp32", lse="*fp32", scaling="fp32", **PAGES),
             dict(GROUP=4, ROWS=16, BLOCK=64, LEAST_PART=256, BIASED=True, SPLIT=True, **PAGED, **HEAD),
@@ -107,6 +122,6 @@ def test_for_compute_capabilities(capability: int) -> None:
     )
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert len(lines) == 14
+    assert len(lines) == 16
     # What a multiprocessor of the smallest of them has.
     assert all(int(shared) <= 163 * 1024 and int(size) > 0 for _, shared, size in lines)

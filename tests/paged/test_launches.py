@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -20,6 +21,8 @@ from keepset.paged.query_records import slots_for
 from keepset.paged.recording import Recording
 
 pytest.importorskip("triton")
+from keepset.kernels import page_entries
+from keepset.kernels.triton import paged_window
 from tests.paged.test_waits import BLOCK, WIDTH, batch_of
 from tests.posing import Gpu, Posing
 
@@ -28,12 +31,13 @@ FIRST, AGAIN = [(18, 0, 18), (13, 0, 13)], [(18, 18, 25), (13, 13, 20)]
 
 
 def group(recipe: str, caches: list[Tensor]) -> LayerGroup:
+    page_entries._table.cache_clear()  # of caches that lay there before
     layers = tuple(range(len(caches)))
     schedule = EvictionSchedule(Recipe.parse(recipe), 0, layers, HEADS, BLOCK)
     recording = Recording.of(schedule.recipe, 1, DIM, 4)
     planner = Planner(schedule, recording, layers, 8, ROWS * WIDTH, FreedBlocks())
-    passing = PassingQueries(recording, len(layers), slots_for(8), HEADS, DIM, torch.float32)
-    return LayerGroup(planner, [partial(StridedPages, cache) for cache in caches], passing, 1.0)
+    passing = PassingQueries(recording, len(layers), slots_for(8), HEADS, DIM, torch.float32, caches[0].device)
+    return LayerGroup(planner, [partial(StridedPages, caches, place) for place in range(len(caches))], passing, 1.0)
 
 
 @pytest.mark.full
@@ -58,4 +62,56 @@ def test_an_event_launches_the_same_for_any_number_of_layers(recipe: str, triton
     first, again, *many = counted
     assert many == [first, again]
     # Prompts of two lengths are two events, and then one; the host asks for nothing but how many entries each keeps.
-    assert (first[1], again[1]) == (2, 1) and first[0] <= 2 * 110
+    assert (first[1], again[1]) == (2, 1) and first[0] <= 2 * 115
+
+
+def decoded(recipe: str, caches: list[Tensor], gpu: Gpu | None) -> tuple[LayerGroup, list[tuple[int, int, bool]]]:
+    """A step of prompts and some of one token; launches and waits between steps, and whether there was an event."""
+    layers, queue, counted = group(recipe, caches), EventQueue(FreedBlocks()), []
+    put = (lambda tensor: tensor) if gpu is None else Posing
+    for token in range(9):
+        step = FIRST if token == 0 else [(prompt, prompt + token - 1, prompt + token) for prompt, _, _ in FIRST]
+        batch = batch_of(step, posing=gpu is not None)
+        draw, tokens = torch.Generator().manual_seed(token), len(batch.slot_mapping)
+        # Of all layers the same, so that 2 of them say what 32 do.
+        queries = torch.randn(tokens, HEADS, DIM, generator=draw).expand(len(caches), -1, -1, -1).contiguous()
+        plan = queue.plan(layers, batch)
+        layers.record(range(len(caches)), plan, put(queries))
+        if gpu is not None:
+            gpu.reset()
+        queue.run()
+        if gpu is not None:
+            counted.append((gpu.launches.total(), gpu.waits.total(), bool(plan.events)))
+    return layers, counted
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", ["snapkv(window=5, keep=10, every=7)", "adakv(snapkv(window=5), keep=10, every=7)"])
+def test_adding_up_launches_the_same_for_any_number_of_layers(recipe: str, triton_interpreted: None) -> None:
+    """And waits for nothing; what is added up is what a CPU adds up. Of many layers it is counted, and not computed."""
+    counted = []
+    for layers in (2, 32):
+        draw = torch.Generator().manual_seed(0)
+        there = torch.randn(1, ROWS * WIDTH, HEADS, BLOCK, 2 * DIM, generator=draw).repeat(layers, 1, 1, 1, 1)
+        here = there.clone()
+        with pytest.MonkeyPatch.context() as patch, Gpu(patch) as gpu:
+            if layers > 2:
+                for name in ("_paged_lse", "_add_in_pages"):
+                    patch.setattr(getattr(paged_window, name), "_kernel", Nothing())
+            posing, steps = decoded(recipe, list(map(Posing, there)), gpu)
+        counted.append([(launches, waits) for launches, waits, event in steps if not event])
+        if layers == 2:
+            plain, _ = decoded(recipe, list(here), None)
+            (feature,) = plain.planner.recording.sums
+            column = plain.columns[feature.column]
+            torch.testing.assert_close(posing.columns[feature.column].held, column)  # type: ignore[attr-defined]
+            assert torch.equal(here, there) and column.any()
+    assert counted[0] == counted[1] and not any(waits for _, waits in counted[0])
+    assert max(launches for launches, _ in counted[0]) > 0
+
+
+class Nothing:
+    """A kernel that is not run."""
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return lambda *args, **kwargs: None

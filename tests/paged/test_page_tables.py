@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from keepset.kernels import subpages
 from keepset.kernels.paged import PagedTokens
 from keepset.kernels.subpages import Layout
-from keepset.paged.page_tables import PerHeadTables, RaggedStep
+from keepset.paged.page_tables import PagesOfLayers, PerHeadTables, RaggedStep
 from keepset.paged.per_head import PerHeadSequences
 from tests.paged.allocator import POISON, Row
 from tests.tiers import examples
@@ -66,8 +67,11 @@ class Batch:
             assert not event and not any(must)
             return None
         held = [[[len(head.held) for head in layer.heads] for layer in row.layers] for row in rows]
+        pages = PagesOfLayers(
+            partial(self.tables.entries, torch.arange(len(order)), table, max(after)), self.size, self.tables.group
+        )
         for index in range(len(rows[0].layers)):
-            occupied = self.tables.occupied(torch.arange(len(order)), table, index)
+            occupied = pages(index)
             assert occupied.entries.tolist() == [of_layers[index] for of_layers in held]
             for r, row in enumerate(rows):
                 for head in range(row.kv_heads):

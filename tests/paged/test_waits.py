@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from keepset import Recipe
+from keepset.kernels.page_entries import addresses_of
 from keepset.kernels.paged import append_to_pages, paged_attention
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.page_tables import FreedBlocks
@@ -142,6 +143,7 @@ def test_a_ragged_layer_decodes_in_three_launches(triton_interpreted: None, monk
         # Of a length that is worth several parts.
         tokens = plan.ragged.tokens._replace(longest=1000)
         output = Posing(torch.zeros(2, 6, 16))
+        addresses_of([cache, cache])  # which are uploaded once
         gpu.reset()
         append_to_pages(keys, values, cache, tokens, plan.ragged.of_layer(1))
         paged_attention(queries, [cache, cache], 1, tokens, plan.ragged.of_layer(1), 0.25, output)

@@ -218,8 +218,14 @@ function table() {
 // ---- text
 
 const bitsets = new Map();
-const shownText = tokenText((t) => (selectedHeads ? `kept by ${counts[t]} of ${headCount(selectedHeads)} (${percent(counts[t] / selectedHeads)})` : ""));
-const spans = shownText.write(tokens);
+const shareOf = ({ from, to }) => counts.subarray(from, to).reduce((sum, count) => sum + count, 0) / selectedHeads / (to - from);
+const shownText = tokenText((piece) => {
+  if (!selectedHeads) return "";
+  const share = percent(shareOf(piece));
+  return piece.to - piece.from > 1 ? `kept by ${share} of ${headCount(selectedHeads)}, on the mean of its tokens`
+    : `kept by ${counts[piece.from]} of ${headCount(selectedHeads)} (${share})`;
+});
+const drawn = shownText.write(tokens);
 let counts = new Uint32Array(tokens.length);
 let selectedHeads = 0;
 
@@ -243,10 +249,11 @@ function shade() {
   for (const pair of pairs) {
     for (let t = 0; t < tokens.length; t++) counts[t] += bit(bits, pair * tokens.length + t);
   }
-  spans.forEach((span, t) => {
-    span.style.setProperty("--share", (counts[t] / selectedHeads).toFixed(4));
-    span.classList.toggle("dropped", counts[t] === 0);
-  });
+  for (const piece of drawn) {
+    const share = shareOf(piece);
+    piece.span.style.setProperty("--share", share.toFixed(4));
+    piece.span.classList.toggle("dropped", share === 0);
+  }
 
   const total = counts.reduce((sum, count) => sum + count, 0);
   const gone = counts.reduce((sum, count) => sum + (count === 0), 0);
@@ -266,14 +273,14 @@ function underlineNeedle() {
   const start = needle?.answer ? tokens.join("").indexOf(needle.answer) : -1;
   if (start < 0) return;
   let from = 0;
-  const marked = spans.filter((_, t) => {
+  const marked = drawn.filter(({ text }) => {
     const begin = from;
-    from += tokens[t].length;
+    from += text.length;
     return begin < start + needle.answer.length && from > start;
   });
-  for (const span of marked) span.classList.add("needle");
+  for (const { span } of marked) span.classList.add("needle");
   id("to-needle").hidden = false;
-  id("to-needle").addEventListener("click", () => marked[0].scrollIntoView({ block: "center" }));
+  id("to-needle").addEventListener("click", () => marked[0].span.scrollIntoView({ block: "center" }));
 }
 
 function text() {

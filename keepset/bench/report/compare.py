@@ -11,10 +11,12 @@ from keepset.bench.report.page import assemble
 from keepset.errors import KeepsetError
 
 
-def render(comparison: dict[str, Any], tokens: Sequence[str], kept: Sequence[Tensor | None]) -> str:
+def render(
+    comparison: dict[str, Any], tokens: Sequence[str | None], kept: Sequence[Tensor | None], conclusion: str = ""
+) -> str:
     """The report as one self-contained HTML page.
 
-    It shows what `keepset compare --json` prints, with the text of each prompt token. For each row of the comparison, a
+    It shows what `keepset compare --json` prints, with `token_texts` of the prompt. For each row of the comparison, a
     boolean `[layers, kv_heads, tokens]` tensor says what it kept; None where the row failed.
     """
     rows = comparison["rows"]
@@ -35,7 +37,7 @@ def render(comparison: dict[str, Any], tokens: Sequence[str], kept: Sequence[Ten
         "heads": heads,
         "kept": [None if mask is None else pack(mask) for mask in kept],
     }
-    return assemble("compare", "keepset compare", data)
+    return assemble("compare", "keepset compare", data, conclusion)
 
 
 def pack(kept: Tensor) -> str:

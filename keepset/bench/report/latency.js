@@ -18,7 +18,7 @@ const of = {
   kv_bytes: (round) => round.kv_bytes / 1e6,
   peak_bytes: (round) => (round.peak_bytes === null ? null : round.peak_bytes / 1e6),
 };
-const units = { first_seconds: "s", seconds: "s", tokens_per_second: "", kv_bytes: "MB", peak_bytes: "MB" };
+const units = { first_seconds: "seconds", seconds: "seconds", tokens_per_second: "tokens per second", kv_bytes: "MB", peak_bytes: "MB" };
 
 function draw(name) {
   const traces = recipes.map((recipe, i) => {
@@ -33,7 +33,7 @@ function draw(name) {
         array: y.map((value, j) => Math.max(...rounds[j]) - value),
         arrayminus: y.map((value, j) => value - Math.min(...rounds[j])),
       },
-      line: { color: css(i ? `--c${(i - 1) % 7}` : "--c7"), width: 2, dash: i ? "solid" : "dash" },
+      line: { color: i ? colourOf(i - 1 + (i > 7)) : css("--c7"), width: 2, dash: i ? "solid" : "dash" },
       hovertemplate: `%{x} tokens: %{y:.2f} ${units[name]}<extra>${label(recipe)}</extra>`,
     };
   });
@@ -42,9 +42,7 @@ function draw(name) {
     return;
   }
   chart(id(name), traces, {
-    showlegend: recipes.length > 1,
-    legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom" },
-    margin: { l: 8, r: 12, t: 28, b: 8 },
+    ...(recipes.length > 1 ? LEGEND : {}),
     xaxis: axis("tokens of the prompt", { rangemode: "tozero" }),
     yaxis: axis(units[name], { rangemode: "tozero" }),
   });

@@ -12,7 +12,14 @@ function el(tag, properties = {}, ...children) {
 function title(model, lead) {
   document.title += `: ${model}`;
   id("model").textContent = model;
+  const { conclusion, origin } = JSON.parse(id("about").textContent);
+  id("conclusion").textContent = conclusion;
   id("lead").textContent = lead;
+  for (const [name, value] of Object.entries(origin)) id("origin").append(fact(name, value));
+  id("json").addEventListener("toggle", () => {
+    const short = (_, value) => (typeof value === "string" && value.length > 400 ? `${value.slice(0, 60)}…` : value);
+    id("json").querySelector("pre").textContent = JSON.stringify(data, short, 1);
+  }, { once: true });
 }
 
 const fact = (name, value) => el("div", {}, el("dt", {}, name), el("dd", {}, value));
@@ -33,72 +40,7 @@ const shown = (format) => (value) => {
   return x === null ? "–" : Number.isFinite(x) ? format(x).replace("-", "−") : String(x);
 };
 const integer = shown((x) => x.toLocaleString("en-US"));
-const bytes = shown((x) => {
-  const power = x < 1024 ? 0 : Math.min(4, Math.floor(Math.log2(x) / 10));
-  return `${(x / 1024 ** power).toFixed(power ? 2 : 0)} ${["B", "KiB", "MiB", "GiB", "TiB"][power]}`;
-});
-
-// ---- plots
-
-// Plotly reads labels as a small HTML of its own.
-const label = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
-const wrapped = (text) => (text.match(/.{1,44}/gsu) ?? []).map(label).join("<br>");
-const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const font = () => ({ family: getComputedStyle(document.body).fontFamily, size: 13, color: css("--ink") });
-const axis = (text, more) => ({
-  gridcolor: css("--line"), linecolor: css("--line"), zerolinecolor: css("--muted"), automargin: true,
-  ...(text ? { title: { text, font: font() } } : {}), ...more,
-});
-
-function chart(box, traces, more) {
-  const layout = {
-    paper_bgcolor: "transparent", plot_bgcolor: "transparent", showlegend: false, hovermode: "closest",
-    font: font(),
-    margin: { l: 8, r: 12, t: 12, b: 8 },
-    // A finger scrolls the page; a mouse may zoom.
-    dragmode: matchMedia("(pointer: fine)").matches ? "zoom" : false,
-    hoverlabel: { bgcolor: css("--page"), bordercolor: css("--muted"), align: "left", font: font() },
-    ...more,
-  };
-  Plotly.react(box, traces, layout, { displayModeBar: false, responsive: true });
-}
-
-const onScheme = (draw) => matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
-
-// ---- methods: one colour and symbol each
-
-const SYMBOLS = [["circle", "●"], ["square", "■"], ["diamond", "◆"], ["triangle-up", "▲"], ["triangle-down", "▼"]];
-const COLOURS = 8;
-const colourOf = (i) => css(`--c${i % COLOURS}`);
-const symbolOf = (i) => SYMBOLS[i % SYMBOLS.length][0];
-
-function mark(i) {
-  const node = el("span", { className: "mark", ariaHidden: "true" }, SYMBOLS[i % SYMBOLS.length][1]);
-  node.style.color = `var(--c${i % COLOURS})`;
-  return node;
-}
-
-// A button for each method takes it out of the plots and back in.
-function toggles(methods, hidden, draw) {
-  id("methods").append(...methods.map((method, i) => {
-    const button = el("button", { type: "button", ariaPressed: "true", title: "Show or hide" }, mark(i), method);
-    button.addEventListener("click", () => {
-      if (!hidden.delete(method)) hidden.add(method);
-      button.ariaPressed = String(!hidden.has(method));
-      draw();
-    });
-    return button;
-  }));
-}
-
-// One of several, by radio buttons.
-function choice(name, options, chosen, choose) {
-  for (const [key, text] of options) {
-    const input = el("input", { type: "radio", name, value: key, checked: key === chosen });
-    input.addEventListener("change", () => choose(key));
-    id(name).append(el("label", {}, input, text));
-  }
-}
+const bytes = shown((x) => (x < 1e4 ? `${x} B` : `${(x / 1e6).toFixed(x < 1e6 ? 2 : 1)} MB`));
 
 // ---- tables that sort by a click on a column's name
 
@@ -139,28 +81,50 @@ function sortable(table, columns, lines, failed) {
 const unpack = (packed) => Uint8Array.from(atob(packed), (c) => c.charCodeAt(0));
 const bit = (bytes, i) => (bytes[i >> 3] >> (7 - (i & 7))) & 1;
 
-// A text whose tokens, under the pointer or reached with the arrow keys, are described in a tip.
+// What is drawn of a text: its tokens, or several together where one character of a reader's is more than one of them.
+// A token that only goes on with the one before it is null.
+function pieces(tokens) {
+  const ends = new Set([0]);
+  for (const { index, segment } of new Intl.Segmenter().segment(tokens.join(""))) ends.add(index + segment.length);
+  const found = [];
+  let at = 0;
+  tokens.forEach((text, t) => {
+    const last = found.at(-1);
+    if (last && (text === null || !ends.has(at))) Object.assign(last, { to: t + 1, text: last.text + (text ?? "") });
+    else found.push({ from: t, to: t + 1, text: text ?? "" });
+    at += text?.length ?? 0;
+  });
+  return found;
+}
+
+// A text whose pieces, under the pointer or reached with the arrow keys, are described in a tip.
 function tokenText(describe) {
   const box = id("text"), tip = id("tip");
-  let tokens = [], spans = [], current = -1;
+  let drawn = [], current = -1;
 
-  function write(texts) {
-    tokens = texts;
-    spans = tokens.map((text) => el("span", { className: /[\n\r]/.test(text) ? "break" : "" }, ...(text ? [text] : [])));
-    spans.forEach((span, t) => { span.dataset.token = t; });
+  // Returns the pieces, each with its span.
+  function write(tokens) {
+    drawn = pieces(tokens);
+    drawn.forEach((piece, i) => {
+      const { text } = piece;
+      piece.span = el("span", { className: /[\n\r]/.test(text) ? "break" : "" }, ...(text ? [text] : []));
+      piece.span.dataset.piece = i;
+    });
     current = -1;
-    box.replaceChildren(...spans);
-    return spans;
+    box.replaceChildren(...drawn.map(({ span }) => span));
+    return drawn;
   }
 
-  function show(t) {
-    spans[current]?.classList.remove("current");
-    current = t;
-    tip.hidden = t < 0;
-    if (t < 0) return;
-    spans[t].classList.add("current");
-    tip.replaceChildren(`token ${t} `, el("code", {}, JSON.stringify(tokens[t])), el("br"), describe(t));
-    const place = spans[t].getClientRects()[0] ?? spans[t].getBoundingClientRect();
+  function show(i) {
+    drawn[current]?.span.classList.remove("current");
+    current = i;
+    tip.hidden = i < 0;
+    if (i < 0) return;
+    const { span, from, to, text } = drawn[i];
+    span.classList.add("current");
+    const named = to - from > 1 ? `tokens ${from} to ${to - 1} ` : `token ${from} `;
+    tip.replaceChildren(named, el("code", {}, JSON.stringify(text)), el("br"), describe(drawn[i]));
+    const place = span.getClientRects()[0] ?? span.getBoundingClientRect();
     const width = document.documentElement.clientWidth;
     const above = place.top > tip.offsetHeight + 12;
     tip.style.left = `${scrollX + Math.max(8, Math.min(place.left, width - tip.offsetWidth - 8))}px`;
@@ -168,7 +132,7 @@ function tokenText(describe) {
   }
 
   const refresh = () => show(current);
-  box.addEventListener("pointerover", (event) => show(Number(event.target.dataset.token ?? -1)));
+  box.addEventListener("pointerover", (event) => show(Number(event.target.dataset.piece ?? -1)));
   // A finger leaves as soon as it has tapped.
   box.addEventListener("pointerleave", (event) => { if (event.pointerType !== "touch") show(-1); });
   box.addEventListener("scroll", refresh);
@@ -178,9 +142,22 @@ function tokenText(describe) {
     if (event.key === "Escape") show(-1);
     if (!step) return;
     event.preventDefault();
-    const next = Math.max(0, Math.min(spans.length - 1, current + step));
-    spans[next].scrollIntoView({ block: "nearest" });
+    const next = Math.max(0, Math.min(drawn.length - 1, current + step));
+    drawn[next].span.scrollIntoView({ block: "nearest" });
     show(next);
   });
   return { write, refresh };
+}
+
+// ---- tables wider than the window say so
+
+const widths = new ResizeObserver((entries) => {
+  for (const { target } of entries) {
+    target.previousElementSibling.hidden = target.scrollWidth <= target.clientWidth + 1;
+  }
+});
+
+for (const box of document.querySelectorAll(".scroll")) {
+  box.before(el("p", { className: "note", hidden: true }, "← The table scrolls sideways. →"));
+  widths.observe(box);
 }

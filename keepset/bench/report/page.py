@@ -7,6 +7,7 @@ hashes and no other.
 
 import base64
 import contextlib
+import gzip
 import hashlib
 import json
 import math
@@ -17,24 +18,27 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from keepset.bench.report.origin import origin
 from keepset.errors import KeepsetError
 
 
-def assemble(name: str, title: str, data: dict[str, Any]) -> str:
-    """The page made of the markup and the script of that name in the common frame, with plotly and the data inside."""
-    from plotly.offline import get_plotlyjs
+def assemble(name: str, title: str, data: dict[str, Any], conclusion: str = "") -> str:
+    """The page made of the markup and the script of that name in the common frame, with plotly and the data inside.
 
-    plotly: str = get_plotlyjs()
-    script = _asset("page.js") + _asset(f"{name}.js")
-    digests = (base64.b64encode(hashlib.sha256(each.encode()).digest()).decode("ascii") for each in (plotly, script))
-    hashes = " ".join(f"'sha256-{digest}'" for digest in digests)
-    return Template(_asset("frame.html")).substitute(
+    It opens with the conclusion, a sentence, and ends with how it was made.
+    """
+    packed = resources.files(__package__).joinpath("plotly-cartesian.min.js.gz").read_bytes()
+    script = "".join(map(asset, ("page.js", "plots.js", f"{name}.js")))
+    digests = (base64.b64encode(hashlib.sha256(each).digest()) for each in (gzip.decompress(packed), script.encode()))
+    hashes = " ".join(f"'sha256-{digest.decode('ascii')}'" for digest in digests)
+    return Template(asset("frame.html")).substitute(
         title=title,
         script_hashes=hashes,
-        style=_asset("page.css"),
-        main=_asset(f"{name}.html"),
+        style=asset("page.css"),
+        main=asset(f"{name}.html"),
         data=script_json(data),
-        plotly=plotly,
+        about=script_json({"conclusion": conclusion, "origin": origin()}),
+        plotly=base64.b64encode(packed).decode("ascii"),
         page=script,
     )
 
@@ -72,5 +76,6 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """One of the pages' parts: markup, style or script."""
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")

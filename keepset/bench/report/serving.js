@@ -26,18 +26,16 @@ function header() {
 const colour = (i) => css(["--c7", "--c0", "--c1"][servers.length > 1 ? i % 3 : 1]);
 const dash = (i) => (servers.length > 1 && i === 0 ? "dash" : "solid");
 
-function draw(name, traces, x, y) {
+function draw(name, traces, x, y, more = {}) {
   const box = id(name);
   if (!traces.some((trace) => trace.x.length)) {
     box.replaceChildren(el("p", { className: "note" }, "Nothing was measured."));
     return;
   }
   chart(box, traces, {
-    showlegend: servers.length > 1,
-    legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom" },
-    margin: { l: 8, r: 12, t: 28, b: 8 },
+    ...(servers.length > 1 ? LEGEND : {}),
     xaxis: axis(x, { rangemode: "tozero" }),
-    yaxis: axis("", { rangemode: "tozero", ...y }),
+    yaxis: axis(y, { rangemode: "tozero", ...more }),
   });
 }
 
@@ -80,12 +78,12 @@ function shares(key) {
 }
 
 function plots() {
-  draw("running", times("running", ".0f"), "seconds", {});
-  draw("usage", times("kv_usage", ".0%"), "seconds", { tickformat: ".0%" });
+  draw("running", times("running", ".0f"), "seconds", "requests");
+  draw("usage", times("kv_usage", ".0%"), "seconds", "share of blocks", { tickformat: ".0%" });
   const share = { tickformat: ".0%", range: [0, 1.02] };
-  draw("first", shares("first_token_seconds"), "seconds", share);
-  draw("token", shares("seconds_per_token"), "seconds", share);
-  draw("request", shares("seconds"), "seconds", share);
+  draw("first", shares("first_token_seconds"), "seconds", "share of requests", share);
+  draw("token", shares("seconds_per_token"), "seconds", "share of requests", share);
+  draw("request", shares("seconds"), "seconds", "share of requests", share);
 }
 
 // ---- figures

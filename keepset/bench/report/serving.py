@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from keepset.bench.report.page import assemble
+from keepset.serving.summary import ratio
 
 
 def render(result: dict[str, Any], rows: Sequence[Sequence[str]]) -> str:
@@ -28,4 +29,24 @@ def render(result: dict[str, Any], rows: Sequence[Sequence[str]]) -> str:
         for server in result["servers"]
     ]
     head = {name: result[name] for name in ("model", "recipe", "load", "options", "keepset")}
-    return assemble("serving", "keepset bench serve", {**head, "servers": servers, "rows": [list(row) for row in rows]})
+    data = {**head, "servers": servers, "rows": [list(row) for row in rows]}
+    return assemble("serving", "keepset bench serve", data, conclusion(result))
+
+
+def conclusion(result: dict[str, Any]) -> str:
+    """What a load has shown, in a sentence."""
+    *before, last = (server["summary"] for server in result["servers"])
+    rate, first = last["output_tokens_per_second"], last["first_token_seconds"]["p50"]
+    answered = f"{last['requests'] - last['failed']} of {last['requests']} requests were answered"
+    if rate is None:
+        return f"{answered}: nothing can be said of speeds."
+    if not before:
+        return f"{answered}, {rate:.1f} output tokens a second."
+    faster = ratio(rate, before[0]["output_tokens_per_second"])
+    sooner = ratio(first, before[0]["first_token_seconds"]["p50"])
+    if faster is None or sooner is None:
+        return f"{answered} with the recipe, {rate:.1f} output tokens a second; plain vLLM answered none."
+    return (
+        f"With the recipe vLLM makes x{faster:.2f} the output tokens a second of plain vLLM (above 1 is better), and "
+        f"the first token takes x{sooner:.2f} the time (below 1 is better)."
+    )

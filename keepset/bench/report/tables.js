@@ -68,8 +68,7 @@ function learning() {
       line: { color: css(i ? "--c1" : "--c0"), width: 2, dash: i ? "dash" : "solid" },
       hovertemplate: `step %{x}: %{y:.4f}<extra>${table}</extra>`,
     })), {
-      showlegend: true, legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom" }, margin: { l: 8, r: 12, t: 28, b: 8 },
-      xaxis: axis("step"), yaxis: axis(""),
+      ...LEGEND, xaxis: axis("step"), yaxis: axis(name === "bellman" ? "squared error" : "nats"),
     });
   }
 }

@@ -28,7 +28,11 @@ def render(tables: Tables) -> str:
         "counts": tables.counts.tolist(),
         "curves": {each: _curve(curves, each) for each in _CURVES},
     }
-    return assemble("tables", "keepset compile", data)
+    means = zip(tables.gate.mean((1, 2, 3)).tolist(), tables.budgets.tolist(), strict=True)
+    thresholds = ", ".join(f"{mean:.3f} at a budget of {budget}" for mean, budget in means)
+    low, high = float(tables.weights.min()), float(tables.weights.max())
+    conclusion = f"Heads weigh from {low:g} to {high:g}; the mean threshold is {thresholds}."
+    return assemble("tables", "keepset compile", data, conclusion)
 
 
 _FACTS = ("method", "contexts", "tokens", "continuation", "reward", "seed", "alpha", "beta", "keepset")

@@ -70,10 +70,13 @@ function table() {
 
 // ---- plots
 
-const CURVES = [["wipeout", ".0%", ".1%"], ["iou", "", ".3f"], ["middle", ".0%", ".1%"], ["longest_gap", "", ".1f"]];
+const CURVES = [
+  ["wipeout", "share of regions", ".0%", ".1%"], ["iou", "IoU", "", ".3f"], ["middle", "share of the third", ".0%", ".1%"],
+  ["longest_gap", "tokens", "", ".1f"],
+];
 
 function curves() {
-  for (const [name, tickformat, shown] of CURVES) {
+  for (const [name, unit, tickformat, shown] of CURVES) {
     const traces = runs.map((run, i) => {
       const rows = run.events.filter((event) => known(event[name]));
       return {
@@ -86,8 +89,9 @@ function curves() {
     else {
       const zerolinecolor = css("--line");
       chart(id(name), traces, {
+        ...(runs.length > 1 ? LEGEND : {}),
         xaxis: axis("tokens of text", { zerolinecolor }),
-        yaxis: axis("", { zerolinecolor, tickformat, rangemode: name === "iou" ? "normal" : "tozero" }),
+        yaxis: axis(unit, { zerolinecolor, tickformat, rangemode: name === "iou" ? "normal" : "tozero" }),
       });
     }
   }
@@ -108,7 +112,7 @@ function cache(run, box, caption) {
 
   const token = (t) => `token ${t} ${label(JSON.stringify(drawn[run].tokens[t]))}`;
   const traces = [{
-    type: "scatter", mode: "markers", yaxis: "y2", x: stays, y: stays.map(() => 0),
+    name: "kept", type: "scatter", mode: "markers", yaxis: "y2", x: stays, y: stays.map(() => 0),
     marker: { symbol: "line-ns-open", size: 16, color: css("--c5"), line: { width: 1.5 } },
     hovertext: stays.map((entry) => `kept: ${token(positions[entry])}`), hoverinfo: "text",
   }];
@@ -123,7 +127,7 @@ function cache(run, box, caption) {
     });
     const room = box.clientWidth / positions.length;
     traces.push({
-      type: "scatter", mode: "lines", x: [...told.mass.keys()], y: told.mass, line: { color: css("--c0"), width: 1.5 },
+      name: "mass", type: "scatter", mode: "lines", x: [...told.mass.keys()], y: told.mass, line: { color: css("--c0"), width: 1.5 },
       hovertext: told.mass.map((m, entry) => `mass ${m.toPrecision(3)}<br>${token(positions[entry])}`), hoverinfo: "text",
     }, {
       type: "scatter", mode: "text", yaxis: "y3", textposition: "middle center",
@@ -140,7 +144,7 @@ function cache(run, box, caption) {
   chart(box, traces, {
     shapes,
     xaxis: axis("entry of the cache", { range: [-1, positions.length], showgrid: !told, zeroline: false, anchor: "y2" }),
-    yaxis: axis(told && "mass", { domain: [0.14, 0.9], type: "log", visible: Boolean(told), tickformat: "~g", nticks: 5 }),
+    yaxis: axis("mass", { domain: [0.14, 0.9], type: "log", visible: Boolean(told), tickformat: "~g", nticks: 5 }),
     yaxis2: { ...bare, domain: told ? [0, 0.12] : [0, 1] },
     yaxis3: { ...bare, domain: [0.91, 1] },
   });
@@ -166,27 +170,33 @@ function map(run, box) {
 
 // ---- text
 
-let spans = [];
+let pieceList = [];
 let fate = [];
 const WORDS = ["kept", "dropped by this event", "dropped before", "not there yet"];
-const shownText = tokenText((t) => WORDS[fate[t] ?? 3]);
+// A piece of several tokens fares as the first of them that stays, or else as its last.
+const fateOf = ({ from, to }) => {
+  const own = fate.slice(from, to);
+  return own.includes(KEPT) ? KEPT : own.length < to - from ? undefined : own.at(-1);
+};
+const shownText = tokenText((piece) => WORDS[fateOf(piece) ?? 3]);
 const chosenRun = () => Number(document.querySelector("#run input:checked")?.value ?? 0);
 
 function write() {
-  spans = shownText.write(drawn[chosenRun()].tokens);
-  spans[runs[chosenRun()].prompt_tokens]?.classList.add("start");
+  pieceList = shownText.write(drawn[chosenRun()].tokens);
+  pieceList.find(({ to }) => to > runs[chosenRun()].prompt_tokens)?.span.classList.add("start");
 }
 
 function shade() {
   const run = chosenRun();
   const event = chosenEvent(run);
   fate = event < 0 ? [] : Array.from(fates(run, event, chosen()));
-  spans.forEach((span, t) => {
-    span.style.setProperty("--share", fate[t] === KEPT ? "1" : "0");
-    span.classList.toggle("now", fate[t] === NOW);
-    span.classList.toggle("dropped", fate[t] === GONE);
-    span.classList.toggle("ahead", t >= fate.length);
-  });
+  for (const piece of pieceList) {
+    const its = fateOf(piece);
+    piece.span.style.setProperty("--share", its === KEPT ? "1" : "0");
+    piece.span.classList.toggle("now", its === NOW);
+    piece.span.classList.toggle("dropped", its === GONE);
+    piece.span.classList.toggle("ahead", its === undefined);
+  }
   const count = (what) => integer(fate.filter((each) => each === what).length);
   id("share").textContent =
     event < 0 ? "Nothing was compressed."

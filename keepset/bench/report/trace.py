@@ -8,16 +8,28 @@ from keepset.bench.report.compare import pack
 from keepset.bench.report.page import assemble
 
 
-def render(result: dict[str, Any], traces: Sequence[Trace], tokens: Sequence[Sequence[str]], layers: list[int]) -> str:
+def render(
+    result: dict[str, Any], traces: Sequence[Trace], tokens: Sequence[Sequence[str | None]], layers: list[int]
+) -> str:
     """The page as one self-contained HTML text of what `keepset trace --json` prints, and of these layers of its runs.
 
-    For each of the runs, in the same order, there are the trace and the text of every token, the prompt's first.
+    For each of the runs, in the same order, there are the trace and `token_texts`, the prompt's first.
     """
     drawn = [
         {"tokens": list(texts), "events": [_event(event, layers) for event in trace.events]}
         for trace, texts in zip(traces, tokens, strict=True)
     ]
-    return assemble("trace", "keepset trace", {"trace": result, "drawn": drawn, "layers": layers})
+    return assemble(
+        "trace", "keepset trace", {"trace": result, "drawn": drawn, "layers": layers}, _conclusion(result["runs"])
+    )
+
+
+def _conclusion(runs: Sequence[dict[str, Any]]) -> str:
+    known = [(run["recipe"], run["mean"]["wipeout"], run["region"]) for run in runs if "wipeout" in run["mean"]]
+    if not known:
+        return "Nothing was compressed: the text is shorter than the first event."
+    shares = ", ".join(f"{share:.1%} under {recipe}" for recipe, share, _ in known)
+    return f"Of the text's regions of {known[0][2]} tokens an event wipes out, on the mean over heads, {shares}."
 
 
 def _event(event: TraceEvent, layers: list[int]) -> dict[str, Any]:

@@ -32,8 +32,8 @@ function header() {
 // ---- plots: the best, what cannot be told from it, others of the last round, and those that were out before
 
 const GROUPS = [
-  { name: "used", colour: "--good", symbol: "star", size: 15, has: (row) => row.recipe === data.recipe },
-  { name: "tied with it", colour: "--c1", symbol: "diamond", size: 10, has: (row) => tied.includes(row.recipe) },
+  { name: "used", named: true, colour: "--good", symbol: "star", size: 15, has: (row) => row.recipe === data.recipe },
+  { name: "tied with it", named: true, colour: "--c1", symbol: "diamond", size: 10, has: (row) => tied.includes(row.recipe) },
   { name: "last round", colour: "--c0", symbol: "circle", size: 9, has: (row) => row.finalist },
   { name: "out before", colour: "--c7", symbol: "circle-open", size: 8, has: () => true },
 ];
@@ -45,7 +45,8 @@ function draw(name, x, figure, format, xaxis, yaxis) {
     const above = (row) => (known(figure(row).high) ? figure(row).high - figure(row).mean : 0);
     const below = (row) => (known(figure(row).low) ? figure(row).mean - figure(row).low : 0);
     return {
-      type: "scatter", mode: "markers", name: group.name, x: points.map(x), y: points.map((row) => figure(row).mean),
+      type: "scatter", mode: group.named ? "markers+text" : "markers", name: group.name, textposition: "top center",
+      text: group.named ? points.map((row) => label(row.method ?? row.recipe.replace(/,? ?keep=[^,)]*/, "").replace("()", ""))) : [], x: points.map(x), y: points.map((row) => figure(row).mean),
       hovertext: points.map((row) => `${wrapped(row.recipe)}<br>${interval(figure(row), format)}, ${row.pieces} pieces`),
       hoverinfo: "text",
       marker: { color: css(group.colour), size: group.size, symbol: group.symbol },
@@ -56,19 +57,18 @@ function draw(name, x, figure, format, xaxis, yaxis) {
     };
   }).filter((trace) => trace.x.length);
   chart(id(name), traces, {
-    showlegend: true, legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom" }, margin: { l: 8, r: 12, t: 28, b: 8 },
-    xaxis, yaxis,
+    ...LEGEND, xaxis, yaxis,
   });
 }
 
 function plots() {
-  const kl = axis("nats (log scale)", { type: "log", zeroline: false });
+  const kl = axis("KL divergence, nats (log scale)", { type: "log", zeroline: false });
   const bytesAxis = axis("share of the full cache’s bytes", { tickformat: ".0%", rangemode: "tozero" });
   // Before anything is drawn, since it makes the others narrower.
   id("found-figure").hidden = !asked;
   draw("bytes", share, (row) => row.kl, nats, bytesAxis, kl);
   draw("prefill", cost, (row) => row.kl, nats, axis("prefill, of the full cache’s", { tickprefix: "×" }), kl);
-  if (asked) draw("found", share, (row) => row.found, percent, bytesAxis, axis("", { tickformat: ".0%", range: [-0.03, 1.03] }));
+  if (asked) draw("found", share, (row) => row.found, percent, bytesAxis, axis("facts found", { tickformat: ".0%", range: [-0.03, 1.03] }));
 }
 
 // ---- figures

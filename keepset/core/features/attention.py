@@ -80,11 +80,7 @@ class _PromptQueries(Accumulator):
         queries = {}
         for feature, parts in self._queries.items():
             # By position, so that neither chunks nor padding change who is asked; the first token always is.
-            if chunk.start is None:
-                chosen = chunk.counted(0) & (chunk.positions % feature.stride == 0)
-                asked = [row[:, own] for row, own in zip(rows, chosen, strict=True)]
-            else:
-                asked = list(rows[:, :, -chunk.start % feature.stride :: feature.stride])
+            asked = [row[:, chunk.every(feature.stride, request)] for request, row in enumerate(rows)]
             queries[feature] = [*parts, asked]
         self._queries = queries
 

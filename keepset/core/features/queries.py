@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from keepset.core.accumulator import Accumulator, Chunk
 from keepset.core.feature import Feature
+from keepset.kernels.dispatch import upload
 
 
 class Asked(NamedTuple):
@@ -25,7 +26,7 @@ class Asked(NamedTuple):
     @classmethod
     def padded(cls, rows: Sequence[Float[Tensor, "query_heads _ head_dim"]]) -> Asked:
         """Of requests with different numbers of them."""
-        lengths = torch.tensor([row.shape[1] for row in rows], device=rows[0].device)
+        lengths = upload([row.shape[1] for row in rows], rows[0].device)
         queries = pad_sequence([row.transpose(0, 1) for row in rows], batch_first=True).transpose(1, 2)
         return cls(queries, torch.arange(queries.shape[2], device=lengths.device) < lengths[:, None])
 
@@ -72,11 +73,7 @@ class _Reference(Accumulator):
         before = self._rows or [_Row(row[:, :0], 1) for row in queries]
         self._rows = []
         for i, row in enumerate(before):
-            if chunk.start is None:
-                new = queries[i][:, chunk.counted(0)[i] & (chunk.positions[i] % row.stride == 0)]
-            else:
-                new = queries[i, :, -chunk.start % row.stride :: row.stride]
-            self._rows.append(row.extended(new, self._most))
+            self._rows.append(row.extended(queries[i][:, chunk.every(row.stride, i)], self._most))
 
     def joined(self, others: Sequence[_Reference]) -> _Reference:
         twin = copy.copy(self)

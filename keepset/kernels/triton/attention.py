@@ -12,6 +12,7 @@ from torch import Tensor
 
 from keepset.kernels import dispatch
 from keepset.kernels.packed import HeadTable, PackedHeads
+from keepset.kernels.triton.softmax import streamed
 
 _BLOCK = 64
 """Entries that a program looks at together."""
@@ -129,18 +130,12 @@ def _attend_part(
             at = tl.load(positions + place, mask=stored, other=0)
             visible = visible & (at[None, :] <= last_visible[:, None])
         logits = tl.where(visible, logits, float("-inf"))
-        new_largest = tl.maximum(largest, tl.max(logits, 1))
-        # Of rows that have seen nothing yet the difference would be NaN.
-        shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-        weights = tl.exp(logits - shift[:, None])
-        shrink = tl.exp(largest - shift)
-        total = total * shrink + tl.sum(weights, 1)
+        largest, total, weights, shrink = streamed(largest, total, logits)
         v = tl.load(
             values + place[:, None] * VALUE_DIM + value_dims[None, :],
             mask=stored[:, None] & (value_dims < VALUE_DIM)[None, :], other=0.0,
         )  # fmt: skip
         attended = attended * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        largest = new_largest
     # Of nothing seen the output is zero; NaN stays NaN.
     total = tl.where(total == 0.0, 1.0, total)
     attended = attended / total[:, None]

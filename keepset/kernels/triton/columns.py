@@ -10,6 +10,8 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
+from keepset.kernels.triton.softmax import streamed
+
 _BLOCK = 64
 _RULES = {"each": 0, "sum": 1, "mean": 2, "max": 3}
 
@@ -158,8 +160,5 @@ def _log_sum_exp(
         if CAUSAL:
             visible = visible & (entry[None, :] <= (entries - n + row)[:, None])
         logits = tl.where(visible, logits, float("-inf"))
-        new_largest = tl.maximum(largest, tl.max(logits, 1))
-        shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-        total = total * tl.exp(largest - shift) + tl.sum(tl.exp(logits - shift[:, None]), 1)
-        largest = new_largest
+        largest, total, _, _ = streamed(largest, total, logits)
     tl.store(lse + head.to(tl.int64) * n + row, largest + tl.log(total), mask=exists)

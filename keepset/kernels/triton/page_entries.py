@@ -14,8 +14,8 @@ def read(
     kind: Float[Tensor, "blocks kv_heads block_size width"],
     addresses: Int[Tensor, " layers"],
     places: range,
-    subpages: Int[Tensor, "rows kv_heads pages"],
-    entries: Float[Tensor, "layers_rows kv_heads entries width"],
+    subpages: Int[Tensor, "rows heads pages"],
+    entries: Float[Tensor, "layers_rows heads entries width"],
 ) -> None:
     """Copies sub-pages of these layers to `entries`, one program each; `kind` is one of the layers' caches."""
     blocks, kv_heads, size, width = kind.shape

@@ -15,6 +15,7 @@ from keepset.kernels.page_entries import addresses_of
 from keepset.kernels.paged import FiledLayouts, PagedTokens
 from keepset.kernels.subpages import Layout
 from keepset.kernels.triton.attention import _MERGED, _merge_parts
+from keepset.kernels.triton.softmax import streamed
 
 _BLOCK = 64
 """Entries that a program looks at together."""
@@ -210,18 +211,12 @@ def _attend_pages(
             # What came since the event has none.
             logits += tl.load(bias + slot, mask=stored & (entry < count), other=0.0).to(tl.float32)[None, :]
         logits = tl.where(stored[None, :], logits, float("-inf"))
-        new_largest = tl.maximum(largest, tl.max(logits, 1))
-        # Of rows that have seen nothing yet the difference would be NaN.
-        shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-        weights = tl.exp(logits - shift[:, None])
-        shrink = tl.exp(largest - shift)
-        total = total * shrink + tl.sum(weights, 1)
+        largest, total, weights, shrink = streamed(largest, total, logits)
         v = tl.load(
             numbers[:, None] + (HEAD_DIM + dims)[None, :],
             mask=stored[:, None] & (dims < HEAD_DIM)[None, :], other=0.0,
         )  # fmt: skip
         attended = attended * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        largest = new_largest
     # Of nothing seen the output is zero; NaN stays NaN.
     total = tl.where(total == 0.0, 1.0, total)
     attended = attended / total[:, None]

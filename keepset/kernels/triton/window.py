@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.kernels.packed import HeadTable, PackedHeads
+from keepset.kernels.triton.softmax import log_sum_exp, received, seen_logits, streamed
 
 _BLOCK = 64
 """Entries that a program looks at together."""
@@ -83,17 +84,10 @@ def _logits(
         keys + place[None, :] * HEAD_DIM + dims[:, None],
         mask=stored[None, :] & (dims < HEAD_DIM)[:, None], other=0.0,
     )  # fmt: skip
-    logits = tl.dot(q, k, input_precision="ieee") * scaling
-    if BIASED:
-        logits += tl.load(bias + place, mask=stored, other=0.0)[None, :]
+    biases = tl.load(bias + place, mask=stored, other=0.0) if BIASED else 0.0
     at = tl.load(positions + place, mask=stored, other=0)
     visible = exists[:, None] & stored[None, :] & (at[None, :] <= last[:, None])
-    logits = tl.where(visible, logits, float("-inf"))
-    if LARGEST:
-        members = tl.reshape(logits, [TOKENS, WIDE, BLOCK])
-        spoilt = tl.min((members <= float("inf")).to(tl.int32), 1) == 0
-        logits = tl.where(spoilt, float("nan"), tl.max(members, 1))
-    return logits
+    return seen_logits(q, k, biases, visible, scaling, TOKENS, WIDE, BLOCK, LARGEST, BIASED)
 
 
 @triton.jit(do_not_specialize=["grown", "n", "heads", "part", "rows"])
@@ -119,14 +113,9 @@ def _window_lse(
             query_batch, query_head, query_token, query_dim, last_batch, last_token, scaling, n,
             GROUP, WIDE, TOKENS, HEAD_DIM, HEAD_BLOCK, BLOCK, LARGEST, BIASED,
         )  # fmt: skip
-        new_largest = tl.maximum(largest, tl.max(logits, 1))
-        # Of rows that have seen nothing yet the difference would be NaN.
-        shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-        total = total * tl.exp(largest - shift) + tl.sum(tl.exp(logits - shift[:, None]), 1)
-        largest = new_largest
-    lse = tl.where(largest == float("-inf"), largest + total, largest + tl.log(total))  # NaN stays NaN
+        largest, total, _, _ = streamed(largest, total, logits)
     row = head.to(tl.int64) * rows + block * ROWS + tl.arange(0, ROWS)
-    tl.store(partial + row * PARTS + split, lse)
+    tl.store(partial + row * PARTS + split, log_sum_exp(largest, total))
 
 
 @triton.jit(do_not_specialize=["grown", "n", "heads", "parts", "blocks"])
@@ -148,7 +137,7 @@ def _add_received(
     address = tl.load(table + 2 * heads + head)
     positions = address.to(positions_kind.dtype)
     bias = tl.load(table + 3 * heads + head).to(bias_kind.dtype) if BIASED else 0
-    received, part = tl.zeros([BLOCK], tl.float32), tl.arange(0, PARTS)
+    sums, part = tl.zeros([BLOCK], tl.float32), tl.arange(0, PARTS)
     for block in range(0, blocks):
         logits = _logits(
             queries, keys, positions, bias, last_visible, head // kv_heads, head % kv_heads, block, first, length,
@@ -156,15 +145,10 @@ def _add_received(
             GROUP, WIDE, TOKENS, HEAD_DIM, HEAD_BLOCK, BLOCK, LARGEST, BIASED,
         )  # fmt: skip
         row = (head.to(tl.int64) * blocks + block) * ROWS + tl.arange(0, ROWS)
-        lse = tl.load(partial + row[:, None] * PARTS + part[None, :], mask=(part < parts)[None, :], other=float("-inf"))
-        most = tl.max(lse, 1)
-        shift = tl.where(most == float("-inf"), 0.0, most)
-        attention = tl.exp(logits - shift[:, None]) / tl.sum(tl.exp(lse - shift[:, None]), 1)[:, None]
-        # Of a query that sees nothing the quotient is 0 / 0; one that is spoilt spoils what it sees.
-        received += tl.sum(tl.where(logits == float("-inf"), 0.0, attention), 0)
+        sums += received(logits, partial, row, part, parts, PARTS)
     entry = first + tl.arange(0, BLOCK)
     # Columns share their places: the first position's address says where the head begins.
     begin = (address - first_position) // (positions_kind.dtype.element_ty.primitive_bitwidth // 8)
     place = column + begin + entry
     stored = entry < length
-    tl.store(place, tl.load(place, mask=stored, other=0.0) + received / (1 if LARGEST else GROUP), mask=stored)
+    tl.store(place, tl.load(place, mask=stored, other=0.0) + sums / (1 if LARGEST else GROUP), mask=stored)

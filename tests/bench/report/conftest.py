@@ -78,9 +78,22 @@ def load(tab: Any, path: Path) -> Any:
         tab.on(event, listener)
     yield load
     check_inert(tab)
+    check_charts(tab)
     for event, listener in listeners.items():
         tab.remove_listener(event, listener)
     assert complaints == []
+
+
+def check_charts(page: Any) -> None:
+    """All axes that are seen say what stands on them, and every chart has words for readers who do not see it."""
+    for words, axes in page.evaluate(
+        """() => [...document.querySelectorAll(".js-plotly-plot")].map((box) => [box.ariaLabel,
+            Object.entries(box.layout).filter(([name]) => /^[xy]axis/.test(name))
+                .filter(([, axis]) => axis.visible !== false && axis.showticklabels !== false)
+                .map(([, axis]) => axis.title?.text)])"""
+    ):
+        assert words and words.startswith("Chart of ") and "undefined" not in words
+        assert axes and all(axes), words
 
 
 def check_inert(page: Any) -> None:

@@ -125,7 +125,7 @@ def test_peaks_of_memory_where_a_device_tells_them(load: Any, page: Any) -> None
     made = [*cells(FULL, [1.0], peak_bytes=9_400_000, batch=8.0), *cells("tova(keep=0.5)", [1.0])]
     page = load(page_of(made))
     page.wait_for_selector("#plot .point")
-    assert column(page, "rows", "Peakbytes") == ["8.96 MiB", NONE]
+    assert column(page, "rows", "Peakbytes") == ["9.4 MB", NONE]
     assert column(page, "rows", "Side byside") == ["8.0", "1.0"]
 
 
@@ -177,7 +177,7 @@ def test_needles(page: Any) -> None:
 
 def test_text_stays_text(page: Any) -> None:
     assert page.locator("h1").text_content() == f"model {EVIL}"
-    assert EVIL in page.locator("#facts dd").all_text_contents()
+    assert EVIL in page.locator("#origin dd").all_text_contents()
     page.select_option("#task", EVIL)
     assert column(page, "rows", "Recipe") == [f"▼{EVIL}"]
     assert page.locator("main img").count() == 0

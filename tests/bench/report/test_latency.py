@@ -1,16 +1,12 @@
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
 import pytest
 
-from keepset.bench.report.page import assemble
-
-
-def render(result: dict[str, Any]) -> str:
-    return assemble("latency", "keepset bench latency", result)
-
+from keepset.bench.report.latency import render
 
 EVIL = "</script><img src=x onerror=window.pwned=1><b>&lt; %{x} $data"
 
@@ -63,6 +59,23 @@ def test_plots_and_table(load: Any) -> None:
     ]
     assert page.locator("#errors li").all_text_contents() == [f"{EVIL}, 10: {EVIL}"]
     assert page.locator("h1").text_content() == EVIL
+    assert page.locator("#origin dt").all_text_contents() == ["Command", "Date", "Machine", "Threads", "Versions"]
+    assert page.locator("#first_seconds").get_attribute("aria-label") == (
+        "Chart of seconds by tokens of the prompt. full cache: 2 at 10, 2 at 20"
+    )
+    page.locator("#json summary").click()
+    page.wait_for_function("document.querySelector('#json pre').textContent")
+    assert json.loads(page.locator("#json pre").text_content())["rows"][0]["recipe"] == "full cache"
+
+
+def test_it_opens_with_the_fastest_after_the_longest_prompt(load: Any) -> None:
+    slow, fast = row("snapkv(keep=0.5)", 20), row("tova(keep=0.25)", 20)
+    fast.update(tokens_per_second=3.0, kv_bytes=10**6, first_seconds=2.2)
+    page = load(render(result(row("full cache", 20), row("tova(keep=0.25)", 10), slow, fast)))
+    assert page.locator("#conclusion").text_content() == (
+        "After 20 tokens tova(keep=0.25) makes x1.50 the tokens a second of the full cache, with x0.25 of its "
+        "KV cache; the first token takes x1.10 the time."
+    )
 
 
 @pytest.mark.full

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from keepset.bench.report.serving import render
+from keepset.bench.report.serving import conclusion, render
 
 EVIL = "</script><img src=x onerror=window.pwned=1><b>&lt; %{x} $data"
 
@@ -35,7 +35,13 @@ def server(name: str) -> dict[str, Any]:
         "name": name,
         "recipe": None,
         "command": [EVIL],
-        "summary": {"errors": [EVIL]},
+        "summary": {
+            "errors": [EVIL],
+            "requests": 10,
+            "failed": 4,
+            "output_tokens_per_second": 9.0 if name == "recipe" else 6.0,
+            "first_token_seconds": {"p50": 2.0},
+        },
         "rounds": [{"seconds": 2.5, "samples": samples, "requests": requests}] * 2,
     }
 
@@ -60,6 +66,16 @@ def test_text_is_only_in_the_data_block() -> None:
 
 def data_of(page: Any, plot: str) -> Any:
     return page.evaluate("name => document.getElementById(name).data.map(({x, y, name}) => ({x, y, name}))", plot)
+
+
+def test_it_opens_with_what_the_load_has_shown() -> None:
+    assert conclusion(result("plain", "recipe")).startswith(
+        "With the recipe vLLM makes x1.50 the output tokens a second"
+    )
+    assert conclusion(result("server")) == "6 of 10 requests were answered, 6.0 output tokens a second."
+    nothing = result("plain", "recipe")
+    nothing["servers"][0]["summary"]["output_tokens_per_second"] = None
+    assert "plain vLLM answered none" in conclusion(nothing)
 
 
 def test_plots_show_what_was_measured(load: Any) -> None:

@@ -91,13 +91,15 @@ def test_text_is_only_in_the_data_block() -> None:
     assert block
     data = json.loads(block[1])
     assert data["drawn"][0]["tokens"] == TOKENS and data["trace"]["model"] == EVIL
-    assert "pwned" in block[1] and "pwned" not in page.replace(block[1], "")
+    about = re.search(r'<script type="application/json" id="about">(.*?)</script>', page, re.DOTALL)
+    assert about and EVIL in json.loads(about[1])["conclusion"]
+    assert "pwned" in block[1] and "pwned" not in page.replace(block[1], "").replace(about[1], "")
     policy = re.search(r"script-src ([^;]*);", page)
     assert policy and "unsafe" not in policy[1]
 
 
 def classes(page: Any, name: str) -> list[int]:
-    found = page.locator(f"#text .{name}").evaluate_all("spans => spans.map(s => Number(s.dataset.token))")
+    found = page.locator(f"#text .{name}").evaluate_all("spans => spans.map(s => Number(s.dataset.piece))")
     return sorted(found)
 
 

@@ -1,0 +1,44 @@
+"""`keepset ui`: a playground in the browser."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from typer import Option
+
+from keepset.cli.console import load, note, say
+from keepset.cli.options import takes_model
+from keepset.errors import KeepsetError
+from keepset.models import Source
+from keepset.texts import NEEDLE, essay, insert
+
+RECIPES = ("reread", "glance", "snapkv", "adakv(expected_attention)", "kvzip", "streaming_llm", "random")
+_CHARACTERS = 2400
+"""Of the essay that the page begins with."""
+
+
+@takes_model
+def ui(
+    model: Source,
+    port: Annotated[int, Option(help="Where on 127.0.0.1; 0 for any free one.")] = 8765,
+) -> None:
+    """Open a page on this machine that shows what a recipe keeps of a text, and what it then answers.
+
+    The full and the compressed cache answer side by side. One run at a time; Ctrl-C ends it.
+    """
+    if not 0 <= port < 2**16:
+        raise KeepsetError(f"--port {port} is out of range: use a number from 0 to {2**16 - 1}.")
+
+    from keepset.ui.playground import Playground
+    from keepset.ui.server import HOST, Server
+
+    playground = Playground(*load(model), model.name)
+    try:
+        text, question = insert(essay()[:_CHARACTERS], NEEDLE, 0.5), NEEDLE.question
+    except KeepsetError:  # the essays are not installed: the page begins empty
+        text = question = ""
+    facts = {"model": model.called, "text": text, "question": question, "recipes": RECIPES}
+    with Server(port, playground, facts) as server:
+        say(f"http://{HOST}:{server.port}", soft_wrap=True)
+        note("Ctrl-C ends it.")
+        server.serve_forever()

@@ -1,0 +1,209 @@
+"""What entries in an engine's pages receive of a few queries: all heads of all layers in two launches."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from keepset.kernels import dispatch
+from keepset.kernels.paged_window import EntriesInPages, Received, RecordedQueries
+from keepset.kernels.triton.paged import _dealt, _number
+from keepset.kernels.triton.softmax import log_sum_exp, received, seen_logits, streamed
+
+_BLOCK = 64
+"""Entries that a program looks at together."""
+_ROWS = 64
+"""Queries of a head that are looked at together."""
+_PROGRAMS_PER_PROCESSOR = 4
+_LEAST_PART = 256
+"""Entries below which a part is not worth a program."""
+_PARTS = 4, 16
+"""Of a head that is long enough: the least, because others may be far shorter, and the most."""
+
+
+def add_received(
+    kind: Float[Tensor, "blocks kv_heads block_size two_head_dim"],
+    addresses: Int[Tensor, " layers"],
+    places: range,
+    queries: RecordedQueries,
+    entries: EntriesInPages,
+    target: Received,
+) -> None:
+    """The same as `keepset.kernels.paged_window.add_received_in_pages`; `kind` is one of the caches.
+
+    Two programs never add to one place, so every sum has one order. How long a head's parts are follows from its
+    entries, which the device alone knows.
+    """
+    (layers, _, _, query_heads, head_dim), (rows, n) = queries.rings.shape, queries.places.shape
+    (_, kv_heads, size, _), of_group = kind.shape, entries.kept.shape[1]
+    group, heads = query_heads // kv_heads, layers * rows * kv_heads
+    wide = triton.next_power_of_2(group)
+    tokens = max(16 // wide, min(max(_ROWS // wide, 1), triton.next_power_of_2(n)), 1)
+    blocks = triton.cdiv(n, tokens)
+    least, most = _PARTS
+    even = triton.cdiv(dispatch.processors(kind.device) * _PROGRAMS_PER_PROCESSOR, heads)
+    parts = max(1, min(triton.cdiv(entries.longest, _LEAST_PART), max(least, min(most, even))))
+    summed = tokens * (1 if target.largest else wide)
+    partial = torch.empty(heads, blocks * summed, triton.next_power_of_2(parts), device=kind.device)
+    slots, at, last = (part.contiguous() for part in (queries.slots, queries.places, target.last_visible))
+    shared = (
+        kind, addresses, queries.rings, slots, at, last, target.bias,
+        target.positions, entries.block_table, *entries.layout, entries.kept, entries.lengths,
+        *kind.stride()[:3], *queries.rings.stride()[:4], entries.block_table.stride(0),
+        kind.shape[0] * kv_heads * size, target.scaling, n, rows, places.start, of_group,
+        len(addresses), parts,
+    )  # fmt: skip
+    sizes = dict(
+        GROUP=group, WIDE=wide, TOKENS=tokens, HEAD_DIM=head_dim, HEAD_BLOCK=max(16, triton.next_power_of_2(head_dim)),
+        HEADS=kv_heads, HEADS_BLOCK=triton.next_power_of_2(kv_heads), SIZE=size, BLOCK=_BLOCK, LEAST_PART=_LEAST_PART,
+        LARGEST=target.largest, BIASED=target.bias is not None, PLACED=target.positions is not None,
+        ROWS=summed, PARTS=triton.next_power_of_2(parts),
+    )  # fmt: skip
+    _paged_lse[(heads, parts, blocks)](*shared, partial, **sizes)
+    _add_in_pages[(heads, parts)](
+        *shared, partial, target.column, target.unwritten.contiguous(), blocks, target.own, **sizes, OWN=target.own > 0
+    )
+
+
+@triton.jit
+def _place(
+    block_table, counts, event_lengths, firsts, shares, kept, lengths, table_row, rows, first, of_group,
+    HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Of the program's head: layer, request and head, its entries, how many it kept, and where its pages are."""
+    program = tl.program_id(0)
+    head, row, layer = program % HEADS, program // HEADS % rows, program // HEADS // rows
+    of_layer = row * of_group + (first + layer) % of_group
+    shared = tl.load(shares + of_layer).to(tl.int32)
+    all_counts, all_pages, starts, laters = _dealt(counts + of_layer * HEADS, shared > 0, HEADS, HEADS_BLOCK, SIZE)
+    own = tl.arange(0, HEADS_BLOCK) == head
+    count, pages = tl.sum(tl.where(own, all_counts, 0), 0), tl.sum(tl.where(own, all_pages, 0), 0)
+    start, later = tl.sum(tl.where(own, starts, 0), 0), tl.sum(tl.where(own, laters, 0), 0)
+    length = tl.load(lengths + row).to(tl.int32)
+    entries = count + length - tl.load(event_lengths + of_layer).to(tl.int32)
+    packed = tl.load(kept + of_layer * HEADS + head).to(tl.int32)
+    table, first_block = block_table + row.to(tl.int64) * table_row, tl.load(firsts + of_layer).to(tl.int32)
+    return layer, row, head, length, entries, packed, table, first_block, shared, pages, start, later
+
+
+@triton.jit
+def _part(entries, parts, LEAST_PART: tl.constexpr, BLOCK: tl.constexpr):
+    """How many of a head's entries a program looks at."""
+    return tl.maximum(LEAST_PART, tl.cdiv(tl.cdiv(entries, parts), BLOCK) * BLOCK)
+
+
+@triton.jit
+def _logits(
+    kind, addresses, rings, slots, places, last_visible, bias, positions, layer, row, head, length, entries, packed,
+    table, first_block, shared, pages, start, later, block, entry,
+    cache_block, cache_head, cache_entry, ring_layer, ring_slot, ring_place, ring_head, slot_layer, scaling, n,
+    first, layers,
+    GROUP: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr, BIASED: tl.constexpr,
+    PLACED: tl.constexpr,
+):  # fmt: skip
+    """Of a block of queries and one of entries, and these entries' slots."""
+    line, dims = tl.arange(0, TOKENS * WIDE), tl.arange(0, HEAD_BLOCK)
+    token, member = block * TOKENS + line // WIDE, line % WIDE
+    exists = (token < n) & (member < GROUP)
+    place = tl.load(places + row * n + token, mask=exists, other=0).to(tl.int64)
+    ring = rings + layer.to(tl.int64) * ring_layer + tl.load(slots + row).to(tl.int64) * ring_slot
+    of_line = place * ring_place + (head * GROUP + member) * ring_head
+    q = tl.load(
+        ring + of_line[:, None] + dims[None, :], mask=exists[:, None] & (dims < HEAD_DIM)[None, :], other=0.0
+    ).to(kind.dtype.element_ty)  # fmt: skip
+    last = tl.load(last_visible + row * n + token, mask=exists, other=-1)
+    stored = entry < entries
+    number = _number(entry // SIZE, pages, start, later, HEADS)
+    index, holder = first_block + number // HEADS, entry * 0 + first + layer
+    if shared > 0:
+        # What others have too is numbered through all layers.
+        elsewhere = entry // SIZE < pages
+        number = tl.where(elsewhere, number + shared - 1, number)
+        index = tl.where(elsewhere, number // (HEADS * layers), index)
+        holder = tl.where(elsewhere, number // HEADS % layers, holder)
+    of_page = tl.load(table + index, mask=stored, other=0).to(tl.int64)
+    at = of_page * cache_block + (number % HEADS) * cache_head + (entry % SIZE) * cache_entry
+    keys = tl.load(addresses + holder).to(kind.dtype) + at
+    k = tl.load(keys[None, :] + dims[:, None], mask=stored[None, :] & (dims < HEAD_DIM)[:, None], other=0.0)
+    slot = holder.to(tl.int64) * slot_layer + (of_page * HEADS + number % HEADS) * SIZE + entry % SIZE
+    # What came since the event before is whole; what was kept, all see, wherever it comes from.
+    position = tl.where(entry < packed, 0, entry + length - entries)
+    if PLACED:
+        known = entry < tl.minimum(packed, entries)
+        bits = tl.load(positions + slot, mask=known, other=0.0).to(tl.int32, bitcast=True)
+        position = tl.where(known, bits, position)
+    biases = 0.0
+    if BIASED:
+        biases = tl.load(bias + slot, mask=entry < tl.minimum(packed, entries), other=0.0)
+    visible = exists[:, None] & stored[None, :] & (position[None, :] <= last[:, None])
+    return seen_logits(q, k, biases, visible, scaling, TOKENS, WIDE, BLOCK, LARGEST, BIASED), slot
+
+
+# Of `kind` only the type is looked at: layers are found by their addresses.
+@triton.jit(do_not_specialize=["n", "rows", "first", "layers", "parts"])
+def _paged_lse(
+    kind, addresses, rings, slots, places, last_visible, bias, positions, block_table, counts, event_lengths, firsts,
+    shares, kept, lengths, cache_block, cache_head, cache_entry, ring_layer, ring_slot, ring_place, ring_head,
+    table_row, slot_layer, scaling, n, rows, first, of_group, layers, parts, partial,
+    GROUP: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+    HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, LEAST_PART: tl.constexpr,
+    LARGEST: tl.constexpr, BIASED: tl.constexpr, PLACED: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    layer, row, head, length, entries, packed, table, first_block, shared, pages, start, later = _place(
+        block_table, counts, event_lengths, firsts, shares, kept, lengths, table_row, rows, first, of_group,
+        HEADS, HEADS_BLOCK, SIZE,
+    )  # fmt: skip
+    split, block, part = tl.program_id(1), tl.program_id(2), _part(entries, parts, LEAST_PART, BLOCK)
+    largest, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    for offset in range(split * part, tl.minimum(split * part + part, entries), BLOCK):
+        logits, _ = _logits(
+            kind, addresses, rings, slots, places, last_visible, bias, positions, layer, row, head, length, entries,
+            packed, table, first_block, shared, pages, start, later, block, offset + tl.arange(0, BLOCK),
+            cache_block, cache_head, cache_entry, ring_layer, ring_slot, ring_place, ring_head, slot_layer, scaling, n,
+            first, layers,
+            GROUP, WIDE, TOKENS, HEAD_DIM, HEAD_BLOCK, HEADS, SIZE, BLOCK, LARGEST, BIASED, PLACED,
+        )  # fmt: skip
+        largest, total, _, _ = streamed(largest, total, logits)
+    line = (tl.program_id(0).to(tl.int64) * tl.num_programs(2) + block) * ROWS + tl.arange(0, ROWS)
+    tl.store(partial + line * PARTS + split, log_sum_exp(largest, total))
+
+
+@triton.jit(do_not_specialize=["n", "rows", "first", "layers", "parts", "blocks", "room"])
+def _add_in_pages(
+    kind, addresses, rings, slots, places, last_visible, bias, positions, block_table, counts, event_lengths, firsts,
+    shares, kept, lengths, cache_block, cache_head, cache_entry, ring_layer, ring_slot, ring_place, ring_head,
+    table_row, slot_layer, scaling, n, rows, first, of_group, layers, parts, partial, column, unwritten, blocks,
+    room,
+    GROUP: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+    HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, LEAST_PART: tl.constexpr,
+    LARGEST: tl.constexpr, BIASED: tl.constexpr, PLACED: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    OWN: tl.constexpr,
+):  # fmt: skip
+    layer, row, head, length, entries, packed, table, first_block, shared, pages, start, later = _place(
+        block_table, counts, event_lengths, firsts, shares, kept, lengths, table_row, rows, first, of_group,
+        HEADS, HEADS_BLOCK, SIZE,
+    )  # fmt: skip
+    split, of_part, part = tl.program_id(1), tl.arange(0, PARTS), _part(entries, parts, LEAST_PART, BLOCK)
+    written = entries - tl.load(unwritten + row).to(tl.int32)
+    for offset in range(split * part, tl.minimum(split * part + part, entries), BLOCK):
+        entry = offset + tl.arange(0, BLOCK)
+        sums, slot = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.int64)
+        for block in range(0, blocks):
+            logits, slot = _logits(
+                kind, addresses, rings, slots, places, last_visible, bias, positions, layer, row, head, length, entries,
+                packed, table, first_block, shared, pages, start, later, block, entry,
+                cache_block, cache_head, cache_entry, ring_layer, ring_slot, ring_place, ring_head, slot_layer,
+                scaling, n, first, layers,
+                GROUP, WIDE, TOKENS, HEAD_DIM, HEAD_BLOCK, HEADS, SIZE, BLOCK, LARGEST, BIASED, PLACED,
+            )  # fmt: skip
+            line = (tl.program_id(0).to(tl.int64) * blocks + block) * ROWS + tl.arange(0, ROWS)
+            sums += received(logits, partial, line, of_part, parts, PARTS)
+        target = column + slot
+        if OWN:
+            target = column + ((first + layer).to(tl.int64) * HEADS + head) * room + entry
+        before = tl.load(target, mask=entry < written, other=0.0)
+        tl.store(target, before + sums / (1 if LARGEST else GROUP), mask=entry < entries)

@@ -1,0 +1,108 @@
+// The playground. All that is typed, read or answered goes into the document as text.
+const percent = shown((x) => `${(100 * x).toFixed(1)} %`);
+const seconds = shown((x) => `${x.toFixed(2)} s`);
+const SIDES = ["full", "compressed"];
+
+let shares = [], drawn = [], told = {}, running = null;
+const shareOf = ({ from, to }) => shares.slice(from, to).reduce((sum, share) => sum + share, 0) / (to - from);
+const shownText = tokenText((piece) => (shares.length ? `kept by ${percent(shareOf(piece))} of the heads so far` : "not compressed yet"));
+
+function shade() {
+  for (const piece of drawn) {
+    const share = shareOf(piece);
+    piece.span.style.setProperty("--share", share.toFixed(3));
+    piece.span.classList.toggle("dropped", share === 0);
+  }
+  shownText.refresh();
+}
+
+function costs(side) {
+  const { bytes: size, read, answer, answered, kept } = told[side];
+  const parts = [bytes(size), `read in ${seconds(read)}`];
+  if (kept !== undefined) parts.unshift(`${percent(kept)} of the entries`);
+  if (answered) parts.push(`${answered} tokens in ${seconds(answer)}`);
+  id(`${side}-cost`).textContent = parts.join(" · ");
+}
+
+const status = (text, failed = false) => {
+  id("status").textContent = text;
+  id("status").classList.toggle("failed", failed);
+};
+
+function take(event) {
+  if (event.error) return status(event.error, true);
+  if (event.tokens) {
+    id("result").hidden = false;
+    drawn = shownText.write(event.tokens);
+    for (const name of ["command", "python"]) id(name).textContent = event[name];
+    status(`The full cache reads ${integer(event.tokens.length)} tokens …`);
+  }
+  if (event.shares) {
+    shares = event.shares;
+    shade();
+    status(`Compressed ${event.layer} of ${event.of} layers …`);
+  }
+  for (const side of SIDES) {
+    if (!event[side]) continue;
+    told[side] = { ...told[side], ...event[side] };
+    id(`${side}-reply`).append(event[side].text ?? "");
+    costs(side);
+  }
+  if (event.full?.read) status("The recipe’s cache reads the text …");
+  if (event.compressed?.text) status("Answering …");
+  if (event.done) status("Done.");
+}
+
+async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (let part = await reader.read(); !part.done; part = await reader.read()) {
+    const blocks = (rest + part.value).split("\n\n");
+    rest = blocks.pop();
+    for (const block of blocks) yield JSON.parse(block.slice("data: ".length));
+  }
+}
+
+async function run() {
+  running = new AbortController();
+  id("run").disabled = true;
+  id("stop").hidden = false;
+  id("result").hidden = true;
+  [shares, drawn, told] = [[], [], { full: {}, compressed: {} }];
+  for (const side of SIDES) id(`${side}-reply`).replaceChildren();
+  for (const side of SIDES) id(`${side}-cost`).textContent = "";
+  id("compressed-name").textContent = id("recipe").value;
+  status("Starting …");
+  try {
+    const body = { text: id("input").value, question: id("question").value, recipe: id("recipe").value, keep: id("keep").value };
+    const headers = { "Content-Type": "application/json" };
+    const response = await fetch("/run", { method: "POST", headers, body: JSON.stringify(body), signal: running.signal });
+    if (response.ok) for await (const event of events(response)) take(event);
+    else status(await response.text(), true);
+  } catch (error) {
+    status(running.signal.aborted ? "Stopped." : "The server does not answer: is keepset ui still running?", !running.signal.aborted);
+  }
+  id("run").disabled = false;
+  id("stop").hidden = true;
+}
+
+id("model").textContent = data.model;
+id("room").textContent = `up to ${integer(data.limit)} tokens`;
+id("input").value = data.text;
+id("question").value = data.question;
+id("recipe").value = data.recipes[0];
+id("recipes").append(...data.recipes.map((value) => el("option", { value })));
+for (let i = 0; i <= 10; i++) {
+  const step = el("span");
+  step.style.setProperty("--share", i / 10);
+  id("scale").append(step);
+}
+id("form").addEventListener("submit", (event) => { event.preventDefault(); run(); });
+id("stop").addEventListener("click", () => running.abort());
+for (const button of document.querySelectorAll("[data-copy]")) {
+  button.addEventListener("click", async () => {
+    await navigator.clipboard.writeText(id(button.dataset.copy).textContent);
+    button.textContent = "Copied";
+    setTimeout(() => { button.textContent = "Copy"; }, 1500);
+  });
+}

@@ -1,0 +1,195 @@
+"""`Playground`: one text, read with the full cache and with a recipe's, and a question asked of both."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+from keepset.bench.generation import end_tokens
+from keepset.bench.memory import dynamic_nbytes
+from keepset.core.budget import Budget
+from keepset.core.keep_set import KeepSet
+from keepset.core.observation import Observation
+from keepset.errors import KeepsetError
+from keepset.hf.cache import Cache
+from keepset.hf.support import check_logits
+from keepset.models import context_length
+from keepset.recipe import Recipe
+from keepset.texts import chat_parts, token_texts
+
+Send = Callable[[dict[str, Any]], None]
+"""Takes what the page is told next; what it raises ends the run."""
+
+ANSWER = 48
+"""Tokens of an answer at most."""
+_MOST = 4096
+"""Tokens of a text at most, whatever the model takes: a page is no place to wait for minutes."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What somebody at the page wants to see.
+
+    Attributes:
+        text: that is read and compressed.
+        question: asked afterwards; nothing is, where it is blank.
+        recipe: its text; one without a budget takes `keep`.
+        keep: a fraction, or entries per KV head.
+    """
+
+    text: str
+    question: str
+    recipe: str
+    keep: str
+
+    @classmethod
+    def of(cls, fields: Any) -> Wish:
+        """From the page's JSON; KeepsetError where it is not what the page sends."""
+        names = ("text", "question", "recipe", "keep")
+        if not isinstance(fields, dict) or not all(isinstance(fields.get(name), str) for name in names):
+            raise KeepsetError(f"A request is a JSON object with the texts {', '.join(names)}.")
+        return cls(*(fields[name] for name in names))
+
+    def parsed(self) -> Recipe:
+        """The recipe with its budget; KeepsetError where that is none."""
+        recipe = Recipe.parse(self.recipe)
+        if recipe.budget.keep is None and self.keep.strip():
+            try:
+                keep = int(self.keep) if self.keep.strip().isdecimal() else float(self.keep)
+            except ValueError:
+                raise KeepsetError(f"keep={self.keep!r} is no number: use a fraction, or entries per head.") from None
+            recipe = recipe.with_keep(keep)
+        return recipe.require_budget()
+
+
+class Playground:
+    """A model that reads one text at a time.
+
+    Args:
+        called: the model's name, for the lines to copy; None for the embedded one.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, called: str | None) -> None:
+        self._model, self._tokenizer, self._called = model, tokenizer, called
+        self._ends = {*end_tokens(model), tokenizer.eos_token_id}
+        longest = context_length(model)
+        self.limit = _MOST if longest is None else min(_MOST, longest - ANSWER)
+
+    @torch.no_grad()
+    def run(self, wish: Wish, send: Send) -> None:
+        """Sends what comes of it, step by step: the text's tokens, each layer's choice, two answers, figures.
+
+        Raises:
+            KeepsetError: the text is too long, or the recipe cannot be used.
+        """
+        recipe = wish.parsed()
+        if not wish.text.strip():
+            raise KeepsetError("There is no text: paste one.")
+        context, rest = chat_parts(self._tokenizer, wish.text, wish.question)
+        ids, question = self._encoded(context), self._encoded(rest)
+        length = ids.shape[1] + question.shape[1]
+        if length > self.limit:
+            raise KeepsetError(f"The text has {length} tokens with its question: {self.limit} at most are taken here.")
+        shading = _Shading(self._model, recipe, ids.shape[1], send)
+        send({"tokens": token_texts(self._tokenizer, ids[0].tolist()), **self._lines(wish, recipe)})
+        full = DynamicCache(config=self._model.config)
+        full_seconds = self._read(ids, full)
+        send({"full": {"bytes": dynamic_nbytes(full), "read": full_seconds}})
+        try:
+            seconds = self._read(ids, shading.cache)
+        finally:
+            shading.cache.stop_watching()
+        send({"compressed": {"bytes": shading.cache.nbytes, "read": seconds, "kept": shading.share}})
+        if wish.question.strip():
+            self._ask(question, {"full": full, "compressed": shading.cache}, send)
+        send({"done": True})
+
+    def _encoded(self, text: str) -> Tensor:
+        tokens = self._tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False)
+        return tokens["input_ids"].to(self._model.device)
+
+    def _read(self, ids: Tensor, cache: Any) -> float:
+        start = time.perf_counter()
+        check_logits(self._model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits)
+        return time.perf_counter() - start
+
+    def _ask(self, question: Tensor, caches: dict[str, Any], send: Send) -> None:
+        """Both answers, token about token, so that they are seen to come side by side."""
+        answers = {side: self._answer(question, cache) for side, cache in caches.items()}
+        while answers:
+            for side in list(answers):
+                part = next(answers[side], None)
+                if part is None:
+                    del answers[side]
+                else:
+                    send({side: part})
+
+    def _answer(self, ids: Tensor, cache: Any) -> Iterator[dict[str, Any]]:
+        new: list[int] = []
+        shown, seconds = "", 0.0
+        while len(new) < ANSWER:
+            start = time.perf_counter()
+            logits = self._model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+            check_logits(logits)
+            ids = logits.argmax(-1, keepdim=True)
+            seconds += time.perf_counter() - start
+            new.append(int(ids))
+            text = str(self._tokenizer.decode(new, skip_special_tokens=True))
+            # The last character may be half of one until its next token comes.
+            if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+                yield {"text": text[len(shown) :], "answer": seconds, "answered": len(new)}
+                shown = text
+            if new[-1] in self._ends:
+                return
+
+    def _lines(self, wish: Wish, recipe: Recipe) -> dict[str, str]:
+        """The same as a command and as Python, to copy."""
+        model = [] if self._called is None else ["--model", self._called]
+        question = wish.question.strip() or "Sum it up."
+        file = "text.safetensors"
+        build = ["keepset", "context", "build", "--text", "text.txt", "--out", file, "--recipe", str(recipe), *model]
+        ask = ["keepset", "context", "ask", file, question]
+        named = "" if self._called is None else repr(self._called)
+        python = (
+            "from pathlib import Path",
+            "import keepset",
+            "from keepset.texts import chat_parts",
+            f"model, tokenizer = keepset.models.load({named})",
+            f"context, rest = chat_parts(tokenizer, Path('text.txt').read_text(), {question!r})",
+            "options = {'add_special_tokens': False, 'return_tensors': 'pt'}",
+            f"cache = keepset.Cache(model, {str(recipe)!r})",
+            "model.generate(**tokenizer(context, **options), past_key_values=cache, max_new_tokens=1)",
+            "asked = cache.ask(**tokenizer(rest, **options))",
+            f"answer = model.generate(**asked, max_new_tokens={ANSWER}, do_sample=False)",
+            "print(tokenizer.decode(answer[0]))",
+        )
+        return {"command": f"{shlex.join(build)}\n{shlex.join(ask)}", "python": "\n".join(python)}
+
+
+class _Shading:
+    """Which share of the heads so far keeps each token, told after every layer."""
+
+    def __init__(self, model: PreTrainedModel, recipe: Recipe, length: int, send: Send) -> None:
+        self.cache = Cache(model, recipe, observer=self._observe)
+        self._send, self._kept, self._heads, self._layers = send, torch.zeros(length), 0, 0
+
+    @property
+    def share(self) -> float:
+        """Of all entries; all of them before an event."""
+        return float(self._kept.mean() / self._heads) if self._heads else 1.0
+
+    def _observe(self, observation: Observation, budget: Budget, keep_set: KeepSet) -> None:
+        kept = keep_set.layer(observation.layer)
+        mask = kept.mask(len(self._kept))[0].cpu()
+        self._kept += mask.sum(0)
+        self._heads += len(mask)
+        self._layers += 1
+        shares = (self._kept / self._heads).tolist()
+        self._send({"layer": self._layers, "of": len(observation.layers), "shares": [round(x, 3) for x in shares]})

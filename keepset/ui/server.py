@@ -1,0 +1,145 @@
+"""A server for the playground's page: on this machine only, for its own page only, one run at a time.
+
+A page of another site that a browser has open must not drive it: the Host header has to name this machine (or a name
+that was made to point here would do), and what is posted has to be JSON from the same origin, which a browser does not
+let a foreign page send without asking first.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import resources
+from string import Template
+from typing import Any
+
+from keepset.bench.report.page import asset, script_json
+from keepset.errors import KeepsetError
+from keepset.ui.playground import Playground, Wish
+
+HOST = "127.0.0.1"
+_NAMES = (HOST, "localhost")
+_BYTES = 1_000_000
+"""Of a request at most."""
+_SECONDS = 30.0
+"""That a request may take to arrive, and a part of an answer to be taken."""
+
+
+class Server(ThreadingHTTPServer):
+    """Serves one playground.
+
+    Raises:
+        KeepsetError: the port is taken.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, port: int, playground: Playground, facts: dict[str, Any]) -> None:
+        try:
+            super().__init__((HOST, port), _Handler)
+        except OSError as error:
+            raise KeepsetError(
+                f"Port {port} of {HOST} cannot be had ({error.strerror}): give another with --port."
+            ) from None
+        self.port = self.server_address[1]
+        self.playground, self.page = playground, _page({**facts, "limit": playground.limit})
+        self.busy = threading.Lock()
+
+    def handle_error(self, *_: Any) -> None:
+        """Nothing is said of browsers that hang up."""
+
+
+def _page(facts: dict[str, Any]) -> tuple[str, str]:
+    """The page, and its security policy: its own script, and nothing from anywhere else."""
+    script = asset("page.js") + resources.files(__package__).joinpath("page.js").read_text(encoding="utf-8")
+    markup = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
+    policy = (
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return Template(markup).substitute(style=asset("page.css"), data=script_json(facts), script=script), policy
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Server
+    timeout = _SECONDS
+
+    def log_message(self, *_: object) -> None:
+        """Nothing: whoever sits at the page sees what happens."""
+
+    def do_GET(self) -> None:
+        """The page."""
+        if not self._is_ours():
+            return
+        if self.path != "/":
+            return self._answer(404, "There is nothing here: the page is at /.")
+        page, policy = self.server.page
+        self._answer(200, page, "text/html; charset=utf-8", policy)
+
+    def do_POST(self) -> None:
+        """A run, as server-sent events; each is one JSON object."""
+        if not self._is_ours():
+            return
+        wish = self._wish()
+        if wish is None:
+            return
+        if not self.server.busy.acquire(blocking=False):
+            return self._answer(409, "Another run is under way here: wait for it, or stop it.")
+        try:
+            self._head(200, "text/event-stream; charset=utf-8")
+            try:
+                self.server.playground.run(wish, self._send)
+            except KeepsetError as error:
+                self._send({"error": str(error)})
+        finally:
+            self.server.busy.release()
+
+    def _is_ours(self) -> bool:
+        """Whether the request is for this server and of its own page; otherwise it is answered."""
+        places = {f"{name}:{self.server.port}" for name in _NAMES}
+        origin = self.headers.get("Origin")
+        foreign = origin is not None and origin.removeprefix("http://") not in places
+        if self.headers.get("Host") in places and not foreign:
+            return True
+        self._answer(403, f"Open http://{HOST}:{self.server.port} in a browser of this machine.")
+        return False
+
+    def _wish(self) -> Wish | None:
+        """What is wanted; None where that cannot be told, which was answered."""
+        length = self.headers.get("Content-Length", "")
+        if self.path != "/run":
+            self._answer(404, "There is nothing here: runs are posted to /run.")
+        elif self.headers.get("Content-Type") != "application/json":
+            self._answer(415, "Only application/json is taken.")
+        elif not length.isdecimal() or int(length) > _BYTES:
+            self._answer(413, f"The text is too long: {_BYTES} bytes at most are taken.")
+        else:
+            try:
+                return Wish.of(json.loads(self.rfile.read(int(length))))
+            except (ValueError, RecursionError, KeepsetError) as error:
+                self._answer(400, str(error) if isinstance(error, KeepsetError) else "The request is no JSON.")
+        return None
+
+    def _head(self, status: int, kind: str, policy: str = "default-src 'none'") -> None:
+        self.send_response(status)
+        for name, value in (
+            ("Content-Type", kind),
+            ("Content-Security-Policy", policy),
+            ("X-Content-Type-Options", "nosniff"),
+            ("Referrer-Policy", "no-referrer"),
+            ("Cache-Control", "no-store"),
+        ):
+            self.send_header(name, value)
+        self.end_headers()
+
+    def _answer(self, status: int, text: str, kind: str = "text/plain; charset=utf-8", policy: str = "") -> None:
+        self._head(status, kind, policy or "default-src 'none'")
+        self.wfile.write(text.encode())
+
+    def _send(self, event: dict[str, Any]) -> None:
+        self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+        self.wfile.flush()

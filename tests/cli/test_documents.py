@@ -1,0 +1,93 @@
+"""Commands and recipes in README and the documents are such, and README's run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+import keepset
+from keepset import METHODS, Recipe, models
+from keepset.cli import app
+from keepset.texts import essay
+from tests.cli.conftest import Run, tiny_model
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
+
+# A line of code may go on after a backslash.
+COMMAND = re.compile(r"^ {4,}(keepset (?:.*\\\n)*.*)$", re.M)
+QUOTED = re.compile(r"`((\w+)\([^`]*\))`")
+
+
+KEEPSET: Any = get_command(app)
+
+
+def text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def commands(document: Path) -> list[list[str]]:
+    """The words of every command in it that begins a line of code, without comments."""
+    return [shlex.split(line.replace("\\\n", " "), comments=True) for line in COMMAND.findall(text_of(document))]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_commands_are_known_and_so_are_their_options(document: Path) -> None:
+    for words in commands(document):
+        command, rest = KEEPSET, words[1:]
+        while hasattr(command, "commands"):
+            command, rest = command.commands[rest[0]], rest[1:]
+        context = command.make_context(words[0], rest)
+        assert command.context_settings.get("ignore_unknown_options") or not context.args, words
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_recipes_can_be_read(document: Path) -> None:
+    for text, name in QUOTED.findall(text_of(document)):
+        if name in METHODS and not re.search(r"\.\.\.|scorer|recipe", text):
+            Recipe.parse(text)
+
+
+@pytest.mark.full
+def test_readmes_commands_run_as_they_stand(run: Run, embedded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after another, as some go on with what others wrote; all but that which becomes a vLLM server."""
+    model = tiny_model()
+    # As long, and with the embedded model's tokenizer beside it.
+    for name in ("max_position_embeddings", "name_or_path"):
+        setattr(model.config, name, getattr(embedded[0].config, name))
+    monkeypatch.setattr(models, "load", lambda *_: (model, embedded[1]))
+    Path("report.txt").write_text(essay()[:6000] + " The contract ends on 31 March.", encoding="utf-8")
+    shown = commands(README)
+    assert len(shown) > 8
+    for words in shown:
+        if words[1] != "serve":
+            done = run(*words[1:])
+            assert done.code == 0, (words, done.err)
+    assert {path.name for path in Path().iterdir()} >= {
+        "report.html",
+        "report.safetensors",
+        "sweep.sqlite",
+        "sweep.html",
+    }
+
+
+def test_every_method_has_its_row_and_its_formula() -> None:
+    methods = text_of(ROOT / "docs" / "methods.md")
+    rows = re.findall(r"^\| `(\w+)(?:\(\w+\))?` \|", methods, flags=re.M)
+    sections = re.findall(r"^### `(\w+)`\n\n\S", methods, flags=re.M)
+    assert (
+        sorted(rows)
+        == sorted(sections)
+        == sorted(kind.name for kind in METHODS.values() if "keepset" in kind.__module__)
+    )
+
+
+def test_the_reference_has_every_public_name() -> None:
+    shown = re.findall(r"^::: keepset\.(\w+)$", text_of(ROOT / "docs" / "api.md"), flags=re.M)
+    assert {*shown, "KeepsetError"} >= set(keepset.__all__)

@@ -1,0 +1,177 @@
+"""The playground: what it sends is what the library makes, and only this machine's own page gets it."""
+
+from __future__ import annotations
+
+import http.client
+import importlib.util
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import keepset
+from keepset.cli.ui import RECIPES
+from keepset.recipe import Recipe
+from keepset.texts import chat_parts, essay
+from keepset.ui.playground import ANSWER, Playground
+from keepset.ui.server import HOST, Server
+from tests.bench.report.conftest import CHROMIUM
+from tests.cli.conftest import Run
+from tests.cli.test_bad_input import check_refused
+
+EVIL = "</script><img src=x onerror=window.pwned=1>"
+WISH = {"text": f"{essay()[:600]} 日本語 {EVIL}", "question": "Who?", "recipe": "snapkv(window=8)", "keep": "0.25"}
+
+
+@pytest.fixture
+def server(tiny_pair: tuple[Any, Any]) -> Iterator[Server]:
+    facts = {"model": EVIL, "text": WISH["text"], "question": WISH["question"], "recipes": [WISH["recipe"]]}
+    with Server(0, Playground(*tiny_pair, None), facts) as made:
+        thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield made
+        made.shutdown()
+        thread.join()
+
+
+def post(server: Server, body: Any, path: str = "/run", **headers: str) -> tuple[int, str]:
+    connection = http.client.HTTPConnection(HOST, server.port, timeout=60)
+    text = body if isinstance(body, str) else json.dumps(body)
+    connection.request("POST", path, text, {"Content-Type": "application/json", **headers})
+    answer = connection.getresponse()
+    return answer.status, answer.read().decode()
+
+
+def events(server: Server, **other: str) -> list[dict[str, Any]]:
+    status, text = post(server, {**WISH, **other})
+    assert status == 200 and text.endswith("\n\n")
+    return [json.loads(block.removeprefix("data: ")) for block in text.split("\n\n")[:-1]]
+
+
+def answer(sent: list[dict[str, Any]], side: str) -> str:
+    return "".join(event[side].get("text", "") for event in sent if side in event)
+
+
+def test_both_answers_are_those_that_generate_gives(server: Server, tiny_pair: tuple[Any, Any]) -> None:
+    model, tokenizer = tiny_pair
+    sent = events(server)
+    assert sent[-1] == {"done": True}
+    context, rest = chat_parts(tokenizer, WISH["text"], WISH["question"])
+    encoded = (tokenizer(part, add_special_tokens=False, return_tensors="pt") for part in (context, rest))
+    ids, question = (tokens.input_ids for tokens in encoded)
+    cache = keepset.Cache(model, "snapkv(window=8, keep=0.25)")
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    length = {"max_new_tokens": ANSWER, "do_sample": False}
+    ours = model.generate(**cache.ask(question), **length)[0, question.shape[1] :]
+    full = model.generate(torch.cat([ids, question], 1), past_key_values=DynamicCache(config=model.config), **length)
+    theirs = full[0, ids.shape[1] + question.shape[1] :]
+    for side, expected in (("compressed", ours), ("full", theirs)):
+        text = tokenizer.decode(expected, skip_special_tokens=True)
+        # The tiny model may end within a character, which is not shown.
+        assert text.rstrip("\N{REPLACEMENT CHARACTER}").startswith(answer(sent, side)) and answer(sent, side)
+    (sizes,) = [event["compressed"] for event in sent if "kept" in event.get("compressed", {})]
+    assert sizes["bytes"] == cache.nbytes
+    kept = cache.keep_set.mask(ids.shape[1])[:, 0].float()
+    layers = [event for event in sent if "shares" in event]
+    assert [event["layer"] for event in layers] == [1, 2]
+    assert sizes["kept"] == pytest.approx(float(kept.mean()), abs=1e-6)
+    assert layers[-1]["shares"] == pytest.approx(kept.mean((0, 1)).tolist(), abs=1e-3)
+    assert "".join(text or "" for text in sent[0]["tokens"]) == context
+    commands = sent[0]["command"].splitlines()
+    assert commands[0].startswith("keepset context build") and commands[1].endswith("text.safetensors 'Who?'")
+    compile(sent[0]["python"], "python", "exec")
+
+
+@pytest.mark.parametrize(
+    ("other", "because"),
+    [
+        ({"text": " "}, "There is no text"),
+        ({"text": "word " * 3000}, "2000 at most are taken here"),
+        ({"recipe": "snapkvv"}, "There is no method 'snapkvv'"),
+        ({"keep": "much"}, "keep='much' is no number"),
+        ({"keep": ""}, "says not how much to keep"),
+        ({"keep": "0"}, "keep=0 is out of range"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(server: Server, other: dict[str, str], because: str) -> None:
+    *before, last = events(server, **other)
+    assert not before and because in last["error"] and "\n" not in last["error"]
+
+
+def test_only_its_own_page_is_served(server: Server) -> None:
+    here = f"{HOST}:{server.port}"
+    for headers in ({"Host": "evil.example"}, {"Host": here, "Origin": "http://evil.example"}, {"Origin": "null"}):
+        assert post(server, WISH, **headers)[0] == 403
+    assert post(server, WISH, **{"Content-Type": "text/plain"})[0] == 415
+    assert post(server, WISH, "/other")[0] == 404
+    assert post(server, "{")[0] == post(server, {"text": 3})[0] == 400
+    assert post(server, "x" * 1_000_001)[0] == 413
+    assert post(server, {**WISH, "text": ""}, Host=f"localhost:{server.port}", Origin=f"http://{here}")[0] == 200
+
+
+def test_one_run_at_a_time(server: Server) -> None:
+    with server.busy:
+        status, text = post(server, WISH)
+    assert status == 409 and "Another run is under way" in text
+    for _ in range(2):
+        assert "There is no text" in events(server, text="")[-1]["error"]
+
+
+def test_the_page_holds_text_only_in_its_data_block(server: Server) -> None:
+    connection = http.client.HTTPConnection(HOST, server.port, timeout=60)
+    connection.request("GET", "/")
+    answer = connection.getresponse()
+    page, policy = answer.read().decode(), answer.headers["Content-Security-Policy"]
+    block = page.partition('id="data">')[2].partition("</script>")[0]
+    assert json.loads(block)["model"] == EVIL and "pwned" not in page.replace(block, "")
+    assert "default-src 'none'" in policy and "unsafe" not in policy.partition("script-src")[2].partition(";")[0]
+
+
+def test_ports_that_cannot_be(run: Run, tiny: Any) -> None:
+    check_refused(run, "ui", "--port", "70000", because="--port 70000 is out of range")
+    with socket.socket() as taken:
+        taken.bind((HOST, 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        check_refused(run, "ui", "--port", port, because=f"Port {port} of 127.0.0.1 cannot be had")
+
+
+def test_recipes_to_choose_from_are_recipes() -> None:
+    assert len(Recipe.parse_list(", ".join(RECIPES))) == len(RECIPES)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("viewport", [{"width": 1280, "height": 900}, {"width": 390, "height": 844}])
+def test_in_chromium(server: Server, viewport: dict[str, int]) -> None:
+    if CHROMIUM is None or importlib.util.find_spec("playwright") is None:
+        pytest.skip("needs the playwright package and an installed Chromium")
+    from playwright.sync_api import sync_playwright
+
+    complaints: list[str] = []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page(viewport=viewport)
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.goto(f"http://{HOST}:{server.port}")
+        assert page.locator("h1").text_content() == EVIL
+        page.locator("#run").click()
+        page.locator("#status", has_text="Done.").wait_for()
+        assert EVIL in page.locator("#text").text_content() and "日本語" in page.locator("#text").text_content()
+        shares = page.locator("#text span").evaluate_all("all => all.map(s => s.style.getPropertyValue('--share'))")
+        assert 0.2 < sum(map(float, shares)) / len(shares) < 0.4
+        assert "24.6 % of the entries" in page.locator("#compressed-cost").text_content()
+        assert page.locator("#full-reply").text_content()
+        assert page.evaluate("document.documentElement.scrollWidth") <= viewport["width"]
+        page.locator("#recipe").fill("nonsense")
+        page.locator("#run").click()
+        page.locator("#status.failed", has_text="There is no method 'nonsense'").wait_for()
+        assert page.evaluate("window.pwned") is None
+        browser.close()
+    assert complaints == []

@@ -1,0 +1,165 @@
+"""What entries in pages receive of a few queries, entry by entry, against allocators that deal page after page out."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from keepset.kernels.paged_window import EntriesInPages, Received, RecordedQueries, add_received_in_pages
+from keepset.kernels.subpages import Layout
+from tests.kernels.test_paged import Case, _slots, at
+from tests.kernels.test_window import TOLERANCE
+
+LENGTHS, NEW = [9, 21, 12, 1], [9, 1, 9, 1]
+"""The second one shares pages, some of them in the other layer's cache; the fourth kept nothing."""
+BEFORE = 7.0
+"""What stands in columns."""
+
+
+def in_pages(case: Case, layers: int) -> EntriesInPages:
+    """The same layout in all of so many layers."""
+    layout = Layout(*(torch.cat([part] * layers, 1).contiguous() for part in case.layout))
+    table = torch.tensor([row.block_table() for row in case.rows], dtype=torch.int32)
+    lengths = torch.tensor([row.length for row in case.rows])
+    return EntriesInPages(layout, table, lengths, layout.counts, max(row.length for row in case.rows))
+
+
+def positions_of(case: Case, size: int) -> Tensor:
+    """Of each slot with an entry that was kept, bit for bit; what else there is means nothing."""
+    column = torch.full(case.bias.shape, 12345, dtype=torch.int32)
+    for row in case.rows:
+        for head in range(case.caches[0].shape[1]):
+            for slot, position in _slots(row, head, size):
+                column[place(case, slot)] = position
+    return column.view(torch.float32)
+
+
+def place(case: Case, slot: int) -> tuple[int, int]:
+    """Of a slot as the second layer numbers it: its layer, and its place there."""
+    slots = case.bias.shape[1]
+    return (1 + slot // slots) % 2, slot % slots
+
+
+def expected(case: Case, queries: Tensor, received: Received, unwritten: list[int]) -> dict[int, float]:
+    """By slot, or by place in a column of its own, the sum of the second layer."""
+    blocks, kv_heads, size, width = case.caches[0].shape
+    group, sums = queries.shape[1] // kv_heads, {}
+    for r, row in enumerate(case.rows):
+        for head in range(kv_heads):
+            slots, kept = _slots(row, head, size), int(case.layout.counts[r, 0, head])
+            made = [BEFORE if i < len(slots) - unwritten[r] else 0.0 for i in range(len(slots))]
+            for n in range(queries.shape[2]):
+                last = int(received.last_visible[r, n])
+                seen = [i for i, (_, position) in enumerate(slots) if position <= last]
+                if received.positions is None and last >= 0:
+                    seen = sorted({*seen, *range(kept)})
+                logits = []
+                for member in range(head * group, head * group + group):
+                    of_member = []
+                    for i in seen:
+                        slot = slots[i][0]
+                        layer, *there = at(slot, size, kv_heads, blocks)
+                        key = case.caches[layer][tuple(there)][: width // 2]
+                        bias = case.bias[place(case, slot)] if received.bias is not None and i < kept else 0.0
+                        of_member.append(float(key.double() @ queries[r, member, n].double() * received.scaling + bias))
+                    logits.append(of_member)
+                if received.largest:
+                    logits = [[max(members) for members in zip(*logits, strict=True)]]
+                for of_member in logits:
+                    most = max(of_member, default=0.0)
+                    total = sum(math.exp(each - most) for each in of_member)
+                    for i, each in zip(seen, of_member, strict=True):
+                        made[i] += math.exp(each - most) / total / len(logits)
+            for i, each in enumerate(made):
+                sums[head * received.own + i if received.own else slots[i][0]] = each
+    return sums
+
+
+@pytest.mark.cross
+@pytest.mark.parametrize("positioned", [False, True])
+@pytest.mark.parametrize("group", [1, 3, 8])
+@pytest.mark.parametrize("largest", [False, True])
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_sums(implementation: str, dtype: torch.dtype, n: int, largest: bool, group: int, positioned: bool) -> None:
+    """Some of the queries see nothing, or do not exist."""
+    kv_heads, size, dim = 2, 4, 10
+    case = Case.draw(LENGTHS, NEW, kv_heads, size, dim, dtype)
+    draw, rows = torch.Generator().manual_seed(n), len(LENGTHS)
+    rings = torch.randn(1, rows + 2, 6, kv_heads * group, dim, generator=draw).to(dtype)
+    slots = torch.randperm(2 * rows, generator=draw).clamp(max=rows + 1)[::2]  # not one after another
+    at_places = torch.randint(6, (rows, n), generator=draw)
+    last = torch.stack([torch.randint(-1, row.length, (n,), generator=draw) for row in case.rows]).sort().values
+    unwritten = [min(2, row.length) for row in case.rows]
+    columns = torch.full(case.bias.shape, BEFORE)
+    bias, positions = case.bias if group == 3 else None, positions_of(case, size) if positioned else None
+    received = Received(columns, last, torch.tensor(unwritten), 0.3, largest, bias, positions)
+    held, queries = in_pages(case, 2), RecordedQueries(rings, slots, at_places)
+    add_received_in_pages(case.caches, range(1, 2), queries, held, received)
+    few = torch.stack([rings[0, slot, own] for slot, own in zip(slots, at_places, strict=True)]).transpose(1, 2)
+    right = torch.full_like(columns, BEFORE, dtype=torch.float64)
+    for slot, each in expected(case, few, received, unwritten).items():
+        right[place(case, slot)] = each
+    torch.testing.assert_close(columns.double(), right, **TOLERANCE[dtype])
+
+
+def test_numbers_of_ones_own(implementation: str) -> None:
+    """Of a request that nothing was dropped of, beside others in the same pages: an entry's place is its position."""
+    case = Case.draw([9], [9], 2, 4, 8, torch.float32)
+    draw = torch.Generator().manual_seed(0)
+    rings, room = torch.randn(1, 1, 3, 6, 8, generator=draw), 11
+    column, last = torch.full((2, 2 * room), BEFORE), torch.tensor([[6, 7, 8]])
+    received = Received(column, last, torch.tensor([3]), 0.3, own=room)
+    queries = RecordedQueries(rings, torch.tensor([0]), torch.arange(3)[None])
+    add_received_in_pages(case.caches, range(1, 2), queries, in_pages(case, 2), received)
+    right = torch.full((2, 2 * room), BEFORE, dtype=torch.float64)
+    for own, each in expected(case, rings[0].transpose(1, 2), received, [3]).items():
+        right[1, own] = each
+    torch.testing.assert_close(column.double(), right, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.full
+def test_one_layout_of_all_layers_and_long_heads(triton_interpreted: None) -> None:
+    """As where heads are equal; long enough for several parts, with a shorter one beside it."""
+    size, lengths = 16, torch.tensor([700, 3])
+    draw = torch.Generator().manual_seed(1)
+    caches = [torch.randn(90, 2, size, 16, generator=draw) for _ in range(2)]
+    gone, none = torch.tensor([[40], [0]]), torch.zeros(2, 1, 2, dtype=torch.int64)
+    table = torch.stack([torch.randperm(45, generator=draw) + 45 * row for row in range(2)])
+    held = EntriesInPages(Layout(none, gone, gone // size, none[..., 0]), table, lengths, none, 700)
+    rings = torch.randn(2, 2, 5, 2, 8, generator=draw)
+    columns, last = torch.zeros(2, 90 * 2 * size), torch.tensor([[690, 699], [1, 2]])
+    queries = RecordedQueries(rings, torch.tensor([1, 0]), torch.tensor([[3, 4], [0, 1]]))
+    add_received_in_pages(caches, range(2), queries, held, Received(columns, last, lengths, 0.5))
+    for layer in range(2):
+        for row, (first, count) in enumerate(((40 // size, 660), (0, 3))):
+            for head in range(2):
+                entry = torch.arange(count)
+                block = table[row, first + entry // size]
+                keys = caches[layer][block, head, entry % size, :8].double()
+                right = torch.zeros(count, dtype=torch.float64)
+                for n in range(2):
+                    query = rings[layer, queries.slots[row], queries.places[row, n], head].double()
+                    seen = entry + int(gone[row]) <= last[row, n]
+                    right[seen] += (keys[seen] @ query * 0.5).softmax(0)
+                made = columns[layer, (block * 2 + head) * size + entry % size]
+                torch.testing.assert_close(made.double(), right, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("largest", [False, True])
+@pytest.mark.parametrize("strange", [math.nan, math.inf])
+def test_what_is_no_number_spoils_its_own_head_only(implementation: str, strange: float, largest: bool) -> None:
+    case = Case.draw([9], [9], 2, 4, 8, torch.float32)
+    spoilt = _slots(case.rows[0], 1, 4)
+    slot = spoilt[2][0]
+    layer, *there = at(slot, 4, 2, len(case.caches[0]))
+    case.caches[layer][tuple(there)][0] = strange
+    column = torch.zeros(case.bias.shape)
+    received = Received(column, torch.tensor([[8, 8]]), torch.tensor([9]), 0.3, largest)
+    queries = RecordedQueries(torch.ones(1, 1, 2, 4, 8), torch.tensor([0]), torch.arange(2)[None])
+    add_received_in_pages(case.caches, range(1, 2), queries, in_pages(case, 2), received)
+    whole = [slot for slot, _ in _slots(case.rows[0], 0, 4)]
+    assert column[1, whole].isfinite().all() and column[1, [slot for slot, _ in spoilt]].isnan().all()
