@@ -54,7 +54,7 @@ def test_ragged_heads_by_keepsets_own_kernels(tiny: Path, tiny_oracle: Oracle, t
 
     Of biases the reference knows nothing: there the transformers runtime is it.
     """
-    some = [Ask(IDS[200 * i : 200 * i + n], 16, add=add) for i, (n, add) in enumerate([(70, 0), (50, 0), (110, 9)])]
+    some = [Ask(IDS[200 * i : 200 * i + n], 16, add=add) for i, (n, add) in enumerate([(70, 0), (60, 0), (110, 9)])]
     engine = {"model": str(tiny), "max_num_batched_tokens": 48, "block_size": 16}
     recipe, biased = (
         "adakv(snapkv(window=8), keep=40, every=12)",
