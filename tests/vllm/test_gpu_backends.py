@@ -54,14 +54,14 @@ def test_ragged_heads_by_keepsets_own_kernels(tiny: Path, tiny_oracle: Oracle, t
 
     Of biases the reference knows nothing: there the transformers runtime is it.
     """
-    some = [Ask(IDS[200 * i : 200 * i + n], 16, add=add) for i, (n, add) in enumerate([(70, 0), (60, 0), (110, 9)])]
-    engine = {"model": str(tiny), "max_num_batched_tokens": 48, "block_size": 16}
+    some = [Ask(IDS[200 * i : 200 * i + n], 24, add=add) for i, (n, add) in enumerate([(130, 0), (70, 0), (230, 9)])]
+    engine = {"model": str(tiny), "max_num_batched_tokens": 96, "block_size": 16}
     recipe, biased = (
         "adakv(snapkv(window=8), keep=40, every=12)",
         "match(snapkv(window=8), window=8, keep=40, every=12)",
     )
     plain, fitted = run(
-        Scenario(recipe, some, preempt=(12,), engine=engine, backend="FLASH_ATTN", triton=True),
+        Scenario(recipe, some, preempt=(14,), engine=engine, backend="FLASH_ATTN", triton=True),
         Scenario(biased, some, engine=engine, backend="FLASH_ATTN", triton=True),
     )
     for result in (plain, fitted):
