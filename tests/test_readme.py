@@ -1,4 +1,4 @@
-"""What README shows in Python runs as it is printed; `tests/cli/test_documents.py` has the commands."""
+"""What README and the guide show in Python runs as printed; `tests/cli/test_documents.py` has the commands."""
 
 from __future__ import annotations
 
@@ -7,23 +7,47 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import keepset
 from keepset import models
+from tests.cli.conftest import tiny_model
 
-README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[1]
 
 
-def test_python_runs(
+def pieces(document: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(encoding="utf-8"), flags=re.S)
+
+
+def test_readmes_python_runs(
     embedded: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Piece after piece in one session, as a reader would."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(models, "load", lambda *_: embedded)
     session: dict[str, Any] = {}
-    for code in re.findall(r"```python\n(.*?)```", README, flags=re.S):
+    for code in pieces("README.md"):
         exec(compile(code, "README.md", "exec"), session)
     printed = capsys.readouterr().out
     assert "Oslo's secret number is 48217" in printed
     assert re.search(r"Cache\(reread\(keep=0.25\): 24\d of 9\d\d tokens, 11\.\d MB of 4\d\.\d\)", printed)
     again = session["tokenizer"].decode(session["answer"][0])
     assert "48217" in again
+
+
+@pytest.mark.full
+def test_the_guides_python_runs(embedded: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With what its sentences speak of; on a tiny model."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    model, tokenizer = tiny_model(), embedded[1]
+    texts = ["The ferry leaves at noon and comes back before the lamps are lit. " * 20, "Rain fell on the roofs. " * 20]
+    prompt, question = (tokenizer(text, return_tensors="pt") for text in (texts[0], "When?"))
+    session: dict[str, Any] = dict(model=model, tokenizer=tokenizer, keepset=keepset, torch=torch)
+    session |= dict(text=texts[0], texts=texts, prompt=prompt, document=prompt, question=question)
+    session["cache"] = keepset.Cache(model, "reread(keep=0.25)")
+    for code in pieces("docs/guide.md"):
+        exec(compile(code, "guide.md", "exec"), session)
+    assert session["answer"].shape[1] > question["input_ids"].shape[1]

@@ -171,7 +171,7 @@ def _result(entry: Entry, model: str, rows: Sequence[Measured]) -> dict[str, Any
 
 def _print_list(entries: Sequence[Entry], json_file: Path | None) -> None:
     def print_table() -> None:
-        grid = table("entry", "shows", "models", "state", fold=True)
+        grid = table("entry", "shows", "models", "state", optional=("state", "models"))
         for each in entries:
             grid.add_row(each.name, each.title, "\n".join(map(_short, each.models)), each.state)
         show(grid)
@@ -200,7 +200,7 @@ def _print_result(entry: Entry, result: dict[str, Any]) -> None:
         say(f"The paper's figures are of {result['paper_model']}.")
     if entry.note:
         say(entry.note)
-    grid = table("", numbers=("keep", "paper", "measured (95 %)", "examples"), fold=True)
+    grid = table("", numbers=("keep", "paper", "measured (95 %)", "examples"), optional=("examples",), fold=True)
     for (task, metric), rows in groupby(result["rows"], lambda row: (row["task"], row["metric"])):
         grid.add_row(cell(f"{task}, {metric}", style="bold"))
         for row in rows:

@@ -77,7 +77,8 @@ def print_summary(summary: Summary) -> None:
     """The figures as tables; averages come last, where they are seen."""
     from rich.text import Text
 
-    rows = table("", numbers=("score (95 %)", "difference (95 %)", "kept", "bytes", "examples"), fold=True)
+    figures = ("score (95 %)", "difference (95 %)", "kept", "bytes", "examples")
+    rows = table("", numbers=figures, optional=("examples", "kept", "difference (95 %)", "bytes"), fold=True)
     for task, group in groupby((*summary.rows, *summary.averages), attrgetter("task")):
         of_task = list(group)
         cut = max(row.cut for row in of_task)
@@ -95,8 +96,8 @@ def print_summary(summary: Summary) -> None:
     if not summary.trades:
         return
     tolerances = sorted({each.tolerance for trade in summary.trades for each in trade.reach})
-    losses = (f"can go, loss {tolerance:.0%}" for tolerance in tolerances)
-    trades = table("", numbers=("area (95 %)", "from", *losses), fold=True)
+    losses = [f"can go, loss {tolerance:.0%}" for tolerance in tolerances]
+    trades = table("", numbers=("area (95 %)", "from", *losses), optional=("from", *losses), fold=True)
     for task, of_recipes in groupby(summary.trades, attrgetter("task")):
         trades.add_row(cell(task, style="bold"))
         for trade in of_recipes:
@@ -114,7 +115,8 @@ def _print_events(rows: Sequence[TableRow]) -> None:
     if not tasks:
         return
     columns = ("tokens", "repetition", "wiped out", "middle kept", "IoU", "early, middle, late layers")
-    events = table("", numbers=columns, fold=True)
+    optional = ("tokens", "early, middle, late layers", "repetition", "middle kept", "IoU")
+    events = table("", numbers=columns, optional=optional, fold=True)
     for task, group in groupby((row for row in rows if row.task in tasks), attrgetter("task")):
         events.add_row(cell(task, style="bold"))
         for row in group:
@@ -133,7 +135,7 @@ def _print_peaks(rows: Sequence[TableRow]) -> None:
     measured = [(row, row.peak_bytes, row.batch) for row in rows if row.peak_bytes is not None]
     if not measured:
         return
-    peaks = table("", numbers=("peak memory", "side by side"), fold=True)
+    peaks = table("", numbers=("peak memory", "side by side"), optional=("side by side",), fold=True)
     for task, group in groupby(measured, lambda each: each[0].task):
         peaks.add_row(cell(task, style="bold"))
         for row, peak, batch in group:

@@ -257,8 +257,8 @@ def _keep_set(layers: Sequence[Mapping[str, Tensor]]) -> KeepSet | None:
     kept = []
     for index, tensors in enumerate(layers):
         if "kept.counts" in tensors:
-            keys, values = tensors["columns.keys"], tensors["columns.values"]
-            entry_bytes = (keys.shape[-1] + values.shape[-1]) * keys.element_size()
+            columns = (tensors.get(f"columns.{name}") for name in ("keys", "values", "key_scale", "value_scale"))
+            entry_bytes = sum(column[:1].nbytes for column in columns if column is not None)
             positions = tensors["kept.positions"]
             kept.append(LayerKeepSet(index, positions, positions, tensors["kept.counts"], entry_bytes))
     return KeepSet(kept) if kept else None

@@ -154,6 +154,7 @@ class ContextLibrary:
             f"it has {contents.requests} requests": contents.requests != 1,
             "it has padding": contents.padded,
             "it adds biases to attention (give its match biases=False)": BIAS in contents.columns,
+            "its entries are in 8 bits (leave int8(...) around its recipe out)": "key_scale" in contents.columns,
             "it would be compressed further while it is asked (leave its every= out)": contents.goes_on,
             "not all layers of its model are compressed": len(contents.counts) != contents.layers,
             "its layers differ in their heads": len({counts.shape for counts in contents.counts.values()}) != 1,

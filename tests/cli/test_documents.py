@@ -56,7 +56,7 @@ def test_recipes_can_be_read(document: Path) -> None:
 
 @pytest.mark.full
 def test_readmes_commands_run_as_they_stand(run: Run, embedded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One after another, as some go on with what others wrote; all but that which becomes a vLLM server."""
+    """One after another, as some go on with what others wrote; all but those that become servers."""
     model = tiny_model()
     # As long, and with the embedded model's tokenizer beside it.
     for name in ("max_position_embeddings", "name_or_path"):
@@ -66,7 +66,7 @@ def test_readmes_commands_run_as_they_stand(run: Run, embedded: Any, monkeypatch
     shown = commands(README)
     assert len(shown) > 8
     for words in shown:
-        if words[1] != "serve":
+        if words[1] not in ("serve", "ui"):
             done = run(*words[1:])
             assert done.code == 0, (words, done.err)
     assert {path.name for path in Path().iterdir()} >= {

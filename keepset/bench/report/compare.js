@@ -299,9 +299,11 @@ function text() {
     for (let i = 0; i < count; i++) id(name).append(el("option", { value: i }, String(i)));
   }
   for (const select of [recipe, id("layer"), id("head")]) select.addEventListener("change", shade);
-  // What keeps everything has nothing to show.
-  const first = rows.findIndex((row, i) => kept[i] && row.keep < 1);
-  if (first >= 0) recipe.value = String(first);
+  // The best of the smallest that still answers; what keeps everything has nothing to show.
+  const [first] = [...rows.keys()].filter((i) => kept[i] && rows[i].keep < 1).sort((a, b) =>
+    Number(rows[a].needle_found === false) - Number(rows[b].needle_found === false) ||
+    rows[a].keep.toFixed(2) - rows[b].keep.toFixed(2) || number(rows[a].kl) - number(rows[b].kl));
+  if (first !== undefined) recipe.value = String(first);
   if (recipe.options.length) shade();
   else {
     for (const select of [recipe, id("layer"), id("head")]) select.disabled = true;

@@ -1,0 +1,129 @@
+"""The picture of README: a text around a fact that is asked for later, each token shaded by what two recipes keep.
+
+`python benchmarks/picture.py docs/kept.svg` runs the embedded model and writes it; what the recipes answer, and with
+how many bytes, is measured.
+"""
+
+import argparse
+from html import escape
+from pathlib import Path
+from textwrap import wrap
+
+import torch
+from rich.cells import cell_len
+
+import keepset
+from keepset.texts import NEEDLE, chat_parts, essay, insert, token_texts
+
+RECIPES = ("snapkv(keep=0.25)", "reread(keep=0.25)")
+CHARACTERS, AROUND, COLUMNS, ANSWER = 3200, 620, 58, 16
+WIDE, HIGH, MARGIN, GAP = 7.2, 21, 20, 28
+STYLE = """
+svg { --page: #fff; --ink: #1b1f24; --muted: #59636e; --line: #d8dee4; --keep: #6fb0f0; --fact: #b3261e; }
+@media (prefers-color-scheme: dark) {
+  svg { --page: #14171b; --ink: #e6e9ec; --muted: #9ba6b2; --line: #343b43; --keep: #1f62b5; --fact: #ff8a80; }
+}
+text { font: 12px ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; fill: var(--ink); }
+.head { font-weight: 700; }
+.note { fill: var(--muted); }
+.page { fill: var(--page); stroke: var(--line); }
+.kept { fill: var(--keep); }
+.fact { stroke: var(--fact); stroke-width: 2; }
+"""
+
+
+def measured(model, tokenizer, recipe: str, text: str) -> tuple[list[str | None], list[float], str, str]:
+    """The context's tokens, the share of heads that keep each, the bytes and the answer."""
+    context, rest = chat_parts(tokenizer, text, NEEDLE.question)
+    ids, question = (
+        tokenizer(part, add_special_tokens=False, return_tensors="pt").input_ids for part in (context, rest)
+    )
+    cache = keepset.Cache(model, recipe)
+    with torch.no_grad():
+        model(ids, past_key_values=cache, logits_to_keep=1)
+        answer = model.generate(**cache.ask(question), max_new_tokens=ANSWER, do_sample=False)
+    shares = cache.keep_set.mask(ids.shape[1])[:, 0].float().mean((0, 1)).tolist()
+    said = tokenizer.decode(answer[0, question.shape[1] :], skip_special_tokens=True).strip()
+    nbytes = f"{cache.nbytes / 1e6:.1f} of {cache.nbytes_full / 1e6:.1f} MB"
+    return token_texts(tokenizer, ids[0].tolist()), shares, nbytes, said
+
+
+def lines_of(tokens: list[str | None], shares: list[float]) -> list[list[tuple[str, float]]]:
+    """Pieces of the text around the fact, each with its share, in lines that are wrapped at words."""
+    marked: list[tuple[str, float]] = []
+    for text, share in zip(tokens, shares, strict=True):
+        if text is None:
+            marked[-1] = (marked[-1][0], min(marked[-1][1], share))
+        else:
+            marked += [(character, share) for character in text]
+    whole = "".join(character for character, _ in marked)
+    middle = whole.index(NEEDLE.answer)
+    first = whole.rindex(" ", 0, middle - AROUND) + 1
+    marked = [
+        (" " if c.isspace() else c, share)
+        for c, share in marked[first : middle + AROUND]
+        if c.isprintable() or c == "\n"
+    ]
+    lines, at = [], 0
+    for line in wrap("".join(c for c, _ in marked), COLUMNS, drop_whitespace=False, replace_whitespace=False):
+        lines.append(marked[at : at + len(line)])
+        at += len(line)
+    return lines[:-1]
+
+
+def panel(left: float, recipe: str, lines: list[list[tuple[str, float]]], nbytes: str, answer: str) -> list[str]:
+    """One recipe: its name, the shaded text, and the answer."""
+    parts = [
+        f'<text x="{left}" y="{MARGIN + 12}" class="head">{escape(recipe)}</text>',
+        f'<text x="{left}" y="{MARGIN + 30}" class="note">{nbytes}; asked later, it says:</text>',
+        f'<text x="{left}" y="{MARGIN + 48}">{escape(answer)}</text>',
+    ]
+    top = MARGIN + 60
+    for number, line in enumerate(lines):
+        x, y = left, top + number * HIGH
+        text = "".join(c for c, _ in line)
+        begin = text.find(NEEDLE.answer)
+        for character, share in line:
+            wide = WIDE * cell_len(character)
+            if share > 0:
+                parts.append(
+                    f'<rect x="{x:.1f}" y="{y}" width="{wide + 0.2:.1f}" height="{HIGH - 3}" class="kept" '
+                    f'opacity="{share:.2f}"/>'
+                )
+            x += wide
+        parts.append(
+            f'<text x="{left}" y="{y + 13}" textLength="{x - left:.1f}" xml:space="preserve">{escape(text)}</text>'
+        )
+        if begin >= 0:
+            from_x, to_x = (left + WIDE * cell_len(text[:end]) for end in (begin, begin + len(NEEDLE.answer)))
+            parts.append(f'<path d="M{from_x:.1f} {y + 17}H{to_x:.1f}" class="fact"/>')
+    return parts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path)
+    model, tokenizer = keepset.models.load()
+    text = insert(essay()[:CHARACTERS], NEEDLE, 0.5)
+    parts: list[str] = []
+    described, rows = [], 0
+    for number, recipe in enumerate(RECIPES):
+        tokens, shares, nbytes, answer = measured(model, tokenizer, recipe, text)
+        lines = lines_of(tokens, shares)
+        rows = max(rows, len(lines))
+        parts += panel(MARGIN + number * (COLUMNS * WIDE + GAP), recipe, lines, nbytes, answer)
+        described.append(f"With {recipe} the model answers: {answer}")
+    width, height = 2 * MARGIN + 2 * COLUMNS * WIDE + GAP, 2 * MARGIN + 60 + rows * HIGH
+    title = f"A text with a fact in it, shaded by the share of heads that keep each token. {' '.join(described)}"
+    parser.parse_args().file.write_text(
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" role="img">\n'
+        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n"
+        f'<rect x="0.5" y="0.5" width="{width - 1:.0f}" height="{height - 1}" rx="8" class="page"/>\n'
+        + "\n".join(parts)
+        + "\n</svg>\n",
+        encoding="utf-8",
+    )
+
+
+if __name__ == "__main__":
+    main()

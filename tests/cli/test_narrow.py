@@ -1,0 +1,125 @@
+"""Every command that prints tables, in a terminal of 80 columns: no line is longer, and no name or recipe is broken."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from keepset.bench.cell import FULL
+from keepset.cli import console
+from keepset.cli.bench import print_table
+from keepset.serving.table import table_rows
+from tests.bench.analysis.cells import cells
+from tests.cli.conftest import Run
+from tests.cli.test_results import write
+
+COLUMNS = 80
+LONG = "adakv(expected_attention(future=16, buffer=8), keep=0.5), streaming_llm(keep=0.25)"
+DECODING = "pyramid(expected_attention(future=16, buffer=4), keep=48), streaming_llm(keep=32)"
+TEXT = ("--text", "text", "--prompt-tokens")
+
+
+class Printed:
+    """Prints everything twice: into 80 columns, and into more than anything needs."""
+
+    def __init__(self) -> None:
+        self.narrow, self.wide = (Console(width=width, file=io.StringIO()) for width in (COLUMNS, 2000))
+
+    def print(self, *objects: Any, soft_wrap: bool = False, **options: Any) -> None:
+        """What has no width of its own, and the terminal wraps, is left out."""
+        if not soft_wrap:
+            self.narrow.print(*objects, **options)
+            self.wide.print(*objects, **options)
+
+    def check(self) -> None:
+        """Every name in the narrow text stands in the wide one."""
+        narrow, wide = (each.file.getvalue() for each in (self.narrow, self.wide))  # type: ignore[attr-defined]
+        assert wide.strip() and max(map(len, narrow.splitlines())) <= COLUMNS
+        names, whole = (set(re.findall(r"[\w./@()=',-]*\w", text)) for text in (narrow, wide))
+        # A recipe may go on in the next line, but only after a comma.
+        whole |= {part.strip() for name in whole for part in name.split(",")}
+        assert not {name for name in names if name not in whole and not re.fullmatch(r"[\d.,()%-]*", name)}
+
+
+@pytest.fixture
+def printed(run: Run, monkeypatch: pytest.MonkeyPatch) -> Printed:
+    made = Printed()
+    monkeypatch.setattr(console, "stdout", lambda: made)
+    return made
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> None:
+    names = ("adakv(expected_attention(future=16), keep=0.5)", "streaming_llm(keep=0.25)")
+    made = [*cells(FULL, [1.0, 0.0]), *(each for name in names for each in cells(name, [1.0, 0.5], wipeout=0.1))]
+    write(made, tmp_path / "sweep.sqlite")
+
+
+@pytest.mark.usefixtures("tiny", "text", "sweep")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("methods",),
+        ("methods", "compilerkv"),
+        ("reproduce", "list"),
+        ("results", "sweep.sqlite"),
+        ("compare", *TEXT, "100", "--continuation", "8", "--recipes", LONG),
+        ("compare", *TEXT, "60", "--continuation", "40", "--decode", "--every", "16", "--recipes", DECODING),
+        pytest.param(
+            ("trace", "Go on.", "--recipe", DECODING.split("), s", maxsplit=1)[0] + ", every=16)"),
+            marks=pytest.mark.full,
+        ),
+        pytest.param(("tune", "--text", "text", "--retrieval", "--minutes", "0.1"), marks=pytest.mark.full),
+        pytest.param(
+            ("eval", "needle", "--out", "new", "--limit", "1", "--prompt-tokens", "300"), marks=pytest.mark.full
+        ),
+        pytest.param(
+            ("bench", "latency", "--prompt-tokens", "20,30", "--output-tokens", "3", "--recipes", LONG),
+            marks=pytest.mark.full,
+        ),
+        pytest.param(("diagnose", "gvote", *TEXT, "60"), marks=pytest.mark.full),
+        pytest.param(
+            ("reproduce", "gvote-figure-3", "--model", "embedded", "--prompt-tokens", "100"), marks=pytest.mark.full
+        ),
+    ],
+    ids=lambda words: " ".join(words[:2]),
+)
+def test_no_name_is_broken(run: Run, printed: Printed, words: tuple[str, ...]) -> None:
+    assert run(*words).code == 0
+    printed.check()
+
+
+def test_no_name_is_broken_of_a_load(printed: Printed) -> None:
+    figures: dict[str, Any] = {
+        **{name: {"mean": 1.5, "max": 2.0} for name in ("running", "waiting", "kv_usage")},
+        **{name: {"p50": 0.5, "p99": 1.0} for name in ("first_token_seconds", "seconds_per_token", "request_seconds")},
+        **dict(requests=28, failed=0, seconds=9.5, output_tokens_per_second=123.4, preemptions=3.0, errors=[]),
+        "keepset": {"entries_kept": 1e6, "event_seconds": 0.25},
+    }
+    servers = [{"name": name, "summary": figures} for name in ("plain", "recipe")]
+    load = {
+        "requests": 28,
+        "prompt_tokens": 512,
+        "output_tokens": 256,
+        "concurrency": 28,
+        "rounds": 1,
+        "question_tokens": 0,
+    }
+    result = {"model": "SmolLM2-135M-Instruct", "load": load, "recipe": LONG, "servers": servers}
+    print_table(result, table_rows([figures, figures]))
+    printed.check()
+
+
+def test_a_broken_name_is_noticed(printed: Printed) -> None:
+    output: Callable[..., None] = printed.print
+    output("x" * 70 + " expected_attention_over_all")
+    printed.check()
+    output("a" * 75 + "_expected")
+    with pytest.raises(AssertionError):
+        printed.check()
