@@ -75,7 +75,7 @@ def follow_layouts(
         filed: is written to.
         block_table: of the step's requests.
         before, after: tokens of each before the step and after it.
-        required: not 0 where there must be a layout of a request with so many tokens `before`.
+        required: not 0 where there must be a layout of a request with so many tokens `before`; others have none.
         lost: is set to 1 where there is none.
         block_size: tokens of a block.
         layout: contiguous; is written to, row by row: zero of what was not filed. Rows beyond are left alone.
@@ -91,7 +91,7 @@ def follow_layouts(
     row = torch.arange(len(before), device=before.device)
     old = block_table[row, (before - 1).clamp(min=0) // block_size].long()
     pages = block_table[row, (after - 1) // block_size].long()
-    known = (before > 0) & (filed.tokens[old] == before)
+    known = required.bool() & (filed.tokens[old] == before)
     lost |= (required.bool() & ~known).any()
     for part, rows in zip(filed.layout, layout, strict=True):
         rows[: len(row)] = part[old].where(known.view(-1, *(1,) * (part.ndim - 1)), 0)
