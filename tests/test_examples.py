@@ -85,8 +85,9 @@ def test_readme_names_all_of_them() -> None:
 
 
 @pytest.mark.full
-def test_a_server_is_asked_with_the_openai_client() -> None:
+def test_a_server_is_asked_with_the_openai_client(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     from keepset.recipe import Recipe
     from keepset.serving.command import command
     from keepset.serving.server import Server, free_port
