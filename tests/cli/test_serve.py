@@ -75,7 +75,7 @@ def test_small_budgets_are_advised(run: Run, became: list[list[str]], monkeypatc
         (["--recipe", "snapkv"], "says not how much to keep"),
         (["m", "--additional-config", '{"keepset": "x"}'], "give the recipe with --recipe only"),
         (["m", "--recipe", "tova(keep=9)", "--additional-config", "{"], "is no JSON object"),
-        (["m", "--recipe", "compilerkv(tables='t', keep=90)"], "cannot serve compilerkv"),
+        (["m", "--recipe", "compilerkv(tables='t', keep=90)"], "There is no file 't' with tables"),
         (["m", "--recipe", "qfilter(stats='absent', keep=9)"], "There is no file 'absent' with statistics"),
         (["./absent"], "'./absent' is neither an existing folder nor the name of a model"),
         (["."], "The folder '.' has no config.json"),
