@@ -43,7 +43,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     folder = posixpath.dirname(MADE_OF.get(name, f"docs/{name}"))
     if name == "methods.md":
         shown = _methods()
-        sections = re.split(r"^(?=##)", markdown, flags=re.M)
+        sections = re.split(r"^(?=##)", markdown + "\n", flags=re.M)
         markdown = "".join(part + shown.get(part.split("`")[1], "") if part[:3] == "###" else part for part in sections)
     return LINK.sub(lambda link: _page(posixpath.normpath(posixpath.join(folder, link[1]))) + link[2], markdown)
 

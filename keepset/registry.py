@@ -13,6 +13,7 @@ from keepset.allocators.chunkkv import ChunkKV
 from keepset.allocators.composite import Composite
 from keepset.allocators.criticalkv import CriticalKV
 from keepset.allocators.dynamic import Dynamic
+from keepset.allocators.int8 import Int8
 from keepset.allocators.kvcompose import KVCompose
 from keepset.allocators.kvzip import KVZip
 from keepset.allocators.match import Match
@@ -49,7 +50,7 @@ _BUILT_IN: tuple[tuple[type[Method], ...], ...] = (
     (TOVA, SnapKV, RPC, RKV),
     (H2O, ExpectedAttention, PromptQueries, QFilter, TriAttention, DuoAttention, GVote, SecondPassAttention),
     (KVCompose, KVZip, Glance, Reread, CompilerKV),
-    (Uniform, Pyramid, ChunkKV, AdaKV, AMS, CriticalKV, ZigZag, Dynamic, Composite, Pool, Match),
+    (Uniform, Pyramid, ChunkKV, AdaKV, AMS, CriticalKV, ZigZag, Dynamic, Composite, Pool, Match, Int8),
 )
 """By what they look at: positions; keys and values; the newest queries; all queries; all layers. Last, allocators."""
 

@@ -37,7 +37,7 @@ _KERNELS = {
     paged_window: ("_paged_lse", "_add_in_pages"),
     paged: ("_attend_pages", "_append_to_pages", "_follow", "_merge_parts"),
 }
-_ATTENDED = {"_attend_part": slice(7, 9), "_merge_parts": slice(2, 4)}
+_ATTENDED = {"_attend_part": slice(8, 10), "_merge_parts": slice(2, 4)}
 """Where attention's kernels write."""
 
 

@@ -14,6 +14,7 @@ from keepset.kernels.columns import attention_columns, attention_with_lse
 from keepset.kernels.compaction import append_entries, pack_entries
 from keepset.kernels.packed import PackedHeads, Run, runs_of
 from keepset.kernels.paged import PagedTokens, append_to_pages, paged_attention
+from keepset.kernels.paged_window import EntriesInPages, Received, RecordedQueries, add_received_in_pages
 from keepset.kernels.subpages import Layout
 from keepset.kernels.window import add_received
 from on_gpu.measuring import Bench
@@ -94,7 +95,7 @@ def _paged(bench: Bench, entries: int, requests: int) -> None:
     table = torch.zeros(requests, width, dtype=torch.int32, device=bench.device)
     blocks = torch.randperm(requests * held, device=bench.device).int()
     table[:, width - held :] = blocks.view(requests, held)
-    bias = torch.zeros(len(blocks) * bench.kv_heads * size, device=bench.device)
+    bias = torch.zeros(1, len(blocks) * bench.kv_heads * size, device=bench.device)
     tokens = PagedTokens(table, torch.full((requests,), entries, device=bench.device, dtype=torch.int32), entries)
     group = bench.kv_heads * bench.group
     queries, output = (
@@ -117,6 +118,19 @@ def _paged(bench: Bench, entries: int, requests: int) -> None:
     bench.run(part, "ragged", lambda: ours(ragged), nbytes=nbytes, against="uniform")
     bench.run(part, "ragged, with biases", lambda: ours(ragged, bias), nbytes=nbytes, against="uniform")
     there = layout(ragged)
+    few = 4
+    rings = torch.randn(1, requests, few, group, bench.head_dim, device=bench.device, dtype=bench.dtype)
+    places = torch.arange(few, device=bench.device).expand(requests, few)
+    recorded = RecordedQueries(rings, torch.arange(requests, device=bench.device), places)
+    last = entries - few + places
+    sums = Received(bias, last, torch.zeros(requests, dtype=torch.int64, device=bench.device), bench.head_dim**-0.5)
+
+    def received() -> Callable[[], Any]:
+        there = layout(ragged)
+        held = EntriesInPages(there, table, tokens.lengths, there.counts, entries)
+        return lambda: add_received_in_pages([cache], range(1), recorded, held, sums)
+
+    bench.run(part, f"ragged, what entries receive of {few} queries", received, nbytes=nbytes, against="ragged")
     bench.run(part, "one token's entries", lambda: lambda: append_to_pages(new, new, cache, tokens, there))
 
 

@@ -82,6 +82,10 @@ def _model(bench: Bench, name: str) -> PreTrainedModel:
         torch.set_default_dtype(before)
 
 
+def _head_size(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 def _ids(bench: Bench, model: PreTrainedModel, batch: int, n: int) -> torch.Tensor:
     return torch.randint(3, model.config.vocab_size, (batch, n), device=bench.device)
 
@@ -89,10 +93,7 @@ def _ids(bench: Bench, model: PreTrainedModel, batch: int, n: int) -> torch.Tens
 def _decoding(bench: Bench, name: str, model: PreTrainedModel, tokens: int, batch: int) -> None:
     part = f"{name}: one token after {tokens}, batch {batch}"
     config = model.config
-    heads, size = (
-        config.num_key_value_heads,
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-    )
+    heads, size = config.num_key_value_heads, _head_size(config)
     entry = 2 * size * model.dtype.itemsize * heads * config.num_hidden_layers
     weights = sum(parameter.nbytes for parameter in model.parameters())
     new = _ids(bench, model, batch, 1)
@@ -145,7 +146,7 @@ def _decoding(bench: Bench, name: str, model: PreTrainedModel, tokens: int, batc
 def filled(cache: keepset.Cache, model: PreTrainedModel, counts: list[int], tokens: int, batch: int) -> keepset.Cache:
     """The cache as a compression of so many tokens leaves it, with random entries."""
     device, config = model.device, model.config
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    size = _head_size(config)
     lengths = torch.full((batch,), tokens, device=device)
     cache.progress = Progress(tokens, tokens, lengths, lengths, compressed_at=tokens)
     for layer in cache.kept_layers.values():

@@ -7,23 +7,22 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from keepset.core.budget import Budget
+from keepset.allocators.rewriter import Rewriter
 from keepset.core.feature import Needs
 from keepset.core.features.given import EntryBiases, RecentQueries
 from keepset.core.features.queries import Asked, ReferenceQueries
-from keepset.core.keep_set import KeepSet, LayerKeepSet
-from keepset.core.method import Allocator, parameter
+from keepset.core.keep_set import LayerKeepSet
+from keepset.core.method import parameter
 from keepset.core.observation import BIAS, Observation
-from keepset.core.select import Ranking
 from keepset.kernels.dispatch import upload
 from keepset.kernels.matching import Heads, match_attention
 
 
 @dataclass(frozen=True)
-class Match(Allocator):
+class Match(Rewriter):
     """Fits what stays, so that attention over it is as it was over all (Zweiger et al. 2026, arXiv:2602.16284).
 
-    The last step of a recipe, after any other method has chosen: `match(reread, keep=0.1)`. Entries that stay keep
+    A last step of a recipe, after any other method has chosen: `match(reread, keep=0.1)`. Entries that stay keep
     their keys. Each gets a bias, the logarithm of how many dropped entries it stands for, and another value. Both are
     fitted to reference queries, for a KV head's whole query group together (`kernels/matching.py`).
 
@@ -42,20 +41,12 @@ class Match(Allocator):
 
     name = "match"
     paper = "arXiv:2602.16284"
-    rewrites = True
+    stage = 1
 
     biases: bool = parameter(True)
     queries: int = parameter(128, minimum=1)
     ridge: float = parameter(0.01, minimum=1e-6)
     window: int = parameter(64, minimum=1)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("layout", "across_layers", "counts_from_data", "needs_budget"):
-            object.__setattr__(self, name, getattr(self.scorer, name))
-
-    def check_scorer(self) -> None:
-        """Whatever cannot be divided again can still be fitted."""
 
     @property
     def needs(self) -> Needs:
@@ -66,17 +57,7 @@ class Match(Allocator):
     def remembers(self) -> tuple[str, ...]:
         return (*super().remembers, BIAS) if self.biases else super().remembers
 
-    def choose(self, ranking: Ranking) -> LayerKeepSet:
-        return self._fitted(ranking.observation, self.scorer.choose(ranking))
-
-    def select(self, observation: Observation, budget: Budget) -> KeepSet:
-        return self.select_all([observation], budget)
-
-    def select_all(self, observations: Sequence[Observation], budget: Budget) -> KeepSet:
-        chosen = self.scorer.select_all(observations, budget)
-        return KeepSet([self._fitted(observation, chosen.layer(observation.layer)) for observation in observations])
-
-    def _fitted(self, observation: Observation, kept: LayerKeepSet) -> LayerKeepSet:
+    def rewritten(self, observation: Observation, kept: LayerKeepSet) -> LayerKeepSet:
         everything, device = self._heads(observation), observation.keys.device
         bias = observation.valid.new_zeros(observation.valid.shape, dtype=torch.float32)
         if observation.bias is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from keepset.allocators.layers import LayerAllocator, PerLayer, PerRequest, divide
 from keepset.core.feature import Needs
-from keepset.core.features.given import RecentQueries
+from keepset.core.features.window import WindowAttention
 from keepset.core.method import parameter
 from keepset.core.observation import Observation
 from keepset.core.select import Ranking
@@ -28,8 +28,9 @@ class ZigZag(LayerAllocator):
     Not checked against the paper: its authors published no program, and of its text only the abstract could be had. The
     formula, `mass` and `floor` are those that a port to kvpress (pull request 238, not merged) gives as the paper's
     equation 6; an earlier state of that port had a floor of 0.1. Chosen here: attention is that of the newest `window`
-    queries, summed over them, as in that earlier state; every query head has its own minimum; what always stays is
-    outside the division; a layer that cannot take its number leaves it to the others.
+    queries, summed over them, as in that earlier state; a KV head, which is what entries are kept of, has one minimum,
+    by the mean over its query group; what always stays is outside the division; a layer that cannot take its number
+    leaves it to the others.
     """
 
     name = "zigzag"
@@ -41,7 +42,7 @@ class ZigZag(LayerAllocator):
 
     @property
     def needs(self) -> Needs:
-        return self.scorer.needs | Needs(RecentQueries(self.window))
+        return self.scorer.needs | Needs(WindowAttention(self.window))
 
     def divided(self, rankings: Sequence[Ranking], rest: PerRequest, room: PerLayer) -> PerLayer:
         minima = torch.stack([self._minimum(ranking.observation) for ranking in rankings], -1)
@@ -50,7 +51,7 @@ class ZigZag(LayerAllocator):
 
     def _minimum(self, observation: Observation) -> Float[Tensor, " batch"]:
         """A layer's minimum budget to maintain attention."""
-        usage = observation.window_usage(self.window).double().nan_to_num(0.0)
+        usage = observation[WindowAttention(self.window)].received.double().nan_to_num(0.0)
         reached = usage.sort(dim=-1, descending=True).values.cumsum(-1)
         # Sums of the same numbers in two orders differ by roundings.
         enough = self.mass * reached[..., -1:] * (1 - 1e-12)

@@ -25,8 +25,11 @@ def serve(
     contexts: Annotated[
         Path | None, Option(help="A folder of files of keepset context build, which requests can name.")
     ] = None,
+    save_bytes: Annotated[
+        int, Option(min=0, help="Bytes of contexts that each API key's requests may save in that folder; else none.")
+    ] = 0,
 ) -> None:
-    """Serve a model with vLLM under a recipe or with saved contexts, at an OpenAI-compatible address.
+    """Serve a model with vLLM under a recipe, with saved contexts, or both, at an OpenAI-compatible address.
 
     This process becomes `vllm serve`, which gets every option that is not keepset's own. It listens on 127.0.0.1
     unless --host says otherwise. The model comes before vLLM's options.
@@ -39,7 +42,7 @@ def serve(
     model, options = split(words or [])
     check_installed(parsed, contexts)
     check_recipe(parsed)
-    line = command(model, parsed, options, contexts=contexts)
+    line = command(model, parsed, options, contexts=contexts, save_bytes=save_bytes)
     check_model(folder(model))
     check_port(options)
     for sentence in (shlex.join(line), block_size_hint(parsed, options), be_sparing(options)):

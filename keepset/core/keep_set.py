@@ -37,6 +37,7 @@ class LayerKeepSet:
             with those that stay: the next observation has them.
         sizes: the counts once more, head after head and request after request, where the host knows them.
         values: of every kept entry, where they are not those that it had.
+        int8: whether keys and values are stored as 8-bit integers from here on.
     """
 
     layer: int
@@ -47,6 +48,7 @@ class LayerKeepSet:
     state: Mapping[str, Tensor] = field(default_factory=dict)
     sizes: list[int] | None = None
     values: Float[Tensor, "kept value_dim"] | None = None
+    int8: bool = False
 
     @classmethod
     def from_mask(

@@ -61,7 +61,7 @@ class Method(ABC):
         across_layers: whether it chooses for all layers together, once the last one has been observed.
         needs_budget: whether a recipe must say how much to keep.
         counts_from_data: whether how many entries a layer keeps depends on more than lengths and budget.
-        rewrites: whether it changes what stays, too; then it is the last step of a recipe.
+        stage: of a recipe; 0 chooses what stays, and what changes that comes around it in the order of its stages.
         advice: a variant to write where its bare defaults do badly, and why, as the end of a sentence about it.
 
     Raises:
@@ -75,7 +75,7 @@ class Method(ABC):
     across_layers: ClassVar[bool] = False
     needs_budget: ClassVar[bool] = True
     counts_from_data: ClassVar[bool] = False
-    rewrites: ClassVar[bool] = False
+    stage: ClassVar[int] = 0
     advice: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
@@ -272,7 +272,7 @@ class Allocator(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         for inner in self.inner():
-            if inner.rewrites:
+            if inner.stage and inner.stage >= self.stage:
                 raise RecipeError(
                     f"{inner.name} changes what stays, so it is a recipe's last step: write {inner.name}(...) around "
                     f"{self.name}(...), or leave one of them out."

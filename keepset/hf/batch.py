@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -108,8 +109,12 @@ def _attend_together(
 ) -> Float[Tensor, "rows n query_heads value_dim"]:
     """Attention of these rows, each over its own store, which takes its new tokens; of all others it is zero."""
     _, query_heads, n, _ = call.query.shape
-    if not stores:
-        return call.value.new_zeros(len(call.query), n, query_heads, call.value.shape[-1])
+    by_kind: dict[torch.dtype, dict[int, EntryStore]] = defaultdict(dict)
+    for row, store in stores.items():
+        by_kind[store.heads.keys.dtype][row] = store
+    if len(by_kind) != 1:  # of no row, or some are 8-bit integers, which are attended apart
+        output = call.value.new_zeros(len(call.query), n, query_heads, call.value.shape[-1])
+        return sum((_attend_together(rows, call, positions) for rows in by_kind.values()), output)
     some = None if len(stores) == len(call.query) else upload(list(stores), call.query.device)
     rows = slice(None) if some is None else some
     query, key, value, at = (part[rows] for part in (call.query, call.key, call.value, positions))

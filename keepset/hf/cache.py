@@ -155,7 +155,7 @@ class Cache(PromptCache):
         for layer in self.kept_layers.values():
             if layer.store is not None:
                 heads = layer.store.heads
-                entry = (heads.keys.shape[-1] + heads.values.shape[-1]) * heads.keys.element_size()
+                entry = (heads.keys.shape[-1] + heads.values.shape[-1]) * heads.dtype.itemsize
                 total += layer.store.batch * layer.store.kv_heads * layer.logical * entry - layer.nbytes
         return total
 

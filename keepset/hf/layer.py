@@ -116,6 +116,8 @@ class KeepLayer(LogicalLayer):
         self.store = EntryStore.pack({**columns, **kept.state}, kept.indices, kept.counts, kept.sizes)
         if kept.values is not None:
             self.store.replace_values(kept.values)
+        if kept.int8:
+            self.store.quantize()
         if self._beyond is not None:
             beyond, real = self._beyond, None if self._beyond.real is None else self._beyond.real.indices
             self.store.append(beyond.key, beyond.value, beyond.positions, real)

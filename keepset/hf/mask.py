@@ -49,7 +49,7 @@ class RealTokens:
         return self.here.sum(-1).tolist()
 
     @cached_property
-    def indices(self) -> list[Int[Tensor, " real"]]:
+    def indices(self) -> list[Int[Tensor, " _"]]:
         """Those of each request."""
         return [row.nonzero()[:, 0].to(self.mask.device, non_blocking=True) for row in self.here]
 

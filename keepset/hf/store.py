@@ -16,12 +16,15 @@ from torch import Tensor
 from keepset.core.observation import BIAS
 from keepset.kernels.compaction import append_entries, pack_entries
 from keepset.kernels.dispatch import upload
+from keepset.kernels.int8 import dequantize, quantize
 from keepset.kernels.packed import PackedHeads, Run, runs_of
 
 SLACK = 64
 """Free places per head that a growing store allocates at once, at least."""
 _ENTRIES = ("keys", "values", "positions")
 """The columns that every store has; others are a method's own."""
+_SCALES = {"keys": "key_scale", "values": "value_scale"}
+"""Two more where keys and values are 8-bit integers."""
 _SHARE = 8
 """Of the entries that there are, one in so many is allocated beside them: what is copied stays in proportion."""
 
@@ -59,7 +62,7 @@ class EntryStore:
         return cls(batch, kv_heads, runs, packed)
 
     @classmethod
-    def packed_by(cls, columns: dict[str, Tensor], heads: Sequence[Int[Tensor, " kept"]]) -> EntryStore:
+    def packed_by(cls, columns: dict[str, Tensor], heads: Sequence[Int[Tensor, " _"]]) -> EntryStore:
         """A store with these entries of each head, of columns `[batch, kv_heads, entries, ...]`."""
         sizes = [len(head) for head in heads]
         counts = upload(sizes, heads[0].device).view(columns["keys"].shape[:2])
@@ -101,12 +104,18 @@ class EntryStore:
         self._columns["values"] = values.to(self._columns["values"].dtype)
         self._set_runs(self._runs)
 
+    def quantize(self) -> None:
+        """Stores keys and values, also those to come, as 8-bit integers; there must be no free places."""
+        for name, scale in _SCALES.items():
+            self._columns[name], self._columns[scale] = quantize(self._columns[name])
+        self._set_runs(self._runs)
+
     def append(
         self,
         keys: Float[Tensor, "batch kv_heads n head_dim"],
         values: Float[Tensor, "batch kv_heads n value_dim"],
         positions: Int[Tensor, "batch n"],
-        real: Sequence[Int[Tensor, " real"]] | None = None,
+        real: Sequence[Int[Tensor, " _"]] | None = None,
         room: int = 0,
     ) -> None:
         """Adds new tokens to every head; of each request only the `real` ones, where there is padding.
@@ -116,12 +125,14 @@ class EntryStore:
         if real is not None:
             shape = self.batch, self.kv_heads, keys.shape[2]
             new = {"keys": keys, "values": values, "positions": positions.int()[:, None].expand(shape)}
-            new |= {name: column.new_zeros(shape) for name, column in self._columns.items() if name not in new}
             columns, _ = self.padded()
+            new |= {name: column.new_zeros(shape) for name, column in columns.items() if name not in new}
             joined = {name: torch.cat([column, new[name]], 2) for name, column in columns.items()}
             before = torch.arange(columns["keys"].shape[2], device=keys.device)
             heads = [(before[:count], real[head // self.kv_heads]) for head, count in enumerate(self.counts)]
             packed = EntryStore.packed_by(joined, [torch.cat([old, len(before) + new]) for old, new in heads])
+            if self.heads.key_scale is not None:
+                packed.quantize()
             self._columns = packed._columns
             self._set_runs(packed._runs)
             return
@@ -152,12 +163,14 @@ class EntryStore:
     def padded(self) -> tuple[dict[str, Tensor], Bool[Tensor, "batch kv_heads entries"]]:
         """All columns as `[batch, kv_heads, entries, ...]` and which entries exist; a view when dense.
 
+        Keys and values are as attention takes them: of 8-bit integers and their scales a copy.
+
         Places that hold nothing are zero, never uninitialised: 0 x NaN is NaN.
         """
         shape = (self.batch, self.kv_heads)
         if len(self._runs) == 1:
             views = {name: self._runs[0].view(flat).unflatten(0, shape) for name, flat in self._columns.items()}
-            return views, torch.ones_like(views["positions"], dtype=torch.bool)
+            return _dequantized(views), torch.ones_like(views["positions"], dtype=torch.bool)
         longest = max(run.count for run in self._runs)
         columns = {}
         for name, flat in self._columns.items():
@@ -167,7 +180,7 @@ class EntryStore:
             columns[name] = column.unflatten(0, shape)
         counts = upload(self.counts, columns["positions"].device)
         exists = torch.arange(longest, device=counts.device) < counts[:, None]
-        return columns, exists.unflatten(0, shape)
+        return _dequantized(columns), exists.unflatten(0, shape)
 
     def reorder(self, requests: Sequence[int]) -> None:
         """Makes the batch consist of these requests, in this order; any may repeat or be missing."""
@@ -210,7 +223,8 @@ class EntryStore:
         """Heads lie elsewhere now."""
         self._runs = runs
         keys, values, positions = (self._columns[name] for name in _ENTRIES)
-        self.heads = PackedHeads(keys, values, positions, runs, self._columns.get(BIAS))
+        bias, key_scale, value_scale = (self._columns.get(name) for name in (BIAS, *_SCALES.values()))
+        self.heads = PackedHeads(keys, values, positions, runs, bias, key_scale, value_scale)
 
     def _count(self, n: int) -> None:
         """There are so many entries more in every head."""
@@ -225,6 +239,14 @@ class EntryStore:
         for name, flat in self._columns.items():
             self._columns[name] = torch.cat([flat[starts[h] : starts[h] + count] for h, count in heads])
         self._set_runs(runs_of([count for _, count in heads]))
+
+
+def _dequantized(columns: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Keys and values as attention takes them, instead of 8-bit integers and their scales."""
+    for name, scale in _SCALES.items():
+        if scale in columns:
+            columns[name] = dequantize(columns[name], columns.pop(scale))
+    return columns
 
 
 def append_together(

@@ -50,7 +50,7 @@ def ragged_attention(
         if store.bias is not None:
             bias = run.view(store.bias)[None, :, None].to(queries.dtype)
             mask = bias if mask is None else bias.where(mask, float("-inf"))
-        keys, values = run.view(store.keys)[None], run.view(store.values)[None]
+        keys, values = store.keys_of(run)[None], store.values_of(run)[None]
         outputs.append(F.scaled_dot_product_attention(folded[None, heads], keys, values, mask, scale=scaling)[0])
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return output.view(batch, query_heads, n, -1).transpose(1, 2).contiguous()
@@ -70,7 +70,7 @@ def ragged_log_sum_exp(
     folded = queries.reshape(batch * kv_heads, -1, n, queries.shape[-1])
     rows = []
     for store, run, heads in _runs(stores):
-        logits = torch.einsum("hgnd,hed->hgne", folded[heads].float(), run.view(store.keys).float()) * scaling
+        logits = torch.einsum("hgnd,hed->hgne", folded[heads].float(), store.keys_of(run).float()) * scaling
         if store.bias is not None:
             logits += run.view(store.bias).float()[:, None, None]
         if query_positions is not None:
@@ -85,7 +85,7 @@ def _runs(stores: Sequence[PackedHeads]) -> Iterator[tuple[PackedHeads, Run, sli
     """Every run with its store, and which these heads are among all."""
     first = 0
     for store in stores:
-        for run in store.runs:
+        for run in store.pieces:
             yield store, run, slice(first, first + run.heads)
             first += run.heads
 

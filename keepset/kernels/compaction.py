@@ -9,6 +9,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from keepset.kernels.dispatch import launched_on, uses_triton
+from keepset.kernels.int8 import quantize
 from keepset.kernels.packed import PackedHeads
 
 
@@ -64,10 +65,21 @@ def append_entries(
     at = positions[:, None].expand(-1, keys.shape[1], -1)
     columns = [column.flatten(0, 1) for column in (keys, values, at)]
     for store in stores:
+        new_keys, new_values, positions = (column[first : first + store.heads] for column in columns)
+        first += store.heads
+        new = [
+            (store.positions, positions),
+            *_as_stored(store.keys, store.key_scale, new_keys),
+            *_as_stored(store.values, store.value_scale, new_values),
+        ]
         for run in store.runs:
-            for flat, new in zip((store.keys, store.values, store.positions), columns, strict=True):
-                run.behind(flat, n).copy_(new[first : first + run.heads])
-            first += run.heads
+            for flat, rows in new:
+                run.behind(flat, n).copy_(rows[run.first : run.first + run.heads])
+
+
+def _as_stored(flat: Tensor, scale: Tensor | None, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Columns, and what of these rows comes into them."""
+    return [(flat, rows)] if scale is None else list(zip((flat, scale), quantize(rows), strict=True))
 
 
 def _pick(

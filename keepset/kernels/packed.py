@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
+
+from keepset.kernels.blocks import CACHE_BLOCK
+from keepset.kernels.int8 import dequantize
 
 
 @dataclass
@@ -56,15 +59,45 @@ class PackedHeads:
         keys, values, positions: flat and contiguous, of all heads; positions count from each request's first token.
         runs: where the heads lie, in order: `request * kv_heads + head`.
         bias: added to the logits of an entry.
+        key_scale, value_scale: what keys and values are multiplied with where they are 8-bit integers.
         grown: entries that every head has beyond the table's count.
     """
 
-    keys: Float[Tensor, "places head_dim"]
-    values: Float[Tensor, "places value_dim"]
+    keys: Shaped[Tensor, "places head_dim"]
+    values: Shaped[Tensor, "places value_dim"]
     positions: Int[Tensor, " places"]
     runs: Sequence[Run]
     bias: Float[Tensor, " places"] | None = None
+    key_scale: Float[Tensor, " places"] | None = None
+    value_scale: Float[Tensor, " places"] | None = None
     grown: int = 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of keys and values as attention takes them."""
+        return self.keys.dtype if self.key_scale is None else self.key_scale.dtype
+
+    @property
+    def pieces(self) -> Iterator[Run]:
+        """The runs; of 8-bit integers in pieces whose copies, `keys_of` and `values_of`, stay in a core's cache."""
+        if self.key_scale is None:
+            yield from self.runs
+            return
+        for run in self.runs:
+            most = max(1, CACHE_BLOCK // max(run.count * self.keys.shape[1], 1))
+            for i in range(0, run.heads, most):
+                heads = min(most, run.heads - i)
+                yield replace(run, first=run.first + i, heads=heads, start=run.start + i * run.capacity)
+
+    def keys_of(self, run: Run) -> Float[Tensor, "heads entries head_dim"]:
+        """A run's keys as attention takes them: a view, or a copy where they are 8-bit integers."""
+        keys = run.view(self.keys)
+        return keys if self.key_scale is None else dequantize(keys, run.view(self.key_scale))
+
+    def values_of(self, run: Run) -> Float[Tensor, "heads entries value_dim"]:
+        """A run's values, as `keys_of`."""
+        values = run.view(self.values)
+        return values if self.value_scale is None else dequantize(values, run.view(self.value_scale))
 
     @property
     def heads(self) -> int:
@@ -82,17 +115,17 @@ class PackedHeads:
         return sum(run.heads * run.count for run in self.runs)
 
     @cached_property
-    def _table(self) -> Int[Tensor, "5 heads"]:
-        """Addresses of each head's first key, value, position and bias, and its count; on the host."""
+    def _table(self) -> Int[Tensor, "7 heads"]:
+        """Addresses of each head's first key, value, position, bias and two scales, and its count; on the host."""
         starts = torch.tensor([run.start + i * run.capacity for run in self.runs for i in range(run.heads)])
         counts = torch.tensor([run.count - self.grown for run in self.runs for _ in range(run.heads)])
-        columns = (self.keys, self.values, self.positions, self.bias)
+        columns = (self.keys, self.values, self.positions, self.bias, self.key_scale, self.value_scale)
         none = torch.zeros_like(starts)
         addresses = [none if c is None else c.data_ptr() + starts * (c[:1].numel() * c.itemsize) for c in columns]
         return torch.stack([*addresses, counts])
 
     @cached_property
-    def _table_there(self) -> Int[Tensor, "5 heads"]:
+    def _table_there(self) -> Int[Tensor, "7 heads"]:
         return self._table.to(self.keys.device, non_blocking=True)
 
     @cached_property
@@ -107,8 +140,8 @@ class HeadTable:
     memory that is given back later is reused after the launch.
 
     Attributes:
-        there: on the device, of each head the addresses of its first key, value, position and bias (zero: none), and
-            its entries but for those that all heads have beyond.
+        there: on the device, of each head the addresses of its first key, value, position, bias and scales of key and
+            value (zero: none), and its entries but for those that all heads have beyond.
         grown: these.
         aligned: whether keys and values of every head begin where a GPU loads 16 bytes at once.
 
@@ -117,7 +150,7 @@ class HeadTable:
     """
 
     def __init__(self, stores: Sequence[PackedHeads]) -> None:
-        kinds = {(s.keys.dtype, s.keys.shape[1], s.values.dtype, s.values.shape[1]) for s in stores}
+        kinds = {(s.keys.dtype, s.keys.shape[1], s.values.dtype, s.values.shape[1], s.dtype) for s in stores}
         if len(kinds) > 1:
             raise ValueError(f"Entries of one kind are attended together, not {kinds}.")
         self.aligned = all(store._aligned for store in stores)

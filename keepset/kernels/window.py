@@ -88,9 +88,9 @@ def add_received(
             return window.add_received(column, queries, packed, kv_heads, last_visible, scaling, largest)
     grouped = queries.unflatten(1, (kv_heads, -1)).flatten(0, 1)
     last = last_visible[:, None].expand(-1, kv_heads, -1).flatten(0, 1)
-    for run in packed.runs:
+    for run in packed.pieces:
         heads = slice(run.first, run.first + run.heads)
-        keys, positions = run.view(packed.keys), run.view(packed.positions)
+        keys, positions = packed.keys_of(run), run.view(packed.positions)
         bias = None if packed.bias is None else run.view(packed.bias)
         sums = received_attention(grouped[heads], keys, positions, last[heads], scaling, None, largest, bias)
         run.view(column).add_(sums.mean(1))

@@ -12,6 +12,7 @@ from torch import Tensor
 from keepset.core.budget import Budget
 from keepset.core.feature import Needs
 from keepset.core.features.given import ModelTables, Perplexity, RecentQueries
+from keepset.core.features.window import WindowAttention
 from keepset.core.keep_set import KeepSet
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
@@ -83,7 +84,9 @@ class CompilerKV(Method):
 
     @property
     def needs(self) -> Needs:
-        needs = Needs(RecentQueries(self.window))
+        # Where all heads' attention is one, its sums will do, and of the queries how many heads there are.
+        summed = Needs(WindowAttention(self.window), RecentQueries(1))
+        needs = summed if self.global_mean else Needs(RecentQueries(self.window))
         if self._reads and self.tables:
             load(self.tables)  # or its own sentence, before a prompt has run for nothing
             needs |= Needs(ModelTables(self.tables))
@@ -146,9 +149,11 @@ class CompilerKV(Method):
         total = observations[0].keys.new_zeros(len(observations[0].keys), longest, dtype=torch.float32)
         heads = 0
         for observation in observations:
-            usage = observation.window_usage(self.window).nan_to_num(0.0)
-            at = _places(observation, longest).repeat_interleave(usage.shape[1] // observation.keys.shape[1], 1)
-            total.scatter_add_(1, at.flatten(1), usage.flatten(1))
+            if self.global_mean:
+                usage = observation[WindowAttention(self.window)].received
+            else:
+                usage = observation.by_query_group(observation.window_usage(self.window)).mean(2)
+            total.scatter_add_(1, _places(observation, longest).flatten(1), usage.nan_to_num(0.0).flatten(1))
             heads += usage.shape[1]
         return total / heads
 

@@ -34,7 +34,7 @@ from keepset.vllm import stats
 from keepset.vllm.compat import ask_for_prompt_lengths, attention_layers, captured_tokens
 from keepset.vllm.memory import reserve
 from keepset.vllm.query_projection import VLLMQueryProjection, watch_projections
-from keepset.vllm.settings import recipe_of
+from keepset.vllm.settings import contexts_of, recipe_of, save_limit_of
 from keepset.vllm.spec import KeepSpec
 from keepset.vllm.validation import check, check_layer, check_spec
 
@@ -121,7 +121,8 @@ class EngineContext:
         if self._passing is None:  # and vLLM has not measured yet what there is room for
             self._passing = self._room(len(indices))
             entry_bytes = 2 * spec.head_size * spec.dtype.itemsize
-            self._reserve = reserve(self.config, len(columns_of(self.recipe)), entry_bytes, spec.num_kv_heads)
+            columns = columns_of(self.recipe, save_limit_of(self.config) > 0)
+            self._reserve = reserve(self.config, len(columns), entry_bytes, spec.num_kv_heads)
             self._tape = self._make_tape(len(indices))
         scheduler = self.config.scheduler_config
         return KeepSpec.wrap(
@@ -131,6 +132,7 @@ class EngineContext:
             layers=indices,
             tokens_per_step=scheduler.max_num_batched_tokens,
             steps_ahead=int(bool(scheduler.async_scheduling)),
+            per_head=contexts_of(self.config) is not None,
         )
 
     def passing(self, layers: Sequence[str]) -> PassingQueries:

@@ -97,7 +97,7 @@ def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
         yield "speculative decoding takes tokens back that were compressed; leave it out."
     connector = config.kv_transfer_config
     if contexts_of(config) is not None:
-        yield from _of_contexts(config)
+        yield from _of_contexts(config, recipe)
     elif connector is not None and connector.kv_connector_module_path != CONNECTOR["kv_connector_module_path"]:
         yield "KV connectors move whole caches; leave kv_transfer_config out."
     elif connector is None and not recipe.method.fixed_total:
@@ -115,13 +115,20 @@ def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
     if config.attention_config.use_non_causal:
         yield "attention that is not causal is not supported; leave use_non_causal out."
     yield from _of_graphs(config, recipe)
-    if cache.enable_prefix_caching and not one_table(recipe):
+    if cache.enable_prefix_caching and not one_table(recipe) and contexts_of(config) is None:
         yield "its layers keep different numbers of entries; turn prefix caching off (--no-enable-prefix-caching)."
     if config.scheduler_config.disable_hybrid_kv_cache_manager:
         yield "it needs vLLM's hybrid KV-cache manager; leave disable_hybrid_kv_cache_manager out."
 
 
-def _of_contexts(config: VllmConfig) -> Iterator[str]:
+def _of_contexts(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
+    if not one_table(recipe):
+        yield (
+            "requests share contexts as they share prefixes, for which all layers must keep as many entries, whatever "
+            "the data: take a recipe such as adakv(snapkv, keep=512)."
+        )
+    if recipe.method.biased:
+        yield "contexts have no biases for attention to add: give its match biases=False."
     connector = config.kv_transfer_config
     if connector is None or connector.kv_connector_module_path != CONTEXT_CONNECTOR["kv_connector_module_path"]:
         yield f"there are contexts to serve; give kv_transfer_config {json.dumps(CONTEXT_CONNECTOR)}."
@@ -136,7 +143,8 @@ def _of_contexts(config: VllmConfig) -> Iterator[str]:
 def _of_graphs(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
     """CUDA graphs replay kernels, and nothing of what decides where heads that differ read and write."""
     compilation = config.compilation_config
-    if not compilation.cudagraph_mode or not table_per_head(recipe):
+    per_head = table_per_head(recipe) or contexts_of(config) is not None
+    if not compilation.cudagraph_mode or not per_head:
         return
     if envs.VLLM_USE_BREAKABLE_CUDAGRAPH:
         yield "breakable graphs would write its heads' entries to wrong places; set VLLM_USE_BREAKABLE_CUDAGRAPH=0."

@@ -14,11 +14,13 @@ from tests.tiers import examples
 
 
 def minimum(observation: Observation, request: int, window: int, mass: float) -> float:
-    """Mean over heads of how many of the best entries receive the share `mass`, counted one by one."""
-    heads = observation.queries.shape[1]
+    """Mean over KV heads of how many of the best entries receive the share `mass`, counted one by one."""
+    heads = observation.keys.shape[1]
+    group = observation.queries.shape[1] // heads
     total = 0
     for head in range(heads):
-        rows = window_attention(observation, request, head, window)
+        members = range(head * group, head * group + group)
+        rows = [row for member in members for row in window_attention(observation, request, member, window)]
         usage = [sum(row[entry] for row in rows) for entry in range(length_of(observation, request))]
         got, count = 0.0, 0
         for number in sorted(usage, reverse=True):

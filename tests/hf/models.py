@@ -181,7 +181,7 @@ class Oracle:
     """The model run densely over a finished sequence, each dropped entry hidden by an explicit mask.
 
     It knows of a cache only the positions that it says it kept, and shares no code with the runtime. Where the recipe
-    changes what stays, it takes the stored biases and values, too.
+    changes what stays, it takes what is stored, too.
     """
 
     current: Oracle
@@ -194,7 +194,7 @@ class Oracle:
         self.event = cache.events[0] if cache is not None and cache.events else None
         self.stored: dict[int, dict[str, Tensor]] = {}
         """Of layers whose entries were changed their columns, `[requests, kv_heads, entries, ...]`, and which exist."""
-        if cache is not None and cache.recipe.method.rewrites:
+        if cache is not None and cache.recipe.method.stage:
             for index, layer in cache.kept_layers.items():
                 columns, exists = layer.store.padded()
                 self.stored[index] = {**columns, "exists": exists}
@@ -228,9 +228,9 @@ class Oracle:
         # Padding sees itself: nobody looks at it, but a softmax over nothing is NaN.
         return visible | (~self.mask[:, None, :, None] & (distance == 0))
 
-    def rewritten(self, layer: int, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Values and biases, `[batch, kv_heads, n, ...]`, that tokens after the event find."""
-        values, biases = values.clone(), torch.zeros_like(values[..., 0], dtype=torch.float32)
+    def rewritten(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys, values and biases, `[batch, kv_heads, n, ...]`, that tokens after the event find."""
+        keys, values, biases = keys.clone(), values.clone(), torch.zeros_like(values[..., 0], dtype=torch.float32)
         if layer in self.stored and self.event is not None:
             stored = self.stored[layer]
             for b, request in enumerate(self.requests):
@@ -238,9 +238,10 @@ class Oracle:
                 for h in range(values.shape[1]):
                     exists = stored["exists"][request, h]
                     at = tokens[stored["positions"][request, h][exists].long()]
+                    keys[b, h, at] = stored["keys"][request, h][exists]
                     values[b, h, at] = stored["values"][request, h][exists]
                     biases[b, h, at] = stored["bias"][request, h][exists] if "bias" in stored else 0.0
-        return values, biases
+        return keys, values, biases
 
 
 def extended(mask: Tensor, length: int) -> Tensor:
@@ -271,9 +272,10 @@ def _oracle_attention(
     hidden = ~visible.repeat_interleave(group, 1)
     attended = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ value.repeat_interleave(group, 1)
     if (event := Oracle.current.event) is not None and module.layer_idx in Oracle.current.stored:
-        fitted, biases = (
-            part.repeat_interleave(group, 1) for part in Oracle.current.rewritten(module.layer_idx, value)
+        facing, fitted, biases = (
+            part.repeat_interleave(group, 1) for part in Oracle.current.rewritten(module.layer_idx, key, value)
         )
+        scores = query @ facing.transpose(-1, -2) * (scaling or query.shape[-1] ** -0.5)
         scores = (scores + biases[:, :, None]).masked_fill(hidden, float("-inf"))
         attended[:, :, event.length :] = (scores.softmax(-1).to(fitted.dtype) @ fitted)[:, :, event.length :]
     return attended.transpose(1, 2).contiguous(), None

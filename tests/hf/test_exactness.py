@@ -73,7 +73,7 @@ def test_keeping_all_changes_nothing(architecture: str, layout: str) -> None:
 
 
 @pytest.mark.spread
-@by_method
+@pytest.mark.parametrize("method", [name for name in keepset.METHODS if name != "int8"])  # which rounds
 @of_two_models
 @padded_or_not
 def test_keeping_all_changes_nothing_for_any_method(architecture: str, method: str, padding: list[int]) -> None:
@@ -98,7 +98,7 @@ def test_bfloat16_is_close_to_the_oracle(method: str) -> None:
     ids, mask = inputs(PADDING)
     cache = keepset.Cache(model, recipe(method, 12))
     output = generate(model, ids, cache, mask, max_new_tokens=NEW)
-    assert cache.layers[0].store.heads.keys.dtype == torch.bfloat16
+    assert cache.layers[0].store.heads.dtype == torch.bfloat16
     # In bfloat16 the oracle itself is 0.2 away from what it says in float32.
     assert oracle_gap(model, cache, output, mask) < 0.3
 

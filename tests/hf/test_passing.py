@@ -122,8 +122,16 @@ def most_bytes(shape: tuple[Any, ...], method: str) -> float:
     return most / ((keep + every) * kv_heads * 2 * size * dtype.itemsize)
 
 
+MORE = [
+    pytest.param(method, marks=pytest.mark.full)
+    for method in ("snapkv", "rpc", "tova", "keydiff", "ams(knorm)", "ams(snapkv)", "adakv(snapkv)", "pyramid(snapkv)",
+                   "chunkkv(snapkv)", "criticalkv(snapkv)", "dynamic(snapkv)", "pool(snapkv)")
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("shape", [SMOLLM2, HALF_A_BILLION, OF_AMS_PAPER], ids=["smollm2", "half a billion", "ams"])
-@pytest.mark.parametrize("method", ["ams(tova)", "r_kv", "snapkv", "rpc"])
+@pytest.mark.parametrize("method", ["ams(tova)", "r_kv", "zigzag(snapkv)", "compilerkv(elastic=False)", *MORE])
+@pytest.mark.filterwarnings("ignore:compilerkv has no tables")
 def test_a_cache_weighs_a_tenth_more_than_its_entries_at_most(shape: tuple[Any, ...], method: str) -> None:
     assert 1 < most_bytes(shape, method) <= 1.1
 

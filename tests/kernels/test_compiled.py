@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 from keepset.kernels.triton import attention, columns, compaction, paged, paged_window, window
 
 HEAD = dict(HEAD_DIM=128, HEAD_BLOCK=128)
-WINDOW = dict(queries="*bf16", keys_kind="*bf16", positions_kind="*i32", bias_kind="*fp32", table="*i64",
+WINDOW = dict(queries="*bf16", positions_kind="*i32", bias_kind="*fp32", scale_kind="*bf16", table="*i64",
               last_visible="*i64", scaling="fp32", partial="*fp32", column="*fp32")
 PAGES = dict(block_table="*i32", counts="*i32", event_lengths="*i32", firsts="*i32", shares="*i32", places="*i64",
              rows="*i64", lengths="*i32")
@@ -31,12 +31,15 @@ IN_PAGES = dict(kind="*bf16", addresses="*i64", rings="*bf16", slots="*i64", pla
                 shares="*i32", kept="*i32", lengths="*i64", scaling="fp32", partial="*fp32")
 PAGED = dict(HEADS=8, HEADS_BLOCK=8, SIZE=16, LISTED=True)
 KERNELS = [
-    (
-        attention._attend_part,
-        dict(queries="*bf16", keys_kind="*bf16", values_kind="*bf16", positions_kind="*i32", bias_kind="*fp32",
-             table="*i64", query_positions="*i64", output="*fp32", lse="*fp32", scaling="fp32"),
-        dict(GROUP=4, VALUE_DIM=128, VALUE_BLOCK=128, ROWS=16, BLOCK=64, CAUSAL=True, BIASED=True, ALIGNED=True,
-             **HEAD),
+    *(
+        (
+            attention._attend_part,
+            dict(queries="*bf16", keys_kind=of, values_kind=of, positions_kind="*i32", bias_kind="*fp32",
+                 scale_kind="*bf16", table="*i64", query_positions="*i64", output="*fp32", lse="*fp32", scaling="fp32"),
+            dict(GROUP=4, VALUE_DIM=128, VALUE_BLOCK=128, ROWS=16, BLOCK=64, CAUSAL=True, BIASED=True,
+                 INT8=of == "*i8", ALIGNED=True, **HEAD),
+        )
+        for of in ("*bf16", "*i8")
     ),
     (
         attention._merge_parts,
@@ -59,18 +62,21 @@ KERNELS = [
              counts="*i64", **{f"of_{axis}": ("i32",) * 3 for axis in ("request", "head", "entry", "number")}),
         dict(WIDTHS=(128, 128, 1), WIDE=(128, 128, 1), BLOCK=32),
     ),
-    (
-        compaction._append,
-        dict(keys="*bf16", values="*bf16", positions="*i64", keys_kind="*bf16", values_kind="*bf16",
-             positions_kind="*i32", table="*i64"),
-        dict(WIDTH=128, WIDE=128, VALUE_WIDTH=128, VALUE_WIDE=128, BLOCK=32, ALIGNED=True),
+    *(
+        (
+            compaction._append,
+            dict(keys="*bf16", values="*bf16", positions="*i64", keys_kind=of, values_kind=of, positions_kind="*i32",
+                 scale_kind="*bf16", table="*i64"),
+            dict(WIDTH=128, WIDE=128, VALUE_WIDTH=128, VALUE_WIDE=128, BLOCK=32, INT8=of == "*i8", ALIGNED=True),
+        )
+        for of in ("*bf16", "*i8")
     ),
     *(
         (
             kernel,
-            {**WINDOW, **more},
+            {**WINDOW, **more, "keys_kind": "*i8" if largest else "*bf16"},
             dict(TOKENS=4, WIDE=4, GROUP=4, ROWS=4 if largest else 16, BLOCK=64, LARGEST=largest, BIASED=True,
-                 ALIGNED=True, PARTS=16, **HEAD),
+                 INT8=largest, ALIGNED=True, PARTS=16, **HEAD),
         )
         for kernel, more in ((window._window_lse, {}), (window._add_received, dict(first_position="i64")))
         for largest in (False, True)

@@ -83,6 +83,4 @@ def _composed(scorer: Method, recipe: Recipe) -> list[Recipe]:
 
 
 def _allocators() -> list[type[Allocator]]:
-    return [
-        kind for kind in METHODS.values() if issubclass(kind, Allocator) and kind is not Uniform and not kind.rewrites
-    ]
+    return [kind for kind in METHODS.values() if issubclass(kind, Allocator) and kind is not Uniform and not kind.stage]

@@ -46,6 +46,14 @@ class EntryBiases(Feature[Tensor]):
 
 
 @dataclass(frozen=True)
+class Int8Entries(Feature[Tensor]):
+    """Attention over keys and values in 8 bits, with a scale each."""
+
+    label = "entries in 8 bits"
+    transformers_only = "stores entries in 8 bits, which {engine}'s pages do not: leave int8(...) around the recipe out"
+
+
+@dataclass(frozen=True)
 class Perplexity(Feature[Float[Tensor, " batch"]]):
     """Perplexity of the prompt's newest tokens by the model's own logits, `[batch]`; infinite where none is foretold.
 

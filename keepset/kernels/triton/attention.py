@@ -55,12 +55,14 @@ def ragged_attention(
     wide = max(head_dim, value_dim) > 128
     biased = next((store.bias for store in stores if store.bias is not None), None)
     _attend_part[(heads, parts, row_blocks)](
-        queries, kind.keys, kind.values, kind.positions, biased, table.there, query_positions, partial, partial_lse,
-        *queries.stride(), scaling, part, table.grown, n, kv_heads, heads, batch * n * query_heads,
+        queries, kind.keys, kind.values, kind.positions, biased, kind.key_scale, table.there, query_positions,
+        partial, partial_lse, *queries.stride(), scaling, part, table.grown, n, kv_heads, heads,
+        batch * n * query_heads,
         GROUP=group, HEAD_DIM=head_dim, VALUE_DIM=value_dim,
         HEAD_BLOCK=max(16, triton.next_power_of_2(head_dim)), VALUE_BLOCK=max(16, triton.next_power_of_2(value_dim)),
         ROWS=block_rows, BLOCK=_BLOCK // 2 if wide else _BLOCK,
-        CAUSAL=query_positions is not None, BIASED=biased is not None, ALIGNED=table.aligned,
+        CAUSAL=query_positions is not None, BIASED=biased is not None, INT8=kind.key_scale is not None,
+        ALIGNED=table.aligned,
     )  # fmt: skip
     if parts > 1:
         _merge_parts[(batch * n * query_heads,)](
@@ -79,12 +81,12 @@ def _part(device: torch.device, entries: int) -> int:
 # Of `keys_kind` and its like only the types are looked at: entries are found by the table's addresses.
 @triton.jit(do_not_specialize=["part", "grown", "n", "heads", "outputs"])
 def _attend_part(
-    queries, keys_kind, values_kind, positions_kind, bias_kind, table, query_positions, output, lse,
+    queries, keys_kind, values_kind, positions_kind, bias_kind, scale_kind, table, query_positions, output, lse,
     query_batch, query_head, query_token, query_dim,
     scaling, part, grown, n, kv_heads, heads, outputs,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     HEAD_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    CAUSAL: tl.constexpr, BIASED: tl.constexpr, ALIGNED: tl.constexpr,
+    CAUSAL: tl.constexpr, BIASED: tl.constexpr, INT8: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     head, split = tl.program_id(0), tl.program_id(1)
     request, kv_head = head // kv_heads, head % kv_heads
@@ -105,11 +107,14 @@ def _attend_part(
     values = tl.load(table + heads + head).to(values_kind.dtype)
     if ALIGNED:
         keys, values = tl.multiple_of(keys, 16), tl.multiple_of(values, 16)
-    length = tl.load(table + 4 * heads + head).to(tl.int32) + grown
+    length = tl.load(table + 6 * heads + head).to(tl.int32) + grown
     if BIASED:
         bias_address = tl.load(table + 3 * heads + head)
         bias = bias_address.to(bias_kind.dtype)
         biased = tl.where(bias_address == 0, 0, length)
+    if INT8:
+        key_scale = tl.load(table + 4 * heads + head).to(scale_kind.dtype)
+        value_scale = tl.load(table + 5 * heads + head).to(scale_kind.dtype)
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     attended = tl.zeros([ROWS, VALUE_BLOCK], tl.float32)
@@ -122,7 +127,11 @@ def _attend_part(
             keys + place[None, :] * HEAD_DIM + dims[:, None],
             mask=stored[None, :] & (dims < HEAD_DIM)[:, None], other=0.0,
         )  # fmt: skip
+        if INT8:
+            k = k.to(tl.float32).to(q.dtype)
         logits = tl.dot(q, k, input_precision="ieee") * scaling
+        if INT8:
+            logits *= tl.load(key_scale + place, mask=stored, other=0.0).to(tl.float32)[None, :]
         if BIASED:
             logits += tl.load(bias + place, mask=entry < biased, other=0.0).to(tl.float32)[None, :]
         visible = stored[None, :]
@@ -135,6 +144,9 @@ def _attend_part(
             values + place[:, None] * VALUE_DIM + value_dims[None, :],
             mask=stored[:, None] & (value_dims < VALUE_DIM)[None, :], other=0.0,
         )  # fmt: skip
+        if INT8:
+            weights *= tl.load(value_scale + place, mask=stored, other=0.0).to(tl.float32)[None, :]
+            v = v.to(tl.float32).to(q.dtype)
         attended = attended * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
     # Of nothing seen the output is zero; NaN stays NaN.
     total = tl.where(total == 0.0, 1.0, total)

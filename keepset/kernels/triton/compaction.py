@@ -42,10 +42,11 @@ def append(
     batch, kv_heads, n, width = keys.shape
     value_width, table, kind = values.shape[3], HeadTable(stores), stores[0]
     _append[(batch * kv_heads, triton.cdiv(n, _BLOCK))](
-        keys, values, positions, kind.keys, kind.values, kind.positions, table.there, table.grown, n, kv_heads,
-        batch * kv_heads, *keys.stride(), *values.stride(), *positions.stride(),
+        keys, values, positions, kind.keys, kind.values, kind.positions, kind.key_scale, table.there, table.grown, n,
+        kv_heads, batch * kv_heads, *keys.stride(), *values.stride(), *positions.stride(),
         WIDTH=width, WIDE=triton.next_power_of_2(width), VALUE_WIDTH=value_width,
-        VALUE_WIDE=triton.next_power_of_2(value_width), BLOCK=_BLOCK, ALIGNED=table.aligned,
+        VALUE_WIDE=triton.next_power_of_2(value_width), BLOCK=_BLOCK, INT8=kind.key_scale is not None,
+        ALIGNED=table.aligned,
     )  # fmt: skip
 
 
@@ -72,11 +73,11 @@ def _pack(
 # Of `keys_kind` and its like only the types are looked at: what is written to is found by the table's addresses.
 @triton.jit(do_not_specialize=["grown", "n", "heads"])
 def _append(
-    keys, values, positions, keys_kind, values_kind, positions_kind, table, grown, n, kv_heads, heads,
+    keys, values, positions, keys_kind, values_kind, positions_kind, scale_kind, table, grown, n, kv_heads, heads,
     key_request, key_head, key_token, key_dim, value_request, value_head, value_token, value_dim,
     position_request, position_token,
     WIDTH: tl.constexpr, WIDE: tl.constexpr, VALUE_WIDTH: tl.constexpr, VALUE_WIDE: tl.constexpr,
-    BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr, INT8: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -87,16 +88,35 @@ def _append(
     stored_positions = tl.load(table + 2 * heads + head).to(positions_kind.dtype)
     if ALIGNED:
         stored_keys, stored_values = tl.multiple_of(stored_keys, 16), tl.multiple_of(stored_values, 16)
-    place = tl.load(table + 4 * heads + head) + grown + token
+    place = tl.load(table + 6 * heads + head) + grown + token
     dims = tl.arange(0, WIDE)
     mask = exists[:, None] & (dims < WIDTH)[None, :]
     source = request * key_request + kv_head * key_head + token * key_token
-    numbers = tl.load(keys + source[:, None] + (dims * key_dim)[None, :], mask=mask)
+    numbers = tl.load(keys + source[:, None] + (dims * key_dim)[None, :], mask=mask, other=0.0)
+    if INT8:
+        numbers, scale = _quantized(numbers, scale_kind)
+        tl.store(tl.load(table + 4 * heads + head).to(scale_kind.dtype) + place, scale, mask=exists)
     tl.store(stored_keys + place[:, None] * WIDTH + dims[None, :], numbers, mask=mask)
     dims = tl.arange(0, VALUE_WIDE)
     mask = exists[:, None] & (dims < VALUE_WIDTH)[None, :]
     source = request * value_request + kv_head * value_head + token * value_token
-    numbers = tl.load(values + source[:, None] + (dims * value_dim)[None, :], mask=mask)
+    numbers = tl.load(values + source[:, None] + (dims * value_dim)[None, :], mask=mask, other=0.0)
+    if INT8:
+        numbers, scale = _quantized(numbers, scale_kind)
+        tl.store(tl.load(table + 5 * heads + head).to(scale_kind.dtype) + place, scale, mask=exists)
     tl.store(stored_values + place[:, None] * VALUE_WIDTH + dims[None, :], numbers, mask=mask)
     at = tl.load(positions + request * position_request + token * position_token, mask=exists)
     tl.store(stored_positions + place, at.to(stored_positions.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def _quantized(rows, scale_kind):
+    """As `kernels.int8.quantize` does."""
+    rows = rows.to(tl.float32)
+    spoilt = tl.min((rows - rows == 0.0).to(tl.int32), 1) == 0
+    scale = (tl.where(spoilt, float("nan"), tl.max(tl.abs(rows), 1)) / 127).to(scale_kind.dtype.element_ty)
+    step = tl.where(scale == 0.0, 1.0, scale.to(tl.float32))
+    whole = tl.floor(rows / step[:, None] + 0.5)
+    # Of NaN nothing is said in 8 bits: the scale says it.
+    whole = tl.where(spoilt[:, None], 0.0, tl.minimum(tl.maximum(whole, -127.0), 127.0))
+    return whole.to(tl.int8), scale

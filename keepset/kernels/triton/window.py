@@ -47,13 +47,13 @@ def add_received(
     rows = tokens * (1 if largest else wide)
     partial = torch.empty(heads, blocks * rows, _PARTS, device=queries.device)
     shared = (
-        queries, packed.keys, packed.positions, packed.bias, table.there, last_visible, *queries.stride(),
-        *last_visible.stride(), scaling, table.grown, n, kv_heads, heads,
+        queries, packed.keys, packed.positions, packed.bias, packed.key_scale, table.there, last_visible,
+        *queries.stride(), *last_visible.stride(), scaling, table.grown, n, kv_heads, heads,
     )  # fmt: skip
     sizes = dict(
         GROUP=group, WIDE=wide, TOKENS=tokens, HEAD_DIM=head_dim, HEAD_BLOCK=max(16, triton.next_power_of_2(head_dim)),
-        BLOCK=_BLOCK, LARGEST=largest, BIASED=packed.bias is not None, ALIGNED=table.aligned,
-        ROWS=rows, PARTS=_PARTS,
+        BLOCK=_BLOCK, LARGEST=largest, BIASED=packed.bias is not None,
+        INT8=packed.key_scale is not None, ALIGNED=table.aligned, ROWS=rows, PARTS=_PARTS,
     )  # fmt: skip
     _window_lse[(heads, parts, blocks)](*shared, partial, part, blocks * rows, **sizes)
     _add_received[(heads, triton.cdiv(max(packed.longest, 1), _BLOCK))](
@@ -63,10 +63,10 @@ def add_received(
 
 @triton.jit
 def _logits(
-    queries, keys, positions, bias, last_visible, request, kv_head, block, first, length,
+    queries, keys, positions, bias, key_scale, last_visible, request, kv_head, block, first, length,
     query_batch, query_head, query_token, query_dim, last_batch, last_token, scaling, n,
     GROUP: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr, LARGEST: tl.constexpr, BIASED: tl.constexpr,
+    BLOCK: tl.constexpr, LARGEST: tl.constexpr, BIASED: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     """Of one block of queries and one of entries; minus infinity where a query does not see an entry."""
     row, dims = tl.arange(0, TOKENS * WIDE), tl.arange(0, HEAD_BLOCK)
@@ -84,6 +84,9 @@ def _logits(
         keys + place[None, :] * HEAD_DIM + dims[:, None],
         mask=stored[None, :] & (dims < HEAD_DIM)[:, None], other=0.0,
     )  # fmt: skip
+    if INT8:
+        steps = tl.load(key_scale + place, mask=stored, other=0.0).to(tl.float32)
+        k = (k.to(tl.float32) * steps[None, :]).to(q.dtype)
     biases = tl.load(bias + place, mask=stored, other=0.0) if BIASED else 0.0
     at = tl.load(positions + place, mask=stored, other=0)
     visible = exists[:, None] & stored[None, :] & (at[None, :] <= last[:, None])
@@ -92,12 +95,12 @@ def _logits(
 
 @triton.jit(do_not_specialize=["grown", "n", "heads", "part", "rows"])
 def _window_lse(
-    queries, keys_kind, positions_kind, bias_kind, table, last_visible,
+    queries, keys_kind, positions_kind, bias_kind, scale_kind, table, last_visible,
     query_batch, query_head, query_token, query_dim, last_batch, last_token,
     scaling, grown, n, kv_heads, heads, partial, part, rows,
     GROUP: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr, LARGEST: tl.constexpr, BIASED: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr, LARGEST: tl.constexpr, BIASED: tl.constexpr, INT8: tl.constexpr, ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     head, split, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     keys = tl.load(table + head).to(keys_kind.dtype)
@@ -105,13 +108,14 @@ def _window_lse(
         keys = tl.multiple_of(keys, 16)
     positions = tl.load(table + 2 * heads + head).to(positions_kind.dtype)
     bias = tl.load(table + 3 * heads + head).to(bias_kind.dtype) if BIASED else 0
-    length = tl.load(table + 4 * heads + head).to(tl.int32) + grown
+    key_scale = tl.load(table + 4 * heads + head).to(scale_kind.dtype) if INT8 else 0
+    length = tl.load(table + 6 * heads + head).to(tl.int32) + grown
     largest, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     for first in range(split * part, tl.minimum((split + 1) * part, length), BLOCK):
         logits = _logits(
-            queries, keys, positions, bias, last_visible, head // kv_heads, head % kv_heads, block, first, length,
-            query_batch, query_head, query_token, query_dim, last_batch, last_token, scaling, n,
-            GROUP, WIDE, TOKENS, HEAD_DIM, HEAD_BLOCK, BLOCK, LARGEST, BIASED,
+            queries, keys, positions, bias, key_scale, last_visible, head // kv_heads, head % kv_heads, block, first,
+            length, query_batch, query_head, query_token, query_dim, last_batch, last_token, scaling, n,
+            GROUP, WIDE, TOKENS, HEAD_DIM, HEAD_BLOCK, BLOCK, LARGEST, BIASED, INT8,
         )  # fmt: skip
         largest, total, _, _ = streamed(largest, total, logits)
     row = head.to(tl.int64) * rows + block * ROWS + tl.arange(0, ROWS)
@@ -120,15 +124,15 @@ def _window_lse(
 
 @triton.jit(do_not_specialize=["grown", "n", "heads", "parts", "blocks"])
 def _add_received(
-    queries, keys_kind, positions_kind, bias_kind, table, last_visible,
+    queries, keys_kind, positions_kind, bias_kind, scale_kind, table, last_visible,
     query_batch, query_head, query_token, query_dim, last_batch, last_token,
     scaling, grown, n, kv_heads, heads, partial, parts, blocks, column, first_position,
     GROUP: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr, LARGEST: tl.constexpr, BIASED: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr, LARGEST: tl.constexpr, BIASED: tl.constexpr, INT8: tl.constexpr, ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     head, first = tl.program_id(0), tl.program_id(1) * BLOCK
-    length = tl.load(table + 4 * heads + head).to(tl.int32) + grown
+    length = tl.load(table + 6 * heads + head).to(tl.int32) + grown
     if first >= length:
         return
     keys = tl.load(table + head).to(keys_kind.dtype)
@@ -137,12 +141,13 @@ def _add_received(
     address = tl.load(table + 2 * heads + head)
     positions = address.to(positions_kind.dtype)
     bias = tl.load(table + 3 * heads + head).to(bias_kind.dtype) if BIASED else 0
+    key_scale = tl.load(table + 4 * heads + head).to(scale_kind.dtype) if INT8 else 0
     sums, part = tl.zeros([BLOCK], tl.float32), tl.arange(0, PARTS)
     for block in range(0, blocks):
         logits = _logits(
-            queries, keys, positions, bias, last_visible, head // kv_heads, head % kv_heads, block, first, length,
-            query_batch, query_head, query_token, query_dim, last_batch, last_token, scaling, n,
-            GROUP, WIDE, TOKENS, HEAD_DIM, HEAD_BLOCK, BLOCK, LARGEST, BIASED,
+            queries, keys, positions, bias, key_scale, last_visible, head // kv_heads, head % kv_heads, block, first,
+            length, query_batch, query_head, query_token, query_dim, last_batch, last_token, scaling, n,
+            GROUP, WIDE, TOKENS, HEAD_DIM, HEAD_BLOCK, BLOCK, LARGEST, BIASED, INT8,
         )  # fmt: skip
         row = (head.to(tl.int64) * blocks + block) * ROWS + tl.arange(0, ROWS)
         sums += received(logits, partial, row, part, parts, PARTS)

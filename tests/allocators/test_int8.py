@@ -1,0 +1,139 @@
+"""What stays is stored in 8 bits: the same entries in fewer bytes, and attention over what they are rounded to."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+
+import keepset
+from keepset.errors import RecipeError
+from keepset.hf.batch import go_together
+from tests.hf.models import Oracle, generate, left_padded, oracle_gap, prompt, same_keep_set, tiny
+
+RECIPES = ["int8({}(window=5), keep=12)", "int8(match(adakv({}(window=5))), keep=12)"]
+
+
+def test_it_is_the_last_step() -> None:
+    for text in ("adakv(int8(snapkv))", "int8(int8(tova))", "match(int8(snapkv))"):
+        with pytest.raises(RecipeError, match=r"last step: write int8\(...\) around"):
+            keepset.Recipe.parse(text)
+    method = keepset.Recipe.parse("int8(match(reread), keep=0.1)").method
+    assert method.across_layers and method.layout == "head-ragged" and method.biased
+    assert {entry["name"]: entry["vllm"] for entry in keepset.registry.catalogue()}["int8"] is False
+
+
+@pytest.mark.parametrize("text", RECIPES)
+def test_the_same_entries_in_fewer_bytes(text: str) -> None:
+    """Of a head of 16 numbers: 32 bytes, two scales and a position, and with `match` a bias."""
+    ids, mask = left_padded(prompt(2, 40), [0, 7])
+    cache = keepset.Cache(tiny("llama"), text.format("snapkv"))
+    whole = keepset.Cache(tiny("llama"), text.format("snapkv").removeprefix("int8(").replace("), keep", ", keep"))
+    for each in (cache, whole):
+        with torch.no_grad():
+            tiny("llama")(ids, attention_mask=mask, past_key_values=each)
+    assert cache.keep_set is not None and whole.keep_set is not None
+    assert same_keep_set(cache.keep_set, whole.keep_set) and cache.nbytes_full == whole.nbytes_full
+    assert cache.keep_set.nbytes == cache.keep_set.entries * 40
+    assert cache.nbytes == cache.keep_set.entries * (44 + 4 * ("match" in text))
+    for layer in cache.kept_layers:
+        columns, own = (each.kept_layers[layer].store.padded()[0] for each in (cache, whole))
+        for name in ("keys", "values"):
+            largest = own[name].abs().amax(-1, keepdim=True)
+            assert ((columns[name] - own[name]).abs() <= largest / 253).all() and columns[name].dtype == torch.float32
+
+
+@pytest.mark.parametrize("text", [pytest.param(RECIPES[0], marks=pytest.mark.full), RECIPES[1]])
+def test_saved_forked_cropped_and_reordered(tmp_path: Path, text: str) -> None:
+    model, ids = tiny("llama"), prompt(2, 40)
+    cache, path = keepset.Cache(model, text.format("snapkv")), tmp_path / "context.safetensors"
+    with torch.no_grad():
+        model(ids, past_key_values=cache, use_cache=True)
+        cache.save(path)
+        expected = model(ids[:, :3], past_key_values=cache.fork(), use_cache=True).logits
+        loaded = keepset.Cache.load(path, model)
+        assert loaded.nbytes == cache.nbytes and loaded.keep_set.nbytes == cache.keep_set.nbytes
+        assert torch.equal(model(ids[:, :3], past_key_values=loaded, use_cache=True).logits, expected)
+        twin = cache.fork()
+        model(ids[:, 5:9], past_key_values=twin, use_cache=True)
+        twin.crop(-4)
+        assert torch.allclose(model(ids[:, :3], past_key_values=twin, use_cache=True).logits, expected, atol=1e-5)
+        swapped = cache.fork()
+        swapped.reorder_cache(torch.tensor([1, 0]))
+        logits = model(ids[[1, 0], :3], past_key_values=swapped, use_cache=True).logits
+        assert torch.allclose(logits[[1, 0]], expected, atol=1e-5)
+
+
+def test_the_oracle_agrees_on_fed_tokens_with_padding() -> None:
+    ids, mask = left_padded(prompt(2, 44), [0, 7])
+    mask[1, 41] = 0  # also between the prompt and what follows
+    cache = keepset.Cache(tiny("qwen3"), "int8(match(pool(prompt_queries)), keep=12)")
+    with torch.no_grad():
+        for part in (slice(0, 40), slice(40, 44)):
+            logits = tiny("qwen3")(
+                ids[:, part],
+                attention_mask=mask[:, : part.stop],
+                position_ids=(mask.cumsum(-1) - 1).clamp(min=0)[:, part],
+                past_key_values=cache,
+            ).logits
+    reference = Oracle(cache, mask).logits(tiny("qwen3"), ids)[:, 40:]
+    torch.testing.assert_close(logits[mask[:, 40:].bool()], reference[mask[:, 40:].bool()], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("inner", [pytest.param("snapkv(window=4)", marks=pytest.mark.full), "adakv(tova)"])
+def test_entries_do_not_drift_from_event_to_event(inner: str) -> None:
+    """They are read, chosen among and rounded once more: to the same 8 bits."""
+    ids, held = prompt(1, 40), []
+    cache = keepset.Cache(tiny("llama"), f"int8({inner}, keep=16, every=8)")
+    output = generate(tiny("llama"), ids, cache, max_new_tokens=7)
+    for _ in range(3):
+        store = cache.kept_layers[1].store
+        assert store is not None
+        held.append(store.fork().padded())
+        newest = output.sequences[:, -1:]
+        sequences = torch.cat([output.sequences, newest.expand(-1, 1)], 1)
+        output = generate(tiny("llama"), sequences, cache, max_new_tokens=8)
+    assert len(cache.events) >= 3
+    (first, first_exists), (last, last_exists) = held[0], held[-1]
+    shared = 0
+    for head in range(2):
+        of_last = {int(at): i for i, at in enumerate(last["positions"][0, head]) if last_exists[0, head, i]}
+        for i, at in enumerate(first["positions"][0, head].tolist()):
+            if first_exists[0, head, i] and at in of_last:
+                shared += 1
+                for name in ("keys", "values"):
+                    torch.testing.assert_close(
+                        last[name][0, head, of_last[at]], first[name][0, head, i], rtol=1e-6, atol=0
+                    )
+    assert shared > 5
+
+
+@pytest.mark.parametrize("kernels", ["pytorch", pytest.param("triton", marks=pytest.mark.full)])
+def test_side_by_side_with_whole_entries(kernels: str, request: pytest.FixtureRequest) -> None:
+    if kernels == "triton":
+        request.getfixturevalue("triton_interpreted")
+    model, texts = tiny("llama"), ["snapkv(window=5, keep=9)", "int8(adakv(snapkv(window=5)), keep=12)"] * 2
+    caches = [keepset.Cache(model, text) for text in texts]
+    with torch.no_grad():
+        for row, cache in enumerate(caches):
+            model(prompt(1, 30 + row, row), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        tokens = prompt(4, 1, 9)
+        alone = [
+            model(token[None], past_key_values=cache.fork(), use_cache=True).logits[0, -1]
+            for token, cache in zip(tokens, caches, strict=True)
+        ]
+        together, errors = go_together(model, caches, tokens)
+    assert not errors
+    torch.testing.assert_close(together, torch.stack(alone), rtol=1e-4, atol=1e-4)
+
+
+def test_a_bfloat16_model() -> None:
+    model, (ids, mask) = copy.deepcopy(tiny("llama")).bfloat16(), left_padded(prompt(2, 40), [0, 7])
+    cache = keepset.Cache(model, "int8(match(snapkv(window=5)), keep=12)")
+    output = generate(model, ids, cache, mask, max_new_tokens=3)
+    store = cache.kept_layers[0].store
+    assert store is not None and store.heads.keys.dtype == torch.int8 and store.heads.dtype == torch.bfloat16
+    assert cache.keep_set is not None and cache.keep_set.nbytes == cache.keep_set.entries * 36
+    assert oracle_gap(model, cache, output, mask) < 0.3
