@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from keepset.errors import UnsupportedEngineError
+from keepset.paged.entry_columns import columns_of
 from keepset.paged.event_queue import EventQueue
 from keepset.paged.grouping import group_leader
 from keepset.paged.layer_group import LayerGroup
@@ -28,12 +30,15 @@ from keepset.paged.query_records import slots_for
 from keepset.paged.recording import Recording
 from keepset.paged.step import StepPlan
 from keepset.recipe import Recipe
+from keepset.vllm import stats
 from keepset.vllm.compat import ask_for_prompt_lengths, attention_layers, captured_tokens
 from keepset.vllm.memory import Shape, reserve
 from keepset.vllm.query_projection import VLLMQueryProjection, watch_projections
-from keepset.vllm.settings import recipe_of
+from keepset.vllm.settings import contexts_of, recipe_of, save_limit_of
 from keepset.vllm.spec import KeepSpec
 from keepset.vllm.validation import check, check_layer, check_spec
+
+logger = init_logger(__name__)
 
 
 @dataclass
@@ -72,6 +77,8 @@ class EngineContext:
 
     def __init__(self, config: VllmConfig, recipe: Recipe) -> None:
         check(config, recipe)
+        stats.serving(str(recipe))
+        logger.info("keepset serves %s", recipe)
         self.config, self.recipe = config, recipe
         self.projections: dict[str, VLLMQueryProjection] = {}
         self.freed_blocks = FreedBlocks()
@@ -107,20 +114,18 @@ class EngineContext:
         """The kind of cache of the layer that is asked for now."""
         if self._watch is not None:  # the model is built
             self._watch.remove()
-        own = tuple(self.layers.values())
-        index = own[self._specs_made % len(own)]
+        indices = tuple(self.layers.values())
+        index = indices[self._specs_made % len(indices)]
         self._specs_made += 1
         ask_for_prompt_lengths(self.config)
         if self._passing is None:  # and vLLM has not measured yet what there is room for
-            self._passing = self._room(len(own))
+            self._passing = self._room(len(indices))
             entry_bytes, longest = 2 * spec.head_size * spec.dtype.itemsize, self.config.model_config.max_model_len
-            shape = Shape(len(own), spec.num_kv_heads, entry_bytes, longest)
-            self._reserve = reserve(self.config, self.recipe, shape)
-            self._tape = self._make_tape(len(own))
-        model, scheduler = self.config.model_config, self.config.scheduler_config
-        # With pipeline parallelism a process has a part of them, and all must say the same.
-        parts = self.config.parallel_config.pipeline_parallel_size > 1
-        indices = tuple(range(model.get_total_num_hidden_layers())) if parts else own
+            shape = Shape(len(indices), spec.num_kv_heads, entry_bytes, longest)
+            columns = columns_of(self.recipe, save_limit_of(self.config) > 0)
+            self._reserve = reserve(self.config, self.recipe, len(columns), shape)
+            self._tape = self._make_tape(len(indices))
+        scheduler = self.config.scheduler_config
         return KeepSpec.wrap(
             check_spec(spec),
             recipe=str(self.recipe),
@@ -128,6 +133,7 @@ class EngineContext:
             layers=indices,
             tokens_per_step=scheduler.max_num_batched_tokens,
             steps_ahead=int(bool(scheduler.async_scheduling)),
+            per_head=contexts_of(self.config) is not None,
         )
 
     def passing(self, layers: Sequence[str]) -> PassingQueries:

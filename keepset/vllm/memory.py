@@ -16,7 +16,7 @@ from vllm.platforms import current_platform
 
 from keepset.allocators.rewriter import Rewriter
 from keepset.core.features.window import WindowAttention
-from keepset.paged.entry_columns import COLUMN_BYTES, columns_of
+from keepset.paged.entry_columns import COLUMN_BYTES
 from keepset.paged.grouping import table_per_head
 from keepset.paged.paged_observation import AT_ONCE
 from keepset.paged.step import OF_ALL
@@ -45,9 +45,9 @@ class Shape:
     longest: int
 
 
-def column_bytes(recipe: Recipe, pool: int, entry_bytes: int) -> int:
-    """Of the entries' numbers, of so many bytes for the cache and them together."""
-    beside = len(columns_of(recipe)) * COLUMN_BYTES
+def column_bytes(columns: int, pool: int, entry_bytes: int) -> int:
+    """Of so many numbers of each entry, of so many bytes for the cache and them together."""
+    beside = columns * COLUMN_BYTES
     return pool * beside // (entry_bytes + beside)
 
 
@@ -70,14 +70,14 @@ def own_bytes(recipe: Recipe, shape: Shape) -> int:
     return sums * COLUMN_BYTES * shape.layers * shape.kv_heads * shape.longest
 
 
-def reserve(config: VllmConfig, recipe: Recipe, shape: Shape) -> Tensor | None:
+def reserve(config: VllmConfig, recipe: Recipe, columns: int, shape: Shape) -> Tensor | None:
     """Holds so much; to be dropped as soon as vLLM has measured. None where it measures nothing."""
     cache = config.cache_config
     if not current_platform.is_cuda_alike() or cache.kv_cache_memory_bytes:
         return None
     free, total = torch.cuda.mem_get_info()
     pool = max(0, int(cache.gpu_memory_utilization * total) - (total - free))
-    needed = column_bytes(recipe, pool, shape.entry_bytes) + event_bytes(recipe, shape)
+    needed = column_bytes(columns, pool, shape.entry_bytes) + event_bytes(recipe, shape)
     if cache.enable_prefix_caching:
         needed += own_bytes(recipe, shape)
     return torch.empty(min(needed, free), dtype=torch.uint8, device=current_platform.device_type)

@@ -21,13 +21,11 @@ def shape(longest: int = 131072) -> Any:
     return memory.Shape(layers=32, kv_heads=8, entry_bytes=512, longest=longest)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "columns"), [("knorm(keep=9)", 0), ("snapkv(keep=99)", 1), ("ams(tova, keep=99, every=9)", 3)]
-)
+@pytest.mark.parametrize("columns", [0, 1, 3])
 @pytest.mark.parametrize("entry_bytes", [512, 256])
-def test_columns_of_all_that_the_rest_has_room_for(recipe: str, columns: int, entry_bytes: int) -> None:
+def test_columns_of_all_that_the_rest_has_room_for(columns: int, entry_bytes: int) -> None:
     pool = 60 * GB
-    held = memory.column_bytes(Recipe.parse(recipe), pool, entry_bytes)
+    held = memory.column_bytes(columns, pool, entry_bytes)
     entries = (pool - held) // entry_bytes
     assert 0 <= held - entries * columns * 4 <= entry_bytes
 
@@ -56,12 +54,12 @@ def test_of_what_vllm_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("keepset.vllm.memory.current_platform", there)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (64 * GB, 80 * GB))
     recipe = Recipe.parse("snapkv(keep=0.25)")
-    held = memory.reserve(configured(0.9, None), recipe, shape())
+    held = memory.reserve(configured(0.9, None), recipe, 1, shape())
     assert held.nbytes == int(56 * GB) * 4 // 516 + 256 * MB
-    held = memory.reserve(configured(0.8, None), recipe, shape())
+    held = memory.reserve(configured(0.8, None), recipe, 1, shape())
     assert held.nbytes == int(48 * GB) * 4 // 516 + 256 * MB + 131072 * 8 * 32 * 4
-    assert memory.reserve(configured(0.9, 10 * GB), recipe, shape()) is None
+    assert memory.reserve(configured(0.9, 10 * GB), recipe, 1, shape()) is None
 
 
 def test_a_cpu_measures_nothing() -> None:
-    assert memory.reserve(configured(0.9, None), Recipe.parse("snapkv(keep=0.25)"), shape()) is None
+    assert memory.reserve(configured(0.9, None), Recipe.parse("snapkv(keep=0.25)"), 1, shape()) is None

@@ -18,7 +18,6 @@ pytestmark = pytest.mark.full
 
 RECIPES = ["snapkv(window=16, keep=96, every=24)", "mass(share=0.8, every=24)"]
 SHARED = [*RECIPES, "gvote"]
-STAGED = ["snapkv(window=16, keep=96, every=24)", "adakv(snapkv(window=16), keep=96, every=24)"]
 ENGINE: dict[str, Any] = {"max_num_batched_tokens": 256, "max_num_seqs": 8}
 AHEAD = ENGINE | {
     "max_num_batched_tokens": 128,
@@ -59,8 +58,6 @@ def engines(tiny: Path) -> dict[tuple[str, str], Any]:
     ranks = one | {"tensor_parallel_size": 2}
     scenarios = {("apart", recipe): Scenario(recipe, some, engine=one, own_process=True) for recipe in RECIPES}
     scenarios |= {("ranks", recipe): Scenario(recipe, some, engine=ranks) for recipe in SHARED}
-    stages = one | {"pipeline_parallel_size": 2}
-    scenarios |= {("stages", recipe): Scenario(recipe, some, engine=stages) for recipe in STAGED}
     answers = raw(*scenarios.values(), env={"VLLM_CPU_OMP_THREADS_BIND": "nobind"})
     return dict(zip(scenarios, answers, strict=True))
 
@@ -80,14 +77,6 @@ def test_ranks_that_share_the_heads(recipe: str, engines: dict[tuple[str, str], 
     engine = result(engines, ("ranks", recipe))
     replays = check(tiny_oracle, recipe, asks(), engine)
     assert engine.stats["events"] == sum(len(replay.events) for replay in replays)  # one rank's count
-    engine.check_nothing_left()
-
-
-@pytest.mark.parametrize("recipe", STAGED)
-def test_stages_that_share_the_layers(recipe: str, engines: dict[tuple[str, str], Any], tiny_oracle: Oracle) -> None:
-    engine = result(engines, ("stages", recipe))
-    replays = check(tiny_oracle, recipe, asks(), engine)
-    assert engine.stats["events"] == sum(len(replay.events) for replay in replays)  # that of the first layers
     engine.check_nothing_left()
 
 
