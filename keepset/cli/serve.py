@@ -25,20 +25,27 @@ def serve(
     contexts: Annotated[
         Path | None, Option(help="A folder of files of keepset context build, which requests can name.")
     ] = None,
+    save_bytes: Annotated[
+        int, Option(min=0, help="Bytes of contexts that each API key's requests may save in that folder; else none.")
+    ] = 0,
 ) -> None:
-    """Serve a model with vLLM under a recipe or with saved contexts, at an OpenAI-compatible address.
+    """Serve a model with vLLM under a recipe, with saved contexts, or both, at an OpenAI-compatible address.
 
     This process becomes `vllm serve`, which gets every option that is not keepset's own. It listens on 127.0.0.1
     unless --host says otherwise. The model comes before vLLM's options.
     """
     from keepset.recipe import Recipe
-    from keepset.serving.command import block_size_hint, check_installed, command, split
+    from keepset.serving.checks import be_sparing, check_model, check_port, check_recipe
+    from keepset.serving.command import block_size_hint, check_installed, command, folder, split
 
     parsed = None if recipe is None else Recipe.parse(recipe).require_budget()
     model, options = split(words or [])
     check_installed(parsed, contexts)
-    line = command(model, parsed, options, contexts=contexts)
-    for sentence in (shlex.join(line), block_size_hint(parsed, options)):
+    check_recipe(parsed)
+    line = command(model, parsed, options, contexts=contexts, save_bytes=save_bytes)
+    check_model(folder(model))
+    check_port(options)
+    for sentence in (shlex.join(line), block_size_hint(parsed, options), be_sparing(options)):
         if sentence is not None:
             note(sentence)
     sys.stdout.flush()

@@ -66,6 +66,7 @@ class Contents(NamedTuple):
         fingerprint: of its model.
         requests: how many; with `padded`, some of their tokens are padding.
         goes_on: whether its recipe compresses further while it is asked.
+        prompt: tokens from which on it does so.
         text: the digest of its tokens; "" where the file does not say it.
         opening: the first of them that any other message begins with, too.
         joint: tokens that come between the text and a question that began with the opening.
@@ -80,6 +81,7 @@ class Contents(NamedTuple):
     requests: int
     padded: bool
     goes_on: bool
+    prompt: int
     text: str
     opening: list[int]
     joint: list[int]
@@ -141,6 +143,54 @@ def save(
     _FILE.write(path, tensors, {**metadata, "digest": _digest(metadata, tensors)})
 
 
+Columns = dict[str, Tensor]
+"""Of a layer: `keys`, `values`, `positions` and a method's own, packed head after head, and `counts` of the heads."""
+
+
+def save_entries(
+    path: Path,
+    recipe: str,
+    model: str,
+    fingerprint: Mapping[str, str],
+    tokens: Sequence[int],
+    layers: Mapping[int, Columns],
+) -> None:
+    """Saves what another runtime's only request holds, all of which counts as its prompt.
+
+    Args:
+        path: of the file.
+        recipe: that it was compressed by.
+        model: what it is found by again.
+        fingerprint: of the model.
+        tokens: of the request, of which entries are there or were dropped.
+        layers: all layers of the model, by index.
+    """
+    length = len(tokens)
+    every = Recipe.parse(recipe).schedule.every
+    tensors: dict[str, Tensor] = {name: torch.tensor([length]) for name in ("lengths", "prompts")}
+    for index, columns in layers.items():
+        tensors[f"{_LAYER}{index}.counts"] = columns["counts"][None]
+        tensors |= {f"{_LAYER}{index}.columns.{name}": columns[name] for name in columns if name != "counts"}
+    next_event = None if every is None else length + every
+    metadata = {
+        "format": FORMAT,
+        "keepset": keepset.__version__,
+        "recipe": in_full(recipe),
+        "model": model,
+        "fingerprint": dict(fingerprint),
+        "progress": {
+            **{"logical": length, "prompt": length, "compressed_at": None},
+            **{"next_event": next_event, "added_up": None if every is None else 0},
+        },
+        "layers": len(layers),
+        "event": None,
+        "text": hashlib.sha256(token_bytes(tokens)).hexdigest(),
+        "opening": [],
+        "joint": [],
+    }
+    _FILE.write(path, tensors, {**metadata, "digest": _digest(metadata, tensors)})
+
+
 def token_bytes(tokens: Sequence[int]) -> bytes:
     """What a text's digest is of."""
     return np.asarray(tokens, dtype="<i8").tobytes()
@@ -165,6 +215,7 @@ def contents(path: Path) -> Contents:
             requests=len(file.get_tensor("lengths")),
             padded="seen" in names,
             goes_on=Recipe.parse(recipe).schedule.every is not None,
+            prompt=int(metadata["progress"]["prompt"]),
             text=str(metadata.get("text", "")),
             opening=list(metadata.get("opening", ())),
             joint=list(metadata.get("joint", ())),

@@ -23,12 +23,14 @@ class _Course:
         prompt, length: tokens of its prompt, and those processed so far.
         step: in which it last said so.
         base: it will have had `base + step` tokens in a coming step.
+        schedule: when it is compressed.
         end: the last step for which its blocks were added.
     """
 
     prompt: int
     length: int
     step: int
+    schedule: EvictionSchedule
     base: int = 0
     end: int = 0
 
@@ -47,7 +49,7 @@ class Admission:
     must do without, so a request counts with the blocks of the step before where those are more.
 
     Args:
-        schedule: when requests are compressed.
+        schedule: when requests are compressed that have no budget of their own.
         tokens_per_step: that are computed at most, of all requests.
         steps_ahead: that are scheduled before the tokens of one are processed (asynchronous scheduling).
     """
@@ -65,17 +67,18 @@ class Admission:
         self._ends: defaultdict[int, set[str]] = defaultdict(set)
         self._prompts: dict[str, int] = {}  # that are being computed
 
-    def update(self, name: str, prompt: int, length: int) -> None:
+    def update(self, name: str, prompt: int, length: int, own: EvictionSchedule | None = None) -> None:
         """A request is scheduled again, or for the first time.
 
         Args:
             name: the request's.
             prompt: tokens of its prompt.
             length: tokens that were processed.
+            own: when it is compressed, if not as the others; with as many tokens between events.
         """
         course = self._courses.get(name)
         if course is None:
-            self._courses[name] = course = _Course(prompt, length, self._step)
+            self._courses[name] = course = _Course(prompt, length, self._step, own or self._schedule)
             self._add(name, course)
             return
         if course.step == self._step and length > course.length:
@@ -92,25 +95,32 @@ class Admission:
         if (course := self._courses.pop(name, None)) is not None:
             self._take(name, course)
 
-    def required_blocks(self, tokens: int, needed: int, held: Callable[[str], int]) -> int:
+    def required_blocks(
+        self, tokens: int, needed: int, held: Callable[[str], int], own: EvictionSchedule | None = None
+    ) -> int:
         """Blocks that must be free now for a request to be admitted, once those that run are scheduled.
 
         Args:
             tokens: the newcomer's, all of which are computed in the next steps.
             needed: blocks that it needs for them.
             held: of a running request, the blocks that it has.
+            own: when the newcomer is compressed, if not as the others.
         """
-        schedule = self._schedule
+        schedule = own or self._schedule
         for name in self._late():
             self._courses[name].step = self._step
             self._move(name, self._courses[name])
         # A prompt's blocks come chunk by chunk, and count as if all were there.
-        missing = sum(self._blocks(prompt, prompt, 1)[0] - held(name) for name, prompt in self._prompts.items())
+        missing = sum(
+            self._blocks(self._courses[name].schedule, prompt, prompt, 1)[0] - held(name)
+            for name, prompt in self._prompts.items()
+        )
         steps = self._steps_until_compressed(tokens)
         newcomer = np.full(self._reach, needed, dtype=np.int64)
-        newcomer[steps - self._steps_ahead :] += self._blocks(tokens, tokens, 1)[0] - -(-tokens // schedule.block_size)
+        compressed = self._blocks(schedule, tokens, tokens, 1)[0]
+        newcomer[steps - self._steps_ahead :] += compressed - -(-tokens // schedule.block_size)
         if steps + 1 < self._reach:
-            later = self._blocks(tokens, tokens + 1, self._reach - steps)
+            later = self._blocks(schedule, tokens, tokens + 1, self._reach - steps)
             newcomer[steps + 1 :] = np.maximum(later[:-1], later[1:])
         coming = np.arange(self._step + 1, self._step + self._reach + 1)
         in_turns, after = self._sums.take(coming, axis=1, mode="wrap")
@@ -159,7 +169,7 @@ class Admission:
 
     def _change(self, course: _Course, first: int, last: int, sign: int) -> None:
         """Adds a request's blocks in these steps to the sums, or takes them away."""
-        blocks = self._blocks(course.prompt, course.base + first - 1, last - first + 2)
+        blocks = self._blocks(course.schedule, course.prompt, course.base + first - 1, last - first + 2)
         held = sign * np.stack((np.maximum(blocks[:-1], blocks[1:]), blocks[1:]))
         size = self._sums.shape[1]
         start = first % size
@@ -167,9 +177,9 @@ class Admission:
         self._sums[:, start : start + front] += held[:, :front]
         self._sums[:, : held.shape[1] - front] += held[:, front:]
 
-    def _blocks(self, prompt: int, first: int, number: int) -> np.ndarray:
+    def _blocks(self, schedule: EvictionSchedule, prompt: int, first: int, number: int) -> np.ndarray:
         """Blocks of a request in the steps that bring it to `first` tokens and more; all of its prompt's until then."""
-        schedule, end = self._schedule, first + number
+        end = first + number
         tokens = np.arange(first, end)
         held = -(-(np.maximum(tokens, prompt) + self._steps_ahead) // schedule.block_size)
         done = first

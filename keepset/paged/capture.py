@@ -26,6 +26,7 @@ from keepset.paged.step import (
     StepBatch,
     StepPlan,
 )
+from keepset.recipe import Recipe
 
 Entries = Callable[[StepBatch, Sequence[ScheduledRequest]], Callable[[], EntriesInPages]]
 """Says where the layers have the entries of these requests before the step's events, once it is planned."""
@@ -142,22 +143,23 @@ class CapturePlanner:
         """Adds to the step's plan the queries and chunks that the next events will look at."""
         if not self._records:
             return
-        schedule, windows = self._schedule, []
+        windows = []
         for request in batch.requests:
+            schedule = request.own or self._schedule
             prompt, before, after = request.prompt, request.before, request.after
             event, upcoming = schedule.due(prompt, before, after), schedule.next_event(prompt, after)
             if upcoming is not None and self._begins(prompt, upcoming) >= after:
                 upcoming = None
             if event or upcoming is not None:
                 windows.append((request, event, upcoming, max(before, self._begins(prompt, event or upcoming or 0))))
-            elif self._collects and before < prompt:
+            elif self._collects and before < prompt and schedule.next_event(prompt, before) is not None:
                 windows.append((request, event, upcoming, before))
         step, self._by_row = _Step(batch, plan, self._recording, entries), {}
         records = self._follow(batch, [(request, start) for request, _, _, start in windows])
         for (request, event, upcoming, _), record in zip(windows, records, strict=True):
             prompt, before, after = request.prompt, request.before, request.after
             self._by_row[request.row] = record
-            record.shares = schedule.shares(prompt, before)
+            record.shares = request.own is None and self._schedule.shares(prompt, before)
             if event:
                 step.window(request, record, event, before, event, self._begins(prompt, event))
             if upcoming is not None:
@@ -187,6 +189,7 @@ class CapturePlanner:
 
     def event(
         self,
+        recipe: Recipe,
         batch: StepBatch,
         rows: Int[Tensor, " rows"],
         requests: list[ScheduledRequest],
@@ -201,6 +204,7 @@ class CapturePlanner:
         points = [request.after - newer for request in requests]
         records = self._recorded(requests, points)
         return EvictionEvent(
+            recipe=recipe,
             rows=rows,
             at=batch.tensor(points),
             earliest=min(points),
@@ -223,7 +227,7 @@ class CapturePlanner:
         records = [self._by_row[request.row] for request in requests]
         for request, record, at in zip(requests, records, points, strict=True):
             # First tokens may have come from another request's pages: then their queries were not seen.
-            shared = self._schedule.shareable(request.prompt) or 0
+            shared = 0 if request.own else self._schedule.shareable(request.prompt) or 0
             lost = record.start > max(self._begins(request.prompt, at), shared)
             unseen = self._collects and at == request.prompt and record.prompt_tokens < at
             if lost or unseen:

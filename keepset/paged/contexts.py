@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 from keepset.errors import UnsupportedEngineError
 from keepset.kernels import subpages
 from keepset.kernels.subpages import Group, Layout
-from keepset.paged.step import ScheduledRequest, StepBatch
 
 
 @dataclass(frozen=True)
@@ -24,14 +22,18 @@ class ContextPlacement:
         tokens: of the context, kept or not.
         first: leading blocks, which hold nothing.
         own: the first block that is the request's own; those in between are the same for all, their pages any layer's.
+        shared: whether there are such; else a request has all pages for itself, because it compresses them further.
     """
 
     tokens: int
     first: int
     own: int
+    shared: bool
 
     @classmethod
-    def of(cls, counts: Int[Tensor, "layers kv_heads"], tokens: int, block_size: int, ranks: int) -> ContextPlacement:
+    def of(
+        cls, counts: Int[Tensor, "layers kv_heads"], tokens: int, block_size: int, ranks: int, shared: bool
+    ) -> ContextPlacement:
         """The same in all layers and on all ranks, each of which holds an equal part of the heads.
 
         Args:
@@ -39,27 +41,42 @@ class ContextPlacement:
             tokens: of the context.
             block_size: tokens of a block.
             ranks: processes that divide the heads among themselves.
+            shared: as the attribute.
 
         Raises:
             UnsupportedEngineError: the entries need more blocks than the tokens have.
         """
         parts = counts.unflatten(1, (ranks, -1))
-        own = subpages.own_block(counts, tokens, block_size)
-        shared = subpages.shareable_pages(parts, block_size).sum((0, 2)).max()  # of one rank
-        first = own - -(-int(shared) // parts[:, 0].numel())
+        if shared:
+            own = subpages.own_block(counts, tokens, block_size)
+            pages = subpages.shareable_pages(parts, block_size).sum((0, 2)).max()  # of one rank
+            first = own - -(-int(pages) // parts[:, 0].numel())
+        else:
+            own = first = int(_first_block(parts, tokens, block_size).min())
         if first < 0:
             raise UnsupportedEngineError(
                 f"Of {tokens} tokens of the context nearly all are held, and not by every head: such pages cannot be "
                 "shared; build it with a recipe that drops more."
             )
-        return cls(tokens, first, own)
+        return cls(tokens, first, own, shared)
 
     def layout(self, counts: Int[Tensor, "layers kv_heads"], block_size: int) -> Layout:
         """What the pages of a request follow from, as the only row, on one rank with its part of the heads."""
+        if not self.shared:
+            first = _first_block(counts, self.tokens, block_size)
+            return Layout(
+                counts[None], torch.full_like(first, self.tokens)[None], first[None], torch.zeros_like(first)[None]
+            )
         pages = subpages.shareable_pages(counts, block_size).sum(-1)
         before = self.first * counts.numel() + pages.cumsum(0) - pages
         length, own = (torch.full_like(pages, number)[None] for number in (self.tokens, self.own))
         return Layout(counts[None], length, own, (before + 1)[None])
+
+
+def _first_block(counts: Int[Tensor, "*rows kv_heads"], tokens: int, block_size: int) -> Int[Tensor, "*rows"]:
+    """The first of a request's last blocks that hold so many entries of heads of their own."""
+    lengths = torch.full(counts.shape[:-1], tokens)
+    return -(-lengths // block_size) - subpages.blocks_needed(counts, lengths, block_size)
 
 
 class EntryPlaces(NamedTuple):
@@ -102,36 +119,3 @@ def context_places(
         head, entry = head[chosen], entry[chosen]
     slots = tables.flatten(1, 2)[0].long()[head, entry // block_size] * block_size + entry % block_size
     return EntryPlaces(chosen, head // kv_heads, slots)
-
-
-class ContextRequests:
-    """Which of a step's requests began with a context, filed under the page that holds a request's newest token.
-
-    No other request writes there, and who comes to write there later drops what is left: see `PerHeadTables`.
-    """
-
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
-        self._tokens: dict[int, int] = {}
-
-    def begin(self, page: int, tokens: int) -> None:
-        """The request whose newest token is in this page goes on after a context of so many tokens."""
-        self._tokens[page] = tokens
-
-    def marked(self, batch: StepBatch) -> Sequence[ScheduledRequest]:
-        """The step's requests, with those that began with a context named; and where they will be after it."""
-        if not self._tokens:
-            return batch.requests
-        size = self._block_size
-        columns = [[max(tokens - 1, 0) // size for tokens in (each.before, each.after)] for each in batch.requests]
-        rows = batch.tensor([request.row for request in batch.requests])
-        pages = batch.block_table[rows[:, None], batch.tensor(columns)].tolist()
-        requests = []
-        for request, (old, new) in zip(batch.requests, pages, strict=True):
-            began = request.before > 0 and self._tokens.get(old) == request.before
-            self._tokens.pop(old, None)
-            self._tokens.pop(new, None)
-            if began:
-                self._tokens[new] = request.after
-            requests.append(replace(request, after_context=began))
-        return requests

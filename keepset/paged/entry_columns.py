@@ -21,13 +21,15 @@ COLUMN_BYTES = 4
 """Of one number."""
 
 
-def columns_of(recipe: Recipe) -> tuple[str, ...]:
-    """Names of the numbers that an entry has under a recipe."""
+def columns_of(recipe: Recipe, saves: bool = False) -> tuple[str, ...]:
+    """Names of the numbers that an entry has under a recipe; `saves`: where it comes from is asked at the end."""
     method: Method = recipe.method
     sums = tuple(feature.column for feature in method.needs.of(WindowAttention))
     # Without a later event nobody asks where an entry came from: but attention does for its bias.
     biases = (BIAS,) if method.biased else ()
-    return (*biases, *sums) if recipe.schedule.every is None else (POSITION, *method.remembers, *sums)
+    if recipe.schedule.every is None:
+        return (*biases, *([POSITION] if saves else []), *sums)
+    return (POSITION, *method.remembers, *sums)
 
 
 class EntryColumns:

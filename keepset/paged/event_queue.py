@@ -72,7 +72,8 @@ class EventQueue:
 
 def _compress_across(due: list[tuple[LayerGroup, EvictionEvent]]) -> None:
     """Executes one event of a recipe that looks across layers: it is shown all of them before anything moves."""
-    start, recipe, first = time.perf_counter(), due[0][0].recipe, due[0][1]
+    start, first = time.perf_counter(), due[0][1]
+    recipe = first.recipe
     if not all(torch.equal(first.rows, event.rows) for _, event in due):
         raise RuntimeError("keepset lost count of the requests of an event that looks across layers.")
     reached = {

@@ -15,9 +15,17 @@ from keepset.recipe import Recipe
 _CACHED = 1 << 18
 """Events of about a thousand requests: what each leaves is made from what the one before it left."""
 
+_OTHERS = 256
+"""Budgets of requests' own that are remembered."""
+
 
 class EvictionSchedule:
     """The compression events of one layer under one recipe.
+
+    Args:
+        off: whether nothing is ever compressed.
+        per_head: whether heads are to be attended as if they kept different numbers, whether or not they do.
+        counted: whether what is dropped may be counted, if the recipe allows it.
 
     Attributes:
         recipe: what is executed.
@@ -30,18 +38,46 @@ class EvictionSchedule:
         kv_heads: of each, in this process.
     """
 
-    def __init__(self, recipe: Recipe, layer: int, layers: tuple[int, ...], kv_heads: int, block_size: int) -> None:
-        self.recipe, self.block_size = recipe, block_size
-        self.fixed = recipe.method.fixed_total
-        self.ragged = not (self.fixed and recipe.method.equal_heads) or recipe.method.biased
+    def __init__(
+        self,
+        recipe: Recipe,
+        layer: int,
+        layers: tuple[int, ...],
+        kv_heads: int,
+        block_size: int,
+        *,
+        off: bool = False,
+        per_head: bool = False,
+        counted: bool = True,
+    ) -> None:
+        self.recipe, self.block_size, self._off = recipe, block_size, off
+        self.fixed = recipe.method.fixed_total and counted
+        self.ragged = per_head or not (self.fixed and recipe.method.equal_heads) or recipe.method.biased
         self.whole_prompt = bool(Accumulators(recipe.method.needs))
         self._layer, self.layers, self.kv_heads = layer, layers, kv_heads
         self._kept: dict[tuple[int, int], int] = {}
+        self._others: dict[tuple[Recipe | None, bool], EvictionSchedule] = {}
+
+    def under(self, recipe: Recipe | None, counted: bool = True) -> EvictionSchedule:
+        """That of a request with a budget of its own, by the same method.
+
+        Args:
+            recipe: the request's; None: it is never compressed.
+            counted: False where what it has lost already is not known from its length.
+        """
+        if len(self._others) > _OTHERS:
+            self._others.clear()
+        if (recipe, counted) not in self._others:
+            own = recipe or self.recipe, self._layer, self.layers, self.kv_heads, self.block_size
+            self._others[recipe, counted] = EvictionSchedule(
+                *own, off=recipe is None, per_head=self.ragged, counted=counted
+            )
+        return self._others[recipe, counted]
 
     def event(self, prompt: int, length: int) -> int:
         """The newest event at or before `length` tokens; 0 when there was none."""
         schedule = self.recipe.schedule
-        if length < prompt:
+        if length < prompt or self._off:
             return 0
         if schedule.every is None:
             return prompt
@@ -51,6 +87,8 @@ class EvictionSchedule:
     def next_event(self, prompt: int, length: int) -> int | None:
         """The first event after `length` tokens."""
         schedule = self.recipe.schedule
+        if self._off:
+            return None
         if length < prompt and schedule.prefill:
             return prompt
         if schedule.every is None:

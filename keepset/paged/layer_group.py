@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -64,6 +64,7 @@ class LayerGroup:
         rotary: of the model, where the recipe looks at queries before rotation.
         projections: of the layers, where the recipe looks at hidden states.
         count: is told of every compression; of several ranks, one's counts.
+        saves: whether it is asked where entries come from once their requests have ended.
         tape: where layers that are called while a graph captures them leave their queries, for steps that replay it.
 
     Attributes:
@@ -81,11 +82,13 @@ class LayerGroup:
         projections: Sequence[QueryProjection] = (),
         count: CountEviction | None = None,
         tape: Float[Tensor, "layers tokens query_heads head_dim"] | None = None,
+        saves: bool = False,
     ) -> None:
         schedule = planner.schedule
         self.planner, self.layers, self.recipe = planner, planner.layers, schedule.recipe
         self._all_layers, self._block_size = schedule.layers, schedule.block_size
         self._pages, self._passing, self._count, self._tape = pages, passing, count, tape
+        self._saves = saves
         needs = self.recipe.method.needs
         self._own = OwnSums(len(self.layers), schedule.kv_heads)
         self._observer = Observer(needs, planner.recording, passing, self._own, scaling, rotary, projections)
@@ -95,7 +98,7 @@ class LayerGroup:
     @cached_property
     def columns(self) -> EntryColumns:
         """Numbers of entries, once there is a cache."""
-        pages, names = self._pages[0](), columns_of(self.recipe)
+        pages, names = self._pages[0](), columns_of(self.recipe, self._saves)
         return EntryColumns(names, len(self.layers), pages.slots, self._block_size, pages.device)
 
     def record(self, places: range, plan: StepPlan, queries: Float[Tensor, "layers n query_heads head_dim"]) -> None:
@@ -166,18 +169,55 @@ class LayerGroup:
 
     def put(
         self,
-        keys: Float[Tensor, "n head_dim"],
-        values: Float[Tensor, "n head_dim"],
+        columns: Mapping[str, Tensor],
         layers: Int[Tensor, " n"],
         slots: Int[Tensor, " n"],
     ) -> None:
         """Writes entries that come from elsewhere into the pages, once all events that are due are over.
 
-        `layers` are counted within the group, and slots go on into the caches of those that follow.
+        Args:
+            columns: `keys`, `values`, `positions` and what the method remembers, `[n, ...]`.
+            layers: of each entry, counted within the group.
+            slots: of each; they go on into the caches of the layers that follow.
         """
         pages = [each() for each in self._pages]
         through = (layers * pages[0].slots + slots) % (len(pages) * pages[0].slots)
-        write_layers(pages, keys, values, through // pages[0].slots, through % pages[0].slots)
+        layers, slots = through // pages[0].slots, through % pages[0].slots
+        write_layers(pages, columns["keys"], columns["values"], layers, slots)
+        self.columns.write_positions(layers, slots, columns["positions"])
+        for name in self.recipe.method.remembers:
+            if name in self.columns and name in columns:
+                self.columns.write(name, layers, slots, columns[name])
+
+    def left(self, blocks: Sequence[int], length: int) -> dict[int, dict[str, Tensor]]:
+        """What a request of so many tokens has left in these blocks, once all events that are due are over.
+
+        Args:
+            blocks: the request's, by logical position.
+            length: its tokens.
+
+        Returns:
+            Of every layer, by its index in the model, columns packed head after head, and the heads' `counts`.
+
+        Raises:
+            RuntimeError: where its entries lie is not known any more.
+        """
+        layers, pages = {}, self.planner.left(blocks, length)
+        for place, layer in enumerate(self.layers):
+            occupied = pages(place)
+            keys, values = self._pages[place]().read(occupied.subpages[0])
+            places, lengths = range(place, place + 1), occupied.entries.new_tensor([length])
+            index = torch.arange(keys.shape[1], device=keys.device)
+            exists = index < occupied.entries[0, :, None]
+            positions = self.columns.positions(places, occupied, lengths)[0].int()
+            columns = {"keys": keys[exists], "values": values[exists], "positions": positions[exists]}
+            slots, kept = self.columns.slots(occupied.subpages), index < occupied.kept[0, :, None]
+            for name in self.recipe.method.remembers:
+                if name in self.columns:
+                    columns[name] = self.columns.read(name, places, slots)[0].where(kept, 0)[exists]
+            layers[layer] = {name: column.cpu() for name, column in columns.items()}
+            layers[layer]["counts"] = occupied.entries[0].long().cpu()
+        return layers
 
     def _together(self, event: EvictionEvent) -> Iterator[range]:
         """Layers that are looked at as one batch: as many as there is room for, where each may be any."""
@@ -221,7 +261,7 @@ class LayerGroup:
 
     def _select(self, observation: Observation, event: EvictionEvent) -> LayerKeepSet:
         """The recipe's choice, which must be of the size that the scheduler counts with."""
-        method, budget = self.recipe.method, self.recipe.budget
+        method, budget = event.recipe.method, event.recipe.budget
         kept = method.select(observation, budget).layer(observation.layer)
         if event.is_counted(kept):
             return kept

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -190,6 +190,20 @@ class PerHeadTables:
         """Where the entries of these requests lie; `block_table` has their blocks, and none has more tokens."""
         layout = Layout(*(part[rows] for part in self.step.layout))
         return EntriesInPages(layout, block_table, self.step.lengths[rows], layout.counts, longest)
+
+    def left(self, blocks: Sequence[int], length: int) -> PagesOfLayers:
+        """Where the entries of a request of so many tokens lie, after its last step and event.
+
+        Raises:
+            RuntimeError: it is not known any more.
+        """
+        page, filed = blocks[(length - 1) // self._block_size], self._filed
+        if filed is None or filed.tokens[page] != length:
+            raise RuntimeError("keepset lost the page tables of a request that has ended.")
+        layout = Layout(*(part[page][None].long() for part in filed.layout))
+        table, lengths = (torch.tensor(numbers, device=filed.tokens.device) for numbers in ([blocks], [length]))
+        entries = EntriesInPages(layout, table, lengths, layout.counts, length)
+        return PagesOfLayers(lambda: entries, self._block_size, self.group)
 
     def reassign(
         self,

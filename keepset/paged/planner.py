@@ -7,13 +7,14 @@ from dataclasses import replace
 
 from keepset.kernels.subpages import Layout
 from keepset.paged.capture import CapturePlanner
-from keepset.paged.contexts import ContextRequests
 from keepset.paged.eviction_schedule import EvictionSchedule
-from keepset.paged.page_tables import FreedBlocks, PerHeadTables
+from keepset.paged.page_tables import FreedBlocks, PagesOfLayers, PerHeadTables
 from keepset.paged.ragged_plan import RaggedPlanner
 from keepset.paged.recording import Recording
+from keepset.paged.request_notes import RequestNote, RequestNotes
 from keepset.paged.step import StepBatch, StepPlan
 from keepset.paged.uniform_plan import UniformPlanner
+from keepset.recipe import Recipe
 
 
 class Planner:
@@ -30,6 +31,7 @@ class Planner:
 
     Attributes:
         schedule, recording, layers: as given.
+        notes: what is known of single requests.
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class Planner:
         freed_blocks: FreedBlocks,
         replays: bool = False,
     ) -> None:
-        self._contexts = ContextRequests(schedule.block_size)
+        self.notes = RequestNotes(schedule.block_size)
         self.schedule, self.recording, self.layers = schedule, recording, tuple(layers)
         self._capture = CapturePlanner(schedule, recording, len(self.layers), max_requests)
         self._tables: RaggedPlanner | UniformPlanner
@@ -52,11 +54,25 @@ class Planner:
         else:
             self._tables = UniformPlanner(schedule, self._capture, max_requests)
 
-    def begin(self, page: int, layout: Layout) -> None:
-        """A request goes on after a context: this page of its own has the newest token, and pages follow from that."""
+    def begin(self, name: str, page: int, layout: Layout, recipe: Recipe | None, prompt: int) -> None:
+        """A request goes on after a context.
+
+        Args:
+            name: the request's.
+            page: of its own that has the newest token.
+            layout: what its pages follow from.
+            recipe: by which it is compressed further; None if it is not.
+            prompt: tokens from which on that is so.
+        """
         assert isinstance(self._tables, RaggedPlanner)
         self._tables.begin(page, layout)
-        self._contexts.begin(page, int(layout.length[0, 0]))
+        own = self.schedule.under(recipe, counted=False)
+        self.notes.file(page, RequestNote(name, int(layout.length[0, 0]), after_context=True, own=own, prompt=prompt))
+
+    def left(self, blocks: Sequence[int], length: int) -> PagesOfLayers:
+        """Where the entries of a request of so many tokens lie, once it has ended; or a RuntimeError."""
+        assert isinstance(self._tables, RaggedPlanner)
+        return self._tables.left(blocks, length)
 
     def plan(self, batch: StepBatch) -> StepPlan:
         """What the group's layers do in this step.
@@ -72,7 +88,7 @@ class Planner:
         """
         plan = StepPlan(batch.slot_mapping, dummy=not batch.requests)
         if batch.requests:
-            batch = replace(batch, requests=self._contexts.marked(batch))
+            batch = replace(batch, requests=self.notes.marked(batch))
             self._capture.plan(batch, plan, self._tables.entries)
         self._tables.plan(batch, plan)
         return plan

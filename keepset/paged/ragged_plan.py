@@ -36,21 +36,25 @@ class RaggedPlanner:
         """A request has this layout, and its newest token in this page."""
         self._tables.file(page, layout)
 
+    def left(self, blocks: Sequence[int], length: int) -> PagesOfLayers:
+        """Where the entries of a request lie that has ended, and whose blocks these still are."""
+        return self._tables.left(blocks, length)
+
     def plan(self, batch: StepBatch, plan: StepPlan) -> None:
         """Adds to the step's plan the heads' tables and what is compressed."""
-        schedule, requests = self._schedule, batch.requests
+        requests, kv_heads = batch.requests, self._schedule.kv_heads
         if not requests:
             if self._replays and batch.max_query_len == 1:
                 filled, width = batch.block_table.shape
-                plan.ragged = self._tables.captured(self._each_row(batch, filled, width * schedule.block_size))
+                plan.ragged = self._tables.captured(self._each_row(batch, filled, width * self._schedule.block_size))
             return
-        compressed = [
-            request.after_context or schedule.was_compressed(request.prompt, request.before) for request in requests
-        ]
-        groups: defaultdict[tuple[int, int, int, bool], list[ScheduledRequest]] = defaultdict(list)
-        for request, before in zip(requests, compressed, strict=True):
-            if at := schedule.due(request.prompt, request.before, request.after):
-                groups[request.after, at, request.prompt, before].append(request)
+        compressed, groups = [], defaultdict[tuple[EvictionSchedule, int, int, int, bool], list[ScheduledRequest]](list)
+        for request in requests:
+            schedule, prompt = request.own or self._schedule, request.prompt
+            before = request.after_context or schedule.was_compressed(prompt, request.before)
+            compressed.append(before)
+            if at := schedule.due(prompt, request.before, request.after):
+                groups[schedule, request.after, at, prompt, before].append(request)
         tokens, others = self._tokens(batch, compressed)
         known = [(request.before, request.after, int(must)) for request, must in zip(requests, compressed, strict=True)]
         lengths = batch.tensor(list(zip(*known, strict=True)))
@@ -61,11 +65,9 @@ class RaggedPlanner:
             if others:
                 self._hide(batch, plan, step.tokens, compressed)
         blocks = (
-            (key, some)
-            for key, all_members in groups.items()
-            for some in in_blocks(all_members, key[0] * schedule.kv_heads)
+            (key, some) for key, all_members in groups.items() for some in in_blocks(all_members, key[1] * kv_heads)
         )
-        for (after, at, prompt, before), members in blocks:
+        for (schedule, after, at, prompt, before), members in blocks:
             rows, first, keep = batch.tensor([request.row for request in members]), None, None
             if schedule.fixed:
                 first = batch.tensor([schedule.freed(prompt, after)] * len(members))
@@ -75,7 +77,8 @@ class RaggedPlanner:
                     self._freed_blocks.add(self._tables, page)
             occupied = PagesOfLayers(self.entries(batch, members), schedule.block_size, self._tables.group)
             pages = occupied, partial(self._tables.reassign, rows, batch.block_table[rows], first)
-            plan.events.append(self._capture.event(batch, rows, members, after - at, after, keep, before, *pages))
+            event = self._capture.event(schedule.recipe, batch, rows, members, after - at, after, keep, before, *pages)
+            plan.events.append(event)
 
     def entries(self, batch: StepBatch, requests: Sequence[ScheduledRequest]) -> Callable[[], EntriesInPages]:
         """Where the layers have the entries of these requests before the step's events; known once it is planned."""

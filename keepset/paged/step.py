@@ -13,8 +13,10 @@ from torch import Tensor
 from keepset.core.accumulator import Accumulators
 from keepset.core.keep_set import LayerKeepSet
 from keepset.kernels.paged_window import EntriesInPages
+from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.page_tables import OccupiedPages, RaggedStep
 from keepset.paged.query_records import QueryRecord
+from keepset.recipe import Recipe
 
 _TOGETHER = 1 << 19
 """Entries of all requests and heads of an event, if not of one request: a quarter of a gigabyte of 128 numbers in 16
@@ -31,6 +33,7 @@ class ScheduledRequest:
         prompt: tokens of its prompt.
         before, after: tokens that it has had before and after this step.
         after_context: whether it began with a context out of a file.
+        own: when it is compressed, where that is not the group's.
     """
 
     row: int
@@ -40,6 +43,7 @@ class ScheduledRequest:
     before: int
     after: int
     after_context: bool = False
+    own: EvictionSchedule | None = None
 
 
 @dataclass(frozen=True)
@@ -124,12 +128,13 @@ class QueryAddition:
 
 @dataclass(frozen=True)
 class EvictionEvent:
-    """The compression of requests that hold equally many entries.
+    """The compression of requests that hold equally many entries, by one recipe.
 
     Entries that came after the event's point in the same step (a prompt that is computed again after a preemption
     ends anywhere) are not looked at and stay.
 
     Attributes:
+        recipe: theirs.
         rows: their rows of the batch.
         at: tokens that each request has had at the event's point.
         earliest: the least of them.
@@ -146,6 +151,7 @@ class EvictionEvent:
         slots: theirs in what layers hold of queries.
     """
 
+    recipe: Recipe
     rows: Int[Tensor, " rows"]
     at: Int[Tensor, " rows"]
     earliest: int

@@ -19,6 +19,7 @@ from keepset.paged.capture import CapturePlanner
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.page_tables import OccupiedPages
 from keepset.paged.step import ScheduledRequest, ShiftedBatch, StepBatch, StepPlan, in_blocks
+from keepset.recipe import Recipe
 
 
 class UniformPlanner:
@@ -33,23 +34,21 @@ class UniformPlanner:
 
     def plan(self, batch: StepBatch, plan: StepPlan) -> None:
         """Adds to the step's plan what is shifted and what is compressed."""
-        schedule = self._schedule
         dropped = [0] * batch.block_table.shape[0]
-        groups: defaultdict[tuple[int, int, int, bool, bool], list[ScheduledRequest]] = defaultdict(list)
+        groups: defaultdict[tuple[Recipe, int, int, int, bool, bool], list[ScheduledRequest]] = defaultdict(list)
         for request in batch.requests:
-            prompt, after = request.prompt, request.after
+            prompt, after, schedule = request.prompt, request.after, request.own or self._schedule
             gone = dropped[request.row] = schedule.dropped(prompt, request.before)
             if at := schedule.due(prompt, request.before, after):
                 left = after - schedule.dropped(prompt, after)
-                groups[after - gone, after - at, left, gone > 0, at == prompt].append(request)
-        for (width, newer, left, compressed, _), members in groups.items():
-            for requests in in_blocks(members, width * schedule.kv_heads):
+                groups[schedule.recipe, after - gone, after - at, left, gone > 0, at == prompt].append(request)
+        for (recipe, width, newer, left, compressed, _), members in groups.items():
+            for requests in in_blocks(members, width * self._schedule.kv_heads):
                 rows = batch.tensor([request.row for request in requests])
                 occupied, now = self._occupied(batch, requests), self._subpages(batch, requests, left)
                 pages = (lambda _, there=occupied: there), (lambda *_, now=now: now)
-                plan.events.append(
-                    self._capture.event(batch, rows, requests, newer, width, left - newer, compressed, *pages)
-                )
+                sizes = newer, width, left - newer, compressed
+                plan.events.append(self._capture.event(recipe, batch, rows, requests, *sizes, *pages))
         plan.shifted = self._shift(batch, dropped)
 
     def entries(self, batch: StepBatch, requests: Sequence[ScheduledRequest]) -> Callable[[], EntriesInPages]:
@@ -78,8 +77,9 @@ class UniformPlanner:
 
     def _held(self, requests: Sequence[ScheduledRequest]) -> list[tuple[int, int]]:
         """Entries of each head, and how many of them it kept at the event before."""
-        schedule, numbers = self._schedule, []
+        numbers = []
         for request in requests:
+            schedule = request.own or self._schedule
             width, kept = request.after - schedule.dropped(request.prompt, request.before), 0
             # Nothing was packed at events that dropped nothing: what came since the one before is whole.
             if width < request.after:

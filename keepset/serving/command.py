@@ -14,7 +14,7 @@ import torch
 from keepset import models
 from keepset.errors import KeepsetError, UnsupportedEngineError
 from keepset.recipe import Recipe
-from keepset.vllm.settings import CONNECTOR, CONTEXT_CONNECTOR, CONTEXTS, KEY
+from keepset.vllm.settings import CONNECTOR, CONTEXT_CONNECTOR, CONTEXTS, KEY, SAVE_LIMIT
 
 _ADDITIONAL = "--additional-config"
 _MIDDLEWARE = "keepset.serving.context_api.ContextMiddleware"
@@ -70,6 +70,7 @@ def command(
     options: Sequence[str],
     forced: Sequence[str] = (),
     contexts: Path | None = None,
+    save_bytes: int = 0,
 ) -> list[str]:
     """The words that start a server.
 
@@ -79,16 +80,19 @@ def command(
         options: further options of `vllm serve`; it listens on 127.0.0.1 if they do not say where.
         forced: more of them, which the former cannot change.
         contexts: the folder of saved contexts; None if there are none.
+        save_bytes: that each owner's requests may save there.
     """
     additional, rest = _additional(options)
     if recipe is not None:
         additional[KEY] = str(recipe)
     if contexts is not None:
-        if recipe is not None:
-            raise KeepsetError("Contexts have recipes of their own: give --contexts or --recipe.")
         if not contexts.is_dir():
             raise KeepsetError(f"There is no folder {str(contexts)!r}: make it, and put contexts there at any time.")
         additional[CONTEXTS] = str(contexts.resolve())
+    if save_bytes:
+        if contexts is None:
+            raise KeepsetError("--save-bytes is for contexts that requests save: name their folder with --contexts.")
+        additional[SAVE_LIMIT] = save_bytes
     if has_option(rest, "--model"):
         raise KeepsetError("--model is not needed: write the model first, before vLLM's options.")
     place = folder(model)
@@ -98,22 +102,22 @@ def command(
     if additional:
         words += [_ADDITIONAL, json.dumps(additional)]
     if recipe is not None:
-        words += _required_options(recipe, rest)
-    if contexts is not None:
-        words += ["--kv-transfer-config", json.dumps(CONTEXT_CONNECTOR), "--middleware", _MIDDLEWARE]
+        words += _required_options(recipe, rest, contexts is not None)
+    if recipe is not None or contexts is not None:
+        connector = CONNECTOR if contexts is None else CONTEXT_CONNECTOR
+        words += ["--kv-transfer-config", json.dumps(connector), "--middleware", _MIDDLEWARE]
     if not has_option(rest, "--host"):
         words += ["--host", "127.0.0.1"]
     # Of two options of one name vLLM takes the last.
     return [*words, *rest, *forced]
 
 
-def _required_options(recipe: Recipe, options: Sequence[str]) -> list[str]:
+def _required_options(recipe: Recipe, options: Sequence[str], shares: bool) -> list[str]:
     """What vLLM must be told beside the recipe, for some: what the plug-in would ask for."""
     words, method = [], recipe.method
-    if not (method.fixed_total and method.equal_layers) and not has_option(options, "--no-enable-prefix-caching"):
+    one_table = method.fixed_total and method.equal_layers
+    if not (one_table or shares or has_option(options, "--no-enable-prefix-caching")):
         words.append("--no-enable-prefix-caching")
-    if not method.fixed_total:
-        words += ["--kv-transfer-config", json.dumps(CONNECTOR)]
     if method.needs.hidden_states and not has_option(options, "--enforce-eager"):
         words.append("--enforce-eager")
     return words

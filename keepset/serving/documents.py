@@ -82,7 +82,7 @@ def _blocks(documents: Sequence[Document], block_size: int) -> tuple[float, int]
     for document in documents:
         contents = saved.contents(document.path)
         counts = torch.cat(list(contents.counts.values()))
-        placement = ContextPlacement.of(counts, contents.header.tokens, block_size, 1)
+        placement = ContextPlacement.of(counts, contents.header.tokens, block_size, 1, shared=True)
         blocks += placement.own - placement.first
         if not block_bytes:
             columns = next(iter(saved.entries(document.path, contents.digest).values()))

@@ -1,40 +1,65 @@
-"""`BlockCountConnector`: tells the scheduler how many blocks were emptied, where only the data say so.
+"""`BlockCountConnector`: what scheduler and layers have to tell one another, by vLLM's way for it, a KV connector.
 
-Most recipes need no message: what they drop follows from lengths. Where it does not, the number must get from the
-processes that compute to the one that schedules. vLLM's way for that is a KV connector; this one moves no keys and
-values, only those numbers.
+Most recipes need no message: what they drop follows from lengths. Where it does not, the number of emptied blocks must
+get from the processes that compute to the one that schedules. And a request with a budget of its own says so to the
+scheduler alone. Layers know requests by their pages, so it is given its first page a step before it begins, and they
+are told of that. No keys and values move.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from keepset.errors import UnsupportedEngineError
+from keepset.errors import KeepsetError, UnsupportedEngineError
 from keepset.paged.page_tables import RequestKey
+from keepset.paged.request_notes import RequestNote
+from keepset.recipe import Recipe
 from keepset.vllm.engine_context import active
 from keepset.vllm.manager import KeepManager
-from keepset.vllm.settings import recipe_of
+from keepset.vllm.settings import KEY, is_compressed, recipe_of
+from keepset.vllm.wishes import Wishes, wishes_of
+
+logger = init_logger(__name__)
+
+
+class OwnRecipe(NamedTuple):
+    """What compresses a request, None for nothing, and its first page in each group of layers."""
+
+    recipe: str | None
+    pages: list[int]
 
 
 @dataclass
 class ExpectedEvents(KVConnectorMetadata):
-    """To the workers: whose event it is, by the id of the page that holds the request's newest token."""
+    """To the workers.
+
+    Attributes:
+        keys: whose event it is, by the id of the page that holds the request's newest token.
+        begin: requests with a budget of their own that begin with the next step.
+        ended: requests that do not go on.
+        refused: requests that cannot have what they ask for.
+    """
 
     keys: dict[int, RequestKey] = field(default_factory=dict)
+    begin: dict[str, OwnRecipe] = field(default_factory=dict)
+    ended: set[str] = field(default_factory=set)
+    refused: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -61,16 +86,37 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
                 'keepset\'s carrier needs a recipe: give additional_config {"keepset": "..."}.'
             )
         self._requests: dict[str, Request] = {}
+        self._recipe = recipe_of(vllm_config) if is_compressed(vllm_config) else None
+        self._own: dict[str, str | None] = {}  # recipes of requests with budgets of their own
+        self._beginning: dict[str, OwnRecipe] = {}
+        self._waiting: set[str] = set()
+        self._denied: set[str] = set()
+        self._refused: set[str] = set()
+        self._failed: set[str] = set()
 
     def _nothing(self, *args: Any, **kwargs: Any) -> None:
         """No keys and values come or go."""
 
-    start_load_kv = wait_for_layer_load = save_kv_layer = wait_for_save = update_state_after_alloc = _nothing
-
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return 0, False
+    wait_for_layer_load = save_kv_layer = wait_for_save = _nothing
 
     # --- in processes that compute
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Notes which requests begin with budgets of their own, and which end."""
+        metadata, context = self._connector_metadata, active()
+        assert isinstance(metadata, ExpectedEvents) and context is not None
+        self._failed |= metadata.refused
+        for group, layers in enumerate(context.groups):
+            planner = layers.planner
+            planner.notes.forget(metadata.ended)
+            for name, (text, pages) in metadata.begin.items():
+                own = planner.schedule.under(None if text is None else Recipe.parse(text))
+                planner.notes.file(pages[group], RequestNote(name, 0, own=own))
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Refused requests end as those whose caches could not be fetched."""
+        failed, self._failed = self._failed, set()
+        return KVConnectorTransferResults(set(), set(failed), failed)
 
     def build_connector_worker_meta(self) -> FreedBlockCounts | None:
         """What the events before this step emptied; every rank reports every event."""
@@ -84,16 +130,64 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
     # --- in the process that schedules
 
     def on_new_request(self, request: Request) -> None:
+        """Takes note of what a request says of itself; what cannot be ends it with an error."""
         self._requests[request.request_id] = request
+        parameters = request.sampling_params
+        said = (parameters.extra_args or {}).get(KEY) if parameters is not None else None
+        if said is None:
+            return
+        try:
+            self._grant(request, wishes_of(said))
+        except (KeepsetError, OSError) as error:  # whatever files come and go, the others are served
+            logger.error("Request %s: %s", request.request_id, error)
+            self._denied.add(request.request_id)
+            request.skip_reading_prefix_cache = False  # or vLLM would not ask about it
+
+    def _grant(self, request: Request, wishes: Wishes) -> None:
+        if wishes.context is not None:
+            raise KeepsetError(f"There is no context {wishes.context!r}: this engine has no folder of contexts.")
+        if wishes.is_own:
+            recipe = wishes.recipe(self._recipe)
+            self._own[request.request_id] = None if recipe is None else str(recipe)
+            for manager in self._managers:
+                manager.settle(request.request_id, recipe)
+            # Nobody else's pages are what this request would have, whatever its tokens.
+            request.cache_salt = f"keepset {request.request_id}"
+            request.block_hashes = []
+            request.update_block_hashes()
+            request.skip_reading_prefix_cache = False
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """None has a request wait for a step; tokens that cannot be had end it."""
+        name = request.request_id
+        if name in self._denied:
+            return request.num_tokens - num_computed_tokens, True
+        if name not in self._own or self._managers[0].is_reserved(name):
+            return 0, False
+        # One at a time: blocks that nobody uses must not keep those out who would.
+        if not self._beginning and self._managers[0].block_pool.get_num_free_blocks() >= len(self._managers):
+            self._beginning[name] = OwnRecipe(self._own[name], [manager.reserve(name) for manager in self._managers])
+        return None, False
+
+    def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
+        if num_external_tokens and request.request_id in self._denied:
+            self._refused.add(request.request_id)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ExpectedEvents:
         """Which of the scheduled requests reach an event."""
-        expected = ExpectedEvents()
+        ended = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
+        # Who has not begun although it could have waits for its turn without a block.
+        late = {name for name in self._waiting if self._managers[0].is_reserved(name)}
+        for manager in self._managers:
+            for name in late:
+                manager.withdraw(name)
+        expected = ExpectedEvents(begin=self._beginning, ended=ended | late, refused=self._refused)
+        self._waiting, self._beginning, self._refused = set(self._beginning), {}, set()
         for name, tokens in scheduler_output.num_scheduled_tokens.items():
             request = self._requests[name]
             before, after = request.num_computed_tokens, request.num_computed_tokens + tokens
             for group, manager in enumerate(self._managers):
-                if isinstance(manager, KeepManager) and manager.schedule.due(request.num_prompt_tokens, before, after):
+                if isinstance(manager, KeepManager) and manager.due(request, before, after):
                     page = manager.req_to_blocks[name][(after - 1) // manager.block_size].block_id
                     expected.keys[page] = (name, request.num_preemptions, group)
         return expected
@@ -110,7 +204,12 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
 
     def request_finished_all_groups(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """Forgets a request; its blocks may go at once."""
-        self._requests.pop(request.request_id, None)
+        name = request.request_id
+        self._requests.pop(name, None)
+        self._own.pop(name, None)
+        self._denied.discard(name)
+        for manager in self._managers:
+            manager.forget(name)
         return False, None
 
     @property

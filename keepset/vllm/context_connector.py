@@ -9,6 +9,7 @@ it finds any prefix, and only its own last blocks are filled for it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,28 +19,34 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from keepset.errors import KeepsetError
 from keepset.paged.contexts import ContextPlacement
 from keepset.vllm import stats
 from keepset.vllm.connector import BlockCountConnector, ExpectedEvents
 from keepset.vllm.context_loader import ContextLoader, LoadJob
+from keepset.vllm.context_saver import ContextSaver, SaveJob, at_rest
 from keepset.vllm.contexts import Context, ContextLibrary
 from keepset.vllm.engine_context import active
 from keepset.vllm.manager import KeepManager
-from keepset.vllm.settings import KEY, contexts_of
-from keepset.vllm.wishes import wishes_of
+from keepset.vllm.owned_contexts import EVERYBODY, OwnedContexts, check_save
+from keepset.vllm.settings import KEY, contexts_of, save_limit_of
+from keepset.vllm.wishes import Wishes
 
 logger = init_logger(__name__)
 
 
+_PLACEMENTS = 1024
+"""Contexts of which it is remembered where they lie."""
+
+
 @dataclass
 class ContextLoads(ExpectedEvents):
-    """To the workers: contexts to load, and requests that cannot have the one that they name."""
+    """To the workers: contexts to load and to save besides."""
 
     jobs: list[LoadJob] = field(default_factory=list)
-    refused: set[str] = field(default_factory=set)
+    saves: list[SaveJob] = field(default_factory=list)
 
 
 class _Asked(NamedTuple):
@@ -56,14 +63,18 @@ class ContextConnector(BlockCountConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         folder = contexts_of(vllm_config)
         assert folder is not None
-        self._asked: dict[str, _Asked | None] = {}  # None of a request that cannot have what it names
+        self._asked: dict[str, _Asked] = {}
         self._placements: dict[str, ContextPlacement] = {}
         self._loading: dict[str, str] = {}
         self._to_load: list[LoadJob] = []
-        self._refused: set[str] = set()
         self._loader: ContextLoader | None = None
-        self._failed: set[str] = set()
+        self._saver: ContextSaver | None = None
+        self._limit = save_limit_of(vllm_config)
+        self._saves: dict[str, tuple[OwnedContexts, Path]] = {}
+        self._to_save: list[SaveJob] = []
         self._library = ContextLibrary(folder, vllm_config)
+        if self._limit and role == KVConnectorRole.SCHEDULER:
+            OwnedContexts.clear_unfinished(folder)
 
     # --- in processes that compute
 
@@ -71,61 +82,81 @@ class ContextConnector(BlockCountConnector):
         self._cache = next(iter(kv_caches.values()))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        super().start_load_kv(forward_context, **kwargs)
         metadata, context = self._connector_metadata, active()
         assert isinstance(metadata, ContextLoads) and context is not None
-        if self._loader is None:
-            self._loader = ContextLoader(context, self._cache)
-        self._loader.start(metadata.jobs, forward_context.attn_metadata is None)
-        self._failed |= metadata.refused
+        if self._loader is None or self._saver is None:
+            self._loader, self._saver = ContextLoader(context, self._cache), ContextSaver(context)
+        idle = forward_context.attn_metadata is None
+        # First what may lie in blocks that others are given now.
+        self._saver.start(metadata.saves, idle)
+        self._loader.start(metadata.jobs, idle, metadata.ended)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        assert self._loader is not None
+        assert self._loader is not None and self._saver is not None
         done, failed = self._loader.finish()
         for name, sentence in failed.items():
             logger.error("Request %s: %s", name, sentence)
-        failures, self._failed = self._failed | failed.keys(), set()
-        return KVConnectorTransferResults(set(), done | failures, failures)
+        self._failed |= failed.keys()
+        results = super().get_transfer_results(finished_req_ids)
+        results.finished_recving |= done
+        results.finished_sending |= self._saver.finish()
+        return results
 
     # --- in the process that schedules
 
     def on_new_request(self, request: Request) -> None:
         super().on_new_request(request)
         parameters = request.sampling_params
-        said = (parameters.extra_args or {}).get(KEY) if parameters is not None else None
+        if parameters is None or KEY not in (parameters.extra_args or {}):
+            self._find(request, EVERYBODY)
+
+    def _grant(self, request: Request, wishes: Wishes) -> None:
+        if wishes.context is not None:
+            self._ask(request, wishes)
+        elif wishes.is_own:
+            super()._grant(request, wishes)
+        else:
+            self._find(request, wishes.owner)
+        if wishes.save is not None:
+            check_save(self._limit, wishes.save, _objection(request))
+            owned = OwnedContexts(self._library.folder, wishes.owner)
+            self._saves[request.request_id] = owned, owned.unfinished(wishes.save)
+
+    def _find(self, request: Request, owner: str) -> None:
+        """Has a request begin with the context that its prompt begins with, if there is one."""
+        if not request.prompt_token_ids or _objection(request):
+            return
+        context = self._library.beginning(request.prompt_token_ids, owner)
         try:
-            if said is not None:
-                self._ask(request, wishes_of(said).context)
-            elif request.prompt_token_ids and not _objection(request):
-                context = self._library.beginning(request.prompt_token_ids)
-                if context is not None:
-                    self._begin(request, context)
+            if context is not None:
+                self._begin(request, context)
         except KeepsetError as error:
             logger.error("Request %s: %s", request.request_id, error)
-            if said is not None:
-                self._asked[request.request_id] = None
 
-    def _ask(self, request: Request, name: str) -> None:
+    def _ask(self, request: Request, wishes: Wishes) -> None:
         """Makes a context part of a request's prompt, which is a question to it."""
-        context, question = self._library.named(name), request.prompt_token_ids
-        if question is None or (objection := _objection(request)):
+        assert wishes.context is not None
+        context, prompt = self._library.named(wishes.context, wishes.owner), request.prompt_token_ids
+        if prompt is None or (objection := _objection(request)):
             raise KeepsetError(f"A question to a context is {objection or 'tokens, not embeddings'}.")
-        opening = context.contents.opening
-        if opening and question[: len(opening)] == opening:
-            question = context.contents.joint + question[len(opening) :]
-        longest = self._vllm_config.model_config.max_model_len
-        if not question or context.tokens + len(question) >= longest:
-            raise KeepsetError(
-                f"Context {context.name!r} has {context.tokens} tokens and the question {len(question)}: there must be "
-                f"one at least, and with an answer no more than the {longest} that this server takes."
-            )
-        # Any tokens will do for the context's: nobody computes them.
-        request.prompt_token_ids = [0] * context.tokens + question
-        request._all_token_ids[:] = request.prompt_token_ids
-        request.num_prompt_tokens = len(request.prompt_token_ids)
+        question, begins = self._library.question(context, prompt)
+        if not begins:
+            if wishes.save is not None:
+                raise KeepsetError(
+                    f"What follows context {context.name!r} cannot be saved, because a server does not know the text "
+                    "of the context: send all of it, and then the question."
+                )
+            # Any tokens will do for the context's: nobody computes them.
+            request.prompt_token_ids = [0] * context.tokens + question
+            request._all_token_ids[:] = request.prompt_token_ids
+            request.num_prompt_tokens = len(request.prompt_token_ids)
         self._begin(request, context)
 
     def _begin(self, request: Request, context: Context) -> None:
         """Has the context's blocks found by its digest, which takes the place of its tokens in their hashes."""
+        if len(self._placements) > _PLACEMENTS:
+            self._placements.clear()
         if context.digest not in self._placements:
             spec: Any = self._manager.kv_cache_spec
             self._placements[context.digest] = self._placed(context, spec.block_size, spec.num_kv_heads)
@@ -136,8 +167,11 @@ class ContextConnector(BlockCountConnector):
         request.block_hashes = []
         request.update_block_hashes()
         request._all_token_ids[: context.tokens] = tokens
-        self._manager.begin(request.request_id, request.block_hashes, placement)
+        going_on = context.recipe, context.contents.prompt
+        self._manager.begin(request.request_id, request.block_hashes, placement, *going_on)
         self._asked[request.request_id] = _Asked(context, placement)
+        if context.owner:
+            OwnedContexts(self._library.folder, context.owner).touch(context.path)
 
     def _placed(self, context: Context, block_size: int, kv_heads: int) -> ContextPlacement:
         ranks = self._vllm_config.parallel_config.tensor_parallel_size
@@ -146,41 +180,37 @@ class ContextConnector(BlockCountConnector):
                 f"Context {context.name!r} cannot be served: its layers have {context.counts.shape[1]} KV heads, which "
                 f"{ranks} processes with {kv_heads} each do not divide."
             )
-        return ContextPlacement.of(context.counts, context.tokens, block_size, ranks)
+        shared = context.recipe is None
+        return ContextPlacement.of(context.counts, context.tokens, block_size, ranks, shared)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        name = request.request_id
-        if name not in self._asked:
-            return 0, False
-        asked = self._asked[name]
+        asked = self._asked.get(request.request_id)
         if asked is None:
-            return request.num_tokens - num_computed_tokens, True
+            return super().get_num_new_matched_tokens(request, num_computed_tokens)
         # While the first of them is loaded, others wait for its pages.
-        missing = num_computed_tokens < asked.placement.own * self._manager.block_size
+        missing = asked.placement.shared and num_computed_tokens < asked.placement.own * self._manager.block_size
         if missing and asked.context.digest in self._loading:
             return None, False
         return asked.placement.tokens - num_computed_tokens, True
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
         name = request.request_id
         if name not in self._asked or not num_external_tokens:
             return
-        asked = self._asked[name]
-        if asked is None:
-            self._refused.add(name)
-            return
-        context, placement = asked
-        whole = num_external_tokens > placement.tokens - placement.own * self._manager.block_size
-        if whole:
+        context, placement = self._asked[name]
+        whole = not placement.shared
+        if num_external_tokens > placement.tokens - placement.own * self._manager.block_size:
+            whole = True
             self._loading[context.digest] = name
-        stats.context_used(context.name, whole)
+        stats.context_used(context.title, whole)
         table = blocks.get_block_ids()[0]
-        self._to_load.append(LoadJob(name, context.path, context.digest, placement, context.counts, table, whole))
+        self._to_load.append(LoadJob(name, context, placement, table, whole))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ContextLoads:
         expected = super().build_connector_meta(scheduler_output)
-        loads = ContextLoads(expected.keys, self._to_load, self._refused)
-        self._to_load, self._refused = [], set()
+        loads = ContextLoads(**vars(expected), jobs=self._to_load, saves=self._to_save)
+        self._to_load, self._to_save = [], []
         return loads
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -188,11 +218,44 @@ class ContextConnector(BlockCountConnector):
         finished = connector_output.finished_recving or set()
         self._loading = {digest: name for digest, name in self._loading.items() if name not in finished}
 
+        for name in connector_output.finished_sending or ():
+            owned, path = self._saves.pop(name)
+            try:
+                if path.is_file():
+                    owned.commit(path, self._limit, self._used)
+            except (KeepsetError, OSError) as error:
+                logger.error("Request %s: not saved: %s", name, error)
+
     def request_finished_all_groups(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        self._asked.pop(request.request_id, None)
-        self._manager.forget(request.request_id)
+        saves = self._save(request)
+        if (asked := self._asked.pop(request.request_id, None)) is not None and asked.context.owner:
+            OwnedContexts(self._library.folder, asked.context.owner).sweep(self._limit, self._used)
         self._loading = {digest: name for digest, name in self._loading.items() if name != request.request_id}
-        return super().request_finished_all_groups(request, block_ids)
+        super().request_finished_all_groups(request, block_ids)
+        return saves, None
+
+    def _save(self, request: Request) -> bool:
+        """Whether a request's blocks must wait until they are saved."""
+        name, length = request.request_id, request.num_computed_tokens
+        if name not in self._saves:
+            return False
+        ended = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+        if not ended or not 0 < length <= request.num_tokens or name in self._denied:
+            del self._saves[name]
+            return False
+        asked, recipe = self._asked.get(name), None if self._recipe is None else str(self._recipe)
+        recipe = self._own.get(name, recipe)
+        recipe = recipe if asked is None else asked.context.contents.header.recipe
+        blocks = [block.block_id for block in self._manager.req_to_blocks[name]]
+        model, tokens = self._vllm_config.model_config.model, list(request.all_token_ids[:length])
+        path = self._saves[name][1]
+        self._to_save.append(SaveJob(name, path, at_rest(recipe), model, self._library.fingerprint, tokens, blocks))
+        return True
+
+    @property
+    def _used(self) -> set[Path]:
+        """Files that requests still load from."""
+        return {asked.context.path for asked in self._asked.values()}
 
     @property
     def _manager(self) -> KeepManager:

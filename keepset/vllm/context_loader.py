@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 from vllm.distributed import get_tensor_model_parallel_rank
 
 from keepset.errors import KeepsetError
 from keepset.hf import saved
+from keepset.kernels.subpages import Layout
 from keepset.paged.contexts import ContextPlacement, EntryPlaces, context_places
+from keepset.vllm.contexts import Context
 from keepset.vllm.engine_context import EngineContext
 
 _TAILS = 256
@@ -25,12 +25,8 @@ _TAILS = 256
 _PATIENCE = 0.01
 """Seconds that a step without tokens waits for files, lest the engine's loop take the time that reading needs."""
 
-
-class Entries(NamedTuple):
-    """Keys and values of a context, layer after layer and head after head."""
-
-    keys: Float[Tensor, "n head_dim"]
-    values: Float[Tensor, "n head_dim"]
+Entries = dict[str, Tensor]
+"""Columns of a context's entries, layer after layer and head after head."""
 
 
 @dataclass(frozen=True)
@@ -39,16 +35,15 @@ class LoadJob:
 
     Attributes:
         request: its name.
-        path, digest, placement, counts: the context's.
+        context: its.
+        placement: of that.
         blocks: of the request, by logical position.
         whole: whether its shared pages are to be filled too; else its own alone.
     """
 
     request: str
-    path: Path
-    digest: str
+    context: Context
     placement: ContextPlacement
-    counts: Int[Tensor, "layers kv_heads"] = field(repr=False)
     blocks: list[int]
     whole: bool
 
@@ -64,14 +59,22 @@ class ContextLoader:
         self._reader = ThreadPoolExecutor(1, "keepset-contexts")
         self._reading: list[tuple[LoadJob, Future[Entries]]] = []
         self._done: set[str] = set()
+        self._gone: set[str] = set()
         self._tails: OrderedDict[str, Entries] = OrderedDict()
 
-    def start(self, jobs: Sequence[LoadJob], idle: bool) -> None:
-        """Fills the blocks of requests, at once where nothing has to be read; `idle`: there is nothing else to do."""
+    def start(self, jobs: Sequence[LoadJob], idle: bool, ended: Collection[str]) -> None:
+        """Fills the blocks of requests, at once where nothing has to be read.
+
+        Args:
+            jobs: what is to be filled.
+            idle: whether there is nothing else to do.
+            ended: requests of jobs before that do not go on.
+        """
+        self._gone |= {job.request for job, _ in self._reading} & set(ended)
         for job in jobs:
-            if not job.whole and job.digest in self._tails:
-                self._tails.move_to_end(job.digest)
-                self._put(job, self._tails[job.digest])
+            if not job.whole and job.context.digest in self._tails:
+                self._tails.move_to_end(job.context.digest)
+                self._put(job, self._tails[job.context.digest])
             else:
                 self._reading.append((job, self._reader.submit(self._read, job)))
         if idle:
@@ -88,32 +91,37 @@ class ContextLoader:
             else:
                 self._arrived(job, read.result())
         self._reading = reading
+        self._gone &= {job.request for job, _ in reading}
         done, self._done = self._done, set()
         return done, failed
 
     def _read(self, job: LoadJob) -> Entries:
-        layers = saved.entries(job.path, job.digest)
-        before = job.counts[:, : self._rank * self._kv_heads].sum(1).tolist()
+        layers = saved.entries(job.context.path, job.context.digest)
+        before = job.context.counts[:, : self._rank * self._kv_heads].sum(1).tolist()
         own = self._counts(job).sum(1).tolist()
-        totals = dict(zip(self._group.layers, job.counts.sum(1).tolist(), strict=True))
+        totals = dict(zip(self._group.layers, job.context.counts.sum(1).tolist(), strict=True))
         if {index: len(layer["keys"]) for index, layer in layers.items()} != totals:
-            raise KeepsetError(f"{str(job.path)!r} does not hold as many entries as it says: build it again.")
+            raise KeepsetError(f"{str(job.context.path)!r} does not hold as many entries as it says: build it again.")
         parts = [
             (layers[index], slice(start, start + size))
             for index, start, size in zip(self._group.layers, before, own, strict=True)
         ]
-        return Entries(*(torch.cat([layer[name][part] for layer, part in parts]) for name in ("keys", "values")))
+        names = ("keys", "values", "positions", *self._group.recipe.method.remembers)
+        return {name: torch.cat([layer[name][part] for layer, part in parts]) for name in names if name in parts[0][0]}
 
     def _counts(self, job: LoadJob) -> Int[Tensor, "layers kv_heads"]:
         """Of this process's heads."""
-        return job.counts[:, self._rank * self._kv_heads :][:, : self._kv_heads]
+        return job.context.counts[:, self._rank * self._kv_heads :][:, : self._kv_heads]
 
     def _arrived(self, job: LoadJob, entries: Entries) -> None:
+        if not job.placement.shared:
+            self._put(job, entries)
+            return
         chosen = self._places(job, whole=False).chosen
-        self._tails[job.digest] = Entries(*(part[chosen] for part in entries))
+        self._tails[job.context.digest] = {name: column[chosen] for name, column in entries.items()}
         if len(self._tails) > _TAILS:
             self._tails.popitem(last=False)
-        self._put(job, entries if job.whole else self._tails[job.digest])
+        self._put(job, entries if job.whole else self._tails[job.context.digest])
 
     def _places(self, job: LoadJob, whole: bool) -> EntryPlaces:
         layout = job.placement.layout(self._counts(job), self._block_size)
@@ -124,8 +132,11 @@ class ContextLoader:
         self._events.run()  # those that are due may still read pages that were freed and are this request's now
         device, to = self._cache.device, self._cache
         _, layers, slots = self._places(job, job.whole)
-        self._group.put(entries.keys.to(to), entries.values.to(to), layers.to(device), slots.to(device))
+        columns = {name: column.to(to if name in ("keys", "values") else device) for name, column in entries.items()}
+        self._group.put(columns, layers.to(device), slots.to(device))
         layout = job.placement.layout(self._counts(job), self._block_size)
         newest = job.blocks[(job.placement.tokens - 1) // self._block_size]
-        self._group.planner.begin(newest, type(layout)(*(part.to(device) for part in layout)))
+        if job.request not in self._gone:
+            layout = Layout(*(part.to(device) for part in layout))
+            self._group.planner.begin(job.request, newest, layout, job.context.recipe, job.context.contents.prompt)
         self._done.add(job.request)

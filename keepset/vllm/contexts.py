@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,14 +19,14 @@ from keepset.core.observation import BIAS
 from keepset.errors import KeepsetError
 from keepset.hf import saved
 from keepset.hf.fingerprint import difference, make, stored_weights
+from keepset.recipe import Recipe
+from keepset.vllm.owned_contexts import SUFFIX, OwnedContexts
+from keepset.vllm.settings import is_compressed, recipe_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = logging.getLogger(__name__)
-
-SUFFIX = ".safetensors"
-"""Of the files; a context's name is its file's without it."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Context:
 
     Attributes:
         name, path, nbytes: of the file.
+        owner: who has saved it; "" of those that all may name.
         contents: what it says of itself.
         counts: entries of every head.
     """
@@ -43,11 +45,22 @@ class Context:
     nbytes: int
     contents: saved.Contents = field(repr=False)
     counts: Int[Tensor, "layers kv_heads"] = field(repr=False)
+    owner: str = ""
 
     @property
     def digest(self) -> str:
         """Of all that the file holds."""
         return self.contents.digest
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """By which requests compress it further; None if they do not."""
+        return Recipe.parse(self.contents.header.recipe) if self.contents.goes_on else None
+
+    @property
+    def title(self) -> str:
+        """What it is counted under: owners do not know of one another's names."""
+        return f"{self.owner}/{self.name}" if self.owner else self.name
 
     @property
     def tokens(self) -> int:
@@ -58,77 +71,131 @@ class Context:
 class ContextLibrary:
     """Looks into a folder. A file is opened again once it has changed; its entries are read by who loads it.
 
+    Whoever asks says for which owner: it has its own contexts, and those of the folder itself, which are everybody's.
+
     Args:
         folder: of the files.
         config: the engine's.
     """
 
     def __init__(self, folder: Path, config: VllmConfig) -> None:
-        self._folder = folder
+        self.folder = folder
         self._model = config.model_config
-        self._known: dict[str, tuple[tuple[int, ...], Context | KeepsetError]] = {}
+        self._recipe = recipe_of(config) if is_compressed(config) else None
+        self._known: dict[Path, tuple[tuple[int, ...], Context | KeepsetError]] = {}
         self._whole: set[str] = set()
-        self._listed: tuple[int, list[Context]] = -1, []
+        self._listed: dict[Path, tuple[int, list[Context]]] = {}
 
-    def named(self, name: str) -> Context:
+    def named(self, name: str, owner: str) -> Context:
         """The context of this name.
 
         Raises:
             KeepsetError: there is none, or it cannot be served to this model; says why.
         """
-        path = self._folder / f"{name}{SUFFIX}"
-        try:
-            # A name is no path: nothing outside of the folder can be named.
-            stat = path.stat() if Path(name).name == name else None
-        except (OSError, ValueError):
-            stat = None
-        if stat is None:
-            raise KeepsetError(f"There is no context {name!r} on this server; {self._others()}.")
-        version = stat.st_mtime_ns, stat.st_size, stat.st_ino
-        if name not in self._known or self._known[name][0] != version:
-            try:
-                self._known[name] = version, self._opened(name, path, stat.st_size)
-            except KeepsetError as error:
-                self._known[name] = version, error
-        known = self._known[name][1]
-        if isinstance(known, KeepsetError):
-            raise known
-        return known
+        own = OwnedContexts(self.folder, owner).newest().get(name)
+        # A name is no path: nothing outside of the folder can be named.
+        context = (
+            self._at(own or self.folder / f"{name}{SUFFIX}", name, owner if own else "") if _is_name(name) else None
+        )
+        if context is None:
+            raise KeepsetError(f"There is no context {name!r} on this server; {self._others(owner)}.")
+        return context
 
-    def checked(self, name: str) -> Context:
+    def checked(self, name: str, owner: str) -> Context:
         """The same, once it was read as a whole: a damaged one is found out here, too. Takes as long as reading it."""
-        context = self.named(name)
+        context = self.named(name, owner)
         if context.digest not in self._whole:
             saved.entries(context.path, context.digest)
             self._whole.add(context.digest)
         return context
 
-    def beginning(self, tokens: Sequence[int]) -> Context | None:
+    def question(self, context: Context, prompt: Sequence[int]) -> tuple[list[int], bool]:
+        """What of a prompt that names a context comes after it; and whether the prompt begins with its tokens.
+
+        That is what follows the context's own tokens, where it begins with them; else all of it, but for what every
+        message begins with. A context that a request has saved is gone on from by prompts that begin with it alone.
+
+        Raises:
+            KeepsetError: nothing is left to compute, or with the context it is too long for this server.
+        """
+        longest, opening = self._model.max_model_len, context.contents.opening
+        begins = bool(context.contents.text) and _digest(prompt[: context.tokens]) == context.contents.text
+        if begins:
+            question = list(prompt[context.tokens :])
+        elif context.owner:
+            raise KeepsetError(
+                f"The prompt does not begin with the {context.tokens} tokens of context {context.name!r}: send all "
+                "that was said, and then what is new, or do not name it."
+            )
+        elif opening and list(prompt[: len(opening)]) == opening:
+            question = context.contents.joint + list(prompt[len(opening) :])
+        else:
+            question = list(prompt)
+        if not question or context.tokens + len(question) >= longest:
+            raise KeepsetError(
+                f"Context {context.name!r} has {context.tokens} tokens and the question {len(question)}: there must be "
+                f"one at least, and with an answer no more than the {longest} that this server takes."
+            )
+        return question, begins
+
+    def beginning(self, tokens: Sequence[int], owner: str) -> Context | None:
         """The longest context that is this prompt's beginning; there must be a token left to compute."""
-        fitting = [context for context in self if context.contents.text and context.tokens < len(tokens)]
+        fitting = [each for each in self.all(owner) if each.contents.text and each.tokens < len(tokens)]
         longest, text, done = None, hashlib.sha256(), 0
         for context in sorted(fitting, key=lambda context: context.tokens):
             text.update(saved.token_bytes(tokens[done : context.tokens]))
             done = context.tokens
-            if text.hexdigest() == context.contents.text:
+            if text.hexdigest() == context.contents.text and context.path.is_file():
                 longest = context
         return longest
 
-    def __iter__(self) -> Iterator[Context]:
-        """All that can be served, by name. The folder is looked through once something has come or gone."""
-        version = self._folder.stat().st_mtime_ns if self._folder.is_dir() else 0
-        if version != self._listed[0]:
-            contexts = []
-            for name in self._names():
-                try:
-                    contexts.append(self.named(name))
-                except KeepsetError:
-                    continue  # who names it is told
-            self._listed = version, contexts
-        return iter(self._listed[1])
+    def all(self, owner: str) -> list[Context]:
+        """All that can be served, by name; the owner's own first. A folder is looked through once it has changed."""
+        own = OwnedContexts(self.folder, owner)
+        contexts = self._in(own.folder, own.newest, owner)
+        known = {context.name for context in contexts}
+        return [*contexts, *(each for each in self._in(self.folder, self._shared, "") if each.name not in known)]
+
+    def _shared(self) -> dict[str, Path]:
+        return {path.name.removesuffix(SUFFIX): path for path in sorted(self.folder.glob(f"*{SUFFIX}"))}
+
+    def _in(self, folder: Path, files: Callable[[], Mapping[str, Path]], owner: str) -> list[Context]:
+        try:
+            version = folder.stat().st_mtime_ns
+        except FileNotFoundError:
+            version = 0
+        if self._listed.get(folder, (-1, []))[0] != version:
+            contexts, there = [], files()
+            self._known = {
+                path: known for path, known in self._known.items() if path.parent != folder or path in there.values()
+            }
+            for name, path in there.items():
+                with suppress(KeepsetError):  # who names it is told
+                    if (context := self._at(path, name, owner)) is not None:
+                        contexts.append(context)
+            self._listed[folder] = version, contexts
+        return self._listed[folder][1]
+
+    def _at(self, path: Path, name: str, owner: str) -> Context | None:
+        """The context in a file, if there is one; raises KeepsetError where it cannot be served."""
+        try:
+            stat = path.stat()
+        except (OSError, ValueError):
+            self._known.pop(path, None)
+            return None
+        version = stat.st_mtime_ns, stat.st_size, stat.st_ino
+        if path not in self._known or self._known[path][0] != version:
+            try:
+                self._known[path] = version, self._opened(name, path, stat.st_size, owner)
+            except KeepsetError as error:
+                self._known[path] = version, error
+        known = self._known[path][1]
+        if isinstance(known, KeepsetError):
+            raise known
+        return known
 
     @cached_property
-    def _fingerprint(self) -> dict[str, str]:
+    def fingerprint(self) -> dict[str, str]:
         """Of the model; without its weights where those are not found in a folder."""
         model, dtype = self._model, cast(torch.dtype, self._model.dtype)
         weights = stored_weights(Path(model.model), model.hf_text_config, dtype) if Path(model.model).is_dir() else None
@@ -139,23 +206,28 @@ class ContextLibrary:
         known = {} if weights is None else {"weights": weights}
         return {**make(model.architecture, model.hf_text_config, dtype), **known}
 
-    def _names(self) -> list[str]:
-        return sorted(path.name.removesuffix(SUFFIX) for path in self._folder.glob(f"*{SUFFIX}"))
+    def _goes_on(self, contents: saved.Contents) -> bool:
+        """Whether requests can be compressed further: all that the next event looks at is then yet to come."""
+        own, engine = Recipe.parse(contents.header.recipe), self._recipe
+        same = engine is not None and (own.method, own.schedule.every) == (engine.method, engine.schedule.every)
+        newest, every = own.method.needs.newest, own.schedule.every or 0
+        return same and contents.prompt == contents.header.tokens and newest <= every
 
-    def _others(self) -> str:
-        names = self._names()
+    def _others(self, owner: str) -> str:
+        names = sorted({*OwnedContexts(self.folder, owner).newest(), *self._shared()})
         return f"it has {', '.join(names[:10])}{' and others' if len(names) > 10 else ''}" if names else "it has none"
 
-    def _opened(self, name: str, path: Path, nbytes: int) -> Context:
+    def _opened(self, name: str, path: Path, nbytes: int, owner: str) -> Context:
         contents, longest = saved.contents(path), self._model.max_model_len
-        if differs := difference(contents.fingerprint, self._fingerprint):
+        if differs := difference(contents.fingerprint, self.fingerprint):
             raise KeepsetError(f"Context {name!r} is of another model, whose {differs}: build it with this one.")
         reasons = {
             f"it has {contents.requests} requests": contents.requests != 1,
             "it has padding": contents.padded,
             "it adds biases to attention (give its match biases=False)": BIAS in contents.columns,
             "its entries are in 8 bits (leave int8(...) around its recipe out)": "key_scale" in contents.columns,
-            "it would be compressed further while it is asked (leave its every= out)": contents.goes_on,
+            f"its requests are compressed further, for which the server's recipe must have its method and every= "
+            f"({contents.header.recipe})": contents.goes_on and not self._goes_on(contents),
             "not all layers of its model are compressed": len(contents.counts) != contents.layers,
             "its layers differ in their heads": len({counts.shape for counts in contents.counts.values()}) != 1,
             f"it has {contents.header.tokens} tokens, and this server takes {longest} with question and answer": (
@@ -165,4 +237,12 @@ class ContextLibrary:
         for reason, applies in reasons.items():
             if applies:
                 raise KeepsetError(f"Context {name!r} cannot be served: {reason}.")
-        return Context(name, path, nbytes, contents, torch.cat(list(contents.counts.values())))
+        return Context(name, path, nbytes, contents, torch.cat(list(contents.counts.values())), owner)
+
+
+def _is_name(name: str) -> bool:
+    return Path(name).name == name and "\0" not in name
+
+
+def _digest(tokens: Sequence[int]) -> str:
+    return hashlib.sha256(saved.token_bytes(tokens)).hexdigest()

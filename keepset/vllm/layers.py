@@ -15,6 +15,7 @@ from keepset.paged.planner import Planner
 from keepset.vllm import stats
 from keepset.vllm.compat import rotary_table
 from keepset.vllm.engine_context import EngineContext
+from keepset.vllm.settings import save_limit_of
 
 
 def layer_group(context: EngineContext, planner: Planner, names: Sequence[str]) -> LayerGroup:
@@ -34,7 +35,8 @@ def layer_group(context: EngineContext, planner: Planner, names: Sequence[str]) 
     count = stats.count if get_tensor_model_parallel_rank() == 0 else None  # of several ranks, one counts
     passing = context.passing(names)
     pages = [partial(_pages, layer) for layer in layers]
-    return LayerGroup(planner, pages, passing, impl.scale, rotary, projections, count, context.tape(names))
+    tape, saves = context.tape(names), save_limit_of(config) > 0
+    return LayerGroup(planner, pages, passing, impl.scale, rotary, projections, count, tape, saves)
 
 
 def _pages(layer: Any) -> Pages:

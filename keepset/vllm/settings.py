@@ -25,6 +25,9 @@ CONNECTOR = {
 CONTEXTS = "keepset_contexts"
 """Where it holds the folder of saved contexts, whose files requests name."""
 
+SAVE_LIMIT = "keepset_save_bytes"
+"""Where it holds how many bytes of contexts each owner's requests may save; none where it does not."""
+
 _WHOLE = "adakv(streaming_llm, keep=1.0)"
 """Of an engine with contexts and without a recipe: drops nothing, and has a table for every head, as contexts need."""
 
@@ -51,6 +54,28 @@ def contexts_of(config: VllmConfig | None) -> Path | None:
     return Path(folder).resolve()
 
 
+def save_limit_of(config: VllmConfig) -> int:
+    """Bytes that an owner's saved contexts may have; 0 where nothing is saved.
+
+    Raises:
+        KeepsetError: it says something else, or there is no folder to save to.
+    """
+    additional = config.additional_config
+    if not isinstance(additional, dict) or SAVE_LIMIT not in additional:
+        return 0
+    limit = additional[SAVE_LIMIT]
+    if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
+        raise KeepsetError(f'additional_config["{SAVE_LIMIT}"] is {limit!r}: give a number of bytes.')
+    if contexts_of(config) is None:
+        raise KeepsetError(f'There is no folder to save to: give additional_config["{CONTEXTS}"], too.')
+    return limit
+
+
+def is_compressed(config: VllmConfig) -> bool:
+    """Whether a configuration has a recipe for requests that have no context."""
+    return isinstance(config.additional_config, dict) and KEY in config.additional_config
+
+
 def recipe_of(config: VllmConfig | None) -> Recipe | None:
     """The recipe of a configuration; None where it has none, nor contexts, and everything stays vLLM's own.
 
@@ -60,11 +85,8 @@ def recipe_of(config: VllmConfig | None) -> Recipe | None:
     additional = None if config is None else config.additional_config
     if not isinstance(additional, dict):
         return None
-    contexts = contexts_of(config)
-    if contexts is None and KEY not in additional:
+    if contexts_of(config) is None and KEY not in additional:
         return None
-    if contexts is not None and KEY in additional:
-        raise RecipeError(f"Contexts have recipes of their own: leave additional_config[{KEY!r}] out.")
     text = additional.get(KEY, _WHOLE)
     if not isinstance(text, str):
         raise RecipeError(

@@ -29,6 +29,7 @@ class KeepSpec(FullAttentionSpec):
         layer: the layer whose number of kept entries is this group's.
         layers: all layers that are compressed.
         tokens_per_step, steps_ahead: of the engine's scheduler, as `Admission` has them.
+        per_head: as `EvictionSchedule` has it.
     """
 
     recipe: str
@@ -36,6 +37,7 @@ class KeepSpec(FullAttentionSpec):
     layers: tuple[int, ...]
     tokens_per_step: int
     steps_ahead: int
+    per_head: bool
 
     @classmethod
     def wrap(cls, spec: FullAttentionSpec, **more: Any) -> Self:
@@ -46,7 +48,9 @@ class KeepSpec(FullAttentionSpec):
     def schedule(self) -> EvictionSchedule:
         """When this group's requests are compressed."""
         recipe = Recipe.parse(self.recipe)
-        return EvictionSchedule(recipe, self.layer, self.layers, self.num_kv_heads, self.block_size)
+        return EvictionSchedule(
+            recipe, self.layer, self.layers, self.num_kv_heads, self.block_size, per_head=self.per_head
+        )
 
     @cached_property
     def contexts(self) -> dict[Any, ContextPlacement]:

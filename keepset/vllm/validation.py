@@ -13,11 +13,11 @@ from vllm.config import CompilationMode, VllmConfig
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
 from keepset.core.features.given import ModelStatistics
-from keepset.core.statistics import load
 from keepset.errors import UnsupportedEngineError, UnsupportedModelError
 from keepset.paged.grouping import one_table, table_per_head
-from keepset.recipe import Recipe, check_schedule
+from keepset.recipe import Recipe
 from keepset.vllm.compat import SUPPORTED, changed
+from keepset.vllm.servable import objections
 from keepset.vllm.settings import CONNECTOR, CONTEXT_CONNECTOR, contexts_of
 
 _WHOLE = ("auto", "float16", "bfloat16", "float32")
@@ -30,7 +30,7 @@ def check(config: VllmConfig, recipe: Recipe) -> None:
         UnsupportedEngineError: vLLM's version or configuration is why, or that vLLM lacks what the recipe looks at.
         UnsupportedModelError: the model is why.
     """
-    for sentence in chain(_of_version(), _of_recipe(recipe), _of_config(config, recipe), _of_ranks(config, recipe)):
+    for sentence in chain(_of_version(), objections(recipe), _of_config(config, recipe), _of_ranks(config, recipe)):
         raise UnsupportedEngineError(f"keepset cannot serve {recipe}: {sentence}")
     for sentence in _of_model(config):
         raise UnsupportedModelError(f"keepset cannot serve {recipe}: {sentence}")
@@ -91,28 +91,13 @@ def _of_version() -> Iterator[str]:
         yield f"{name} of vLLM {vllm.__version__} is not what it knows; install vllm=={', '.join(SUPPORTED)}.*"
 
 
-def _of_recipe(recipe: Recipe) -> Iterator[str]:
-    method, needs = recipe.method, recipe.method.needs
-    check_schedule(recipe)  # or its own sentence
-    for feature in needs:
-        if feature.transformers_only:
-            yield f"{method.name} {feature.transformers_only.format(engine='vLLM')}."
-    if method.across_layers and method.fixed_total and not method.equal_layers:
-        yield (
-            f"{method.name} looks across layers whose quotas differ, so that events are not the same for all; "
-            "its class must say that counts come from the data (counts_from_data)."
-        )
-    for statistics in needs.of(ModelStatistics):
-        load(statistics.file)  # or its own sentence: the engine's processes know none but those in files
-
-
 def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
     parallel, cache = config.parallel_config, config.cache_config
     if config.speculative_config is not None:
         yield "speculative decoding takes tokens back that were compressed; leave it out."
     connector = config.kv_transfer_config
     if contexts_of(config) is not None:
-        yield from _of_contexts(config)
+        yield from _of_contexts(config, recipe)
     elif connector is not None and connector.kv_connector_module_path != CONNECTOR["kv_connector_module_path"]:
         yield "KV connectors move whole caches; leave kv_transfer_config out."
     elif connector is None and not recipe.method.fixed_total:
@@ -130,13 +115,20 @@ def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
     if config.attention_config.use_non_causal:
         yield "attention that is not causal is not supported; leave use_non_causal out."
     yield from _of_graphs(config, recipe)
-    if cache.enable_prefix_caching and not one_table(recipe):
+    if cache.enable_prefix_caching and not one_table(recipe) and contexts_of(config) is None:
         yield "its layers keep different numbers of entries; turn prefix caching off (--no-enable-prefix-caching)."
     if config.scheduler_config.disable_hybrid_kv_cache_manager:
         yield "it needs vLLM's hybrid KV-cache manager; leave disable_hybrid_kv_cache_manager out."
 
 
-def _of_contexts(config: VllmConfig) -> Iterator[str]:
+def _of_contexts(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
+    if not one_table(recipe):
+        yield (
+            "requests share contexts as they share prefixes, for which all layers must keep as many entries, whatever "
+            "the data: take a recipe such as adakv(snapkv, keep=512)."
+        )
+    if recipe.method.biased:
+        yield "contexts have no biases for attention to add: give its match biases=False."
     connector = config.kv_transfer_config
     if connector is None or connector.kv_connector_module_path != CONTEXT_CONNECTOR["kv_connector_module_path"]:
         yield f"there are contexts to serve; give kv_transfer_config {json.dumps(CONTEXT_CONNECTOR)}."
@@ -151,7 +143,8 @@ def _of_contexts(config: VllmConfig) -> Iterator[str]:
 def _of_graphs(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
     """CUDA graphs replay kernels, and nothing of what decides where heads that differ read and write."""
     compilation = config.compilation_config
-    if not compilation.cudagraph_mode or not table_per_head(recipe):
+    per_head = table_per_head(recipe) or contexts_of(config) is not None
+    if not compilation.cudagraph_mode or not per_head:
         return
     if envs.VLLM_USE_BREAKABLE_CUDAGRAPH:
         yield "breakable graphs would write its heads' entries to wrong places; set VLLM_USE_BREAKABLE_CUDAGRAPH=0."

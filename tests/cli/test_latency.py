@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+import keepset
+from keepset import KeepsetError
 from tests.cli.conftest import Run
 
 LATENCY = ("bench", "latency", "--prompt-tokens", "32,64", "--output-tokens", "3", "--rounds", "2")
@@ -32,9 +34,14 @@ def test_one_token_has_no_rate(run: Run) -> None:
 
 
 @pytest.mark.usefixtures("tiny", "text")
-def test_a_recipe_that_cannot_run(run: Run) -> None:
-    done = run(*LATENCY, "--recipes", "qfilter(keep=20)", "--text", "text")
-    assert done.code == 1 and "qfilter" in done.out and "full cache" in done.out
+def test_a_recipe_that_cannot_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise KeepsetError("It does not go.")
+
+    monkeypatch.setattr(keepset.METHODS["knorm"], "score", refuse)
+    done = run(*LATENCY, "--recipes", "knorm(keep=20), tova(keep=20)", "--text", "text")
+    assert done.code == 1 and "tokens: It does not go." in done.out
+    assert "full cache" in done.out and "tova" in done.out
 
 
 @pytest.mark.usefixtures("tiny", "text")

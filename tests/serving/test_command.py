@@ -41,10 +41,10 @@ def test_words() -> None:
 @pytest.mark.parametrize(
     ("recipe", "needed"),
     [
-        ("snapkv(keep=64)", []),
-        ("pyramid(snapkv, keep=64)", ["--no-enable-prefix-caching"]),
+        ("snapkv(keep=64)", ["--kv-transfer-config"]),
+        ("pyramid(snapkv, keep=64)", ["--no-enable-prefix-caching", "--kv-transfer-config"]),
         ("pool(snapkv, keep=64)", ["--no-enable-prefix-caching", "--kv-transfer-config"]),
-        ("gvote", ["--no-enable-prefix-caching", "--kv-transfer-config", "--enforce-eager"]),
+        ("gvote", ["--no-enable-prefix-caching", "--enforce-eager", "--kv-transfer-config"]),
     ],
 )
 def test_vllm_is_told_what_a_recipe_needs(recipe: str, needed: list[str]) -> None:
@@ -62,11 +62,13 @@ def test_contexts_take_a_connector_and_middleware(tmp_path: Path) -> None:
     assert hasattr(importlib.import_module(module), name)
 
 
-def test_contexts_are_a_folder_and_have_recipes_of_their_own(tmp_path: Path) -> None:
+def test_contexts_are_a_folder_that_may_be_saved_to(tmp_path: Path) -> None:
     with pytest.raises(KeepsetError, match=r"There is no folder '.*nowhere': make it"):
         command("a/model", None, [], contexts=tmp_path / "nowhere")
-    with pytest.raises(KeepsetError, match="give --contexts or --recipe"):
-        command("a/model", RECIPE, [], contexts=tmp_path)
+    with pytest.raises(KeepsetError, match="name their folder with --contexts"):
+        command("a/model", RECIPE, [], save_bytes=9)
+    both = {"keepset": str(RECIPE), "keepset_contexts": str(tmp_path), "keepset_save_bytes": 9}
+    assert additional(command("a/model", RECIPE, [], contexts=tmp_path, save_bytes=9)) == both
 
 
 def test_without_a_recipe_vllm_is_plain() -> None:

@@ -49,6 +49,7 @@ class Scenario:
         runner_v2: whether vLLM's model runner V2 runs it; the same for all scenarios of a process.
         graphs: whether decoding is captured and replayed, see `tests.vllm.graphs`; the same for all scenarios of a job.
         triton: whether keepset's kernels are those in Triton, in its interpreter.
+        files: steps, before which a file is put at a place; None for the file deletes what is there.
     """
 
     recipe: str | None
@@ -62,6 +63,7 @@ class Scenario:
     runner_v2: bool = False
     graphs: bool = False
     triton: bool = False
+    files: Sequence[tuple[int, Path | None, Path]] = ()
 
     def as_json(self) -> dict[str, Any]:
         """What `tests.vllm.job` reads."""
@@ -93,6 +95,7 @@ class Scenario:
             "runner_v2": self.runner_v2,
             "graphs": self.graphs,
             "triton": self.triton,
+            "files": [(step, source and str(source), str(place)) for step, source, place in self.files],
         }
 
 

@@ -9,6 +9,7 @@ import contextlib
 import gc
 import json
 import os
+import shutil
 import sys
 import traceback
 from collections import defaultdict
@@ -141,6 +142,16 @@ def names_of_rows(runner: Any) -> Callable[[], list[str]]:
     return lambda: names
 
 
+def move_files(files: list[tuple[int, str | None, str]], step: int) -> None:
+    """Puts the files of this step at their places, whole or not at all, and deletes others."""
+    for when, source, place in files:
+        if when == step and source is None:
+            Path(place).unlink(missing_ok=True)
+        elif when == step:
+            shutil.copyfile(source, f"{place}.coming")
+            os.replace(f"{place}.coming", place)
+
+
 def number(name: str) -> int:
     """A request's place in its scenario, from the id that the engine made of it."""
     return int(name.split("-", maxsplit=1)[0])
@@ -178,7 +189,7 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
     requests = scenario["requests"]
     outputs: list[Any] = [None] * len(requests)
     waiting, step = set(range(len(requests))), 0
-    while waiting or engine.has_unfinished_requests():
+    while waiting or engine.has_unfinished_requests() or (core is not None and core.scheduler.requests):
         for index in sorted(waiting):
             if requests[index]["add"] <= step:
                 waiting.remove(index)
@@ -186,6 +197,7 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
                 parameters = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, extra_args=extra)
                 prompt = {"prompt_token_ids": requests[index]["ids"]}
                 engine.add_request(str(index), prompt, parameters, priority=requests[index]["priority"])
+        move_files(scenario["files"], step)
         engine.abort_request([str(index) for index, one in enumerate(requests) if one["abort"] == step])
         if step in scenario["preempt"]:
             assert watch is not None and watch.scheduler.reset_prefix_cache(reset_running_requests=True)

@@ -13,7 +13,9 @@ import torch
 from transformers import PreTrainedModel
 
 import keepset
+from keepset import KeepsetError
 from keepset.serving.context_api import ContextMiddleware
+from keepset.vllm import owned_contexts as owned
 from keepset.vllm import stats
 
 
@@ -31,20 +33,21 @@ def folder(tiny_model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory
 
 
 class Inner:
-    """A server that repeats what it was told."""
+    """A server that repeats what it was told, and says that a prompt has so many tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokens: int = 1) -> None:
         self.bodies: list[Any] = []
+        self.tokens = tokens
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         message = await receive()
         assert dict(scope["headers"])[b"content-length"] == str(len(message["body"])).encode()
         self.bodies.append(json.loads(message["body"]))
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"{}"})
+        await send({"type": "http.response.body", "body": json.dumps({"tokens": [7] * self.tokens}).encode()})
 
 
-def server(folder: Path, model: PreTrainedModel, inner: Any) -> Any:
+def server(folder: Path, model: PreTrainedModel, inner: Any, recipe: str | None = None, limit: int = 0) -> Any:
     model_config = SimpleNamespace(
         model=model.config.name_or_path,
         architecture="LlamaForCausalLM",
@@ -52,7 +55,9 @@ def server(folder: Path, model: PreTrainedModel, inner: Any) -> Any:
         dtype=torch.float32,
         max_model_len=512,
     )
-    config = SimpleNamespace(additional_config={"keepset_contexts": str(folder)}, model_config=model_config)
+    more = {"keepset": recipe} if recipe else {}
+    more = {**more, "keepset_save_bytes": limit} if limit else more
+    config = SimpleNamespace(additional_config={"keepset_contexts": str(folder), **more}, model_config=model_config)
     middleware = ContextMiddleware(inner)
 
     def asked(method: str, path: str, body: Any = None, key: str = "") -> tuple[int, Any]:
@@ -85,10 +90,91 @@ def test_a_named_context_goes_on_as_an_argument_of_vllm(folder: Path, tiny_model
     wish = {"prompt": "What?", "keepset": {"context": "manual"}, "vllm_xargs": {"more": 1}}
     assert ask("POST", "/v1/completions", wish)[0] == 200
     assert ask("POST", "/v1/completions", {"prompt": "What?"})[0] == 200
+    assert ask("POST", "/v1/completions", {"prompt": "What?", "keepset": {"off": True}})[0] == 200
     assert inner.bodies == [
+        {"prompt": "What?"},  # to be told its tokens
         {"prompt": "What?", "vllm_xargs": {"more": 1, "keepset": '{"context": "manual"}'}},
         {"prompt": "What?"},
+        {"prompt": "What?", "vllm_xargs": {"keepset": '{"off": true}'}},
     ]
+
+
+def test_a_question_that_is_too_long_is_refused(folder: Path, tiny_model: PreTrainedModel) -> None:
+    ask = server(folder, tiny_model, Inner(tokens=412))
+    for prompt in ("long", [7] * 412, [[1], [7] * 412], ["short", "long"]):
+        status, answer = ask("POST", "/v1/completions", {"prompt": prompt, "keepset": {"context": "manual"}})
+        assert status == 400 and "has 100 tokens and the question 412: there must be" in answer["error"]["message"]
+    chat = {"messages": [{"role": "user", "content": "long"}], "stream": True, "keepset": {"context": "manual"}}
+    assert ask("POST", "/v1/chat/completions", chat)[0] == 400
+    inner = Inner(tokens=411)
+    assert server(folder, tiny_model, inner)("POST", "/v1/chat/completions", chat)[0] == 200
+    assert "stream" not in inner.bodies[0] and inner.bodies[1]["stream"]
+
+
+def test_budgets_are_checked_against_the_servers_recipe(folder: Path, tiny_model: PreTrainedModel) -> None:
+    plain, every = (server(folder, tiny_model, Inner(), recipe=recipe) for recipe in (None, "snapkv(keep=99, every=9)"))
+    assert (
+        "compresses no prompts" in plain("POST", "/v1/completions", {"keepset": {"keep": 0.5}})[1]["error"]["message"]
+    )
+    assert (
+        "does not go with every=9"
+        in every("POST", "/v1/completions", {"keepset": {"keep": 0.5}})[1]["error"]["message"]
+    )
+    assert every("POST", "/v1/completions", {"keepset": {"keep": 70, "protect": [[0, 5]]}})[0] == 200
+
+
+def test_nobody_says_whose_contexts_they_are(folder: Path, tiny_model: PreTrainedModel) -> None:
+    ask = server(folder, tiny_model, Inner(), limit=10**6)
+    owner = owned.owner_of("secret")
+    assert ask("POST", "/v1/completions", {"keepset": {"save": "a", "owner": owner}})[0] == 400
+    assert ask("POST", "/v1/completions", {"vllm_xargs": {"keepset": '{"save": "a"}'}})[0] == 400
+    assert ask("POST", "/v1/completions", {"keepset": {"save": "../a"}})[0] == 400
+    assert ask("POST", "/v1/completions", {"keepset": {"save": "a"}})[0] == 200
+    assert server(folder, tiny_model, Inner())("POST", "/v1/completions", {"keepset": {"save": "a"}})[0] == 400
+
+
+def test_a_key_sees_its_own(folder: Path, tiny_model: PreTrainedModel) -> None:
+    from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+
+    inner = Inner(tokens=3)
+    ask = server(folder, tiny_model, AuthenticationMiddleware(inner, tokens=["one", "two"]), limit=10**6)
+    one = owned.OwnedContexts(folder, owned.owner_of("one"))
+    one.folder.mkdir(parents=True)
+    path = one.unfinished("mine")
+    path.write_bytes((folder / "manual.safetensors").read_bytes())
+    one.commit(path, 10**6, ())
+    names = {key: [each["id"] for each in ask("GET", "/v1/contexts", key=key)[1]["data"]] for key in ("one", "two")}
+    assert "mine" in names["one"] and "mine" not in names["two"]
+    assert ask("POST", "/v1/completions", {"prompt": "", "keepset": {"save": "a"}}, key="one")[0] == 200
+    assert json.loads(inner.bodies[-1]["vllm_xargs"]["keepset"]) == {"save": "a", "owner": owned.owner_of("one")}
+    refused = ask("POST", "/v1/completions", {"prompt": "", "keepset": {"context": "mine"}}, key="two")
+    assert refused[0] == 400 and "There is no context 'mine'" in refused[1]["error"]["message"]
+    refused = ask("POST", "/v1/completions", {"prompt": "", "keepset": {"context": "mine"}}, key="one")
+    assert refused[0] == 400 and "does not begin with the 100 tokens" in refused[1]["error"]["message"]
+
+
+def test_an_owners_contexts_stay_within_the_limit(tmp_path: Path) -> None:
+    mine, other = (owned.OwnedContexts(tmp_path, owned.owner_of(key)) for key in ("one", "two"))
+
+    def save(who: Any, name: str, size: int, used: Any = ()) -> Path:
+        path = who.unfinished(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(size))
+        who.commit(path, 100, used)
+        return path.with_suffix(".safetensors")
+
+    first, second = save(mine, "a", 40), save(mine, "b", 40)
+    save(other, "a", 90)
+    mine.touch(first)
+    third = save(mine, "c", 40)
+    assert mine.newest() == {"a": first, "c": third} and not second.exists() and set(other.newest()) == {"a"}
+    again = save(mine, "a", 20, used={first})  # who loads the old version goes on loading it
+    assert mine.newest()["a"] == again and first.exists()
+    mine.sweep(100, ())
+    assert not first.exists() and mine.newest() == {"a": again, "c": third}
+    with pytest.raises(KeepsetError, match="has 101 bytes"):
+        save(mine, "d", 101)
+    assert mine.newest() == {"a": again, "c": third} and not list(mine.folder.glob("*.new"))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +183,13 @@ def test_a_named_context_goes_on_as_an_argument_of_vllm(folder: Path, tiny_model
         ({"context": "nowhere"}, "There is no context 'nowhere' on this server; it has flipped, manual."),
         ({"context": "../manual"}, "There is no context '../manual' on this server"),
         ({"context": "flipped"}, "is damaged: build it again."),
-        ({"context": 7}, "keepset is {'context': 7}: give {\"context\": NAME}, or leave it out."),
+        ({"context": 7}, "keepset: context is 7: give a name."),
+        ({"off": 1}, "keepset: off is 1: give true or false."),
+        ({"off": True, "keep": 3}, "with off nothing is dropped: leave keep and protect out."),
+        ({"context": "manual", "keep": 3}, "a context has a recipe of its own"),
+        ({"save": "a"}, "This server saves no contexts: start it with --save-bytes."),
+        ({"protect": [[3, 2]]}, "compresses no prompts"),
+        ({"more": 1}, "keepset is {'more': 1}: give"),
         ({}, "keepset is {}: give"),
         (None, "keepset is None: give"),
         ("manual", "keepset is 'manual': give"),
@@ -125,6 +217,7 @@ def test_the_listing_follows_the_folder(
     assert manual == {
         "id": "manual",
         "object": "context",
+        "saved": False,
         "tokens": 100,
         "recipe": "knorm(keep=0.25)",
         "kept": 0.25,

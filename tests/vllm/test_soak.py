@@ -29,7 +29,7 @@ from tests.vllm.engine import Ask, Scenario, raw
 pytestmark = pytest.mark.full
 
 RECIPES = ["snapkv(window=8, keep=40, every=24)", "adakv(tova, keep=64, every=48)"]
-REQUESTS = 60
+REQUESTS = 120
 AT_ONCE = 40
 # So few that requests wait and are preempted: each may need 12, and the pool has 47.
 OPTIONS = ["--dtype", "float32", "--enforce-eager", "--served-model-name", "tiny"]

@@ -277,7 +277,8 @@ def _follow(
     had, has = tl.load(before + row), tl.load(after + row)
     old = tl.load(block_table + row * table_row + tl.maximum(had - 1, 0) // SIZE).to(tl.int64)
     page = tl.load(block_table + row * table_row + (has - 1) // SIZE).to(tl.int64)
-    known = tl.where(tl.load(filed_tokens + old) == had, had, 0) > 0
+    must = tl.load(required + row) != 0
+    known = must & (tl.load(filed_tokens + old) == had)
     some = tl.arange(0, BLOCK)
     for offset in tl.static_range(0, COUNTS, BLOCK):
         index = offset + some
@@ -299,5 +300,5 @@ def _follow(
     tl.debug_barrier()  # what was filed is read by all before it is written
     tl.store(filed_tokens + page, has.to(tl.int32))
     tl.store(pages + row, page)
-    if tl.where(known, 0, tl.load(required + row)) != 0:
+    if must & ~known:
         tl.store(lost, 1)

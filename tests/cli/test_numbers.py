@@ -1,0 +1,28 @@
+"""Lists of numbers as commands take them."""
+
+from __future__ import annotations
+
+import pytest
+
+from keepset import KeepsetError
+from keepset.cli.numbers import parse_budgets, parse_indices, parse_whole
+
+
+def test_each_number_once() -> None:
+    assert parse_whole("3, 5,3,-1", "seeds") == [3, 5, -1]
+    assert parse_indices("7, 0,7") == [0, 7]
+
+
+def test_budgets_are_entries_or_fractions() -> None:
+    budgets = parse_budgets("512, 0.25,1.0")
+    assert budgets == [512, 0.25, 1.0] and list(map(type, budgets)) == [int, float, float]
+
+
+@pytest.mark.parametrize("text", ["", "1,", "-1", "1.5", "٣", "1 2", "9" * 10])
+def test_what_is_no_list_of_indices(text: str) -> None:
+    assert parse_indices(text) is None
+
+
+def test_what_is_no_list_of_whole_numbers() -> None:
+    with pytest.raises(KeepsetError, match=r"^--seeds '1,x' is no list of whole numbers: write them as 1,2,3.$"):
+        parse_whole("1,x", "seeds")

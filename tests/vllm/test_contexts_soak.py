@@ -1,0 +1,205 @@
+"""Random requests of two tenants: contexts, saves, next turns, aborts, and files that are damaged, come and go.
+
+No page is lost, no answer is another's, and nobody goes on from what is not its own. KEEPSET_SOAK says how many.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import keepset
+from tests.vllm.compared import result
+from tests.vllm.engine import Ask, Result, Scenario, raw
+from tests.vllm.late import Late
+from tests.vllm.test_contexts import ENGINE, IDS, question, write
+from tests.vllm.test_contexts_that_go_on import going_on
+
+pytestmark = pytest.mark.full
+settings = Late("keepset.vllm.settings")
+owned = Late("keepset.vllm.owned_contexts")
+
+REQUESTS = int(os.environ.get("KEEPSET_SOAK", "200"))
+TENANTS = ["1" * 32, "2" * 32]
+ONCE, EVERY = "adakv(snapkv(window=8), keep=48)", "snapkv(window=8, keep=40, every=8)"
+STEADY = {
+    "uniform": "snapkv(window=8, keep=40)",
+    "ragged": "adakv(snapkv(window=8), keep=0.3)",
+    "pooled": "pool(knorm, keep=0.3)",
+}
+GOING = {"whole": 128, "short": 40, "long": 190}
+ANSWER = 6
+CHATS, TURNS = 3, 3
+
+
+class Turn(NamedTuple):
+    """What a chat has come to, and what may be answered: computed whole, or gone on from any turn before."""
+
+    said: list[int]
+    answers: list[list[int]]
+    caches: list[keepset.Cache]
+
+
+@torch.no_grad()
+def turns(model: PreTrainedModel, start: int) -> list[Turn]:
+    """A chat, whose user goes on from what was answered to it first."""
+
+    def answered(inputs: dict[str, Any]) -> tuple[list[int], keepset.Cache]:
+        output = model.generate(**inputs, max_new_tokens=ANSWER, do_sample=False, eos_token_id=None)[0].tolist()
+        return output[-ANSWER:], inputs["past_key_values"]
+
+    chat: list[Turn] = []
+    said = IDS[start : start + 90]
+    for number in range(TURNS):
+        ways = [{"input_ids": torch.tensor([said]), "past_key_values": keepset.Cache(model, ONCE)}]
+        for before in [cache for turn in chat for cache in turn.caches]:
+            ways.append(before.ask(torch.tensor([said[before.get_seq_length() :]])))
+        both = [answered(way) for way in ways]
+        same = [cache for answer, cache in both if answer == both[-1][0]]
+        chat.append(Turn(said, [answer for answer, _ in both], same))
+        said = [*said, *both[-1][0], *IDS[start + 200 + 20 * number :][:12]]
+    return chat
+
+
+@pytest.fixture(scope="module")
+def chats(tiny_model: PreTrainedModel) -> dict[tuple[str, int], list[Turn]]:
+    return {
+        (tenant, number): turns(tiny_model, 700 * place + 150 * number)
+        for place, tenant in enumerate(TENANTS)
+        for number in range(CHATS)
+    }
+
+
+def scenario(tiny: Path, folder: Path, recipe: str, some: list[Ask], **more: Any) -> Scenario:
+    additional = {settings.CONTEXTS: str(folder), settings.SAVE_LIMIT: 260_000, "keepset": recipe}
+    engine = {
+        "model": str(tiny),
+        **ENGINE,
+        "additional_config": additional,
+        "kv_transfer_config": settings.CONTEXT_CONNECTOR,
+        "num_gpu_blocks_override": 40,
+    }
+    return Scenario(None, some, (60, 150), engine, **more)
+
+
+def aborted(draw: random.Random, add: int) -> int | None:
+    return draw.choice([None, None, None, None, add + draw.randrange(1, 9)])
+
+
+def mixed(draw: random.Random, chats: dict[tuple[str, int], list[Turn]]) -> list[tuple[Ask, Any]]:
+    """Requests, and what they are of: the name of a context, or a turn of a chat and who asks."""
+    some: list[tuple[Ask, Any]] = []
+    for number in range(REQUESTS):
+        add = number // 2
+        kind = draw.choice(["context", "chat", "chat", "stranger", "own"])
+        if kind == "context":
+            name = draw.choice([*STEADY, "coming", "flipped", "nowhere"])
+            wishes = {"context": name, "owner": draw.choice(TENANTS)}
+            asked, what = question(draw.randrange(8), draw.choice([1, 9, 33])), name
+        elif kind == "own":
+            asked, wishes, what = IDS[2000:2100], {"keep": draw.choice([30, 60]), "protect": [[0, 9]]}, kind
+        else:
+            owner, chat = draw.choice(list(chats))
+            place = draw.randrange(TURNS)
+            asked, what = chats[owner, chat][place].said, (kind, owner, chat, place)
+            asks = owner if kind == "chat" else next(tenant for tenant in TENANTS if tenant != owner)
+            wishes = {"owner": asks} | ({"save": f"chat{chat}"} if kind == "chat" else {})
+        some.append((Ask(asked, ANSWER, add=add, abort=aborted(draw, add), extra={"keepset": wishes}), what))
+    return some
+
+
+@torch.no_grad()
+def test_nothing_is_lost_and_nobody_mixed_up(
+    tiny: Path, tiny_model: PreTrainedModel, chats: dict[tuple[str, int], list[Turn]], tmp_path: Path
+) -> None:
+    folder, aside = tmp_path / "contexts", tmp_path / "aside"
+    folder.mkdir()
+    aside.mkdir()
+    for name, recipe in STEADY.items():
+        write(folder, tiny_model, name, recipe, 150)
+    coming = write(aside, tiny_model, "coming", STEADY["uniform"], 100)
+    flipped = bytearray(coming.read_bytes())
+    flipped[-100] ^= 1
+    (folder / "flipped.safetensors").write_bytes(flipped)
+    some = mixed(random.Random(0), chats)
+    place = folder / "coming.safetensors"
+    files = [(step, coming if step % 40 else None, place) for step in range(10, REQUESTS, 20)]
+    files += [(step, folder / "flipped.safetensors", place) for step in range(55, REQUESTS, 80)]
+    answer = raw(scenario(tiny, folder, ONCE, [one for one, _ in some], files=files))[0]
+    engine = result({"": answer}, "")
+    engine.check_nothing_left()
+    check(tiny_model, folder, coming, some, engine, chats)
+    for tenant in TENANTS:
+        kept = owned.OwnedContexts(folder, tenant)
+        assert kept.newest().keys() <= {f"chat{number}" for number in range(CHATS)}
+        assert sum(path.stat().st_size for path in kept.folder.glob("*")) <= 260_000
+        assert set(kept.folder.glob("*")) == set(kept.newest().values())
+
+
+def check(
+    model: PreTrainedModel,
+    folder: Path,
+    coming: Path,
+    some: list[tuple[Ask, Any]],
+    engine: Result,
+    chats: dict[tuple[str, int], list[Turn]],
+) -> None:
+    known: dict[Any, list[int]] = {}
+    gone_on = served = 0
+    for index, (one, what) in enumerate(some):
+        tokens, cached, whole = engine.tokens[index] or [], engine.cached[index] or 0, one.abort is None
+        if isinstance(what, str) and what != "own":
+            if what in ("nowhere", "flipped"):
+                assert not tokens
+            elif tokens:
+                path = coming if what == "coming" else folder / f"{what}.safetensors"
+                key = what, tuple(one.ids)
+                if key not in known:
+                    inputs = keepset.Cache.load(path, model).ask(torch.tensor([one.ids]))
+                    output = model.generate(**inputs, max_new_tokens=ANSWER, do_sample=False, eos_token_id=None)
+                    known[key] = output[0, len(one.ids) :].tolist()
+                assert tokens == known[key][: len(tokens)] and (not whole or len(tokens) == ANSWER)
+                served += 1
+            else:
+                assert not whole or what == "coming"
+        elif what == "own":
+            assert len(tokens) == ANSWER or not whole
+        else:
+            kind, owner, chat, place = what
+            turn = chats[owner, chat][place]
+            assert len(tokens) == ANSWER or not whole
+            if kind == "stranger":
+                assert cached == 0
+            elif cached:
+                assert cached in [len(each.said) + ANSWER - 1 for each in chats[owner, chat][:place]]
+                gone_on += 1
+            if engine.preemptions[index] == 0 and tokens:
+                assert any(tokens == answer[: len(tokens)] for answer in turn.answers[: 1 if not cached else None])
+    assert gone_on > REQUESTS // 20 and served > REQUESTS // 20
+
+
+@torch.no_grad()
+def test_branches_leave_what_they_share_alone(tiny: Path, tiny_model: PreTrainedModel, tmp_path: Path) -> None:
+    draw = random.Random(1)
+    for name, tokens in GOING.items():
+        write(tmp_path, tiny_model, name, EVERY, tokens)
+    write(tmp_path, tiny_model, "still", STEADY["uniform"], 150)
+    some = []
+    for number in range(REQUESTS // 2):
+        extra = draw.choice([None, *({"keepset": {"context": name}} for name in [*GOING, "still"])])
+        ids = question(draw.randrange(9), draw.choice([1, 20, 70]))
+        some.append(Ask(ids, draw.randrange(1, 20), add=number, abort=aborted(draw, number), extra=extra))
+    engine = result({"": raw(scenario(tiny, tmp_path, EVERY, some))[0]}, "")
+    engine.check_nothing_left()
+    for index, one in enumerate(some):
+        tokens = engine.tokens[index] or []
+        assert one.abort is not None or len(tokens) == one.max_tokens
+        if one.extra is not None and tokens:
+            path = tmp_path / f"{one.extra['keepset']['context']}.safetensors"
+            assert going_on(tiny_model, path, one.ids, tokens, engine.steps_of(index)) == tokens

@@ -1,0 +1,187 @@
+"""Requests that leave their compressed caches as contexts: the next turn goes on as the transformers runtime would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import keepset
+from tests.vllm.compared import result
+from tests.vllm.engine import Ask, Result, Scenario, raw
+from tests.vllm.late import Late
+from tests.vllm.test_contexts import ENGINE, IDS
+
+settings = Late("keepset.vllm.settings")
+owned = Late("keepset.vllm.owned_contexts")
+
+TOKENS = 20
+RECIPES = {
+    "equal": "snapkv(window=8, keep=40)",
+    "ragged": "adakv(snapkv(window=8), keep=48)",
+    "share": "tova(keep=0.4)",
+    "none": None,
+}
+ONE, TWO = "1" * 32, "2" * 32
+
+
+class Turn(NamedTuple):
+    """What was said, what the answer is, and the cache after it."""
+
+    said: list[int]
+    answer: list[int]
+    cache: keepset.Cache
+
+
+@torch.no_grad()
+def turn(model: PreTrainedModel, recipe: str, said: list[int], before: Turn | None = None) -> Turn:
+    """A turn under transformers: the first, or one that goes on from another's cache."""
+    inputs: dict[str, Any]
+    if before is None:
+        inputs = {"input_ids": torch.tensor([said]), "past_key_values": keepset.Cache(model, recipe)}
+    else:
+        new = said[before.cache.get_seq_length() :]
+        inputs = before.cache.ask(torch.tensor([new]))
+        inputs["past_key_values"].stop_watching()
+    output = model.generate(**inputs, max_new_tokens=TOKENS, do_sample=False, eos_token_id=None)[0].tolist()
+    return Turn(said, output[-TOKENS:], inputs["past_key_values"])
+
+
+class Chat(NamedTuple):
+    """Two turns, and what engines are asked for them."""
+
+    first: Turn
+    second: Turn
+    asks: list[Ask]
+
+
+def chat(model: PreTrainedModel, recipe: str | None) -> Chat:
+    text = recipe or "streaming_llm(keep=1.0)"
+    first = turn(model, text, IDS[:150])
+    second = turn(model, text, [*first.said, *first.answer, *IDS[400:437]], first)
+    third = [*second.said, *second.answer, *IDS[500:506]]
+    whole = Ask(IDS[700:777], TOKENS, add=5)
+
+    def ask(said: list[int], add: int, **wishes: Any) -> Ask:
+        return Ask(said, TOKENS, add=add, extra={"keepset": wishes} if wishes else None)
+
+    asks = [
+        ask(first.said, 0, save="chat", owner=ONE),
+        ask(first.said, 3, save="chat", owner=TWO),
+        ask(IDS[900:980], 4, save="chat"),
+        ask(second.said, 60, context="chat", save="chat", owner=ONE),
+        ask(second.said, 60, context="chat"),  # everybody's is another
+        ask(second.said, 61),  # finds none
+        ask(second.said, 62, save="another", owner=TWO),  # finds its own
+        ask(third, 120, context="chat", owner=ONE),
+        ask(third, 120, context="chat", owner=TWO),
+        ask(second.said, 121, context="nothing", owner=TWO),
+        ask(IDS[:30], 121, context="chat", owner=ONE),  # does not begin with it
+        whole,
+    ]
+    return Chat(first, second, asks)
+
+
+def scenario(tiny: Path, folder: Path, recipe: str | None, asks: list[Ask], **more: Any) -> Scenario:
+    additional = {settings.CONTEXTS: str(folder), settings.SAVE_LIMIT: 10**7} | ({"keepset": recipe} if recipe else {})
+    engine = {
+        "model": str(tiny),
+        **ENGINE,
+        "additional_config": additional,
+        "kv_transfer_config": settings.CONTEXT_CONNECTOR,
+        **more.pop("engine", {}),
+    }
+    return Scenario(None, asks, (), engine, **more)
+
+
+@pytest.fixture(scope="module")
+def chats(tiny_model: PreTrainedModel) -> dict[str, Chat]:
+    return {name: chat(tiny_model, recipe) for name, recipe in RECIPES.items()}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: tmp_path_factory.mktemp("saves") for name in [*RECIPES, "ahead", "apart"]}
+
+
+@pytest.fixture(scope="module")
+def engines(tiny: Path, folders: dict[str, Path], chats: dict[str, Chat]) -> dict[str, Any]:
+    scenarios = {"equal": scenario(tiny, folders["equal"], RECIPES["equal"], chats["equal"].asks)}
+    return dict(zip(scenarios, raw(*scenarios.values()), strict=True))
+
+
+@pytest.fixture(scope="module")
+def others(tiny: Path, folders: dict[str, Path], chats: dict[str, Chat]) -> dict[str, Any]:
+    more: dict[str, Any] = {"apart": {"own_process": True}}
+    more["ahead"] = {"engine": {"async_scheduling": True}, "stub_streams": True}
+    names = [name for name in folders if name != "equal"]
+    scenarios = {
+        name: scenario(
+            tiny, folders[name], RECIPES.get(name, RECIPES["ragged"]), chats[kind(name)].asks, **more.get(name, {})
+        )
+        for name in names
+    }
+    ahead = scenarios.pop("ahead")
+    answers = raw(*scenarios.values())
+    return dict(zip(scenarios, answers, strict=True)) | {"ahead": raw(ahead)[0]}
+
+
+def kind(name: str) -> str:
+    return name if name in RECIPES else "ragged"
+
+
+def check(engine: Result, some: Chat, folder: Path, model: PreTrainedModel, recipe: str | None) -> None:
+    first, second, asks = some
+    expected = dict.fromkeys((0, 1), first.answer) | dict.fromkeys((3, 6), second.answer)
+    for place, answer in expected.items():
+        assert engine.tokens[place] == answer
+    past = first.cache.get_seq_length()
+    assert [engine.cached[place] for place in (0, 2, 3, 6)] == [0, 0, 149 + TOKENS, 149 + TOKENS]
+    # vLLM's own prefix cache has what no compression wrote to, whoever asks.
+    assert engine.cached[1] in (0, 64) and engine.cached[5] in (0, 64)
+    assert past >= 149 + TOKENS
+    for place in (4, 9, 10):
+        assert engine.reasons[place] == "error" and not engine.tokens[place]
+    third = turn(model, recipe or "streaming_llm(keep=1.0)", asks[7].ids, second)
+    assert engine.tokens[7] == third.answer
+    # The other owner's has the first turn alone.
+    other = turn(model, recipe or "streaming_llm(keep=1.0)", asks[7].ids, first)
+    assert engine.tokens[8] == other.answer and engine.cached[7:9] == [len(second.said) + TOKENS - 1, 149 + TOKENS]
+    path = owned.OwnedContexts(folder, ONE).newest()["chat"]
+    loaded = keepset.Cache.load(path, model)
+    length = loaded.get_seq_length()
+    assert length == len(second.said) + TOKENS - 1
+    for mine, theirs in zip(loaded.layers, second.cache.layers, strict=True):
+        ours, reference = mine.store, theirs.store
+        assert ours.counts == [count - (second.cache.get_seq_length() - length) for count in reference.counts]
+        starts = [sum(reference.counts[:head]) for head in range(len(ours.counts))]
+        here = [sum(ours.counts[:head]) for head in range(len(ours.counts))]
+        for a, b, n in zip(here, starts, ours.counts, strict=True):
+            assert torch.equal(ours.packed["positions"][a : a + n], reference.packed["positions"][b : b + n])
+            torch.testing.assert_close(
+                ours.packed["keys"][a : a + n], reference.packed["keys"][b : b + n], atol=1e-4, rtol=1e-4
+            )
+            torch.testing.assert_close(
+                ours.packed["values"][a : a + n], reference.packed["values"][b : b + n], atol=1e-4, rtol=1e-4
+            )
+    assert set(owned.OwnedContexts(folder, TWO).newest()) == {"chat", "another"}
+    assert len(list(folder.glob("saved/*/*"))) == 4  # no version that was replaced, nothing unfinished
+    if engine.tables:
+        engine.check_nothing_left()
+
+
+def test_the_next_turn_goes_on(
+    engines: dict[str, Any], chats: dict[str, Chat], folders: dict[str, Path], tiny_model: PreTrainedModel
+) -> None:
+    check(result(engines, "equal"), chats["equal"], folders["equal"], tiny_model, RECIPES["equal"])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["ragged", "share", "none", "apart", "ahead"])
+def test_under_any_recipe(
+    name: str, others: dict[str, Any], chats: dict[str, Chat], folders: dict[str, Path], tiny_model: PreTrainedModel
+) -> None:
+    check(result(others, name), chats[kind(name)], folders[name], tiny_model, RECIPES[kind(name)])
