@@ -75,17 +75,22 @@ def load(name: str | None = None, device: str | None = None, dtype: str | None =
         offer(folder, _embedded_statistics)
         with no_progress_bars():
             return _read(folder, "delete that folder and it will be made again", placed)
-    path = Path(name)
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise UnsupportedModelError(f"The folder {name!r} has no config.json: {_EXPECTED}.")
-    if path.is_file() or not (path.is_dir() or _HUB_NAME.fullmatch(name)):
-        raise UnsupportedModelError(f"{name!r} is neither an existing folder nor the name of a model: {_EXPECTED}.")
-    if path.is_dir():
+    check_name(name)
+    if Path(name).is_dir():
         return _read(name, _EXPECTED, placed)
     from keepset.hub import not_waited_for
 
     with not_waited_for():
         return _read(name, _EXPECTED, placed)
+
+
+def check_name(name: str) -> None:
+    """Refuses, with an UnsupportedModelError, what is neither a model's folder nor a name that a hub could have."""
+    path = Path(name)
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise UnsupportedModelError(f"The folder {name!r} has no config.json: {_EXPECTED}.")
+    if path.is_file() or not (path.is_dir() or _HUB_NAME.fullmatch(name)):
+        raise UnsupportedModelError(f"{name!r} is neither an existing folder nor the name of a model: {_EXPECTED}.")
 
 
 def _placed(device: str | None, dtype: str | None) -> dict[str, Any]:

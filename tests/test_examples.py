@@ -21,7 +21,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 SCRIPTS = {
     "compress_a_prompt": r"Cache\(glance\(keep=0\.25\): 2\d\d of 10\d\d tokens",
     "ask_again": r"Oslo's secret number is 48217.*\n*.*kept by Harald Berg",
-    "long_answers": r"after 1\d\d tokens: 64 entries of a head stay\nCache\(",
+    "long_answers": r"after +\d+ tokens: 48 entries of a head stay\nCache\(",
     "compare_recipes": r"random +KL 1\.\d+ (.|\n)*reread +KL 0\.0",
     "your_own_method": r"Oslo.*layout='dense'(.|\n)*Oslo.*layout='head-ragged'",
 }
@@ -85,8 +85,9 @@ def test_readme_names_all_of_them() -> None:
 
 
 @pytest.mark.full
-def test_a_server_is_asked_with_the_openai_client() -> None:
+def test_a_server_is_asked_with_the_openai_client(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     from keepset.recipe import Recipe
     from keepset.serving.command import command
     from keepset.serving.server import Server, free_port

@@ -71,7 +71,7 @@ def serve(
     """
     from keepset.bench.report.serving import render
     from keepset.recipe import Recipe
-    from keepset.serving.command import block_size_hint, check_installed, check_options, split
+    from keepset.serving.command import block_size_hint, check_options, split
     from keepset.serving.extras import import_http, import_parser
     from keepset.serving.load import MAX_CONCURRENCY, Load, local_url
     from keepset.serving.server import ServerError
@@ -99,7 +99,7 @@ def serve(
     import_http()
     import_parser()
     if url is None:
-        check_installed(parsed)
+        _prepare(model, parsed, options, load)
     if not contexts and (hint := block_size_hint(parsed, options)) is not None:
         note(hint)
     try:
@@ -126,6 +126,23 @@ def serve(
     write(html, lambda: render(result, rows))
     if any(server["summary"]["failed"] for server in servers):
         raise Exit(1)
+
+
+def _prepare(model: str | None, recipe: Recipe | None, options: list[str], load: Load) -> None:
+    """Finds out beforehand what would keep servers from starting, and says what is about to happen."""
+    from keepset.serving.checks import be_sparing, check_model, check_recipe
+    from keepset.serving.command import check_installed, folder
+
+    check_installed(recipe)
+    check_recipe(recipe)
+    check_model(folder(model))
+    rounds = f", {load.rounds} times" if load.rounds > 1 else ""
+    note(
+        f"Two servers, one after the other, plain and with the recipe: each takes up to a minute to start and gets "
+        f"{load.requests} requests of {load.prompt_tokens} + {load.output_tokens} tokens{rounds}."
+    )
+    if (sparing := be_sparing(options)) is not None:
+        note(sparing)
 
 
 def _measure(

@@ -35,13 +35,17 @@ def serve(
     unless --host says otherwise. The model comes before vLLM's options.
     """
     from keepset.recipe import Recipe
-    from keepset.serving.command import block_size_hint, check_installed, command, split
+    from keepset.serving.checks import be_sparing, check_model, check_port, check_recipe
+    from keepset.serving.command import block_size_hint, check_installed, command, folder, split
 
     parsed = None if recipe is None else Recipe.parse(recipe).require_budget()
     model, options = split(words or [])
     check_installed(parsed, contexts)
+    check_recipe(parsed)
     line = command(model, parsed, options, contexts=contexts, save_bytes=save_bytes)
-    for sentence in (shlex.join(line), block_size_hint(parsed, options)):
+    check_model(folder(model))
+    check_port(options)
+    for sentence in (shlex.join(line), block_size_hint(parsed, options), be_sparing(options)):
         if sentence is not None:
             note(sentence)
     sys.stdout.flush()

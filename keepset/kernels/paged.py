@@ -6,6 +6,7 @@ made, and what is launched depends on nothing but how many tokens there are, so 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -152,7 +153,7 @@ def attend_pages(
     output: Float[Tensor, "tokens query_heads head_dim"],
     bias: Float[Tensor, "layers slots"] | None = None,
 ) -> None:
-    """`paged_attention` token by token, wherever the pages are.
+    """`paged_attention` request by request, wherever the pages are.
 
     Args:
         read: keys and values `[kv_heads, entries, head_dim]` of whole sub-pages `[kv_heads, pages]`.
@@ -160,25 +161,31 @@ def attend_pages(
         group: the layer that attends among those that share the block table.
         queries, tokens, layout, scaling, output, bias: as there.
     """
-    kv_heads = layout.counts.shape[-1]
+    kv_heads, members = layout.counts.shape[-1], defaultdict[int, list[tuple[int, int]]](list)
     for index, length in enumerate(tokens.lengths.tolist()):
         place, row = _whose(tokens, index)
-        if not length:
+        if length:
+            members[row].append((place, length))
+        else:
             output[place] = 0
-            continue
-        table, entries = _pages(tokens, layout, row, length, block_size, group)
+    for row, of_row in members.items():
+        places, lengths = torch.tensor(of_row, device=queries.device).unbind(1)
+        longest = max(length for _, length in of_row)
+        table, entries = _pages(tokens, layout, row, longest, block_size, group)
         keys, values = read(table)
         entry = torch.arange(keys.shape[1], device=keys.device)
-        exists = entry < entries[:, None]
-        keys, values = (part.where(exists[..., None], 0) for part in (keys, values))  # a page held anything before
-        mask = exists.new_zeros(exists.shape, dtype=queries.dtype)
+        exists = (entry < entries[:, None])[..., None]
+        keys, values = (part.where(exists, 0) for part in (keys, values))  # a page held anything before
+        mask = queries.new_zeros(1, 1, len(entry))
         if bias is not None:
             slots = (table * block_size)[..., None] + torch.arange(block_size, device=table.device)
             kept, through = entry < layout.counts[row, 0, :, None], group.places[0] * bias.shape[1] + slots.flatten(1)
-            mask = bias.view(-1)[through % bias.numel()].to(mask.dtype).where(kept, 0)
-        mask = mask.where(exists, float("-inf"))[:, None]
-        grouped = queries[place].unflatten(0, (kv_heads, -1))
-        output[place] = F.scaled_dot_product_attention(grouped, keys, values, mask, scale=scaling).flatten(0, 1)
+            mask = bias.view(-1)[through % bias.numel()].to(mask.dtype).where(kept, 0)[:, None]
+        seen = entry < (entries[:, None] - (longest - lengths))[..., None]
+        mask = mask.where(seen, float("-inf"))[:, None]
+        grouped = queries[places].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+        attended = F.scaled_dot_product_attention(grouped, keys[:, None], values[:, None], mask, scale=scaling)
+        output[places] = attended.permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def append_to_pages(

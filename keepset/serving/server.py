@@ -16,8 +16,8 @@ from keepset.serving.extras import import_http
 _HOST = "127.0.0.1"
 _STOP_SECONDS = 15.0
 _LINES = 20
-# The first error of a log is why the others came.
-_ERROR = re.compile(r"\b[A-Z]\w*Error: [^\n]+")
+# The first error of a log is why the others came; warnings name errors that may come.
+_ERROR = re.compile(r"^(?!.*\bWARNING\b).*?\b([A-Z]\w*Error: [^\n]+)", re.M)
 
 
 class ServerError(Exception):
@@ -83,7 +83,7 @@ class Server:
         code = self._process.poll()
         if code is not None:
             cause = _ERROR.search(self._text())
-            why = f": {cause[0].strip().rstrip('.')}" if cause else ""
+            why = f": {cause[1].strip().rstrip('.')}" if cause else ""
             raise ServerError(f"The server stopped with exit code {code}{why}.", self.last_lines())
 
     def last_lines(self) -> list[str]:

@@ -38,20 +38,26 @@ _DOCUMENTS = (
 )
 
 
+_MORE = ("requests answered", "output tokens/s", "running, mean", "running, max", "documents that the pool holds")
+"""Of these more is better."""
+_NEITHER = ("KV cache used", "keepset: ")
+"""Of what begins so neither is; of all others less is."""
+
+
 def documents_rows(servers: Sequence[dict[str, Any]]) -> list[list[str]]:
     """The same of documents that were asked about, if they were."""
     rows = _DOCUMENTS if all("documents" in each for each in servers) else ()
-    return [[name, *_cells([_value(each, path) for each in servers], form, scale)] for name, path, form, scale in rows]
+    return [_row(row, servers) for row in rows]
 
 
 def table_rows(summaries: Sequence[dict[str, Any]]) -> list[list[str]]:
     """One row per figure: its name, one cell per server and, of two servers, their ratio."""
-    rows = list(_ROWS)
+    rows: list[tuple[str, tuple[str, ...], str, float]] = list(_ROWS)
     for name in sorted({name for each in summaries for name in each["keepset"]}):
         form = "{:.3f}" if "seconds" in name else "{:.0f}"
         rows.append((f"keepset: {name.replace('_', ' ')}", ("keepset", name), form, 1))
     figures = [{**each, "answered": each["requests"] - each["failed"]} for each in summaries]
-    return [[name, *_cells([_value(each, path) for each in figures], form, scale)] for name, path, form, scale in rows]
+    return [_row(row, figures) for row in rows]
 
 
 def _value(figures: Any, path: tuple[str, ...]) -> float | None:
@@ -60,9 +66,18 @@ def _value(figures: Any, path: tuple[str, ...]) -> float | None:
     return figures
 
 
-def _cells(values: list[float | None], form: str, scale: float) -> list[str]:
-    cells = [NONE if value is None else form.format(value * scale) for value in values]
+def _row(row: tuple[str, tuple[str, ...], str, float], figures: Sequence[dict[str, Any]]) -> list[str]:
+    name, path, form, scale = row
+    values = [_value(each, path) for each in figures]
+    cells = [name, *(NONE if value is None else form.format(value * scale) for value in values)]
     if len(values) > 1:
         times = ratio(values[-1], values[0])
-        cells.append(NONE if times is None else f"x{times:.2f}")
+        cells.append(NONE if times is None else f"x{times:.2f}{_verdict(name, times)}")
     return cells
+
+
+def _verdict(name: str, times: float) -> str:
+    """Whether so many times as much is better; nothing where neither is, or it is the same."""
+    if name.startswith(_NEITHER) or f"{times:.2f}" == "1.00":
+        return ""
+    return " better" if (times > 1) == (name in _MORE) else " worse"

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import AttentionSpec
 
@@ -29,12 +30,15 @@ from keepset.paged.query_records import slots_for
 from keepset.paged.recording import Recording
 from keepset.paged.step import StepPlan
 from keepset.recipe import Recipe
+from keepset.vllm import stats
 from keepset.vllm.compat import ask_for_prompt_lengths, attention_layers, captured_tokens
 from keepset.vllm.memory import reserve
 from keepset.vllm.query_projection import VLLMQueryProjection, watch_projections
 from keepset.vllm.settings import contexts_of, recipe_of, save_limit_of
 from keepset.vllm.spec import KeepSpec
 from keepset.vllm.validation import check, check_layer, check_spec
+
+logger = init_logger(__name__)
 
 
 @dataclass
@@ -73,6 +77,8 @@ class EngineContext:
 
     def __init__(self, config: VllmConfig, recipe: Recipe) -> None:
         check(config, recipe)
+        stats.serving(str(recipe))
+        logger.info("keepset serves %s", recipe)
         self.config, self.recipe = config, recipe
         self.projections: dict[str, VLLMQueryProjection] = {}
         self.freed_blocks = FreedBlocks()

@@ -28,6 +28,8 @@ COUNTERS = {
 }
 """What is counted."""
 
+_RECIPE = "recipe"
+
 REQUESTS = 1024
 """How many of the newest requests are remembered."""
 
@@ -54,6 +56,14 @@ def ended(name: str, prompt: int, tokens: int, dropped: int, blocks_freed: int) 
     rows = _array("requests", _REQUEST, REQUESTS)
     number = int(rows["number"].max())
     rows[number % REQUESTS] = (number + 1, name.encode()[:96], prompt, tokens, dropped, blocks_freed)
+
+
+def serving(recipe: str) -> None:
+    """Says which recipe this engine serves."""
+    if FOLDER in os.environ:
+        path = Path(os.environ[FOLDER]) / _RECIPE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(recipe, encoding="utf-8")
 
 
 def context_used(name: str, loaded: bool) -> None:
@@ -122,8 +132,13 @@ class PrometheusCollector:
 
     def collect(self) -> Iterator[Any]:
         """Reads them."""
-        from prometheus_client.core import CounterMetricFamily
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+        folder = os.environ.get(FOLDER)
+        if folder is not None and (path := Path(folder) / _RECIPE).exists():
+            served = GaugeMetricFamily("keepset:recipe", "The recipe that is served.", labels=["recipe"])
+            served.add_metric([path.read_text(encoding="utf-8")], 1.0)
+            yield served
         if _rows("counters", _COUNTER):
             for name, value in totals().items():
                 yield CounterMetricFamily(f"keepset:{name}", COUNTERS[name], value=value)

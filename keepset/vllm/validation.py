@@ -13,11 +13,11 @@ from vllm.config import CompilationMode, VllmConfig
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
 from keepset.core.features.given import ModelStatistics
-from keepset.core.statistics import load
 from keepset.errors import UnsupportedEngineError, UnsupportedModelError
 from keepset.paged.grouping import one_table, table_per_head
-from keepset.recipe import Recipe, check_schedule
+from keepset.recipe import Recipe
 from keepset.vllm.compat import SUPPORTED, changed
+from keepset.vllm.servable import objections
 from keepset.vllm.settings import CONNECTOR, CONTEXT_CONNECTOR, contexts_of
 
 _WHOLE = ("auto", "float16", "bfloat16", "float32")
@@ -30,7 +30,7 @@ def check(config: VllmConfig, recipe: Recipe) -> None:
         UnsupportedEngineError: vLLM's version or configuration is why, or that vLLM lacks what the recipe looks at.
         UnsupportedModelError: the model is why.
     """
-    for sentence in chain(_of_version(), _of_recipe(recipe), _of_config(config, recipe), _of_ranks(config, recipe)):
+    for sentence in chain(_of_version(), objections(recipe), _of_config(config, recipe), _of_ranks(config, recipe)):
         raise UnsupportedEngineError(f"keepset cannot serve {recipe}: {sentence}")
     for sentence in _of_model(config):
         raise UnsupportedModelError(f"keepset cannot serve {recipe}: {sentence}")
@@ -89,21 +89,6 @@ def _of_version() -> Iterator[str]:
 
     for name in changed():
         yield f"{name} of vLLM {vllm.__version__} is not what it knows; install vllm=={', '.join(SUPPORTED)}.*"
-
-
-def _of_recipe(recipe: Recipe) -> Iterator[str]:
-    method, needs = recipe.method, recipe.method.needs
-    check_schedule(recipe)  # or its own sentence
-    for feature in needs:
-        if feature.transformers_only:
-            yield f"{method.name} {feature.transformers_only.format(engine='vLLM')}."
-    if method.across_layers and method.fixed_total and not method.equal_layers:
-        yield (
-            f"{method.name} looks across layers whose quotas differ, so that events are not the same for all; "
-            "its class must say that counts come from the data (counts_from_data)."
-        )
-    for statistics in needs.of(ModelStatistics):
-        load(statistics.file)  # or its own sentence: the engine's processes know none but those in files
 
 
 def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from keepset import models
-from keepset.serving import command
+from keepset.serving import checks, command
 from tests.cli.conftest import Run
 
 
@@ -29,20 +30,23 @@ def became(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
     monkeypatch.setattr(command, "check_installed", lambda *_: None)
     monkeypatch.setattr(command, "_program", lambda model: [sys.executable, "-m", "vllm", "serve", model])
     monkeypatch.setattr(models, "embedded_folder", lambda: tmp_path / "embedded")
+    (tmp_path / "embedded").mkdir()
+    (tmp_path / "embedded" / "config.json").write_text("{}")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
     return taken
 
 
 def test_recipe_and_options(run: Run, became: list[list[str]]) -> None:
     done = run(
         *("serve", "a/model", "--block-size", "32", "--recipe", "snapkv(keep=512,every=256)"),
-        *("--enforce-eager", "--dtype=float32", "-tp", "2", "-O3", "--port", "9"),
+        *("--enforce-eager", "--dtype=float32", "-tp", "2", "-O3", "--port", "0"),
     )
     assert (done.code, done.out) == (0, "")
     (words,) = became
     assert words[1:5] == ["-m", "vllm", "serve", "a/model"]
     assert json.loads(words[words.index("--additional-config") + 1]) == {"keepset": "snapkv(keep=512, every=256)"}
     assert words[words.index("--host") + 1] == "127.0.0.1"
-    rest = ["--block-size", "32", "--enforce-eager", "--dtype=float32", "-tp", "2", "-O3", "--port", "9"]
+    rest = ["--block-size", "32", "--enforce-eager", "--dtype=float32", "-tp", "2", "-O3", "--port", "0"]
     assert words[-len(rest) :] == rest
     assert "serve a/model" in done.err and done.err.count("\n") == 1
 
@@ -71,6 +75,12 @@ def test_small_budgets_are_advised(run: Run, became: list[list[str]], monkeypatc
         (["--recipe", "snapkv"], "says not how much to keep"),
         (["m", "--additional-config", '{"keepset": "x"}'], "give the recipe with --recipe only"),
         (["m", "--recipe", "tova(keep=9)", "--additional-config", "{"], "is no JSON object"),
+        (["m", "--recipe", "compilerkv(tables='t', keep=90)"], "There is no file 't' with tables"),
+        (["m", "--recipe", "qfilter(stats='absent', keep=9)"], "There is no file 'absent' with statistics"),
+        (["./absent"], "'./absent' is neither an existing folder nor the name of a model"),
+        (["."], "The folder '.' has no config.json"),
+        (["m", "--port", "many"], "--port many is no port"),
+        (["m", "--port=70000"], "--port 70000 is no port"),
     ],
 )
 def test_refused(run: Run, became: list[list[str]], words: list[str], because: str) -> None:
@@ -78,6 +88,39 @@ def test_refused(run: Run, became: list[list[str]], words: list[str], because: s
     assert (done.code, done.out) == (2, "")
     assert because in done.err and done.err.count("\n") == 1
     assert became == []
+
+
+def test_a_port_that_is_taken(run: Run, became: list[list[str]]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        done = run("serve", "a/model", "--port", port)
+    assert (done.code, became) == (2, []) and f"--port {port} of 127.0.0.1 cannot be had" in done.err
+
+
+def test_a_model_that_memory_has_no_room_for(
+    run: Run, became: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "_memory", lambda: 1000)
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    (tmp_path / "embedded" / "model.safetensors").write_bytes(b"x" * 1001)
+    done = run("serve", "--port", "0")
+    assert done.code == 2 and "take 0.0 GB, and 0.0 GB of memory are free" in done.err and became == []
+
+
+@pytest.mark.parametrize(("free", "space"), [(2**30, 1), (10 * 2**30, 2), (64 * 2**30, 4)])
+def test_on_a_cpu_memory_is_asked_for_sparingly(
+    run: Run, became: list[list[str]], monkeypatch: pytest.MonkeyPatch, free: int, space: int
+) -> None:
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
+    monkeypatch.setattr(checks, "_memory", lambda: free)
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    assert run("serve", "a/model", "--port", "0", "--gpu-memory-utilization", "0.5").code == 0
+    assert "VLLM_CPU_KVCACHE_SPACE" not in os.environ
+    done = run("serve", "a/model", "--port", "0")
+    assert f"The KV cache gets {space} GiB" in done.err and os.environ["VLLM_CPU_KVCACHE_SPACE"] == str(space)
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
 
 
 def test_the_recipe_is_read_first(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,8 +52,11 @@ def in_8_bits(packed: PackedHeads) -> tuple[PackedHeads, PackedHeads]:
     return stored, replace(packed, keys=written[0], values=written[1])
 
 
-@pytest.mark.parametrize("n", [1, 4])
-@pytest.mark.parametrize(("dtype", "biased", "group"), [(torch.float32, False, 3), (torch.bfloat16, True, 1)])
+@pytest.mark.parametrize("n", [4, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("dtype", "biased", "group"),
+    [(torch.bfloat16, True, 1), pytest.param(torch.float32, False, 3, marks=pytest.mark.full)],
+)
 def test_attention(implementation: str, dtype: torch.dtype, biased: bool, group: int, n: int) -> None:
     packed, draw = packed_heads([[3, 8, 8], [8, 1, 6]], (8, 5), dtype, spare=2), torch.Generator().manual_seed(4)
     if biased:
@@ -82,6 +85,7 @@ def test_long_heads_are_attended_piece_by_piece() -> None:
     torch.testing.assert_close(ragged_attention(queries, [stored], 0.1).double(), right, **TOLERANCE[torch.float32])
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("n", [1, 5])
 def test_new_entries(implementation: str, n: int, dtype: torch.dtype) -> None:

@@ -51,8 +51,8 @@ class Case:
                 kept.append([int(torch.randint(before + 1, (), generator=draw)) for _ in range(kv_heads)])
                 kept[-1][-1] = 0
             if r == 1:
-                # As many full pages of the first head as a block has in all layers.
-                kept = [[size * 2 * kv_heads + 1, *(count // 2 for count in counts[1:])] for counts in kept]
+                # The first head has as many full pages as a block has in all layers, or all there can be.
+                kept = [[min(size * 2 * kv_heads + 1, before), *(n // 2 for n in counts[1:])] for counts in kept]
                 row.share(kept, row.layers[0].blocks - 2)
             for index, (layer, counts) in enumerate(zip(row.layers, kept, strict=True)):
                 if r % 2 and r > 1:
@@ -71,7 +71,8 @@ class Case:
                     layer, *place = at(slot, size, kv_heads, len(caches[0]))
                     caches[layer][tuple(place)] = torch.randn(2 * dim, generator=draw).to(dtype)
                     bias[layer, slot % bias.shape[1]] = torch.randn((), generator=draw)
-        assert len(rows) == 1 or {slot // bias.shape[1] for slot, _ in _slots(rows[1], 0, size)} == {0, 1}
+        held = [slot for row in rows[1:2] for head in range(kv_heads) for slot, _ in _slots(row, head, size)]
+        assert len(rows) == 1 or {slot // bias.shape[1] for slot in held} == {0, 1}
         state = [torch.tensor([[state[part] for state in row.states] for row in rows]) for part in range(4)]
         return cls(rows, new, caches, Layout(*(part[:, 1:] for part in state)), bias)
 

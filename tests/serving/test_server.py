@@ -90,7 +90,11 @@ def test_one_that_stops_says_why() -> None:
 
 
 def test_of_many_errors_the_first_is_why(tmp_path: Path) -> None:
-    words = ["ERROR x.py: ValueError: no memory, says [red]vLLM[/red].", *("line",) * 50, "RuntimeError: see above"]
+    words = [
+        "WARNING y.py: may cause `OSError: many files`.",
+        "ERROR x.py: ValueError: no memory, says [red]vLLM[/red].",
+    ]
+    words += [*("line",) * 50, "RuntimeError: see above"]
     script = tmp_path / "server.py"
     script.write_text(f"print({chr(10).join(words)!r}); raise SystemExit(1)")
     expected = r"exit code 1: ValueError: no memory, says \[red\]vLLM\[/red\]\.$"

@@ -70,8 +70,8 @@ def test_table_has_a_cell_per_server_and_their_ratio() -> None:
     plain = summary([Round(4.0, [good(0, 0.0, 1.0, 3.0, 5)], [])])
     recipe = summary([Round(2.0, [good(0, 0.0, 1.0, 3.0, 5)], [Sample(0.0), Sample(1.0, counters={"seconds": 0.25})])])
     rows = {name: cells for name, *cells in table_rows([plain, recipe])}
-    assert rows["time for all, s"] == ["4.00", "2.00", "x0.50"]
-    assert rows["output tokens/s"] == ["1.2", "2.5", "x2.00"]
+    assert rows["time for all, s"] == ["4.00", "2.00", "x0.50 better"]
+    assert rows["output tokens/s"] == ["1.2", "2.5", "x2.00 better"]
     assert rows["requests failed"] == ["0", "0", NONE]
     assert rows["running, mean"] == [NONE, NONE, NONE]
     assert rows["keepset: seconds"] == [NONE, "0.250", NONE]

@@ -1,0 +1,80 @@
+"""What is found out before vLLM starts, which takes a minute, and would say it in two hundred lines."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from keepset.core import tables
+from keepset.core.features.given import ModelTables
+from keepset.errors import KeepsetError, UnsupportedEngineError
+from keepset.models import check_name
+from keepset.recipe import Recipe
+from keepset.serving.command import option
+from keepset.vllm.servable import objections
+
+_POOL = "VLLM_CPU_KVCACHE_SPACE"
+_GIB = 2**30
+_MOST_GIB = 4
+"""For the KV cache on a CPU, unless somebody says more: vLLM's own choice is nearly all memory that there is."""
+_PORT = 8000
+
+
+def check_recipe(recipe: Recipe | None) -> None:
+    """Refuses a recipe that no vLLM serves, or whose files cannot be read."""
+    if recipe is None:
+        return
+    for sentence in objections(recipe):
+        raise UnsupportedEngineError(f"keepset cannot serve {recipe}: {sentence}")
+    for needed in recipe.method.needs.of(ModelTables):
+        tables.load(needed.file)
+
+
+def check_model(folder: str) -> None:
+    """Refuses what is neither a model's folder nor a hub name, and on a CPU weights that memory has no room for."""
+    check_name(folder)
+    if not Path(folder).is_dir():
+        return
+    weights = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
+    if not torch.accelerator.is_available() and weights > _memory():
+        raise KeepsetError(
+            f"The weights in {folder!r} take {weights / 1e9:.1f} GB, and {_memory() / 1e9:.1f} GB of memory are free: "
+            "free some, or serve a smaller model."
+        )
+
+
+def check_port(options: Sequence[str]) -> None:
+    """Refuses a port that somebody listens on."""
+    given, host = option(options, "--port"), option(options, "--host") or "127.0.0.1"
+    port = given or str(_PORT)
+    if not port.isdecimal() or not 0 <= int(port) < 2**16:
+        raise KeepsetError(f"--port {port} is no port: use a number from 1 to {2**16 - 1}.")
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, int(port)))
+        except OSError as error:
+            raise KeepsetError(f"--port {port} of {host} cannot be had ({error.strerror}): give another.") from None
+
+
+def be_sparing(options: Sequence[str]) -> str | None:
+    """On a CPU asks, in the environment, for a small KV cache where nobody asked for one; says so in a sentence."""
+    asked = [option(options, name) for name in ("--gpu-memory-utilization", "--kv-cache-memory-bytes")]
+    if any(asked) or _POOL in os.environ or torch.accelerator.is_available():
+        return None
+    space = max(1, min(_MOST_GIB, int(_memory() / 4 / _GIB)))
+    os.environ[_POOL] = str(space)
+    return f"The KV cache gets {space} GiB of memory; the environment variable {_POOL} says another number."
+
+
+def _memory() -> int:
+    """Bytes that are free, or that caches of files would give back."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
