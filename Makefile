@@ -5,7 +5,7 @@ TORCH ?= torch==2.13.0
 # The version of vLLM's build for CPUs; keepset/vllm/compat.py says which are served.
 VLLM ?= 0.32.0
 BIN := .venv/bin
-# In a third of the time that pip takes; that has uv and torch, whose builds for CPUs it may have been told where to find.
+# In a third to a half of pip's processor time. Pip has uv and torch: it may know where builds for CPUs are.
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
 # Modules are compiled when something imports them, and then kept, whatever the shell says: most never are.
 export PYTHONDONTWRITEBYTECODE :=

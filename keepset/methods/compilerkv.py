@@ -19,6 +19,7 @@ from keepset.core.observation import Observation
 from keepset.core.select import ranked_scores, top_mask
 from keepset.core.shapes import Quotas, Scores
 from keepset.core.tables import Tables, load, neutral, say_neutral
+from keepset.kernels.dispatch import upload
 
 Received = Float[Tensor, "batch positions"]
 """What every position receives of the window's attention, over all layers and heads (equation 6)."""
@@ -161,7 +162,7 @@ class CompilerKV(Method):
         self, observation: Observation, received: Received, tables: Tables, row: Int[Tensor, " batch"]
     ) -> Scores:
         """Equations 9 and 10."""
-        weights = tables.weights.to(row.device)[row, observation.depth]
+        weights = upload(tables.weights, row.device)[row, observation.depth]
         if not self.head_table:
             weights = torch.ones_like(weights)
         utility = self.signal(observation, received) * observation.by_query_group(weights)[..., None]
@@ -186,7 +187,7 @@ class CompilerKV(Method):
         if not self.gated:
             return torch.full_like(received[:, 0], THRESHOLD)
         bins = tables.bins(*self.risk(observation, received))
-        return tables.gate.to(row.device)[row, observation.depth, *bins]
+        return upload(tables.gate, row.device)[row, observation.depth, *bins]
 
     def _candidates(
         self, utility: Scores, observation: Observation, budget: Budget, threshold: Float[Tensor, " batch"]

@@ -65,7 +65,7 @@ FOUND = [
 ]
 MANY, LONG = 15, 1900
 IN_TURN = [
-    ask(f"many {place}", 7 * place + turn, 20, 8, add=15 * (MANY * turn + place))
+    ask(f"many {place}", 2 * place + turn, 20, 8, add=15 * (MANY * turn + place))
     for turn in range(2)
     for place in range(MANY)
 ]
@@ -247,7 +247,6 @@ def test_a_pool_for_two_documents_holds_fifteen(
     engine = result(others, "in turn")
     check(tiny_model, folder, IN_TURN, engine)
     assert [engine.loads[f"many {place}"] for place in range(MANY)] == [1] * MANY
-    assert max(step["running"] for step in engine.steps) == 1
 
 
 def test_what_cannot_be_served_ends_with_an_error(engines: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from keepset.core.observation import Observation
 from keepset.core.statistics import LayerStatistics, Statistics
 from keepset.core.tables import Tables
 from keepset.kernels.blocks import CACHE_BLOCK, block_size
+from keepset.kernels.dispatch import upload
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ class ModelStatistics(Feature[Statistics]):
             KeepsetError: nobody gave the statistics, they are of another model, or that was not measured.
         """
         self.layer(observation)  # or its own sentence
-        return observation[self].gates().to(observation.valid.device)
+        return upload(observation[self].gates(), observation.valid.device)
 
 
 @dataclass(frozen=True)
