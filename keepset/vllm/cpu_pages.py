@@ -150,8 +150,8 @@ def _pack(
 
 
 def _unpacked(
-    pages: Int[Tensor, "pages numbers"], order: Int[Tensor, " numbers"] | None
-) -> Int[Tensor, "pages numbers"]:
+    pages: Shaped[Tensor, "pages numbers"], order: Int[Tensor, " numbers"] | None
+) -> Shaped[Tensor, "pages numbers"]:
     # `gather` with one row of indices expanded: on a CPU 2 to 4 times quicker than `index_select` on this axis,
     # and the indices stay the size of one page.
     return pages if order is None else pages.gather(1, order.expand(len(pages), -1))
