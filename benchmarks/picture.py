@@ -6,6 +6,7 @@ how many bytes, is measured.
 
 import argparse
 from html import escape
+from itertools import groupby
 from pathlib import Path
 from textwrap import wrap
 
@@ -16,7 +17,7 @@ import keepset
 from keepset.texts import NEEDLE, chat_parts, essay, insert, token_texts
 
 RECIPES = ("snapkv(keep=0.25)", "reread(keep=0.25)")
-CHARACTERS, AROUND, COLUMNS, ANSWER = 3200, 620, 58, 16
+CHARACTERS, AROUND, COLUMNS, ANSWER = 2400, 520, 58, 16
 WIDE, HIGH, MARGIN, GAP = 7.2, 21, 20, 28
 STYLE = """
 svg { --page: #fff; --ink: #1b1f24; --muted: #59636e; --line: #d8dee4; --keep: #6fb0f0; --fact: #b3261e; }
@@ -83,8 +84,8 @@ def panel(left: float, recipe: str, lines: list[list[tuple[str, float]]], nbytes
         x, y = left, top + number * HIGH
         text = "".join(c for c, _ in line)
         begin = text.find(NEEDLE.answer)
-        for character, share in line:
-            wide = WIDE * cell_len(character)
+        for share, run in groupby(line, key=lambda each: each[1]):
+            wide = WIDE * cell_len("".join(character for character, _ in run))
             if share > 0:
                 parts.append(
                     f'<rect x="{x:.1f}" y="{y}" width="{wide + 0.2:.1f}" height="{HIGH - 3}" class="kept" '

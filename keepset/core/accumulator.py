@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from keepset.core.shapes import HiddenStates, Queries, QueryHeadScores
+from keepset.kernels.dispatch import upload
 
 if TYPE_CHECKING:
     from keepset.core.feature import Feature
@@ -81,7 +82,7 @@ class Chunk:
         if self.here is None:
             return self.counted(0)[request] & (self.positions[request] % stride == 0)
         chosen = (self.here[request] >= 0) & (self.here[request] % stride == 0)
-        return chosen.nonzero()[:, 0].to(self.positions.device, non_blocking=True)
+        return upload(chosen.nonzero()[:, 0], self.positions.device)
 
     def counted(self, skip: int) -> Bool[Tensor, "batch n"]:
         """Which of the tokens exist and are not among the first `skip`."""

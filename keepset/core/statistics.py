@@ -16,6 +16,7 @@ from torch import Tensor
 from keepset.core.shapes import Rows
 from keepset.core.tensor_file import TensorFile
 from keepset.errors import KeepsetError
+from keepset.kernels.dispatch import upload
 
 FORMAT = 2
 """Of the file; raise it with every change to what is written."""
@@ -55,7 +56,7 @@ class LayerStatistics:
 
     def to(self, device: torch.device) -> LayerStatistics:
         """The same on another device."""
-        return LayerStatistics(**{name: getattr(self, name).to(device) for name in FIELDS})
+        return LayerStatistics(**{name: upload(getattr(self, name), device) for name in FIELDS})
 
     def rotate(self, rows: Rows, positions: Int[Tensor, "batch places"]) -> Rows:
         """Rows at the mean rotation of these positions: rotation is linear in cosines and sines."""

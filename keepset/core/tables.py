@@ -16,6 +16,7 @@ from torch import Tensor
 
 from keepset.core.tensor_file import TensorFile
 from keepset.errors import KeepsetError
+from keepset.kernels.dispatch import upload
 
 FORMAT = 1
 """Of the file; raise it with every change to what is written."""
@@ -70,7 +71,7 @@ class Tables:
 
     def nearest(self, budget: Int[Tensor, " batch"]) -> Int[Tensor, " batch"]:
         """Which of the budgets is nearest to each of these; of equally near ones the smaller."""
-        return (budget[:, None].double() - self.budgets.to(budget.device)).abs().argmin(-1)
+        return (budget[:, None].double() - upload(self.budgets, budget.device)).abs().argmin(-1)
 
     def bins(
         self, entropy: Float[Tensor, " batch"], perplexity: Float[Tensor, " batch"]
@@ -78,7 +79,7 @@ class Tables:
         """The bins of both risks; what is no number counts as the highest."""
         pairs = (entropy, self.entropy_edges), (perplexity, self.perplexity_edges)
         of_entropy, of_perplexity = (
-            (edges.to(risk.device) <= risk.nan_to_num(torch.inf)[:, None]).sum(-1) for risk, edges in pairs
+            (upload(edges, risk.device) <= risk.nan_to_num(torch.inf)[:, None]).sum(-1) for risk, edges in pairs
         )
         return of_entropy, of_perplexity
 

@@ -16,6 +16,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from keepset.errors import KeepsetError, UnsupportedModelError
 from keepset.hf.uncompiled import uncompiled
+from keepset.kernels.dispatch import upload
 
 OTHER_PROMPT = "for another prompt make a new cache, because one serves one conversation"
 """What to do instead of feeding a cache a second prompt."""
@@ -51,7 +52,7 @@ class RealTokens:
     @cached_property
     def indices(self) -> list[Int[Tensor, " _"]]:
         """Those of each request."""
-        return [row.nonzero()[:, 0].to(self.mask.device, non_blocking=True) for row in self.here]
+        return [upload(row.nonzero()[:, 0], self.mask.device) for row in self.here]
 
 
 class MaskRule:

@@ -26,9 +26,10 @@ def launched_on(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def upload(values: Sequence[Any], device: torch.device) -> Tensor:
-    """What the host knows, as a tensor of whole numbers on a device; a GPU is not waited for."""
-    return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
+def upload(values: Sequence[Any] | Tensor, device: torch.device) -> Tensor:
+    """What the host knows, whole numbers or a tensor, on a device; a GPU is not waited for."""
+    there = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.int64)
+    return there.to(device, non_blocking=there.device.type == "cpu")  # what comes back must be there to be read
 
 
 @cache

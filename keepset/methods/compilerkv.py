@@ -19,6 +19,7 @@ from keepset.core.observation import Observation
 from keepset.core.select import ranked_scores, top_mask
 from keepset.core.shapes import Quotas, Scores
 from keepset.core.tables import Tables, load, neutral, say_neutral
+from keepset.kernels.dispatch import upload
 
 Received = Float[Tensor, "batch positions"]
 """What every position receives of the window's attention, over all layers and heads (equation 6)."""
@@ -105,7 +106,7 @@ class CompilerKV(Method):
     def score(self, observation: Observation) -> Scores:
         """Equation 10 for a layer that is alone, under the tables' smallest budget."""
         tables = self.tables_for(observation)
-        first = tables.budgets.new_zeros(len(observation.keys), device=observation.keys.device)
+        first = tables.budgets.new_zeros(len(observation.valid), device=observation.valid.device)
         return self._utility(observation, self.received_attention([observation]), tables, first)
 
     def select(self, observation: Observation, budget: Budget) -> KeepSet:
@@ -146,7 +147,7 @@ class CompilerKV(Method):
     def received_attention(self, observations: Sequence[Observation]) -> Received:
         """Equation 6 summed over the window: the mean over layers and heads of what every position receives."""
         longest = max(1, int(observations[0].lengths.max()))
-        total = observations[0].keys.new_zeros(len(observations[0].keys), longest, dtype=torch.float32)
+        total = observations[0].valid.new_zeros(len(observations[0].valid), longest, dtype=torch.float32)
         heads = 0
         for observation in observations:
             if self.global_mean:
@@ -161,7 +162,7 @@ class CompilerKV(Method):
         self, observation: Observation, received: Received, tables: Tables, row: Int[Tensor, " batch"]
     ) -> Scores:
         """Equations 9 and 10."""
-        weights = tables.weights.to(row.device)[row, observation.depth]
+        weights = upload(tables.weights, row.device)[row, observation.depth]
         if not self.head_table:
             weights = torch.ones_like(weights)
         utility = self.signal(observation, received) * observation.by_query_group(weights)[..., None]
@@ -186,7 +187,7 @@ class CompilerKV(Method):
         if not self.gated:
             return torch.full_like(received[:, 0], THRESHOLD)
         bins = tables.bins(*self.risk(observation, received))
-        return tables.gate.to(row.device)[row, observation.depth, *bins]
+        return upload(tables.gate, row.device)[row, observation.depth, *bins]
 
     def _candidates(
         self, utility: Scores, observation: Observation, budget: Budget, threshold: Float[Tensor, " batch"]
@@ -217,7 +218,9 @@ def _places(observation: Observation, longest: int) -> Int[Tensor, "batch kv_hea
 
 def _relative_norms(observation: Observation) -> Scores:
     """Equation 7: lengths of values, over their mean in the head."""
-    norms = torch.linalg.vector_norm(observation.values.float(), dim=-1).masked_fill(~observation.valid, 0.0)
+    norms = observation.over_heads(
+        lambda heads: torch.linalg.vector_norm(observation.values_of(heads).float(), dim=-1)
+    ).masked_fill(~observation.valid, 0.0)
     mean = norms.sum(-1, keepdim=True) / observation.valid.sum(-1, keepdim=True)
     # Where all values are zero none is longer than another.
     return torch.where(mean == 0, 1.0, norms / mean)

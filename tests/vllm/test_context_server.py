@@ -65,7 +65,7 @@ def serve(words: list[str], port: int) -> Iterator[Ask]:
 def test_questions_saves_and_tenants(ask: Ask) -> None:
     completions, chats = "/v1/completions", "/v1/chat/completions"
     plain = {"prompt": [7, 8, 9], "keepset": {"context": "manual"}}
-    assert len(ask(completions, **plain)["choices"][0]["text"]) > 0
+    assert ask(completions, **plain)["choices"][0]["finish_reason"] == "length"
     # Too long with its context, in each form.
     long = "word " * 400
     for path, body in (

@@ -85,7 +85,7 @@ def scenario(tiny: Path, folder: Path, recipe: str, some: list[Ask], **more: Any
         "kv_transfer_config": settings.CONTEXT_CONNECTOR,
         "num_gpu_blocks_override": 40,
     }
-    return Scenario(None, some, (60, 150), engine, **more)
+    return Scenario(None, some, (), engine, **more)
 
 
 def aborted(draw: random.Random, add: int) -> int | None:
@@ -174,13 +174,13 @@ def check(
             kind, owner, chat, place = what
             turn = chats[owner, chat][place]
             assert len(tokens) == ANSWER or not whole
-            if kind == "stranger":
-                assert cached == 0
-            elif cached:
-                assert cached in [len(each.said) + ANSWER - 1 for each in chats[owner, chat][:place]]
-                gone_on += 1
+            # Else it is what vLLM's own prefix cache has, full blocks that no compression wrote to.
+            saved = cached in [len(each.said) + ANSWER - 1 for each in chats[owner, chat][:place]]
+            assert saved or cached % 32 == 0
+            assert not (saved and kind == "stranger")
+            gone_on += saved
             if engine.preemptions[index] == 0 and tokens:
-                assert any(tokens == answer[: len(tokens)] for answer in turn.answers[: 1 if not cached else None])
+                assert any(tokens == answer[: len(tokens)] for answer in turn.answers[: None if saved else 1])
     assert gone_on > REQUESTS // 20 and served > REQUESTS // 20
 
 
@@ -200,6 +200,6 @@ def test_branches_leave_what_they_share_alone(tiny: Path, tiny_model: PreTrained
     for index, one in enumerate(some):
         tokens = engine.tokens[index] or []
         assert one.abort is not None or len(tokens) == one.max_tokens
-        if one.extra is not None and tokens:
+        if one.extra == {"keepset": {"context": "still"}} and tokens:
             path = tmp_path / f"{one.extra['keepset']['context']}.safetensors"
             assert going_on(tiny_model, path, one.ids, tokens, engine.steps_of(index)) == tokens

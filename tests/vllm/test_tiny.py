@@ -183,14 +183,14 @@ def test_engines_that_are_refused_say_why(tiny: Path) -> None:
     answers = raw(
         Scenario("gvote", ask, engine=own | {"enforce_eager": False}),
         Scenario("pyramid(snapkv, keep=128)", ask, engine=own | {"enable_prefix_caching": True}),
-        Scenario("snapkv(keep=0.25)", ask, engine=own | {"kv_cache_dtype": "fp8"}),
+        Scenario("adakv(snapkv, keep=0.25)", ask, engine=own | {"kv_cache_dtype": "fp8"}),
         Scenario("mass", ask, engine=own | {"kv_transfer_config": None}),
         Scenario(None, ask, engine=own | {"additional_config": {"keepset": "snapkv(kep=0.25)"}}),
     )
     sentences = [
         "EngineError: keepset cannot serve gvote: compiled code does not show the hidden states that it looks at",
         "EngineError: keepset cannot serve pyramid(snapkv, keep=128): its layers keep different numbers of entries",
-        "EngineError: keepset cannot serve snapkv(keep=0.25): a quantized KV cache (fp8",
+        "EngineError: keepset cannot serve adakv(snapkv, keep=0.25): heads that keep different entries",
         "EngineError: keepset cannot serve mass: how much it keeps depends on the data",
         "RecipeError: snapkv has no parameter 'kep'",
     ]
