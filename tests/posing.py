@@ -33,7 +33,7 @@ _KERNELS = {
     compaction: ("_pack", "_append"),
     window: ("_window_lse", "_add_received"),
     shift: ("_shift",),
-    page_entries: ("_read_pages", "_write_entries"),
+    page_entries: ("_read_pages", "_move_entries"),
     paged_window: ("_paged_lse", "_add_in_pages"),
     paged: ("_attend_pages", "_append_to_pages", "_follow", "_merge_parts"),
 }

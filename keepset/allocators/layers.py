@@ -48,7 +48,7 @@ class LayerAllocator(Allocator):
         return self.select_all([observation], budget)
 
     def select_all(self, observations: Sequence[Observation], budget: Budget) -> KeepSet:
-        scorer, heads = self.scorer, observations[0].keys.shape[1]
+        scorer, heads = self.scorer, observations[0].valid.shape[1]
         rankings = [scorer.ranked(each, budget, scorer.quotas(each, budget)) for each in observations]
         existing = torch.stack([-(-each.valid.sum((1, 2)) // heads) for each in observations], -1)
         total = (total_entries(observations, budget) // heads).clamp(min=len(observations)).minimum(existing.sum(-1))
@@ -92,7 +92,7 @@ def total_entries(observations: Sequence[Observation], budget: Budget) -> PerReq
     existing = torch.stack([observation.valid.sum((1, 2)) for observation in observations]).sum(0)
     if budget.keep is None:
         return existing
-    heads = sum(observation.keys.shape[1] for observation in observations)
+    heads = sum(observation.valid.shape[1] for observation in observations)
     if isinstance(budget.keep, float):
         always = budget.always(observations[0]) * heads
         return share_of(existing, budget.keep).maximum(always).clamp(min=1).minimum(existing)

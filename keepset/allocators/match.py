@@ -58,7 +58,7 @@ class Match(Rewriter):
         return (*super().remembers, BIAS) if self.biases else super().remembers
 
     def rewritten(self, observation: Observation, kept: LayerKeepSet) -> LayerKeepSet:
-        everything, device = self._heads(observation), observation.keys.device
+        everything, device = self._heads(observation), observation.valid.device
         bias = observation.valid.new_zeros(observation.valid.shape, dtype=torch.float32)
         if observation.bias is not None:
             bias += observation.bias
@@ -89,7 +89,7 @@ class Match(Rewriter):
         else:
             newest, at = observation.newest_queries(self.window)
             asked = Asked(newest, at >= 0)
-        kv_heads = observation.keys.shape[1]
+        kv_heads = observation.valid.shape[1]
         queries = observation.by_query_group(asked.queries).flatten(2, 3).flatten(0, 1)
         exists = asked.exists.repeat(1, asked.queries.shape[1] // kv_heads).repeat_interleave(kv_heads, 0)
         bias = torch.zeros((), device=queries.device) if observation.bias is None else observation.bias

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -125,6 +125,35 @@ class Observation:
         vars(more)["features"] = {**self.features, **features}
         return more
 
+    def keys_of(self, heads: slice) -> Float[Tensor, "batch heads entries head_dim"]:
+        """Keys of some KV heads."""
+        return self.keys[:, heads]
+
+    def values_of(self, heads: slice) -> Float[Tensor, "batch heads entries value_dim"]:
+        """Values of some KV heads."""
+        return self.values[:, heads]
+
+    def over_heads(self, look: Callable[[slice], Tensor]) -> Tensor:
+        """What is made of keys or values, of a few KV heads at a time where entries are many.
+
+        A method that looks at them through this needs no second copy of all keys, nor does a paged runtime a first one.
+
+        Args:
+            look: of some KV heads, `[batch, heads, ...]`, by `keys_of` and `values_of`.
+
+        Returns:
+            The same of all of them.
+        """
+        batch, kv_heads, entries = self.valid.shape
+        at_once = max(1, _AT_ONCE // max(batch * entries * self.head_dim, 1))
+        parts = [look(slice(first, first + at_once)) for first in range(0, kv_heads, at_once)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers of a key."""
+        return self.keys.shape[-1]
+
     @property
     def depth(self) -> int:
         """How many compressed layers come before this one."""
@@ -171,9 +200,10 @@ class Observation:
         """
         queries, at = self.newest_queries(window)
         first = first_unseen(self.positions, at[:, None], self.valid)
-        batch, kv_heads, entries, head_dim = self.keys.shape
-        folded = (queries * self.scaling).reshape(batch, kv_heads, -1, head_dim)
-        logits = (folded @ self.keys.transpose(-1, -2)).float().view(batch, kv_heads, -1, queries.shape[2], entries)
+        batch, kv_heads, entries = self.valid.shape
+        folded = (queries * self.scaling).reshape(batch, kv_heads, -1, self.head_dim)
+        product = self.over_heads(lambda heads: (folded[:, heads] @ self.keys_of(heads).transpose(-1, -2)).float())
+        logits = product.view(batch, kv_heads, -1, queries.shape[2], entries)
         if self.bias is not None:
             logits += self.bias[:, :, None, None]
         visible = self.valid[:, :, None, first:] & (self.positions[:, :, None, first:] <= at[:, None, :, None])
@@ -207,12 +237,17 @@ class Observation:
         Returns:
             For every query head of a group, or for one where `largest` says so.
         """
-        everything = self.by_query_group(queries), self.keys, self.positions, self.valid
-        grouped, keys, positions, valid = (part.flatten(0, 1) for part in everything)
-        last = last_visible[:, None].expand(-1, self.keys.shape[1], -1).flatten(0, 1)
-        bias = None if self.bias is None else self.bias.flatten(0, 1)
-        sums = received_attention(grouped, keys, positions, last, self.scaling, valid, largest, bias)
-        return sums.unflatten(0, self.keys.shape[:2])
+        queries = self.by_query_group(queries)
+
+        def look(heads: slice) -> Tensor:
+            everything = queries[:, heads], self.keys_of(heads), self.positions[:, heads], self.valid[:, heads]
+            grouped, keys, positions, valid = (part.flatten(0, 1) for part in everything)
+            last = last_visible[:, None].expand(*self.valid[:, heads].shape[:2], -1).flatten(0, 1)
+            bias = None if self.bias is None else self.bias[:, heads].flatten(0, 1)
+            sums = received_attention(grouped, keys, positions, last, self.scaling, valid, largest, bias)
+            return sums.unflatten(0, self.valid[:, heads].shape[:2])
+
+        return self.over_heads(look)
 
     def by_query_group(
         self, statistic: Float[Tensor, "batch query_heads *rest"]
@@ -225,7 +260,7 @@ class Observation:
         Returns:
             The same with an axis for the KV head and one for the query heads of its group; a view.
         """
-        return statistic.unflatten(1, (self.keys.shape[1], -1))
+        return statistic.unflatten(1, (self.valid.shape[1], -1))
 
     @property
     def heads_alike(self) -> Bool[Tensor, " batch"]:
@@ -253,6 +288,9 @@ class Observation:
         kept = LayerKeepSet.from_mask(self.layer, mask & self.valid, self.positions, self.entry_bytes, self.state)
         return KeepSet([kept])
 
+
+_AT_ONCE = 2**24
+"""Numbers of keys that are looked at at a time, if not of one head: 64 MiB in float32."""
 
 BIAS = "bias"
 """The one number per entry that attention looks at too, among those that methods remember: added to its logits."""

@@ -106,7 +106,7 @@ class CompilerKV(Method):
     def score(self, observation: Observation) -> Scores:
         """Equation 10 for a layer that is alone, under the tables' smallest budget."""
         tables = self.tables_for(observation)
-        first = tables.budgets.new_zeros(len(observation.keys), device=observation.keys.device)
+        first = tables.budgets.new_zeros(len(observation.valid), device=observation.valid.device)
         return self._utility(observation, self.received_attention([observation]), tables, first)
 
     def select(self, observation: Observation, budget: Budget) -> KeepSet:
@@ -147,7 +147,7 @@ class CompilerKV(Method):
     def received_attention(self, observations: Sequence[Observation]) -> Received:
         """Equation 6 summed over the window: the mean over layers and heads of what every position receives."""
         longest = max(1, int(observations[0].lengths.max()))
-        total = observations[0].keys.new_zeros(len(observations[0].keys), longest, dtype=torch.float32)
+        total = observations[0].valid.new_zeros(len(observations[0].valid), longest, dtype=torch.float32)
         heads = 0
         for observation in observations:
             if self.global_mean:
@@ -218,7 +218,9 @@ def _places(observation: Observation, longest: int) -> Int[Tensor, "batch kv_hea
 
 def _relative_norms(observation: Observation) -> Scores:
     """Equation 7: lengths of values, over their mean in the head."""
-    norms = torch.linalg.vector_norm(observation.values.float(), dim=-1).masked_fill(~observation.valid, 0.0)
+    norms = observation.over_heads(
+        lambda heads: torch.linalg.vector_norm(observation.values_of(heads).float(), dim=-1)
+    ).masked_fill(~observation.valid, 0.0)
     mean = norms.sum(-1, keepdim=True) / observation.valid.sum(-1, keepdim=True)
     # Where all values are zero none is longer than another.
     return torch.where(mean == 0, 1.0, norms / mean)

@@ -74,13 +74,20 @@ class ExpectedAttention(Method):
         scaling = observation.scaling
         vectors = observation.by_query_group(mean * scaling)
         matrices = observation.by_query_group(covariance * (0.5 * scaling**2)) if self.covariance else None
-        logits = _expected_logits(observation.keys, vectors, matrices)
+
+        def look(heads: slice) -> Tensor:
+            own = None if matrices is None else matrices[:, heads]
+            return _expected_logits(observation.keys_of(heads), vectors[:, heads], own)
+
+        logits = observation.over_heads(look)
         counted = observation.valid & (observation.positions >= self.skip)
         logits = logits.masked_fill(~counted[..., None], float("-inf"))
         attention = logits.softmax(-2).nan_to_num(nan=0.0).mean(-1)
         if not self.value_norm:
             return attention
-        norms = torch.linalg.vector_norm(observation.values, dim=-1, dtype=torch.float32)
+        norms = observation.over_heads(
+            lambda heads: torch.linalg.vector_norm(observation.values_of(heads), dim=-1, dtype=torch.float32)
+        )
         return (attention + self.epsilon) * norms
 
     def _measured(self, observation: Observation) -> QueryDistribution:

@@ -66,7 +66,7 @@ class GVote(Method):
         queries = observation.by_query_group(self.queries(observation))
         steps = self.step_budgets(observation)
         _, heads, group, samples, _ = queries.shape
-        scores = torch.zeros(observation.valid.shape, device=observation.keys.device)
+        scores = torch.zeros(observation.valid.shape, device=observation.valid.device)
         at_once = max(1, _BLOCK // (heads * group * scores.shape[2]))
         for few in queries.split(at_once, 3):
             logits = query_logits(observation, few)
@@ -93,7 +93,8 @@ class GVote(Method):
     def queries(self, observation: Observation) -> Float[Tensor, "batch query_heads samples head_dim"]:
         """The queries that the model makes of them."""
         hidden = self.hidden_states(observation)
-        return observation[HiddenMoments(self.skip)].queries(hidden.to(observation.keys.dtype), self.future)
+        newest, _ = observation.newest_queries(1)
+        return observation[HiddenMoments(self.skip)].queries(hidden.to(newest.dtype), self.future)
 
 
 def nucleus(attention: Float[Tensor, "*rows entries"], mass: float) -> Int[Tensor, "*rows"]:
@@ -107,8 +108,10 @@ def query_logits(
     observation: Observation, queries: Float[Tensor, "batch kv_heads group n head_dim"]
 ) -> Float[Tensor, "batch kv_heads group n entries"]:
     """Logits of queries that see everything: finite, NaN below all others, and -inf at holes."""
-    keys = observation.keys.float().transpose(-1, -2)
-    logits = (queries.float() * observation.scaling).flatten(2, 3) @ keys
+    folded = (queries.float() * observation.scaling).flatten(2, 3)
+    logits = observation.over_heads(
+        lambda heads: folded[:, heads] @ observation.keys_of(heads).float().transpose(-1, -2)
+    )
     logits = logits.nan_to_num(nan=-_LARGEST, posinf=_LARGEST, neginf=-_LARGEST)
     return logits.masked_fill(~observation.valid[:, :, None], float("-inf")).unflatten(2, queries.shape[2:4])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch.nn.functional as F
 
@@ -24,7 +25,11 @@ class KeyDiff(Method):
     paper = "arXiv:2504.15364"
 
     def score(self, observation: Observation) -> Scores:
-        directions = F.normalize(observation.keys.float(), dim=-1)
-        directions = directions.masked_fill(~observation.valid[..., None], 0.0)
-        anchor = F.normalize(directions.sum(2), dim=-1)
-        return -(directions @ anchor[..., None])[..., 0]
+        return observation.over_heads(partial(_distances, observation))
+
+
+def _distances(observation: Observation, heads: slice) -> Scores:
+    directions = F.normalize(observation.keys_of(heads).float(), dim=-1)
+    directions.masked_fill_(~observation.valid[:, heads, :, None], 0.0)
+    anchor = F.normalize(directions.sum(2), dim=-1)
+    return -(directions @ anchor[..., None])[..., 0]

@@ -17,4 +17,4 @@ class Knorm(Method):
     paper = "arXiv:2406.11430"
 
     def score(self, observation: Observation) -> Scores:
-        return -observation.keys.float().norm(dim=-1)
+        return observation.over_heads(lambda heads: -observation.keys_of(heads).float().norm(dim=-1))

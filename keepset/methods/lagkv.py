@@ -47,11 +47,16 @@ class LagKV(Method):
 
     def score(self, observation: Observation) -> Scores:
         """Rank of the information within the partition, in [0, 1); 1 outside."""
-        scores = torch.ones(observation.valid.shape, device=observation.keys.device)
+        scores = torch.ones(observation.valid.shape, device=observation.valid.device)
         count = (scores.shape[-1] - self.skip) // self.lag
         if count < 2:
             return scores
-        information = self._information(observation.keys, count) + self._information(observation.values, count)
+        information = observation.over_heads(
+            lambda heads: (
+                self._information(observation.keys_of(heads), count)
+                + self._information(observation.values_of(heads), count)
+            )
+        )
         # Sorted stably upwards: of equal ones the later is better, as everywhere.
         ranks = information.argsort(dim=-1, stable=True).argsort(dim=-1) / self.lag
         partitions = slice(self.skip, self.skip + (count - 1) * self.lag)
@@ -67,5 +72,5 @@ class LagKV(Method):
         """Of every partition but the last, on the scale of the one behind it."""
         cut = states[:, :, self.skip : self.skip + count * self.lag].unflatten(2, (count, self.lag)).float()
         low, high = cut[:, :, 1:].aminmax(dim=3, keepdim=True)
-        scaled = ((cut[:, :, :-1] - low) / (high - low)).masked_fill_(high == low, 0.0)
+        scaled = (cut[:, :, :-1] - low).div_(high - low).masked_fill_(high == low, 0.0)
         return scaled.std(-1, correction=min(1, scaled.shape[-1] - 1)).nan_to_num().softmax(-1)

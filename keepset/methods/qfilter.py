@@ -36,4 +36,6 @@ class QFilter(Method):
 
     def score(self, observation: Observation) -> Scores:
         direction = ModelStatistics(self.stats).layer(observation).direction
-        return (observation.keys.float() @ direction[..., None])[..., 0]
+        return observation.over_heads(
+            lambda heads: (observation.keys_of(heads).float() @ direction[heads, :, None])[..., 0]
+        )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor
 
 from keepset.core.feature import Needs
@@ -75,7 +76,12 @@ class RKV(Method):
         return F.max_pool1d(received, self.kernel, stride=1, padding=self.kernel // 2)
 
     def _redundancy(self, observation: Observation, history: Mask) -> Scores:
-        directions = F.normalize(observation.keys.float(), dim=-1).masked_fill(~history[..., None], 0.0)
+        charged = observation.over_heads(lambda heads: self._charged(observation.keys_of(heads), history[:, heads]))
+        return _softmax(charged / history.sum(-1, keepdim=True).clamp(min=1), history)
+
+    def _charged(self, keys: Float[Tensor, "batch heads entries head_dim"], history: Mask) -> Scores:
+        """What each key has in common with others, of some heads."""
+        directions = F.normalize(keys.float(), dim=-1).masked_fill(~history[..., None], 0.0)
         others = directions.sum(2, keepdim=True) - directions
         charged = (directions * others).sum(-1)
         batch, kv_heads, entries, _ = directions.shape
@@ -89,7 +95,7 @@ class RKV(Method):
             newest = place.where(cosines > self.threshold, -1).amax(-1).long()
             relieved = cosines.gather(-1, newest.clamp(min=0)[..., None])[..., 0].masked_fill(newest < 0, 0.0)
             charged.scatter_add_(-1, newest.clamp(min=0), -relieved)
-        return _softmax(charged / history.sum(-1, keepdim=True).clamp(min=1), history)
+        return charged
 
 
 def _softmax(numbers: Tensor, counted: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ class Random(Method):
         return True
 
     def score(self, observation: Observation) -> Scores:
-        heads = torch.arange(observation.keys.shape[1], device=observation.keys.device)
+        heads = torch.arange(observation.valid.shape[1], device=observation.valid.device)
         streams = stream(self.seed, observation.layer, heads)[:, None]
         positions = observation.positions.long()
         return draw(streams.expand_as(positions), positions).float() / 2**32

@@ -15,6 +15,9 @@ from keepset.core.observation import Observation
 from keepset.core.shapes import Scores
 from keepset.core.statistics import LayerStatistics
 
+_BLOCK = 2**14
+"""Entries at a time."""
+
 
 @dataclass(frozen=True)
 class TriAttention(Method):
@@ -49,14 +52,18 @@ class TriAttention(Method):
         return Needs(ModelStatistics(self.stats))
 
     def score(self, observation: Observation) -> Scores:
-        measured, keys = ModelStatistics(self.stats).layer(observation), observation.keys.float()
-        offsets = 2 ** torch.arange(self.horizon.bit_length(), device=keys.device)
-        centre = measured.mean[None, :, None].expand(len(keys), -1, -1, -1)
+        measured = ModelStatistics(self.stats).layer(observation)
+        offsets = 2 ** torch.arange(self.horizon.bit_length(), device=observation.valid.device)
+        centre = measured.mean[None, :, None].expand(len(observation.valid), -1, -1, -1)
         ahead = measured.rotate(centre, observation.lengths[:, None] + offsets)[:, :, 0]
-        series = keys @ observation.by_query_group(ahead).transpose(-1, -2)
-        spread = observation.by_query_group(_spread(measured)[None])
-        scores = series + measured.in_plane(keys) @ spread.transpose(-1, -2)
-        return _standardised(scores, observation).amax(-1)
+        series = observation.by_query_group(ahead).transpose(-1, -2)
+        spread = observation.by_query_group(_spread(measured)[None]).transpose(-1, -2)
+
+        def look(heads: slice) -> Tensor:
+            blocks = (keys.float() for keys in observation.keys_of(heads).split(_BLOCK, 2))
+            return torch.cat([k @ series[:, heads] + measured.in_plane(k) @ spread[:, heads] for k in blocks], 2)
+
+        return _standardised(observation.over_heads(look), observation).amax(-1)
 
 
 def _spread(measured: LayerStatistics) -> Float[Tensor, "query_heads head_dim"]:

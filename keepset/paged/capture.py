@@ -42,7 +42,7 @@ class _Waiting:
     stop: int
     point: int
     unwritten: int
-    shares: bool
+    own: bool
 
     @property
     def ends_prompt(self) -> bool:
@@ -98,16 +98,14 @@ class _Step:
 
     def _taken(self, request: ScheduledRequest, record: QueryRecord, begin: int, stop: int) -> _Waiting:
         """From now on these are added up, and all entries have a number."""
-        waiting = _Waiting(
-            request, record.slot, begin, stop, record.point, request.after - record.written, record.shares
-        )
+        waiting = _Waiting(request, record.slot, begin, stop, record.point, request.after - record.written, record.own)
         record.added, record.written = stop, request.after
         return waiting
 
     def _from_rings(self, waiting: list[_Waiting]) -> list[QueryAddition]:
         groups: defaultdict[tuple[bool, bool], list[_Waiting]] = defaultdict(list)
         for each in waiting:
-            groups[each.ends_prompt, each.shares].append(each)
+            groups[each.ends_prompt, each.own].append(each)
         return [self._additions(group, self._recording.waiting) for group in groups.values()]
 
     def _additions(self, waiting: list[_Waiting], number: int, **source: int) -> QueryAddition:
@@ -116,8 +114,8 @@ class _Step:
         slots, begins, stops, points, lengths, unwritten = self._batch.tensor(numbers).t().contiguous().unbind()
         positions = stops[:, None] + torch.arange(-number, 0, device=stops.device)
         entries = self._entries(self._batch, [one.request for one in waiting])
-        ends_prompt, shares = waiting[0].ends_prompt, waiting[0].shares
-        owners = [(one.slot, one.request.after) for one in waiting] if shares else []
+        ends_prompt = waiting[0].ends_prompt
+        owners = [(one.slot, one.request.after) for one in waiting if one.own]
         return QueryAddition(
             slots, positions, begins, points, ends_prompt, lengths, unwritten, owners, entries, **source
         )
@@ -155,11 +153,15 @@ class CapturePlanner:
             elif self._collects and before < prompt and schedule.next_event(prompt, before) is not None:
                 windows.append((request, event, upcoming, before))
         step, self._by_row = _Step(batch, plan, self._recording, entries), {}
-        records = self._follow(batch, [(request, start) for request, _, _, start in windows])
+        records, opening = self._follow(batch, [(request, start) for request, _, _, start in windows])
         for (request, event, upcoming, _), record in zip(windows, records, strict=True):
             prompt, before, after = request.prompt, request.before, request.after
             self._by_row[request.row] = record
-            record.shares = request.own is None and self._schedule.shares(prompt, before)
+            if request.own is not None or not self._schedule.shares(prompt, before):
+                record.shares, record.own = (), False
+            elif request.row in opening:
+                record.shares = opening[request.row]
+                record.own = self.records.share_pages(record)
             if event:
                 step.window(request, record, event, before, event, self._begins(prompt, event))
             if upcoming is not None:
@@ -170,22 +172,46 @@ class CapturePlanner:
                 plan.chunks.append(self._chunk(request, record, batch.block_table[request.row]))
         step.finish()
 
-    def _follow(self, batch: StepBatch, recorded: list[tuple[ScheduledRequest, int]]) -> list[QueryRecord]:
-        """The records of these requests; what is recorded begins at a position."""
+    def _follow(
+        self, batch: StepBatch, recorded: list[tuple[ScheduledRequest, int]]
+    ) -> tuple[list[QueryRecord], dict[int, list[int]]]:
+        """The records of these requests; what is recorded begins at a position.
+
+        Returns:
+            Besides, by the rows of those whose first window opens, the pages that other requests may have, too.
+        """
         self.records.free(self._ended)  # whose events have been executed by now
         self._ended = []
         if not recorded:
-            return []
-        size = self._schedule.block_size
+            return [], {}
+        size, table = self._schedule.block_size, batch.block_table
         places = [(one.row, max(one.before - 1, 0) // size, (one.after - 1) // size) for one, _ in recorded]
+        opening = {one.row: self._may_share(one) for one, _ in recorded if self._may_share(one)}
         row, old, new = batch.tensor(places).unbind(1)
-        table = batch.block_table
-        pages = torch.stack((table[row, old], table[row, new]), 1).tolist()  # the one thing that the host does not know
+        pages = torch.stack((table[row, old], table[row, new]), 1).flatten()
+        if opening:
+            width = max(opening.values())
+            pages = torch.cat((pages, table[batch.tensor(list(opening)), :width].flatten()))
+        known = pages.tolist()  # the one thing that the host does not know
+        shared, first = {}, 2 * len(recorded)
+        for row_number, number in opening.items():
+            shared[row_number] = known[first : first + number]
+            first += width
         moves = [
-            Move(old, new, request.prompt, request.before, request.after, start)
-            for (old, new), (request, start) in zip(pages, recorded, strict=True)
+            Move(known[2 * i], known[2 * i + 1], request.prompt, request.before, request.after, start)
+            for i, (request, start) in enumerate(recorded)
         ]
-        return self.records.follow(moves)
+        return self.records.follow(moves), shared
+
+    def _may_share(self, request: ScheduledRequest) -> int:
+        """Leading pages of a request that others may have, too, where its first window opens in this step; else 0."""
+        prompt, before = request.prompt, request.before
+        event = self._schedule.next_event(prompt, before)
+        apart = request.own is not None or not self._schedule.shares(prompt, before)
+        if event is None or apart or self._begins(prompt, event) < before:
+            return 0
+        untouched = self._schedule.untouched(prompt)
+        return (prompt if untouched is None else untouched) // self._schedule.block_size
 
     def event(
         self,

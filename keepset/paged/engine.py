@@ -8,10 +8,11 @@ from __future__ import annotations
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from keepset.core.shapes import HiddenStates, Queries
+from keepset.paged.eight_bits import EightBits
 from keepset.paged.step import StepBatch, StepPlan
 
 
@@ -29,8 +30,20 @@ class Pages(Protocol):
         """Entries that there is room for."""
 
     @property
+    def head_dim(self) -> int:
+        """Numbers of a key, and of a value."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of keys and values."""
+
+    @property
     def entry_bytes(self) -> int:
         """Of an entry's key and value."""
+
+    @property
+    def eight_bits(self) -> EightBits | None:
+        """How the cache's numbers are read, where they are of 8 bits."""
 
     @property
     def device(self) -> torch.device:
@@ -41,28 +54,28 @@ class Pages(Protocol):
         """Entries of a sub-page."""
 
     def read_keys(self, subpages: Int[Tensor, "*rows pages"]) -> Float[Tensor, "*rows entries head_dim"]:
-        """Keys alone, as in `read`."""
+        """Keys alone, in their own type."""
 
     def read(
         self, subpages: Int[Tensor, "*rows pages"]
-    ) -> tuple[Float[Tensor, "*rows entries head_dim"], Float[Tensor, "*rows entries head_dim"]]:
+    ) -> tuple[Shaped[Tensor, "*rows entries head_dim"], Shaped[Tensor, "*rows entries head_dim"]]:
         """Whole sub-pages, each row's pages joined.
 
         Args:
             subpages: their numbers, in the order of the entries.
 
         Returns:
-            Keys and values, `entries` being `pages * block_size`. What lies beyond a head's own entries is whatever
-            the page held before.
+            Keys and values as they lie in the cache, `entries` being `pages * block_size`. What lies beyond a head's
+            own entries is whatever the page held before.
         """
 
     def write(
-        self, keys: Float[Tensor, "n head_dim"], values: Float[Tensor, "n head_dim"], slots: Int[Tensor, " n"]
+        self, keys: Shaped[Tensor, "n head_dim"], values: Shaped[Tensor, "n head_dim"], slots: Int[Tensor, " n"]
     ) -> None:
         """Puts entry `i` at `slots[i]`.
 
         Args:
-            keys, values: after rotation, in the cache's dtype.
+            keys, values: after rotation, as they lie in the cache.
             slots: distinct and inside the cache: kernels check neither.
         """
 

@@ -160,7 +160,7 @@ class EvictionSchedule:
 
     def shares(self, prompt: int, length: int) -> bool:
         """Whether other requests may have pages of this one: those of its prompt, until its first compression."""
-        return self.shareable(prompt) != 0 and not self.was_compressed(prompt, length)
+        return self.untouched(prompt) != 0 and not self.was_compressed(prompt, length)
 
     def _kept_at(self, prompt: int, event: int) -> int:
         """Entries per head that the event leaves, from those that the event before it left."""

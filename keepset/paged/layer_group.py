@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -21,32 +22,32 @@ from keepset.paged.entry_columns import EntryColumns, columns_of
 from keepset.paged.observer import Observer
 from keepset.paged.own_sums import OwnSums
 from keepset.paged.page_tables import OccupiedPages
-from keepset.paged.pages import read_layers, write_layers
+from keepset.paged.paged_observation import AT_ONCE, PagedEntries, PagedObservation
+from keepset.paged.pages import write_layers
 from keepset.paged.passing import PassingQueries
 from keepset.paged.planner import Planner
-from keepset.paged.step import EvictionEvent, QueryAddition, StepPlan
+from keepset.paged.step import EvictionEvent, QueryAddition, StepPlan, at_once
 
 logger = logging.getLogger(__name__)
 
 CountEviction = Callable[..., None]
 """Is told by keyword of layers' compression: `events` (requests; 0 where the first layer is not among them),
 `entries_kept`, `entries_dropped`, and `seconds`."""
-WORKSPACE, _CPU_WORKSPACE = 1 << 28, 1 << 22
-"""Bytes of several layers' entries that an event takes out of their pages at a time. On a CPU launches cost little,
-and what stays in its caches is quicker."""
+_CPU_WORKSPACE = 1 << 22
+"""Bytes of several layers' entries that an event looks at together on a CPU: launches cost little there, and what stays
+in its caches is quicker."""
 
 
 class LayerEntries(NamedTuple):
     """The entries of some layers at an event, layer after layer and row after row.
 
-    All of them are in keys, values and positions, those up to the event's point in the observation.
+    Those up to its point are in the observation. Positions are None where each entry lies at its own.
     """
 
     places: range
     occupied: OccupiedPages
-    keys: Float[Tensor, "layers_rows kv_heads entries head_dim"]
-    values: Float[Tensor, "layers_rows kv_heads entries head_dim"]
-    positions: Int[Tensor, "layers_rows kv_heads entries"]
+    paged: PagedEntries
+    positions: Int[Tensor, "layers_rows kv_heads entries"] | None
     observation: Observation
 
 
@@ -223,10 +224,10 @@ class LayerGroup:
         """Layers that are looked at as one batch: as many as there is room for, where each may be any."""
         layers, together = len(self.layers), 1
         if event.equal_heads and not self._apart:
-            pages = self._pages[0]()
-            entries = event.width * len(event.rows) * self.planner.schedule.kv_heads
-            room = _CPU_WORKSPACE if event.rows.device.type == "cpu" else WORKSPACE
-            together = max(1, room // (entries * pages.entry_bytes))
+            pages, entries, kv_heads = self._pages[0](), event.width * len(event.rows), self.planner.schedule.kv_heads
+            together = at_once(entries, kv_heads)
+            if event.rows.device.type == "cpu":
+                together = max(1, min(together, _CPU_WORKSPACE // (entries * kv_heads * pages.entry_bytes)))
         for first in range(0, layers, together):
             yield range(first, min(first + together, layers))
 
@@ -237,18 +238,18 @@ class LayerGroup:
         width = event.width - event.newer if event.equal_heads else subpages.shape[-1] * size
         columns = self.columns
         parts = self._observer.parts(event, places, occupied, columns, width)
-        keys, values = read_layers([self._pages[place]() for place in places], subpages)
-        index = torch.arange(keys.shape[2], device=keys.device)
-        positions = columns.positions(places, occupied, event.at + event.newer)
+        paged = PagedEntries([self._pages[place]() for place in places], subpages)
+        index = torch.arange(paged.shape[2], device=subpages.device)
         at, prompts, state = event.at.repeat(layers), event.prompts.repeat(layers), {}
         if event.compressed:
             slots, moved = columns.slots(subpages)[..., :width], (index < kept[..., None])[..., :width]
             moved = moved.repeat(layers, 1, 1)
             state = {name: columns.read(name, places, slots).where(moved, 0) for name in self.recipe.method.remembers}
-        observation = Observation(
-            keys=keys[:, :, :width],
-            values=values[:, :, :width],
-            positions=positions[..., :width] if event.compressed else None,
+        positions = columns.positions(places, occupied, event.at + event.newer) if event.compressed else None
+        observation = PagedObservation(
+            paged,
+            width,
+            positions=None if positions is None else positions[..., :width],
             valid=None if event.equal_heads else (index < (entries - event.newer)[..., None])[..., :width],
             lengths=at,
             prompts=prompts,
@@ -257,7 +258,7 @@ class LayerGroup:
             state=state,
             **parts,
         )
-        return LayerEntries(places, occupied, keys, values, positions, observation)
+        return LayerEntries(places, occupied, paged, positions, observation)
 
     def _select(self, observation: Observation, event: EvictionEvent) -> LayerKeepSet:
         """The recipe's choice, which must be of the size that the scheduler counts with."""
@@ -273,8 +274,8 @@ class LayerGroup:
 
     def execute(self, event: EvictionEvent, entries: LayerEntries, kept: LayerKeepSet, start: float) -> None:
         """Packs what stays, and what came after the event; `start` is when the compression began."""
-        places, size = entries.places, self._block_size
-        width, heads_of_layer = entries.keys.shape[2], entries.occupied.entries.numel()
+        places, size, paged = entries.places, self._block_size, entries.paged
+        width, heads_of_layer = paged.shape[2], entries.occupied.entries.numel()
         before = entries.occupied.entries.repeat(len(places), 1)
         index, rank = _survivors(kept, before, event.newer, width)
         heads = index // width
@@ -284,16 +285,21 @@ class LayerGroup:
             return
         layer, head = heads // heads_of_layer, heads % heads_of_layer
         slots = subpages.reshape(-1).index_select(0, head * subpages.shape[-1] + rank // size) * size + rank % size
-        keys, values = (column.flatten(0, 2).index_select(0, index) for column in (entries.keys, entries.values))
-        if kept.values is not None:
-            values[: len(kept.values)] = kept.values  # what came after the event follows
-        pages = [self._pages[place]() for place in places]
-        write_layers(pages, keys, values, layer, slots)
-        layer = layer + places.start
-        self.columns.write_positions(layer, slots, entries.positions.reshape(-1)[index])
-        self._remember(kept, layer, slots, heads, index - heads * width)
+        sizes = event.sizes(kept)
+        for some, part in _blocks(sizes, event, paged.pages[0].entry_bytes):
+            keys, values = paged.take(some, index[part])
+            if kept.values is not None:
+                own = slice(part.start - some.start * event.newer, part.stop - some.stop * event.newer)
+                place = torch.arange(own.start, own.stop, device=index.device) + kept.rows[own] * event.newer
+                values[place - part.start] = kept.values[own]
+            write_layers(paged.pages, keys, values, layer[part], slots[part])
+            del keys, values  # before the next ones are there
+        layer, place = layer + places.start, index - heads * width
+        positions = place if entries.positions is None else entries.positions.reshape(-1)[index]
+        self.columns.write_positions(layer, slots, positions)
+        self._remember(kept, layer, slots, heads, place)
         if self._count is not None:
-            stays = sum(event.sizes(kept)) + event.newer * kept.counts.numel()
+            stays = len(index)
             total = event.width * before.numel() if event.equal_heads else int(before.sum())
             seconds = time.perf_counter() - start
             events = len(event.rows) if self.layers[places[0]] == self._all_layers[0] else 0
@@ -322,14 +328,32 @@ class LayerGroup:
 
 def _survivors(
     kept: LayerKeepSet, entries: Int[Tensor, "rows kv_heads"], newer: int, width: int
-) -> tuple[Int[Tensor, " kept"], Int[Tensor, " kept"]]:
-    """Flat index of every entry that stays, `head * width + place`, and its rank in its head afterwards."""
+) -> tuple[Int[Tensor, " stays"], Int[Tensor, " stays"]]:
+    """Flat index of every entry that stays, `head * width + place`, head after head, and its rank in its head."""
     heads = kept.rows
-    rank = torch.arange(heads.shape[0], device=heads.device) - kept.cu_seqlens[heads]
-    index = heads * width + kept.indices
+    index, rank = heads * width + kept.indices, torch.arange(len(heads), device=heads.device) - kept.cu_seqlens[heads]
     if not newer:
         return index, rank
     counts, ends = kept.counts.flatten(), entries.flatten() - newer
-    every = torch.arange(counts.shape[0], device=heads.device).repeat_interleave(newer)
-    nth = torch.arange(newer, device=heads.device).repeat(counts.shape[0])
-    return torch.cat([index, every * width + ends[every] + nth]), torch.cat([rank, counts[every] + nth])
+    starts = kept.cu_seqlens[:-1] + newer * torch.arange(len(counts), device=heads.device)
+    every = torch.arange(len(counts), device=heads.device).repeat_interleave(newer)
+    nth = torch.arange(newer, device=heads.device).repeat(len(counts))
+    stays = index.new_empty(len(index) + len(nth))
+    stays[starts[heads] + rank] = index
+    stays[starts[every] + counts[every] + nth] = every * width + ends[every] + nth
+    return stays, torch.arange(len(stays), device=heads.device) - starts[stays // width]
+
+
+def _blocks(sizes: Sequence[int], event: EvictionEvent, entry_bytes: int) -> Iterator[tuple[range, slice]]:
+    """Heads whose entries are moved together, and which of all that stay these are.
+
+    Where heads are equal each stays in its own sub-pages, so that they are moved one after another where they are many.
+    Else any may be dealt pages that others have left, and all must be out of them before one is written.
+    """
+    starts = list(accumulate(sizes, lambda start, size: start + size + event.newer, initial=0))
+    heads, together = len(sizes), len(sizes)
+    if event.equal_heads:
+        together = max(1, heads * AT_ONCE // max(starts[-1] * entry_bytes, 1))
+    for first in range(0, heads, together):
+        some = range(first, min(first + together, heads))
+        yield some, slice(starts[some.start], starts[some.stop])

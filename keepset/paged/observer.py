@@ -68,7 +68,7 @@ class Observer:
             self.check(place, source.undo(rows[:, :, few], positions[:, few]), source.hidden[:, few])
 
         def entries() -> Entries:
-            keys, _ = pages.read(chunk.subpages)
+            keys = pages.read_keys(chunk.subpages)
             return [(keys[:, : chunk.position + len(own)], slice(None))]
 
         step = Chunk(rows, entries, positions, None, self._scaling, source=source, start=chunk.position)
@@ -162,7 +162,7 @@ class Observer:
             received = columns.read(feature.column, places, slots)
             by_layer = received.unflatten(0, (len(places), -1))
             for row, record in enumerate(event.records):
-                if record.shares:
+                if record.own:
                     own = self._own.column(record.slot, feature.column, width, slots.device)
                     by_layer[:, row] = own[places.start : places.stop, :, :width]
             made[feature] = WindowSums(received.where(there, 0), self._recording.window(feature, event.ends_prompt))

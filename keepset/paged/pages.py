@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from keepset.kernels.page_entries import read_pages, write_entries
+from keepset.kernels.page_entries import read_pages, take_entries, write_entries
 from keepset.kernels.paged_window import (
     EntriesInPages,
     Received,
@@ -20,6 +20,7 @@ from keepset.kernels.paged_window import (
 from keepset.kernels.subpages import Group
 
 if TYPE_CHECKING:
+    from keepset.paged.eight_bits import EightBits
     from keepset.paged.engine import Pages
 
 
@@ -28,40 +29,54 @@ class StridedPages:
 
     Attributes:
         kv_heads, block_size, head_dim, slots, device: of the cache.
+        dtype: of keys and values.
         entry_bytes: of an entry's key and value.
         caches: of the layers that share block tables.
         place: the layer's among these.
+        eight_bits: how it is read, where its numbers are not those of keys and values.
     """
 
     def __init__(
-        self, caches: Sequence[Float[Tensor, "blocks kv_heads block_size two_head_dim"]], place: int = 0
+        self,
+        caches: Sequence[Shaped[Tensor, "blocks kv_heads block_size two_head_dim"]],
+        place: int = 0,
+        eight_bits: EightBits | None = None,
     ) -> None:
-        self.caches, self.place, self._cache = caches, place, caches[place]
-        blocks, self.kv_heads, self.block_size, width = self._cache.shape
+        self.caches, self.place, self.eight_bits, cache = caches, place, eight_bits, caches[place]
+        blocks, self.kv_heads, self.block_size, width = cache.shape
         self.head_dim, self.slots = width // 2, blocks * self.kv_heads * self.block_size
-        self.entry_bytes, self.device = width * self._cache.itemsize, self._cache.device
+        self.entry_bytes, self.device = width * cache.itemsize, cache.device
+        self.dtype = cache.dtype if eight_bits is None else eight_bits.dtype
 
     def read_keys(self, subpages: Int[Tensor, "*rows pages"]) -> Float[Tensor, "*rows entries head_dim"]:
         """Keys of whole sub-pages."""
-        return self._read([cache[..., : self.head_dim] for cache in self.caches], subpages)
+        keys, eight = self._read([cache[..., : self.head_dim] for cache in self.caches], subpages), self.eight_bits
+        return keys if eight is None else eight.read(keys, eight.keys)
 
     def read(
         self, subpages: Int[Tensor, "*rows pages"]
-    ) -> tuple[Float[Tensor, "*rows entries head_dim"], Float[Tensor, "*rows entries head_dim"]]:
-        """Keys and values of whole sub-pages: halves of one tensor."""
+    ) -> tuple[Shaped[Tensor, "*rows entries head_dim"], Shaped[Tensor, "*rows entries head_dim"]]:
+        """Keys and values of whole sub-pages, as they lie there: halves of one tensor."""
         keys, values = self._read(self.caches, subpages).chunk(2, dim=-1)
         return keys, values
 
     def write(
-        self, keys: Float[Tensor, "n head_dim"], values: Float[Tensor, "n head_dim"], slots: Int[Tensor, " n"]
+        self, keys: Shaped[Tensor, "n head_dim"], values: Shaped[Tensor, "n head_dim"], slots: Int[Tensor, " n"]
     ) -> None:
         """Puts entry `i` at `slots[i]`."""
         layers = (self.place + slots // self.slots) % len(self.caches)
-        write_entries(self.caches, torch.cat((keys, values), dim=-1), layers, slots % self.slots)
+        write_entries(self.caches, keys, values, layers, slots % self.slots)
+
+    def take(
+        self, layers: Int[Tensor, " n"], slots: Int[Tensor, " n"]
+    ) -> tuple[Shaped[Tensor, "n head_dim"], Shaped[Tensor, "n head_dim"]]:
+        """Key and value of the entry at each `slots[i]` of layer `layers[i]`, counted from this one on."""
+        layers = (self.place + layers + slots // self.slots) % len(self.caches)
+        return take_entries(self.caches, layers, slots % self.slots)
 
     def _read(
         self, caches: Sequence[Tensor], subpages: Int[Tensor, "*rows pages"]
-    ) -> Float[Tensor, "*rows entries width"]:
+    ) -> Shaped[Tensor, "*rows entries width"]:
         table = subpages.reshape(1, -1, subpages.shape[-1])
         entries = read_pages(caches, range(self.place, self.place + 1), table)
         return entries.view(*subpages.shape[:-1], *entries.shape[-2:])
@@ -69,7 +84,7 @@ class StridedPages:
 
 def read_layers(
     pages: Sequence[Pages], subpages: Int[Tensor, "rows kv_heads pages"]
-) -> tuple[Float[Tensor, "layers_rows kv_heads n head_dim"], Float[Tensor, "layers_rows kv_heads n head_dim"]]:
+) -> tuple[Shaped[Tensor, "layers_rows kv_heads n head_dim"], Shaped[Tensor, "layers_rows kv_heads n head_dim"]]:
     """Keys and values of the same whole sub-pages of several neighbouring layers, layer after layer."""
     first = pages[0]
     if isinstance(first, StridedPages):
@@ -85,15 +100,15 @@ def read_layers(
 
 def write_layers(
     pages: Sequence[Pages],
-    keys: Float[Tensor, "n head_dim"],
-    values: Float[Tensor, "n head_dim"],
+    keys: Shaped[Tensor, "n head_dim"],
+    values: Shaped[Tensor, "n head_dim"],
     layers: Int[Tensor, " n"],
     slots: Int[Tensor, " n"],
 ) -> None:
     """Puts entry `i` at `slots[i]` of layer `layers[i]`, counted among these neighbours."""
     first = pages[0]
     if isinstance(first, StridedPages):
-        write_entries(first.caches, torch.cat((keys, values), dim=-1), first.place + layers, slots)
+        write_entries(first.caches, keys, values, first.place + layers, slots)
     elif len(pages) == 1:
         pages[0].write(keys, values, slots)
     else:
@@ -107,7 +122,7 @@ def add_received(
 ) -> None:
     """Adds what entries receive of queries in some neighbouring layers, at these places of their group."""
     first = pages[0]
-    if isinstance(first, StridedPages):
+    if isinstance(first, StridedPages) and first.eight_bits is None:
         add_received_in_pages(first.caches, places, queries, entries, received)
         return
     kv_heads = entries.kept.shape[2]

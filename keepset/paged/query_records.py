@@ -28,7 +28,8 @@ class QueryRecord:
         point: length at the event that the sums are for.
         added: length up to which queries are added up for it.
         written: length at which they were last; 0 where none is yet, and entries have no numbers.
-        shares: whether other requests may have its pages, too, so that its sums are its own.
+        shares: pages of its prompt that other requests may have, too, until its first compression.
+        own: whether one of them does whose window is open, so that its sums are its own (`OwnSums`).
         held: newest queries that wait in whole, because they came behind an event of their own step.
         chunks: what its prompt told each layer, where the recipe looks at all of it.
         prompt_tokens: of which that is, from the first on.
@@ -42,7 +43,8 @@ class QueryRecord:
     point: int = 0
     added: int = 0
     written: int = 0
-    shares: bool = False
+    shares: Sequence[int] = ()
+    own: bool = False
     held: int = 0
     chunks: list[Accumulators] = field(default_factory=list)
     prompt_tokens: int = 0
@@ -90,6 +92,12 @@ class QueryRecords:
         for move in moves:
             self._forget(move.page)  # another request's, that held this page before
         return [self._moved(move, record) for move, record in zip(moves, going_on, strict=True)]
+
+    def share_pages(self, record: QueryRecord) -> bool:
+        """Whether a page of this request is another's, too, that has numbers of entries at the pages' slots."""
+        others = (other for other in self._records.values() if other is not record and other.point and not other.own)
+        # Where two begin alike their pages lie at the same places.
+        return any(mine == theirs for other in others for mine, theirs in zip(record.shares, other.shares))  # noqa: B905
 
     def free(self, records: Sequence[QueryRecord]) -> None:
         """Forgets requests that are not recorded any more."""

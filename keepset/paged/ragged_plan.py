@@ -65,7 +65,7 @@ class RaggedPlanner:
             if others:
                 self._hide(batch, plan, step.tokens, compressed)
         blocks = (
-            (key, some) for key, all_members in groups.items() for some in in_blocks(all_members, key[1] * kv_heads)
+            (key, some) for key, all_members in groups.items() for some in in_blocks(all_members, key[1], kv_heads)
         )
         for (schedule, after, at, prompt, before), members in blocks:
             rows, first, keep = batch.tensor([request.row for request in members]), None, None

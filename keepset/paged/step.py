@@ -18,9 +18,8 @@ from keepset.paged.page_tables import OccupiedPages, RaggedStep
 from keepset.paged.query_records import QueryRecord
 from keepset.recipe import Recipe
 
-_TOGETHER = 1 << 19
-"""Entries of all requests and heads of an event, if not of one request: a quarter of a gigabyte of 128 numbers in 16
-bits."""
+_OF_A_HEAD, OF_ALL = 1 << 17, 1 << 20
+"""Entries that an event looks at together, if not of one request in one layer: of a head, and of all."""
 
 
 @dataclass(frozen=True)
@@ -183,9 +182,14 @@ class EvictionEvent:
         return kept.counts.flatten().tolist() if kept.sizes is None else kept.sizes
 
 
-def in_blocks(requests: list[ScheduledRequest], entries: int) -> Iterator[list[ScheduledRequest]]:
-    """Requests that are compressed together: their entries, so many each, are taken out of the pages at once."""
-    together = max(1, _TOGETHER // entries)
+def at_once(entries: int, kv_heads: int) -> int:
+    """How many layers of a request, or requests, with so many entries in each head an event looks at together."""
+    return max(1, min(_OF_A_HEAD // entries, OF_ALL // (entries * kv_heads)))
+
+
+def in_blocks(requests: list[ScheduledRequest], entries: int, kv_heads: int) -> Iterator[list[ScheduledRequest]]:
+    """Requests that are compressed together, with so many entries in each head."""
+    together = at_once(entries, kv_heads)
     for first in range(0, len(requests), together):
         yield requests[first : first + together]
 

@@ -43,7 +43,7 @@ class UniformPlanner:
                 left = after - schedule.dropped(prompt, after)
                 groups[schedule.recipe, after - gone, after - at, left, gone > 0, at == prompt].append(request)
         for (recipe, width, newer, left, compressed, _), members in groups.items():
-            for requests in in_blocks(members, width * self._schedule.kv_heads):
+            for requests in in_blocks(members, width, self._schedule.kv_heads):
                 rows = batch.tensor([request.row for request in requests])
                 occupied, now = self._occupied(batch, requests), self._subpages(batch, requests, left)
                 pages = (lambda _, there=occupied: there), (lambda *_, now=now: now)

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 from vllm.forward_context import get_forward_context
+from vllm.platforms import current_platform
 
 from keepset.errors import UnsupportedEngineError
 from keepset.kernels.paged import append_to_pages, paged_attention
+from keepset.paged.eight_bits import EightBits
 from keepset.paged.engine import LayerAdapter, Pages
 from keepset.paged.pages import StridedPages
 from keepset.vllm.engine_context import PlannedStep, active
+
+
+def eight_bits(layer: Any, kv_cache: Tensor) -> EightBits | None:
+    """How the numbers of a layer's cache are read; None where they are what they are."""
+    if kv_cache.dtype.itemsize > 1:
+        return None
+    config = active().config  # type: ignore[union-attr]
+    kind = torch.float8_e5m2 if config.cache_config.cache_dtype == "fp8_e5m2" else current_platform.fp8_dtype()
+    return EightBits(kind, layer._k_scale, layer._v_scale, cast(torch.dtype, config.model_config.dtype))
 
 
 class KeepImpl:
@@ -44,7 +56,7 @@ class KeepImpl:
 
     def make_pages(self, layer: Any, caches: Sequence[Tensor], place: int) -> Pages:
         """The cache of one of the layers that share block tables, as sub-pages."""
-        return StridedPages(caches, place)
+        return StridedPages(caches, place, eight_bits(layer, caches[place]))
 
     def pages(self, layer: Any, kv_cache: Tensor) -> Pages:
         """The same, made once."""
@@ -85,6 +97,13 @@ class KeepImpl:
         assert isinstance(pages, StridedPages)
         paged_attention(query, pages.caches, place, tokens, layout, self.scale, output, bias)
 
+    def _whole(self, layer: Any, query: Tensor) -> Tensor:
+        """Queries as events look at them: some backends are given them in 8 bits, too."""
+        if query.dtype.itemsize > 1:
+            return query
+        dtype = cast(torch.dtype, self._context.config.model_config.dtype)
+        return query.to(dtype) * layer._q_scale.to(dtype)
+
     def forward(
         self,
         layer: Any,
@@ -106,9 +125,9 @@ class KeepImpl:
             self.attend_ragged(layer, step, query, kv_cache, output)
         if step is not None and step.plan.records:
             place = step.places[layer.layer_name]
-            step.group.record(range(place, place + 1), step.plan, query[None])
+            step.group.record(range(place, place + 1), step.plan, self._whole(layer, query)[None])
         if step is not None and step.plan.dummy:
-            self._context.leave(layer.layer_name, query)
+            self._context.leave(layer.layer_name, self._whole(layer, query))
         if (projection := self._context.projections.get(layer.layer_name)) is not None:
             projection.hidden = None
         return output

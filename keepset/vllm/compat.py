@@ -141,7 +141,9 @@ def captured_tokens(config: VllmConfig) -> int:
     mode, most = compilation.cudagraph_mode, compilation.max_cudagraph_capture_size or 0
     if not mode or not mode.has_full_cudagraphs():
         return 0
-    return most if mode.mixed_mode() == CUDAGraphMode.FULL else min(most, config.scheduler_config.max_num_seqs)
+    drafted = 0 if config.speculative_config is None else config.speculative_config.num_speculative_tokens
+    decoding = config.scheduler_config.max_num_seqs * (1 + drafted)
+    return most if mode.mixed_mode() == CUDAGraphMode.FULL else min(most, decoding)
 
 
 def rotary_table(model_type: str, head_dim: int, dtype: torch.dtype) -> RotaryTable:

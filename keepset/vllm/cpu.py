@@ -9,7 +9,7 @@ from torch import Tensor
 from vllm import _custom_ops as ops
 
 from keepset.kernels.paged import attend_pages
-from keepset.vllm.attention import KeepImpl
+from keepset.vllm.attention import KeepImpl, eight_bits
 from keepset.vllm.cpu_pages import CPUPages
 from keepset.vllm.engine_context import PlannedStep
 
@@ -24,7 +24,7 @@ class CPUMixin(KeepImpl):
     logits_soft_cap: float
 
     def make_pages(self, layer: Any, caches: Sequence[Tensor], place: int) -> CPUPages:
-        return CPUPages(caches, place, layer.isa)
+        return CPUPages(caches, place, layer.isa, eight_bits(layer, caches[place]))
 
     def append_ragged(self, layer: Any, step: PlannedStep, key: Tensor, value: Tensor, kv_cache: Tensor) -> None:
         per_head, heads = step.per_head, self.num_kv_heads

@@ -6,18 +6,19 @@ import functools
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from vllm import _custom_ops as ops
 
 from keepset.errors import KeepsetError, UnsupportedEngineError
+from keepset.paged.eight_bits import EightBits
 
 
 class CPUPages:
     """Pages of vLLM's CPU backend, which packs keys and values as its instruction set likes to read them.
 
     Attributes:
-        kv_heads, block_size, head_dim, slots, device: of the cache.
+        kv_heads, block_size, head_dim, slots, device, dtype: of the cache.
         entry_bytes: of an entry's key and value.
         isa: the instruction set that the layer's metadata builder chose (`layer.isa`).
         folded: keys and values for the backend's kernels, `[subpages, 1, block_size, head_dim]`: every sub-page is a
@@ -26,32 +27,39 @@ class CPUPages:
     """
 
     def __init__(
-        self, caches: Sequence[Float[Tensor, "blocks kv_heads block_size two_head_dim"]], place: int, isa: str
+        self,
+        caches: Sequence[Shaped[Tensor, "blocks kv_heads block_size two_head_dim"]],
+        place: int,
+        isa: str,
+        eight_bits: EightBits | None = None,
     ) -> None:
         kv_cache = _joined(caches)
         blocks, self.kv_heads, self.block_size, width = caches[place].shape
         self.head_dim, self.slots = width // 2, blocks * self.kv_heads * self.block_size
         self.entry_bytes, self.isa = width * kv_cache.itemsize, isa
-        self._cache, self.device = kv_cache, kv_cache.device
+        self._cache, self.device, self.eight_bits = kv_cache, kv_cache.device, eight_bits
+        self.dtype = kv_cache.dtype if eight_bits is None else eight_bits.dtype
         self._before, self._all = place * blocks * self.kv_heads, len(caches) * blocks * self.kv_heads
         # Keys and values of a sub-page are neighbouring rows, so that each can be fetched without the other. As whole
         # numbers, because barrier 16-bit floats converts them on a CPU: 2 to 3 times slower, and it alters NaNs.
-        bits = {2: torch.int16, 4: torch.int32}[kv_cache.dtype.itemsize]
+        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[kv_cache.dtype.itemsize]
         self._rows = kv_cache.view(bits).view(-1, self.block_size * self.head_dim)
         keys, values = kv_cache.view(-1, 1, 2 * self.block_size, self.head_dim).chunk(2, dim=2)
         self.folded = keys, values
-        self._key_order, self._value_order = packing(self.block_size, self.head_dim, kv_cache.dtype, isa)
+        kind = kv_cache.dtype if eight_bits is None else eight_bits.kind
+        self._key_order, self._value_order = packing(self.block_size, self.head_dim, kind, isa)
 
     def read_keys(self, subpages: Int[Tensor, "*rows pages"]) -> Float[Tensor, "*rows entries head_dim"]:
-        """Keys of whole sub-pages, unpacked and in the cache's dtype."""
+        """Keys of whole sub-pages, unpacked."""
         *rows, pages = subpages.shape
         key_rows = 2 * ((subpages.flatten() + self._before) % self._all)
         keys = _unpacked(self._rows.index_select(0, key_rows), self._key_order)
-        return keys.view(*rows, pages * self.block_size, self.head_dim).view(self._cache.dtype)
+        keys = keys.view(*rows, pages * self.block_size, self.head_dim).view(self._cache.dtype)
+        return keys if self.eight_bits is None else self.eight_bits.read(keys, self.eight_bits.keys)
 
     def read(
         self, subpages: Int[Tensor, "*rows pages"]
-    ) -> tuple[Float[Tensor, "*rows entries head_dim"], Float[Tensor, "*rows entries head_dim"]]:
+    ) -> tuple[Shaped[Tensor, "*rows entries head_dim"], Shaped[Tensor, "*rows entries head_dim"]]:
         """Keys and values of whole sub-pages, unpacked and in the cache's dtype."""
         *rows, pages = subpages.shape
         shape = (*rows, pages * self.block_size, self.head_dim)
@@ -61,22 +69,28 @@ class CPUPages:
         return keys.view(shape).view(self._cache.dtype), values.view(shape).view(self._cache.dtype)
 
     def write(
-        self, keys: Float[Tensor, "n head_dim"], values: Float[Tensor, "n head_dim"], slots: Int[Tensor, " n"]
+        self, keys: Shaped[Tensor, "n head_dim"], values: Shaped[Tensor, "n head_dim"], slots: Int[Tensor, " n"]
     ) -> None:
-        """Puts entry `i` at `slots[i]`, by the backend's own kernel."""
+        """Puts entry `i` at `slots[i]`, by the backend's own kernel, which would scale what has 8 bits again."""
         self.write_folded(keys, values, (slots + self._before * self.block_size) % (self._all * self.block_size))
 
     def write_folded(
-        self, keys: Float[Tensor, "n head_dim"], values: Float[Tensor, "n head_dim"], slots: Int[Tensor, " n"]
+        self, keys: Shaped[Tensor, "n head_dim"], values: Shaped[Tensor, "n head_dim"], slots: Int[Tensor, " n"]
     ) -> None:
         """The same, where slots are counted from the first layer's on."""
         if keys.dtype != self._cache.dtype or values.dtype != self._cache.dtype:
             # The kernel goes by the dtype of the keys alone and would scribble over the pool.
             raise KeepsetError(f"The KV cache holds {self._cache.dtype}: keys and values must have the same dtype.")
-        _pack(keys, values, *self.folded, slots, self.isa)
+        if self.eight_bits is None:
+            _pack(keys, values, *self.folded, slots, self.isa)
+            return
+        for part, (entries, order) in enumerate(((keys, self._key_order), (values, self._value_order))):
+            rows, within = 2 * (slots // self.block_size) + part, slots % self.block_size
+            places = within[:, None] * self.head_dim + torch.arange(self.head_dim)
+            self._rows[rows[:, None], places if order is None else order[places]] = entries
 
 
-def _joined(caches: Sequence[Tensor]) -> Float[Tensor, "all_blocks kv_heads block_size two_head_dim"]:
+def _joined(caches: Sequence[Tensor]) -> Shaped[Tensor, "all_blocks kv_heads block_size two_head_dim"]:
     """The caches as one tensor, which their memory is already."""
     first = caches[0]
     follow = all(cache.data_ptr() == first.data_ptr() + i * first.nbytes for i, cache in enumerate(caches))
@@ -99,13 +113,17 @@ def packing(
     numbers = block_size * head_dim
     home = torch.arange(numbers)
     came_from = torch.zeros(2, numbers, dtype=torch.int64)
-    scale, base = 1, 256  # whole numbers up to 256 are exact in every dtype, bfloat16 included
+    # Whole numbers up to 256 are exact in every dtype, bfloat16 included, and up to 8 in those of 8 bits.
+    scale, base, eight_bits = 1, 8 if dtype.itemsize == 1 else 256, dtype.itemsize == 1
     while scale < numbers:
-        digits = (home // scale % base).to(dtype).view(block_size, head_dim)
+        digits = (home // scale % base).to(torch.bfloat16 if eight_bits else dtype).view(block_size, head_dim)
         page = torch.zeros(1, 1, 2 * block_size, head_dim, dtype=dtype)
         key_cache, value_cache = page.chunk(2, dim=2)
-        _pack(digits, digits, key_cache, value_cache, torch.arange(block_size), isa)
-        came_from += page.view(2, numbers).long() * scale
+        cache_dtype = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}.get(dtype, "auto")
+        if eight_bits:
+            key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
+        _pack(digits, digits, key_cache, value_cache, torch.arange(block_size), isa, cache_dtype)
+        came_from += page.view(2, numbers).float().long() * scale
         scale *= base
     if not torch.equal(came_from.sort(-1).values, home.expand(2, -1)):
         raise UnsupportedEngineError(
@@ -117,16 +135,18 @@ def packing(
 
 
 def _pack(
-    keys: Float[Tensor, "n head_dim"],
-    values: Float[Tensor, "n head_dim"],
-    key_cache: Float[Tensor, "subpages 1 block_size head_dim"],
-    value_cache: Float[Tensor, "subpages 1 block_size head_dim"],
+    keys: Shaped[Tensor, "n head_dim"],
+    values: Shaped[Tensor, "n head_dim"],
+    key_cache: Shaped[Tensor, "subpages 1 block_size head_dim"],
+    value_cache: Shaped[Tensor, "subpages 1 block_size head_dim"],
     slots: Int[Tensor, " n"],
     isa: str,
+    cache_dtype: str = "auto",
 ) -> None:
     # The kernel walks the slots by address, as 64-bit numbers, and takes the last axis of entries for dense.
     new = keys.contiguous().unsqueeze(1), values.contiguous().unsqueeze(1)
-    ops.cpu_attn_reshape_and_cache(*new, key_cache, value_cache, slots.long().contiguous(), isa)
+    slots = slots.long().contiguous()
+    ops.cpu_attn_reshape_and_cache(*new, key_cache, value_cache, slots, isa, kv_cache_dtype=cache_dtype)
 
 
 def _unpacked(

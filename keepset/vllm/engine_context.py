@@ -32,7 +32,7 @@ from keepset.paged.step import StepPlan
 from keepset.recipe import Recipe
 from keepset.vllm import stats
 from keepset.vllm.compat import ask_for_prompt_lengths, attention_layers, captured_tokens
-from keepset.vllm.memory import reserve
+from keepset.vllm.memory import Shape, reserve
 from keepset.vllm.query_projection import VLLMQueryProjection, watch_projections
 from keepset.vllm.settings import contexts_of, recipe_of, save_limit_of
 from keepset.vllm.spec import KeepSpec
@@ -120,9 +120,10 @@ class EngineContext:
         ask_for_prompt_lengths(self.config)
         if self._passing is None:  # and vLLM has not measured yet what there is room for
             self._passing = self._room(len(indices))
-            entry_bytes = 2 * spec.head_size * spec.dtype.itemsize
+            entry_bytes, longest = 2 * spec.head_size * spec.dtype.itemsize, self.config.model_config.max_model_len
+            shape = Shape(len(indices), spec.num_kv_heads, entry_bytes, longest)
             columns = columns_of(self.recipe, save_limit_of(self.config) > 0)
-            self._reserve = reserve(self.config, len(columns), entry_bytes, spec.num_kv_heads)
+            self._reserve = reserve(self.config, self.recipe, len(columns), shape)
             self._tape = self._make_tape(len(indices))
         scheduler = self.config.scheduler_config
         return KeepSpec.wrap(

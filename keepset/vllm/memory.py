@@ -7,38 +7,77 @@ while: for these as much is held, while vLLM measures, as they can come to.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
+from keepset.allocators.rewriter import Rewriter
+from keepset.core.features.window import WindowAttention
 from keepset.paged.entry_columns import COLUMN_BYTES
-from keepset.paged.layer_group import WORKSPACE
+from keepset.paged.grouping import table_per_head
+from keepset.paged.paged_observation import AT_ONCE
+from keepset.paged.step import OF_ALL
+from keepset.recipe import Recipe
 
 _COPIES = 3
-"""What an event makes of a layer's entries of the longest prompt: a copy, and twice their bytes for scores."""
+"""What an event makes at most of keys and values that are looked at or moved at a time: those of one head of the
+longest prompt, or of all where a method looks at them together."""
+_PER_ENTRY = 64
+"""Bytes that it makes of every entry that it chooses from: positions, scores, their order."""
 
 
-def needed_bytes(pool: int, columns: int, entry_bytes: int, kv_heads: int, longest: int) -> int:
-    """What there will be beside the cache.
+@dataclass(frozen=True)
+class Shape:
+    """Of a model's caches in this process.
 
-    Args:
-        pool: bytes for the cache and its entries' numbers together.
-        columns: numbers of an entry.
-        entry_bytes: of an entry's key and value.
-        kv_heads: of a layer, in this process.
+    Attributes:
+        layers, kv_heads: how many.
+        entry_bytes: of an entry's key and value in one head.
         longest: tokens of a request, at most.
     """
+
+    layers: int
+    kv_heads: int
+    entry_bytes: int
+    longest: int
+
+
+def column_bytes(columns: int, pool: int, entry_bytes: int) -> int:
+    """Of so many numbers of each entry, of so many bytes for the cache and them together."""
     beside = columns * COLUMN_BYTES
-    return pool * beside // (entry_bytes + beside) + max(WORKSPACE, _COPIES * longest * kv_heads * entry_bytes)
+    return pool * beside // (entry_bytes + beside)
 
 
-def reserve(config: VllmConfig, columns: int, entry_bytes: int, kv_heads: int) -> Tensor | None:
+def event_bytes(recipe: Recipe, shape: Shape) -> int:
+    """What an event makes at most, of one prompt of the longest or of several others."""
+    entries = shape.longest * shape.kv_heads
+    looked_at = shape.longest * shape.entry_bytes
+    moved, keep = 0, recipe.budget.keep
+    if isinstance(recipe.method, Rewriter):
+        looked_at = entries * shape.entry_bytes
+    elif table_per_head(recipe):  # all that stays is out of the pages at a time
+        share = keep if isinstance(keep, float) else min(1.0, (keep or shape.longest) / shape.longest)
+        moved = int((share if recipe.method.fixed_total else 1.0) * entries * shape.entry_bytes)
+    return _COPIES * max(AT_ONCE, looked_at) + moved + _PER_ENTRY * max(OF_ALL, entries)
+
+
+def own_bytes(recipe: Recipe, shape: Shape) -> int:
+    """Of one request's own sums (`OwnSums`), which those of one prefix need whose windows are open at the same time."""
+    sums = len(recipe.method.needs.of(WindowAttention))
+    return sums * COLUMN_BYTES * shape.layers * shape.kv_heads * shape.longest
+
+
+def reserve(config: VllmConfig, recipe: Recipe, columns: int, shape: Shape) -> Tensor | None:
     """Holds so much; to be dropped as soon as vLLM has measured. None where it measures nothing."""
     cache = config.cache_config
     if not current_platform.is_cuda_alike() or cache.kv_cache_memory_bytes:
         return None
     free, total = torch.cuda.mem_get_info()
     pool = max(0, int(cache.gpu_memory_utilization * total) - (total - free))
-    needed = needed_bytes(pool, columns, entry_bytes, kv_heads, config.model_config.max_model_len)
+    needed = column_bytes(columns, pool, shape.entry_bytes) + event_bytes(recipe, shape)
+    if cache.enable_prefix_caching:
+        needed += own_bytes(recipe, shape)
     return torch.empty(min(needed, free), dtype=torch.uint8, device=current_platform.device_type)

@@ -47,8 +47,26 @@ _CONTEXT = np.dtype([("name", "S255"), ("requests", "i8"), ("loads", "i8")])
 def count(**more: float) -> None:
     """Adds to this process's counters."""
     counters = _array("counters", _COUNTER, 1)
+    shared = _shared_metrics()
     for name, value in more.items():
         counters[name] += value
+        if name in shared:
+            shared[name].inc(value)
+
+
+@cache
+def _shared_metrics() -> dict[str, Any]:
+    """The counters in files that Prometheus' client adds up, which is all that several API servers show."""
+    if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
+        return {}
+    from prometheus_client.values import MultiProcessValue
+
+    # In a file of its own, whatever else of this process is counted.
+    value = MultiProcessValue(lambda: f"keepset-{os.getpid()}")
+    return {
+        name: value("counter", f"keepset:{name}", f"keepset:{name}_total", (), (), text)
+        for name, text in COUNTERS.items()
+    }
 
 
 def ended(name: str, prompt: int, tokens: int, dropped: int, blocks_freed: int) -> None:

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
+import torch
 import vllm
 from vllm import envs
 from vllm.config import CompilationMode, VllmConfig
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVQuantMode
 
+from keepset.allocators.rewriter import Rewriter
 from keepset.core.features.given import ModelStatistics
 from keepset.errors import UnsupportedEngineError, UnsupportedModelError
 from keepset.paged.grouping import one_table, table_per_head
@@ -21,6 +23,8 @@ from keepset.vllm.servable import objections
 from keepset.vllm.settings import CONNECTOR, CONTEXT_CONNECTOR, contexts_of
 
 _WHOLE = ("auto", "float16", "bfloat16", "float32")
+_EIGHT_BITS = ("fp8", "fp8_e4m3", "fp8_e5m2")
+"""Of one scale for a layer's keys, and one for its values."""
 
 
 def check(config: VllmConfig, recipe: Recipe) -> None:
@@ -51,6 +55,7 @@ def check_layer(name: str, layer: Any, unseen: bool = False) -> None:
         "adds to its logits what depends on distance (ALiBi)": getattr(impl, "alibi_slopes", None) is not None,
         "caps its logits": bool(getattr(impl, "logits_soft_cap", 0)),
         "has attention sinks inside its softmax": getattr(impl, "sinks", None) is not None,
+        "has a scale for each head of its cache": getattr(layer, "_k_scale", torch.ones(())).numel() > 1,
         "is in a module without qkv_proj, so that what enters it is not found": unseen,
     }
     for reason, applies in reasons.items():
@@ -69,7 +74,7 @@ def check_spec(spec: AttentionSpec) -> FullAttentionSpec:
         "is attended to in both directions": getattr(spec, "non_causal", False),
         "has values of another size than keys": spec.head_size_v != spec.head_size,
         "is quantized or packed": (
-            bool(spec.kv_quant_mode.value)
+            spec.kv_quant_mode not in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
             or (spec.num_head_slots, spec.state_content_bytes, spec.tokens_per_state) != (None, None, 1)
         ),
     }
@@ -93,8 +98,7 @@ def _of_version() -> Iterator[str]:
 
 def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
     parallel, cache = config.parallel_config, config.cache_config
-    if config.speculative_config is not None:
-        yield "speculative decoding takes tokens back that were compressed; leave it out."
+    yield from _of_drafts(config, recipe)
     connector = config.kv_transfer_config
     if contexts_of(config) is not None:
         yield from _of_contexts(config, recipe)
@@ -103,15 +107,14 @@ def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
     elif connector is None and not recipe.method.fixed_total:
         yield f"how much it keeps depends on the data; give kv_transfer_config {json.dumps(CONNECTOR)}."
     if parallel.pipeline_parallel_size > 1:
-        yield "with pipeline parallelism a process does not see all layers; use tensor parallelism."
+        yield "with pipeline parallelism a process does not see all layers: untried; use tensor parallelism."
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         yield "context parallelism divides a request's entries; use tensor parallelism."
     if getattr(parallel, "use_ubatching", False) or getattr(parallel, "enable_dbo", False):
         yield "micro-batch overlap runs two batches at once; leave enable_dbo out."
     if recipe.method.needs.hidden_states and not config.model_config.enforce_eager:
         yield "compiled code does not show the hidden states that it looks at; give --enforce-eager."
-    if cache.cache_dtype not in _WHOLE:
-        yield f"a quantized KV cache ({cache.cache_dtype}) cannot be compressed; use kv_cache_dtype auto."
+    yield from _of_cache_dtype(cache.cache_dtype, recipe)
     if config.attention_config.use_non_causal:
         yield "attention that is not causal is not supported; leave use_non_causal out."
     yield from _of_graphs(config, recipe)
@@ -119,6 +122,36 @@ def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
         yield "its layers keep different numbers of entries; turn prefix caching off (--no-enable-prefix-caching)."
     if config.scheduler_config.disable_hybrid_kv_cache_manager:
         yield "it needs vLLM's hybrid KV-cache manager; leave disable_hybrid_kv_cache_manager out."
+
+
+def _of_cache_dtype(dtype: str, recipe: Recipe) -> Iterator[str]:
+    if dtype in _WHOLE:
+        return
+    if dtype not in _EIGHT_BITS:
+        yield f"a KV cache of kind {dtype} cannot be taken apart into entries; use kv_cache_dtype auto or fp8."
+    elif table_per_head(recipe):
+        yield (
+            f"heads that keep different entries are attended by keepset's own kernels, which do not read {dtype}; use "
+            "kv_cache_dtype auto, or a recipe whose heads keep equally many."
+        )
+    elif isinstance(recipe.method, Rewriter):
+        yield f"it rewrites values, which a KV cache of kind {dtype} would round again; use kv_cache_dtype auto."
+
+
+def _of_drafts(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
+    """What is drafted comes after the prompt: to take it back is nothing to what was compressed at the prompt's end."""
+    drafts = config.speculative_config
+    if drafts is None:
+        return
+    if recipe.schedule.every is not None:
+        yield "speculative decoding takes tokens back that every= has compressed; leave one of them out."
+    elif table_per_head(recipe):
+        yield (
+            "speculative decoding takes tokens back, by which heads that keep different entries would lose their "
+            "pages; leave it out, or use a recipe whose heads keep equally many."
+        )
+    elif drafts.method not in ("ngram", "suffix"):
+        yield f"drafts by {drafts.method} come from layers of their own; use ngram or suffix."
 
 
 def _of_contexts(config: VllmConfig, recipe: Recipe) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from keepset.kernels.page_entries import read_pages, write_entries
+from keepset.kernels.page_entries import read_pages, take_entries, write_entries
 
 LAYERS, BLOCKS, HEADS, WIDTH = 3, 9, 2, 6
 
@@ -36,5 +36,7 @@ def test_they_go_and_come(implementation: str, layers: int, size: int, dtype: to
     new = torch.randn(50, WIDTH, generator=draw).to(dtype)
     for number, (layer, slot) in enumerate(zip(of_layers.tolist(), slots.tolist(), strict=True)):
         expected[layer, slot // size // HEADS, slot // size % HEADS, slot % size] = new[number]
-    write_entries(caches, new, of_layers, slots)
+    write_entries(caches, *new.chunk(2, -1), of_layers, slots)
     assert torch.equal(whole, expected)
+    again = torch.randint(50, (70,), generator=draw)
+    assert torch.equal(torch.cat(take_entries(caches, of_layers[again], slots[again]), -1), new[again])

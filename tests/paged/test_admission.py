@@ -243,3 +243,21 @@ def test_requests_out_of_step_need_less_than_their_worst_moments_together() -> N
 def test_the_newcomers_prompt_counts_whole() -> None:
     assert required(KNORM, [], 400, 100) == 100
     assert required(KNORM, [], 400, 90) == 90  # ten of its blocks are cached
+
+
+def test_a_step_costs_as_much_beside_a_thousand_requests_as_beside_ten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Futures are made piece by piece: for a newcomer at a look, and for a request whose piece ends, not for all."""
+    made = []
+    blocks = Admission._blocks
+    monkeypatch.setattr(Admission, "_blocks", lambda self, *args: made.append(args[2]) or blocks(self, *args))
+    for running in (10, 1000):
+        admission = Admission(KNORM, 10**6)
+        for step in range(3):
+            made.clear()
+            for number in range(running):
+                admission.update(str(number), 64, 64 + number % 30 + step)
+            if step == 0:
+                assert len(made) == running
+                continue
+            admission.required_blocks(400, 100, lambda _: 0)
+            assert len(made) == 2

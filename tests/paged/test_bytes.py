@@ -65,7 +65,7 @@ def test_prompts_of_131072_tokens_are_compressed_one_by_one() -> None:
     """And short ones together, so that an event takes no more entries out of the pages than one prompt has."""
     schedule = EvictionSchedule(Recipe.parse("knorm(keep=0.25)"), 0, (0,), 8, BLOCK)
     planner = Planner(schedule, Recording.of(schedule.recipe, 4, 128, 2), (0,), REQUESTS, 10**6, FreedBlocks())
-    for length, together in ((131072, 1), (8192, 8), (500, 64)):
+    for length, together in ((131072, 1), (8192, 16), (500, 64)):
         rows = [ScheduledRequest(row, row, row + 1, length, length - 1, length) for row in range(REQUESTS)]
         table = torch.zeros(REQUESTS, 131072 // BLOCK, dtype=torch.int32)
         lengths, starts = torch.full((REQUESTS,), length, dtype=torch.int32), torch.arange(REQUESTS + 1)

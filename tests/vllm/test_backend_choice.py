@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from types import ModuleType
 
 import pytest
@@ -26,6 +27,7 @@ SERVED = {"FLASH_ATTN": "FlashKeepImpl", "FLASHINFER": "FlashInferKeepImpl", "TR
 
 @pytest.fixture(autouse=True)
 def gpu_libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    import_module("keepset.vllm.engine_context")  # some of vLLM looks for FlashInfer while it is imported
     for name in ("flashinfer", "flashinfer.decode", "flashinfer.prefill", "flashinfer.utils"):
         monkeypatch.setitem(sys.modules, name, Anything(name))
     monkeypatch.setitem(sys.modules, "vllm._C_stable_libtorch", ModuleType("vllm._C_stable_libtorch"))
@@ -35,8 +37,13 @@ def gpu_libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.modules.pop("vllm.v1.attention.backends.flashinfer", None)
 
 
-def choose(monkeypatch: pytest.MonkeyPatch, gpu: str, recipe: str | None, backend: str | None = None) -> Any:
-    """vLLM's choice for a model of heads of 128 numbers in bfloat16; `backend` as `--attention-backend` says it."""
+def choose(
+    monkeypatch: pytest.MonkeyPatch, gpu: str, recipe: str | None, backend: str | None = None, cache: str = "auto"
+) -> Any:
+    """vLLM's choice for a model of heads of 128 numbers in bfloat16.
+
+    `backend` and `cache` are as `--attention-backend` and `--kv-cache-dtype` say them.
+    """
     from vllm.platforms.cuda import CudaPlatformBase
     from vllm.platforms.interface import DeviceCapability
     from vllm.v1.attention.selector import AttentionSelectorConfig
@@ -50,9 +57,10 @@ def choose(monkeypatch: pytest.MonkeyPatch, gpu: str, recipe: str | None, backen
     current = config()
     current.additional_config = {} if recipe is None else {"keepset": recipe}
     current.attention_config.backend = asked
+    current.cache_config.cache_dtype = cache
     current.model_config = None
     monkeypatch.setattr("vllm.config.vllm._current_vllm_config", current)
-    wanted = AttentionSelectorConfig(head_size=128, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=None)
+    wanted = AttentionSelectorConfig(head_size=128, dtype=torch.bfloat16, kv_cache_dtype=cache, block_size=None)
     found = import_utils.resolve_obj_by_qualname(Gpu.get_attn_backend_cls(asked, wanted, 32))
     current.model_config = config().model_config
     return found
@@ -65,6 +73,13 @@ def test_a_recipe_is_served_whatever_gpu_it_is(monkeypatch: pytest.MonkeyPatch, 
     for recipe in (UNIFORM, RAGGED):
         found = choose(monkeypatch, gpu, recipe)
         assert found.get_name() == own and found.get_impl_cls().__name__ == SERVED[own]
+
+
+@pytest.mark.parametrize("gpu", CAPABILITIES)
+def test_a_cache_of_eight_bits_is_served_by_what_vllm_takes_for_it(monkeypatch: pytest.MonkeyPatch, gpu: str) -> None:
+    plain = choose(monkeypatch, gpu, None, cache="fp8")
+    found = choose(monkeypatch, gpu, UNIFORM, cache="fp8")
+    assert found.get_name() == plain.get_name() and found.get_impl_cls().__name__ == SERVED[plain.get_name()]
 
 
 @pytest.mark.parametrize("gpu", CAPABILITIES)

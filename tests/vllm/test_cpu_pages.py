@@ -179,7 +179,9 @@ def test_packing_is_whatever_the_kernel_does(monkeypatch: pytest.MonkeyPatch) ->
     """Against a kernel that scatters both keys and values: no instruction set is like that."""
     key_order, value_order = (torch.randperm(32 * 16, generator=seeded(seed)) for seed in (3, 4))
 
-    def scatter(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, isa: str) -> None:
+    def scatter(
+        keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, isa: str, **_: Any
+    ) -> None:
         for entry, slot in enumerate(slots.tolist()):
             for numbers, cache, order in ((keys, key_cache, key_order), (values, value_cache, value_order)):
                 page = torch.zeros(32 * 16, dtype=cache.dtype)
@@ -198,7 +200,9 @@ def test_packing_is_whatever_the_kernel_does(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("fault", ["drops a number", "doubles a number", "rounds"])
 def test_packing_that_loses_something_is_refused(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    def faulty(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, isa: str) -> None:
+    def faulty(
+        keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, isa: str, **_: Any
+    ) -> None:
         key_cache[0, 0], value_cache[0, 0] = keys[:, 0], values[:, 0]
         if fault == "drops a number":
             value_cache[0, 0, 7, 3] = 0

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedModel
 
-from tests.vllm.compared import CHUNKED, asks, check_oracle
+import keepset
+from tests.vllm.compared import CHUNKED, asks, check_cache, check_oracle, fed
 from tests.vllm.engine import Ask, Scenario, run
 from tests.vllm.oracle import Oracle
 from tests.vllm.test_life import IDS
@@ -36,3 +38,17 @@ def test_replayed_steps_are_the_reference(backend: str, tiny: Path, tiny_oracle:
         assert result.replays > 30
         assert all(result.events)
         check_oracle(tiny_oracle, recipe, some, result)
+
+
+def test_biases_are_added_in_replayed_steps(tiny: Path, tiny_model: PreTrainedModel) -> None:
+    """Of these the reference knows nothing: there the transformers runtime is it."""
+    some, recipe = asks(IDS, (257, 150), 40), "match(snapkv(window=8), window=8, keep=40, every=12)"
+    engine = {"model": str(tiny), "max_num_seqs": 8, **CHUNKED}
+    (result,) = run(Scenario(recipe, some, engine=engine, backend="FLASH_ATTN", graphs=True))
+    assert result.replays > 30
+    for index, ask in enumerate(some):
+        tokens = result.tokens[index]
+        assert tokens is not None
+        cache = keepset.Cache(tiny_model, recipe, prompt_length=len(ask.ids), history=True)
+        assert fed(tiny_model, cache, cache.recipe, ask.ids, tokens) == tokens
+        check_cache(cache, result, index)

@@ -8,38 +8,58 @@ from typing import Any
 import pytest
 import torch
 
+from keepset import Recipe
 from tests.vllm.late import Late
 
 memory = Late("keepset.vllm.memory")
 
-GB = 2**30
+MB, GB = 2**20, 2**30
+
+
+def shape(longest: int = 131072) -> Any:
+    """Of an 8B model."""
+    return memory.Shape(layers=32, kv_heads=8, entry_bytes=512, longest=longest)
 
 
 @pytest.mark.parametrize("columns", [0, 1, 3])
-@pytest.mark.parametrize(("entry_bytes", "kv_heads"), [(512, 8), (256, 2)])
-def test_columns_of_all_that_the_rest_has_room_for(columns: int, entry_bytes: int, kv_heads: int) -> None:
-    pool, workspace = 60 * GB, memory.needed_bytes(0, columns, entry_bytes, kv_heads, 131072)
-    held = memory.needed_bytes(pool, columns, entry_bytes, kv_heads, 131072) - workspace
+@pytest.mark.parametrize("entry_bytes", [512, 256])
+def test_columns_of_all_that_the_rest_has_room_for(columns: int, entry_bytes: int) -> None:
+    pool = 60 * GB
+    held = memory.column_bytes(columns, pool, entry_bytes)
     entries = (pool - held) // entry_bytes
     assert 0 <= held - entries * columns * 4 <= entry_bytes
-    # A copy of a layer's keys and values, and as much again for keys in float32 and for what is made of them.
-    assert workspace == max(2**28, 3 * 131072 * kv_heads * entry_bytes)
+
+
+def test_events_of_long_prompts() -> None:
+    """Nothing grows with a prompt's heads but what is chosen from, where all heads keep equally many."""
+    of = {text: memory.event_bytes(Recipe.parse(text), shape()) for text in ("snapkv(keep=0.25)", "knorm(keep=0.9)")}
+    assert set(of.values()) == {256 * MB}
+    assert memory.event_bytes(Recipe.parse("knorm(keep=0.9)"), shape(1000)) == 256 * MB
+    whole = 131072 * 8 * 512
+    assert memory.event_bytes(Recipe.parse("adakv(knorm, keep=0.25)"), shape()) == 256 * MB + whole // 4
+    assert memory.event_bytes(Recipe.parse("adakv(knorm, keep=2048)"), shape()) == 256 * MB + 2048 * 8 * 512
+    assert memory.event_bytes(Recipe.parse("match(knorm, keep=0.25)"), shape()) == 3 * whole + 64 * MB
 
 
 def configured(share: float, given: int | None) -> Any:
-    cache = SimpleNamespace(gpu_memory_utilization=share, kv_cache_memory_bytes=given)
-    return SimpleNamespace(cache_config=cache, model_config=SimpleNamespace(max_model_len=1000))
+    cache = SimpleNamespace(
+        gpu_memory_utilization=share, kv_cache_memory_bytes=given, enable_prefix_caching=share < 0.9
+    )
+    return SimpleNamespace(cache_config=cache)
 
 
 def test_of_what_vllm_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """16 of 80 GB are the model's; nine tenths may be used."""
+    """16 of 80 GB are the model's; nine tenths may be used, or eight where requests may share pages."""
     there = SimpleNamespace(is_cuda_alike=lambda: True, device_type="meta")
     monkeypatch.setattr("keepset.vllm.memory.current_platform", there)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (64 * GB, 80 * GB))
-    held = memory.reserve(configured(0.9, None), 2, 512, 8)
-    assert held.nbytes == int(56 * GB) * 8 // 520 + 2**28
-    assert memory.reserve(configured(0.9, 10 * GB), 2, 512, 8) is None
+    recipe = Recipe.parse("snapkv(keep=0.25)")
+    held = memory.reserve(configured(0.9, None), recipe, 1, shape())
+    assert held.nbytes == int(56 * GB) * 4 // 516 + 256 * MB
+    held = memory.reserve(configured(0.8, None), recipe, 1, shape())
+    assert held.nbytes == int(48 * GB) * 4 // 516 + 256 * MB + 131072 * 8 * 32 * 4
+    assert memory.reserve(configured(0.9, 10 * GB), recipe, 1, shape()) is None
 
 
 def test_a_cpu_measures_nothing() -> None:
-    assert memory.reserve(configured(0.9, None), 2, 512, 8) is None
+    assert memory.reserve(configured(0.9, None), Recipe.parse("snapkv(keep=0.25)"), 1, shape()) is None

@@ -80,6 +80,24 @@ def test_ranks_that_share_the_heads(recipe: str, engines: dict[tuple[str, str], 
     engine.check_nothing_left()
 
 
+def test_drafts_that_are_taken_back(tiny: Path, tiny_oracle: Oracle) -> None:
+    """After the prompt nothing is compressed, so that tokens and entries are those without drafts."""
+    some = [Ask(IDS[:60] * 4, 60), Ask(IDS[100:130] * 9, 40)]
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    for recipe in ("snapkv(window=16, keep=96)", "expected_attention(keep=0.4)"):
+        one = ENGINE | {"model": str(tiny)}
+        plain, drafted = run(
+            Scenario(recipe, some, engine=one),
+            Scenario(recipe, some, engine=one | {"speculative_config": drafts}),
+        )
+        check(tiny_oracle, recipe, some, plain)
+        assert drafted.tokens == plain.tokens
+        assert [drafted.events_of(i) for i in range(2)] == [plain.events_of(i) for i in range(2)]
+        taken = [tokens for log in drafted.log for _, start, tokens in log if start >= 200]
+        assert max(taken) > 1 and len(drafted.steps) < len(plain.steps)  # some were drafted, and some were right
+        drafted.check_nothing_left()
+
+
 def test_a_scheduler_that_runs_ahead(tiny: Path, tiny_oracle: Oracle) -> None:
     """It plans a step before it knows the outcome of the one before."""
     some = asks()

@@ -81,6 +81,7 @@ def connector(path: str | None) -> Any:
 UNIFORM, RAGGED = "snapkv(keep=0.25)", "adakv(snapkv, keep=0.25)"
 GIVE_CARRIER = f"how much it keeps depends on the data; give kv_transfer_config {json.dumps(CONNECTOR)}."
 
+NGRAM = SimpleNamespace(method="ngram")
 ATTENTION = ["vllm::unified_attention_with_output"]
 SERVED = {
     "cache_config__enable_prefix_caching": False,
@@ -89,7 +90,9 @@ SERVED = {
 """A configuration for counts that come from the data."""
 
 REFUSED = [
-    (UNIFORM, {"speculative_config": object()}, "speculative decoding takes tokens back that were compressed"),
+    ("snapkv(keep=256, every=64)", {"speculative_config": NGRAM}, "speculative decoding takes tokens back that every="),
+    (RAGGED, {"speculative_config": NGRAM}, "speculative decoding takes tokens back, by which heads that keep"),
+    (UNIFORM, {"speculative_config": SimpleNamespace(method="eagle3")}, "drafts by eagle3 come from layers of their"),
     (UNIFORM, {"kv_transfer_config": connector(None)}, "KV connectors move whole caches; leave kv_transfer_config out"),
     ("mass", {"kv_transfer_config": connector("lmcache.x")}, "KV connectors move whole caches"),
     ("mass", {"cache_config__enable_prefix_caching": False}, GIVE_CARRIER),
@@ -98,7 +101,13 @@ REFUSED = [
     (UNIFORM, {"parallel_config__prefill_context_parallel_size": 2}, "context parallelism divides a request's entries"),
     (UNIFORM, {"parallel_config__use_ubatching": True}, "micro-batch overlap runs two batches at once"),
     (UNIFORM, {"parallel_config__enable_dbo": True}, "micro-batch overlap runs two batches at once"),
-    (UNIFORM, {"cache_config__cache_dtype": "fp8_e5m2"}, "a quantized KV cache (fp8_e5m2) cannot be compressed"),
+    (UNIFORM, {"cache_config__cache_dtype": "nvfp4"}, "a KV cache of kind nvfp4 cannot be taken apart into entries"),
+    (RAGGED, {"cache_config__cache_dtype": "fp8"}, "heads that keep different entries are attended by keepset's own"),
+    (
+        "match(snapkv, biases=False, keep=0.25)",
+        {"cache_config__cache_dtype": "fp8_e4m3"},
+        "it rewrites values, which a KV cache of kind fp8_e4m3 would round again",
+    ),
     ("pyramid(snapkv, keep=128)", {}, "its layers keep different numbers of entries; turn prefix caching off"),
     (
         "mass",
@@ -149,8 +158,10 @@ def test_a_configuration_that_is_refused(recipe: str, changes: dict[str, Any], s
     ("recipe", "changes"),
     [
         (UNIFORM, {}),
+        (UNIFORM, {"speculative_config": NGRAM}),
         ("adakv(snapkv, keep=256, every=64)", {}),
         ("expected_attention(keep=512)", {"cache_config__cache_dtype": "bfloat16"}),
+        ("expected_attention(keep=512)", {"cache_config__cache_dtype": "fp8"}),
         ("pyramid(snapkv, keep=128)", {"cache_config__enable_prefix_caching": False}),
         ("mass", SERVED),
         ("pool(snapkv, keep=96, every=64)", SERVED),
@@ -182,7 +193,7 @@ SPECS = [
     ("SlidingWindowSpec", {"sliding_window": 128}, "is of the kind SlidingWindowSpec"),
     ("FullAttentionSpec", {"non_causal": True}, "is attended to in both directions"),
     ("FullAttentionSpec", {"head_size_v": 32}, "has values of another size than keys"),
-    ("FullAttentionSpec", {"kv_quant_mode": "FP8_PER_TENSOR"}, "is quantized or packed"),
+    ("FullAttentionSpec", {"kv_quant_mode": "FP8_PER_TOKEN_HEAD"}, "is quantized or packed"),
     ("FullAttentionSpec", {"num_head_slots": 4}, "is quantized or packed"),
 ]
 
@@ -197,8 +208,9 @@ def test_a_cache_that_is_refused(kind: str, more: dict[str, Any], reason: str) -
 
 
 def test_a_cache_that_is_served() -> None:
-    spec = specs.FullAttentionSpec(**FULL)
-    assert validation.check_spec(spec) is spec
+    for mode in ("NONE", "FP8_PER_TENSOR"):
+        spec = specs.FullAttentionSpec(**FULL, kv_quant_mode=specs.KVQuantMode[mode])
+        assert validation.check_spec(spec) is spec
 
 
 def test_what_compiled_tables_can_do(tmp_path: Path) -> None:
@@ -272,6 +284,7 @@ LAYERS = [
     ({}, {"alibi_slopes": [0.5]}, "adds to its logits what depends on distance (ALiBi)"),
     ({}, {"logits_soft_cap": 30.0}, "caps its logits"),
     ({}, {"sinks": object()}, "has attention sinks inside its softmax"),
+    ({"_k_scale": torch.ones(8)}, {}, "has a scale for each head of its cache"),
     ({"unseen": True}, {}, "is in a module without qkv_proj, so that what enters it is not found"),
 ]
 

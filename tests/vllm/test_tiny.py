@@ -64,6 +64,7 @@ SHARING = [
     Ask(IDS[0:200], 40),
     Ask(IDS[0:150] + IDS[1000:1010], 30, add=10),
     Ask(IDS[0:200], 30, add=20),
+    Ask(IDS[0:260], 10, add=22),  # which could have more of the first's pages, had nothing been written to them
 ]
 ALONE = [Ask(IDS[:200], 100)]
 
@@ -156,8 +157,8 @@ def test_a_pool_that_is_too_small_for_all(engines: dict[str, Result]) -> None:
 
 
 def test_prefixes_are_shared_as_far_as_nothing_writes_to_them(engines: dict[str, Result]) -> None:
-    assert engines["sharing"].cached == [0, 96, 160]
-    assert engines["whole prompts"].cached == [0, 0, 0]  # of shared pages it would not see the queries
+    assert engines["sharing"].cached == [0, 96, 160, 160]
+    assert engines["whole prompts"].cached == [0, 0, 0, 0]  # of shared pages it would not see the queries
     assert engines["sharing"].events[0][0]["step"] < engines["sharing"].log[1][0][0]
 
 
@@ -182,14 +183,14 @@ def test_engines_that_are_refused_say_why(tiny: Path) -> None:
     answers = raw(
         Scenario("gvote", ask, engine=own | {"enforce_eager": False}),
         Scenario("pyramid(snapkv, keep=128)", ask, engine=own | {"enable_prefix_caching": True}),
-        Scenario("snapkv(keep=0.25)", ask, engine=own | {"kv_cache_dtype": "fp8"}),
+        Scenario("adakv(snapkv, keep=0.25)", ask, engine=own | {"kv_cache_dtype": "fp8"}),
         Scenario("mass", ask, engine=own | {"kv_transfer_config": None}),
         Scenario(None, ask, engine=own | {"additional_config": {"keepset": "snapkv(kep=0.25)"}}),
     )
     sentences = [
         "EngineError: keepset cannot serve gvote: compiled code does not show the hidden states that it looks at",
         "EngineError: keepset cannot serve pyramid(snapkv, keep=128): its layers keep different numbers of entries",
-        "EngineError: keepset cannot serve snapkv(keep=0.25): a quantized KV cache (fp8",
+        "EngineError: keepset cannot serve adakv(snapkv, keep=0.25): heads that keep different entries",
         "EngineError: keepset cannot serve mass: how much it keeps depends on the data",
         "RecipeError: snapkv has no parameter 'kep'",
     ]

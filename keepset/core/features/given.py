@@ -119,9 +119,9 @@ class ModelStatistics(Feature[Statistics]):
         Raises:
             KeepsetError: nobody gave the statistics, or they are of a model of another shape.
         """
-        _, kv_heads, _, head_dim = observation.keys.shape
-        measured = observation[self].layer(observation.layer, observation.layers, kv_heads, head_dim)
-        return measured.to(observation.keys.device)
+        kv_heads, device = observation.valid.shape[1], observation.valid.device
+        measured = observation[self].layer(observation.layer, observation.layers, kv_heads, observation.head_dim)
+        return measured.to(device)
 
     def retrieval(self, observation: Observation) -> Float[Tensor, "layers kv_heads"]:
         """How much the KV heads of all compressed layers retrieve, from 0 to 1 (DuoAttention, arXiv:2410.10819).
@@ -133,7 +133,7 @@ class ModelStatistics(Feature[Statistics]):
             KeepsetError: nobody gave the statistics, they are of another model, or that was not measured.
         """
         self.layer(observation)  # or its own sentence
-        return upload(observation[self].gates(), observation.keys.device)
+        return upload(observation[self].gates(), observation.valid.device)
 
 
 @dataclass(frozen=True)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from jaxtyping import Float, Int
+from jaxtyping import Int, Shaped
 from torch import Tensor
 
 _BLOCK = 32
 
 
 def read(
-    kind: Float[Tensor, "blocks kv_heads block_size width"],
+    kind: Shaped[Tensor, "blocks kv_heads block_size width"],
     addresses: Int[Tensor, " layers"],
     places: range,
     subpages: Int[Tensor, "rows heads pages"],
-    entries: Float[Tensor, "layers_rows heads entries width"],
+    entries: Shaped[Tensor, "layers_rows heads entries width"],
 ) -> None:
     """Copies sub-pages of these layers to `entries`, one program each; `kind` is one of the layers' caches."""
     blocks, kv_heads, size, width = kind.shape
@@ -26,18 +26,37 @@ def read(
     )  # fmt: skip
 
 
-def write(
-    kind: Float[Tensor, "blocks kv_heads block_size width"],
+def take(
+    kind: Shaped[Tensor, "blocks kv_heads block_size width"],
     addresses: Int[Tensor, " layers"],
-    entries: Float[Tensor, "n width"],
+    entries: Shaped[Tensor, "n width"],
+    layers: Int[Tensor, " n"],
+    slots: Int[Tensor, " n"],
+) -> None:
+    """Copies each entry from its place."""
+    keys, values = entries.chunk(2, -1)
+    _move(kind, addresses, keys, values, layers, slots, into_pages=False)
+
+
+def write(
+    kind: Shaped[Tensor, "blocks kv_heads block_size width"],
+    addresses: Int[Tensor, " layers"],
+    keys: Shaped[Tensor, "n head_dim"],
+    values: Shaped[Tensor, "n head_dim"],
     layers: Int[Tensor, " n"],
     slots: Int[Tensor, " n"],
 ) -> None:
     """Copies each entry to its place."""
+    keys, values = (part if part.stride(1) == 1 else part.contiguous() for part in (keys, values))
+    _move(kind, addresses, keys, values, layers, slots, into_pages=True)
+
+
+def _move(kind, addresses, keys, values, layers, slots, into_pages: bool) -> None:  # type: ignore[no-untyped-def]
     _, kv_heads, size, width = kind.shape
-    _write_entries[(triton.cdiv(len(entries), _BLOCK),)](
-        kind, addresses, entries, layers, slots, *kind.stride()[:3], len(entries), kv_heads, size,
-        WIDTH=width, WIDE=triton.next_power_of_2(width), BLOCK=_BLOCK,
+    _move_entries[(triton.cdiv(len(slots), _BLOCK),)](
+        kind, addresses, keys, values, layers, slots, *kind.stride()[:3], keys.stride(0), values.stride(0),
+        len(slots), kv_heads, size,
+        HALF=width // 2, WIDE=triton.next_power_of_2(width // 2), BLOCK=_BLOCK, INTO_PAGES=into_pages,
     )  # fmt: skip
 
 
@@ -60,9 +79,9 @@ def _read_pages(
 
 
 @triton.jit(do_not_specialize=["number"])
-def _write_entries(
-    kind, addresses, entries, layers, slots, of_block, of_head, of_token, number, kv_heads, size,
-    WIDTH: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+def _move_entries(
+    kind, addresses, keys, values, layers, slots, of_block, of_head, of_token, of_key, of_value, number, kv_heads, size,
+    HALF: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, INTO_PAGES: tl.constexpr,
 ):  # fmt: skip
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     exists = entry < number
@@ -70,7 +89,13 @@ def _write_entries(
     slot = tl.load(slots + entry, mask=exists, other=0).to(tl.int64)
     subpage = slot // size
     dims = tl.arange(0, WIDE)
-    mask = exists[:, None] & (dims < WIDTH)[None, :]
-    numbers = tl.load(entries + (entry * WIDTH)[:, None] + dims[None, :], mask=mask)
+    mask = exists[:, None] & (dims < HALF)[None, :]
     place = subpage // kv_heads * of_block + subpage % kv_heads * of_head + slot % size * of_token
-    tl.store((cache + place)[:, None] + dims[None, :], numbers, mask=mask)
+    inside = (cache + place)[:, None] + dims[None, :]
+    key, value = keys + (entry * of_key)[:, None] + dims[None, :], values + (entry * of_value)[:, None] + dims[None, :]
+    if INTO_PAGES:
+        tl.store(inside, tl.load(key, mask=mask), mask=mask)
+        tl.store(inside + HALF, tl.load(value, mask=mask), mask=mask)
+    else:
+        tl.store(key, tl.load(inside, mask=mask), mask=mask)
+        tl.store(value, tl.load(inside + HALF, mask=mask), mask=mask)

@@ -1,0 +1,167 @@
+"""What an event takes beside the pool: a fixed amount of a long prompt at a time, and the same comes of it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from keepset import Recipe
+from keepset.paged import layer_group, paged_observation
+from keepset.paged.eight_bits import EightBits
+from keepset.paged.event_queue import EventQueue
+from keepset.paged.eviction_schedule import EvictionSchedule
+from keepset.paged.layer_group import LayerGroup
+from keepset.paged.page_tables import FreedBlocks
+from keepset.paged.pages import StridedPages
+from keepset.paged.passing import PassingQueries
+from keepset.paged.planner import Planner
+from keepset.paged.query_records import slots_for
+from keepset.paged.recording import Recording
+from keepset.paged.step import ScheduledRequest, StepBatch
+from tests.paged.peak import Peak
+
+LAYERS, HEADS, GROUP, DIM, BLOCK, WIDTH = 2, 3, 2, 8, 4, 40
+STEPS = [
+    [(30, 0, 33), (53, 0, 53), (21, 0, 21)],  # the first one's prompt ends before its step does
+    [(30, 33, 37), (53, 53, 60), (21, 21, 28)],
+    [(30, 37, 44), (53, 60, 67), (21, 28, 35)],
+]
+"""Prompts, and tokens before and after a step."""
+
+
+def of_layers(
+    recipe: str, caches: list[Tensor], group: int = GROUP, eight_bits: list[EightBits] | None = None
+) -> LayerGroup:
+    """A group of layers with these caches."""
+    blocks, kv_heads, size, width = caches[0].shape
+    layers, dtype = tuple(range(len(caches))), caches[0].dtype if eight_bits is None else eight_bits[0].dtype
+    schedule = EvictionSchedule(Recipe.parse(recipe), 0, layers, kv_heads, size)
+    recording = Recording.of(schedule.recipe, group, width // 2, 2)
+    planner = Planner(schedule, recording, layers, 8, blocks, FreedBlocks())
+    passing = PassingQueries(recording, len(layers), slots_for(8), kv_heads * group, width // 2, dtype)
+    how = eight_bits or [None] * len(caches)
+    pages = [partial(StridedPages, caches, place, one) for place, one in enumerate(how)]
+    return LayerGroup(planner, pages, passing, (width // 2) ** -0.5)
+
+
+def batch_of(requests: list[tuple[int, int, int]], width: int, size: int) -> StepBatch:
+    rows, first = [], 0
+    for row, (prompt, before, after) in enumerate(requests):
+        rows.append(ScheduledRequest(row, first, first + after - before, prompt, before, after))
+        first += after - before
+    table = torch.arange(len(rows) * width, dtype=torch.int32).view(len(rows), width)
+    slots = [int(table[one.row, p // size]) * size + p % size for one in rows for p in range(one.before, one.after)]
+    lengths = torch.tensor([one.after for one in rows], dtype=torch.int32)
+    starts = torch.tensor([0, *(one.end_query for one in rows)], dtype=torch.int32)
+    return StepBatch(rows, table, lengths, torch.tensor(slots), starts, starts, max(b - a for _, a, b in requests))
+
+
+def run(group: LayerGroup) -> None:
+    """Three steps, whose events are executed; what new tokens write is in the pages already."""
+    queue, draw = EventQueue(FreedBlocks()), torch.Generator().manual_seed(5)
+    for step in STEPS:
+        batch = batch_of(step, WIDTH, BLOCK)
+        plan = queue.plan(group, batch)
+        queries = torch.randn(len(group.layers), len(batch.slot_mapping), HEADS * GROUP, DIM, generator=draw)
+        if plan.records:
+            group.record(range(len(group.layers)), plan, queries)
+    queue.run()
+
+
+def random_caches() -> Tensor:
+    shape = LAYERS, len(STEPS[0]) * WIDTH, HEADS, BLOCK, 2 * DIM
+    return torch.randn(shape, generator=torch.Generator().manual_seed(3))
+
+
+RECIPES = [
+    *("knorm(keep=11, every=7)", "keydiff(keep=11, every=7)", "snapkv(window=4, keep=11, every=7)"),
+    *("adakv(snapkv(window=4), keep=11, every=7)", "tova(keep=0.3)", "r_kv(window=4, keep=11, every=7)"),
+    "ams(tova, window=6, recent=4, sinks=1, keep=11, every=7)",
+]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_heads_one_by_one_are_as_all_together(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where entries have come after the event, in its own step."""
+    together, apart = random_caches(), random_caches()
+    run(of_layers(recipe, list(together)))
+    monkeypatch.setattr(paged_observation, "AT_ONCE", 1)
+    monkeypatch.setattr(layer_group, "AT_ONCE", 1)
+    monkeypatch.setattr("keepset.core.observation._AT_ONCE", 1)
+    run(of_layers(recipe, list(apart)))
+    assert not torch.equal(together, random_caches())
+    assert torch.equal(together, apart)
+
+
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("recipe", RECIPES[:3])
+def test_entries_of_eight_bits_are_those_that_they_stand_for(recipe: str, kind: torch.dtype) -> None:
+    """Moved bit for bit; chosen as if a cache in float32 held what they mean, with each layer's own scales."""
+    scales = [(0.5, 0.25), (0.3, 2.0)]
+    stored = (random_caches() / 0.4).to(kind)
+    how = [EightBits(kind, torch.tensor(keys), torch.tensor(values), torch.float32) for keys, values in scales]
+    parts = [torch.tensor([keys, values]).repeat_interleave(DIM) for keys, values in scales]
+    factors = torch.stack(parts)
+    meant = stored.float() * factors[:, None, None, None]
+    held = stored.view(torch.uint8)
+    run(of_layers(recipe, list(held), eight_bits=how))
+    run(of_layers(recipe, list(meant)))
+    assert not torch.equal(held, (random_caches() / 0.4).to(kind).view(torch.uint8))
+    assert torch.equal(held.view(kind).float() * factors[:, None, None, None], meant)
+
+
+def test_sums_are_a_requests_own_only_where_its_pages_are_anothers_too() -> None:
+    """Of three prompts whose windows open in one step two begin alike, and the third has a later page of the first."""
+    group, queue = of_layers("snapkv(window=8, keep=15)", list(random_caches())), EventQueue(FreedBlocks())
+    batch = batch_of([(53, 0, 53)] * 3, WIDTH, BLOCK)
+    apart = queue.plan(group, batch)
+    assert apart.added_now and not any(addition.owners for addition in apart.added_now)
+    draw = torch.randn(LAYERS, 159, HEADS * GROUP, DIM, generator=torch.Generator().manual_seed(5))
+    group.record(range(LAYERS), apart, draw)
+    assert group._own.nbytes == 0
+    queue.run()
+    batch = batch_of([(53, 0, 53)] * 3, WIDTH, BLOCK)
+    batch.block_table[1, 0] = batch.block_table[0, 0]
+    batch.block_table[2, 5] = batch.block_table[0, 5]
+    shared = queue.plan(group, batch)
+    assert [len(addition.owners) for addition in shared.added_now] == [0, 1, 1]
+    group.record(range(LAYERS), shared, draw)
+    assert group._own.nbytes > 0
+    queue.run()
+    assert group._own.nbytes == 0
+
+
+MIB = 2**20
+LONG, SIZE, KV_HEADS, HEAD_DIM = 131072, 16, 8, 128
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        *("snapkv(keep=0.25)", "knorm(keep=0.25)", "keydiff(keep=0.5)", "adakv(snapkv, keep=0.25)"),
+        *("tova(keep=0.25)", "streaming_llm(keep=0.5)", "chunkkv(snapkv, keep=0.25)"),
+    ],
+)
+def test_a_prompt_of_131072_tokens(recipe: str) -> None:
+    """A layer of an 8B model, whose keys and values of it weigh 512 MiB: no more than two thirds of 256 MiB besides.
+
+    Queries of 64 requests take the last third (`test_bytes`).
+    """
+    blocks = LONG // SIZE
+    few = torch.randn(64, KV_HEADS, SIZE, 2 * HEAD_DIM, generator=torch.Generator().manual_seed(1)).bfloat16()
+    group = of_layers(recipe, [few.repeat(blocks // 64, 1, 1, 1)], group=4)
+    _ = group.columns
+    queue, request = EventQueue(FreedBlocks()), [(LONG, LONG - 64, LONG)]
+    plan = queue.plan(group, batch_of(request, blocks, SIZE))
+    queries = torch.randn(1, 64, KV_HEADS * 4, HEAD_DIM).bfloat16()
+    with Peak() as peak:
+        if plan.records:
+            group.record(range(1), plan, queries)
+        queue.run()
+    # Where heads differ all that stays is out of the pages at a time: here an eighth of a gigabyte.
+    most = 176 if recipe.startswith("adakv") else 160
+    assert plan.events and 0 < peak.nbytes < most * MIB, peak.nbytes / MIB
