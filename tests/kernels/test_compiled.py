@@ -96,7 +96,8 @@ KERNELS = [
     *(
         (
             paged._attend_pages,
-            dict(queries=f"*{of}", cache=f"*{of}", bias="*fp32", output="*fp32", lse="*fp32", scaling="fp32", **PAGES),
+            dict(queries=f"*{of}", cache=f"*{of}", caches="*i64", bias="*fp32", output="*fp32", lse="*fp32",
+                 scaling="fp32", **PAGES),
             dict(GROUP=4, ROWS=16, BLOCK=64, LEAST_PART=256, BIASED=True, SPLIT=True, **PAGED, **HEAD),
         )
         for of in ("bf16", "fp32")

@@ -45,7 +45,7 @@ def test_it_is_the_reference(name: str, engines: dict[str, Result], tiny_oracle:
 
 
 def test_it_shares_prefixes_and_preempts(engines: dict[str, Result]) -> None:
-    assert engines["sharing"].cached == [0, 96, 160]
+    assert engines["sharing"].cached == [0, 96, 160, 160]
     assert engines["turmoil"].preemptions[:3] == [2, 2, 2]
 
 

@@ -64,6 +64,7 @@ SHARING = [
     Ask(IDS[0:200], 40),
     Ask(IDS[0:150] + IDS[1000:1010], 30, add=10),
     Ask(IDS[0:200], 30, add=20),
+    Ask(IDS[0:260], 10, add=22),  # which could have more of the first's pages, had nothing been written to them
 ]
 ALONE = [Ask(IDS[:200], 100)]
 
@@ -156,8 +157,8 @@ def test_a_pool_that_is_too_small_for_all(engines: dict[str, Result]) -> None:
 
 
 def test_prefixes_are_shared_as_far_as_nothing_writes_to_them(engines: dict[str, Result]) -> None:
-    assert engines["sharing"].cached == [0, 96, 160]
-    assert engines["whole prompts"].cached == [0, 0, 0]  # of shared pages it would not see the queries
+    assert engines["sharing"].cached == [0, 96, 160, 160]
+    assert engines["whole prompts"].cached == [0, 0, 0, 0]  # of shared pages it would not see the queries
     assert engines["sharing"].events[0][0]["step"] < engines["sharing"].log[1][0][0]
 
 

@@ -50,7 +50,7 @@ def all_queries(name: str, lengths: tuple[int, ...], rotated: bool) -> list[Tens
     return [torch.cat(layer, 1) for layer in zip(*runs, strict=True)]
 
 
-@pytest.mark.parametrize("name", ["llama", "llama_mha", "llama_mqa", "llama_odd_head"])
+@pytest.mark.parametrize("name", ["llama", "llama_mha", "llama_mqa", "llama_odd_head", "llama_yarn"])
 def test_moments_are_those_of_all_queries_before_rotation(name: str) -> None:
     statistics = measure(tiny(name), corpus(40, 23, 17))
     for layer, rows in zip(statistics.layers.values(), all_queries(name, (40, 23, 17), False), strict=True):
