@@ -43,7 +43,7 @@ def test_table_is_text(terminal: io.StringIO) -> None:
     )  # fmt: skip
     full = dict(kv_bytes=2, nll=1.0, prefill_seconds=1.0, decode_tokens_per_second=4.0, answer=EVIL, needle_found=True)
     rows = [Measurement(f"a({EVIL})", f"a({EVIL})", **figures), Measurement(f"b({EVIL})", "b", error=f"No {EVIL}.")]
-    print_table(Comparison(EVIL, 8, 4, full, Needle("", EVIL, "yes"), rows))
+    print_table(Comparison(EVIL, 8, 4, full, Needle("", EVIL, "yes"), rows), f"So it is: {EVIL}.")
     shown = terminal.getvalue()
     assert "\x1b" not in shown and "\x07" not in shown and "\r" not in shown
     lines = [line.rstrip() for line in shown.splitlines()]
@@ -52,6 +52,7 @@ def test_table_is_text(terminal: io.StringIO) -> None:
     assert f"Full cache answers: {HARMLESS}" in lines
     assert any(line.startswith(f"  a({HARMLESS})") for line in lines)
     assert f"b({HARMLESS}): No {HARMLESS}." in lines
+    assert f"So it is: {HARMLESS}." in lines
 
 
 def test_streamed_text_is_text(run: Run, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,12 +179,12 @@ def check(pair: Pair, expected: dict[str, Tensor]) -> None:
             assert torch.equal(run.view(packed.keys)[i], expected["keys"][batch, head, held])
             assert torch.equal(run.view(packed.values)[i], expected["values"][batch, head, held])
             assert torch.equal(run.view(packed.positions)[i], expected["positions"][batch, head, held])
-            # What kernels are told is the same.
+            # What kernels are told is the same; there are neither biases nor scales.
             *addresses, count = table.there[:, run.first + i].tolist()
             assert count + table.grown == run.count
             columns_of = (packed.keys, packed.values, packed.positions)
             if count + table.grown:
-                assert addresses == [*(run.view(column)[i].data_ptr() for column in columns_of), 0]
+                assert addresses == [*(run.view(column)[i].data_ptr() for column in columns_of), 0, 0, 0]
 
     assert store.nbytes == sum(column.untyped_storage().nbytes() for column in store._columns.values())
 

@@ -136,7 +136,9 @@ def test_figures_of_the_full_cache() -> None:
 def test_keeping_all_costs_nothing(architecture: str) -> None:
     for row in comparer(ALL, architecture).run(grid(ALL, [])):
         assert row.keep == 1.0
-        assert abs(row.kl) < 1e-6 and abs(row.nll_delta) < 1e-5 and row.top1 == 1
+        rounded = row.method.startswith("int8")
+        assert abs(row.kl) < (1e-3 if rounded else 1e-6) and abs(row.nll_delta) < (1e-2 if rounded else 1e-5)
+        assert rounded or row.top1 == 1
 
 
 def test_seconds_are_those_of_what_a_recipe_needs() -> None:

@@ -21,8 +21,6 @@ pytest.importorskip("datasets", reason='pip install "keepset[eval]"')
 
 import datasets
 
-from keepset.bench.tasks import hub
-
 ASK = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 
 
@@ -176,7 +174,7 @@ def test_missing_fields_are_one_sentence(tmp_path: Path, name: str, item: dict[s
 
 
 def test_without_file_and_hub_it_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "_answers", lambda: False)
+    monkeypatch.setattr("keepset.hub.answers", lambda: False)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
     monkeypatch.setitem(reasoning._SOURCES, "gsm8k", ("no-owner/no-data", "main", "test", 1024))
     [made] = find(["gsm8k"], Settings(data=tmp_path))
