@@ -85,7 +85,7 @@ class Received(NamedTuple):
         scaling: of the logits.
         largest: of the logits of a group the largest counts, as if its heads were one.
         bias: of each slot, added to the logits of entries that were kept.
-        positions: of each slot that was kept, whole numbers bit for bit; None where queries see all of these.
+        positions: of each slot that was kept, whole numbers bit for bit; None where queries are newer than all of these.
         own: the column has so many places for each head instead, for its entries in their order; 0: it has slots.
     """
 
@@ -170,11 +170,10 @@ def _add_received_of_layer(
     slots = (tables[..., None] * size + torch.arange(size, device=place.device)).flatten(-2)
     slots = (layer * of_layer + slots) % column.numel()
     there, kept = place < counts[..., None], place < entries.kept[:, 0, :, None]
-    # What came since the event before is whole: each entry lies as far behind its position as were dropped.
+    # What came since the event before is whole: each entry lies as far behind its position as were dropped. What was
+    # kept is older than every query, and so it is where it is taken to lie just before.
     positions = place + (entries.lengths[:, None] - counts)[..., None]
-    if received.positions is None:
-        positions = positions.masked_fill(kept, 0)  # wherever they come from, all see them
-    else:
+    if received.positions is not None:
         positions = received.positions.view(-1)[slots].view(torch.int32).long().where(kept, positions)
     biases = None if received.bias is None else received.bias.view(-1)[slots].where(kept, 0)
     written = place < (counts - received.unwritten[:, None])[..., None]

@@ -54,8 +54,8 @@ def expected(case: Case, queries: Tensor, received: Received, unwritten: list[in
             for n in range(queries.shape[2]):
                 last = int(received.last_visible[r, n])
                 seen = [i for i, (_, position) in enumerate(slots) if position <= last]
-                if received.positions is None and last >= 0:
-                    seen = sorted({*seen, *range(kept)})
+                if received.positions is None:  # what was kept lies just before what came since
+                    seen = [i for i in range(len(slots)) if i + row.length - len(slots) <= last]
                 logits = []
                 for member in range(head * group, head * group + group):
                     of_member = []

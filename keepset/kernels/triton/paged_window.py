@@ -130,8 +130,8 @@ def _logits(
     keys = tl.load(addresses + holder).to(kind.dtype) + at
     k = tl.load(keys[None, :] + dims[:, None], mask=stored[None, :] & (dims < HEAD_DIM)[:, None], other=0.0)
     slot = holder.to(tl.int64) * slot_layer + (of_page * HEADS + number % HEADS) * SIZE + entry % SIZE
-    # What came since the event before is whole; what was kept, all see, wherever it comes from.
-    position = tl.where(entry < packed, 0, entry + length - entries)
+    # What came since the event before is whole; what was kept is taken to lie just before.
+    position = entry + length - entries
     if PLACED:
         known = entry < tl.minimum(packed, entries)
         bits = tl.load(positions + slot, mask=known, other=0.0).to(tl.int32, bitcast=True)
