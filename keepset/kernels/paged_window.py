@@ -85,7 +85,7 @@ class Received(NamedTuple):
         scaling: of the logits.
         largest: of the logits of a group the largest counts, as if its heads were one.
         bias: of each slot, added to the logits of entries that were kept.
-        positions: of each slot that was kept, whole numbers bit for bit; None where queries are newer than all of these.
+        positions: of each slot that was kept, whole numbers bit for bit; None where queries are newer than all.
         own: the column has so many places for each head instead, for its entries in their order; 0: it has slots.
     """
 
