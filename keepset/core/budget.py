@@ -12,6 +12,7 @@ from torch import Tensor
 from keepset.core.observation import Observation
 from keepset.core.shapes import Mask, Quotas
 from keepset.errors import BudgetError
+from keepset.kernels.dispatch import upload
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +92,7 @@ class Budget:
         first, newest = self.first(observation), observation.lengths.clamp(max=self.recent)
         if not self.protect:
             return first + newest
-        begins, ends = torch.tensor(self.protect, device=first.device).unbind(1)
+        begins, ends = upload(self.protect, first.device).unbind(1)
         until = (observation.lengths - newest)[:, None].minimum(ends)
         return first + newest + (until - begins.maximum(first[:, None])).clamp(min=0).sum(-1)
 
@@ -107,7 +108,7 @@ class Budget:
         first = observation.positions < self.first(observation)[:, None, None]
         if not self.protect:
             return first
-        bounds = torch.tensor(self.protect, device=first.device).flatten()
+        bounds = upload(self.protect, first.device).flatten()
         return first | (torch.searchsorted(bounds, observation.positions.contiguous(), right=True) % 2 == 1)
 
     def is_recent(self, observation: Observation) -> Mask:

@@ -186,7 +186,7 @@ class CapturePlanner:
             return [], {}
         size, table = self._schedule.block_size, batch.block_table
         places = [(one.row, max(one.before - 1, 0) // size, (one.after - 1) // size) for one, _ in recorded]
-        opening = {one.row: self._may_share(one) for one, _ in recorded if self._may_share(one)}
+        opening = {one.row: leading for one, _ in recorded if (leading := self._may_share(one))}
         row, old, new = batch.tensor(places).unbind(1)
         pages = torch.stack((table[row, old], table[row, new]), 1).flatten()
         if opening:
