@@ -83,6 +83,8 @@ def test_entries_do_not_drift_from_event_to_event(inner: str) -> None:
         sequences = torch.cat([output.sequences, newest.expand(-1, 1)], 1)
         output = generate(tiny("llama"), sequences, cache, max_new_tokens=8)
     assert len(cache.events) >= 3
+    # The first event finds them whole.
+    assert [event.nbytes_before // event.entries for event in cache.events] == [128] + [40] * (len(cache.events) - 1)
     (first, first_exists), (last, last_exists) = held[0], held[-1]
     shared = 0
     for head in range(2):
