@@ -91,7 +91,20 @@ def test_table_with_facts(run: Run) -> None:
     assert first.startswith(f"{MODEL}, keep=64: 16 pieces of ") and first.endswith(" tokens, 16 after each.")
     # What a random model says is hardly ever a fact.
     assert second.startswith("Found of 4 facts in each piece by the full cache: 0% (0%..")
-    assert header.split() == ["recipe", "pieces", "kept", "MB", "KL", "95", "%", "top-1", "prefill", "found", "95", "%"]
+    assert header.split() == [
+        "recipe",
+        "pieces",
+        "MB",
+        "bytes",
+        "KL",
+        "95",
+        "%",
+        "top-1",
+        "prefill",
+        "found",
+        "95",
+        "%",
+    ]
     assert [row.split()[1] for row in rows[:3]] == ["16"] * 3
     assert {row.split()[0] for row in rows[:3]} == {"streaming_llm(keep=64)", "tova(keep=64)", "knorm(keep=64)"}
     assert "There is no file 'absent'" in rows[3]
