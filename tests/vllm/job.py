@@ -202,11 +202,8 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
         engine.abort_request([str(index) for index, one in enumerate(requests) if one["abort"] == step])
         if step in scenario["preempt"]:
             assert watch is not None and watch.scheduler.reset_prefix_cache(reset_running_requests=True)
-        if core is None and not engine.has_unfinished_requests():
-            time.sleep(0.01)  # an engine that is elsewhere answers only those who have asked
-        else:
-            for output in engine.step():
-                outputs[number(output.request_id)] = output
+        for output in step_of(engine, core is not None):
+            outputs[number(output.request_id)] = output
         step += 1
     if watch is not None:
         run_events()
@@ -228,6 +225,14 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
     envs.disable_envs_cache()
     gc.collect()
     return result
+
+
+def step_of(engine: Any, is_here: bool) -> Any:
+    """The outputs of an engine's step; one that is elsewhere answers only those who have asked."""
+    if is_here or engine.has_unfinished_requests():
+        return engine.step()
+    time.sleep(0.01)
+    return ()
 
 
 @torch.inference_mode()
