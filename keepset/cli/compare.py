@@ -88,10 +88,11 @@ def compare(
     json_file: Json = None,
     html: Html = None,
 ) -> None:
-    """Measure what recipes cost and what they keep: fidelity to the full cache, and bytes; best first.
+    """Compare recipes: the memory they take, and what they lose.
 
-    One prefill serves all recipes. With no text of your own an essay is used, with a fact hidden in it and a
-    question that is asked after compression. With --decode nothing is asked: a long text is followed token by token.
+    Best first, beside the full cache. One prefill serves all recipes. With no text of your own an essay is used, with a
+    fact hidden in it and a question that is asked after compression. With --decode nothing is asked: a long text is
+    followed token by token.
     """
     from keepset.recipe import Recipe
 

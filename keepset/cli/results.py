@@ -47,9 +47,10 @@ def results(
     latex: Annotated[Path | None, Option(help="Write the scores as LaTeX tables to this file.")] = None,
     json_file: Json = None,
 ) -> None:
-    """Show what recipes are worth on benchmarks: scores with intervals, differences, bytes, areas under curves.
+    """Show what keepset eval has measured.
 
-    Differences are over the examples that both recipes were run on. Intervals are of 95 %, over examples.
+    Scores with intervals, differences, bytes, areas under curves. Differences are over the examples that both recipes
+    were run on. Intervals are of 95 %, over examples.
     """
     from keepset.bench.analysis.export import to_csv, to_latex
     from keepset.bench.analysis.summary import split, summarise

@@ -46,11 +46,12 @@ def tune(
     json_file: Json = None,
     html: Html = None,
 ) -> None:
-    """Find the recipe for your text: all methods, and what the best of them compose to, under one budget.
+    """Find the recipe that suits your text.
 
-    The text is cut into pieces. All recipes are measured on few of them, the better half on twice as many, and so on:
-    fidelity to the full cache over the text that follows and, with --retrieval, facts that are found after the text was
-    compressed. What the intervals over pieces cannot tell apart is said to be tied.
+    All methods compete under one budget, and what the best of them compose to. The text is cut into pieces. All recipes
+    are measured on few of them, the better half on twice as many, and so on: fidelity to the full cache over the text
+    that follows and, with --retrieval, facts that are found after the text was compressed. What the intervals over
+    pieces cannot tell apart is said to be tied.
     """
     budgets = parse_budgets(keep)
     if len(budgets) > 1:

@@ -42,7 +42,7 @@ def check_model(folder: str) -> None:
     weights = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
     if not torch.accelerator.is_available() and weights > _memory():
         raise KeepsetError(
-            f"The weights in {folder!r} take {weights / 1e9:.1f} GB, and {_memory() / 1e9:.1f} GB of memory are free: "
+            f"The weights in {folder!r} take {weights / 1e6:.0f} MB, and {_memory() / 1e6:.0f} MB of memory are free: "
             "free some, or serve a smaller model."
         )
 
@@ -68,7 +68,8 @@ def be_sparing(options: Sequence[str]) -> str | None:
         return None
     space = max(1, min(_MOST_GIB, int(_memory() / 4 / _GIB)))
     os.environ[_POOL] = str(space)
-    return f"The KV cache gets {space} GiB of memory; the environment variable {_POOL} says another number."
+    megabytes = space * _GIB / 1e6
+    return f"The KV cache gets {megabytes:.0f} MB; the environment variable {_POOL} asks for more, in GiB."
 
 
 def _memory() -> int:
