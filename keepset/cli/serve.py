@@ -42,7 +42,7 @@ def serve(
     parsed = None if recipe is None else Recipe.parse(recipe).require_budget()
     model, options = split(words or [])
     check_installed(parsed, contexts)
-    check_recipe(parsed)
+    check_recipe(parsed, folder(model))
     line = command(model, parsed, options, contexts=contexts, save_bytes=save_bytes)
     check_model(folder(model))
     check_port(options)
