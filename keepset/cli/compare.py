@@ -227,9 +227,9 @@ def print_table(comparison: Comparison, sentence: str) -> None:
         lines += [f"Asked after compression: {needle.question}", f"Full cache answers: {full['answer']}"]
     say("\n".join(lines))
     decoding = comparison.drift_tokens is not None
-    shares, more = ("KL", "top-1"), ("kept", *(["peak MB"] if decoding else []), "prefill")
+    shares, more = ("KL", "top-1"), ("bytes", *(["peak MB"] if decoding else []), "prefill")
     titles = ("MB", *more[:-1], *shares, more[-1], *(["found"] if needle is not None else []))
-    grid = table("recipe", numbers=titles, optional=("prefill", "kept", "peak MB"))
+    grid = table("recipe", numbers=titles, optional=("prefill", "peak MB", "MB"))
     grid.add_row("full cache", *_cells(titles, _of_full(comparison)))
     for rows in by_budget(comparison):
         keep = rows[0].requested
@@ -252,8 +252,8 @@ def _of_full(comparison: Comparison) -> Measurement:
     return Measurement(
         "full",
         "full",
-        keep=1.0,
         kv_bytes=full["kv_bytes"],
+        kv_bytes_full=full["kv_bytes"],
         kv_bytes_peak=full.get("kv_bytes_peak"),
         kl=0.0,
         top1=1.0,
@@ -266,7 +266,7 @@ def _of_full(comparison: Comparison) -> Measurement:
 def _cells(titles: Sequence[str], row: Measurement) -> list[str]:
     shown = {
         "MB": f"{(row.kv_bytes or 0) / 1e6:.1f}",
-        "kept": f"{row.keep:.1%}",
+        "bytes": f"{(row.kv_bytes or 0) / (row.kv_bytes_full or 1):.1%}",
         "peak MB": f"{(row.kv_bytes_peak or 0) / 1e6:.1f}",
         "KL": f"{row.kl:.3f}",
         "top-1": f"{row.top1:.0%}",

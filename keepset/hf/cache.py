@@ -264,7 +264,7 @@ class Cache(PromptCache):
         parts = self._unfinished.setdefault(length, [])
         for group in [observations] if method.across_layers else [[observation] for observation in observations]:
             counts = [observation.count for observation in group]
-            nbytes = sum(count * each.entry_bytes for count, each in zip(counts, group, strict=True))
+            nbytes = sum(count * self._entry_bytes(each) for count, each in zip(counts, group, strict=True))
             start = time.perf_counter()
             keep_set = method.select_all(group, budget)
             for observation in group:
@@ -285,3 +285,7 @@ class Cache(PromptCache):
         self.events.append(event)
         if self.schedule.every is None:
             self.stop_watching()
+
+    def _entry_bytes(self, observation: Observation) -> int:
+        """Of an observed entry as it is stored, which after an event before may be in 8 bits."""
+        return (observation if self.keep_set is None else self.keep_set.layer(observation.layer)).entry_bytes
