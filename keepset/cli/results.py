@@ -78,8 +78,8 @@ def print_summary(summary: Summary) -> None:
     """The figures as tables; averages come last, where they are seen."""
     from rich.text import Text
 
-    figures = ("score (95 %)", "difference (95 %)", "kept", "bytes", "examples")
-    rows = table("", numbers=figures, optional=("examples", "kept", "difference (95 %)", "bytes"), fold=True)
+    figures = ("score (95%)", "difference (95%)", "kept", "bytes", "examples")
+    rows = table("", numbers=figures, optional=("examples", "kept", "difference (95%)", "bytes"), fold=True)
     for task, group in groupby((*summary.rows, *summary.averages), attrgetter("task")):
         of_task = list(group)
         cut = max(row.cut for row in of_task)
@@ -90,7 +90,8 @@ def print_summary(summary: Summary) -> None:
             rows.add_row(_named(row), *_cells(row))
     show(rows)
     few = min((row.examples for row in summary.rows), default=_FEW)
-    wide = f" {few} examples are few, so intervals are wide: let --limit take more." if few < _FEW else ""
+    counted = f"{few} example{'s' if few > 1 else ''}"
+    wide = f" Intervals over {counted} are wide: let --limit take more." if few < _FEW else ""
     say(f"Differences are to {summary.baseline}.{wide}")
     _print_events([*summary.rows, *summary.averages])
     _print_peaks([*summary.rows, *summary.averages])
@@ -98,7 +99,7 @@ def print_summary(summary: Summary) -> None:
         return
     tolerances = sorted({each.tolerance for trade in summary.trades for each in trade.reach})
     losses = [f"can go, loss {tolerance:.0%}" for tolerance in tolerances]
-    trades = table("", numbers=("area (95 %)", "from", *losses), optional=("from", *losses), fold=True)
+    trades = table("", numbers=("area (95%)", "from", *losses), optional=("from", *losses), fold=True)
     for task, of_recipes in groupby(summary.trades, attrgetter("task")):
         trades.add_row(cell(task, style="bold"))
         for trade in of_recipes:

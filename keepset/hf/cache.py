@@ -136,8 +136,10 @@ class Cache(PromptCache):
         stores = [layer.store for layer in self.kept_layers.values() if layer.store is not None]
         heads = sum(store.kv_heads * store.batch for store in stores)
         held = sum(store.entries for store in stores) / max(heads, 1)
-        nbytes = f"{self.nbytes / 1e6:.1f} MB of {self.nbytes_full / 1e6:.1f}"
-        return f"Cache({self.recipe}: {held:.0f} of {self.progress.logical} tokens, {nbytes})"
+        nbytes, beside = self.nbytes_entries, f"{(self.nbytes - self.nbytes_entries) / 1e6:.1f}"
+        share = f"{nbytes / 1e6:.1f} MB of {self.nbytes_full / 1e6:.1f}"
+        room = "" if beside == "0.0" else f", {beside} MB more for what comes"
+        return f"Cache({self.recipe}: {held:.0f} of {self.progress.logical} tokens, {share}{room})"
 
     @property
     def nbytes_entries(self) -> int:
