@@ -147,7 +147,8 @@ def _sweep(part: Sweep, source: Source, options: Options, path: Path, ray: bool)
 
     check_writable(path)
     asking = Asking(part.mode, part.chat, part.temperature, options.answer_tokens, part.alone)
-    swept = sweep_grid(path, asked, source, asking, ray, foretell)
+    # What an entry has recipes for is worth having without those that need a file.
+    swept = sweep_grid(path, asked, source, asking, ray, foretell, complete=False)
     say_lost(swept.lost)
     return measured(part, swept.cells, options.files), bool(swept.lost)
 
