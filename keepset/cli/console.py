@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import textwrap
 import time
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
@@ -65,19 +66,29 @@ def stderr() -> Console:
     return Console(stderr=True)
 
 
-def say(text: str, *, soft_wrap: bool = False, style: str | None = None) -> None:
-    """Prints a result as it is; lines are broken at words unless `soft_wrap` leaves that to the terminal."""
-    stdout().print(sanitize(text), style=style, markup=False, highlight=False, soft_wrap=soft_wrap)
+def say(text: str, *, style: str | None = None) -> None:
+    """Prints a result as it is."""
+    _print(stdout(), text, style)
 
 
-def show(*rendered: RenderableType, soft_wrap: bool = False) -> None:
+def show(*rendered: RenderableType) -> None:
     """Prints tables and texts with styles of their own, or an empty line."""
-    stdout().print(*rendered, soft_wrap=soft_wrap)
+    stdout().print(*rendered)
 
 
 def note(text: str) -> None:
     """Prints what is no result."""
-    stderr().print(sanitize(text), markup=False, highlight=False, soft_wrap=True)
+    _print(stderr(), text)
+
+
+def _print(console: Console, text: str, style: str | None = None) -> None:
+    """In a terminal lines are broken between words only; what programs read is not broken at all."""
+    text = sanitize(text)
+    if console.is_terminal:
+        fill = partial(textwrap.fill, width=console.width, break_long_words=False, break_on_hyphens=False)
+        lines = ((line, " " * (len(line) - len(line.lstrip()))) for line in text.split("\n"))
+        text = "\n".join(fill(line, subsequent_indent=indent) for line, indent in lines)
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def output(result: Any, json_file: Path | None, print_tables: Callable[[], None]) -> None:

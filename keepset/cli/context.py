@@ -74,7 +74,6 @@ def build(
     say(
         f"{out}: {ids.shape[1]} tokens under {parsed} in {seconds:.1f} s; {kept}; "
         f"the file has {megabytes(out.stat().st_size)}",
-        soft_wrap=True,
     )
     say_whole(parsed, ids.shape[1])
 

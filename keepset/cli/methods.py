@@ -77,7 +77,7 @@ def _print_one(entry: dict[str, Any], about: str) -> None:
         *([f"note: {entry['name']} {entry['advice']}"] if entry["advice"] else []),
         f'example: keepset generate "Sum it up." --text report.txt --recipe "{example}"',
     )
-    say("\n" + "\n".join(facts), soft_wrap=True)
+    say("\n" + "\n".join(facts))
 
 
 def _word(true: bool) -> str:

@@ -130,6 +130,15 @@ def test_a_server_that_runs_already(run: Run, fake: Fake) -> None:
     assert len(fake.asked) == 7 and fake.most <= 2
 
 
+def test_two_servers_that_run_already(run: Run, fake: Fake) -> None:
+    urls = ("--url", fake.url, "--url", fake.url.replace("127.0.0.1", "localhost"))
+    done = run("bench", "serve", *urls, *SIZES)
+    assert (done.code, done.err) == (0, "")
+    assert " ratio" in done.out and "localhost:" in done.out and len(fake.asked) == 14
+    done = run("bench", "serve", *urls, *urls[:2], *SIZES)
+    assert done.code == 2 and "--url is given once, or twice for two servers" in done.err
+
+
 @pytest.mark.full
 def test_failed_requests_are_shown(run: Run, servers: list[list[str]], tmp_path: Path) -> None:
     done = run(*BENCH, "--json", "a.json", "--", "--fail")
