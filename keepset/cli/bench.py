@@ -63,11 +63,11 @@ def serve(
     json_file: Json = None,
     html: Html = None,
 ) -> None:
-    """Compare a recipe with plain vLLM under load: throughput, latencies, requests at once, preemptions.
+    """Compare a recipe with plain vLLM under load.
 
-    Starts a server without the recipe, sends it requests, stops it; then the same with the recipe. Requests are
-    streamed, as many at once as --concurrency allows, and each has a text of its own. With --contexts the second server
-    has the texts as saved contexts, which are built before.
+    Throughput, latencies, requests at once, preemptions. Starts a server without the recipe, sends it requests, stops
+    it; then the same with the recipe. Requests are streamed, as many at once as --concurrency allows, and each has a
+    text of its own. With --contexts the second server has the texts as saved contexts, which are built before.
     """
     from keepset.bench.report.serving import render
     from keepset.recipe import Recipe
@@ -134,7 +134,7 @@ def _prepare(model: str | None, recipe: Recipe | None, options: list[str], load:
     from keepset.serving.command import check_installed, folder
 
     check_installed(recipe)
-    check_recipe(recipe)
+    check_recipe(recipe, folder(model))
     check_model(folder(model))
     rounds = f", {load.rounds} times" if load.rounds > 1 else ""
     note(

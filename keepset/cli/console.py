@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
@@ -30,11 +31,28 @@ _LONG = 20
 """Seconds of work that are worth a note."""
 
 
+_STARTING = "loading..."
+
+
+def say_starting() -> None:
+    """Says on a terminal that something is under way: torch takes seconds to import. What comes next replaces it."""
+    if sys.stderr.isatty():
+        print(_STARTING, end="\r", file=sys.stderr, flush=True)
+
+
+@cache
+def unsay_starting() -> None:
+    """Blanks what `say_starting` wrote, once, before anything else is printed."""
+    if sys.stderr.isatty():
+        print(" " * len(_STARTING), end="\r", file=sys.stderr, flush=True)
+
+
 @cache
 def stdout() -> Console:
     """Where results go; made on first use, because loading rich would slow down every start."""
     from rich.console import Console
 
+    unsay_starting()
     return Console()
 
 
@@ -43,6 +61,7 @@ def stderr() -> Console:
     """Where progress and notes go."""
     from rich.console import Console
 
+    unsay_starting()
     return Console(stderr=True)
 
 

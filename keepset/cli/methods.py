@@ -20,7 +20,10 @@ def methods(
     ] = None,
     json_file: Json = None,
 ) -> None:
-    """List the methods: what they keep and what it takes; of one its parameters, ranges, paper and an example."""
+    """List the methods, or say more of one.
+
+    What they keep and what it takes; of one its parameters with their ranges, its paper and an example.
+    """
     check_writable(json_file)
 
     from keepset.registry import METHODS, catalogue, find

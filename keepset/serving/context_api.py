@@ -82,7 +82,7 @@ class _Contexts:
                 wishes = self._wishes(scope, request)
                 context = await asyncio.to_thread(self._checked, scope, wishes)
                 if context is not None and self._library is not None:
-                    for prompt in await self._prompts(scope, request):
+                    for prompt in await self._prompts(scope, receive, request):
                         self._library.question(context, prompt)
             except KeepsetError as error:
                 what = {"message": str(error), "type": "BadRequestError", "param": KEY, "code": 400}
@@ -124,7 +124,7 @@ class _Contexts:
             wishes.recipe(recipe_of(config) if is_compressed(config) else None)
         return None
 
-    async def _prompts(self, scope: Scope, request: dict[str, Any]) -> list[list[int]]:
+    async def _prompts(self, scope: Scope, receive: Receive, request: dict[str, Any]) -> list[list[int]]:
         """A request's prompts as the tokens that the server makes of them, so far as it says so."""
         given = request.get("prompt")
         if "messages" in request:
@@ -136,15 +136,12 @@ class _Contexts:
         else:
             some: dict[str, Any] = {name: request[name] for name in ("model", "add_special_tokens") if name in request}
             texts = [{**some, "prompt": text} for text in (given if isinstance(given, list) else [given])]
-        tokens = [await self._tokens(scope, text) for text in texts]
+        tokens = [await self._tokens(scope, receive, text) for text in texts]
         return [prompt for prompt in tokens if prompt is not None]
 
-    async def _tokens(self, scope: Scope, request: dict[str, Any]) -> list[int] | None:
+    async def _tokens(self, scope: Scope, receive: Receive, request: dict[str, Any]) -> list[int] | None:
         """Of one prompt, from the server's own address for that; None where it refuses it, as it then will again."""
         body, answer = json.dumps(request).encode(), b""
-
-        async def receive() -> dict[str, Any]:
-            return {"type": "http.request", "body": body, "more_body": False}
 
         async def send(message: dict[str, Any]) -> None:
             nonlocal answer
@@ -152,7 +149,7 @@ class _Contexts:
 
         path = scope.get("root_path", "") + "/tokenize"
         place = {"path": path, "raw_path": path.encode(), "headers": _sized(scope["headers"], body)}
-        await self._app({**scope, **place}, receive, send)
+        await self._app({**scope, **place}, _repeated(body, receive), send)
         try:
             tokens = json.loads(answer).get("tokens")
         except (ValueError, AttributeError):
@@ -193,7 +190,7 @@ def _sized(headers: Sequence[tuple[bytes, bytes]], body: bytes) -> list[tuple[by
 
 
 def _repeated(body: bytes, receive: Receive) -> Receive:
-    """What is received, once the body has been."""
+    """Receives this body, and then what else comes, which is that the client has gone: vLLM waits for that."""
     told = False
 
     async def again() -> dict[str, Any]:

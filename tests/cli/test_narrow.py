@@ -116,6 +116,12 @@ def test_no_name_is_broken_of_a_load(printed: Printed) -> None:
     printed.check()
 
 
+def test_the_list_of_commands_cuts_no_sentence(run: Run) -> None:
+    for words in ((), ("context",), ("bench",), ("diagnose",)):
+        shown = run(*words, "--help").out
+        assert not re.search(r"\w\.\.\.$", shown, re.M) and max(map(len, shown.splitlines())) <= COLUMNS
+
+
 def test_a_broken_name_is_noticed(printed: Printed) -> None:
     output: Callable[..., None] = printed.print
     output("x" * 70 + " expected_attention_over_all")

@@ -57,7 +57,7 @@ def tiny_and_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tie_word_embeddings=True,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
-    for file in embedded_folder().glob("tokenizer*"):
+    for file in (*embedded_folder().glob("tokenizer*"), *embedded_folder().glob("chat_template*")):
         shutil.copy(file, folder)
     return folder
 

@@ -257,6 +257,8 @@ def test_recipe_in_the_table_shows_what_it_kept(page: Any) -> None:
 def test_token_under_pointer_and_keys(page: Any) -> None:
     mask = masks()[0]
     assert mask is not None
+    for control, choice in (("#recipe", "0"), ("#layer", "all"), ("#head", "all")):
+        page.select_option(control, choice)
     index = TOKENS.index(EVIL)
     page.locator("#text span").nth(index).hover()
     count = int(mask[:, :, index].sum())
