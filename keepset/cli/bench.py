@@ -189,10 +189,10 @@ def _measure(
 
     if running:
         names = ["server"] if len(urls) == 1 else [urlsplit(url).netloc for url in urls]
-        each = [under_load(name, url, model) for name, url, model in zip(names, urls, running, strict=True)]
+        measured = [under_load(*server) for server in zip(names, urls, running, strict=True)]
+        nothing = {"recipe": None, "command": None}
         return running[0].name, [
-            {"name": name, "recipe": None, "command": None, **figures}
-            for name, figures in zip(names, each, strict=True)
+            {"name": name, **nothing, **of_server} for name, of_server in zip(names, measured, strict=True)
         ]
     servers = []
     with TemporaryDirectory(prefix="keepset-contexts-") as place:

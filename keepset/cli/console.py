@@ -71,6 +71,12 @@ def say(text: str, *, style: str | None = None) -> None:
     _print(stdout(), text, style)
 
 
+def explain(text: str) -> None:
+    """Says what words in a table mean, where a person reads it."""
+    if stdout().is_terminal:
+        say(text, style="dim")
+
+
 def show(*rendered: RenderableType) -> None:
     """Prints tables and texts with styles of their own, or an empty line."""
     stdout().print(*rendered)
