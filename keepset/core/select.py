@@ -110,6 +110,4 @@ class Ranking:
             mask: of the entries that stay.
             **state: numbers per entry that are new or have changed.
         """
-        layer, kept = self.observation.layer, mask & self.observation.valid
-        state = {**self.state, **state}
-        return LayerKeepSet.from_mask(layer, kept, self.observation.positions, self.observation.entry_bytes, state)
+        return self.observation.kept(mask, {**self.state, **state})
