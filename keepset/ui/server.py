@@ -17,6 +17,7 @@ from string import Template
 from typing import Any
 
 from keepset.bench.report.page import asset, script_json
+from keepset.core.nan_scores import nan_scores_refused
 from keepset.errors import KeepsetError
 from keepset.ui.playground import Playground, Wish
 
@@ -94,7 +95,8 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             self._head(200, "text/event-stream; charset=utf-8")
             try:
-                self.server.playground.run(wish, self._send)
+                with nan_scores_refused():
+                    self.server.playground.run(wish, self._send)
             except KeepsetError as error:
                 self._send({"error": str(error)})
         finally:
