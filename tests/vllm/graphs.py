@@ -147,17 +147,13 @@ def use(backend: str | None) -> None:
         compilation.post_init_cudagraph_sizes()
 
     CpuPlatform.check_and_update_config = classmethod(checked)
-    places: list[tuple[Any, str]] = [
-        (flash_attn, "_FA4_DENSE_ATTENTION_KERNEL"),
-        (flash_attn, "reshape_and_cache_flash"),
-        (triton_attn, "unified_attention"),
-        (triton_attn, "triton_reshape_and_cache_flash"),
-        (attention, "append_to_pages"),
-        (attention, "paged_attention"),
-    ]
+    places: list[tuple[Any, str]] = [(attention, "append_to_pages"), (attention, "paged_attention")]
     if backend == "FLASHINFER":
-        from vllm.v1.attention.backends import flashinfer
+        from vllm.v1.attention.backends import flashinfer  # not even there to be imported, if it is not pretended
 
         places += [(kernels.Wrapper, "run"), (flashinfer.FlashInferImpl, "do_kv_cache_update")]
+    else:
+        places += [(flash_attn, "_FA4_DENSE_ATTENTION_KERNEL"), (flash_attn, "reshape_and_cache_flash")]
+        places += [(triton_attn, "unified_attention"), (triton_attn, "triton_reshape_and_cache_flash")]
     for module, name in places:
         setattr(module, name, _noted(getattr(module, name)))
