@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import keepset
 from tests.vllm.compared import result
@@ -268,3 +268,23 @@ def test_preemption_eviction_and_processes(
         assert engine.tokens[2] and len(engine.tokens[2]) < 60 and not engine.tokens[3]
     if name == "crowd":
         assert min(step["free"] for step in engine.steps) < 5 and any(step["waiting"] for step in engine.steps)
+
+
+@pytest.mark.full
+@torch.no_grad()
+def test_ranks_that_share_the_heads(tmp_path: Path) -> None:
+    """Each of three has one head, of every kind of context at once, with preemption and with reloads."""
+    tiny, folder = tmp_path / "tiny", tmp_path / "contexts"
+    folder.mkdir()
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**(TINY.to_dict() | {"num_attention_heads": 6, "num_key_value_heads": 3})))
+    model.eval().save_pretrained(tiny)
+    for name, (recipe, tokens) in CONTEXTS.items():
+        write(folder, model, name, recipe, tokens)
+    engine = {"tensor_parallel_size": 3, "num_gpu_blocks_override": 40}
+    scenarios = [scenario(tiny, folder, some, (12, 33), engine=engine) for some in (EACH, TURMOIL)]
+    answers = raw(*scenarios, env={"VLLM_CPU_OMP_THREADS_BIND": "nobind"})
+    for some, answer in zip((EACH, TURMOIL), answers, strict=True):
+        engine_result = result({"": answer}, "")
+        check(model, folder, some, engine_result)
+        assert sum(engine_result.preemptions) > 0
