@@ -125,6 +125,7 @@ def others(tiny: Path, folders: dict[str, Path], chats: dict[str, Chat]) -> dict
         name: scenario(tiny, folders[name], RECIPES[kind(name)], chats[kind(name)].asks, **more.get(name, {}))
         for name in names
     }
+    scenarios["restart"] = scenario(tiny, folders["ragged"], RECIPES["ragged"], chats["ragged"].asks[7:9])
     ahead = scenarios.pop("ahead")
     answers = raw(*scenarios.values(), env={"VLLM_CPU_OMP_THREADS_BIND": "nobind"})
     return dict(zip(scenarios, answers, strict=True)) | {"ahead": raw(ahead)[0]}
@@ -188,3 +189,10 @@ def test_under_any_recipe(
     name: str, others: dict[str, Any], chats: dict[str, Chat], folders: dict[str, Path], tiny_model: PreTrainedModel
 ) -> None:
     check(result(others, name), chats[kind(name)], folders[name], tiny_model, kind(name))
+
+
+@pytest.mark.full
+def test_what_was_saved_is_there_after_a_restart(others: dict[str, Any]) -> None:
+    before, after = result(others, "ragged"), result(others, "restart")
+    assert after.tokens == before.tokens[7:9] and after.cached == before.cached[7:9]
+    after.check_nothing_left()
