@@ -134,7 +134,7 @@ def _prepare(model: str | None, recipe: Recipe | None, options: list[str], load:
     from keepset.serving.command import check_installed, folder
 
     check_installed(recipe)
-    check_recipe(recipe)
+    check_recipe(None if load.question_tokens else recipe)  # of documents files are made, by whatever recipe
     check_model(folder(model))
     rounds = f", {load.rounds} times" if load.rounds > 1 else ""
     note(

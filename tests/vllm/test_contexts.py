@@ -279,7 +279,8 @@ def test_ranks_that_share_the_heads(tmp_path: Path) -> None:
     tiny, folder = tmp_path / "tiny", tmp_path / "contexts"
     folder.mkdir()
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**(TINY.to_dict() | {"num_attention_heads": 6, "num_key_value_heads": 3})))
+    shape = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96, "vocab_size": 576}
+    model = LlamaForCausalLM(LlamaConfig(**(TINY.to_dict() | shape)))
     model.eval().save_pretrained(tiny)
     for name, (recipe, tokens) in CONTEXTS.items():
         write(folder, model, name, recipe, tokens)
