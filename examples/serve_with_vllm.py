@@ -3,7 +3,7 @@
 In another terminal, with the small embedded model or a MODEL of yours before the options:
 
     pip install "keepset[vllm]" openai
-    keepset serve --recipe "snapkv(keep=128, every=64)"
+    keepset serve --recipe "glance(keep=128)"
 """
 
 import os
@@ -12,7 +12,14 @@ from openai import OpenAI
 
 client = OpenAI(base_url=os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1"), api_key="none")
 model = client.models.list().data[0].id
-report = "The well was dug in 1887. " + "Nobody in the village remembered who had paid for it. " * 20
+report = """
+The well was dug in 1887. Before that, people carried water from the river, half an hour away, and in dry summers from
+the mill. The first stones came from the old church, whose tower had fallen in a storm. Anna, the miller's daughter,
+paid for the rope and the bucket, and her brother built the roof that is still there. For sixty years everyone met at
+the well in the evening: news was told, horses were sold, and many a marriage began with a jug that was too heavy. When
+pipes were laid, the mayor wanted to fill it with sand. The school's children stood around it, hand in hand, until he
+gave up. Today tourists throw coins into it, which the fire brigade collects each autumn for its summer feast.
+"""
 
 answer = client.chat.completions.create(
     model=model,

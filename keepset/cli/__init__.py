@@ -12,7 +12,7 @@ from keepset.cli.bench import bench
 from keepset.cli.calibrate import calibrate
 from keepset.cli.compare import compare
 from keepset.cli.compile import compile
-from keepset.cli.console import note, sanitize, say
+from keepset.cli.console import note, sanitize, say, say_starting, unsay_starting
 from keepset.cli.context import context
 from keepset.cli.demo import demo
 from keepset.cli.diagnose import diagnose
@@ -44,13 +44,17 @@ def options(
     if version:
         say(f"keepset {__version__}")
         raise Exit
+    say_starting()
 
 
-for command in (demo, compare, generate, ui, trace, methods, calibrate, compile, tune, results, reproduce):
+for command in (demo, ui, compare, generate, tune, methods):
     app.command()(command)
 app.command("eval")(evaluate)
+app.command()(results)
 # What is not keepset's own goes on to vLLM.
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
+for command in (trace, calibrate, compile, reproduce):
+    app.command()(command)
 app.add_typer(context)
 bench.command()(latency)
 app.add_typer(bench)
@@ -64,7 +68,10 @@ def main() -> None:
     try:
         app()
     except KeepsetError as error:
+        unsay_starting()
         print(f"keepset: {sanitize(' '.join(str(error).splitlines()))}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    finally:
+        unsay_starting()

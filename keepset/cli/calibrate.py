@@ -33,7 +33,9 @@ def calibrate(
     ] = 24,
     force: Force = False,
 ) -> None:
-    """Measure a model's queries over texts, for qfilter, triattention and expected_attention(stats=...).
+    """Measure a model's statistics, which some methods need.
+
+    They are of its queries over texts: for qfilter, triattention and expected_attention(stats=...).
 
     And which of its heads retrieve, for duo_attention: gates between full and streaming attention are trained on
     passkeys that are hidden in those texts.
@@ -68,5 +70,4 @@ def calibrate(
     say(
         f"{out}: {len(statistics.layers)} layers of {statistics.provenance['model']['name']}, "
         f"measured over {corpus.tokens} tokens in {len(corpus.passages)} passages",
-        soft_wrap=True,
     )

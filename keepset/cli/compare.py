@@ -13,6 +13,7 @@ from keepset.cli.checks import check_measured, check_text, check_writable
 from keepset.cli.console import (
     cell,
     counted,
+    explain,
     foretold,
     load,
     note,
@@ -43,6 +44,10 @@ RECIPES = "random, streaming_llm, snapkv, adakv(expected_attention), kvzip, glan
 KEEPS = "0.5,0.25,0.1"
 DECODING = "streaming_llm, random, knorm, tova, snapkv, expected_attention, pyramid(snapkv), adakv(snapkv), ams(tova)"
 DECODING_KEEPS = "256,128"
+_LEGEND = (
+    "KL: how far predictions are from the full cache's, in nats, 0 where they are the same; top-1: how often both "
+    "expect the same token; prefill: its time, of the full cache's."
+)
 _PROMPT_TOKENS, _CONTINUATION, _LONG_CONTINUATION, _ANSWER_TOKENS, _EVERY = 1024, 64, 1024, 32, 64
 
 
@@ -88,10 +93,11 @@ def compare(
     json_file: Json = None,
     html: Html = None,
 ) -> None:
-    """Measure what recipes cost and what they keep: fidelity to the full cache, and bytes; best first.
+    """Compare recipes: the memory they take, and what they lose.
 
-    One prefill serves all recipes. With no text of your own an essay is used, with a fact hidden in it and a
-    question that is asked after compression. With --decode nothing is asked: a long text is followed token by token.
+    Best first, beside the full cache. One prefill serves all recipes. With no text of your own an essay is used, with a
+    fact hidden in it and a question that is asked after compression. With --decode nothing is asked: a long text is
+    followed token by token.
     """
     from keepset.recipe import Recipe
 
@@ -226,9 +232,9 @@ def print_table(comparison: Comparison, sentence: str) -> None:
         lines += [f"Asked after compression: {needle.question}", f"Full cache answers: {full['answer']}"]
     say("\n".join(lines))
     decoding = comparison.drift_tokens is not None
-    shares, more = ("KL", "top-1"), ("kept", *(["peak MB"] if decoding else []), "prefill")
+    shares, more = ("KL", "top-1"), ("bytes", *(["peak MB"] if decoding else []), "prefill")
     titles = ("MB", *more[:-1], *shares, more[-1], *(["found"] if needle is not None else []))
-    grid = table("recipe", numbers=titles, optional=("prefill", "kept", "peak MB"))
+    grid = table("recipe", numbers=titles, optional=("prefill", "peak MB", "MB"))
     grid.add_row("full cache", *_cells(titles, _of_full(comparison)))
     for rows in by_budget(comparison):
         keep = rows[0].requested
@@ -239,6 +245,7 @@ def print_table(comparison: Comparison, sentence: str) -> None:
     for row in comparison.rows:
         if row.error is not None:
             say(f"{row.recipe}: {row.error}", style="red")
+    explain(_LEGEND)
     if sentence:
         say(sentence)
 
@@ -251,8 +258,8 @@ def _of_full(comparison: Comparison) -> Measurement:
     return Measurement(
         "full",
         "full",
-        keep=1.0,
         kv_bytes=full["kv_bytes"],
+        kv_bytes_full=full["kv_bytes"],
         kv_bytes_peak=full.get("kv_bytes_peak"),
         kl=0.0,
         top1=1.0,
@@ -265,7 +272,7 @@ def _of_full(comparison: Comparison) -> Measurement:
 def _cells(titles: Sequence[str], row: Measurement) -> list[str]:
     shown = {
         "MB": f"{(row.kv_bytes or 0) / 1e6:.1f}",
-        "kept": f"{row.keep:.1%}",
+        "bytes": f"{(row.kv_bytes or 0) / (row.kv_bytes_full or 1):.1%}",
         "peak MB": f"{(row.kv_bytes_peak or 0) / 1e6:.1f}",
         "KL": f"{row.kl:.3f}",
         "top-1": f"{row.top1:.0%}",

@@ -59,7 +59,7 @@ def compile(
     html: Html = None,
     force: Force = False,
 ) -> None:
-    """Compile the tables that compilerkv(tables=...) looks things up in.
+    """Compile the tables that compilerkv(tables=...) needs.
 
     Contexts run once each; then random head weights and thresholds are tried on them and rewarded by what the tokens
     that follow lose, and conservative Q-learning makes tables of it. The texts should be of many kinds, and not those
@@ -90,7 +90,7 @@ def compile(
         tables = _compiled(model, text or [], settings, log)
         save(tables, out)
         lines = [f"{out}:", *describe_tables(tables)]
-    say("\n".join(lines), soft_wrap=True)
+    say("\n".join(lines))
     write(html, lambda: render(tables), described=None)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+import textwrap
 import time
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
@@ -30,11 +32,28 @@ _LONG = 20
 """Seconds of work that are worth a note."""
 
 
+_STARTING = "loading..."
+
+
+def say_starting() -> None:
+    """Says on a terminal that something is under way: torch takes seconds to import. What comes next replaces it."""
+    if sys.stderr.isatty():
+        print(_STARTING, end="\r", file=sys.stderr, flush=True)
+
+
+@cache
+def unsay_starting() -> None:
+    """Blanks what `say_starting` wrote, once, before anything else is printed."""
+    if sys.stderr.isatty():
+        print(" " * len(_STARTING), end="\r", file=sys.stderr, flush=True)
+
+
 @cache
 def stdout() -> Console:
     """Where results go; made on first use, because loading rich would slow down every start."""
     from rich.console import Console
 
+    unsay_starting()
     return Console()
 
 
@@ -43,22 +62,39 @@ def stderr() -> Console:
     """Where progress and notes go."""
     from rich.console import Console
 
+    unsay_starting()
     return Console(stderr=True)
 
 
-def say(text: str, *, soft_wrap: bool = False, style: str | None = None) -> None:
-    """Prints a result as it is; lines are broken at words unless `soft_wrap` leaves that to the terminal."""
-    stdout().print(sanitize(text), style=style, markup=False, highlight=False, soft_wrap=soft_wrap)
+def say(text: str, *, style: str | None = None) -> None:
+    """Prints a result as it is."""
+    _print(stdout(), text, style)
 
 
-def show(*rendered: RenderableType, soft_wrap: bool = False) -> None:
+def explain(text: str) -> None:
+    """Says what words in a table mean, where a person reads it."""
+    if stdout().is_terminal:
+        say(text, style="dim")
+
+
+def show(*rendered: RenderableType) -> None:
     """Prints tables and texts with styles of their own, or an empty line."""
-    stdout().print(*rendered, soft_wrap=soft_wrap)
+    stdout().print(*rendered)
 
 
 def note(text: str) -> None:
     """Prints what is no result."""
-    stderr().print(sanitize(text), markup=False, highlight=False, soft_wrap=True)
+    _print(stderr(), text)
+
+
+def _print(console: Console, text: str, style: str | None = None) -> None:
+    """In a terminal lines are broken between words only; what programs read is not broken at all."""
+    text = sanitize(text)
+    if console.is_terminal:
+        fill = partial(textwrap.fill, width=console.width, break_long_words=False, break_on_hyphens=False)
+        lines = ((line, " " * (len(line) - len(line.lstrip()))) for line in text.split("\n"))
+        text = "\n".join(fill(line, subsequent_indent=indent) for line, indent in lines)
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def output(result: Any, json_file: Path | None, print_tables: Callable[[], None]) -> None:

@@ -38,9 +38,10 @@ def build(
     recipe: GenerationRecipe = "reread(keep=0.25)",
     force: Force = False,
 ) -> None:
-    """Run a model over a text, compress what it caches, and write that to a file.
+    """Compress a text into a file.
 
-    The text stands where it does in keepset generate --text: in a user's message, before the question.
+    A model runs over it, and what it caches is compressed. The text stands where it does in keepset generate --text: in
+    a user's message, before the question.
     """
     from keepset.recipe import Recipe
 
@@ -73,7 +74,6 @@ def build(
     say(
         f"{out}: {ids.shape[1]} tokens under {parsed} in {seconds:.1f} s; {kept}; "
         f"the file has {megabytes(out.stat().st_size)}",
-        soft_wrap=True,
     )
     say_whole(parsed, ids.shape[1])
 
@@ -93,8 +93,8 @@ def _frame(tokenizer: Any, tokens: list[int]) -> dict[str, Any]:
 
 @context.command()
 def ask(
-    file: Annotated[Path, Argument(help="A file that keepset context build has written.")],
-    question: Annotated[str, Argument(help="What to ask about the text.")],
+    file: Annotated[Path, Argument(metavar="FILE", help="A file that keepset context build has written.")],
+    question: Annotated[str, Argument(metavar="QUESTION", help="What to ask about the text.")],
     model: Annotated[str | None, Option(help="Where the model is now, if not where the file says.")] = None,
     device: Device = None,
     dtype: Dtype = None,
@@ -102,7 +102,10 @@ def ask(
     temperature: Temperature = 0.0,
     seed: SamplingSeed = 0,
 ) -> None:
-    """Answer a question about a text that was compressed before; the file stays as it is."""
+    """Answer a question about a compressed text.
+
+    The file stays as it is.
+    """
     check_text("The question", question)
     sampling = Sampling(output_tokens, temperature, seed)
 

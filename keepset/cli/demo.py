@@ -9,5 +9,5 @@ from keepset.cli.compare import compare
 
 
 def demo(html: Annotated[Path, Option(help="Where the report goes.")] = Path("keepset-demo.html")) -> None:
-    """Compare recipes on an essay with a fact hidden in it; print the table and write the report."""
+    """Compare recipes on an essay with a fact in it; write a report."""
     compare(html=html)

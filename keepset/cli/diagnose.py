@@ -26,7 +26,7 @@ def gvote(
     prompt_tokens: Annotated[int, Option(help="Tokens of the text to use at most.")] = 1024,
     json_file: Json = None,
 ) -> None:
-    """Compare the attention of gvote's synthetic queries with that of the next query.
+    """Compare gvote's synthetic queries with the next query.
 
     The text's last token is masked, queries are synthesized from those before it, and what they attend to is compared
     with what the last token's own query attends to (Figure 3 of the paper).

@@ -85,7 +85,7 @@ def evaluate(
         int | None,
         Option(
             help="In tasks that decode, for recipes that do not say it: after how many tokens; 0 compresses the prompt "
-            f"only, for which fractions are budgets, too. [{_EVERY}]"
+            f"only, for which fractions are budgets, too. [default: {_EVERY}]"
         ),
     ] = None,
     always: Annotated[
@@ -104,10 +104,11 @@ def evaluate(
     minutes: Minutes = None,
     json_file: Json = None,
 ) -> None:
-    """Measure recipes on benchmarks: every recipe and budget on every example, on one prefill of it.
+    """Measure recipes on benchmarks.
 
-    Each figure is written to a file as soon as it is there. The same command goes on where it was stopped; recipes,
-    budgets, tasks, and seeds can be added to a file, and several processes may work on one at the same time.
+    Every recipe and budget runs on every example, on one prefill of it. Each figure is written to a file as soon as
+    it is there. The same command goes on where it was stopped; recipes, budgets, tasks, and seeds can be added to a
+    file, and several processes may work on one at the same time.
     """
     for name, value, least in (("limit", limit, 1), ("every", every, 0), ("output-tokens", output_tokens, 1)):
         if value is not None and value < least:

@@ -20,7 +20,7 @@ SHORT = 256
 @takes_model
 def generate(
     model: Source,
-    prompt: Annotated[str, Argument(help="What to say to the model.")],
+    prompt: Annotated[str, Argument(metavar="PROMPT", help="What to say to the model.")],
     recipe: Annotated[
         str | None, Option(help=f"What to keep. [default: {RECIPE}, and all of a prompt of fewer than {SHORT} tokens]")
     ] = None,
@@ -31,9 +31,12 @@ def generate(
     output_tokens: OutputTokens = 200,
     temperature: Temperature = 0.0,
     seed: SamplingSeed = 0,
-    compare_full: Annotated[bool, Option(help="Generate with the full cache too, and compare.")] = False,
+    compare_full: Annotated[bool, Option("--compare-full", help="Generate with the full cache, too.")] = False,
 ) -> None:
-    """Generate from one prompt under a recipe; bytes and speed go to standard error."""
+    """Answer one prompt under a recipe.
+
+    The answer goes to standard output as it comes; bytes and speed follow on standard error.
+    """
     from keepset.recipe import Recipe
 
     parsed = Recipe.parse(RECIPE if recipe is None else recipe).require_budget()

@@ -28,9 +28,10 @@ def latency(
     json_file: Json = None,
     html: Html = None,
 ) -> None:
-    """Measure one request at a time: recipes beside the full cache, in turns.
+    """Measure one request at a time, beside the full cache.
 
-    Every round generates the same number of tokens from the same prompt, greedily. Ctrl-C shows what is done.
+    Recipes and the full cache take turns. Every round generates the same number of tokens from the same prompt,
+    greedily. Ctrl-C shows what is done.
     """
     from keepset.recipe import Recipe
 

@@ -20,7 +20,10 @@ def methods(
     ] = None,
     json_file: Json = None,
 ) -> None:
-    """List the methods: what they keep and what it takes; of one its parameters, ranges, paper and an example."""
+    """List the methods, or say more of one.
+
+    What they keep and what it takes; of one its parameters with their ranges, its paper and an example.
+    """
     check_writable(json_file)
 
     from keepset.registry import METHODS, catalogue, find
@@ -74,7 +77,7 @@ def _print_one(entry: dict[str, Any], about: str) -> None:
         *([f"note: {entry['name']} {entry['advice']}"] if entry["advice"] else []),
         f'example: keepset generate "Sum it up." --text report.txt --recipe "{example}"',
     )
-    say("\n" + "\n".join(facts), soft_wrap=True)
+    say("\n" + "\n".join(facts))
 
 
 def _word(true: bool) -> str:

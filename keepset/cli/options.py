@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer import Option
 
+from keepset.core.nan_scores import nan_scores_refused
 from keepset.models import Source
 
 STANDARD_OUTPUT = Path("-")
@@ -41,7 +42,10 @@ SamplingSeed = Annotated[int, Option(help="For sampling.")]
 
 
 def takes_model(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with --model, --device and --dtype after all others, which are its parameter `model`."""
+    """The command with --model, --device and --dtype after all others, which are its parameter `model`.
+
+    What it shows of a recipe is of no choice by scores that are NaN.
+    """
     signature = inspect.signature(command, eval_str=True)
     options = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
@@ -51,7 +55,8 @@ def takes_model(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def called(model: str | None = None, device: str | None = None, dtype: str | None = None, **others: Any) -> None:
-        command(model=Source(model, device, dtype), **others)
+        with nan_scores_refused():
+            command(model=Source(model, device, dtype), **others)
 
     called.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
     called.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *options)}

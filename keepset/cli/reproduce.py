@@ -55,10 +55,11 @@ def reproduce(
     ray: Annotated[bool, Option("--ray", help="Let the workers of a Ray cluster do it.")] = False,
     json_file: Json = None,
 ) -> None:
-    """Measure what a table or figure of a paper shows, and print the paper's own figures beside it.
+    """Repeat tables and figures of papers.
 
-    Models, recipes, budgets, intervals, tasks, lengths, and answers are the paper's where no option says otherwise.
-    What it will take is said first; the same command goes on where it was stopped.
+    What one shows is measured, and the paper's own figures are printed beside. Models, recipes, budgets, intervals,
+    tasks, lengths, and answers are the paper's where no option says otherwise. What it will take is said first; the
+    same command goes on where it was stopped.
     """
     for name, value in (("limit", limit), ("output-tokens", output_tokens)):
         if value is not None and value < 1:
@@ -146,7 +147,8 @@ def _sweep(part: Sweep, source: Source, options: Options, path: Path, ray: bool)
 
     check_writable(path)
     asking = Asking(part.mode, part.chat, part.temperature, options.answer_tokens, part.alone)
-    swept = sweep_grid(path, asked, source, asking, ray, foretell)
+    # What an entry has recipes for is worth having without those that need a file.
+    swept = sweep_grid(path, asked, source, asking, ray, foretell, complete=False)
     say_lost(swept.lost)
     return measured(part, swept.cells, options.files), bool(swept.lost)
 

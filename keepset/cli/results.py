@@ -47,9 +47,10 @@ def results(
     latex: Annotated[Path | None, Option(help="Write the scores as LaTeX tables to this file.")] = None,
     json_file: Json = None,
 ) -> None:
-    """Show what recipes are worth on benchmarks: scores with intervals, differences, bytes, areas under curves.
+    """Show what keepset eval has measured.
 
-    Differences are over the examples that both recipes were run on. Intervals are of 95 %, over examples.
+    Scores with intervals, differences, bytes, areas under curves. Differences are over the examples that both recipes
+    were run on. Intervals are of 95 %, over examples.
     """
     from keepset.bench.analysis.export import to_csv, to_latex
     from keepset.bench.analysis.summary import split, summarise
@@ -77,8 +78,8 @@ def print_summary(summary: Summary) -> None:
     """The figures as tables; averages come last, where they are seen."""
     from rich.text import Text
 
-    figures = ("score (95 %)", "difference (95 %)", "kept", "bytes", "examples")
-    rows = table("", numbers=figures, optional=("examples", "kept", "difference (95 %)", "bytes"), fold=True)
+    figures = ("score (95%)", "difference (95%)", "kept", "bytes", "examples")
+    rows = table("", numbers=figures, optional=("examples", "kept", "difference (95%)", "bytes"), fold=True)
     for task, group in groupby((*summary.rows, *summary.averages), attrgetter("task")):
         of_task = list(group)
         cut = max(row.cut for row in of_task)
@@ -89,7 +90,8 @@ def print_summary(summary: Summary) -> None:
             rows.add_row(_named(row), *_cells(row))
     show(rows)
     few = min((row.examples for row in summary.rows), default=_FEW)
-    wide = f" {few} examples are few, so intervals are wide: let --limit take more." if few < _FEW else ""
+    counted = f"{few} example{'s' if few > 1 else ''}"
+    wide = f" Intervals over {counted} are wide: let --limit take more." if few < _FEW else ""
     say(f"Differences are to {summary.baseline}.{wide}")
     _print_events([*summary.rows, *summary.averages])
     _print_peaks([*summary.rows, *summary.averages])
@@ -97,7 +99,7 @@ def print_summary(summary: Summary) -> None:
         return
     tolerances = sorted({each.tolerance for trade in summary.trades for each in trade.reach})
     losses = [f"can go, loss {tolerance:.0%}" for tolerance in tolerances]
-    trades = table("", numbers=("area (95 %)", "from", *losses), optional=("from", *losses), fold=True)
+    trades = table("", numbers=("area (95%)", "from", *losses), optional=("from", *losses), fold=True)
     for task, of_recipes in groupby(summary.trades, attrgetter("task")):
         trades.add_row(cell(task, style="bold"))
         for trade in of_recipes:

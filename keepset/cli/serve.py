@@ -29,10 +29,11 @@ def serve(
         int, Option(min=0, help="Bytes of contexts that each API key's requests may save in that folder; else none.")
     ] = 0,
 ) -> None:
-    """Serve a model with vLLM under a recipe, with saved contexts, or both, at an OpenAI-compatible address.
+    """Serve a model with vLLM under a recipe.
 
-    This process becomes `vllm serve`, which gets every option that is not keepset's own. It listens on 127.0.0.1
-    unless --host says otherwise. The model comes before vLLM's options.
+    With saved contexts, too, or those alone, at an OpenAI-compatible address. This process becomes `vllm serve`,
+    which gets every option that is not keepset's own. It listens on 127.0.0.1 unless --host says otherwise. The model
+    comes before vLLM's options.
     """
     from keepset.recipe import Recipe
     from keepset.serving.checks import be_sparing, check_model, check_port, check_recipe
@@ -41,7 +42,7 @@ def serve(
     parsed = None if recipe is None else Recipe.parse(recipe).require_budget()
     model, options = split(words or [])
     check_installed(parsed, contexts)
-    check_recipe(parsed)
+    check_recipe(parsed, folder(model))
     line = command(model, parsed, options, contexts=contexts, save_bytes=save_bytes)
     check_model(folder(model))
     check_port(options)

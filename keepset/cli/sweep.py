@@ -77,9 +77,12 @@ def sweep_grid(
     ray: bool,
     foretell: Foretell,
     minutes: float | None = None,
+    *,
+    complete: bool = True,
 ) -> Swept:
     """Makes the cells that the file lacks; the model is not loaded where it lacks none.
 
+    A recipe whose statistics or tables cannot be had is refused where all is to be `complete`; else its cells say so.
     Ctrl-C ends the command with a note of how far it has come; when the minutes are over, what is there is the answer.
     """
     from keepset.bench.sweep import sweep
@@ -105,7 +108,8 @@ def sweep_grid(
         raise KeepsetError(
             f"{beyond[0]} does not fit the model's context of {longest} tokens: ask for fewer --prompt-tokens."
         )
-    check_measured(loaded, (each.recipe for group in grid.candidates.values() for each in group))
+    if complete:
+        check_measured(loaded, (each.recipe for group in grid.candidates.values() for each in group))
     chat = asking.chat and tokenizer.chat_template is not None
     runner: dict[str, Any] = {"mode": asking.mode, "chat": chat, "temperature": asking.temperature}
     runner |= {"alone": True} if asking.alone else {}

@@ -23,11 +23,11 @@ REASON = "Please reason step by step, and put your final answer within \\boxed{}
 @takes_model
 def trace(
     model: Source,
-    prompt: Annotated[str | None, Argument(help="What to say to the model.")] = None,
+    prompt: Annotated[str | None, Argument(metavar="[PROMPT]", help="What to say to the model.")] = None,
     recipe: Annotated[str, Option(help="What to keep, and after how many tokens again.")] = RECIPE,
     baseline: Annotated[str | None, Option(help="A second recipe to compare with.")] = None,
     forced: Annotated[
-        bool, Option(help="Feed the baseline the first recipe's tokens instead of letting it write its own.")
+        bool, Option("--forced", help="Feed the baseline the first recipe's tokens; it writes none of its own.")
     ] = False,
     text: Annotated[
         Path | None, Option(help="A UTF-8 text file that goes before the prompt; alone it is written on.")
@@ -43,7 +43,10 @@ def trace(
     json_file: Json = None,
     html: Html = None,
 ) -> None:
-    """Generate under a recipe and tell what each compression kept: wiped-out regions, stability, the middle, gaps."""
+    """Generate a long answer, and tell what each compression kept.
+
+    Of every event: regions of which nothing is left, what stayed since the event before, the middle, gaps.
+    """
     from keepset.recipe import Recipe
 
     recipes = [Recipe.parse(each).require_budget() for each in (recipe, baseline) if each is not None]

@@ -46,11 +46,12 @@ def tune(
     json_file: Json = None,
     html: Html = None,
 ) -> None:
-    """Find the recipe for your text: all methods, and what the best of them compose to, under one budget.
+    """Find the recipe that suits your text.
 
-    The text is cut into pieces. All recipes are measured on few of them, the better half on twice as many, and so on:
-    fidelity to the full cache over the text that follows and, with --retrieval, facts that are found after the text was
-    compressed. What the intervals over pieces cannot tell apart is said to be tied.
+    All methods compete under one budget, and what the best of them compose to. The text is cut into pieces. All recipes
+    are measured on few of them, the better half on twice as many, and so on: fidelity to the full cache over the text
+    that follows and, with --retrieval, facts that are found after the text was compressed. What the intervals over
+    pieces cannot tell apart is said to be tied.
     """
     budgets = parse_budgets(keep)
     if len(budgets) > 1:
@@ -106,17 +107,16 @@ def print_result(result: dict[str, Any]) -> None:
     say(
         f"{result['model']}, keep={result['keep']}: {result['pieces']} pieces of {result['tokens']} tokens, "
         f"{result['continuation_tokens']} after each.",
-        soft_wrap=True,
     )
     if result["facts"]:
         share = result["full"]["found"]
         shown = "not asked yet" if share["mean"] is None else f"{share['mean']:.0%} ({_interval(share, '.0%')})"
-        say(f"Found of {result['facts']} facts in each piece by the full cache: {shown}.", soft_wrap=True)
+        say(f"Found of {result['facts']} facts in each piece by the full cache: {shown}.")
     of_facts = ["found", "95 %"] if result["facts"] else []
     grid = table(
         "recipe",
-        numbers=("pieces", "kept", "MB", "KL", "95 %", "top-1", "prefill", *of_facts),
-        optional=("prefill", "pieces", "kept", "95 %"),
+        numbers=("pieces", "MB", "bytes", "KL", "95 %", "top-1", "prefill", *of_facts),
+        optional=("prefill", "pieces", "MB", "95 %"),
     )
     for row in result["rows"]:
         style = "bold" if row["recipe"] in result["tied"] else "" if row["finalist"] else "dim"
@@ -124,17 +124,17 @@ def print_result(result: dict[str, Any]) -> None:
     show(grid)
     for each in result["dropped"]:
         reason = Text.assemble(sanitize(each["recipe"]), "  ", (sanitize(each["reason"]), "red"))
-        show(reason, soft_wrap=True)
+        show(reason)
     for sentence in result["verdict"]:
-        say(sentence, soft_wrap=True)
+        say(sentence)
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
     kl, facts = row["kl"], row.get("found")
     return [
         str(row["pieces"]),
-        f"{row['keep']:.1%}",
         f"{row['kv_bytes'] / 1e6:.1f}",
+        f"{row['kv_bytes'] / row['kv_bytes_full']:.1%}",
         f"{kl['mean']:.4f}",
         "" if kl["low"] is None else _interval(kl, ".4f"),
         f"{row['top1']:.0%}",

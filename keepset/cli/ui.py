@@ -22,9 +22,10 @@ def ui(
     model: Source,
     port: Annotated[int, Option(help="Where on 127.0.0.1; 0 for any free one.")] = 8765,
 ) -> None:
-    """Open a page on this machine that shows what a recipe keeps of a text, and what it then answers.
+    """Open a playground in the browser.
 
-    The full and the compressed cache answer side by side. One run at a time; Ctrl-C ends it.
+    A page on this machine shows what a recipe keeps of a text, and what the full and the compressed cache answer. One
+    run at a time; Ctrl-C ends it.
     """
     if not 0 <= port < 2**16:
         raise KeepsetError(f"--port {port} is out of range: use a number from 0 to {2**16 - 1}.")
@@ -39,6 +40,6 @@ def ui(
         text = question = ""
     facts = {"model": model.called, "text": text, "question": question, "recipes": RECIPES}
     with Server(port, playground, facts) as server:
-        say(f"http://{HOST}:{server.port}", soft_wrap=True)
+        say(f"http://{HOST}:{server.port}")
         note("Ctrl-C ends it.")
         server.serve_forever()

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from keepset.core.budget import Budget
 from keepset.core.keep_set import LayerKeepSet
+from keepset.core.nan_scores import are_refused
 from keepset.core.observation import Observation
 from keepset.core.shapes import Mask, Quotas, Scores
+from keepset.errors import KeepsetError
 
 _LARGEST = torch.finfo(torch.float32).max
 RECENT_RANK = _LARGEST / 2
@@ -31,12 +33,21 @@ def ranked_scores(scores: Scores, observation: Observation, budget: Budget) -> S
 
     From best to worst: sinks and what is protected (the first token first of all), the recent suffix, the scores,
     entries scored NaN, holes (-inf).
+
+    Raises:
+        KeepsetError: a score that is compared with others is NaN, where that is refused (`nan_scores_refused`).
     """
     ranked = finite(scores)
-    ranked.masked_fill_(budget.is_recent(observation), RECENT_RANK)
+    recent, protected = budget.is_recent(observation), budget.is_protected(observation)
+    if are_refused() and bool((scores.isnan() & observation.valid & ~recent & ~protected).any()):
+        raise KeepsetError(
+            f"Scores of layer {observation.layer} are NaN, so nothing says what to keep: the method's formula fails on "
+            "these numbers; try another recipe, or the model in float32 or bfloat16."
+        )
+    ranked.masked_fill_(recent, RECENT_RANK)
     lengths = observation.lengths.clamp(min=1)[:, None, None]
     rank = _LARGEST * (1 - observation.positions.float() / (4 * lengths.float()))
-    ranked = rank.where(budget.is_protected(observation), ranked)
+    ranked = rank.where(protected, ranked)
     return ranked.masked_fill_(~observation.valid, float("-inf"))
 
 

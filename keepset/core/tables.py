@@ -54,20 +54,26 @@ class Tables:
     provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     name: str = ""
 
-    def fitted(self, layers: int, query_heads: int) -> Tables:
-        """The same for a model with so many layers and heads: each takes over what stands at its relative depth.
+    def check(self, layers: int, query_heads: int) -> None:
+        """Refuses a model with another number of layers or heads: KeepsetError."""
+        compiled = self.weights.shape[1:]
+        if compiled != (layers, query_heads):
+            raise KeepsetError(
+                f"The tables {self.name!r} are of another model: theirs has {compiled[0]} layers of {compiled[1]} "
+                f"query heads, this one {layers} of {query_heads}. Make them for this model with keepset compile."
+            )
 
-        Warns where that is another number of them.
+    def fitted(self, layers: int, query_heads: int) -> Tables:
+        """The same for another model with so many layers and heads (CompilerKV, appendix B.1).
+
+        Each layer and head takes over what stands at its relative place. Whose they were is left out: they are saved as
+        tables of that other model.
         """
         compiled = self.weights.shape[1:]
-        if compiled == (layers, query_heads):
-            return self
-        _say(
-            f"The tables {self.name!r} are of a model with {compiled[0]} layers of {compiled[1]} query heads, and this "
-            f"one has {layers} of {query_heads}: each layer and head takes what stands at its relative place."
-        )
         rows, heads = _relative(layers, compiled[0]), _relative(query_heads, compiled[1])
-        return dataclasses.replace(self, weights=self.weights[:, rows][:, :, heads], gate=self.gate[:, rows])
+        provenance = {**self.provenance, "model": "another model, mapped by relative place"}
+        weights, gate = self.weights[:, rows][:, :, heads], self.gate[:, rows]
+        return dataclasses.replace(self, weights=weights, gate=gate, provenance=provenance)
 
     def nearest(self, budget: Int[Tensor, " batch"]) -> Int[Tensor, " batch"]:
         """Which of the budgets is nearest to each of these; of equally near ones the smaller."""
@@ -156,15 +162,12 @@ def _relative(wanted: int, existing: int) -> Int[Tensor, " wanted"]:
     return (places + 0.5).floor().long()
 
 
-@lru_cache(maxsize=32)
-def _say(sentence: str) -> None:
-    # Where in the code it is said is nothing to whoever reads it.
-    warnings.warn_explicit(sentence, UserWarning, "keepset", 0)
-
-
+@lru_cache(maxsize=1)
 def say_neutral() -> None:
     """Says, once, that nothing was compiled."""
-    _say(
+    sentence = (
         "compilerkv has no tables: all heads count the same and the threshold is fixed; make a file with `keepset "
         "compile --out tables.safetensors` and name it as tables='tables.safetensors'."
     )
+    # Where in the code it is said is nothing to whoever reads it.
+    warnings.warn_explicit(sentence, UserWarning, "keepset", 0)

@@ -136,8 +136,10 @@ class Cache(PromptCache):
         stores = [layer.store for layer in self.kept_layers.values() if layer.store is not None]
         heads = sum(store.kv_heads * store.batch for store in stores)
         held = sum(store.entries for store in stores) / max(heads, 1)
-        nbytes = f"{self.nbytes / 1e6:.1f} MB of {self.nbytes_full / 1e6:.1f}"
-        return f"Cache({self.recipe}: {held:.0f} of {self.progress.logical} tokens, {nbytes})"
+        nbytes, beside = self.nbytes_entries, f"{(self.nbytes - self.nbytes_entries) / 1e6:.1f}"
+        share = f"{nbytes / 1e6:.1f} MB of {self.nbytes_full / 1e6:.1f}"
+        room = "" if beside == "0.0" else f", {beside} MB more for what comes"
+        return f"Cache({self.recipe}: {held:.0f} of {self.progress.logical} tokens, {share}{room})"
 
     @property
     def nbytes_entries(self) -> int:
@@ -264,7 +266,7 @@ class Cache(PromptCache):
         parts = self._unfinished.setdefault(length, [])
         for group in [observations] if method.across_layers else [[observation] for observation in observations]:
             counts = [observation.count for observation in group]
-            nbytes = sum(count * each.entry_bytes for count, each in zip(counts, group, strict=True))
+            nbytes = sum(count * self._entry_bytes(each) for count, each in zip(counts, group, strict=True))
             start = time.perf_counter()
             keep_set = method.select_all(group, budget)
             for observation in group:
@@ -285,3 +287,7 @@ class Cache(PromptCache):
         self.events.append(event)
         if self.schedule.every is None:
             self.stop_watching()
+
+    def _entry_bytes(self, observation: Observation) -> int:
+        """Of an observed entry as it is stored, which after an event before may be in 8 bits."""
+        return (observation if self.keep_set is None else self.keep_set.layer(observation.layer)).entry_bytes

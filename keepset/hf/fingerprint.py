@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,15 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from keepset.core.statistics import Statistics
+from keepset.core.tables import Tables
+
+_PRECISION = 2.0**-8
+"""Half of what tells two neighbours in bfloat16 apart: the same weights are no further from one another."""
+_TINY = 1e-6
+"""Numbers that small float16 has no exact values for."""
+_SAMPLED, _EACH = 64, 4
+"""Weights in a sample, and numbers of each."""
 _NUMBERS = 16
 """Looked at in every weight; what was trained further differs in most of them."""
 
@@ -51,6 +61,62 @@ def difference(theirs: Mapping[str, Any], ours: Mapping[str, str]) -> str:
     return ""
 
 
+def sample(model: PreTrainedModel) -> dict[str, list[float]]:
+    """A few numbers of some weights, by which they are known again in any precision; plain JSON."""
+    weights = _readable(model)
+    names = list(weights)[:: max(len(weights) // _SAMPLED, 1)]
+    return {name: [float(f"{x:.6g}") for x in _few(weights[name]).tolist()] for name in names}
+
+
+def sample_of(made: Statistics | Tables) -> Mapping[str, Any]:
+    """The sample of the model that they were made of; none where they do not say."""
+    known = made.provenance.get("model")
+    return known.get("sample", {}) if isinstance(known, Mapping) else {}
+
+
+def has_other_weights(model: PreTrainedModel, sampled: Mapping[str, Any]) -> bool:
+    """Whether a sample is of other weights than the model's, as far as these are at hand and not quantized."""
+    weights = _readable(model)
+    return bool(sampled and weights) and _differ(sampled, {name: weights[name] for name in sampled if name in weights})
+
+
+def stores_other_weights(folder: Path, sampled: Mapping[str, Any]) -> bool:
+    """The same of the weights in a model's folder, without loading them."""
+    stored = _slices(folder)
+    few = {name: _stored_numbers(stored[name], _places(stored[name].get_shape())) for name in sampled if name in stored}
+    return bool(sampled and few) and _differ(sampled, few)
+
+
+def _differ(sampled: Mapping[str, Any], weights: Mapping[str, Tensor]) -> bool:
+    pairs = [(torch.tensor(sampled[name]), _few(weight)) for name, weight in weights.items()]
+    alike = [x.shape == y.shape and torch.allclose(x, y, rtol=_PRECISION, atol=_TINY) for x, y in pairs]
+    return not (alike and all(alike))
+
+
+def _readable(model: PreTrainedModel) -> dict[str, Tensor]:
+    return {name: w for name, w in model.named_parameters() if w.is_floating_point() and not w.is_meta}
+
+
+def _few(weight: Tensor) -> Tensor:
+    """Of a weight, or of a few of its numbers, which are then all of them."""
+    return weight.detach().flatten()[_places(weight.shape)].float().cpu()
+
+
+def _places(shape: Sequence[int]) -> list[int]:
+    count = prod(shape)
+    return list(range(0, count, max(count // _EACH, 1)))[:_EACH]
+
+
+def _slices(folder: Path) -> dict[str, Any]:
+    files = [safe_open(path, framework="pt") for path in sorted(folder.glob("*.safetensors"))]
+    return {name: file.get_slice(name) for file in files for name in sorted(file.keys())}
+
+
+def _stored_numbers(stored: Any, places: Iterable[int]) -> Tensor:
+    row = max(prod(stored.get_shape()[1:]), 1)
+    return torch.stack([stored[place // row : place // row + 1].flatten()[place % row] for place in places])
+
+
 def stored_weights(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> str | None:
     """The same of the weights in a model's folder; None where they are not stored under the names that they have.
 
@@ -59,8 +125,7 @@ def stored_weights(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -
         config: of the model.
         dtype: that the weights are loaded in.
     """
-    files = [safe_open(path, framework="pt") for path in sorted(folder.glob("*.safetensors"))]
-    stored = {name: file.get_slice(name) for file in files for name in sorted(file.keys())}
+    stored = _slices(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     weights = dict(model.named_parameters())
@@ -68,10 +133,8 @@ def stored_weights(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -
         return None
 
     def numbers(name: str) -> Tensor:
-        weight, row = weights[name], max(weights[name].shape[1:].numel(), 1)
-        places = range(0, weight.numel(), _step(weight))
-        some = [stored[name][place // row : place // row + 1].flatten()[place % row] for place in places]
-        return torch.stack(some).to(dtype)
+        weight = weights[name]
+        return _stored_numbers(stored[name], range(0, weight.numel(), _step(weight))).to(dtype)
 
     return _digest(weights, numbers)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
@@ -10,9 +9,10 @@ from transformers import PreTrainedModel
 from keepset.core import statistics, tables
 from keepset.core.statistics import Statistics
 from keepset.core.tables import Tables
-from keepset.hf.fingerprint import difference, fingerprint
+from keepset.errors import KeepsetError
+from keepset.hf.fingerprint import has_other_weights, sample_of
 
-_compared: WeakKeyDictionary[PreTrainedModel, set[Tables]] = WeakKeyDictionary()
+_own: WeakKeyDictionary[PreTrainedModel, set[Statistics | Tables]] = WeakKeyDictionary()
 """What a model was compared with: to look at its weights for every cache would take longer than to make one."""
 
 
@@ -20,7 +20,7 @@ def statistics_for(model: PreTrainedModel, layers: tuple[int, ...], file: str) -
     """The statistics in a file, or those that are offered for the model where none is named.
 
     Raises:
-        KeepsetError: there are none, or they are of a model of another shape.
+        KeepsetError: there are none, or they are of another model.
     """
     measured = statistics.load(file, model.config.name_or_path or "")
     config = model.config.get_text_config(decoder=True)
@@ -28,27 +28,27 @@ def statistics_for(model: PreTrainedModel, layers: tuple[int, ...], file: str) -
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if layers:
         measured.layer(layers[0], layers, kv_heads, head_dim)
+    _check_own(model, measured, f"The statistics {measured.name!r}", "Make them for this one with keepset calibrate.")
     return measured
 
 
 def tables_for(model: PreTrainedModel, layers: int, file: str) -> Tables:
-    """The tables in a file; warns, once, where they were compiled for another model of the same shape.
-
-    Where the shape differs, it is what maps them that says so (`Tables.fitted`).
+    """The tables in a file.
 
     Raises:
-        KeepsetError: the file holds none that this version can read.
+        KeepsetError: it holds none that this version can read, or those of another model.
     """
     compiled = tables.load(file)
-    shape = layers, model.config.get_text_config(decoder=True).num_attention_heads
-    compared = _compared.setdefault(model, set())
-    if compiled not in compared and compiled.weights.shape[1:] == shape:
-        compared.add(compiled)
-        known = compiled.provenance.get("model")
-        if differs := difference(known if isinstance(known, dict) else {}, fingerprint(model)):
-            warnings.warn(
-                f"The tables {file!r} were compiled for another model, whose {differs}: compile them for this one with "
-                "`keepset compile`.",
-                stacklevel=2,
-            )
+    compiled.check(layers, model.config.get_text_config(decoder=True).num_attention_heads)
+    _check_own(model, compiled, f"The tables {file!r}", "Make them for this one with keepset compile.")
     return compiled
+
+
+def _check_own(model: PreTrainedModel, made: Statistics | Tables, named: str, advice: str) -> None:
+    """Files that say nothing of weights, as older ones, are taken as they are."""
+    own = _own.setdefault(model, set())
+    if made in own:
+        return
+    if has_other_weights(model, sample_of(made)):
+        raise KeepsetError(f"{named} are of another model of this shape, with other weights. {advice}")
+    own.add(made)

@@ -27,14 +27,16 @@ class EntriesInPages(NamedTuple):
         layout: what the heads' pages follow from: layer by layer of a group, or one that is all layers'.
         block_table: blocks of each request by logical position.
         lengths: tokens of each request.
-        kept: entries of each head that it kept at the event before, layer by layer as in the layout; the first ones.
+        packed: of each head the first so many entries were packed after the event before, layer by layer as in the
+            layout: those that it kept, and, where heads differ, those that came behind the event in its own step. They
+            alone have positions and biases of their own.
         longest: no head has more entries.
     """
 
     layout: Layout
     block_table: Int[Tensor, "rows width"]
     lengths: Int[Tensor, " rows"]
-    kept: Int[Tensor, "rows layers kv_heads"]
+    packed: Int[Tensor, "rows layers kv_heads"]
     longest: int
 
     def of_row(self, row: int) -> EntriesInPages:
@@ -42,14 +44,14 @@ class EntriesInPages(NamedTuple):
         one = slice(row, row + 1)
         layout = Layout(*(part[one] for part in self.layout))
         return self._replace(
-            layout=layout, block_table=self.block_table[one], lengths=self.lengths[one], kept=self.kept[one]
+            layout=layout, block_table=self.block_table[one], lengths=self.lengths[one], packed=self.packed[one]
         )
 
     def of_layer(self, place: int) -> EntriesInPages:
         """Those of one layer of the group."""
-        layers = self.kept.shape[1]
+        layers = self.packed.shape[1]
         one = slice(place % layers, place % layers + 1)
-        return self._replace(layout=Layout(*(part[:, one] for part in self.layout)), kept=self.kept[:, one])
+        return self._replace(layout=Layout(*(part[:, one] for part in self.layout)), packed=self.packed[:, one])
 
 
 class RecordedQueries(NamedTuple):
@@ -84,8 +86,8 @@ class Received(NamedTuple):
         unwritten: of how many of the newest entries of each head the column's number means nothing yet.
         scaling: of the logits.
         largest: of the logits of a group the largest counts, as if its heads were one.
-        bias: of each slot, added to the logits of entries that were kept.
-        positions: of each slot that was kept, whole numbers bit for bit; None where queries are newer than all.
+        bias: of each slot, added to the logits of entries that were packed.
+        positions: of each slot that was packed, whole numbers bit for bit; None where queries see all that was kept.
         own: the column has so many places for each head instead, for its entries in their order; 0: it has slots.
     """
 
@@ -145,7 +147,7 @@ def add_received_by(
         queries, entries, received: as there.
     """
     for layer, (place, read) in enumerate(zip(group.places, readers, strict=True)):
-        if layer == 0 or entries.kept.shape[1] > 1:
+        if layer == 0 or entries.packed.shape[1] > 1:
             one = entries.of_layer(place)
             counts = subpages.entries(one.layout, one.lengths)
             most, own = -(-int(counts.max()) // size), group._replace(places=range(place, place + 1))
@@ -169,13 +171,13 @@ def _add_received_of_layer(
     # Numbers of pages go on into the following layers.
     slots = (tables[..., None] * size + torch.arange(size, device=place.device)).flatten(-2)
     slots = (layer * of_layer + slots) % column.numel()
-    there, kept = place < counts[..., None], place < entries.kept[:, 0, :, None]
+    there, packed = place < counts[..., None], place < entries.packed[:, 0, :, None]
     # What came since the event before is whole: each entry lies as far behind its position as were dropped. What was
     # kept is older than every query, and so it is where it is taken to lie just before.
     positions = place + (entries.lengths[:, None] - counts)[..., None]
     if received.positions is not None:
-        positions = received.positions.view(-1)[slots].view(torch.int32).long().where(kept, positions)
-    biases = None if received.bias is None else received.bias.view(-1)[slots].where(kept, 0)
+        positions = received.positions.view(-1)[slots].view(torch.int32).long().where(packed, positions)
+    biases = None if received.bias is None else received.bias.view(-1)[slots].where(packed, 0)
     written = place < (counts - received.unwritten[:, None])[..., None]
     at = slots
     if received.own:

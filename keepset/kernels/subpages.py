@@ -33,8 +33,8 @@ class Layout(NamedTuple):
     """What requests' pages follow from: their newest compression event, layer by layer. All zero: none yet.
 
     Attributes:
-        counts: entries that each head kept.
-        length: the request's tokens at the event.
+        counts: entries of each head once that event was over: those that it kept, and those behind it in its own step.
+        length: the request's tokens at that time.
         first: the first logical block that is dealt out to the layer's heads alone.
         shared: where the pages that are full by then are other requests', too, one more than the number of the layer's
             first, counted from the request's first block on through the pages of all layers; else 0.

@@ -64,9 +64,9 @@ class CompilerKV(Method):
     Chosen here, where the paper is silent: `window` is 64, and always stays, as in the authors' program; it counts
     towards `keep`, and no threshold is asked about it. A layer of which nothing stays keeps its best entry. Heads of
     attention and weights are query heads; the value of an entry is its KV head's. Entropy is in nats; what is no number
-    counts as the highest risk. Of several budgets in the file the nearest to the request's counts. Tables of a model of
-    another depth or head count are mapped by relative place; that, and that they are of another model, is warned of.
-    Where heads hold different entries, attention is added up by position, and every KV head goes by its own query
+    counts as the highest risk. Of several budgets in the file the nearest to the request's counts. Tables of
+    another model are refused; `Tables.fitted` maps them to one of another depth by relative place (appendix B.1). Where
+    heads hold different entries, attention is added up by position, and every KV head goes by its own query
     heads.
     """
 
@@ -139,7 +139,9 @@ class CompilerKV(Method):
         """The file's, for a model of as many layers and query heads; neutral ones where none are named or read."""
         shape = len(observation.layers), observation.newest_queries(1)[0].shape[1]
         if self._reads and self.tables:
-            return observation[ModelTables(self.tables)].fitted(*shape)
+            tables = observation[ModelTables(self.tables)]
+            tables.check(*shape)
+            return tables
         if self._reads:
             say_neutral()
         return neutral(*shape, THRESHOLD)

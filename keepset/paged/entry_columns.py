@@ -54,7 +54,7 @@ class EntryColumns:
 
     @property
     def bias(self) -> Float[Tensor, "layers slots"] | None:
-        """What attention adds to the logits of entries that were kept at an event; None: nothing."""
+        """What attention adds to the logits of entries that an event has packed; None: nothing."""
         return self._columns.get(BIAS)
 
     @property
@@ -87,14 +87,14 @@ class EntryColumns:
         self, places: range, occupied: OccupiedPages, lengths: Int[Tensor, " rows"]
     ) -> Int[Tensor, "layers_rows kv_heads entries"]:
         """Original positions of entries in these layers, where the requests have so many tokens."""
-        subpages, kept, entries = occupied
+        subpages, packed, entries = occupied
         index = torch.arange(subpages.shape[-1] * self._block_size, device=subpages.device)
         # Entries that came after the event before are whole: each lies as far behind its position as were dropped.
         positions = (index + (lengths[:, None] - entries)[..., None]).repeat(len(places), 1, 1)
         if POSITION not in self:
             return positions
         stored = self.read(POSITION, places, self.slots(subpages)).view(torch.int32).long()
-        return stored.where((index < kept[..., None]).repeat(len(places), 1, 1), positions)
+        return stored.where((index < packed[..., None]).repeat(len(places), 1, 1), positions)
 
     def write_positions(
         self, layers: Int[Tensor, " n"], slots: Int[Tensor, " n"], positions: Int[Tensor, " n"]

@@ -212,10 +212,10 @@ class LayerGroup:
             exists = index < occupied.entries[0, :, None]
             positions = self.columns.positions(places, occupied, lengths)[0].int()
             columns = {"keys": keys[exists], "values": values[exists], "positions": positions[exists]}
-            slots, kept = self.columns.slots(occupied.subpages), index < occupied.kept[0, :, None]
+            slots, packed = self.columns.slots(occupied.subpages), index < occupied.packed[0, :, None]
             for name in self.recipe.method.remembers:
                 if name in self.columns:
-                    columns[name] = self.columns.read(name, places, slots)[0].where(kept, 0)[exists]
+                    columns[name] = self.columns.read(name, places, slots)[0].where(packed, 0)[exists]
             layers[layer] = {name: column.cpu() for name, column in columns.items()}
             layers[layer]["counts"] = occupied.entries[0].long().cpu()
         return layers
@@ -234,7 +234,7 @@ class LayerGroup:
     def read(self, event: EvictionEvent, places: range) -> LayerEntries:
         """What the method may look at: everything up to the event's point. Several layers are rows of a batch."""
         occupied, size, layers = event.occupied(places[0]), self._block_size, len(places)
-        subpages, kept, entries = occupied
+        subpages, packed, entries = occupied
         width = event.width - event.newer if event.equal_heads else subpages.shape[-1] * size
         columns = self.columns
         parts = self._observer.parts(event, places, occupied, columns, width)
@@ -242,7 +242,7 @@ class LayerGroup:
         index = torch.arange(paged.shape[2], device=subpages.device)
         at, prompts, state = event.at.repeat(layers), event.prompts.repeat(layers), {}
         if event.compressed:
-            slots, moved = columns.slots(subpages)[..., :width], (index < kept[..., None])[..., :width]
+            slots, moved = columns.slots(subpages)[..., :width], (index < packed[..., None])[..., :width]
             moved = moved.repeat(layers, 1, 1)
             state = {name: columns.read(name, places, slots).where(moved, 0) for name in self.recipe.method.remembers}
         positions = columns.positions(places, occupied, event.at + event.newer) if event.compressed else None
@@ -297,7 +297,7 @@ class LayerGroup:
         layer, place = layer + places.start, index - heads * width
         positions = place if entries.positions is None else entries.positions.reshape(-1)[index]
         self.columns.write_positions(layer, slots, positions)
-        self._remember(kept, layer, slots, heads, place)
+        self._remember(kept, layer, slots, heads, place, before.flatten()[heads] - event.newer)
         if self._count is not None:
             stays = len(index)
             total = event.width * before.numel() if event.equal_heads else int(before.sum())
@@ -313,17 +313,18 @@ class LayerGroup:
         slots: Int[Tensor, " stays"],
         heads: Int[Tensor, " stays"],
         within: Int[Tensor, " stays"],
+        seen: Int[Tensor, " stays"],
     ) -> None:
-        """Writes the method's own numbers that anybody asks for again; entries that it has not seen have none yet."""
+        """Writes the method's own numbers that anybody asks for again; entries behind those that it saw have none."""
         for name, column in kept.state.items():
             if name not in self.columns:
                 method = self.recipe.method
                 if name in method.remembers:
                     continue
                 raise KeepsetError(f"{method.name} remembers {name!r} and does not say so: add it to its `remembers`.")
-            known = column.shape[-1]
-            remembered = column.reshape(-1, known)[heads, within.clamp(max=known - 1)]
-            self.columns.write(name, layers, slots, torch.where(within < known, remembered, 0))
+            width = column.shape[-1]
+            remembered = column.reshape(-1, width)[heads, within.clamp(max=width - 1)]
+            self.columns.write(name, layers, slots, torch.where(within < seen, remembered, 0))
 
 
 def _survivors(

@@ -22,12 +22,12 @@ class OccupiedPages(NamedTuple):
 
     Attributes:
         subpages: that hold each head's entries, in their order.
-        kept: entries that each head kept at its event before; they are the first.
+        packed: of each head the first so many were packed after the event before (`EntriesInPages`).
         entries: entries that each head has.
     """
 
     subpages: Int[Tensor, "rows kv_heads pages"]
-    kept: Int[Tensor, "rows kv_heads"]
+    packed: Int[Tensor, "rows kv_heads"]
     entries: Int[Tensor, "rows kv_heads"]
 
 
@@ -49,7 +49,7 @@ class PagesOfLayers:
         entries = subpages.entries(one.layout, one.lengths)
         group, most = self._group._replace(places=range(place, place + 1)), self._pages[place]
         tables = subpages.tables(one.layout, entries, one.block_table, self._block_size, most, group)
-        return OccupiedPages(tables[:, 0].long(), one.kept[:, 0], entries[:, 0])
+        return OccupiedPages(tables[:, 0].long(), one.packed[:, 0], entries[:, 0])
 
     @cached_property
     def _entries(self) -> EntriesInPages:

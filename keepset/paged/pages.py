@@ -125,6 +125,6 @@ def add_received(
     if isinstance(first, StridedPages) and first.eight_bits is None:
         add_received_in_pages(first.caches, places, queries, entries, received)
         return
-    kv_heads = entries.kept.shape[2]
+    kv_heads = entries.packed.shape[2]
     group = Group(places, len(received.column), first.slots // (kv_heads * first.block_size))
     add_received_by([layer.read_keys for layer in pages], first.block_size, group, queries, entries, received)

@@ -60,12 +60,12 @@ class UniformPlanner:
         known = [
             (one.row, one.after, one.after - width, kept) for one, (width, kept) in zip(requests, numbers, strict=True)
         ]
-        rows, lengths, gone, packed = batch.tensor(known).t().contiguous().unbind()
-        kept = packed[:, None, None].expand(-1, 1, self._schedule.kv_heads).contiguous()
-        gone, none = gone[:, None], torch.zeros_like(kept)
+        rows, lengths, gone, kept = batch.tensor(known).t().contiguous().unbind()
+        packed = kept[:, None, None].expand(-1, 1, self._schedule.kv_heads).contiguous()
+        gone, none = gone[:, None], torch.zeros_like(packed)
         layout = Layout(none, gone, gone // self._schedule.block_size, none[..., 0].contiguous())
         longest = max(width for width, _ in numbers)
-        held = EntriesInPages(layout, batch.block_table[rows], lengths, kept, longest)
+        held = EntriesInPages(layout, batch.block_table[rows], lengths, packed, longest)
         return lambda: held
 
     def _occupied(self, batch: StepBatch, requests: Sequence[ScheduledRequest]) -> OccupiedPages:

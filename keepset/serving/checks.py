@@ -9,9 +9,10 @@ from pathlib import Path
 
 import torch
 
-from keepset.core import tables
-from keepset.core.features.given import ModelTables
+from keepset.core import statistics, tables
+from keepset.core.features.given import ModelStatistics, ModelTables
 from keepset.errors import KeepsetError, UnsupportedEngineError
+from keepset.hf.fingerprint import sample_of, stores_other_weights
 from keepset.models import check_name
 from keepset.recipe import Recipe
 from keepset.serving.command import option
@@ -24,14 +25,21 @@ _MOST_GIB = 4
 _PORT = 8000
 
 
-def check_recipe(recipe: Recipe | None) -> None:
-    """Refuses a recipe that no vLLM serves, or whose files cannot be read."""
+def check_recipe(recipe: Recipe | None, folder: str) -> None:
+    """Refuses a recipe that no vLLM serves, or whose files cannot be read or are of another model than the folder's."""
     if recipe is None:
         return
     for sentence in objections(recipe):
         raise UnsupportedEngineError(f"keepset cannot serve {recipe}: {sentence}")
-    for needed in recipe.method.needs.of(ModelTables):
-        tables.load(needed.file)
+    needs = recipe.method.needs
+    samples = {each.file: sample_of(tables.load(each.file)) for each in needs.of(ModelTables)}
+    samples |= {each.file: sample_of(statistics.load(each.file)) for each in needs.of(ModelStatistics)}
+    for file, sampled in samples.items():
+        if Path(folder).is_dir() and stores_other_weights(Path(folder), sampled):
+            raise KeepsetError(
+                f"{file!r} was made for another model than {folder!r}: make it for this one with keepset calibrate or "
+                "keepset compile."
+            )
 
 
 def check_model(folder: str) -> None:
@@ -42,7 +50,7 @@ def check_model(folder: str) -> None:
     weights = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
     if not torch.accelerator.is_available() and weights > _memory():
         raise KeepsetError(
-            f"The weights in {folder!r} take {weights / 1e9:.1f} GB, and {_memory() / 1e9:.1f} GB of memory are free: "
+            f"The weights in {folder!r} take {weights / 1e6:.0f} MB, and {_memory() / 1e6:.0f} MB of memory are free: "
             "free some, or serve a smaller model."
         )
 
@@ -68,7 +76,8 @@ def be_sparing(options: Sequence[str]) -> str | None:
         return None
     space = max(1, min(_MOST_GIB, int(_memory() / 4 / _GIB)))
     os.environ[_POOL] = str(space)
-    return f"The KV cache gets {space} GiB of memory; the environment variable {_POOL} says another number."
+    megabytes = space * _GIB / 1e6
+    return f"The KV cache gets {megabytes:.0f} MB; the environment variable {_POOL} asks for more, in GiB."
 
 
 def _memory() -> int:

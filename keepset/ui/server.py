@@ -17,6 +17,7 @@ from string import Template
 from typing import Any
 
 from keepset.bench.report.page import asset, script_json
+from keepset.core.nan_scores import nan_scores_refused
 from keepset.errors import KeepsetError
 from keepset.ui.playground import Playground, Wish
 
@@ -24,6 +25,7 @@ HOST = "127.0.0.1"
 _NAMES = (HOST, "localhost")
 _BYTES = 1_000_000
 """Of a request at most."""
+_PIECE = 65536
 _SECONDS = 30.0
 """That a request may take to arrive, and a part of an answer to be taken."""
 
@@ -82,9 +84,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         """A run, as server-sent events; each is one JSON object."""
+        body = self._body()
         if not self._is_ours():
             return
-        wish = self._wish()
+        wish = self._wish(body)
         if wish is None:
             return
         if not self.server.busy.acquire(blocking=False):
@@ -92,7 +95,8 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             self._head(200, "text/event-stream; charset=utf-8")
             try:
-                self.server.playground.run(wish, self._send)
+                with nan_scores_refused():
+                    self.server.playground.run(wish, self._send)
             except KeepsetError as error:
                 self._send({"error": str(error)})
         finally:
@@ -108,18 +112,32 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(403, f"Open http://{HOST}:{self.server.port} in a browser of this machine.")
         return False
 
-    def _wish(self) -> Wish | None:
-        """What is wanted; None where that cannot be told, which was answered."""
+    def _body(self) -> bytes | None:
+        """What was posted; None where it is too long, or nobody says how long it is.
+
+        It is read in any case: a connection that is closed with something unread in it is reset, and its answer lost.
+        """
         length = self.headers.get("Content-Length", "")
+        if not length.isdecimal():
+            return None
+        left = int(length)
+        if left <= _BYTES:
+            return self.rfile.read(left)
+        while left > 0 and (piece := self.rfile.read(min(left, _PIECE))):
+            left -= len(piece)
+        return None
+
+    def _wish(self, body: bytes | None) -> Wish | None:
+        """What is wanted; None where that cannot be told, which was answered."""
         if self.path != "/run":
             self._answer(404, "There is nothing here: runs are posted to /run.")
         elif self.headers.get("Content-Type") != "application/json":
             self._answer(415, "Only application/json is taken.")
-        elif not length.isdecimal() or int(length) > _BYTES:
+        elif body is None:
             self._answer(413, f"The text is too long: {_BYTES} bytes at most are taken.")
         else:
             try:
-                return Wish.of(json.loads(self.rfile.read(int(length))))
+                return Wish.of(json.loads(body))
             except (ValueError, RecursionError, KeepsetError) as error:
                 self._answer(400, str(error) if isinstance(error, KeepsetError) else "The request is no JSON.")
         return None

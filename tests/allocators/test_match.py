@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from keepset.core.features.queries import Asked, ReferenceQueries
 from keepset.core.observation import BIAS
 from keepset.errors import RecipeError
 from keepset.hf.prompt_session import PromptSession
-from tests.hf.models import Oracle, extended, generate, left_padded, prompt, recipe, same_keep_set, tiny
+from tests.hf.models import Oracle, check_copies, extended, generate, left_padded, prompt, recipe, same_keep_set, tiny
 from tests.methods.naive import SHAPES, Shape, observe
 
 
@@ -94,26 +95,12 @@ def test_the_embedded_model_goes_on_as_with_the_full_cache() -> None:
     assert near < far / 1.5
 
 
-def test_saved_forked_cropped_and_reordered_with_their_biases(tmp_path: object) -> None:
-    model, ids = tiny("llama"), prompt(2, 40)
-    cache = keepset.Cache(model, "match(adakv(snapkv(window=5)), keep=12)")
+def test_saved_forked_cropped_and_reordered_with_their_biases(tmp_path: Path) -> None:
+    cache = keepset.Cache(tiny("llama"), "match(adakv(snapkv(window=5)), keep=12)")
     with torch.no_grad():
-        model(ids, past_key_values=cache, use_cache=True)
-        assert all(layer.store.heads.bias.any() for layer in cache.kept_layers.values())
-        path = f"{tmp_path}/context.safetensors"
-        cache.save(path)
-        expected = model(ids[:, :3], past_key_values=cache.fork(), use_cache=True).logits
-        loaded = keepset.Cache.load(path, model)
-        assert loaded.nbytes == cache.fork().nbytes
-        assert torch.equal(model(ids[:, :3], past_key_values=loaded, use_cache=True).logits, expected)
-        twin = cache.fork()
-        model(ids[:, 5:9], past_key_values=twin, use_cache=True)
-        twin.crop(-4)
-        assert torch.allclose(model(ids[:, :3], past_key_values=twin, use_cache=True).logits, expected, atol=1e-5)
-        swapped = cache.fork()
-        swapped.reorder_cache(torch.tensor([1, 0]))
-        logits = model(ids[[1, 0], :3], past_key_values=swapped, use_cache=True).logits
-        assert torch.allclose(logits[[1, 0]], expected, atol=1e-5)
+        tiny("llama")(prompt(2, 40), past_key_values=cache, use_cache=True)
+    assert all(layer.store.heads.bias.any() for layer in cache.kept_layers.values())
+    check_copies(tiny("llama"), cache, tmp_path / "context.safetensors")
 
 
 def test_company_changes_nothing() -> None:

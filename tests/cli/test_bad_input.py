@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +10,10 @@ from typing import Any
 
 import pytest
 
+import keepset
 from keepset import models
+from keepset.core.observation import Observation
+from keepset.methods.knorm import Knorm
 from tests.cli.conftest import Run
 from tests.hf.models import statistics
 
@@ -193,6 +197,32 @@ def test_statistics_of_another_model(run: Run) -> None:
     recipes = f"snapkv(keep=0.5), adakv(qfilter(stats={str(statistics('llama_mqa'))!r}), keep=0.5)"
     for words in ((*COMPARE, "--recipes"), ("bench", "latency", "--recipes"), ("eval", "needle", "--recipes")):
         check_refused(run, *words, recipes, because="are of another model: theirs has 2 layers with 1 KV heads")
+
+
+@pytest.mark.usefixtures("tiny", "text")
+def test_scores_that_are_nan(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of finite logits: the recipe's row fails, others are there, and what is written is JSON."""
+    score = Knorm.score
+
+    def half_nan(method: Knorm, observation: Observation) -> Any:
+        scores = score(method, observation).clone()
+        scores[..., ::2] = float("nan")
+        return scores
+
+    monkeypatch.setattr(Knorm, "score", half_nan)
+    sentence = "Scores of layer 0 are NaN, so nothing says what to keep"
+    done = run(*COMPARE, "--recipes", "knorm(keep=0.5), tova(keep=0.5)", "--json", "figures")
+    assert done.code == 1 and f"knorm(keep=0.5): {sentence}" in " ".join(done.out.split())
+    rows = json.loads(Path("figures").read_text())["rows"]
+    assert sentence in rows[0]["error"] and "kl" not in rows[0] and rows[1]["kl"] > 0
+    for words in (("generate", "Hello, who is there?", "--recipe"), ("trace", "--text", "text", "--recipe")):
+        done = run(*words, "adakv(knorm, keep=8)")
+        assert done.code == 2 and sentence in done.err
+    # Whoever serves a request wants an answer, though one number overflowed: NaN is the worst of scores there.
+    model, tokenizer = models.load()
+    cache = keepset.Cache(model, "knorm(keep=8)")
+    model(**tokenizer("Hello, who is there in the hall?", return_tensors="pt"), past_key_values=cache)
+    assert cache.keep_set is not None
 
 
 def test_text_is_too_short(run: Run, tiny: Any, text: Path) -> None:

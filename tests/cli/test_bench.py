@@ -107,13 +107,14 @@ def test_questions_to_documents(
     sizes = ("--requests", "3", "--prompt-tokens", "40", "--question-tokens", "7", "--output-tokens", "4")
     recipe = ("--recipe", "reread(keep=10)")  # which no vLLM computes
     done = run("bench", "serve", *recipe, *sizes, "--contexts", "--rounds", "2", "--json", "a.json", "a/model")
-    assert (done.code, done.err) == (0, "figures: a.json\n")
+    first, *others = done.err.splitlines()
+    assert done.code == 0 and first.startswith("Two servers, one after the other") and others == ["figures: a.json"]
     assert servers == [["a/model", "None"], ["a/model", "None", *(f"document-{i}.safetensors" for i in range(3))]]
     lines = [" ".join(line.split()) for line in done.out.splitlines()]
     assert lines[0] == "a/model: 3 documents of 40 + 7 + 4 tokens, at most 3 at once, 2 rounds."
     assert lines[2] == "plain contexts ratio"
     # 40 blocks of 4 tokens: 10 for a document; of 10 entries of every head two pages of 4 are full, and a last one.
-    assert "documents that the pool holds 4 20 x5.00" in lines
+    assert "documents that the pool holds 4 20 x5.00 better" in lines
     plain, contexts = load(tmp_path / "a.json")["servers"]
     assert plain["summary"]["prompt_tokens"] == 2 * 3 * 47 and contexts["summary"]["prompt_tokens"] == 2 * 3 * 7
     block_bytes = 2 * 2 * 4 * 2 * 8 * 4  # layers, heads, entries, keys and values, numbers, bytes
@@ -127,6 +128,15 @@ def test_a_server_that_runs_already(run: Run, fake: Fake) -> None:
     assert "fake: 6 requests of 5 + 4 tokens, at most 2 at once." in done.out
     assert " ratio" not in done.out
     assert len(fake.asked) == 7 and fake.most <= 2
+
+
+def test_two_servers_that_run_already(run: Run, fake: Fake) -> None:
+    urls = ("--url", fake.url, "--url", fake.url.replace("127.0.0.1", "localhost"))
+    done = run("bench", "serve", *urls, *SIZES)
+    assert (done.code, done.err) == (0, "")
+    assert " ratio" in done.out and "localhost:" in done.out and len(fake.asked) == 14
+    done = run("bench", "serve", *urls, *urls[:2], *SIZES)
+    assert done.code == 2 and "--url is given once, or twice for two servers" in done.err
 
 
 @pytest.mark.full
@@ -254,7 +264,9 @@ def test_interrupted(how: str, number: signal.Signals, tmp_path: Path) -> None:
     assert process.returncode == 128 + number
     assert out == ""
     assert "Traceback" not in err
-    assert err == ("interrupted: nothing is reported\n" if number == signal.SIGINT else "")
+    first, *others = err.splitlines()
+    assert first.startswith("Two servers, one after the other")
+    assert others == (["interrupted: nothing is reported"] if number == signal.SIGINT else [])
     assert [path.name for path in tmp_path.iterdir()] == ["program.py"]
     assert children and all(not Path(f"/proc/{child}").exists() for child in children)
 

@@ -118,7 +118,7 @@ def test_table_has_the_best_first_and_a_conclusion(run: Run) -> None:
     assert (done.code, done.err) == (0, "")
     first, header, full, *rows, last = done.out.splitlines()
     assert first == "SmolLM2-135M-Instruct: 200 tokens of prompt, 16 after it."
-    assert header.split() == ["recipe", "MB", "kept", "KL", "top-1", "prefill"]
+    assert header.split() == ["recipe", "MB", "bytes", "KL", "top-1", "prefill"]
     assert full.split() == ["full", "cache", "0.1", "100.0%", "0.000", "100%", "x1.00"]
     assert [rows[0].strip(), rows[4].strip()] == ["keep=0.5", "keep=20"]
     figures = load(run(*COMPARE, "--json", "-").out)["rows"]
@@ -223,7 +223,7 @@ def test_decode_table_and_report(run: Run, tmp_path: Path) -> None:
     done = run(*DECODE, "--continuation", "80", "--keeps", "0.5,20", "--html", "page.html")
     assert (done.code, done.err) == (1, "report: page.html\n")
     header = done.out.splitlines()[1]
-    assert header.split() == ["recipe", "MB", "kept", "peak", "MB", "KL", "top-1", "prefill"]
+    assert header.split() == ["recipe", "MB", "bytes", "peak", "MB", "KL", "top-1", "prefill"]
     assert "  tova(every=64) " in done.out and "use a whole number of entries" in done.out
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "kl_drift" in page and "knorm(keep=30, every=7)" in page

@@ -55,6 +55,17 @@ def test_table_is_text(terminal: io.StringIO) -> None:
     assert f"So it is: {HARMLESS}." in lines
 
 
+def test_a_terminal_is_told_at_once_that_something_is_under_way(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything that takes long is imported; scripts are told nothing."""
+    console.unsay_starting.cache_clear()
+    assert run("methods", "snapvk").err.startswith("keepset: There is no method")
+    console.unsay_starting.cache_clear()
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert run("methods", "snapvk").err.startswith("loading...\r          \rkeepset: There is no method")
+
+
 def test_streamed_text_is_text(run: Run, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiny[1], "decode", lambda ids, **_: EVIL * len(ids))
     done = run("generate", "Hello", "--recipe", "tova(keep=4)", "--output-tokens", "3")

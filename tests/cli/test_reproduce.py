@@ -87,6 +87,7 @@ def test_a_table_is_stopped_gone_on_with_and_shown(
         cells = store.cells()
     assert len(cells) == 16 and all(cell in cells for cell in first)
     assert max(cell.outcome.batch for cell in cells if cell.outcome) > 1
+    assert done.out, done.err
     (result,) = json.loads(done.out)
     assert (result["model"], result["paper_model"]) == (EMBEDDED, "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B")
     rows = {(row["method"], row["keep"]): row for row in result["rows"]}
@@ -141,6 +142,7 @@ def test_every_entry_runs(name: str, run: Run, tiny: Any, data: str, monkeypatch
     if name in ("compilerkv-figure-a2", "compilerkv-figure-a3"):  # they show a file alone
         assert done.code == 2 and "give them as --tables" in done.err
         return
+    assert done.out, done.err
     (result,) = json.loads(done.out)
     failed = [row for row in result["rows"] if row["failed"]]
     assert all("keepset calibrate" in row["error"] or "keepset compile" in row["error"] for row in failed)
@@ -189,6 +191,7 @@ def test_entries_with_tables(
 @pytest.mark.full
 def test_what_compression_does_to_a_text(run: Run, tiny: Any, data: str) -> None:
     done = run("reproduce", "ams-figure-4", *CHEAP[:-1], "530", "--data", data, "--json", "-")
+    assert done.out, done.err
     (result,) = json.loads(done.out)
     figures = {(row["task"], row["method"], row["metric"]): row["figure"] for row in result["rows"]}
     for method in ("TOVA", "AMS-TOVA"):
@@ -203,6 +206,7 @@ def test_what_compression_does_to_a_text(run: Run, tiny: Any, data: str) -> None
 def test_what_is_no_sweep(name: str, run: Run, tiny: Any) -> None:
     done = run("reproduce", name, "--model", "embedded", "--limit", "2", "--prompt-tokens", "40", "--json", "-")
     assert done.code == 0 and "first 1024 tokens, unless options say otherwise" in done.err
+    assert done.out, done.err
     (result,) = json.loads(done.out)
     rows = {(row["task"], row["method"], row["keep"], row["metric"]): row for row in result["rows"]}
     assert all(row["examples"] == 2 for row in rows.values())

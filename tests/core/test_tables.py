@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -151,11 +150,11 @@ def test_more_than_is_known_does_no_harm(path: Path) -> None:
     assert load(str(path)).provenance["alpha"] == 0.5
 
 
-def test_a_table_fits_its_own_model_silently() -> None:
-    tables = random_tables()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert tables.fitted(3, 4) is tables
+def test_a_model_of_another_shape_is_refused() -> None:
+    tables = dataclasses.replace(random_tables(), name="file")
+    tables.check(3, 4)
+    with pytest.raises(KeepsetError, match="theirs has 3 layers of 4 query heads, this one 4 of 3"):
+        tables.check(4, 3)
 
 
 @pytest.mark.parametrize(
@@ -170,16 +169,13 @@ def test_other_models_take_what_stands_at_their_relative_place(
         near = [[(abs(i / (wanted - 1) - j / (found - 1)), -j) for j in range(found)] for i in range(wanted)]
         places = [-min(row)[1] for row in near]
     tables = dataclasses.replace(random_tables(layers=found, heads=found), name=f"{wanted} of {found}")
-    with pytest.warns(UserWarning, match=f"with {found} layers of {found} query heads, and this one has {wanted}"):
-        fitted = tables.fitted(wanted, wanted)
+    fitted = tables.fitted(wanted, wanted)
+    fitted.check(wanted, wanted)
     for budget in range(2):
         for layer, of_layer in enumerate(places):
             assert torch.equal(fitted.gate[budget, layer], tables.gate[budget, of_layer])
             for head, of_head in enumerate(places):
                 assert fitted.weights[budget, layer, head] == tables.weights[budget, of_layer, of_head]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        tables.fitted(wanted, wanted)  # said once
 
 
 def test_nearest_budget_and_bins() -> None:
@@ -198,4 +194,4 @@ def test_neutral_tables_prefer_nothing() -> None:
     tables = neutral(2, 3, 0.9)
     assert tables.weights.unique().tolist() == [1.0]
     assert tables.gate.unique().tolist() == [torch.tensor(0.9).item()]
-    assert tables.fitted(2, 3) is tables
+    tables.check(2, 3)

@@ -177,6 +177,26 @@ def same_keep_set(a: keepset.KeepSet, b: keepset.KeepSet) -> bool:
     )
 
 
+@torch.no_grad()
+def check_copies(model: Any, cache: keepset.Cache, path: Path) -> None:
+    """Two requests go on alike once saved and loaded, forked, with tokens taken back, and in another order."""
+    ids = prompt(2, 12)
+    cache.save(path)
+
+    def following(past: keepset.Cache, rows: list[int]) -> Tensor:
+        return model(ids[rows, :3], past_key_values=past, use_cache=True).logits[rows]
+
+    expected, loaded = following(cache.fork(), [0, 1]), keepset.Cache.load(path, model)
+    assert loaded.nbytes == cache.fork().nbytes and loaded.keep_set.nbytes == cache.keep_set.nbytes
+    assert torch.equal(following(loaded, [0, 1]), expected)
+    cropped, swapped = cache.fork(), cache.fork()
+    model(ids[:, 5:9], past_key_values=cropped, use_cache=True)
+    cropped.crop(-4)
+    swapped.reorder_cache(torch.tensor([1, 0]))
+    for past, rows in ((cropped, [0, 1]), (swapped, [1, 0])):
+        assert torch.allclose(following(past, rows), expected, atol=1e-5)
+
+
 class Oracle:
     """The model run densely over a finished sequence, each dropped entry hidden by an explicit mask.
 

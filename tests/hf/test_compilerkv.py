@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,14 @@ from torch import Tensor
 import keepset
 from keepset import KeepsetError
 from keepset.core.tables import save
-from keepset.hf.fingerprint import fingerprint
+from keepset.hf.fingerprint import sample
 from keepset.hf.prompt_session import Recorder
 from tests.core.test_tables import random_tables
 from tests.hf.models import full, generate, left_padded, oracle_gap, prompt, same_keep_set, tiny
 from tests.methods.test_compilerkv import check_theorem
 
 LENGTH, PADDING, NEW = 40, [0, 7], 8
-pytestmark = pytest.mark.filterwarnings("ignore:compilerkv has no tables", "ignore:The tables .* another model")
+pytestmark = pytest.mark.filterwarnings("ignore:compilerkv has no tables")
 by_model = pytest.mark.parametrize("name", ["llama", "llama_mha", "llama_mqa", "gemma3"])
 
 
@@ -102,38 +101,33 @@ def test_a_saved_context_goes_on(tmp_path: Path) -> None:
 
 
 def test_what_does_not_go_is_said(tmp_path: Path) -> None:
-    model, ids = tiny("llama"), prompt(1, LENGTH)
+    model = tiny("llama")
     with pytest.raises(KeepsetError, match="There is no file 'absent' with tables"):
         keepset.Cache(model, "compilerkv(tables='absent', keep=70)")
     save(random_tables(), tmp_path / "tables")
     with pytest.raises(KeepsetError, match="leave every= out"):
         keepset.Cache(model, f"compilerkv(tables={str(tmp_path / 'tables')!r}, keep=70, every=8)")
     save(random_tables(9, 3), tmp_path / "other")
-    cache = keepset.Cache(model, f"compilerkv(tables={str(tmp_path / 'other')!r}, window=5, keep=20)")
-    with pytest.warns(UserWarning, match="with 9 layers of 3 query heads"):
-        generate(model, ids, cache, max_new_tokens=1)
+    with pytest.raises(KeepsetError, match="theirs has 9 layers of 3 query heads, this one 2 of 4"):
+        keepset.Cache(model, f"compilerkv(tables={str(tmp_path / 'other')!r}, window=5, keep=20)")
 
 
 def test_tables_are_a_models_own(tmp_path: Path) -> None:
-    """Another model of the same shape is told so, once; the tables' own model is not."""
+    """Another model of the same shape is refused; the tables' own model is not, in whatever precision."""
     model, other = tiny("llama"), copy.deepcopy(tiny("llama"))
     with torch.no_grad():
-        other.lm_head.weight += 1
+        other.get_parameter("model.layers.1.mlp.up_proj.weight").mul_(1.01)
     path = str(tmp_path / "tables")
-    known = {"model": {"name": "tiny", **fingerprint(model)}}
+    known = {"model": {"name": "tiny", "sample": sample(model)}}
     save(dataclasses.replace(random_tables(*shape_of(model)), provenance=known), Path(path))
     recipe = f"compilerkv(tables={path!r}, window=5, keep=20)"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        generate(model, prompt(1, LENGTH), keepset.Cache(model, recipe), max_new_tokens=1)
-    with pytest.warns(UserWarning, match="compiled for another model, whose weights differ: compile them for this one"):
-        keepset.Cache(other, recipe)
-    with pytest.warns(UserWarning, match="architecture differs: LlamaForCausalLM there, Qwen2ForCausalLM here"):
-        keepset.Cache(tiny("qwen2"), recipe)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        keepset.Cache(other, recipe)
-        keepset.Cache(other, recipe.replace("window", "head_table=False, gate=False, window"))  # which reads none
+    generate(model, prompt(1, LENGTH), keepset.Cache(model, recipe), max_new_tokens=1)
+    for dtype in (torch.bfloat16, torch.float16):
+        keepset.Cache(copy.deepcopy(model).to(dtype), recipe)
+    for another in (other, tiny("qwen2")):
+        with pytest.raises(KeepsetError, match="are of another model of this shape, with other weights"):
+            keepset.Cache(another, recipe)
+    keepset.Cache(other, recipe.replace("window", "head_table=False, gate=False, window"))  # which reads none
 
 
 @pytest.mark.parametrize(("name", "keep"), [("llama", 6), ("llama_mqa", 20), ("llama", 39)])

@@ -309,3 +309,16 @@ def test_a_cache_tells_what_it_holds() -> None:
     assert cache.nbytes_full == full_bytes
     sizes = f"{cache.nbytes / 1e6:.1f} MB of {full_bytes / 1e6:.1f}"
     assert repr(cache) == f"Cache(knorm(keep=0.25): 10 of 40 tokens, {sizes})"
+
+
+def test_it_tells_places_for_tokens_to_come_apart() -> None:
+    model = tiny("llama")
+    cache = keepset.Cache(model, "knorm(keep=2000, every=800)")
+    model(prompt(1, 4000), past_key_values=cache)
+    model(prompt(1, 1), past_key_values=cache)
+    entry = sum(2 * layer.store.kv_heads * 16 * 4 for layer in cache.kept_layers.values())
+    held = 2001 * (entry + sum(4 * layer.store.kv_heads for layer in cache.kept_layers.values()))  # with positions
+    beside = cache.nbytes - held
+    sizes = f"{held / 1e6:.1f} MB of {4001 * entry / 1e6:.1f}, {beside / 1e6:.1f} MB more for what comes"
+    assert beside >= 50_000
+    assert repr(cache) == f"Cache(knorm(keep=2000, every=800): 2001 of 4001 tokens, {sizes})"

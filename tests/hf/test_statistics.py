@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from keepset.core.statistics import load, save
 from keepset.hf.prompt_session import Recorder
 from keepset.offline.calibrate.corpus import Corpus
 from keepset.offline.calibrate.measure import measure
+from keepset.serving.checks import check_recipe
 from tests.hf.models import full, generate, left_padded, prompt, same_keep_set, statistics, tiny
 
 
@@ -135,6 +137,22 @@ def test_statistics_of_another_model_are_refused_at_once(method: str) -> None:
     file = str(statistics("llama_mqa"))
     with pytest.raises(KeepsetError, match="are of another model: theirs has 2 layers with 1 KV heads of size 8"):
         keepset.Cache(tiny("llama"), f"{method}(stats={file!r}, keep=8)")
+
+
+def test_statistics_of_other_weights_are_refused_at_once(tmp_path: Path) -> None:
+    file, other = str(statistics("llama")), copy.deepcopy(tiny("llama"))
+    keepset.Cache(copy.deepcopy(other).to(torch.bfloat16), f"qfilter(stats={file!r}, keep=8)")
+    with torch.no_grad():
+        other.get_parameter("model.layers.0.self_attn.q_proj.weight").neg_()
+    with pytest.raises(KeepsetError, match="are of another model of this shape, with other weights"):
+        keepset.Cache(other, f"qfilter(stats={file!r}, keep=8)")
+    # What a server finds in a model's folder.
+    tiny("llama").save_pretrained(tmp_path / "own")
+    other.save_pretrained(tmp_path / "other")
+    recipe = keepset.Recipe.parse(f"qfilter(stats={file!r}, keep=8)")
+    check_recipe(recipe, str(tmp_path / "own"))
+    with pytest.raises(KeepsetError, match="was made for another model than"):
+        check_recipe(recipe, str(tmp_path / "other"))
 
 
 def test_a_model_that_is_not_compressed_needs_none() -> None:

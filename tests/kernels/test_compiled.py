@@ -28,7 +28,7 @@ FOLLOWED = ("block_table", "filed_counts", "filed_lengths", "filed_firsts", "fil
             "lengths", "firsts", "shares", "lost")
 IN_PAGES = dict(kind="*bf16", addresses="*i64", rings="*bf16", slots="*i64", places="*i64", last_visible="*i64",
                 bias="*fp32", positions="*fp32", block_table="*i32", counts="*i32", event_lengths="*i32", firsts="*i32",
-                shares="*i32", kept="*i32", lengths="*i64", scaling="fp32", partial="*fp32")
+                shares="*i32", packs="*i32", lengths="*i64", scaling="fp32", partial="*fp32")
 PAGED = dict(HEADS=8, HEADS_BLOCK=8, SIZE=16, LISTED=True)
 KERNELS = [
     *(

@@ -21,7 +21,7 @@ from tests.core.test_tables import random_tables
 from tests.methods.naive import DTYPES, Shape, kept, length_of, observe, window_attention
 from tests.tiers import examples
 
-pytestmark = pytest.mark.filterwarnings("ignore:compilerkv has no tables", "ignore:The tables")
+pytestmark = pytest.mark.filterwarnings("ignore:compilerkv has no tables")
 WINDOW = 5
 
 
@@ -349,13 +349,14 @@ def test_what_it_needs_and_says(folder: Path) -> None:
     assert not CompilerKV("absent", head_table=False, gate=False).needs.of(ModelTables)  # which reads none
     with pytest.raises(KeepsetError, match="says itself how much every head keeps"):
         Pool(CompilerKV())
-    told = {ModelTables(file): load(file)}
+    _, single = written(folder, 1, 2)
+    told = {ModelTables(single): load(single)}
     with pytest.raises(KeepsetError, match=r"features=\{Perplexity"):
-        CompilerKV(file).select_all([observe(Shape((9,), 1, 2, 4, 4), features=told)], Budget(5))
+        CompilerKV(single).select_all([observe(Shape((9,), 1, 2, 4, 4), features=told)], Budget(5))
     other = str(folder / "other")
     save(random_tables(7, 5), Path(other))
     seen = layers_of(Shape((9,), 1, 2, 4, 4), 2, [1.0], file=other)
-    with pytest.warns(UserWarning, match="with 7 layers of 5 query heads, and this one has 2 of 2"):
+    with pytest.raises(KeepsetError, match="theirs has 7 layers of 5 query heads, this one 2 of 2"):
         CompilerKV(other, window=WINDOW).select_all(seen, Budget(5))
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from keepset import Observation, Recipe
 from keepset.core.features.window import WindowAttention
+from keepset.core.observation import BIAS
 from keepset.kernels.paged import append_to_pages, paged_attention
 from keepset.paged.event_queue import EventQueue
 from keepset.paged.eviction_schedule import EvictionSchedule
@@ -211,8 +212,10 @@ class Engine:
         if ragged is not None and ragged.tokens is not None:
             layout = ragged.of_layer(place)
             append_to_pages(keys, values, group.caches[place], ragged.tokens, layout)
-            paged_attention(queries, group.caches, place, ragged.tokens, layout, SCALING, output)
-            self._check_heads_as_requests(PerHeadSequences(ragged), place, pages, queries, output)
+            bias = group.paged.columns.bias
+            paged_attention(queries, group.caches, place, ragged.tokens, layout, SCALING, output, bias)
+            if bias is None:  # which no engine's own kernel adds
+                self._check_heads_as_requests(PerHeadSequences(ragged), place, pages, queries, output)
         torch.testing.assert_close(output, torch.cat([expected(layer, *span) for span in spans]))
         return queries
 
@@ -277,6 +280,8 @@ def expected(layer: int, request: Request, first: int, end: int) -> Tensor:
     for head, held in enumerate(request.kept[layer]):
         held.extend(range(first, end))
         logits = queries[head * GROUP : (head + 1) * GROUP, first:end] @ keys[head, held].t() * SCALING
+        if biases := request.state.get(layer, {}).get(BIAS):
+            logits += torch.tensor([biases[head].get(position, 0.0) for position in held])
         future = torch.tensor(held)[None] > torch.arange(first, end)[:, None]
         rows.append(logits.masked_fill(future, float("-inf")).softmax(-1) @ values[head, held])
     return torch.cat(rows).transpose(0, 1)

@@ -14,10 +14,11 @@ from torch import Tensor
 from keepset import registry
 from keepset.core.budget import Budget
 from keepset.core.feature import Needs
-from keepset.core.features.given import RecentQueries
+from keepset.core.features.given import EntryBiases, RecentQueries
 from keepset.core.keep_set import KeepSet
 from keepset.core.method import Method, parameter
-from keepset.core.observation import Observation
+from keepset.core.observation import BIAS, Observation
+from keepset.methods.snapkv import SnapKV
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,25 @@ class Loud(Method):
 
 
 @dataclass(frozen=True)
+class Leaning(SnapKV):
+    """SnapKV whose entries get biases of whatever stays or came, which attention adds from then on."""
+
+    name: ClassVar[str] = "leaning"
+    paper: ClassVar[str] = "none"
+
+    @property
+    def needs(self) -> Needs:
+        return super().needs | Needs(EntryBiases())
+
+    @property
+    def remembers(self) -> tuple[str, ...]:
+        return (BIAS,)
+
+    def remember(self, observation: Observation, scores: Tensor) -> dict[str, Tensor]:
+        return {BIAS: observation.state.get(BIAS, torch.zeros_like(scores)) + (observation.positions * 1.7).sin()}
+
+
+@dataclass(frozen=True)
 class Dated(Method):
     """Keeps what an entry's original position alone says, in no order: one that is off by one changes everything."""
 
@@ -100,7 +120,7 @@ class Dated(Method):
         return angles.sin().mul(43758.5453).frac().abs().float()
 
 
-OWN = (Mass, Loud, Dated)
+OWN = (Mass, Loud, Leaning, Dated)
 
 
 def register() -> None:

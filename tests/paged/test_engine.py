@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from keepset import Recipe
 from tests.paged.engine import BLOCK, Engine, Request
 
 RECIPES = [
@@ -24,6 +25,17 @@ RECIPES = [
     "rpc(window=6, kernel=3, keep=12, recent=3, every=13, prefill=False)",
     "loud(window=4, keep=10, every=4)",
     "mass(window=4, share=0.7, every=6)",
+    "pool(snapkv(window=4, kernel=3), keep=11, recent=4, every=7)",
+]
+BEHIND = [
+    "leaning(window=4, kernel=3, keep=12, every=9)",
+    "snapkv(window=4, kernel=3, keep=10, every=9)",
+    "adakv(snapkv(window=4, kernel=3), floor=0, keep=10, every=9)",
+    "adakv(r_kv(window=3), floor=0, keep=12, every=9)",
+    "adakv(loud(window=4), floor=0, keep=10, every=5)",
+    "adakv(leaning(window=4, kernel=3), floor=0, keep=10, every=9)",
+    "ams(tova, window=5, kernel=3, min_segment=2, max_segment=4, keep=13, recent=4, every=8)",
+    "rpc(window=6, kernel=3, keep=12, recent=3, every=13)",
     "pool(snapkv(window=4, kernel=3), keep=11, recent=4, every=7)",
 ]
 PROMPTS = (23, 9, 40, 14)
@@ -63,6 +75,19 @@ def test_requests_come_run_are_preempted_and_go(recipe: str, seed: int) -> None:
 def tokens(request: Request, draw: random.Random) -> int:
     """A chunk of what is to be computed again or for the first time, or the next token."""
     return max(1, min(draw.randint(1, 11), max(request.prompt, request.recomputed) - request.length))
+
+
+@pytest.mark.parametrize("recipe", [BEHIND[0], *(pytest.param(one, marks=pytest.mark.full) for one in BEHIND[1:])])
+def test_steps_that_end_in_the_window_of_the_next_event(recipe: str) -> None:
+    """As when a preempted request is computed again: what came behind an event in its own step is not what was kept."""
+    engine, every = Engine(recipe, BLOCKS), Recipe.parse(recipe).schedule.every
+    assert every is not None
+    for number, behind in enumerate((every - 1, 2 * every - 2)):
+        request = Request(number, 23)
+        for chunk in (11, 12 + behind, *[1] * (every + 3)):
+            engine.step({number: chunk}, {number: request})
+        assert len(request.events) > 1
+        engine.leave(request)
 
 
 @pytest.mark.parametrize("keep", [8, 11, 13])

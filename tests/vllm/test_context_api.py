@@ -22,10 +22,11 @@ from keepset.vllm import stats
 @pytest.fixture(scope="module")
 def folder(tiny_model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("contexts")
-    cache = keepset.Cache(tiny_model, "knorm(keep=0.25)")
-    with torch.no_grad():
-        tiny_model(torch.arange(100)[None], past_key_values=cache)
-    cache.save(folder / "manual.safetensors")
+    for name, recipe in (("manual", "knorm(keep=0.25)"), ("eight bits", "int8(knorm, keep=0.25)")):
+        cache = keepset.Cache(tiny_model, recipe)
+        with torch.no_grad():
+            tiny_model(torch.arange(100)[None], past_key_values=cache)
+        cache.save(folder / f"{name}.safetensors")
     content = bytearray((folder / "manual.safetensors").read_bytes())
     content[-9] ^= 1
     (folder / "flipped.safetensors").write_bytes(content)
@@ -186,9 +187,10 @@ def test_an_owners_contexts_stay_within_the_limit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wishes", "sentence"),
     [
-        ({"context": "nowhere"}, "There is no context 'nowhere' on this server; it has flipped, manual."),
+        ({"context": "nowhere"}, "There is no context 'nowhere' on this server; it has eight bits, flipped, manual."),
         ({"context": "../manual"}, "There is no context '../manual' on this server"),
         ({"context": "flipped"}, "is damaged: build it again."),
+        ({"context": "eight bits"}, "its entries are in 8 bits (leave int8(...) around its recipe out)"),
         ({"context": 7}, "keepset: context is 7: give a name."),
         ({"off": 1}, "keepset: off is 1: give true or false."),
         ({"off": True, "keep": 3}, "with off nothing is dropped: leave keep and protect out."),

@@ -99,7 +99,7 @@ def _trades(trades: Sequence[Trade]) -> str:
                 cells.append(sign + _percent(None if within is None else within.removed))
             lines.append(_line(cells))
     losses = (rf"removed, loss $\leq$ {tolerance:.0%}".replace("%", r"\,\%") for tolerance in TOLERANCES)
-    return _tabular(["method", "from keep", "AUC", *losses], lines)
+    return _tabular(["method", "from", "AUC", *losses], lines)
 
 
 def _tabular(head: Sequence[str], lines: Iterable[str]) -> str:

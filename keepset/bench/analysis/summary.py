@@ -38,10 +38,11 @@ class Reach:
 
 @dataclass(frozen=True)
 class Trade:
-    """A method's curve over its budgets, on one task or a group's: what it keeps against what it answers.
+    """A method's curve over its budgets, on one task or a group's: what it holds against what it answers.
 
     `budgets` says how many there are beside the full cache, `examples` how many have all of them, `failed` how often
-    the method failed on one, which counts as not answered. Areas compare where the smallest measured keep is the same.
+    the method failed on one, which counts as not answered. Areas compare where the smallest share of bytes, `smallest`,
+    is the same.
     """
 
     task: str
@@ -166,13 +167,13 @@ def _trades(name: str, tasks: Sequence[tuple[Mapping[str, Cells], Mapping[str, T
 def _trade(
     name: str, method: str, recipes: Sequence[str], tasks: Sequence[tuple[Mapping[str, Cells], Mapping[str, TableRow]]]
 ) -> Trade | None:
-    keeps = {recipe: fmean(rows[recipe].keep or 0.0 for _, rows in tasks) for recipe in recipes}
-    points = [FULL, *sorted(recipes, key=lambda recipe: -keeps[recipe])]
+    shares = {recipe: fmean(rows[recipe].share or 0.0 for _, rows in tasks) for recipe in recipes}
+    points = [FULL, *sorted(recipes, key=lambda recipe: -shares[recipe])]
     scores = [_scores([cells[recipe] for recipe in points]) for cells, _ in tasks]
     if not all(map(len, scores)):
         return None
-    curve = Curve(np.array([1.0, *(keeps[recipe] for recipe in points[1:])]), tuple(scores))
-    smallest = float(curve.keeps[-1])
+    curve = Curve(np.array([1.0, *(shares[recipe] for recipe in points[1:])]), tuple(scores))
+    smallest = float(curve.shares[-1])
     surface = area(curve)
     reaches = []
     for tolerance in TOLERANCES:

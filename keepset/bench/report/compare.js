@@ -217,7 +217,7 @@ function table() {
 
 // ---- text
 
-const bitsets = new Map();
+const bitsets = await Promise.all(kept.map((packed) => packed && unpack(packed)));
 const shareOf = ({ from, to }) => counts.subarray(from, to).reduce((sum, count) => sum + count, 0) / selectedHeads / (to - from);
 const shownText = tokenText((piece) => {
   if (!selectedHeads) return "";
@@ -229,11 +229,6 @@ const drawn = shownText.write(tokens);
 let counts = new Uint32Array(tokens.length);
 let selectedHeads = 0;
 
-function bitset(row) {
-  if (!bitsets.has(row)) bitsets.set(row, unpack(kept[row]));
-  return bitsets.get(row);
-}
-
 function selected(name, count) {
   return id(name).value === "all" ? [...Array(count).keys()] : [Number(id(name).value)];
 }
@@ -242,7 +237,7 @@ const headCount = (count) => (count === 1 ? "1 head" : `${integer(count)} heads`
 
 function shade() {
   const row = Number(id("recipe").value);
-  const bits = bitset(row);
+  const bits = bitsets[row];
   const pairs = selected("layer", layers).flatMap((layer) => selected("head", heads).map((head) => layer * heads + head));
   counts = new Uint32Array(tokens.length);
   selectedHeads = pairs.length;

@@ -139,7 +139,7 @@ const removed = (found) => {
 const OVER_BUDGETS = [
   ["Method", (trade) => trade.method, null, null, "recipe"],
   ["Area under the curve\n95 %", (trade) => value(trade.area), (trade) => withInterval(trade.area, percent)],
-  ["From\nkeep", (trade) => trade.smallest, (trade) => percent(trade.smallest)],
+  ["From\nof full", (trade) => trade.smallest, (trade) => percent(trade.smallest)],
   ["Budgets\n ", (trade) => trade.budgets, (trade) => integer(trade.budgets)],
   ["Examples\n ", (trade) => trade.examples, (trade) => integer(trade.examples)],
   ...tolerances.map((tolerance) => [
@@ -161,8 +161,8 @@ function overBudgets() {
   });
   sortable(id("trades"), OVER_BUDGETS, lines, () => false);
   id("trades-note").textContent =
-    "The area under accuracy over the share of entries kept, from the smallest budget to the full cache, as a mean score; areas compare " +
-    "where they begin at the same share. What can go is the largest share of entries whose removal costs at most so much of the full cache’s " +
+    "The area under accuracy over the share of bytes held, from the smallest budget to the full cache, as a mean score; areas compare " +
+    "where they begin at the same share. What can go is the largest share of bytes whose removal costs at most so much of the full cache’s " +
     "score, linear between budgets, ≥ where no smaller budget was tried; tasks on which the full cache scores nothing are left out.";
 }
 

@@ -74,9 +74,9 @@ function plots() {
 // ---- figures
 
 function table() {
-  figures(["", "pieces", "kept", "MB", "KL, nats", "top-1", "prefill", ...(asked ? ["found"] : [])], rows.map((row) => [
+  figures(["", "pieces", "MB", "bytes", "KL, nats", "top-1", "prefill", ...(asked ? ["found"] : [])], rows.map((row) => [
     (row.recipe === data.recipe ? "★ " : tied.includes(row.recipe) ? "◆ " : "") + row.recipe,
-    integer(row.pieces), percent(row.keep), (row.kv_bytes / 1e6).toFixed(1), interval(row.kl, nats), percent(row.top1),
+    integer(row.pieces), (row.kv_bytes / 1e6).toFixed(1), percent(share(row)), interval(row.kl, nats), percent(row.top1),
     times(cost(row)), ...(asked ? [interval(row.found, percent)] : []),
   ]));
   id("plots-note").textContent = "Lines are intervals of 95 % over pieces. Recipes that were out before the last round saw fewer.";

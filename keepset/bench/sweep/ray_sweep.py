@@ -24,6 +24,7 @@ from keepset.bench.sweep.prompts import Mode
 from keepset.bench.sweep.runner import Runner
 from keepset.bench.sweep.store import Store
 from keepset.bench.sweep.sweep import POLL, Claim, Group, Skipped, claimed, portion_of, work
+from keepset.core.nan_scores import nan_scores_refused
 from keepset.errors import KeepsetError
 
 TOGETHER = 8
@@ -109,7 +110,8 @@ def _parcels(claims: Iterator[Claim | None]) -> Iterator[list[Claim] | None]:
 
 
 def _cells(make: Maker, claims: Sequence[Claim]) -> Iterator[Cell | Skipped]:
-    yield from (result for _, result in work(_made(make), iter(claims)))
+    with nan_scores_refused():
+        yield from (result for _, result in work(_made(make), iter(claims)))
 
 
 @cache

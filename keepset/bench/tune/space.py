@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
+from keepset.allocators.int8 import Int8
 from keepset.allocators.preset import Preset
 from keepset.allocators.uniform import Uniform
 from keepset.core.method import Allocator, Method
@@ -16,10 +17,10 @@ EXTRA = (
     "second_pass(statistic='mean'), second_pass(statistic='rms'), second_pass(statistic='rms', sinks=4, recent=32), "
     "pool(second_pass, sinks=4, recent=32), pool(second_pass(statistic='mean'), sinks=4, recent=32), "
     "pool(second_pass(statistic='rms'), sinks=4, recent=32), kvcompose(structured=False), gvote(sinks=4, recent=32), "
-    "match(glance), match(reread)"
+    "match(glance), match(reread), int8(match(glance)), int8(match(reread))"
 )
-"""Beside the catalogue's defaults: other statistics of a second pass, under an even budget and in one pool; and what
-stays fitted to all that was there."""
+"""Beside the catalogue's defaults: other statistics of a second pass, under an even budget and in one pool; what stays
+fitted to all that was there, and more of it in 8 bits."""
 COMPOSED = 3
 """So many of the best scorers get allocators."""
 
@@ -30,12 +31,19 @@ def scorers() -> list[Recipe]:
     return Recipe.parse_list(", ".join([*names, EXTRA]))
 
 
-def with_budget(recipes: Iterable[Recipe], keep: int | float) -> tuple[list[Recipe], dict[Recipe, str]]:
-    """These recipes with this `keep`, where they need one; and those that it does not suit, with the reason."""
+def with_budget(
+    recipes: Iterable[Recipe], keep: int | float, in_8_bits: float
+) -> tuple[list[Recipe], dict[Recipe, str]]:
+    """These recipes with this `keep`, where they need one; and those that it does not suit, with the reason.
+
+    Of entries in 8 bits, `in_8_bits` weigh as much as a whole one: so many times more of them are kept.
+    """
+    more = min(1.0, round(keep * in_8_bits, 3)) if isinstance(keep, float) else int(keep * in_8_bits)
     fitting, unfit = [], {}
     for recipe in recipes:
         try:
-            fitting.append(recipe.with_keep(keep) if recipe.method.needs_budget else recipe)
+            own = more if isinstance(recipe.method, Int8) else keep
+            fitting.append(recipe.with_keep(own) if recipe.method.needs_budget else recipe)
         except KeepsetError as error:
             unfit[recipe] = str(error)
     return fitting, unfit
@@ -45,11 +53,14 @@ def compositions(best: Sequence[Recipe]) -> list[Recipe]:
     """Every allocator over the `COMPOSED` best scorers, alone or inside these recipes, each another method.
 
     Left out are scorers that look at nothing, which no allocator can divide anything by; `uniform`, which changes
-    nothing about a scorer that keeps the same number everywhere; and what the catalogue has under a name of its own.
+    nothing about a scorer that keeps the same number everywhere; what the catalogue has under a name of its own; and
+    what is in 8 bits, whose budget is another.
     """
     named = {Recipe(r.method.composition, r.budget) for r in scorers() if isinstance(r.method, Preset)}
     composed: dict[type[Method], list[Recipe]] = {}
     for recipe in best:
+        if isinstance(recipe.method, Int8):
+            continue
         scorer = _scorer(recipe.method)
         if type(scorer) in composed or not scorer.needs_budget or isinstance(scorer, StreamingLLM | Random):
             continue

@@ -37,7 +37,7 @@ class Tuner:
             )
         self._model, self._pieces, self._keep, self._name, self._shortest = model, pieces, keep, name, shortest
         self._measurer = Measurer(model, tokenizer, pieces, keep)
-        recipes, unfit = space.with_budget(space.scorers(), keep)
+        recipes, unfit = space.with_budget(space.scorers(), keep, _in_8_bits(model))
         self.unfit = {recipe.text(keep): why for recipe, why in unfit.items()}
         self.race = Halving(
             self._measurer,
@@ -141,6 +141,13 @@ class Tuner:
                 "The full cache finds none of the facts either, so retrieval says nothing: the order is by KL alone."
             )
         return sentences
+
+
+def _in_8_bits(model: PreTrainedModel) -> float:
+    """How many entries in 8 bits, with their scales, weigh as much as a whole one."""
+    config, itemsize = model.config.get_text_config(decoder=True), model.dtype.itemsize
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return head_dim * itemsize / (head_dim + itemsize)
 
 
 def _row(entry: Contender, *, alive: bool) -> dict[str, Any]:

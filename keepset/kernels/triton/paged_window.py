@@ -38,7 +38,7 @@ def add_received(
     entries, which the device alone knows.
     """
     (layers, _, _, query_heads, head_dim), (rows, n) = queries.rings.shape, queries.places.shape
-    (_, kv_heads, size, _), of_group = kind.shape, entries.kept.shape[1]
+    (_, kv_heads, size, _), of_group = kind.shape, entries.packed.shape[1]
     group, heads = query_heads // kv_heads, layers * rows * kv_heads
     wide = triton.next_power_of_2(group)
     tokens = max(16 // wide, min(max(_ROWS // wide, 1), triton.next_power_of_2(n)), 1)
@@ -51,7 +51,7 @@ def add_received(
     slots, at, last = (part.contiguous() for part in (queries.slots, queries.places, target.last_visible))
     shared = (
         kind, addresses, queries.rings, slots, at, last, target.bias,
-        target.positions, entries.block_table, *entries.layout, entries.kept, entries.lengths,
+        target.positions, entries.block_table, *entries.layout, entries.packed, entries.lengths,
         *kind.stride()[:3], *queries.rings.stride()[:4], entries.block_table.stride(0),
         kind.shape[0] * kv_heads * size, target.scaling, n, rows, places.start, of_group,
         len(addresses), parts,
@@ -70,10 +70,10 @@ def add_received(
 
 @triton.jit
 def _place(
-    block_table, counts, event_lengths, firsts, shares, kept, lengths, table_row, rows, first, of_group,
+    block_table, counts, event_lengths, firsts, shares, packs, lengths, table_row, rows, first, of_group,
     HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Of the program's head: layer, request and head, its entries, how many it kept, and where its pages are."""
+    """Of the program's head: layer, request and head, its entries, how many were packed, and where its pages are."""
     program = tl.program_id(0)
     head, row, layer = program % HEADS, program // HEADS % rows, program // HEADS // rows
     of_layer = row * of_group + (first + layer) % of_group
@@ -84,7 +84,7 @@ def _place(
     start, later = tl.sum(tl.where(own, starts, 0), 0), tl.sum(tl.where(own, laters, 0), 0)
     length = tl.load(lengths + row).to(tl.int32)
     entries = count + length - tl.load(event_lengths + of_layer).to(tl.int32)
-    packed = tl.load(kept + of_layer * HEADS + head).to(tl.int32)
+    packed = tl.load(packs + of_layer * HEADS + head).to(tl.int32)
     table, first_block = block_table + row.to(tl.int64) * table_row, tl.load(firsts + of_layer).to(tl.int32)
     return layer, row, head, length, entries, packed, table, first_block, shared, pages, start, later
 
@@ -147,14 +147,14 @@ def _logits(
 @triton.jit(do_not_specialize=["n", "rows", "first", "layers", "parts"])
 def _paged_lse(
     kind, addresses, rings, slots, places, last_visible, bias, positions, block_table, counts, event_lengths, firsts,
-    shares, kept, lengths, cache_block, cache_head, cache_entry, ring_layer, ring_slot, ring_place, ring_head,
+    shares, packs, lengths, cache_block, cache_head, cache_entry, ring_layer, ring_slot, ring_place, ring_head,
     table_row, slot_layer, scaling, n, rows, first, of_group, layers, parts, partial,
     GROUP: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, LEAST_PART: tl.constexpr,
     LARGEST: tl.constexpr, BIASED: tl.constexpr, PLACED: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     layer, row, head, length, entries, packed, table, first_block, shared, pages, start, later = _place(
-        block_table, counts, event_lengths, firsts, shares, kept, lengths, table_row, rows, first, of_group,
+        block_table, counts, event_lengths, firsts, shares, packs, lengths, table_row, rows, first, of_group,
         HEADS, HEADS_BLOCK, SIZE,
     )  # fmt: skip
     split, block, part = tl.program_id(1), tl.program_id(2), _part(entries, parts, LEAST_PART, BLOCK)
@@ -175,7 +175,7 @@ def _paged_lse(
 @triton.jit(do_not_specialize=["n", "rows", "first", "layers", "parts", "blocks", "room"])
 def _add_in_pages(
     kind, addresses, rings, slots, places, last_visible, bias, positions, block_table, counts, event_lengths, firsts,
-    shares, kept, lengths, cache_block, cache_head, cache_entry, ring_layer, ring_slot, ring_place, ring_head,
+    shares, packs, lengths, cache_block, cache_head, cache_entry, ring_layer, ring_slot, ring_place, ring_head,
     table_row, slot_layer, scaling, n, rows, first, of_group, layers, parts, partial, column, unwritten, blocks,
     room,
     GROUP: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
@@ -184,7 +184,7 @@ def _add_in_pages(
     OWN: tl.constexpr,
 ):  # fmt: skip
     layer, row, head, length, entries, packed, table, first_block, shared, pages, start, later = _place(
-        block_table, counts, event_lengths, firsts, shares, kept, lengths, table_row, rows, first, of_group,
+        block_table, counts, event_lengths, firsts, shares, packs, lengths, table_row, rows, first, of_group,
         HEADS, HEADS_BLOCK, SIZE,
     )  # fmt: skip
     split, of_part, part = tl.program_id(1), tl.arange(0, PARTS), _part(entries, parts, LEAST_PART, BLOCK)

@@ -17,6 +17,7 @@ from keepset.core.features.moments import QueryMoments
 from keepset.core.observation import Observation
 from keepset.core.statistics import LayerStatistics, Statistics
 from keepset.errors import UnsupportedModelError
+from keepset.hf.fingerprint import sample
 from keepset.hf.prompt_cache import PromptCache
 from keepset.offline.calibrate.corpus import Corpus
 from keepset.offline.calibrate.rotation import PROBE, measure_rotation
@@ -122,6 +123,7 @@ def _provenance(model: PreTrainedModel, corpus: Corpus, layers: dict[int, LayerS
             "kv_heads": kv_heads,
             "head_dim": head_dim,
             "rope": described.get("rope_parameters"),
+            "sample": sample(model),
         },
         "corpus": {
             "sha256": corpus.sha256,

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 import keepset
 from keepset.core.tables import ENTROPY_BINS, PERPLEXITY_BINS, Tables
 from keepset.errors import BudgetError, RecipeError, UnsupportedModelError
-from keepset.hf.fingerprint import fingerprint
+from keepset.hf.fingerprint import fingerprint, sample
 from keepset.hf.prompt_session import PromptSession
 from keepset.methods.compilerkv import CompilerKV
 from keepset.offline.compile.actions import THRESHOLDS, WEIGHTS, draw
@@ -143,7 +143,11 @@ def compile_tables(
         counts=counts,
         provenance={
             "keepset": keepset.__version__,
-            "model": {"name": PureWindowsPath(model.config.name_or_path or "").name, **fingerprint(model)},
+            "model": {
+                "name": PureWindowsPath(model.config.name_or_path or "").name,
+                **fingerprint(model),
+                "sample": sample(model),
+            },
             **described,
             "contexts": len(contexts),
             "rows": {kind: sum(row.kind == kind for row in rows) for kind in ("head", "gate")},

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from keepset.bench.analysis.curves import Curve, area, compression
 
 
-def curve(keeps: list[float], *tasks: list[list[float]]) -> Curve:
-    return Curve(np.array(keeps), tuple(np.array(task, dtype=float) for task in tasks))
+def curve(shares: list[float], *tasks: list[list[float]]) -> Curve:
+    return Curve(np.array(shares), tuple(np.array(task, dtype=float) for task in tasks))
 
 
 def test_area_by_hand() -> None:
-    # Means 1.0, 0.75, 0.25 at keeps 1.0, 0.5, 0.25: (0.5 * 0.875 + 0.25 * 0.5) / 0.75.
+    # Means 1.0, 0.75, 0.25 at shares 1.0, 0.5, 0.25: (0.5 * 0.875 + 0.25 * 0.5) / 0.75.
     measured = area(curve([1.0, 0.5, 0.25], [[1, 1, 0], [1, 1, 1], [1, 1, 0], [1, 0, 0]]))
     assert measured is not None
     value, interval = measured
@@ -30,8 +30,8 @@ def test_area_by_hand() -> None:
     st.lists(st.floats(0.01, 0.99), min_size=1, max_size=5, unique=True),
     st.integers(1, 5).flatmap(lambda n: st.lists(st.integers(0, 4), min_size=6 * n, max_size=6 * n)),
 )
-def test_area_is_that_of_the_drawn_line(keeps: list[float], quarters: list[int]) -> None:
-    falling = [1.0, *sorted(keeps, reverse=True)]
+def test_area_is_that_of_the_drawn_line(shares: list[float], quarters: list[int]) -> None:
+    falling = [1.0, *sorted(shares, reverse=True)]
     scores = np.array(quarters).reshape(-1, 6)[:, : len(falling)] / 4
     measured = area(Curve(np.array(falling), (scores,)))
     assert measured is not None
@@ -56,7 +56,7 @@ def test_no_area_without_width_or_examples() -> None:
 
 
 def test_compression_by_hand() -> None:
-    # Means 0.8, 0.8, 0.4 at keeps 1.0, 0.5, 0.25: 10 % of 0.8 are lost a fifth of the way from 0.5 to 0.25 removed.
+    # Means 0.8, 0.8, 0.4 at shares 1.0, 0.5, 0.25: 10 % of 0.8 are lost a fifth of the way from 0.5 to 0.25 removed.
     scores = [[1, 1, 0.5], [1, 1, 0.5], [0.4, 0.4, 0.2]]
     measured = compression(curve([1.0, 0.5, 0.25], scores), 0.1)
     assert measured is not None and measured[0] == pytest.approx(0.5 + 0.25 * 0.2)

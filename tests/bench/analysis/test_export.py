@@ -83,7 +83,7 @@ def test_latex_has_methods_by_budgets() -> None:
     assert h2o[:2] == [r"\texttt{h2o}", "failed"]
     assert gvote[1] == "--" and gvote[4].startswith("66.7 ")
     assert r"1 of 2 tasks" in text
-    assert r"method & from keep & AUC & removed, loss $\leq$ 10\,\% & removed, loss $\leq$ 20\,\% \\" in text
+    assert r"method & from & AUC & removed, loss $\leq$ 10\,\% & removed, loss $\leq$ 20\,\% \\" in text
 
 
 def test_latex_marks_areas_with_failures() -> None:

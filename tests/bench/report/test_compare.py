@@ -1,4 +1,5 @@
 import base64
+import gzip
 import json
 import re
 from pathlib import Path
@@ -126,7 +127,8 @@ def test_json_has_words_for_what_is_not_finite() -> None:
 @pytest.mark.parametrize("tokens", [1, 7, 8, 25])
 def test_bits_come_back(tokens: int) -> None:
     mask = torch.rand(3, 2, tokens) < 0.5
-    bits = np.unpackbits(np.frombuffer(base64.b64decode(compare.pack(mask)), np.uint8), count=mask.numel())
+    packed = gzip.decompress(base64.b64decode(compare.pack(mask)))
+    bits = np.unpackbits(np.frombuffer(packed, np.uint8), count=mask.numel())
     assert torch.equal(torch.from_numpy(bits).bool().view_as(mask), mask)
 
 
@@ -257,6 +259,8 @@ def test_recipe_in_the_table_shows_what_it_kept(page: Any) -> None:
 def test_token_under_pointer_and_keys(page: Any) -> None:
     mask = masks()[0]
     assert mask is not None
+    for control, choice in (("#recipe", "0"), ("#layer", "all"), ("#head", "all")):
+        page.select_option(control, choice)
     index = TOKENS.index(EVIL)
     page.locator("#text span").nth(index).hover()
     count = int(mask[:, :, index].sum())

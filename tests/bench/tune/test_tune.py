@@ -220,7 +220,8 @@ def test_a_winner_is_named(made: dict[str, Any]) -> None:
     assert told["rows"][0]["kl"]["mean"] == pytest.approx(0.45)
     assert all(each["reason"].endswith(("is not wanted.", "a larger budget.")) for each in told["dropped"])
     tried = {*(row["recipe"] for row in told["rows"]), *(each["recipe"] for each in told["dropped"])}
-    assert {str(r.with_keep(0.3) if r.method.needs_budget else r) for r in space.scorers()} <= tried
+    # Of 16 numbers a key: 128 bytes an entry, or 40 with two scales.
+    assert set(map(str, space.with_budget(space.scorers(), 0.3, 128 / 40)[0])) <= tried
 
 
 def test_of_what_is_tied_the_cheapest_is_used(made: dict[str, Any]) -> None:
