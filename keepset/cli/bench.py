@@ -142,7 +142,8 @@ def _prepare(model: str | None, recipe: Recipe | None, options: list[str], load:
     from keepset.serving.command import check_installed, folder
 
     check_installed(recipe)
-    check_recipe(recipe, folder(model))
+    # Documents are compressed before, by whatever recipe, and no server has it.
+    check_recipe(None if load.question_tokens else recipe, folder(model))
     check_model(folder(model))
     rounds = f", {load.rounds} times" if load.rounds > 1 else ""
     note(

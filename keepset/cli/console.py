@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 _LONG = 20
 """Seconds of work that are worth a note."""
+_TRIED = 3
+"""Steps that tell how long others will take."""
 
 
 _STARTING = "loading..."
@@ -176,15 +178,18 @@ def counted(bar: Progress, description: str, total: int, completed: int = 0) -> 
 
 
 def foretold(advance: Callable[..., None], what: str, total: int, after: int = 1) -> Callable[..., None]:
-    """Steps of long work: once so many are done, a note says how long the others will take."""
-    began, done, said = time.perf_counter(), 0, False
+    """Steps of long work: when so many are done, and a few more, a note says how long the others will take."""
+    began, first, done, said = 0.0, 0, 0, False
 
     def step(count: int = 1) -> None:
-        nonlocal done, said
+        nonlocal began, first, done, said
         advance(count)
-        done += count
-        if done >= after and not said:
-            said, left = True, (time.perf_counter() - began) / done * (total - done)
+        done, now = done + count, time.perf_counter()
+        if not first and done >= after:
+            # What is done once is over: the others are as those that come now.
+            began, first = now, done
+        elif first and not said and (done - first >= _TRIED or now - began >= _LONG):
+            said, left = True, (now - began) / (done - first) * (total - done)
             if left >= _LONG:
                 note(f"{what}: {duration(left)} from here on")
 

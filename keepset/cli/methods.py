@@ -70,7 +70,7 @@ def _print_one(entry: dict[str, Any], about: str) -> None:
     example = f"{entry['name']}({call})" if call else entry["name"]
     facts = (
         f"looks at: {', '.join(entry['needs']) or 'keys, values'}",
-        f"always stays: the first {entry['sinks']} and the newest {entry['recent']} tokens",
+        f"always stays: {_always(entry['sinks'], entry['recent'])}",
         f"compresses while decoding (every=): {_word(entry['every'])}; under vLLM: {_word(entry['vllm'])}; "
         f"passes over the prompt: {entry['passes']}",
         f"paper: {entry['paper']}",
@@ -78,6 +78,11 @@ def _print_one(entry: dict[str, Any], about: str) -> None:
         f'example: keepset generate "Sum it up." --text report.txt --recipe "{example}"',
     )
     say("\n" + "\n".join(facts))
+
+
+def _always(sinks: int, recent: int) -> str:
+    named = [f"the {which} {count}" for which, count in (("first", sinks), ("newest", recent)) if count]
+    return f"{' and '.join(named)} tokens" if named else "nothing"
 
 
 def _word(true: bool) -> str:
