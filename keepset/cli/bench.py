@@ -143,7 +143,8 @@ def _prepare(model: str | None, recipe: Recipe | None, options: list[str], load:
 
     check_installed(recipe)
     check_spelling(options)
-    check_recipe(recipe, folder(model))
+    # Documents are compressed before, by whatever recipe, and no server has it.
+    check_recipe(None if load.question_tokens else recipe, folder(model))
     check_model(folder(model))
     rounds = f", {load.rounds} times" if load.rounds > 1 else ""
     note(
