@@ -243,6 +243,7 @@ def test_warnings_are_sentences(run: Run) -> None:
     assert "Warning" not in done.err and ".py" not in done.err
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("tiny")
 def test_a_hub_out_of_reach_leaves_nothing_behind(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
