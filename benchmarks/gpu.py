@@ -23,6 +23,8 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 MINUTES = 8.5
 """After so many nothing new begins."""
+NEEDED = ("torch", "transformers", "safetensors", "jaxtyping")
+"""And Triton, which comes with PyTorch where there are GPUs."""
 
 
 def main() -> int:
@@ -35,6 +37,9 @@ def main() -> int:
     if options.cpu:
         os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
 
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        print(f"Not installed here: {', '.join(missing)}. It needs {', '.join(NEEDED)}.", file=sys.stderr)
+        return 2
     import torch
 
     if not options.cpu and not torch.cuda.is_available():

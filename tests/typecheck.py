@@ -15,8 +15,8 @@ from beartype import BeartypeConf, beartype
 
 _beartype = beartype(conf=BeartypeConf(is_pep484_tower=True))
 _jaxtyped = jaxtyping.jaxtyped
-CALLS = 4
-"""So many calls of a function are checked in a test: further ones are of the same kind, a token each."""
+CALLS = 2
+"""So many calls of a function are checked in a test: a prompt and a token, and further ones are of the same kind."""
 _calls: Counter[Callable[..., Any]] = Counter()
 _test = SimpleNamespace(checks=True)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from keepset.kernels.attention import ragged_attention
 from keepset.kernels.columns import attention_columns, attention_with_lse
@@ -68,8 +69,18 @@ def _decode(bench: Bench, entries: int, batch: int) -> None:
         keys, values = (torch.randn(shape, device=bench.device, dtype=bench.dtype) for _ in range(2))
         return lambda: F.scaled_dot_product_attention(queries, keys, values, enable_gqa=True)
 
-    bench.run(part, "SDPA", sdpa, nbytes=nbytes)
-    bench.run(part, "uniform", lambda: ours([entries] * heads), nbytes=nbytes, against="SDPA")
+    def flash() -> Callable[[], Any]:
+        attend = sdpa()
+
+        def run() -> Tensor:
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+                return attend()
+
+        return run
+
+    bench.run(part, "SDPA, as PyTorch chooses", sdpa, nbytes=nbytes)
+    bench.run(part, "flash attention", flash, nbytes=nbytes, against="SDPA, as PyTorch chooses")
+    bench.run(part, "uniform", lambda: ours([entries] * heads), nbytes=nbytes, against="flash attention")
     ragged = ragged_counts(entries, bench.kv_heads) * batch
     bench.run(part, "ragged", lambda: ours(ragged), nbytes=nbytes, against="uniform")
 
@@ -202,7 +213,7 @@ def _compaction(bench: Bench, entries: int) -> None:
         return lambda: [column[0][rows, order] for column in columns.values()]
 
     bench.run(part, "indexing, column by column", gather, nbytes=nbytes)
-    ours = lambda: lambda: pack_entries(columns, order, counts, keep)  # noqa: E731
+    ours = lambda: lambda: pack_entries(columns, order, counts)  # noqa: E731
     bench.run(part, "all columns at once", ours, nbytes=nbytes, against="indexing, column by column")
 
     def append() -> Callable[[], Any]:

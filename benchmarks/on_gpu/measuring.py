@@ -90,11 +90,19 @@ class Bench:
             figure.milliseconds = self.times(make(), repeats)
         except torch.cuda.OutOfMemoryError:
             figure.missing = "does not fit"
+        except RuntimeError as error:
+            if "No available kernel" not in str(error):
+                raise
+            figure.missing = "PyTorch has no such kernel here"
         if self.on_gpu:
             torch.cuda.empty_cache()
         median = figure.median
         print(f"{part}: {what}: {figure.missing or f'{median:.3f} ms'}", flush=True)
         return figure
+
+    def runs(self, repeats: int) -> int:
+        """How often a function is called for so many times."""
+        return repeats + min(WARM_UP, repeats) if self.on_gpu else 1
 
     def times(self, function: Callable[[], Any], repeats: int) -> list[float]:
         """Milliseconds of each run, by the device's own clock."""
@@ -102,7 +110,7 @@ class Bench:
             began = time.perf_counter()
             function()
             return [1e3 * (time.perf_counter() - began)]
-        for _ in range(min(WARM_UP, repeats)):
+        for _ in range(self.runs(repeats) - repeats):
             function()
         flushed = torch.empty(L2, dtype=torch.int8, device=self.device)
         marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]

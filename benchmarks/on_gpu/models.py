@@ -148,7 +148,8 @@ def filled(cache: keepset.Cache, model: PreTrainedModel, counts: list[int], toke
     device, config = model.device, model.config
     size = _head_size(config)
     lengths = torch.full((batch,), tokens, device=device)
-    cache.progress = Progress(tokens, tokens, lengths, lengths, compressed_at=tokens)
+    here = [tokens] * batch
+    cache.progress = Progress(tokens, tokens, lengths, lengths, here, here, compressed_at=tokens)
     for layer in cache.kept_layers.values():
         total = batch * sum(counts)
         columns = {name: torch.randn(total, size, device=device, dtype=model.dtype) for name in ("keys", "values")}
@@ -160,26 +161,27 @@ def filled(cache: keepset.Cache, model: PreTrainedModel, counts: list[int], toke
 
 
 def _event(bench: Bench, name: str, model: PreTrainedModel, recipe: str, keep: int) -> None:
-    """What choosing and freeing takes while decoding, beside the tokens between two events."""
-    every = 256 if bench.on_gpu else 3
-    part = f"{name}: an event at {keep} + {every} entries"
+    """The token that an event follows, beside the one before it; what is more is the event."""
+    every, repeats = (256, 5) if bench.on_gpu else (3, 1)
+    part = f"{name}: a token after {keep} + {every} entries"
+    text = f"{keepset.Recipe.parse(recipe).with_keep(keep)}"[:-1] + f", every={every})"
+    ids = _ids(bench, model, 1, keep + every)
 
-    def make() -> Callable[[], Any]:
-        parsed = keepset.Recipe.parse(recipe)
-        cache = keepset.Cache(model, f"{parsed.with_keep(keep)}"[:-1] + f", every={every})")
-        ids = _ids(bench, model, 1, keep + every)
-        with torch.no_grad():
-            model(ids[:, :keep], past_key_values=cache, use_cache=True, logits_to_keep=1)
-            for start in range(keep, keep + every - 1):
-                model(ids[:, start : start + 1], past_key_values=cache, use_cache=True)
+    @torch.no_grad()
+    def step(at: int) -> Callable[[], Any]:
+        """Of the token there, on a copy each time; copies are made before the clock runs."""
+        cache = keepset.Cache(model, text)
+        for piece in (ids[:, :keep], ids[:, keep:at]):
+            model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        copies = [cache.fork() for _ in range(bench.runs(repeats))]
+        return torch.no_grad()(lambda: model(ids[:, at : at + 1], past_key_values=copies.pop(), use_cache=True))
 
-        @torch.no_grad()
-        def last() -> None:
-            model(ids[:, -1:], past_key_values=cache.fork(), use_cache=True)
-
-        return last
-
-    bench.run(part, recipe, make, repeats=5 if bench.on_gpu else 1)
+    before = f"{recipe}, the token before"
+    plain = bench.run(part, before, lambda: step(keep + every - 2), repeats=repeats)
+    figure = bench.run(part, recipe, lambda: step(keep + every - 1), against=before, repeats=repeats)
+    if figure.median and plain.median:
+        figure.extra["event ms"] = figure.median - plain.median
+        figure.extra["event / decoding"] = (figure.median - plain.median) / (every * plain.median)
 
 
 def _prefill(bench: Bench, name: str, model: PreTrainedModel, tokens: int, recipes: tuple[str, ...]) -> None:
@@ -195,7 +197,7 @@ def _prefill(bench: Bench, name: str, model: PreTrainedModel, tokens: int, recip
 
         return prefill
 
-    repeats = 3 if bench.on_gpu else 1
+    repeats = 3 if bench.on_gpu and tokens <= 32768 else 1
     for recipe in (None, *(str(keepset.Recipe.parse(recipe).with_keep(0.25)) for recipe in recipes)):
         if bench.on_gpu:
             torch.cuda.reset_peak_memory_stats()

@@ -10,6 +10,7 @@ from keepset.allocators.ams import AMS
 from keepset.core.budget import Budget
 from keepset.core.features.moments import QueryDistribution, QueryMoments
 from keepset.core.features.window import WindowAttention, WindowSums
+from keepset.core.keep_set import HeadCounts
 from keepset.core.method import Method
 from keepset.core.observation import Observation
 from keepset.hf.store import EntryStore
@@ -113,7 +114,7 @@ def expected_attention(tokens: int, keep: int) -> events.Run:
 
 def pack(observation: Observation, indices: Tensor, keep: int) -> EntryStore:
     columns = {"keys": observation.keys, "values": observation.values, "positions": observation.positions.int()}
-    return EntryStore.pack(columns, indices, torch.full((1, events.KV_HEADS), keep))
+    return EntryStore.pack(columns, indices, HeadCounts(torch.full((1, events.KV_HEADS), keep)))
 
 
 def gather(tokens: int, keep: int) -> events.Run:

@@ -64,7 +64,8 @@ class Match(Rewriter):
             bias += observation.bias
         by_head = bias.flatten(0, 1)
         values = observation.values.new_zeros(len(kept.indices), observation.values.shape[-1])
-        first, sizes = kept.cu_seqlens, kept.sizes or kept.counts.flatten().tolist()
+        known = observation.stays if self.equal_heads else None
+        first, sizes = kept.cu_seqlens, kept.heads.here if known is None else known
         for rows in _alike(sizes):
             together = upload(rows, device)
             place = torch.arange(sizes[rows[-1]], device=device)

@@ -25,6 +25,10 @@ class Rewriter(Allocator):
     def check_scorer(self) -> None:
         """Whatever cannot be divided again can still be rewritten."""
 
+    @property
+    def foreseen(self) -> bool:
+        return self.scorer.foreseen
+
     @abstractmethod
     def rewritten(self, observation: Observation, kept: LayerKeepSet) -> LayerKeepSet:
         """The same choice, and what else there is to say of it.
@@ -42,4 +46,6 @@ class Rewriter(Allocator):
 
     def select_all(self, observations: Sequence[Observation], budget: Budget) -> KeepSet:
         chosen = self.scorer.select_all(observations, budget)
+        if self.across_layers:
+            chosen.count()
         return KeepSet([self.rewritten(each, chosen.layer(each.layer)) for each in observations])

@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
 
 from typer import Argument, Exit, Option
 
@@ -55,8 +56,12 @@ def serve(
     question_tokens: Annotated[int, Option(help="Tokens of a question, with --contexts.")] = 32,
     seed: Annotated[int, Option(help="For the choice of texts.")] = 0,
     url: Annotated[
-        str | None,
-        Option(help="A server on this machine that runs already, such as http://127.0.0.1:8000: only it is measured."),
+        list[str] | None,
+        Option(
+            metavar="<str>",
+            help="A server on this machine that runs already, such as http://127.0.0.1:8000: it is measured, and none "
+            "is started; given twice, two are compared.",
+        ),
     ] = None,
     request_timeout: Annotated[float, Option(help="Seconds that a request may take.")] = 600.0,
     start_timeout: Annotated[float, Option(help="Seconds that a server may take to start.")] = 600.0,
@@ -66,8 +71,9 @@ def serve(
     """Compare a recipe with plain vLLM under load.
 
     Throughput, latencies, requests at once, preemptions. Starts a server without the recipe, sends it requests, stops
-    it; then the same with the recipe. Requests are streamed, as many at once as --concurrency allows, and each has a
-    text of its own. With --contexts the second server has the texts as saved contexts, which are built before.
+    it; then the same with the recipe: that takes two starts, because plain vLLM runs its own code. Requests are
+    streamed, as many at once as --concurrency allows, and each has a text of its own. With --contexts the second server
+    has the texts as saved contexts, which are built before.
     """
     from keepset.bench.report.serving import render
     from keepset.recipe import Recipe
@@ -86,25 +92,27 @@ def serve(
     if not 0 < start_timeout <= 86400:
         raise KeepsetError(f"--start-timeout {start_timeout} is out of range: use seconds from above 0 to 86400.")
     parsed = None if recipe is None else Recipe.parse(recipe).require_budget()
-    if url is not None:
-        url = local_url(url)
+    urls = [local_url(each) for each in url or ()]
+    if urls:
         if parsed is not None or options or contexts:
             raise KeepsetError(
                 "--url names a server that runs already: leave out --recipe, --contexts and options for vLLM."
             )
+        if len(urls) > 2 or len({*urls}) < len(urls):
+            raise KeepsetError("--url is given once, or twice for two servers that are compared.")
     elif parsed is None:
         raise KeepsetError("--recipe is missing: write what to keep, such as --recipe 'snapkv(keep=512, every=256)'.")
     check_options(options)
     check_writable(json_file, html)
     import_http()
     import_parser()
-    if url is None:
+    if not urls:
         _prepare(model, parsed, options, load)
     if not contexts and (hint := block_size_hint(parsed, options)) is not None:
         note(hint)
     try:
         with _terminable():
-            name, servers = _measure(model, parsed, options, load, url, start_timeout)
+            name, servers = _measure(model, parsed, options, load, urls, start_timeout)
     except ServerError as error:
         for line in error.log:
             note(f"| {line}")
@@ -131,10 +139,12 @@ def serve(
 def _prepare(model: str | None, recipe: Recipe | None, options: list[str], load: Load) -> None:
     """Finds out beforehand what would keep servers from starting, and says what is about to happen."""
     from keepset.serving.checks import be_sparing, check_model, check_recipe
-    from keepset.serving.command import check_installed, folder
+    from keepset.serving.command import check_installed, check_spelling, folder
 
     check_installed(recipe)
-    check_recipe(recipe, folder(model))
+    check_spelling(options)
+    # Documents are compressed before, by whatever recipe, and no server has it.
+    check_recipe(None if load.question_tokens else recipe, folder(model))
     check_model(folder(model))
     rounds = f", {load.rounds} times" if load.rounds > 1 else ""
     note(
@@ -146,7 +156,7 @@ def _prepare(model: str | None, recipe: Recipe | None, options: list[str], load:
 
 
 def _measure(
-    model: str | None, recipe: Recipe | None, options: list[str], load: Load, url: str | None, start_timeout: float
+    model: str | None, recipe: Recipe | None, options: list[str], load: Load, urls: list[str], start_timeout: float
 ) -> tuple[str, list[dict[str, Any]]]:
     """What to call the model, and everything about each server; all get the same prompts."""
     from keepset.serving.command import command, folder, option
@@ -156,8 +166,10 @@ def _measure(
     from keepset.serving.summary import summary
     from keepset.serving.workload import prompts, token_source
 
-    running = None if url is None else served_model(url)
-    tokens = token_source(folder(model) if running is None or model is not None else running.root or running.name)
+    running = [served_model(url) for url in urls]
+    if len({each.root or each.name for each in running}) > 1:
+        raise KeepsetError(f"{' and '.join(urls)} serve different models: give two servers of one.")
+    tokens = token_source(folder(model) if model is not None or not running else running[0].root or running[0].name)
     if tokens.note is not None:
         note(tokens.note)
     texts = prompts(tokens, load)
@@ -177,9 +189,13 @@ def _measure(
             figures["documents"] = {**held(load.prompt_tokens, documents, url, saved), "first_token_seconds": times}
         return figures
 
-    if url is not None and running is not None:
-        figures = under_load("server", url, running)
-        return running.name, [{"name": "server", "recipe": None, "command": None, **figures}]
+    if running:
+        names = ["server"] if len(urls) == 1 else [urlsplit(url).netloc for url in urls]
+        measured = [under_load(*server) for server in zip(names, urls, running, strict=True)]
+        nothing = {"recipe": None, "command": None}
+        return running[0].name, [
+            {"name": name, **nothing, **of_server} for name, of_server in zip(names, measured, strict=True)
+        ]
     servers = []
     with TemporaryDirectory(prefix="keepset-contexts-") as place:
         documents: list[Document] = []

@@ -70,5 +70,4 @@ def calibrate(
     say(
         f"{out}: {len(statistics.layers)} layers of {statistics.provenance['model']['name']}, "
         f"measured over {corpus.tokens} tokens in {len(corpus.passages)} passages",
-        soft_wrap=True,
     )

@@ -13,6 +13,7 @@ from keepset.cli.checks import check_measured, check_text, check_writable
 from keepset.cli.console import (
     cell,
     counted,
+    explain,
     foretold,
     load,
     note,
@@ -43,6 +44,10 @@ RECIPES = "random, streaming_llm, snapkv, adakv(expected_attention), kvzip, glan
 KEEPS = "0.5,0.25,0.1"
 DECODING = "streaming_llm, random, knorm, tova, snapkv, expected_attention, pyramid(snapkv), adakv(snapkv), ams(tova)"
 DECODING_KEEPS = "256,128"
+_LEGEND = (
+    "KL: how far predictions are from the full cache's, in nats, 0 where they are the same; top-1: how often both "
+    "expect the same token; prefill: its time, of the full cache's."
+)
 _PROMPT_TOKENS, _CONTINUATION, _LONG_CONTINUATION, _ANSWER_TOKENS, _EVERY = 1024, 64, 1024, 32, 64
 
 
@@ -240,6 +245,7 @@ def print_table(comparison: Comparison, sentence: str) -> None:
     for row in comparison.rows:
         if row.error is not None:
             say(f"{row.recipe}: {row.error}", style="red")
+    explain(_LEGEND)
     if sentence:
         say(sentence)
 

@@ -90,7 +90,7 @@ def compile(
         tables = _compiled(model, text or [], settings, log)
         save(tables, out)
         lines = [f"{out}:", *describe_tables(tables)]
-    say("\n".join(lines), soft_wrap=True)
+    say("\n".join(lines))
     write(html, lambda: render(tables), described=None)
 
 

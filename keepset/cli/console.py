@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import textwrap
 import time
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 _LONG = 20
 """Seconds of work that are worth a note."""
+_TRIED = 3
+"""Steps that tell how long others will take."""
 
 
 _STARTING = "loading..."
@@ -65,19 +68,35 @@ def stderr() -> Console:
     return Console(stderr=True)
 
 
-def say(text: str, *, soft_wrap: bool = False, style: str | None = None) -> None:
-    """Prints a result as it is; lines are broken at words unless `soft_wrap` leaves that to the terminal."""
-    stdout().print(sanitize(text), style=style, markup=False, highlight=False, soft_wrap=soft_wrap)
+def say(text: str, *, style: str | None = None) -> None:
+    """Prints a result as it is."""
+    _print(stdout(), text, style)
 
 
-def show(*rendered: RenderableType, soft_wrap: bool = False) -> None:
+def explain(text: str) -> None:
+    """Says what words in a table mean, where a person reads it."""
+    if stdout().is_terminal:
+        say(text, style="dim")
+
+
+def show(*rendered: RenderableType) -> None:
     """Prints tables and texts with styles of their own, or an empty line."""
-    stdout().print(*rendered, soft_wrap=soft_wrap)
+    stdout().print(*rendered)
 
 
 def note(text: str) -> None:
     """Prints what is no result."""
-    stderr().print(sanitize(text), markup=False, highlight=False, soft_wrap=True)
+    _print(stderr(), text)
+
+
+def _print(console: Console, text: str, style: str | None = None) -> None:
+    """In a terminal lines are broken between words only; what programs read is not broken at all."""
+    text = sanitize(text)
+    if console.is_terminal:
+        fill = partial(textwrap.fill, width=console.width, break_long_words=False, break_on_hyphens=False)
+        lines = ((line, " " * (len(line) - len(line.lstrip()))) for line in text.split("\n"))
+        text = "\n".join(fill(line, subsequent_indent=indent) for line, indent in lines)
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def output(result: Any, json_file: Path | None, print_tables: Callable[[], None]) -> None:
@@ -159,15 +178,18 @@ def counted(bar: Progress, description: str, total: int, completed: int = 0) -> 
 
 
 def foretold(advance: Callable[..., None], what: str, total: int, after: int = 1) -> Callable[..., None]:
-    """Steps of long work: once so many are done, a note says how long the others will take."""
-    began, done, said = time.perf_counter(), 0, False
+    """Steps of long work: when so many are done, and a few more, a note says how long the others will take."""
+    began, first, done, said = 0.0, 0, 0, False
 
     def step(count: int = 1) -> None:
-        nonlocal done, said
+        nonlocal began, first, done, said
         advance(count)
-        done += count
-        if done >= after and not said:
-            said, left = True, (time.perf_counter() - began) / done * (total - done)
+        done, now = done + count, time.perf_counter()
+        if not first and done >= after:
+            # What is done once is over: the others are as those that come now.
+            began, first = now, done
+        elif first and not said and (done - first >= _TRIED or now - began >= _LONG):
+            said, left = True, (now - began) / (done - first) * (total - done)
             if left >= _LONG:
                 note(f"{what}: {duration(left)} from here on")
 

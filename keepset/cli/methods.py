@@ -70,14 +70,19 @@ def _print_one(entry: dict[str, Any], about: str) -> None:
     example = f"{entry['name']}({call})" if call else entry["name"]
     facts = (
         f"looks at: {', '.join(entry['needs']) or 'keys, values'}",
-        f"always stays: the first {entry['sinks']} and the newest {entry['recent']} tokens",
+        f"always stays: {_always(entry['sinks'], entry['recent'])}",
         f"compresses while decoding (every=): {_word(entry['every'])}; under vLLM: {_word(entry['vllm'])}; "
         f"passes over the prompt: {entry['passes']}",
         f"paper: {entry['paper']}",
         *([f"note: {entry['name']} {entry['advice']}"] if entry["advice"] else []),
         f'example: keepset generate "Sum it up." --text report.txt --recipe "{example}"',
     )
-    say("\n" + "\n".join(facts), soft_wrap=True)
+    say("\n" + "\n".join(facts))
+
+
+def _always(sinks: int, recent: int) -> str:
+    named = [f"the {which} {count}" for which, count in (("first", sinks), ("newest", recent)) if count]
+    return f"{' and '.join(named)} tokens" if named else "nothing"
 
 
 def _word(true: bool) -> str:

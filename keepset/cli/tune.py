@@ -107,12 +107,11 @@ def print_result(result: dict[str, Any]) -> None:
     say(
         f"{result['model']}, keep={result['keep']}: {result['pieces']} pieces of {result['tokens']} tokens, "
         f"{result['continuation_tokens']} after each.",
-        soft_wrap=True,
     )
     if result["facts"]:
         share = result["full"]["found"]
         shown = "not asked yet" if share["mean"] is None else f"{share['mean']:.0%} ({_interval(share, '.0%')})"
-        say(f"Found of {result['facts']} facts in each piece by the full cache: {shown}.", soft_wrap=True)
+        say(f"Found of {result['facts']} facts in each piece by the full cache: {shown}.")
     of_facts = ["found", "95 %"] if result["facts"] else []
     grid = table(
         "recipe",
@@ -125,9 +124,9 @@ def print_result(result: dict[str, Any]) -> None:
     show(grid)
     for each in result["dropped"]:
         reason = Text.assemble(sanitize(each["recipe"]), "  ", (sanitize(each["reason"]), "red"))
-        show(reason, soft_wrap=True)
+        show(reason)
     for sentence in result["verdict"]:
-        say(sentence, soft_wrap=True)
+        say(sentence)
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

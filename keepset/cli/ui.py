@@ -40,6 +40,6 @@ def ui(
         text = question = ""
     facts = {"model": model.called, "text": text, "question": question, "recipes": RECIPES}
     with Server(port, playground, facts) as server:
-        say(f"http://{HOST}:{server.port}", soft_wrap=True)
+        say(f"http://{HOST}:{server.port}")
         note("Ctrl-C ends it.")
         server.serve_forever()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -23,30 +25,101 @@ class Layout(StrEnum):
     HEAD_RAGGED = "head-ragged"
 
 
+class HeadCounts:
+    """How many entries each head keeps; the host asks the device when it wants to know, for many layers at once.
+
+    Args:
+        there: the counts.
+        total: their sum, where the host knows it beforehand.
+    """
+
+    def __init__(self, there: Quotas, total: int | None = None) -> None:
+        self.there, self._total = there, total
+
+    @cached_property
+    def here(self) -> list[int]:
+        """Head after head and request after request."""
+        return self.there.flatten().tolist()
+
+    @property
+    def total(self) -> int:
+        """Of all heads; the device is not asked where that is known."""
+        return sum(self.here) if self._total is None else self._total
+
+    @staticmethod
+    def read(layers: Sequence[HeadCounts]) -> None:
+        """Asks for all that the host does not know yet, with one wait for each device.
+
+        Raises:
+            KeepsetError: a method has kept more or less than its quotas say.
+        """
+        by_device = defaultdict(list)
+        for counts in layers:
+            if "here" not in vars(counts):
+                by_device[counts.there.device].append(counts)
+        for unknown in by_device.values():
+            numbers = torch.cat([counts.there.flatten() for counts in unknown]).tolist()
+            for counts in unknown:
+                vars(counts)["here"], numbers = numbers[: counts.there.numel()], numbers[counts.there.numel() :]
+        if any(sum(counts.here) != counts.total for counts in layers):
+            raise KeepsetError(
+                "A method kept another number of entries than its quotas say: its class must say that counts come from "
+                "the data (counts_from_data)."
+            )
+
+
+class Places:
+    """Index and position of every entry that stays, packed head after head; made when somebody looks.
+
+    Args:
+        heads: how many each head keeps.
+        make: answers with both, of so many entries in all.
+    """
+
+    def __init__(self, heads: HeadCounts, make: Callable[[int], tuple[Tensor, Tensor]]) -> None:
+        self.heads, self._make = heads, make
+
+    @classmethod
+    def of(cls, indices: Tensor, positions: Tensor, heads: HeadCounts) -> Places:
+        """Those that are known."""
+        return cls(heads, lambda total: (indices, positions))
+
+    @classmethod
+    def where(cls, mask: Mask, positions: Int[Tensor, "batch kv_heads entries"], total: int | None) -> Places:
+        """Those of a mask."""
+
+        def make(total: int) -> tuple[Tensor, Tensor]:
+            kept = _true_places(mask.flatten(), total)
+            return kept % mask.shape[-1], positions.flatten().index_select(0, kept).int()
+
+        return cls(HeadCounts(mask.sum(-1), total), make)
+
+    @cached_property
+    def packed(self) -> tuple[Int[Tensor, " kept"], Int[Tensor, " kept"]]:
+        """Indices and positions."""
+        packed = self._make(self.heads.total)
+        self._make = lambda total: packed  # what they were made of goes
+        return packed
+
+
 @dataclass(frozen=True, eq=False)
 class LayerKeepSet:
     """What one layer keeps, packed head after head and request after request, each head's part sorted.
 
     Attributes:
         layer: the layer's index in the model.
-        indices: index of every kept entry along the observation's entry axis, for the runtime to gather.
-        packed_positions: original position of every kept entry, counted from its request's first token.
-        counts: kept entries of every request and KV head.
+        places: what stays.
         entry_bytes: bytes of one entry of one KV head, its key and its value.
         state: the method's own numbers for every entry of the observation, `[batch, kv_heads, entries]`, which move
             with those that stay: the next observation has them.
-        sizes: the counts once more, head after head and request after request, where the host knows them.
         values: of every kept entry, where they are not those that it had.
         int8: whether keys and values are stored as 8-bit integers from here on.
     """
 
     layer: int
-    indices: Int[Tensor, " kept"]
-    packed_positions: Int[Tensor, " kept"]
-    counts: Quotas
+    places: Places
     entry_bytes: int
     state: Mapping[str, Tensor] = field(default_factory=dict)
-    sizes: list[int] | None = None
     values: Float[Tensor, "kept value_dim"] | None = None
     int8: bool = False
 
@@ -58,6 +131,7 @@ class LayerKeepSet:
         positions: Int[Tensor, "batch kv_heads entries"],
         entry_bytes: int,
         state: Mapping[str, Tensor] | None = None,
+        total: int | None = None,
     ) -> LayerKeepSet:
         """The entries where `mask` is true.
 
@@ -67,16 +141,34 @@ class LayerKeepSet:
             positions: original position of every entry.
             entry_bytes: of one entry of one KV head, its key and its value.
             state: the method's own numbers per entry, before anything is dropped.
+            total: how many entries stay, where that is known: a device is not waited for then.
         """
-        counts = mask.sum(-1)
-        sizes = counts.flatten().tolist()  # the one thing that the host waits for at an event
-        kept = _true_places(mask.flatten(), sum(sizes))
-        packed = positions.flatten().index_select(0, kept).int()
-        return cls(layer, kept % mask.shape[-1], packed, counts, entry_bytes, state or {}, sizes)
+        return cls(layer, Places.where(mask, positions, total), entry_bytes, state or {})
+
+    @property
+    def heads(self) -> HeadCounts:
+        """How many entries each head keeps, there and here."""
+        return self.places.heads
+
+    @property
+    def counts(self) -> Quotas:
+        """Kept entries of every request and KV head."""
+        return self.heads.there
+
+    @property
+    def indices(self) -> Int[Tensor, " kept"]:
+        """Index of every kept entry along the observation's entry axis, for the runtime to gather."""
+        return self.places.packed[0]
+
+    @property
+    def packed_positions(self) -> Int[Tensor, " kept"]:
+        """Original position of every kept entry, counted from its request's first token."""
+        return self.places.packed[1]
 
     def settled(self) -> LayerKeepSet:
         """The same for the records, once a runtime has executed it: four bytes an entry, indices into the text."""
-        return replace(self, indices=self.packed_positions, state={}, values=None)
+        positions = self.packed_positions
+        return replace(self, places=Places.of(positions, positions, self.heads), state={}, values=None)
 
     @property
     def cu_seqlens(self) -> Int[Tensor, " heads_plus_1"]:
@@ -192,6 +284,15 @@ class KeepSet:
         """
         return torch.stack([kept.mask(length) for kept in self._layers.values()])
 
+    def count(self) -> KeepSet:
+        """The same, of which the host knows how many entries each head keeps; it has waited for a device at most once.
+
+        Raises:
+            KeepsetError: a method has kept more or less than its quotas say.
+        """
+        HeadCounts.read([kept.heads for kept in self._layers.values()])
+        return self
+
     @property
     def counts(self) -> Int[Tensor, "layers batch kv_heads"]:
         """Kept entries of every layer, request and KV head; layers in the order of `layers`."""
@@ -278,7 +379,7 @@ def _merge(a: LayerKeepSet, b: LayerKeepSet) -> LayerKeepSet:
     keys, order = (rows * length + positions).sort(stable=True)
     first = order[F.pad(keys[1:] != keys[:-1], (1, 0), value=True)[: keys.numel()]]
     counts = rows[first].bincount(minlength=a.counts.numel()).view_as(a.counts)
-    return LayerKeepSet(a.layer, indices[first], positions[first], counts, a.entry_bytes)
+    return LayerKeepSet(a.layer, Places.of(indices[first], positions[first], HeadCounts(counts)), a.entry_bytes)
 
 
 def _true_places(mask: Bool[Tensor, " places"], total: int) -> Int[Tensor, " total"]:

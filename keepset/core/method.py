@@ -113,6 +113,14 @@ class Method(ABC):
         return not self.counts_from_data
 
     @property
+    def foreseen(self) -> bool:
+        """Whether it looks at one layer, and lengths, budget and files say how many entries that keeps, by `quotas`.
+
+        A runtime that has the files need not wait for a device to say so.
+        """
+        return self.fixed_total and not self.across_layers
+
+    @property
     def by_layer(self) -> bool:
         """Whether its answer depends on which layer it looks at.
 
@@ -326,6 +334,10 @@ class Allocator(Method):
     @property
     def fixed_total(self) -> bool:
         return super().fixed_total and self.scorer.fixed_total
+
+    @property
+    def foreseen(self) -> bool:
+        return super().foreseen and self.scorer.foreseen
 
     @property
     def by_layer(self) -> bool:

@@ -6,6 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+NAN_MODEL = (
+    "The model predicts NaN: its weights are damaged, or too large for their precision; load it anew, or in float32 or "
+    "bfloat16."
+)
 _refused: ContextVar[bool] = ContextVar("_refused", default=False)
 
 

@@ -42,6 +42,9 @@ class Observation:
         state: the method's own numbers per entry, `[batch, kv_heads, entries]`, that it remembered at the event
             before (`Method.remember`).
         count: entries of all requests and heads; a runtime that knows it need not ask the device.
+        longest: likewise the tokens of the longest request, or any number above that.
+        stays: likewise how many entries of every head will stay, request after request and head after head, where
+            lengths alone say so; where heads differ, their average.
 
     Raises:
         KeepsetError: the layer is not among the layers.
@@ -60,6 +63,7 @@ class Observation:
     layer: int
     layers: tuple[int, ...]
     state: Mapping[str, Tensor]
+    stays: Sequence[int] | None
 
     def __init__(
         self,
@@ -78,6 +82,8 @@ class Observation:
         layers: Sequence[int] | None = None,
         state: Mapping[str, Tensor] | None = None,
         count: int | None = None,
+        longest: int | None = None,
+        stays: Sequence[int] | None = None,
     ) -> None:
         shape, device, whole = keys.shape[:3], keys.device, valid is None
         valid = torch.ones(shape, dtype=torch.bool, device=device) if valid is None else valid
@@ -100,9 +106,12 @@ class Observation:
             layer=layer,
             layers=(layer,) if layers is None else tuple(layers),
             state=state or {},
+            stays=stays,
         )
         if count is not None or whole:
             vars(self)["count"] = keys.shape[:3].numel() if count is None else count
+        if longest is not None:
+            vars(self)["longest"] = longest
         if self.layer not in self.layers:
             raise KeepsetError(f"Layer {layer} is not among the observed layers {self.layers}.")
 
@@ -110,6 +119,11 @@ class Observation:
     def count(self) -> int:
         """Entries of all requests and heads."""
         return int(self.valid.sum())
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest request, or more."""
+        return int(self.lengths.max())
 
     def __getitem__(self, feature: Feature[Value]) -> Value:
         """What was collected of it, or what it is by the newest queries.
@@ -285,8 +299,18 @@ class Observation:
         Args:
             mask: true where an entry stays; holes are left out in any case.
         """
-        kept = LayerKeepSet.from_mask(self.layer, mask & self.valid, self.positions, self.entry_bytes, self.state)
-        return KeepSet([kept])
+        return KeepSet([self.kept(mask, self.state)])
+
+    def kept(self, mask: Bool[Tensor, "batch kv_heads entries"], state: Mapping[str, Tensor]) -> LayerKeepSet:
+        """Some entries of this layer.
+
+        Args:
+            mask: true where an entry stays; holes are left out in any case.
+            state: the method's own numbers per entry.
+        """
+        total = None if self.stays is None else sum(self.stays)
+        valid = mask & self.valid
+        return LayerKeepSet.from_mask(self.layer, valid, self.positions, self.entry_bytes, state, total)
 
 
 _AT_ONCE = 2**24

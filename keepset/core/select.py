@@ -11,7 +11,7 @@ from torch import Tensor
 
 from keepset.core.budget import Budget
 from keepset.core.keep_set import LayerKeepSet
-from keepset.core.nan_scores import are_refused
+from keepset.core.nan_scores import NAN_MODEL, are_refused
 from keepset.core.observation import Observation
 from keepset.core.shapes import Mask, Quotas, Scores
 from keepset.errors import KeepsetError
@@ -40,6 +40,10 @@ def ranked_scores(scores: Scores, observation: Observation, budget: Budget) -> S
     ranked = finite(scores)
     recent, protected = budget.is_recent(observation), budget.is_protected(observation)
     if are_refused() and bool((scores.isnan() & observation.valid & ~recent & ~protected).any()):
+        if any(
+            bool((rows.isnan().any(-1) & observation.valid).any()) for rows in (observation.keys, observation.values)
+        ):
+            raise KeepsetError(NAN_MODEL)
         raise KeepsetError(
             f"Scores of layer {observation.layer} are NaN, so nothing says what to keep: the method's formula fails on "
             "these numbers; try another recipe, or the model in float32 or bfloat16."
@@ -106,6 +110,4 @@ class Ranking:
             mask: of the entries that stay.
             **state: numbers per entry that are new or have changed.
         """
-        layer, kept = self.observation.layer, mask & self.observation.valid
-        state = {**self.state, **state}
-        return LayerKeepSet.from_mask(layer, kept, self.observation.positions, self.observation.entry_bytes, state)
+        return self.observation.kept(mask, {**self.state, **state})

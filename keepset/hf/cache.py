@@ -16,14 +16,18 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from keepset.core.ahead import quotas_ahead
 from keepset.core.budget import Budget
 from keepset.core.features.attention import SecondPass
 from keepset.core.keep_set import KeepSet, LayerKeepSet
 from keepset.core.observation import Observation
 from keepset.errors import KeepsetError
 from keepset.hf import saved
+from keepset.hf.layer import KeepLayer
+from keepset.hf.phases import LayerEvent
 from keepset.hf.progress import Event
 from keepset.hf.prompt_cache import PromptCache
+from keepset.kernels.dispatch import waited_for
 from keepset.recipe import Recipe, check_schedule
 
 Observer = Callable[[Observation, Budget, KeepSet], None]
@@ -84,6 +88,8 @@ class Cache(PromptCache):
         self._model = weakref.ref(model)
         # Of events that some layers have not reached yet, by their lengths: what stays, entries, bytes and seconds.
         self._unfinished: dict[int, list[tuple[list[LayerKeepSet], int, int, float]]] = {}
+        # What the newest answer of `_stays` follows from, and that answer.
+        self._ahead: tuple[tuple[Any, ...], list[int]] | None = None
 
     @classmethod
     def load(cls, path: str | Path, model: PreTrainedModel) -> Cache:
@@ -257,6 +263,28 @@ class Cache(PromptCache):
         self.events.clear()
         self._unfinished.clear()
 
+    def _stays(self, layer: KeepLayer, event: LayerEvent) -> Sequence[int] | None:
+        """Not where the host knows no better than the device, which is itself."""
+        progress, method, keys = self.progress, self.recipe.method, event.observed["keys"]
+        if not (waited_for(keys.device) and method.foreseen):
+            return None
+        assert progress is not None
+        held = event.held
+        if event.length > progress.prompt:
+            beyond = [0] * len(held) if event.beyond is None else event.beyond.counts
+            lengths = [tokens - later for tokens, later in zip(progress.tokens, beyond, strict=True)]
+        else:  # nothing was dropped yet
+            lengths = [heads[0] for heads in held]
+        if method.fixed_total:  # which tells of the average head
+            held = [[sum(heads) // len(heads)] * len(heads) for heads in held]
+        # Layers that the method need not tell apart have one answer.
+        index = layer.index if method.by_layer else self.compressed_layers[0]
+        of = held, lengths, progress.prompt_tokens, keys.shape[3], index, self.compressed_layers
+        if self._ahead is None or self._ahead[0] != of:
+            quotas = quotas_ahead(method, self.recipe.budget, *of, self._from_files)
+            self._ahead = of, quotas.flatten().tolist()
+        return self._ahead[1]
+
     def _choose(self, observations: list[Observation]) -> None:
         """Compresses the observed layers: one by one, or together where the method looks across them."""
         if not observations:
@@ -269,6 +297,8 @@ class Cache(PromptCache):
             nbytes = sum(count * self._entry_bytes(each) for count, each in zip(counts, group, strict=True))
             start = time.perf_counter()
             keep_set = method.select_all(group, budget)
+            if method.across_layers:
+                keep_set.count()
             for observation in group:
                 self.kept_layers[observation.layer].keep(observation, keep_set.layer(observation.layer))
             kept = [keep_set.layer(observation.layer).settled() for observation in group]
@@ -280,7 +310,9 @@ class Cache(PromptCache):
             return
         del self._unfinished[length]
         of_layers, entries, bytes_before, seconds = zip(*parts, strict=True)
-        keep_set = KeepSet(list(chain.from_iterable(of_layers)))
+        keep_set = KeepSet(list(chain.from_iterable(of_layers))).count()
+        for layer in self.kept_layers.values():
+            layer.go_on()
         if self.events and not self.history:
             self.events[-1] = replace(self.events[-1], keep_set=None)
         event = Event(length, keep_set, sum(entries), keep_set.entries, sum(bytes_before), sum(seconds))

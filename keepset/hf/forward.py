@@ -60,6 +60,11 @@ class Forward:
         """Tokens of each request after them, padding left out."""
         return self.positions[:, -1] + 1
 
+    @property
+    def counts(self) -> list[int]:
+        """Tokens of each request among them, padding left out."""
+        return [self.length] * len(self.query) if self.real is None else self.real.counts
+
     def split(self, end: int) -> tuple[Forward, Forward | None]:
         """The tokens up to this logical length, and those beyond it where there are any."""
         if end >= self.end:

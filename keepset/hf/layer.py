@@ -111,14 +111,18 @@ class KeepLayer(LogicalLayer):
         return self.store
 
     def keep(self, observation: Observation, kept: LayerKeepSet) -> None:
-        """Stores exactly these entries of the observed ones, and the tokens after them that nobody looked at."""
+        """Stores exactly these entries of the observed ones; once all layers have, `go_on` is to follow."""
         columns = {"keys": observation.keys, "values": observation.values, "positions": observation.positions.int()}
-        self.store = EntryStore.pack({**columns, **kept.state}, kept.indices, kept.counts, kept.sizes)
+        self.store = EntryStore.pack({**columns, **kept.state}, kept.indices, kept.heads)
         if kept.values is not None:
             self.store.replace_values(kept.values)
         if kept.int8:
             self.store.quantize()
+
+    def go_on(self) -> None:
+        """Stores the tokens after an event that nobody looked at."""
         if self._beyond is not None:
+            assert self.store is not None
             beyond, real = self._beyond, None if self._beyond.real is None else self._beyond.real.indices
             self.store.append(beyond.key, beyond.value, beyond.positions, real)
             if self.decoding is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ class LayerEvent:
         length: logical length of the event.
         observed: entries and newest queries, as an Observation's keyword arguments.
         features: what was collected of the others.
+        held: entries of each head of each request.
         beyond: the tokens of the same forward that follow the event, which nobody looks at.
         seconds: that each kind of feature took to collect.
     """
@@ -34,6 +35,7 @@ class LayerEvent:
     length: int
     observed: dict[str, Any]
     features: dict[Feature[Any], Any]
+    held: Sequence[list[int]]
     beyond: Forward | None = None
     seconds: Mapping[Hashable, float] = field(default_factory=dict)
 
@@ -75,7 +77,8 @@ class PromptPhase:
         if forward.end < self._length:
             return None
         features, observed = self._accumulators.values(forward.lengths), {**observed, **self._window.newest(size)}
-        return LayerEvent(self._length, observed, features, seconds=self._accumulators.seconds)
+        held = _held(forward, store)
+        return LayerEvent(self._length, observed, features, held, seconds=self._accumulators.seconds)
 
     def fork(self) -> PromptPhase:
         """An independent copy."""
@@ -126,7 +129,7 @@ class DecodingPhase:
         observed |= self.passing.window.newest(self._newest)
         self.passing.begin(forward.padded)
         self.next += self._every
-        return LayerEvent(point, observed, features, beyond)
+        return LayerEvent(point, observed, features, _held(until, store), beyond)
 
     def record(self, forward: Forward, store: EntryStore | None) -> None:
         """Takes in those of a forward's queries that the next event looks at; the store, once the prompt is there."""
@@ -150,10 +153,16 @@ def _entries(forward: Forward, store: EntryStore | None) -> dict[str, Any]:
     return {**observed, **columns, "state": state, "valid": exists, "count": store.entries}
 
 
+def _held(forward: Forward, store: EntryStore | None) -> list[list[int]]:
+    """Entries of each head of each request; of a store that is not there, those of the forward."""
+    if store is None:
+        return [[count] * forward.key.shape[1] for count in forward.counts]
+    counts, heads = store.counts, store.kv_heads
+    return [counts[first : first + heads] for first in range(0, len(counts), heads)]
+
+
 def _rows(keys: Tensor, forward: Forward, store: EntryStore | None) -> Entries:
     """For every request its keys without holes, and which of the chunk's queries are real."""
-    if forward.real is None:
-        counts = [keys.shape[2]] * len(keys) if store is None else store.counts[:: store.kv_heads]
-        return [(row[:, :count], slice(None)) for row, count in zip(keys, counts, strict=True)]
-    counts = forward.real.counts if store is None else store.counts[:: store.kv_heads]
-    return [(row[:, :count], own) for row, count, own in zip(keys, counts, forward.real.indices, strict=True)]
+    counts = forward.counts if store is None else store.counts[:: store.kv_heads]
+    own = [slice(None)] * len(keys) if forward.real is None else forward.real.indices
+    return [(row[:, :count], real) for row, count, real in zip(keys, counts, own, strict=True)]

@@ -25,7 +25,7 @@ from keepset.hf.attention_hooks import AttentionHooks
 from keepset.hf.forward import Forward
 from keepset.hf.hooks import ModelHooks
 from keepset.hf.layer import KeepLayer
-from keepset.hf.mask import OTHER_PROMPT
+from keepset.hf.mask import OTHER_PROMPT, RealTokens
 from keepset.hf.measured import statistics_for, tables_for
 from keepset.hf.perplexity import PerplexityHooks
 from keepset.hf.phases import DecodingPhase, LayerEvent, PromptPhase
@@ -163,7 +163,7 @@ class PromptCache(TransformersCache, ABC):
                     "cannot be undone: take fewer back, or go on from a copy made before them (cache.fork())."
                 )
             if removed:
-                per_request = progress.crop(removed).tolist()
+                per_request = progress.crop(removed)
                 for kept in self.kept_layers.values():
                     kept.take_back(removed, per_request, progress.lengths)
         layers: list[Any] = self.layers
@@ -193,7 +193,7 @@ class PromptCache(TransformersCache, ABC):
         layer, self._attending = self.kept_layers[index], False
         real = None if call.mask is None else call.mask.real
         if layer.index == self.compressed_layers[0]:
-            self._advance(call, None if real is None else real.mask)
+            self._advance(call, real)
         assert self.progress is not None and self.progress.positions is not None
         positions, padded = self.progress.positions.to(call.query.device), self.progress.valid is not None
         forward = Forward(call, call.query, call.key, call.value, positions, real, layer.logical, padded)
@@ -217,25 +217,25 @@ class PromptCache(TransformersCache, ABC):
                 self._hooks.forget()
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
-    def _advance(self, call: AttentionCall, valid: Tensor | None) -> None:
+    def _advance(self, call: AttentionCall, real: RealTokens | None) -> None:
         """The first layer's part of a forward: counts the tokens for all."""
         n = call.query.shape[2]
         if self.progress is None:
             none = torch.zeros(len(call.query), dtype=torch.long, device=call.query.device)
             prompt, every = self.prompt_length or n, self.schedule.every
-            self.progress = Progress(0, prompt, none, none)
+            self.progress = Progress(0, prompt, none, none, [0] * len(none), [0] * len(none))
             for layer in self.kept_layers.values():
                 layer.prompt = PromptPhase(self.needs, prompt) if self.schedule.prefill else None
                 layer.decoding = None if every is None else DecodingPhase(self.needs, every, prompt + every)
         elif n > 1 and call.joint is None and call.position_ids is not None and call.position_ids.ndim == 2:
             again = call.position_ids < self.progress.lengths[:, None]
-            if bool((again if valid is None else again & valid).any()):
+            if bool((again if real is None else again & real.mask).any()):
                 raise KeepsetError(
                     f"The input repeats positions that the cache holds already: {OTHER_PROMPT}; chunked prefill and "
                     "assisted generation onto a cache that is not empty are not supported, because transformers feeds "
                     "them the past again."
                 )
-        self.progress.advance(n, valid, call.joint)
+        self.progress.advance(n, real, call.joint)
 
     def _reached(self, layer: KeepLayer, forward: Forward, event: LayerEvent) -> None:
         """Makes observations of a layer's event and of those that wait with it, once they can be complete."""
@@ -264,10 +264,12 @@ class PromptCache(TransformersCache, ABC):
         waiting, self._waiting = self._waiting, []
         assert self.progress is not None
         common: dict[str, Any] = {"prompts": self.progress.prompts, "layers": self.compressed_layers}
+        common["longest"] = max(self.progress.tokens)
         observations = []
         for layer, event in waiting:
             features = {**self._from_files, **event.features}
-            observations.append(Observation(**common, **event.observed, layer=layer.index, features=features))
+            own = {**common, **event.observed, "layer": layer.index, "stays": self._stays(layer, event)}
+            observations.append(Observation(**own, features=features))
         self._choose(observations)
 
     @abstractmethod
@@ -276,6 +278,10 @@ class PromptCache(TransformersCache, ABC):
 
         They are of all layers where somebody looks at all of them, else of as many as have come.
         """
+
+    def _stays(self, layer: KeepLayer, event: LayerEvent) -> Sequence[int] | None:
+        """How many entries of each head will stay of a layer, where it is known before anybody chooses."""
+        return None
 
     # --- around the forwards
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 import keepset
-from keepset.core.keep_set import KeepSet, LayerKeepSet
+from keepset.core.keep_set import HeadCounts, KeepSet, LayerKeepSet, Places
 from keepset.core.tensor_file import TensorFile
 from keepset.errors import KeepsetError, RecipeError, UnsupportedModelError
 from keepset.hf.fingerprint import difference, fingerprint
@@ -254,7 +254,8 @@ def load(kind: type[Cache], path: Path, model: PreTrainedModel) -> Cache:
         requests: dict[str, Any] = {
             name: tensors[there].to(device) for name, there in names.items() if there in tensors
         }
-        progress = Progress(**numbers, **requests)
+        tokens, prompts = (tensors[name].tolist() for name in ("lengths", "prompts"))
+        progress = Progress(**numbers, **requests, tokens=tokens, prompt_tokens=prompts)
         events = [] if event is None else [Event(keep_set=_keep_set(layers), **event)]
     cache = kind(model, _recipe(path, metadata))
     cache.progress, cache.events = progress, events
@@ -311,7 +312,8 @@ def _keep_set(layers: Sequence[Mapping[str, Tensor]]) -> KeepSet | None:
             columns = (tensors.get(f"columns.{name}") for name in ("keys", "values", "key_scale", "value_scale"))
             entry_bytes = sum(column[:1].nbytes for column in columns if column is not None)
             positions = tensors["kept.positions"]
-            kept.append(LayerKeepSet(index, positions, positions, tensors["kept.counts"], entry_bytes))
+            places = Places.of(positions, positions, HeadCounts(tensors["kept.counts"]))
+            kept.append(LayerKeepSet(index, places, entry_bytes))
     return KeepSet(kept) if kept else None
 
 

@@ -6,13 +6,15 @@ of which `[heads, entries, head_dim]` is a view: a dense layer is a single run, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from keepset.core.keep_set import HeadCounts
 from keepset.core.observation import BIAS
 from keepset.kernels.compaction import append_entries, pack_entries
 from keepset.kernels.dispatch import upload
@@ -35,44 +37,51 @@ class EntryStore:
     `positions` are int32, counted from each request's first token. What moves an entry moves all of its columns. A
     method's columns are zero where there is no entry yet, so a new token writes nothing to them.
 
-    Attributes:
-        heads: what attention looks at.
+    Args:
+        batch, kv_heads: how many there are.
+        columns: head after head, without free places.
+        sizes: answers with how many entries each head has.
     """
 
-    def __init__(self, batch: int, kv_heads: int, runs: list[Run], columns: dict[str, Tensor]) -> None:
-        self.batch, self.kv_heads, self._columns = batch, kv_heads, columns
-        self._set_runs(runs)
+    def __init__(
+        self, batch: int, kv_heads: int, columns: dict[str, Tensor], sizes: Callable[[], Sequence[int]]
+    ) -> None:
+        self.batch, self.kv_heads, self._columns, self._sizes = batch, kv_heads, columns, sizes
 
     @classmethod
-    def pack(
-        cls,
-        columns: dict[str, Tensor],
-        indices: Int[Tensor, " kept"],
-        counts: Int[Tensor, "batch kv_heads"],
-        sizes: Sequence[int] | None = None,
-    ) -> EntryStore:
+    def pack(cls, columns: dict[str, Tensor], indices: Int[Tensor, " kept"], heads: HeadCounts) -> EntryStore:
         """A store with exactly the entries that a KeepSet names, and not a byte more.
 
-        Columns are `[batch, kv_heads, entries, ...]`, indices packed head after head; `sizes` are the counts where the
-        host knows them.
+        Columns are `[batch, kv_heads, entries, ...]`, indices packed head after head. How many each head has the store
+        asks when it needs to know.
         """
-        batch, kv_heads = counts.shape
-        runs = runs_of(counts.flatten().tolist() if sizes is None else sizes)
-        packed = pack_entries(columns, indices, counts, max(run.count for run in runs))
-        return cls(batch, kv_heads, runs, packed)
+        batch, kv_heads = heads.there.shape
+        return cls(batch, kv_heads, pack_entries(columns, indices, heads.there), lambda: heads.here)
 
     @classmethod
     def packed_by(cls, columns: dict[str, Tensor], heads: Sequence[Int[Tensor, " _"]]) -> EntryStore:
         """A store with these entries of each head, of columns `[batch, kv_heads, entries, ...]`."""
         sizes = [len(head) for head in heads]
-        counts = upload(sizes, heads[0].device).view(columns["keys"].shape[:2])
-        return cls.pack(columns, torch.cat(list(heads)), counts, sizes)
+        batch, kv_heads = columns["keys"].shape[:2]
+        counts = upload(sizes, heads[0].device).view(batch, kv_heads)
+        return cls(batch, kv_heads, pack_entries(columns, torch.cat(list(heads)), counts), lambda: sizes)
 
     @classmethod
     def of(cls, columns: dict[str, Tensor], counts: Int[Tensor, "batch kv_heads"]) -> EntryStore:
         """The store of which these are the `packed` columns and the counts."""
         batch, kv_heads = counts.shape
-        return cls(batch, kv_heads, runs_of(counts.flatten().tolist()), columns)
+        return cls(batch, kv_heads, columns, lambda: counts.flatten().tolist())
+
+    @cached_property
+    def _runs(self) -> list[Run]:
+        return runs_of(self._sizes())
+
+    @cached_property
+    def heads(self) -> PackedHeads:
+        """What attention looks at."""
+        keys, values, positions = (self._columns[name] for name in _ENTRIES)
+        bias, key_scale, value_scale = (self._columns.get(name) for name in (BIAS, *_SCALES.values()))
+        return PackedHeads(keys, values, positions, self._runs, bias, key_scale, value_scale)
 
     @property
     def packed(self) -> dict[str, Shaped[Tensor, " entries *rest"]]:
@@ -102,13 +111,13 @@ class EntryStore:
     def replace_values(self, values: Float[Tensor, "entries value_dim"]) -> None:
         """Gives every entry another value; there must be no free places."""
         self._columns["values"] = values.to(self._columns["values"].dtype)
-        self._set_runs(self._runs)
+        self._moved()
 
     def quantize(self) -> None:
         """Stores keys and values, also those to come, as 8-bit integers; there must be no free places."""
         for name, scale in _SCALES.items():
             self._columns[name], self._columns[scale] = quantize(self._columns[name])
-        self._set_runs(self._runs)
+        self._moved()
 
     def append(
         self,
@@ -133,8 +142,8 @@ class EntryStore:
             packed = EntryStore.packed_by(joined, [torch.cat([old, len(before) + new]) for old, new in heads])
             if self.heads.key_scale is not None:
                 packed.quantize()
-            self._columns = packed._columns
-            self._set_runs(packed._runs)
+            self._columns, self._runs = packed._columns, packed._runs
+            self._moved()
             return
         self.make_room(keys.shape[2], room)
         append_together([self], keys, values, positions)
@@ -201,12 +210,13 @@ class EntryStore:
 
     def fork(self) -> EntryStore:
         """An independent copy, without free places."""
-        copy = EntryStore(self.batch, self.kv_heads, self._runs, dict(self._columns))
+        copy = EntryStore(self.batch, self.kv_heads, dict(self._columns), lambda: self.counts)
+        copy._runs = self._runs
         copy._rebuild(list(enumerate(self.counts)))
         return copy
 
     def _grow(self, slack: int) -> None:
-        del self.heads  # or it would hold all columns until the last is copied
+        self._moved()  # or it would hold all columns until the last is copied
         runs, start = [], 0
         for run in self._runs:
             runs.append(replace(run, start=start, capacity=run.count + slack))
@@ -217,14 +227,11 @@ class EntryStore:
             for old, new in zip(self._runs, runs, strict=True):
                 new.view(grown).copy_(old.view(flat))
             self._columns[name] = grown
-        self._set_runs(runs)
-
-    def _set_runs(self, runs: list[Run]) -> None:
-        """Heads lie elsewhere now."""
         self._runs = runs
-        keys, values, positions = (self._columns[name] for name in _ENTRIES)
-        bias, key_scale, value_scale = (self._columns.get(name) for name in (BIAS, *_SCALES.values()))
-        self.heads = PackedHeads(keys, values, positions, runs, bias, key_scale, value_scale)
+
+    def _moved(self) -> None:
+        """Heads lie elsewhere from now on."""
+        vars(self).pop("heads", None)
 
     def _count(self, n: int) -> None:
         """There are so many entries more in every head."""
@@ -234,11 +241,11 @@ class EntryStore:
 
     def _rebuild(self, heads: Sequence[tuple[int, int]]) -> None:
         """Keeps the first `count` entries of each of these heads, in this order."""
-        del self.heads  # as in _grow
+        self._moved()  # as in _grow
         starts = [run.start + i * run.capacity for run in self._runs for i in range(run.heads)]
         for name, flat in self._columns.items():
             self._columns[name] = torch.cat([flat[starts[h] : starts[h] + count] for h, count in heads])
-        self._set_runs(runs_of([count for _, count in heads]))
+        self._runs = runs_of([count for _, count in heads])
 
 
 def _dequantized(columns: dict[str, Tensor]) -> dict[str, Tensor]:

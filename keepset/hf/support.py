@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from keepset.core.nan_scores import NAN_MODEL
 from keepset.errors import KeepsetError, UnsupportedModelError
 
 
@@ -44,7 +45,4 @@ def check_model(model: nn.Module) -> None:
 def check_logits(logits: Tensor) -> None:
     """Refuses what a model predicts where that is no number: every answer would be the same nonsense."""
     if bool(logits.isnan().any()):
-        raise KeepsetError(
-            "The model predicts NaN: its weights are damaged, or too large for their precision; "
-            "load it anew, or in float32 or bfloat16."
-        )
+        raise KeepsetError(NAN_MODEL)

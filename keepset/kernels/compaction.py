@@ -17,7 +17,6 @@ def pack_entries(
     columns: Mapping[str, Shaped[Tensor, "batch kv_heads entries ..."]],
     indices: Int[Tensor, " kept"],
     counts: Int[Tensor, "batch kv_heads"],
-    most: int,
 ) -> dict[str, Shaped[Tensor, "kept ..."]]:
     """Every head's chosen entries, head after head; on a GPU all columns of all heads in one launch.
 
@@ -25,7 +24,6 @@ def pack_entries(
         columns: with any strides: keys and values usually arrive as a transposed view.
         indices: the chosen entries, head after head.
         counts: how many each head keeps.
-        most: the largest count, known without asking the device.
     """
     packed = {name: column.new_empty(len(indices), *column.shape[3:]) for name, column in columns.items()}
     if not packed or not len(indices):
@@ -35,6 +33,7 @@ def pack_entries(
         from keepset.kernels.triton import compaction  # loads Triton
 
         starts = heads.cumsum(0) - heads
+        most = min(len(indices), *(column.shape[2] for column in columns.values()))  # the device is not asked
         with launched_on(indices.device):
             compaction.pack(list(columns.values()), list(packed.values()), indices, starts, heads, most)
         return packed
@@ -65,12 +64,12 @@ def append_entries(
     at = positions[:, None].expand(-1, keys.shape[1], -1)
     columns = [column.flatten(0, 1) for column in (keys, values, at)]
     for store in stores:
-        new_keys, new_values, positions = (column[first : first + store.heads] for column in columns)
+        own = columns if len(stores) == 1 else [column[first : first + store.heads] for column in columns]
         first += store.heads
         new = [
-            (store.positions, positions),
-            *_as_stored(store.keys, store.key_scale, new_keys),
-            *_as_stored(store.values, store.value_scale, new_values),
+            *_as_stored(store.keys, store.key_scale, own[0]),
+            *_as_stored(store.values, store.value_scale, own[1]),
+            (store.positions, own[2]),
         ]
         for run in store.runs:
             for flat, rows in new:

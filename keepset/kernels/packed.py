@@ -99,7 +99,7 @@ class PackedHeads:
         values = run.view(self.values)
         return values if self.value_scale is None else dequantize(values, run.view(self.value_scale))
 
-    @property
+    @cached_property
     def heads(self) -> int:
         """Of all requests."""
         return sum(run.heads for run in self.runs)

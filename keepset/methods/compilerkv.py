@@ -148,7 +148,7 @@ class CompilerKV(Method):
 
     def received_attention(self, observations: Sequence[Observation]) -> Received:
         """Equation 6 summed over the window: the mean over layers and heads of what every position receives."""
-        longest = max(1, int(observations[0].lengths.max()))
+        longest = max(1, observations[0].longest)
         total = observations[0].valid.new_zeros(len(observations[0].valid), longest, dtype=torch.float32)
         heads = 0
         for observation in observations:

@@ -35,6 +35,7 @@ class DuoAttention(Method):
     counts_from_data = True
     # A layer keeps more where more of its heads retrieve.
     equal_layers = False
+    foreseen = True
     # As the gates were measured.
     sinks, recent = 16, 64
 

@@ -6,10 +6,8 @@ rank know it alone, and nothing is sent between them.
 
 from __future__ import annotations
 
-import torch
-
 from keepset.core.accumulator import Accumulators
-from keepset.core.observation import Observation
+from keepset.core.ahead import quotas_ahead
 from keepset.recipe import Recipe
 
 _CACHED = 1 << 18
@@ -182,15 +180,6 @@ class EvictionSchedule:
         budget = self.recipe.budget
         if budget.keep is None:
             return entries
-        shape = (1, self.kv_heads, entries)
-        skeleton = Observation(
-            keys=torch.empty(*shape, 0),
-            values=torch.empty(*shape, 0),
-            lengths=torch.tensor([length]),
-            prompts=torch.tensor([prompt]),
-            scaling=1.0,
-            layer=self._layer,
-            layers=self.layers,
-        )
-        quotas = self.recipe.method.quotas(skeleton, budget).clamp(max=entries)
+        held, of = [[entries] * self.kv_heads], (0, self._layer, self.layers)
+        quotas = quotas_ahead(self.recipe.method, budget, held, [length], [prompt], *of)
         return -(-int(quotas.sum()) // self.kv_heads)

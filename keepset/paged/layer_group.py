@@ -286,8 +286,7 @@ class LayerGroup:
         layer, page = heads // heads_of_layer, heads % heads_of_layer * subpages.shape[-1] + rank // size
         slots = subpages.reshape(-1).index_select(0, page) * size + rank % size
         del page, rank  # of long prompts these are long, too
-        sizes = event.sizes(kept)
-        for some, part in _blocks(sizes, event, paged.pages[0].entry_bytes):
+        for some, part in _blocks(kept.heads.here, event, paged.pages[0].entry_bytes):
             keys, values = paged.take(some, index[part])
             if kept.values is not None:
                 own = slice(part.start - some.start * event.newer, part.stop - some.stop * event.newer)

@@ -74,8 +74,8 @@ class Move(NamedTuple):
 
 
 def slots_for(requests: int) -> int:
-    """Places that layers hold: half as many again as requests run, for those that ended unseen or pause."""
-    return requests + max(requests // 2, 2)
+    """Places that layers hold: a quarter more than requests run, for those that ended unseen or pause."""
+    return requests + max(requests // 4, 2)
 
 
 class QueryRecords:

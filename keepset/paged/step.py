@@ -170,16 +170,11 @@ class EvictionEvent:
         """Whether a layer keeps as many entries as the scheduler counts with."""
         if self.keep is None:
             return True
-        sizes = self.sizes(kept)
+        sizes = kept.heads.here
         if self.equal_heads:
             return all(size == self.keep for size in sizes)
         heads = kept.counts.shape[1]
         return all(sum(sizes[first : first + heads]) <= self.keep * heads for first in range(0, len(sizes), heads))
-
-    @staticmethod
-    def sizes(kept: LayerKeepSet) -> list[int]:
-        """How many entries each head keeps, head after head and request after request."""
-        return kept.counts.flatten().tolist() if kept.sizes is None else kept.sizes
 
 
 def at_once(entries: int, kv_heads: int) -> int:

@@ -309,7 +309,7 @@ def test_nothing_is_asked_of_a_device(scorer: str, monkeypatch: pytest.MonkeyPat
         state: dict[str, torch.Tensor]
 
     def chosen(layer: int, mask: torch.Tensor, *rest: Any) -> None:
-        raise Chosen(mask, rest[-1])
+        raise Chosen(mask, rest[2])
 
     monkeypatch.setattr(LayerKeepSet, "from_mask", chosen)
     made = observe(Shape((200, 200), 2, 2, 8, 8), window=16)

@@ -13,7 +13,7 @@ from keepset.cli.compare import RECIPES as ALL
 from keepset.hf.prompt_session import CachedPrompt
 from tests.cli.conftest import Run
 
-RECIPES = ["tova", "snapkv(window=8)", "adakv(h2o)"]
+RECIPES = ["tova", "snapkv(window=8)", "int8(adakv(h2o))"]
 KEEPS = [0.5, 20]
 COMPARE = (
     *("compare", "--text", "text", "--prompt-tokens", "200", "--continuation", "16"),
@@ -24,8 +24,8 @@ CANONICAL = [
     "tova(keep=20)",
     "snapkv(window=8, keep=0.5)",
     "snapkv(window=8, keep=20)",
-    "adakv(h2o, keep=0.5)",
-    "adakv(h2o, keep=20)",
+    "int8(adakv(h2o), keep=0.5)",
+    "int8(adakv(h2o), keep=20)",
 ]
 ROW = {
     "recipe": str,
@@ -85,7 +85,9 @@ def test_json(run: Run) -> None:
         kept = 100 if keep == 0.5 else 20
         assert row["keep"] == kept / 200
         assert row["kv_bytes_full"] == full["kv_bytes"]
-        assert row["kv_bytes"] == kept * (KEYS_AND_VALUES + POSITIONS)
+        # In 8 bits a quarter, and two scales in each of four heads.
+        whole, in_8_bits = KEYS_AND_VALUES, KEYS_AND_VALUES // 4 + 4 * 2 * 4
+        assert row["kv_bytes"] == kept * (POSITIONS + (in_8_bits if "int8" in row["recipe"] else whole))
         assert row["kl"] > 1e-6 and 0 <= row["top1"] <= 1
         assert row["prefill_seconds_full"] == full["prefill_seconds"]
         assert 0 < row["select_seconds"] < row["prefill_seconds"] - row["prefill_seconds_full"] + 1e-9
@@ -128,6 +130,8 @@ def test_table_has_the_best_first_and_a_conclusion(run: Run) -> None:
             True
         ] * 3
         assert [line.split()[-3] for line in shown] == [f"{row['kl']:.3f}" for row in order]
+        shares = [f"{row['kv_bytes'] / row['kv_bytes_full']:.1%}" for row in order]
+        assert [line.split()[-4] for line in shown] == shares
     best = min((row for row in figures if row["requested"] == 20), key=lambda row: row["kl"])
     assert f" of the memory {best['method']} is nearest to the full cache" in last
 

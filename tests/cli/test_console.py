@@ -66,6 +66,18 @@ def test_a_terminal_is_told_at_once_that_something_is_under_way(
     assert run("methods", "snapvk").err.startswith("loading...\r          \rkeepset: There is no method")
 
 
+def test_how_long_the_rest_will_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told by steps after the first, which has all that is done once."""
+    clock, said = [0.0], list[str]()
+    monkeypatch.setattr(console.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(console, "note", said.append)
+    step = console.foretold(lambda count: None, "21 rows", 21)
+    for seconds in (90.0, *[5.0] * 20):
+        clock[0] += seconds
+        step()
+    assert said == ["21 rows: about 85 seconds from here on"]
+
+
 def test_streamed_text_is_text(run: Run, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiny[1], "decode", lambda ids, **_: EVIL * len(ids))
     done = run("generate", "Hello", "--recipe", "tova(keep=4)", "--output-tokens", "3")

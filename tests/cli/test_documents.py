@@ -12,6 +12,7 @@ from typer.main import get_command
 
 import keepset
 from keepset import METHODS, Recipe, models
+from keepset.bench.tune import space
 from keepset.cli import app
 from keepset.texts import essay
 from tests.cli.conftest import Run, tiny_model
@@ -62,6 +63,7 @@ def test_readmes_commands_run_as_they_stand(run: Run, embedded: Any, monkeypatch
     for name in ("max_position_embeddings", "name_or_path"):
         setattr(model.config, name, getattr(embedded[0].config, name))
     monkeypatch.setattr(models, "load", lambda *_: (model, embedded[1]))
+    monkeypatch.setattr(space, "scorers", lambda: Recipe.parse_list("streaming_llm, snapkv"))  # of all to be tried
     Path("report.txt").write_text(essay()[:6000] + " The contract ends on 31 March.", encoding="utf-8")
     shown = commands(README)
     assert len(shown) > 8

@@ -124,7 +124,7 @@ def test_a_short_prompt_stays_whole_where_nobody_asked_otherwise(run: Run, tiny:
     done = run("generate", "Hello", "--output-tokens", "3")
     assert done.code == 0
     assert "All 32 tokens of so short a prompt stay; with --recipe a recipe decides." in done.err
-    assert "glance(keep=1.0): kept 100.0% of 32 prompt tokens" in done.err
+    assert "int8(pool(prompt_queries), keep=1.0): kept 100.0% of 32 prompt tokens" in done.err
 
 
 def test_a_prompt_shorter_than_a_window_stays_whole_and_it_is_said(run: Run, tiny: Any) -> None:

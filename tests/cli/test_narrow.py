@@ -14,10 +14,12 @@ from rich.console import Console
 from keepset.bench.cell import FULL
 from keepset.cli import console
 from keepset.cli.bench import print_table
+from keepset.core.tables import save
 from keepset.serving.table import table_rows
 from tests.bench.analysis.cells import cells
 from tests.cli.conftest import Run
 from tests.cli.test_results import write
+from tests.core.test_tables import random_tables
 
 COLUMNS = 80
 LONG = "adakv(expected_attention(future=16, buffer=8), keep=0.5), streaming_llm(keep=0.25)"
@@ -26,16 +28,16 @@ TEXT = ("--text", "text", "--prompt-tokens")
 
 
 class Printed:
-    """Prints everything twice: into 80 columns, and into more than anything needs."""
+    """Prints everything twice: into a terminal of 80 columns, and into more than anything needs."""
+
+    is_terminal, width = True, COLUMNS
 
     def __init__(self) -> None:
         self.narrow, self.wide = (Console(width=width, file=io.StringIO()) for width in (COLUMNS, 2000))
 
-    def print(self, *objects: Any, soft_wrap: bool = False, **options: Any) -> None:
-        """What has no width of its own, and the terminal wraps, is left out."""
-        if not soft_wrap:
-            self.narrow.print(*objects, **options)
-            self.wide.print(*objects, **options)
+    def print(self, *objects: Any, **options: Any) -> None:
+        self.narrow.print(*objects, **options)
+        self.wide.print(*objects, **options)
 
     def check(self) -> None:
         """Every name in the narrow text stands in the wide one."""
@@ -49,8 +51,10 @@ class Printed:
 
 @pytest.fixture
 def printed(run: Run, monkeypatch: pytest.MonkeyPatch) -> Printed:
-    made = Printed()
+    made, text_on = Printed(), console._print
     monkeypatch.setattr(console, "stdout", lambda: made)
+    # Notes too; progress bars are no text.
+    monkeypatch.setattr(console, "_print", lambda _, *text: text_on(made, *text))  # type: ignore[arg-type]
     return made
 
 
@@ -92,6 +96,21 @@ def sweep(tmp_path: Path) -> None:
 )
 def test_no_name_is_broken(run: Run, printed: Printed, words: tuple[str, ...]) -> None:
     assert run(*words).code == 0
+    printed.check()
+
+
+@pytest.mark.usefixtures("tiny", "text")
+def test_no_name_is_broken_of_files(run: Run, printed: Printed) -> None:
+    save(random_tables(), Path("tables"))
+    recipe = LONG.split(", streaming", maxsplit=1)[0]
+    for words in (
+        ("compile", "--show", "tables"),
+        ("generate", "Go on.", "--text", "text", "--recipe", recipe, "--output-tokens", "3"),
+        ("context", "build", "--text", "text", "--out", "saved", "--recipe", recipe),
+        ("context", "ask", "saved", "Who?", "--output-tokens", "3", "--model", "tiny"),
+        ("calibrate", "--text", "text", "--out", "stats", "--tokens", "300", "--length", "100", "--gate-steps", "0"),
+    ):
+        assert run(*words).code == 0, words
     printed.check()
 
 

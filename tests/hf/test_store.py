@@ -11,6 +11,7 @@ from hypothesis import HealthCheck
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 from torch import Tensor
 
+from keepset.core.keep_set import HeadCounts
 from keepset.hf.store import EntryStore
 from keepset.kernels.packed import HeadTable
 from tests.tiers import examples
@@ -151,7 +152,7 @@ class Stores(RuleBasedStateMachine):
                 indices += [i for i, stays in enumerate(chosen) if stays]
                 kept[-1].append(list(itertools.compress(head, chosen)))
         counts = torch.tensor([[len(head) for head in request] for request in kept])
-        return self.made(EntryStore.pack(columns, torch.tensor(indices, dtype=torch.long), counts), kept)
+        return self.made(EntryStore.pack(columns, torch.tensor(indices, dtype=torch.long), HeadCounts(counts)), kept)
 
     def made(self, store: EntryStore, requests: list[Request]) -> Pair:
         self.pairs_made.append(Pair(store, requests))
@@ -202,14 +203,14 @@ def test_a_packed_store_has_no_byte_too_many() -> None:
         "positions": torch.arange(50, dtype=torch.int32).expand(2, 3, 50),
     }
     counts = torch.tensor([[4, 4, 4], [2, 0, 9]])
-    store = EntryStore.pack(columns, torch.arange(23), counts)
+    store = EntryStore.pack(columns, torch.arange(23), HeadCounts(counts))
     assert store.nbytes == 23 * (7 * 4 + 5 * 4 + 4)
 
 
 def test_growth_is_by_blocks() -> None:
     keys, values = torch.randn(2, 1, 2, 5, 4)
     columns = {"keys": keys, "values": values, "positions": torch.arange(5, dtype=torch.int32).expand(1, 2, 5)}
-    store = EntryStore.pack(columns, torch.arange(5).repeat(2), torch.tensor([[5, 5]]))
+    store = EntryStore.pack(columns, torch.arange(5).repeat(2), HeadCounts(torch.tensor([[5, 5]])))
     sizes = set()
     for position in range(5, 60):
         store.append(torch.randn(1, 2, 1, 4), torch.randn(1, 2, 1, 4), torch.tensor([[position]]))

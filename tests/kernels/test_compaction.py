@@ -24,7 +24,7 @@ def test_every_head_keeps_its_own(implementation: str, order: str, counts: list[
         "credit": torch.randn(2, 3, 20, generator=draw),
     }
     chosen = [torch.randperm(20, generator=draw)[:count].sort().values for count in counts]
-    packed = pack_entries(columns, torch.cat(chosen), torch.tensor(counts).view(2, 3), max(counts))
+    packed = pack_entries(columns, torch.cat(chosen), torch.tensor(counts).view(2, 3))
     for name, column in columns.items():
         rows = [column[head // 3, head % 3][entries] for head, entries in enumerate(chosen)]
         assert packed[name].dtype == column.dtype and torch.equal(packed[name], torch.cat(rows))

@@ -41,5 +41,5 @@ def test_each_kernel_is_launched_on_the_gpu_of_its_tensors(
         attention.ragged_attention(new, [store], 0.3)
         columns.attention_columns(new[0], new[0])
         indices, counts = Posing(torch.tensor([0, 0])), Posing(torch.tensor([[1, 1]]))
-        compaction.pack_entries({"keys": new}, indices, counts, 1)
+        compaction.pack_entries({"keys": new}, indices, counts)
     assert len(current) == 5 and {device.type for device in current} == {"meta"}

@@ -37,18 +37,18 @@ def beside(shape: tuple[int, int, int, torch.dtype, int, int], method: str) -> f
 
 
 @pytest.mark.parametrize("shape", [SMOLLM2, HALF_A_BILLION, OF_AMS_PAPER], ids=["smollm2", "half a billion", "ams"])
-@pytest.mark.parametrize("method", ["ams(tova)", "r_kv", "zigzag(snapkv)", "compilerkv(elastic=False)", "rpc"])
+@pytest.mark.parametrize("method", ["ams(tova)", "ams(snapkv)", "r_kv", "zigzag(snapkv)", "rpc"])
 def test_a_tenth_of_the_entries_at_most(method: str, shape: tuple[int, int, int, torch.dtype, int, int]) -> None:
     assert 0 < beside(shape, method) <= 0.1
 
 
 @pytest.mark.parametrize("shape", [SMOLLM2, HALF_A_BILLION, OF_AMS_PAPER], ids=["smollm2", "half a billion", "ams"])
 def test_moments_weigh_as_much_as_their_queries_or_less(shape: tuple[int, int, int, torch.dtype, int, int]) -> None:
-    """There is room for half as many requests again as run."""
+    """There is room for a quarter more requests than run."""
     query_heads, kv_heads, size, dtype, keep, every = shape
     triangle = 4 * query_heads * (size * (size + 1) // 2 + size)
     queries = min(every, 256) * query_heads * size * dtype.itemsize
-    least = 1.5 * min(triangle, queries) / ((keep + every) * kv_heads * 2 * size * dtype.itemsize)
+    least = 1.25 * min(triangle, queries) / ((keep + every) * kv_heads * 2 * size * dtype.itemsize)
     assert least < beside(shape, "ams(expected_attention(buffer=256))") < least + 0.1
 
 
@@ -58,7 +58,7 @@ def test_queries_of_64_requests_of_an_8b_model(method: str) -> None:
     recipe = Recipe.of(Recipe.parse(method).method, keep=2048, every=256)
     recording = Recording.of(recipe, 4, 128, 2)
     passing = PassingQueries(recording, 32, slots_for(REQUESTS), 32, 128, torch.bfloat16, "meta")
-    assert passing.nbytes == 32 * 96 * recording.size * 32 * 128 * 2 < 2**27
+    assert passing.nbytes == 32 * 80 * recording.size * 32 * 128 * 2 < 2**27
 
 
 def test_prompts_of_131072_tokens_are_compressed_one_by_one() -> None:

@@ -1,4 +1,4 @@
-"""Accuracy over the share of bytes that is held: the area under the curve, and how much can go."""
+"""Accuracy over the share that is held, of bytes or entries: the area under the curve, and how much can go."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from keepset.bench.analysis.intervals import Interval
 class Curve:
     """A method under all its budgets, on a task or on the tasks of a group.
 
-    The shares of the full cache's bytes that are held, means over the examples, fall; 1.0, the full cache, comes first.
+    The shares of the full cache that are held, means over the examples, fall; 1.0, the full cache, comes first.
     Each task's scores have one row per example, whose numbers differ, and one column per share; examples that lack a
     column are not in them.
     """
@@ -23,11 +23,11 @@ class Curve:
 
 
 def area(curve: Curve) -> tuple[float, Interval] | None:
-    """Area under accuracy over bytes (KVCompose's AUC, 2025, arXiv:2509.05165), as a mean score from 0 to 1.
+    """Area under accuracy over shares (KVCompose's AUC, 2025, arXiv:2509.05165), as a mean score from 0 to 1.
 
-    Trapezoids from the smallest share to 1.0, divided by that width; the paper says neither the rule nor the range, and
-    counts entries. Of a group it is the mean over the tasks. It is a mean over examples of each one's own area, so its
-    interval is that of a mean score. None where no budget dropped anything.
+    Trapezoids from the smallest share to 1.0, divided by that width; the paper says neither the rule nor the range. Of
+    a group it is the mean over the tasks. It is a mean over examples of each one's own area, so its interval is that of
+    a mean score. None where no budget dropped anything.
     """
     shares = curve.shares
     width = shares[0] - shares[-1]
@@ -46,7 +46,7 @@ def area(curve: Curve) -> tuple[float, Interval] | None:
 
 
 def compression(curve: Curve, tolerance: float) -> tuple[float, Interval | None] | None:
-    """The largest share of bytes that can go with a relative loss of accuracy of at most `tolerance`.
+    """The largest share that can go with a relative loss of accuracy of at most `tolerance`.
 
     KVCompose's Table 2, equations 6 to 8 and 10: the loss is (full cache's score - score) / full cache's score, its
     mean over the tasks of a group on which the full cache scores anything. Between two budgets it is taken to be

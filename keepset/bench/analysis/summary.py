@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -41,8 +41,8 @@ class Trade:
     """A method's curve over its budgets, on one task or a group's: what it holds against what it answers.
 
     `budgets` says how many there are beside the full cache, `examples` how many have all of them, `failed` how often
-    the method failed on one, which counts as not answered. Areas compare where the smallest share of bytes, `smallest`,
-    is the same.
+    the method failed on one, which counts as not answered. Areas compare where the smallest share, `smallest`, is
+    the same.
     """
 
     task: str
@@ -70,11 +70,11 @@ class Summary:
         return asdict(self)
 
 
-def summarise(cells: Sequence[Cell], baseline: str | None = None) -> Summary:
+def summarise(cells: Sequence[Cell], baseline: str | None = None, axis: Literal["share", "keep"] = "share") -> Summary:
     """The figures of all cells, which may be of a sweep that is not finished.
 
     The baseline is a recipe with its budget, or a method, which stands for its recipe with the same budget; the full
-    cache if None.
+    cache if None. Curves are over the share of bytes, or over that of entries, as in KVCompose.
     """
     baseline = FULL if baseline is None else _known(baseline, cells)
     tasks: dict[str, dict[str, dict[tuple[int, str], Cell]]] = {}
@@ -94,7 +94,7 @@ def summarise(cells: Sequence[Cell], baseline: str | None = None) -> Summary:
     together = {**{task: [task] for task in tasks}, **groups}
     trades: list[Trade] = []
     for name, members in together.items():
-        trades += _trades(name, [(tasks[task], rows[task]) for task in members])
+        trades += _trades(name, [(tasks[task], rows[task]) for task in members], axis)
     every = [row for by_recipe in rows.values() for row in by_recipe.values()]
     return Summary(baseline, every, averages, trades, needle_maps(cells))
 
@@ -151,7 +151,7 @@ def _against(recipes: Mapping[str, Cells], recipe: str, baseline: str) -> Cells 
     return None
 
 
-def _trades(name: str, tasks: Sequence[tuple[Mapping[str, Cells], Mapping[str, TableRow]]]) -> list[Trade]:
+def _trades(name: str, tasks: Sequence[tuple[Mapping[str, Cells], Mapping[str, TableRow]]], axis: str) -> list[Trade]:
     """The curves of all methods that have two budgets or more; one budget makes no curve."""
     if any(FULL not in rows or rows[FULL].score is None for _, rows in tasks):
         return []
@@ -160,14 +160,18 @@ def _trades(name: str, tasks: Sequence[tuple[Mapping[str, Cells], Mapping[str, T
         everywhere = all(recipe in rows and rows[recipe].score is not None for _, rows in tasks)
         if everywhere and recipe != FULL and first.requested is not None:
             budgets.setdefault(first.method, []).append(recipe)
-    trades = (_trade(name, method, recipes, tasks) for method, recipes in budgets.items() if len(recipes) > 1)
+    trades = (_trade(name, method, recipes, tasks, axis) for method, recipes in budgets.items() if len(recipes) > 1)
     return [trade for trade in trades if trade is not None]
 
 
 def _trade(
-    name: str, method: str, recipes: Sequence[str], tasks: Sequence[tuple[Mapping[str, Cells], Mapping[str, TableRow]]]
+    name: str,
+    method: str,
+    recipes: Sequence[str],
+    tasks: Sequence[tuple[Mapping[str, Cells], Mapping[str, TableRow]]],
+    axis: str,
 ) -> Trade | None:
-    shares = {recipe: fmean(rows[recipe].share or 0.0 for _, rows in tasks) for recipe in recipes}
+    shares = {recipe: fmean(getattr(rows[recipe], axis) or 0.0 for _, rows in tasks) for recipe in recipes}
     points = [FULL, *sorted(recipes, key=lambda recipe: -shares[recipe])]
     scores = [_scores([cells[recipe] for recipe in points]) for cells, _ in tasks]
     if not all(map(len, scores)):

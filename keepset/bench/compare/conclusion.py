@@ -57,5 +57,6 @@ def _share(rows: Sequence[Measurement]) -> float:
 def _but(lost: Sequence[str]) -> str:
     if not lost:
         return ", and so do all others"
-    named = ", ".join(lost[:_NAMED]) + (f" and {len(lost) - _NAMED} more" if len(lost) > _NAMED else "")
+    *others, last = [*lost[:_NAMED], *([f"{len(lost) - _NAMED} more"] if len(lost) > _NAMED else [])]
+    named = f"{', '.join(others)} and {last}" if others else last
     return f"; {named} {'has' if len(lost) == 1 else 'have'} lost the fact"

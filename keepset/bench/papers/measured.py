@@ -96,7 +96,7 @@ def _over_budgets(together: str, sweep: Sweep, cells: Sequence[Cell], lines: Seq
         return
     tasks = {cell.task for cell in cells}
     whole = tasks if len(tasks) == 1 else {group for task in tasks for group in groups_of(task)[-1:]}
-    trades = {trade.method: trade for trade in summarise(cells).trades if trade.task in whole}
+    trades = {trade.method: trade for trade in summarise(cells, axis="keep").trades if trade.task in whole}
     methods = {line.candidate.method: line.method for line in lines}
     for metric in metrics:
         for name, method in methods.items():

@@ -6,7 +6,6 @@ const { rows } = comparison;
 const finite = (value) => known(number(value));
 const percent = shown((x) => `${(100 * x).toFixed(1)} %`);
 const seconds = shown((x) => x.toFixed(x < 10 ? 3 : 1));
-const rate = shown((x) => x.toFixed(1));
 const divergence = shown((x) => (x === 0 ? "0" : Math.abs(x) < 1e-3 ? x.toExponential(1) : x.toFixed(4)));
 const signed = shown((x) => (x > 0 ? "+" : "") + x.toFixed(4));
 const ofFull = (row) => (row.kv_bytes_full ? row.kv_bytes / row.kv_bytes_full : null);
@@ -35,15 +34,15 @@ function header() {
     ["Recipes", lost ? `${rows.length}, of which ${lost} failed` : `${rows.length}`],
     [decoding ? "Full KV cache: mean" : "Full KV cache", bytes(fullBytes)],
     ["Full cache: prefill", fullPrefill === null ? null : `${seconds(fullPrefill)} s`],
-    ["Full cache: decode", finite(full.decode_tokens_per_second) ? `${rate(full.decode_tokens_per_second)} tokens/s` : null],
     ["Full cache: NLL", finite(full.nll) ? `${number(full.nll).toFixed(4)} nats/token` : null],
-    ["Needle: question", needle?.question],
-    ["Needle: expected answer", needle?.answer],
-    ["Needle: full cache’s answer", needle && full.answer],
   ];
-  for (const [name, value] of facts) {
-    if (value === null || value === undefined) continue;
-    id(name.startsWith("Needle") ? "needle-facts" : "facts").append(fact(name, value));
+  const asked = [
+    ["Asked after compression", needle?.question],
+    ["A right answer contains", needle?.answer],
+    ["The full cache answers", needle && full.answer],
+  ];
+  for (const [box, named] of [["facts", facts], ["needle-facts", asked]]) {
+    for (const [name, value] of named) if (value !== null && value !== undefined) id(box).append(fact(name, value));
   }
 }
 
@@ -179,8 +178,7 @@ const COLUMNS = [
   ["Top-1\nagreement", (row) => number(row.top1), percent, 1],
   ["Prefill\ns", (row) => number(row.prefill_seconds), seconds, fullPrefill],
   ["Select\ns", (row) => number(row.select_seconds), seconds, null],
-  ["Decode\ntokens/s", (row) => number(row.decode_tokens_per_second), rate, full.decode_tokens_per_second],
-  ...(has("needle_found") ? [["Needle", (row) => row.needle_found, found, full.needle_found, "text"]] : []),
+  ...(has("needle_found") ? [["Fact", (row) => row.needle_found, found, full.needle_found, "text"]] : []),
   ...(has("answer") ? [["Answer", (row) => row.answer, answered, full.answer, "text answer"]] : []),
 ];
 
@@ -208,6 +206,11 @@ function table() {
     else for (const [, value, show, , classes = ""] of COLUMNS.slice(1)) tr.append(el("td", { className: classes }, show(value(row))));
     return { row, tr };
   });
+  // The largest budget first, and the best of each.
+  const budget = (row) => number(row.requested) ?? 0;
+  const lost = (row) => row.needle_found === false;
+  lines.sort(({ row: a }, { row: b }) =>
+    failed(a) - failed(b) || budget(b) - budget(a) || lost(a) - lost(b) || compare(number(a.kl), number(b.kl), 1));
   sortable(id("rows"), COLUMNS, lines, failed);
 
   const reference = el("tr", {}, el("th", { scope: "row", className: "recipe" }, "full cache"));
@@ -217,7 +220,7 @@ function table() {
 
 // ---- text
 
-const bitsets = new Map();
+const bitsets = await Promise.all(kept.map((packed) => packed && unpack(packed)));
 const shareOf = ({ from, to }) => counts.subarray(from, to).reduce((sum, count) => sum + count, 0) / selectedHeads / (to - from);
 const shownText = tokenText((piece) => {
   if (!selectedHeads) return "";
@@ -229,11 +232,6 @@ const drawn = shownText.write(tokens);
 let counts = new Uint32Array(tokens.length);
 let selectedHeads = 0;
 
-function bitset(row) {
-  if (!bitsets.has(row)) bitsets.set(row, unpack(kept[row]));
-  return bitsets.get(row);
-}
-
 function selected(name, count) {
   return id(name).value === "all" ? [...Array(count).keys()] : [Number(id(name).value)];
 }
@@ -242,7 +240,7 @@ const headCount = (count) => (count === 1 ? "1 head" : `${integer(count)} heads`
 
 function shade() {
   const row = Number(id("recipe").value);
-  const bits = bitset(row);
+  const bits = bitsets[row];
   const pairs = selected("layer", layers).flatMap((layer) => selected("head", heads).map((head) => layer * heads + head));
   counts = new Uint32Array(tokens.length);
   selectedHeads = pairs.length;

@@ -1,6 +1,7 @@
 """The HTML report of `keepset compare`: one file that needs nothing else, neither a server nor a network."""
 
 import base64
+import gzip
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,5 +42,5 @@ def render(
 
 
 def pack(kept: Tensor) -> str:
-    """A boolean tensor as base64 of its bits, row-major, the first bit highest."""
-    return base64.b64encode(np.packbits(kept.bool().cpu().numpy()).tobytes()).decode("ascii")
+    """A boolean tensor as base64 of its zipped bits, row-major, the first bit highest."""
+    return base64.b64encode(gzip.compress(np.packbits(kept.bool().cpu().numpy()).tobytes(), mtime=0)).decode("ascii")

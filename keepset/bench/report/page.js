@@ -27,7 +27,7 @@ const fact = (name, value) => el("div", {}, el("dt", {}, name), el("dd", {}, val
 function figures(titles, lines) {
   document.querySelector("#rows thead").append(el("tr", {}, ...titles.map((each) => el("th", { scope: "col" }, each))));
   document.querySelector("#rows tbody").append(...lines.map(([name, ...cells]) =>
-    el("tr", {}, el("th", { scope: "row" }, name), ...cells.map((cell) => el("td", {}, cell)))));
+    el("tr", {}, el("th", { scope: "row" }, ...recipeParts(name)), ...cells.map((cell) => el("td", {}, cell)))));
 }
 
 // ---- numbers
@@ -78,7 +78,12 @@ function sortable(table, columns, lines, failed) {
 
 // ---- what was kept
 
-const unpack = (packed) => Uint8Array.from(atob(packed), (c) => c.charCodeAt(0));
+// What the page was given as base64 of gzip.
+async function unpack(packed) {
+  const zipped = new Blob([Uint8Array.from(atob(packed), (c) => c.charCodeAt(0))]);
+  return new Uint8Array(await new Response(zipped.stream().pipeThrough(new DecompressionStream("gzip"))).arrayBuffer());
+}
+
 const bit = (bytes, i) => (bytes[i >> 3] >> (7 - (i & 7))) & 1;
 
 // What is drawn of a text: its tokens, or several together where one character of a reader's is more than one of them.

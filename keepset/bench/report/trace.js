@@ -9,19 +9,13 @@ const colour = (run) => css(run ? "--c1" : "--c0");
 
 const heads = Math.max(...runs.map((run) => run.kv_heads), 0);
 const events = Math.max(...runs.map((run) => run.events.length), 0);
-const unpacked = new Map();
-
-function bits(run, event) {
-  const key = `${run} ${event}`;
-  if (!unpacked.has(key)) unpacked.set(key, unpack(drawn[run].events[event].kept));
-  return unpacked.get(key);
-}
+const bits = await Promise.all(drawn.map((run) => Promise.all(run.events.map((event) => unpack(event.kept)))));
 
 // Whether a head keeps each token of the text so far.
 function kept(run, event, { layer, head }) {
   const { length } = runs[run].events[event];
   const first = (layer * heads + head) * length;
-  const packed = bits(run, event);
+  const packed = bits[run][event];
   return Uint8Array.from({ length }, (_, t) => bit(packed, first + t));
 }
 

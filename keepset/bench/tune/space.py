@@ -17,7 +17,7 @@ EXTRA = (
     "second_pass(statistic='mean'), second_pass(statistic='rms'), second_pass(statistic='rms', sinks=4, recent=32), "
     "pool(second_pass, sinks=4, recent=32), pool(second_pass(statistic='mean'), sinks=4, recent=32), "
     "pool(second_pass(statistic='rms'), sinks=4, recent=32), kvcompose(structured=False), gvote(sinks=4, recent=32), "
-    "match(glance), match(reread), int8(match(glance)), int8(match(reread))"
+    "match(glance), match(reread), int8(pool(prompt_queries)), int8(match(reread))"
 )
 """Beside the catalogue's defaults: other statistics of a second pass, under an even budget and in one pool; what stays
 fitted to all that was there, and more of it in 8 bits."""

@@ -30,7 +30,7 @@ def cells(scores: dict[tuple[str, str, float], list[float]]) -> list[Cell]:
         (line,) = [line for line in SWEEP.lines({}) if line.method == method and keep in (line.keep, 1.0)]
         candidate = line.candidate
         for example, score in enumerate(values):
-            outcome = Outcome({"match": score}, [], keep, 1, 1, tokens=10 * score)
+            outcome = Outcome({"match": score}, [], keep, int(100 * keep), 100, tokens=10 * score)
             place = dict(task=task, seed=0, example=str(example), facts={}, metric="match", outcome=outcome)
             made.append(
                 Cell(recipe=candidate.text, method=candidate.method, requested=candidate.requested, **place)  # type: ignore[arg-type]

@@ -72,6 +72,7 @@ def load(tab: Any, path: Path) -> Any:
         tab.emulate_media(color_scheme=color_scheme)
         tab.mouse.move(0, 0)
         tab.goto(path.as_uri())
+        tab.wait_for_selector("#origin > div", state="attached")  # once all is unpacked
         return tab
 
     for event, listener in listeners.items():

@@ -103,7 +103,7 @@ def test_what_is_said_and_the_figures(load: Any) -> None:
     assert page.locator("#rows tbody th").all_text_contents() == ["★ tova(keep=0.25)", f"◆ {EVIL}", "h2o", "out"]
     first, last = (page.locator("#rows tbody tr").nth(at).locator("td").all_text_contents() for at in (0, 3))
     assert first == [
-        *("16", "25.0 %", "30.0", "0.2000 (0.1000 to 0.4000)", "90.0 %", "\N{MULTIPLICATION SIGN} 1.50"),
+        *("16", "30.0", "30.0 %", "0.2000 (0.1000 to 0.4000)", "90.0 %", "\N{MULTIPLICATION SIGN} 1.50"),
         "50.0 % (25.0 % to 75.0 %)",
     ]
     assert last[3] == "0.8000"
