@@ -149,7 +149,7 @@ LONG, SIZE, KV_HEADS, HEAD_DIM = 131072, 16, 8, 128
 def test_a_prompt_of_131072_tokens(recipe: str) -> None:
     """A layer of an 8B model, whose keys and values of it weigh 512 MiB: no more than 160 of 256 MiB besides.
 
-    Queries of 64 requests take the other 96 (`test_bytes`).
+    Queries of 64 requests take 80 more (`test_bytes`).
     """
     blocks = LONG // SIZE
     few = torch.randn(64, KV_HEADS, SIZE, 2 * HEAD_DIM, generator=torch.Generator().manual_seed(1)).bfloat16()
