@@ -49,11 +49,11 @@ class PerHeadSequences:
         every = torch.arange(n, device=lengths.device)
         slots = subpages.slots(layout, step.tables, lengths - 1, every, size)
         starts = torch.arange(n * heads + 1, device=lengths.device, dtype=torch.int32)
-        slots += before * size
-        # Contiguous, because kernels walk it by address.
+        # Contiguous, because kernels walk them by address; of a single head the transposed ones would not be.
+        slots = (slots + before * size).contiguous()
         tables = step.tables.transpose(0, 1).reshape(layers, n * heads, pages)
         tables = ((tables + before[..., None]) % (layers * step.group.blocks * heads)).int().contiguous()
-        lengths = entries.transpose(0, 1).reshape(layers, -1).int()
+        lengths = entries.transpose(0, 1).reshape(layers, -1).int().contiguous()
         self._batches = [
             PerHeadBatch(seq_lens, table, starts, own)
             for seq_lens, table, own in zip(lengths, tables, slots, strict=True)

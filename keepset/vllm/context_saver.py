@@ -7,8 +7,11 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import torch
+from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 
+from keepset.errors import KeepsetError
 from keepset.hf import saved
 from keepset.recipe import Recipe, Schedule
 from keepset.vllm.engine_context import EngineContext
@@ -49,7 +52,7 @@ class SaveJob:
 
 
 class ContextSaver:
-    """Of the process that has all heads; `context` has its layers."""
+    """Of a process that computes; `context` has its layers. Of several ranks the first writes the heads of all."""
 
     def __init__(self, context: EngineContext) -> None:
         (self._group,) = context.groups
@@ -62,14 +65,22 @@ class ContextSaver:
         if jobs:
             self._events.run()
         for job in jobs:
-            try:
-                layers = self._group.left(job.blocks, len(job.tokens))
-            except RuntimeError as error:
-                logger.error("Request %s: not saved: %s", job.request, error)
-                continue
-            self._writing.append((job.request, self._writer.submit(self._write, job, layers)))
+            self._writing.append((job.request, self._writer.submit(self._write, job, self._left(job))))
         if idle:
             wait([written for _, written in self._writing])
+
+    def _left(self, job: SaveJob) -> list[dict[int, saved.Columns] | str]:
+        """What every rank has of a request, or why it has lost it; nothing where another rank writes."""
+        try:
+            own: dict[int, saved.Columns] | str = self._group.left(job.blocks, len(job.tokens))
+        except RuntimeError as error:
+            own = str(error)
+        ranks = get_tp_group()
+        if ranks.world_size == 1:
+            return [own]
+        parts = [own] * ranks.world_size if ranks.is_first_rank else None
+        torch.distributed.gather_object(own, parts, ranks.first_rank, ranks.cpu_group)
+        return parts or []
 
     def finish(self) -> set[str]:
         """Requests whose blocks are needed no more since it was asked last."""
@@ -81,6 +92,15 @@ class ContextSaver:
         return done
 
     @staticmethod
-    def _write(job: SaveJob, layers: dict[int, saved.Columns]) -> None:
+    def _write(job: SaveJob, parts: Sequence[dict[int, saved.Columns] | str]) -> None:
+        if lost := [part for part in parts if isinstance(part, str)]:
+            raise KeepsetError(lost[0])
+        whole = [part for part in parts if not isinstance(part, str)]
+        if not whole:
+            return
+        layers = {
+            layer: {name: torch.cat([part[layer][name] for part in whole]) for name in columns}
+            for layer, columns in whole[0].items()
+        }
         job.path.parent.mkdir(parents=True, exist_ok=True)
         saved.save_entries(job.path, job.recipe, job.model, job.fingerprint, job.tokens, layers)

@@ -167,8 +167,6 @@ def _of_contexts(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
         yield f"there are contexts to serve; give kv_transfer_config {json.dumps(CONTEXT_CONNECTOR)}."
     elif connector.kv_load_failure_policy != "fail":
         yield "there is nothing to compute a context from that cannot be loaded; leave kv_load_failure_policy out."
-    if config.parallel_config.tensor_parallel_size > 1:
-        yield "contexts divided among ranks were seen to give other answers; leave tensor parallelism out."
     if not config.cache_config.enable_prefix_caching:
         yield "requests share contexts as they share prefixes; leave --no-enable-prefix-caching out."
 

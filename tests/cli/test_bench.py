@@ -105,7 +105,7 @@ def test_questions_to_documents(
     tiny = LlamaForCausalLM(config).eval()
     monkeypatch.setattr("keepset.models.load", lambda folder, dtype: (tiny, None))
     sizes = ("--requests", "3", "--prompt-tokens", "40", "--question-tokens", "7", "--output-tokens", "4")
-    recipe = ("--recipe", "streaming_llm(keep=10)")
+    recipe = ("--recipe", "reread(keep=10)")  # which no vLLM computes
     done = run("bench", "serve", *recipe, *sizes, "--contexts", "--rounds", "2", "--json", "a.json", "a/model")
     first, *others = done.err.splitlines()
     assert done.code == 0 and first.startswith("Two servers, one after the other") and others == ["figures: a.json"]
@@ -130,6 +130,7 @@ def test_a_server_that_runs_already(run: Run, fake: Fake) -> None:
     assert len(fake.asked) == 7 and fake.most <= 2
 
 
+@pytest.mark.full
 def test_two_servers_that_run_already(run: Run, fake: Fake) -> None:
     urls = ("--url", fake.url, "--url", fake.url.replace("127.0.0.1", "localhost"))
     done = run("bench", "serve", *urls, *SIZES)

@@ -84,6 +84,7 @@ class Batch:
         per_head = PerHeadSequences(step)
         for index in range(len(rows[0].layers)):
             own = per_head.batch(index)
+            assert all(part.is_contiguous() for part in own)  # kernels walk them by address
             others = index * len(self.rows) * WIDTH * rows[0].kv_heads  # sub-pages of the layers before
             assert (own.slot_mapping - others * self.size).tolist() == expected[index]
             for heads, (_, r, length) in zip(own.block_table.unflatten(0, (len(where), -1)), where, strict=True):
@@ -165,6 +166,15 @@ def test_what_stays_as_it_is_is_not_made_anew(monkeypatch: pytest.MonkeyPatch) -
     for order in ([0, 1], [1, 0], [0, 1], [0], [0, 1]):
         batch.step(order, [1] * len(order))
     assert made == [11, 13, 17, 21, 22, 23, 24, 25]
+
+
+def test_several_tokens_of_a_single_head_follow_one_another_in_memory() -> None:
+    """As each of several ranks may have one: the step checks that kernels, which walk by address, are told right."""
+    batch = Batch(2, 3, 1, 4)
+    batch.step([0, 1], [9, 9])
+    batch.step([0, 1], [1, 1], event=True)
+    batch.event([0, 1], 0.5)
+    assert batch.step([0, 1], [3, 1]) is not None
 
 
 def test_a_page_that_another_request_took_over_is_not_mistaken_for_its_own() -> None:

@@ -117,7 +117,7 @@ class Result:
         groups: of layers.
         stats: what was counted.
         classes: of the attention layers.
-        loads: of contexts by name, of all engines of the process.
+        loads: of contexts by name, how often their pages were filled.
         replays, calls: steps that were replayed from a graph, and steps in which the model was called.
     """
 

@@ -186,7 +186,7 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
             undo = watch.watch_events(worker.worker.model_runner)
     grouping.GROUPS = default_groups
     layers = engine.vllm_config.compilation_config.static_forward_context.values()
-    counted = stats.totals()
+    counted, loaded = stats.totals(), loads_of(stats.contexts())
     requests = scenario["requests"]
     outputs: list[Any] = [None] * len(requests)
     waiting, step = set(range(len(requests))), 0
@@ -216,7 +216,7 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
     result["reasons"] = [None if one is None else one.outputs[0].finish_reason for one in outputs]
     result["cached"] = [None if one is None else one.num_cached_tokens for one in outputs]
     result["stats"] = {name: total - counted[name] for name, total in stats.totals().items()}
-    result["loads"] = {name: each["loads"] for name, each in stats.contexts().items()}
+    result["loads"] = {name: loads - loaded.get(name, 0) for name, loads in loads_of(stats.contexts()).items()}
     if undo is not None:
         undo()
     engine.engine_core.shutdown()
@@ -225,6 +225,11 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
     envs.disable_envs_cache()
     gc.collect()
     return result
+
+
+def loads_of(contexts: dict[str, dict[str, int]]) -> dict[str, int]:
+    """How often each was loaded whole."""
+    return {name: each["loads"] for name, each in contexts.items()}
 
 
 def step_of(engine: Any, is_here: bool) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import keepset
 from tests.vllm.compared import result
@@ -266,5 +266,27 @@ def test_preemption_eviction_and_processes(
     if name == "turmoil":
         assert engine.preemptions[:2] == [2, 2]
         assert engine.tokens[2] and len(engine.tokens[2]) < 60 and not engine.tokens[3]
+    if name == "soak":
+        assert min(engine.loads[each] for each in CONTEXTS) > 1, "each was evicted and loaded again"
     if name == "crowd":
         assert min(step["free"] for step in engine.steps) < 5 and any(step["waiting"] for step in engine.steps)
+
+
+@pytest.mark.full
+@torch.no_grad()
+def test_ranks_that_share_the_heads(tmp_path: Path) -> None:
+    """Each of three has one head, of every kind of context at once, with preemption and with reloads."""
+    tiny, folder = tmp_path / "tiny", tmp_path / "contexts"
+    folder.mkdir()
+    torch.manual_seed(0)
+    shape = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96, "vocab_size": 576}
+    model = LlamaForCausalLM(LlamaConfig(**(TINY.to_dict() | shape)))
+    model.eval().save_pretrained(tiny)
+    for name, (recipe, tokens) in CONTEXTS.items():
+        write(folder, model, name, recipe, tokens)
+    engine = {"tensor_parallel_size": 3, "num_gpu_blocks_override": 40}
+    scenarios = scenario(tiny, folder, EACH, engine=engine), scenario(tiny, folder, TURMOIL, (12,), engine=engine)
+    answers = dict(enumerate(raw(*scenarios, env={"VLLM_CPU_OMP_THREADS_BIND": "nobind"})))
+    for place, some in enumerate((EACH, TURMOIL)):
+        check(model, folder, some, result(answers, place))
+    assert sum(result(answers, 1).preemptions) > 0

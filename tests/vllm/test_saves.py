@@ -106,7 +106,7 @@ def chats(tiny_model: PreTrainedModel) -> dict[str, Chat]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {name: tmp_path_factory.mktemp("saves") for name in [*RECIPES, "ahead", "apart"]}
+    return {name: tmp_path_factory.mktemp("saves") for name in [*RECIPES, "ahead", "apart", "ranks"]}
 
 
 @pytest.fixture(scope="module")
@@ -118,21 +118,22 @@ def engines(tiny: Path, folders: dict[str, Path], chats: dict[str, Chat]) -> dic
 @pytest.fixture(scope="module")
 def others(tiny: Path, folders: dict[str, Path], chats: dict[str, Chat]) -> dict[str, Any]:
     more: dict[str, Any] = {"apart": {"own_process": True}}
+    more["ranks"] = {"engine": {"tensor_parallel_size": 2}}
     more["ahead"] = {"engine": {"async_scheduling": True}, "stub_streams": True}
     names = [name for name in folders if name != "equal"]
     scenarios = {
-        name: scenario(
-            tiny, folders[name], RECIPES.get(name, RECIPES["ragged"]), chats[kind(name)].asks, **more.get(name, {})
-        )
+        name: scenario(tiny, folders[name], RECIPES[kind(name)], chats[kind(name)].asks, **more.get(name, {}))
         for name in names
     }
+    scenarios["restart"] = scenario(tiny, folders["ragged"], RECIPES["ragged"], chats["ragged"].asks[7:9])
     ahead = scenarios.pop("ahead")
-    answers = raw(*scenarios.values())
+    answers = raw(*scenarios.values(), env={"VLLM_CPU_OMP_THREADS_BIND": "nobind"})
     return dict(zip(scenarios, answers, strict=True)) | {"ahead": raw(ahead)[0]}
 
 
 def kind(name: str) -> str:
-    return name if name in RECIPES else "ragged"
+    """Under which recipe; heads that differ are divided on each rank for itself, so that ranks have equal ones."""
+    return {"ranks": "equal"}.get(name, name if name in RECIPES else "ragged")
 
 
 def check(engine: Result, some: Chat, folder: Path, model: PreTrainedModel, name: str) -> None:
@@ -183,8 +184,15 @@ def test_the_next_turn_goes_on(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["ragged", "share", "none", "apart", "ahead"])
+@pytest.mark.parametrize("name", ["ragged", "share", "none", "apart", "ahead", "ranks"])
 def test_under_any_recipe(
     name: str, others: dict[str, Any], chats: dict[str, Chat], folders: dict[str, Path], tiny_model: PreTrainedModel
 ) -> None:
     check(result(others, name), chats[kind(name)], folders[name], tiny_model, kind(name))
+
+
+@pytest.mark.full
+def test_what_was_saved_is_there_after_a_restart(others: dict[str, Any]) -> None:
+    before, after = result(others, "ragged"), result(others, "restart")
+    assert after.tokens == before.tokens[7:9] and after.cached == before.cached[7:9]
+    after.check_nothing_left()
