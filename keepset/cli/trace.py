@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from typer import Argument, Exit, Option
 
 from keepset.cli.checks import check_fits_context, check_text, check_writable
-from keepset.cli.console import counted, load, note, output, progress, say, show, table, write
+from keepset.cli.console import counted, explain, load, note, output, progress, say, show, table, write
 from keepset.cli.numbers import parse_indices
 from keepset.cli.options import Html, Json, OutputTokens, SamplingSeed, Temperature, takes_model
 from keepset.cli.streaming import Sampling
@@ -17,6 +17,10 @@ from keepset.models import Source
 from keepset.texts import chat_parts, read, token_texts
 
 RECIPE = "ams(tova, window=32, keep=256, every=128)"
+_LEGEND = (
+    "length: tokens so far; wipe-out: regions of which nothing stayed; IoU: how alike what stayed is to the event "
+    "before; middle: of the middle third, what stayed; longest gap: regions without an entry, in a row."
+)
 REASON = "Please reason step by step, and put your final answer within \\boxed{}."
 
 
@@ -136,6 +140,7 @@ def _print(runs: Sequence[dict[str, Any]]) -> None:
             )
         if run["events"]:
             show(grid)
+            explain(_LEGEND)
         else:
             say("Nothing was compressed: the text is shorter than the recipe's first event.")
         say(" ".join(_totals(run)) + "\n")

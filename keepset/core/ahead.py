@@ -17,32 +17,32 @@ from keepset.core.shapes import Quotas
 def quotas_ahead(
     method: Method,
     budget: Budget,
-    entries: Sequence[int],
+    entries: Sequence[Sequence[int]],
     lengths: Sequence[int],
     prompts: Sequence[int],
-    kv_heads: int,
     head_dim: int,
     layer: int,
     layers: tuple[int, ...],
     features: Mapping[Feature[Any], Any] | None = None,
 ) -> Quotas:
-    """What `Method.quotas` says of requests whose heads hold so many entries; what they hold plays no part.
+    """What `Method.quotas` says of requests whose heads hold so many entries, whatever these are.
 
     Args:
         method, budget: of a recipe whose `fixed_total` holds, or `foreseen`.
-        entries: of each head of each request.
+        entries: of each head of each request; under `fixed_total` their average says the same of a layer.
         lengths, prompts: tokens that each request has had, and those of its prompt.
-        kv_heads, head_dim: of the layer.
+        head_dim: of the layer.
         layer, layers: its index in the model, and those of all that are compressed.
         features: out of files.
     """
-    held = torch.tensor(entries)[:, None].expand(-1, kv_heads)
-    shape = (*held.shape, max(entries))
+    held = torch.tensor(entries)
+    least, most = int(held.min()), int(held.max())
+    shape = (*held.shape, most)
     nothing = torch.empty(()).expand(*shape, head_dim)
     outline = Observation(
         keys=nothing,
         values=nothing,
-        valid=None if min(entries) == max(entries) else torch.arange(shape[2]) < held[..., None],
+        valid=None if least == most else torch.arange(most) < held[..., None],
         lengths=torch.tensor(lengths),
         prompts=torch.tensor(prompts),
         scaling=1.0,

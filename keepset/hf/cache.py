@@ -27,6 +27,7 @@ from keepset.hf.layer import KeepLayer
 from keepset.hf.phases import LayerEvent
 from keepset.hf.progress import Event
 from keepset.hf.prompt_cache import PromptCache
+from keepset.kernels.dispatch import waited_for
 from keepset.recipe import Recipe, check_schedule
 
 Observer = Callable[[Observation, Budget, KeepSet], None]
@@ -265,17 +266,20 @@ class Cache(PromptCache):
     def _stays(self, layer: KeepLayer, event: LayerEvent) -> Sequence[int] | None:
         """Not where the host knows no better than the device, which is itself."""
         progress, method, keys = self.progress, self.recipe.method, event.observed["keys"]
-        if keys.device.type == "cpu" or not method.foreseen:
+        if not (waited_for(keys.device) and method.foreseen):
             return None
         assert progress is not None
-        lengths = event.held  # of a prompt, of which nothing was dropped yet
+        held = event.held
         if event.length > progress.prompt:
-            beyond = [0] * len(lengths) if event.beyond is None else event.beyond.counts
+            beyond = [0] * len(held) if event.beyond is None else event.beyond.counts
             lengths = [tokens - later for tokens, later in zip(progress.tokens, beyond, strict=True)]
+        else:  # nothing was dropped yet
+            lengths = [heads[0] for heads in held]
+        if method.fixed_total:  # which tells of the average head
+            held = [[sum(heads) // len(heads)] * len(heads) for heads in held]
         # Layers that the method need not tell apart have one answer.
         index = layer.index if method.by_layer else self.compressed_layers[0]
-        shape = keys.shape[1], keys.shape[3], index, self.compressed_layers
-        of = event.held, lengths, progress.prompt_tokens, *shape
+        of = held, lengths, progress.prompt_tokens, keys.shape[3], index, self.compressed_layers
         if self._ahead is None or self._ahead[0] != of:
             quotas = quotas_ahead(method, self.recipe.budget, *of, self._from_files)
             self._ahead = of, quotas.flatten().tolist()

@@ -27,7 +27,7 @@ class LayerEvent:
         length: logical length of the event.
         observed: entries and newest queries, as an Observation's keyword arguments.
         features: what was collected of the others.
-        held: entries of the average head of each request.
+        held: entries of each head of each request.
         beyond: the tokens of the same forward that follow the event, which nobody looks at.
         seconds: that each kind of feature took to collect.
     """
@@ -35,7 +35,7 @@ class LayerEvent:
     length: int
     observed: dict[str, Any]
     features: dict[Feature[Any], Any]
-    held: Sequence[int]
+    held: Sequence[list[int]]
     beyond: Forward | None = None
     seconds: Mapping[Hashable, float] = field(default_factory=dict)
 
@@ -153,12 +153,12 @@ def _entries(forward: Forward, store: EntryStore | None) -> dict[str, Any]:
     return {**observed, **columns, "state": state, "valid": exists, "count": store.entries}
 
 
-def _held(forward: Forward, store: EntryStore | None) -> list[int]:
-    """Entries of the average head of each request; of a store that is not there, those of the forward."""
-    if store is not None:
-        counts, heads = store.counts, store.kv_heads
-        return [sum(counts[first : first + heads]) // heads for first in range(0, len(counts), heads)]
-    return forward.counts
+def _held(forward: Forward, store: EntryStore | None) -> list[list[int]]:
+    """Entries of each head of each request; of a store that is not there, those of the forward."""
+    if store is None:
+        return [[count] * forward.key.shape[1] for count in forward.counts]
+    counts, heads = store.counts, store.kv_heads
+    return [counts[first : first + heads] for first in range(0, len(counts), heads)]
 
 
 def _rows(keys: Tensor, forward: Forward, store: EntryStore | None) -> Entries:

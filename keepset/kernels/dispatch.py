@@ -21,6 +21,11 @@ def uses_triton(device: torch.device) -> bool:
     return _has_triton() if device.type == "cuda" else INTERPRETED
 
 
+def waited_for(device: torch.device) -> bool:
+    """Whether the host waits when it looks at a tensor there."""
+    return device.type != "cpu"
+
+
 def launched_on(device: torch.device) -> AbstractContextManager[Any]:
     """Triton launches on the current GPU, which is not the tensors' where a model is spread over several."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

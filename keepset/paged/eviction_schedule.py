@@ -180,6 +180,6 @@ class EvictionSchedule:
         budget = self.recipe.budget
         if budget.keep is None:
             return entries
-        of = self.kv_heads, 0, self._layer, self.layers
-        quotas = quotas_ahead(self.recipe.method, budget, [entries], [length], [prompt], *of)
+        held, of = [[entries] * self.kv_heads], (0, self._layer, self.layers)
+        quotas = quotas_ahead(self.recipe.method, budget, held, [length], [prompt], *of)
         return -(-int(quotas.sum()) // self.kv_heads)

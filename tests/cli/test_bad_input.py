@@ -13,8 +13,10 @@ import pytest
 import keepset
 from keepset import models
 from keepset.core.observation import Observation
+from keepset.core.tables import save, say_neutral
 from keepset.methods.knorm import Knorm
 from tests.cli.conftest import Run
+from tests.core.test_tables import random_tables
 from tests.hf.models import statistics
 
 COMPARE = ("compare", "--text", "text", "--prompt-tokens", "200", "--continuation", "16")
@@ -223,6 +225,30 @@ def test_scores_that_are_nan(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path
     cache = keepset.Cache(model, "knorm(keep=8)")
     model(**tokenizer("Hello, who is there in the hall?", return_tensors="pt"), past_key_values=cache)
     assert cache.keep_set is not None
+
+
+@pytest.mark.usefixtures("tiny", "text")
+def test_tables_of_another_model(run: Run) -> None:
+    save(random_tables(7, 5), Path("tables"))
+    recipe = "compilerkv(tables='tables', window=8, keep=20)"
+    for words in ((*COMPARE, "--recipes"), ("generate", "Hello", "--recipe"), ("bench", "latency", "--recipes")):
+        check_refused(run, *words, recipe, because="theirs has 7 layers of 5 query heads, this one 2 of 4")
+
+
+@pytest.mark.usefixtures("tiny")
+def test_warnings_are_sentences(run: Run) -> None:
+    say_neutral.cache_clear()
+    done = run("generate", "Hello, who is there?", "--recipe", "compilerkv(window=4, keep=8)", "--output-tokens", "1")
+    assert done.code == 0 and "\ncompilerkv has no tables: all heads count the same" in f"\n{done.err}"
+    assert "Warning" not in done.err and ".py" not in done.err
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("tiny")
+def test_a_hub_out_of_reach_leaves_nothing_behind(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    check_refused(run, "eval", "gsm8k", "--limit", "1", because="gsm8k")
 
 
 def test_text_is_too_short(run: Run, tiny: Any, text: Path) -> None:

@@ -130,6 +130,7 @@ def test_a_server_that_runs_already(run: Run, fake: Fake) -> None:
     assert len(fake.asked) == 7 and fake.most <= 2
 
 
+@pytest.mark.full
 def test_two_servers_that_run_already(run: Run, fake: Fake) -> None:
     urls = ("--url", fake.url, "--url", fake.url.replace("127.0.0.1", "localhost"))
     done = run("bench", "serve", *urls, *SIZES)

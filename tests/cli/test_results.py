@@ -161,7 +161,8 @@ def test_files(run: Run, sweep: Path) -> None:
 
 @pytest.mark.parametrize("width", [20, 44, 80])
 def test_narrow_terminals_lose_nothing(run: Run, sweep: Path, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
-    monkeypatch.setattr(console, "stdout", lambda: Console(width=width))
+    terminal = Console(width=width, force_terminal=True, color_system=None)
+    monkeypatch.setattr(console, "stdout", lambda: terminal)
     done = run("results", str(sweep))
     assert done.code == 0 and "\N{HORIZONTAL ELLIPSIS}" not in done.out
     assert max(map(len, done.out.splitlines())) <= width

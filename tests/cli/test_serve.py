@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import socket
@@ -88,6 +89,25 @@ def test_refused(run: Run, became: list[list[str]], words: list[str], because: s
     assert (done.code, done.out) == (2, "")
     assert because in done.err and done.err.count("\n") == 1
     assert became == []
+
+
+@pytest.mark.parametrize(
+    ("option", "because"),
+    [
+        ("--recipee", "There is no option --recipee: did you mean --recipe?"),
+        ("--max_modle_len=99", "There is no option --max-modle-len: did you mean --max-model-len?"),
+    ],
+)
+def test_a_mistyped_option(
+    run: Run, became: list[list[str]], monkeypatch: pytest.MonkeyPatch, option: str, because: str
+) -> None:
+    """Before vLLM is asked, which says so in hundreds of lines; what is like none of them is its to judge."""
+    if importlib.util.find_spec("vllm") is None:
+        monkeypatch.setattr(command, "_options_of_vllm", lambda: {"--max-model-len"})
+    done = run("serve", "m", option, "--port", "0")
+    assert (done.code, done.out, done.err) == (2, "", f"keepset: {because}\n") and became == []
+    for right in ("--max-model-len=99", "--max-model", "--zzz", "--hf-overrides.x=1"):
+        command.check_spelling([right])
 
 
 def test_a_port_that_is_taken(run: Run, became: list[list[str]]) -> None:

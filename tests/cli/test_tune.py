@@ -149,7 +149,7 @@ def test_interrupt_shows_what_is_known(run: Run, monkeypatch: pytest.MonkeyPatch
     assert sum(row["pieces"] for row in result["rows"]) == after
     # Six pieces are the fewest that tell anything.
     assert (result["recipe"] is None) == (after < 18)
-    assert ("too few to name a recipe" in result["verdict"][0]) == (after < 18)
+    assert ("Too little is known to name" in result["verdict"][0]) == (after < 18)
 
 
 @pytest.mark.usefixtures("small")

@@ -27,6 +27,7 @@ from keepset.core.method import Method
 from keepset.core.observation import Observation
 from keepset.core.select import ranked_scores, top_mask
 from tests.hf.models import extended, full, generate, left_padded, prompt, same_keep_set, tiny
+from tests.hf.models import recipe as by_text
 from tests.hf.test_exactness import bytes_of_entries, reachable
 from tests.hf.test_refusals import refusal
 
@@ -358,6 +359,23 @@ def uncompressed() -> Tensor:
 by_recipe = pytest.mark.parametrize("name", RECIPES)
 by_dropping = pytest.mark.parametrize("name", [name for name in RECIPES if "protected" not in name])
 with_prefill = pytest.mark.parametrize("prefill", [True, False], ids=["prefill", "no prefill"])
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["adakv", "duo_attention", *(pytest.param(name, marks=pytest.mark.full) for name in RECIPES if name != "adakv")],
+)
+def test_how_much_stays_follows_from_lengths(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, which is not asked before it is stored: an event that keeps more or less is an error."""
+    monkeypatch.setattr("keepset.hf.cache.waited_for", lambda device: True)
+    text = f"{by_text(name, 12)[:-1]}, every=5)" if name not in RECIPES else RECIPES[name](every=5)
+    (ids, mask), cache, start = left_padded(prompt(2, LENGTH + 17), [0, 6]), keepset.Cache(tiny("llama"), text), 0
+    for tokens in (LENGTH, 3, 8, 1, 5):  # after prompts of two lengths several at once, also beyond an event
+        fed, seen = ids[:, start : start + tokens], mask[:, : start + tokens]
+        with torch.no_grad():
+            tiny("llama")(fed, attention_mask=seen, past_key_values=cache, use_cache=True)
+        start += tokens
+    assert [event.length for event in cache.events][-2:] == [LENGTH + 10, LENGTH + 15]
 
 
 @pytest.mark.cross

@@ -38,7 +38,7 @@ function draw(name) {
     };
   });
   if (!traces.some((trace) => trace.x.length)) {
-    id(name).replaceChildren(el("p", { className: "note" }, "Nothing was measured."));
+    id(name).closest("figure").hidden = true;
     return;
   }
   chart(id(name), traces, {

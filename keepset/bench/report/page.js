@@ -27,7 +27,7 @@ const fact = (name, value) => el("div", {}, el("dt", {}, name), el("dd", {}, val
 function figures(titles, lines) {
   document.querySelector("#rows thead").append(el("tr", {}, ...titles.map((each) => el("th", { scope: "col" }, each))));
   document.querySelector("#rows tbody").append(...lines.map(([name, ...cells]) =>
-    el("tr", {}, el("th", { scope: "row" }, name), ...cells.map((cell) => el("td", {}, cell)))));
+    el("tr", {}, el("th", { scope: "row" }, ...recipeParts(name)), ...cells.map((cell) => el("td", {}, cell)))));
 }
 
 // ---- numbers

@@ -40,13 +40,16 @@ const GROUPS = [
 const groupOf = (row) => GROUPS.find((group) => group.has(row));
 
 function draw(name, x, figure, format, xaxis, yaxis) {
+  // Where nothing is to be used yet, the best so far have names.
+  const isNamed = (row) => groupOf(row).named || (data.recipe === null && rows.indexOf(row) < 3);
+  const short = (row) => label(row.method ?? row.recipe.replace(/,? ?keep=[^,)]*/, "").replace("()", ""));
   const traces = GROUPS.map((group) => {
     const points = rows.filter((row) => groupOf(row) === group && known(figure(row).mean));
     const above = (row) => (known(figure(row).high) ? figure(row).high - figure(row).mean : 0);
     const below = (row) => (known(figure(row).low) ? figure(row).mean - figure(row).low : 0);
     return {
-      type: "scatter", mode: group.named ? "markers+text" : "markers", name: group.name, textposition: "top center",
-      text: group.named ? points.map((row) => label(row.method ?? row.recipe.replace(/,? ?keep=[^,)]*/, "").replace("()", ""))) : [], x: points.map(x), y: points.map((row) => figure(row).mean),
+      type: "scatter", mode: "markers+text", name: group.name, textposition: "top center",
+      text: points.map((row) => (isNamed(row) ? short(row) : "")), x: points.map(x), y: points.map((row) => figure(row).mean),
       hovertext: points.map((row) => `${wrapped(row.recipe)}<br>${interval(figure(row), format)}, ${row.pieces} pieces`),
       hoverinfo: "text",
       marker: { color: css(group.colour), size: group.size, symbol: group.symbol },
@@ -62,7 +65,7 @@ function draw(name, x, figure, format, xaxis, yaxis) {
 }
 
 function plots() {
-  const kl = axis("KL divergence, nats (log scale)", { type: "log", zeroline: false });
+  const kl = axis("KL divergence, nats (log scale)", { type: "log", zeroline: false, dtick: 1, tickformat: "~g" });
   const bytesAxis = axis("share of the full cache’s bytes", { tickformat: ".0%", rangemode: "tozero" });
   // Before anything is drawn, since it makes the others narrower.
   id("found-figure").hidden = !asked;

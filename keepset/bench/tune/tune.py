@@ -126,7 +126,8 @@ class Tuner:
     def _verdict(self, tied: Sequence[Contender], chosen: Contender | None) -> list[str]:
         sentences, pieces = [], self.race.pieces
         if chosen is None:
-            sentences.append(f"Measured on {pieces} pieces: too few to name a recipe.")
+            measured = f"measured on {pieces} pieces" if pieces else "not all were measured on as much as one piece"
+            sentences.append(f"Too little is known to name a recipe ({measured}): give it more time or text.")
         elif len(tied) == 1:
             ran = sum(entry.error is None for entry in self.race.entries)
             sentences.append(f"Use {chosen.recipe}: the best of {ran} recipes on {pieces} pieces.")

@@ -244,7 +244,9 @@ def test_few_pieces_name_nothing(made: dict[str, Any]) -> None:
     one.run()
     told = one.to_json()
     assert (told["recipe"], told["recipe_in_full"], told["tied"]) == (None, None, [])
-    assert told["verdict"] == ["Measured on 5 pieces: too few to name a recipe."]
+    assert told["verdict"] == [
+        "Too little is known to name a recipe (measured on 5 pieces): give it more time or text."
+    ]
     assert len(told["rows"]) == 2
 
 
