@@ -76,9 +76,7 @@ class RotaryTable:
         """Cosines and sines, also beyond the table: there the angles of two positions are added."""
         last = self._table.shape[0] - 1
         cos, sin = self._table[positions.clamp(max=last)].float().chunk(2, -1)
-        beyond = (positions - last).clamp(min=0)
-        if not bool(beyond.any()):
-            return cos, sin
+        beyond = (positions - last).clamp(min=0)  # to ask whether any is would wait for a device
         more_cos, more_sin = self._table[beyond].float().chunk(2, -1)
         scale = self._table[0].float().chunk(2, -1)[0]  # cosines of no rotation at all
         return (cos * more_cos - sin * more_sin) / scale, (sin * more_cos + cos * more_sin) / scale

@@ -38,7 +38,7 @@ def read_pages(
     through, head = subpages // first.shape[1], subpages % first.shape[1]
     further, block = through // len(first), through % len(first)
     read = [caches[place][block, head] for place in places]
-    for steps in range(1, len(caches)):
+    for steps in further[further > 0].unique().tolist():
         there = further == steps
         for place, own in zip(places, read, strict=True):
             own[there] = caches[(place + steps) % len(caches)][block[there], head[there]]

@@ -283,8 +283,9 @@ class LayerGroup:
         subpages = event.reassign(places[0], counts)
         if subpages is None:
             return
-        layer, head = heads // heads_of_layer, heads % heads_of_layer
-        slots = subpages.reshape(-1).index_select(0, head * subpages.shape[-1] + rank // size) * size + rank % size
+        layer, page = heads // heads_of_layer, heads % heads_of_layer * subpages.shape[-1] + rank // size
+        slots = subpages.reshape(-1).index_select(0, page) * size + rank % size
+        del page, rank  # of long prompts these are long, too
         for some, part in _blocks(kept.heads.here, event, paged.pages[0].entry_bytes):
             keys, values = paged.take(some, index[part])
             if kept.values is not None:

@@ -105,9 +105,9 @@ class Observer:
             for of in self._recording.moments:
                 assert source is not None
                 exists = self._counts(of, addition)
-                for place in places:
-                    few = rows.of_layers(range(place - places.start, place - places.start + 1))
-                    self._passing.add_moments(place, of, addition, few, exists, self._scaling, source)
+                for some in self._passing.moments_at_once(places, len(addition.slots)):
+                    few = rows.of_layers(range(some.start - places.start, some.stop - places.start))
+                    self._passing.add_moments(some, of, addition, few, exists, self._scaling, source)
 
     def _add_up_own(
         self,

@@ -68,10 +68,8 @@ class PagedEntries:
         """
         first = self.pages[0]
         if isinstance(first, StridedPages):
-            size, of_layer = first.block_size, self.shape.numel() // len(self.pages)
-            within = index % of_layer
-            subpages = self._subpages.flatten().index_select(0, within // size)
-            return first.take(index // of_layer, subpages * size + within % size)
+            of_layer = self.shape.numel() // len(self.pages)
+            return first.take(index // of_layer, self._slots(index % of_layer))
         if self._few or len(self.pages) > 1:
             keys, values = (part.flatten(0, 2) for part in self._all)
         else:
@@ -79,6 +77,11 @@ class PagedEntries:
             keys, values = (part.flatten(0, 1) for part in first.read(own))
             index = index - heads.start * self.shape[2]
         return keys.index_select(0, index), values.index_select(0, index)
+
+    def _slots(self, within: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
+        """Where entries of a layer lie in its cache."""
+        size = self.pages[0].block_size
+        return self._subpages.flatten().index_select(0, within // size) * size + within % size
 
 
 class PagedObservation(Observation):

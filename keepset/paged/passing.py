@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -15,6 +16,9 @@ from keepset.kernels.moments import Moments
 from keepset.kernels.paged_window import RecordedQueries
 from keepset.paged.recording import Recording
 from keepset.paged.step import HeldQueries, QueryAddition, QueryCapture
+
+_AT_ONCE = 1 << 24
+"""Numbers of covariances that are made at a time, if not of one layer: 64 MiB."""
 
 
 class PassingQueries:
@@ -95,9 +99,16 @@ class PassingQueries:
             rows[:, None], torch.zeros_like(addition.slots), torch.arange(at.shape[1], device=at.device)[None]
         )
 
+    def moments_at_once(self, places: range, rows: int) -> Iterator[range]:
+        """As many of the layers at a time as there is room for what moments of so many requests take meanwhile."""
+        query_heads, head_dim = self._rings.shape[3:]
+        together = max(1, _AT_ONCE // (rows * query_heads * head_dim**2))
+        for first in range(places.start, places.stop, together):
+            yield range(first, min(first + together, places.stop))
+
     def add_moments(
         self,
-        place: int,
+        places: range,
         feature: QueryMoments,
         addition: QueryAddition,
         queries: Queries,
@@ -105,20 +116,28 @@ class PassingQueries:
         scaling: float,
         source: QuerySource,
     ) -> None:
-        """Makes moments of a layer's queries, too, of which these exist."""
+        """Makes moments of layers' queries, layer after layer, too, of which these exist in each."""
+        layers, parts = len(places), self._moments[feature]
+        exists, positions = exists.repeat(layers, 1), addition.positions.repeat(layers, 1)
         queries = queries.masked_fill(~exists[:, None, :, None], 0)  # whatever lies there
-        chunk = Chunk(queries, list, addition.positions, exists, scaling, source=source)
+        chunk = Chunk(queries, list, positions, exists, scaling, source=source)
         rows, counted = feature.rows(chunk, source), chunk.counted(feature.skip)
-        parts, fresh = self._moments[feature], addition.unwritten >= addition.lengths
-        before = {name: part[place, addition.slots] for name, part in parts.items()}
-        before = {name: part.masked_fill(fresh[:, None, None], 0) for name, part in before.items()}
-        moments = Moments.of(before, feature.full)
+        fresh = (addition.unwritten >= addition.lengths).repeat(layers)[:, None, None]
+        moments = self.moments(feature, places, addition.slots, fresh)
         moments.add(rows, counted, feature.full)
         for name, part in moments.tensors.items():
-            parts[name][place, addition.slots] = part
+            parts[name][places.start : places.stop, addition.slots] = part.unflatten(0, (layers, -1))
 
-    def moments(self, feature: QueryMoments, places: range, slots: Int[Tensor, " rows"]) -> Moments:
-        """What was made of the queries of these requests in these layers."""
+    def moments(
+        self,
+        feature: QueryMoments,
+        places: range,
+        slots: Int[Tensor, " rows"],
+        fresh: Bool[Tensor, "layers_rows 1 1"] | None = None,
+    ) -> Moments:
+        """What was made of the queries of these requests in these layers; nothing yet of those that are `fresh`."""
         parts = self._moments[feature]
         chosen = {name: part[places.start : places.stop, slots].flatten(0, 1) for name, part in parts.items()}
+        if fresh is not None:
+            chosen = {name: part.masked_fill(fresh, 0) for name, part in chosen.items()}
         return Moments.of(chosen, feature.full)

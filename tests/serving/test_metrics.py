@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
 
 from keepset.serving.metrics import parse_sample
 from keepset.vllm import stats
@@ -20,6 +24,23 @@ def test_what_is_not_there_is_none() -> None:
     sample = parse_sample("# nothing\nother_total 3\n", 0.0)
     assert (sample.running, sample.waiting, sample.preemptions, sample.kv_usage) == (None,) * 4
     assert sample.counters == {}
+
+
+def test_several_servers_show_what_all_processes_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By the files of Prometheus' client, which outlive who wrote them."""
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    monkeypatch.delenv(stats.FOLDER, raising=False)
+    for counted in ("events=2, entries_kept=640.0", "events=5, blocks_freed=3"):
+        program = f"from keepset.vllm import stats; stats.count({counted})"
+        subprocess.run([sys.executable, "-c", program], check=True)
+    shown = CollectorRegistry()
+    MultiProcessCollector(shown)
+    lines = generate_latest(shown).decode().splitlines()
+    values = dict(line.split() for line in lines if line.startswith("keepset:"))
+    expected = {"events": 7.0, "entries_kept": 640.0, "blocks_freed": 3.0, "entries_dropped": 0.0, "seconds": 0.0}
+    assert {name: float(value) for name, value in values.items()} == {
+        f"keepset:{name}_total": value for name, value in expected.items()
+    }
 
 
 def test_the_recipe_that_is_served_is_a_metric(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

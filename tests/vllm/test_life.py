@@ -47,6 +47,7 @@ TOGETHER = "snapkv(window=16, keep=96)"
 
 IDS = torch.randint(3, 512, (2200,), generator=torch.Generator().manual_seed(1)).tolist()
 """Among which no two entries are as good for rounding to choose."""
+GROWING = "adakv(snapkv(window=16), keep=160, every=32)"
 URGENT = "snapkv(window=16, keep=96)"
 LONG = "snapkv(keep=256)"
 
@@ -64,6 +65,11 @@ def turmoil(text: list[int]) -> list[Ask]:
 
 def cramped(text: list[int]) -> list[Ask]:
     return [Ask(text[500 * i : 500 * i + n], 200) for i, n in enumerate((200, 60, 120, 90))]
+
+
+def short(text: list[int]) -> list[Ask]:
+    """Prompts far below the budget, which are let in together and do not fit once they have grown to it."""
+    return [Ask(text[500 * i : 500 * i + n], 200) for i, n in enumerate((40, 10, 70, 25))]
 
 
 def sharing(text: list[int]) -> list[Ask]:
@@ -99,7 +105,11 @@ def crowded(tiny: Path) -> dict[str, Any]:
     engine = {"model": str(tiny), "max_num_batched_tokens": 64, "num_gpu_blocks_override": 20, "max_model_len": 512}
     shared = {"enable_prefix_caching": True}
     scenarios = [(recipe, Scenario(recipe, cramped(IDS), engine=engine)) for recipe in CRAMPED]
-    return run([*scenarios, ("shared", Scenario(CRAMPED[0], cramped(IDS), engine=engine | shared))])
+    others = {
+        "shared": Scenario(CRAMPED[0], cramped(IDS), engine=engine | shared),
+        "short": Scenario(GROWING, short(IDS), engine=engine),
+    }
+    return run([*scenarios, *others.items()])
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +168,14 @@ def test_a_preempted_request_and_a_prefix_cache(crowded: dict[str, Any], tiny_or
     engine = result(crowded, "shared")
     assert sum(engine.preemptions) > 0
     check_oracle(tiny_oracle, CRAMPED[0], cramped(IDS), engine)
+
+
+def test_prompts_that_grow_to_the_budget_in_a_pool_that_is_too_small(
+    crowded: dict[str, Any], tiny_oracle: Oracle
+) -> None:
+    engine = result(crowded, "short")
+    assert sum(engine.preemptions) > 0 and all(engine.events)
+    check_oracle(tiny_oracle, GROWING, short(IDS), engine)
 
 
 @pytest.mark.parametrize("recipe", SHARING)
