@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from tests.vllm import kernels
+
 SIZES = [1, 2, 4, 8]
 
 
@@ -96,7 +98,7 @@ class Graphs:
                 self.calls += 1
                 return forward(**inputs)
             size, told = context.batch_descriptor.num_tokens, list(context.attn_metadata.values())
-            addresses = [(one.block_table.data_ptr(), one.seq_lens.data_ptr()) for one in told]
+            addresses = [_addresses(one) for one in told]
             if size not in self._graphs:
                 graph = Graph.active = Graph()
                 with graph:
@@ -120,7 +122,14 @@ class Graphs:
         assert sorted(self._graphs) == SIZES
 
 
-def use() -> None:
+def _addresses(told: Any) -> tuple[int, ...]:
+    """Where an attention layer looks: of FlashInfer what has been planned for it."""
+    if hasattr(told, "block_table"):
+        return told.block_table.data_ptr(), told.seq_lens.data_ptr()
+    return (id(told.decode.wrapper),)
+
+
+def use(backend: str | None) -> None:
     """Engines that are built from now on are to capture what decodes."""
     from vllm.config import CUDAGraphMode
     from vllm.platforms.cpu import CpuPlatform
@@ -138,12 +147,13 @@ def use() -> None:
         compilation.post_init_cudagraph_sizes()
 
     CpuPlatform.check_and_update_config = classmethod(checked)
-    for module, name in (
-        (flash_attn, "_FA4_DENSE_ATTENTION_KERNEL"),
-        (flash_attn, "reshape_and_cache_flash"),
-        (triton_attn, "unified_attention"),
-        (triton_attn, "triton_reshape_and_cache_flash"),
-        (attention, "append_to_pages"),
-        (attention, "paged_attention"),
-    ):
+    places: list[tuple[Any, str]] = [(attention, "append_to_pages"), (attention, "paged_attention")]
+    if backend == "FLASHINFER":
+        from vllm.v1.attention.backends import flashinfer  # not even there to be imported, if it is not pretended
+
+        places += [(kernels.Wrapper, "run"), (flashinfer.FlashInferImpl, "do_kv_cache_update")]
+    else:
+        places += [(flash_attn, "_FA4_DENSE_ATTENTION_KERNEL"), (flash_attn, "reshape_and_cache_flash")]
+        places += [(triton_attn, "unified_attention"), (triton_attn, "triton_reshape_and_cache_flash")]
+    for module, name in places:
         setattr(module, name, _noted(getattr(module, name)))

@@ -294,7 +294,7 @@ def answer(job: dict[str, Any]) -> None:
         (backend,) = backends
         kernels.use(backend)
     if pretend_graphs:
-        graphs.use()
+        graphs.use(scenarios[0]["backend"])
     results: list[Any] = []
     for scenario in scenarios:
         try:

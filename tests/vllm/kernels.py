@@ -63,12 +63,20 @@ def schedule(num_heads_q: int, num_heads_kv: int, cache_seqlens: Tensor, **_: An
 
 
 class Wrapper:
-    """FlashInfer's attention, planned on the host: each request's queries, its pages, and the last one's entries."""
+    """FlashInfer's attention, planned on the host: each request's queries, its pages, and the last one's entries.
 
-    is_cuda_graph_enabled = False
+    For a graph it reads pages where they lay when it was made.
+    """
 
-    def __init__(self, workspace: Tensor, layout: str, **_: Any) -> None:
-        self._layout = layout
+    def __init__(
+        self,
+        workspace: Tensor,
+        layout: str,
+        use_cuda_graph: bool = False,
+        paged_kv_indices_buffer: Tensor | None = None,
+        **_: Any,
+    ) -> None:
+        self._layout, self.is_cuda_graph_enabled, self._buffer = layout, use_cuda_graph, paged_kv_indices_buffer
 
     def plan(self, **plan: Any) -> None:
         assert plan["window_left"] == -1 and plan.get("causal", True)
@@ -76,9 +84,12 @@ class Wrapper:
         self._sm_scale, self._causal = plan["sm_scale"], True
         pages = plan.get("paged_kv_indptr", plan.get("indptr"))
         last = plan.get("paged_kv_last_page_len", plan.get("last_page_len"))
-        self._indices = plan.get("paged_kv_indices", plan.get("indices")).clone()
-        self._pages, self._lengths = pages.tolist(), plan["seq_lens"]
-        assert self._lengths.tolist() == sequence_lengths(pages, last, plan["page_size"]).tolist()
+        indices = plan.get("paged_kv_indices", plan.get("indices"))
+        if self._buffer is not None:
+            assert indices.data_ptr() == self._buffer.data_ptr()
+        self._indices = indices.clone() if self._buffer is None else self._buffer
+        self._pages, self._lengths = pages.tolist(), sequence_lengths(pages, last, plan["page_size"])
+        assert self._lengths.tolist() == plan.get("seq_lens", self._lengths).tolist()
         self._starts = plan.get("qo_indptr", torch.arange(len(last) + 1, dtype=torch.int32))
 
     def run(self, query: Tensor, cache: tuple[Tensor, Tensor], out: Tensor, **_: Any) -> None:
@@ -116,6 +127,8 @@ def use_flashinfer() -> None:
     library.BatchPrefillWithPagedKVCacheWrapper = type("Prefill", (Wrapper,), {})
     library.BatchDecodeWithPagedKVCacheWrapper = type("Decode", (Wrapper,), {})
     library.get_seq_lens = sequence_lengths
+    decode: Any = sys.modules["flashinfer.decode"]
+    decode.fast_decode_plan = Wrapper.plan
     from vllm.v1.attention.backends import flashinfer
 
     def update(self: Any, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
