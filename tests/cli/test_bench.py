@@ -40,7 +40,7 @@ def tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def servers(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """How servers were started; those with the word --bad-recipe take it only with a recipe."""
+    """How servers were started; those with the word --will-not-start take it only with a recipe."""
     started: list[list[str]] = []
 
     def command(
@@ -48,7 +48,7 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     ) -> list[str]:
         saved = [] if contexts is None else sorted(path.name for path in contexts.iterdir())
         started.append([str(model), str(recipe), *options, *saved])
-        words = [word for word in options if word != "--bad-recipe"]
+        words = [word for word in options if word != "--will-not-start"]
         crash = ["--crash"] if recipe is not None and len(words) < len(options) else []
         return [sys.executable, str(FAKE), *words, *crash, *forced]
 
@@ -105,7 +105,7 @@ def test_questions_to_documents(
     tiny = LlamaForCausalLM(config).eval()
     monkeypatch.setattr("keepset.models.load", lambda folder, dtype: (tiny, None))
     sizes = ("--requests", "3", "--prompt-tokens", "40", "--question-tokens", "7", "--output-tokens", "4")
-    recipe = ("--recipe", "reread(keep=10)")  # which no vLLM computes
+    recipe = ("--recipe", "second_pass(sinks=1, recent=1, keep=10)")  # which no vLLM computes
     done = run("bench", "serve", *recipe, *sizes, "--contexts", "--rounds", "2", "--json", "a.json", "a/model")
     first, *others = done.err.splitlines()
     assert done.code == 0 and first.startswith("Two servers, one after the other") and others == ["figures: a.json"]
@@ -152,7 +152,7 @@ def test_failed_requests_are_shown(run: Run, servers: list[list[str]], tmp_path:
 
 @pytest.mark.full
 def test_a_server_that_does_not_start(run: Run, servers: list[list[str]], tmp_path: Path) -> None:
-    done = run(*BENCH, "--json", "a.json", "--", "--bad-recipe")
+    done = run(*BENCH, "--json", "a.json", "--", "--will-not-start")
     assert (done.code, done.out) == (1, "")
     assert len(servers) == 2
     assert done.err.splitlines()[-1] == "keepset: The server stopped with exit code 7."

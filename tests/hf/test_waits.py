@@ -79,7 +79,8 @@ def more_waits(method: str, layers: int, requests: int) -> int:
 
 
 FEW = [(2, "adakv", False), (2, "pool", True)]
-MANY = [(8, method, False) for method in (*keepset.METHODS, *COMPOSED)]
+MANY = [(3, method, False) for method in (*keepset.METHODS, *COMPOSED)]
+MANY += [(8, method, False) for method in ("snapkv", "adakv", "ams")]
 MANY += [(2, method, True) for method in ("knorm", "pyramid", "ams", "gvote")]
 
 
