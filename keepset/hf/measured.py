@@ -16,6 +16,12 @@ _own: WeakKeyDictionary[PreTrainedModel, set[Statistics | Tables]] = WeakKeyDict
 """What a model was compared with: to look at its weights for every cache would take longer than to make one."""
 
 
+def head_dim_of(model: PreTrainedModel) -> int:
+    """Numbers of a key; configurations may leave them to be derived."""
+    config = model.config.get_text_config(decoder=True)
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 def statistics_for(model: PreTrainedModel, layers: tuple[int, ...], file: str) -> Statistics:
     """The statistics in a file, or those that are offered for the model where none is named.
 
@@ -24,10 +30,9 @@ def statistics_for(model: PreTrainedModel, layers: tuple[int, ...], file: str) -
     """
     measured = statistics.load(file, model.config.name_or_path or "")
     config = model.config.get_text_config(decoder=True)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if layers:
-        measured.layer(layers[0], layers, kv_heads, head_dim)
+        measured.layer(layers[0], layers, kv_heads, head_dim_of(model))
     _check_own(model, measured, f"The statistics {measured.name!r}", "Make them for this one with keepset calibrate.")
     return measured
 

@@ -15,6 +15,7 @@ from keepset.bench.tune.measure import Measurer
 from keepset.bench.tune.pieces import TextPiece
 from keepset.errors import KeepsetError
 from keepset.hf.cache import Cache
+from keepset.hf.measured import head_dim_of
 from keepset.recipe import Recipe, in_full
 
 
@@ -146,8 +147,7 @@ class Tuner:
 
 def _in_8_bits(model: PreTrainedModel) -> float:
     """How many entries in 8 bits, with their scales, weigh as much as a whole one."""
-    config, itemsize = model.config.get_text_config(decoder=True), model.dtype.itemsize
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_dim, itemsize = head_dim_of(model), model.dtype.itemsize
     return head_dim * itemsize / (head_dim + itemsize)
 
 
