@@ -92,7 +92,7 @@ class LayerGroup:
         needs = self.recipe.method.needs
         self._own = OwnSums(len(self.layers), schedule.kv_heads)
         self._observer = Observer(needs, planner.recording, passing, self._own, scaling, rotary, projections)
-        self._apart = self.recipe.method.by_layer or needs.hidden_states or self.recipe.method.across_layers
+        self._apart = self.recipe.method.by_layer or needs.hidden_states
         self._late: list[tuple[range, Tensor]] = []
 
     @cached_property
@@ -271,6 +271,7 @@ class LayerGroup:
             layer=self.layers[places[0]],
             layers=self._all_layers,
             state=state,
+            together=layers,
             **parts,
         )
         return LayerEntries(places, entries, paged, positions, observation)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -52,19 +53,23 @@ class Deal:
         return [] if self.fits is None else [self.fits]
 
 
-class EventPages(Protocol):
+class EventPages(ABC):
     """The pages of an event's requests in a group's layers."""
 
     @property
+    @abstractmethod
     def width(self) -> int:
         """Entries of the head that has most."""
 
+    @abstractmethod
     def held(self, places: range) -> Sequence[int]:
         """Entries that these layers have of each request, layer after layer."""
 
+    @abstractmethod
     def occupied(self, places: range) -> OccupiedPages:
         """Where they lie."""
 
+    @abstractmethod
     def deal(self, places: range, counts: Int[Tensor, "layers_rows kv_heads"]) -> Deal:
         """Pages for so many entries of each head of these layers."""
 
@@ -110,7 +115,7 @@ class PagesOfLayers:
         return OccupiedPages(*(part.flatten(0, 1) for part in parts))
 
 
-class RaggedPages(PagesOfLayers):
+class RaggedPages(PagesOfLayers, EventPages):
     """The same of an event.
 
     Args:

@@ -18,12 +18,12 @@ from keepset.kernels.shift import shift_step
 from keepset.kernels.subpages import Group, Layout
 from keepset.paged.capture import CapturePlanner
 from keepset.paged.eviction_schedule import EvictionSchedule
-from keepset.paged.page_tables import Deal, OccupiedPages
+from keepset.paged.page_tables import Deal, EventPages, OccupiedPages
 from keepset.paged.step import ScheduledRequest, ShiftedBatch, StepBatch, StepPlan, in_blocks
 from keepset.recipe import Recipe
 
 
-class UniformPages:
+class UniformPages(EventPages):
     """The pages of an event's requests, the same in every layer.
 
     Args:
@@ -34,11 +34,15 @@ class UniformPages:
     """
 
     def __init__(self, one: OccupiedPages, now: Int[Tensor, "rows kv_heads pages"], width: int, group: Group) -> None:
-        self._one, self._now, self.width, self._group = one, now, width, group
+        self._one, self._now, self._width, self._group = one, now, width, group
+
+    @property
+    def width(self) -> int:
+        return self._width
 
     def held(self, places: range) -> Sequence[int]:
         rows, kv_heads = self._one.entries.shape
-        return [self.width * kv_heads] * (rows * len(places))
+        return [self._width * kv_heads] * (rows * len(places))
 
     def occupied(self, places: range) -> OccupiedPages:
         _, packed, entries = self._one

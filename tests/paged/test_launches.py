@@ -46,7 +46,13 @@ def group(recipe: str, caches: list[Tensor]) -> LayerGroup:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("recipe", ["knorm(keep=10, every=7)", "keydiff(keep=10, every=7)"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        *("knorm(keep=10, every=7)", "keydiff(keep=10, every=7)", "adakv(knorm, keep=10, every=7)"),
+        *("pool(knorm, keep=10, every=7)", "composite(knorm, keep=10, every=7)"),
+    ],
+)
 def test_an_event_launches_the_same_for_any_number_of_layers(recipe: str, triton_interpreted: None) -> None:
     counted = []
     for layers in (2, 32):
