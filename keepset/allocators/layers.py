@@ -16,7 +16,6 @@ from keepset.core.keep_set import KeepSet, Layout
 from keepset.core.method import Allocator, Method
 from keepset.core.observation import Observation
 from keepset.core.select import Ranking, round_to_total, top_mask
-from keepset.core.shapes import Scores
 
 PerRequest = Int[Tensor, " batch"]
 PerLayer = Int[Tensor, "batch layers"]
@@ -100,7 +99,9 @@ def total_entries(observations: Sequence[Observation], budget: Budget) -> PerReq
     return (first.apart(budget.aim(first))[:, 0] * heads).minimum(existing)
 
 
-def padded(ranked: Sequence[Float[Tensor, "batch kv_heads _"]]) -> list[Scores]:
+def padded(
+    ranked: Sequence[Float[Tensor, "_ kv_heads _"]],
+) -> list[Float[Tensor, "_ kv_heads entries"]]:
     """Rankings of several layers with as many places each: -inf where there is no entry."""
     longest = max(order.shape[-1] for order in ranked)
     return [F.pad(order, (0, longest - order.shape[-1]), value=float("-inf")) for order in ranked]
