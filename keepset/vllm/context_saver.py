@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from safetensors.torch import load, save
+from torch import Tensor
 from vllm.distributed import get_tp_group
+from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.logger import init_logger
 
 from keepset.errors import KeepsetError
@@ -78,9 +82,7 @@ class ContextSaver:
         ranks = get_tp_group()
         if ranks.world_size == 1:
             return [own]
-        parts = [own] * ranks.world_size if ranks.is_first_rank else None
-        torch.distributed.gather_object(own, parts, ranks.first_rank, ranks.cpu_group)
-        return parts or []
+        return [_unpacked(part) for part in _gathered(_packed(own), ranks)]
 
     def finish(self) -> set[str]:
         """Requests whose blocks are needed no more since it was asked last."""
@@ -104,3 +106,37 @@ class ContextSaver:
         }
         job.path.parent.mkdir(parents=True, exist_ok=True)
         saved.save_entries(job.path, job.recipe, job.model, job.fingerprint, job.tokens, layers)
+
+
+_LOST = "lost"
+
+
+def _packed(part: dict[int, saved.Columns] | str) -> Tensor:
+    """What a rank has, or why it has nothing, as bytes."""
+    if isinstance(part, str):
+        columns = {_LOST: torch.tensor(list(part.encode()), dtype=torch.uint8)}
+    else:
+        columns = {f"{layer} {name}": column for layer, own in part.items() for name, column in own.items()}
+    return torch.frombuffer(bytearray(save(columns)), dtype=torch.uint8)
+
+
+def _unpacked(packed: Tensor) -> dict[int, saved.Columns] | str:
+    columns = load(packed.numpy().tobytes())
+    if _LOST in columns:
+        return bytes(columns[_LOST].tolist()).decode()
+    part: dict[int, saved.Columns] = defaultdict(dict)
+    for title, column in columns.items():
+        layer, _, name = title.partition(" ")
+        part[int(layer)][name] = column
+    return part
+
+
+def _gathered(own: Tensor, ranks: GroupCoordinator) -> list[Tensor]:
+    """Every rank's bytes at the first of them, and none elsewhere."""
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks.world_size)]
+    torch.distributed.all_gather(sizes, torch.tensor([len(own)]), ranks.cpu_group)
+    room = own.new_zeros(max(map(int, sizes)))
+    room[: len(own)] = own
+    parts = [torch.empty_like(room) for _ in sizes] if ranks.is_first_rank else []
+    torch.distributed.gather(room, parts or None, ranks.first_rank, ranks.cpu_group)
+    return [part[: int(size)] for part, size in zip(parts, sizes, strict=False)]

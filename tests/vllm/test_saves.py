@@ -196,3 +196,21 @@ def test_what_was_saved_is_there_after_a_restart(others: dict[str, Any]) -> None
     before, after = result(others, "ragged"), result(others, "restart")
     assert after.tokens == before.tokens[7:9] and after.cached == before.cached[7:9]
     after.check_nothing_left()
+
+
+@pytest.mark.full
+def test_what_ranks_gather_arrives_bit_for_bit() -> None:
+    """Columns of any type and length, or why a rank has nothing."""
+    saver = Late("keepset.vllm.context_saver")
+    keys = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+    part = {
+        3: {"keys": keys.bfloat16(), "counts": torch.tensor([2, 3])},
+        11: {"position": keys.int(), "keys": keys[:0]},
+    }
+    again = saver._unpacked(saver._packed(part))
+    assert again.keys() == part.keys()
+    for layer, columns in part.items():
+        assert again[layer].keys() == columns.keys()
+        for name, column in columns.items():
+            assert again[layer][name].dtype == column.dtype and torch.equal(again[layer][name], column)
+    assert saver._unpacked(saver._packed("keepset lost … of a request.")) == "keepset lost … of a request."
