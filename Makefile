@@ -72,7 +72,7 @@ bench: setup setup-vllm
 	$(BIN)/python benchmarks/fidelity.py
 	$(BIN)/python benchmarks/events.py
 	$(BIN)/python benchmarks/decode.py --repeats 3
-	$(BIN)/python benchmarks/sweep.py --contexts 5
+	$(BIN)/python benchmarks/sweep.py --limit 5
 	$(BIN)/python benchmarks/memory.py --repeats 3
 	$(BIN)/python benchmarks/engine.py --repeats 3
 	$(BIN)/python benchmarks/speed.py --repeats 3

@@ -31,7 +31,7 @@ REWARDS = ("expected", "said")
 def main() -> int:
     """Compile from half of the essays, measure on the other half, show, write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--contexts", type=int, default=64, help="contexts to compile from (default 64)")
+    parser.add_argument("--sample", type=int, default=64, help="contexts to compile from (default 64)")
     parser.add_argument("--held-out", type=int, default=48, help="contexts to measure on (default 48)")
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of a context (default 1024)")
     parser.add_argument("--continuation", type=int, default=48, help="tokens after it, to learn from (default 48)")
@@ -51,7 +51,7 @@ def main() -> int:
         size = dict(tokens=args.tokens, continuation=continuation)
         return ContextPool.draw(tokenizer, halves[half], **size, count=count, seed=0)
 
-    pool, held_out = corpus(0, args.continuation, POOL * args.contexts), corpus(1, args.measured, args.held_out)
+    pool, held_out = corpus(0, args.continuation, POOL * args.sample), corpus(1, args.measured, args.held_out)
     sections, data = [], []
     with tempfile.TemporaryDirectory() as temporary, progress.bar() as bar:
         folder = args.logs or Path(temporary)
@@ -66,7 +66,7 @@ def main() -> int:
             assert isinstance(method, CompilerKV)
             start, tables = time.perf_counter(), {}
             for reward in REWARDS:
-                settings = Settings(method, keeps, args.contexts, args.tokens, args.continuation, 0, reward)
+                settings = Settings(method, keeps, args.sample, args.tokens, args.continuation, 0, reward)
                 tables[reward] = compile_tables(model, pool, settings, folder / f"{number}.sqlite", stage)
                 save(tables[reward], folder / f"{number}-{reward}.safetensors")
             seconds = time.perf_counter() - start

@@ -36,7 +36,7 @@ Times = dict[str, float]
 def main() -> int:
     """Measure, show, write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--contexts", type=int, default=20, help="examples of the task (default 20)")
+    parser.add_argument("--limit", type=int, default=20, help="examples of the task (default 20)")
     parser.add_argument("--task", default=TASK, help=f"with answers to generate (default {TASK})")
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of an example (default 1024)")
     parser.add_argument("--recipes", type=names, default=names(RECIPES), help=f"with commas (default {RECIPES})")
@@ -46,7 +46,7 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     model, tokenizer = models.load()
     [task] = find([args.task], Settings(lengths=(args.tokens,)))
-    examples = task.examples(tokenizer, limit=args.contexts)
+    examples = task.examples(tokenizer, limit=args.limit)
     recipes = [Recipe.parse(text) for text in args.recipes]
     runner = Runner(model, tokenizer, mode="agnostic", chat=True)
     todo = candidates(recipes, KEEPS)

@@ -16,13 +16,14 @@ from typer import Argument, Exit, Option
 
 import keepset
 from keepset.cli.checks import check_writable
-from keepset.cli.console import cell, counted, note, output, progress, say, show, status, table, write
+from keepset.cli.console import cell, counted, foretold, note, output, progress, say, show, status, table, write
 from keepset.cli.options import Html, Json, group
 from keepset.errors import KeepsetError
 from keepset.models import EMBEDDED
 
 if TYPE_CHECKING:
     from keepset.recipe import Recipe
+    from keepset.serving.documents import Document
     from keepset.serving.load import Load
 
 _ERRORS = 5
@@ -45,15 +46,15 @@ def serve(
     output_tokens: Annotated[int, Option(help="Tokens of each answer.")] = 256,
     concurrency: Annotated[int | None, Option(help="Requests at once; all of them if not given.")] = None,
     rounds: Annotated[int, Option(help="How often all requests are made, with other texts.")] = 1,
-    contexts: Annotated[
+    documents: Annotated[
         bool,
         Option(
-            "--contexts",
+            "--documents",
             help="Texts are documents, each compressed once into a context and asked one question a round; "
             "plain vLLM has them in its prefix cache.",
         ),
     ] = False,
-    question_tokens: Annotated[int, Option(help="Tokens of a question, with --contexts.")] = 32,
+    question_tokens: Annotated[int, Option(help="Tokens of a question, with --documents.")] = 32,
     seed: Annotated[int, Option(help="For the choice of texts.")] = 0,
     url: Annotated[
         list[str] | None,
@@ -72,8 +73,8 @@ def serve(
 
     Throughput, latencies, requests at once, preemptions. Starts a server without the recipe, sends it requests, stops
     it; then the same with the recipe: that takes two starts, because plain vLLM runs its own code. Requests are
-    streamed, as many at once as --concurrency allows, and each has a text of its own. With --contexts the second server
-    has the texts as saved contexts, which are built before.
+    streamed, as many at once as --concurrency allows, and each has a text of its own. With --documents the second
+    server has the texts as saved contexts, which are built before.
     """
     from keepset.bench.report.serving import render
     from keepset.recipe import Recipe
@@ -85,18 +86,18 @@ def serve(
 
     model, options = split(words or [])
     at_once = min(requests, MAX_CONCURRENCY) if concurrency is None else concurrency
-    if contexts and question_tokens < 1:
+    if documents and question_tokens < 1:
         raise KeepsetError(f"--question-tokens {question_tokens} is out of range: use an integer from 1 to 1000000.")
-    question_tokens = question_tokens if contexts else 0
+    question_tokens = question_tokens if documents else 0
     load = Load(requests, prompt_tokens, output_tokens, at_once, rounds, seed, request_timeout, question_tokens)
     if not 0 < start_timeout <= 86400:
         raise KeepsetError(f"--start-timeout {start_timeout} is out of range: use seconds from above 0 to 86400.")
     parsed = None if recipe is None else Recipe.parse(recipe).require_budget()
     urls = [local_url(each) for each in url or ()]
     if urls:
-        if parsed is not None or options or contexts:
+        if parsed is not None or options or documents:
             raise KeepsetError(
-                "--url names a server that runs already: leave out --recipe, --contexts and options for vLLM."
+                "--url names a server that runs already: leave out --recipe, --documents and options for vLLM."
             )
         if len(urls) > 2 or len({*urls}) < len(urls):
             raise KeepsetError("--url is given once, or twice for two servers that are compared.")
@@ -108,7 +109,7 @@ def serve(
     import_parser()
     if not urls:
         _prepare(model, parsed, options, load)
-    if not contexts and (hint := block_size_hint(parsed, options)) is not None:
+    if not documents and (hint := block_size_hint(parsed, options)) is not None:
         note(hint)
     try:
         with _terminable():
@@ -147,9 +148,12 @@ def _prepare(model: str | None, recipe: Recipe | None, options: list[str], load:
     check_recipe(None if load.question_tokens else recipe, folder(model))
     check_model(folder(model))
     rounds = f", {load.rounds} times" if load.rounds > 1 else ""
+    if load.question_tokens:
+        note(f"First {load.requests} documents of {load.prompt_tokens} tokens are compressed, one after the other.")
+    tokens = load.prompt_tokens + load.question_tokens
     note(
         f"Two servers, one after the other, plain and with the recipe: each takes up to a minute to start and gets "
-        f"{load.requests} requests of {load.prompt_tokens} + {load.output_tokens} tokens{rounds}."
+        f"{load.requests} requests of {tokens} + {load.output_tokens} tokens{rounds}."
     )
     if (sparing := be_sparing(options)) is not None:
         note(sparing)
@@ -160,7 +164,7 @@ def _measure(
 ) -> tuple[str, list[dict[str, Any]]]:
     """What to call the model, and everything about each server; all get the same prompts."""
     from keepset.serving.command import command, folder, option
-    from keepset.serving.documents import Document, build, held
+    from keepset.serving.documents import build, held
     from keepset.serving.measure import ServedModel, check_fits, measure, served_model, to_json
     from keepset.serving.server import Server, free_port
     from keepset.serving.summary import summary
@@ -200,12 +204,9 @@ def _measure(
     with TemporaryDirectory(prefix="keepset-contexts-") as place:
         documents: list[Document] = []
         if load.question_tokens and recipe is not None:
-            with progress() as bar:
-                on_document = counted(bar, "documents compressed", load.requests)
-                tokens_of = [text[: load.prompt_tokens] for text in texts[1]]
-                for document in build(folder(model), option(options, "--dtype"), recipe, tokens_of, Path(place)):
-                    documents.append(document)
-                    on_document()
+            tokens_of = [text[: load.prompt_tokens] for text in texts[1]]
+            dtype = option(options, "--dtype")
+            documents = _compressed(build(folder(model), dtype, recipe, tokens_of, Path(place)), load)
         for name, each in (("plain", None), ("contexts" if documents else "recipe", recipe)):
             port, saved = free_port(), bool(documents) and each is not None
             forced = ("--host", "127.0.0.1", "--port", str(port))
@@ -220,6 +221,18 @@ def _measure(
                 server.check()
             servers.append({"name": name, "recipe": None if each is None else str(each), "command": words, **figures})
     return model or EMBEDDED, servers
+
+
+def _compressed(documents: Iterator[Document], load: Load) -> list[Document]:
+    """All of them; how far that has come is shown."""
+    what = "documents compressed"
+    done: list[Document] = []
+    with progress() as bar:
+        advance = foretold(counted(bar, what, load.requests), what, load.requests)
+        for document in documents:
+            done.append(document)
+            advance()
+    return done
 
 
 def print_table(result: dict[str, Any], rows: list[list[str]]) -> None:

@@ -39,7 +39,7 @@ def compile(
     recipe: Annotated[
         str, Option(help="Whose tables: compilerkv with its window and what is left out of it.")
     ] = "compilerkv",
-    contexts: Annotated[int, Option(help="Contexts that actions are tried on.")] = 64,
+    sample: Annotated[int, Option(help="Contexts drawn from the texts, on which actions are tried.")] = 64,
     prompt_tokens: Annotated[int, Option(help="Tokens of a context.")] = 1024,
     continuation: Annotated[int, Option(help="Tokens after it, which tell what an action was worth.")] = 48,
     weights: Annotated[str, Option(help="What a head may be given; the first of equally good ones.")] = "1,2,0.5,0,-1",
@@ -80,13 +80,13 @@ def compile(
         check_tensor_file(out, force)
         check_whole(
             2**31,
-            contexts=(contexts, 1),
+            sample=(sample, 1),
             prompt_tokens=(prompt_tokens, 2),
             continuation=(continuation, 2),
             seed=(seed, 0),
         )
         learned: dict[str, Any] = {"weights": _weights(weights), "reward": reward, "gate": gate}
-        settings = _settings(keeps, recipe, contexts, prompt_tokens, continuation, seed, **learned)
+        settings = _settings(keeps, recipe, sample, prompt_tokens, continuation, seed, **learned)
         tables = _compiled(model, text or [], settings, log)
         save(tables, out)
         lines = [f"{out}:", *describe_tables(tables)]

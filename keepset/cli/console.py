@@ -21,7 +21,7 @@ from keepset.cli.options import STANDARD_OUTPUT
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
-    from rich.progress import Progress
+    from rich.progress import Progress, TaskID
     from rich.text import Text
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -32,6 +32,8 @@ _LONG = 20
 """Seconds of work that are worth a note."""
 _TRIED = 3
 """Steps that tell how long others will take."""
+_SILENT = 30
+"""Seconds without a word where no terminal shows how far something has come."""
 
 
 _STARTING = "loading..."
@@ -158,7 +160,7 @@ def cell(text: str, error: str | None = None, style: str = "") -> Text:
 
 
 def progress() -> Progress:
-    """A progress bar with the time left; shown on a terminal, silent elsewhere."""
+    """A progress bar with the time left, on a terminal; `counted` says a line now and then elsewhere."""
     from rich import progress as rich
 
     columns = rich.TextColumn("{task.description}"), rich.BarColumn(), rich.MofNCompleteColumn()
@@ -174,7 +176,24 @@ def status(text: str) -> AbstractContextManager[Any]:
 
 def counted(bar: Progress, description: str, total: int, completed: int = 0) -> Callable[..., None]:
     """A line of the progress bar; what is returned moves it on, by one unless it is told otherwise."""
-    return partial(bar.advance, bar.add_task(description, total=total, completed=completed))
+    return moved(bar, bar.add_task(description, total=total, completed=completed))
+
+
+def moved(bar: Progress, number: TaskID) -> Callable[..., None]:
+    """Moves that line of the progress bar on; without a terminal lines of text say so, `_SILENT` seconds apart."""
+    task = bar.tasks[number]
+    before, began = task.completed, time.monotonic()
+    said = began
+
+    def step(count: int = 1) -> None:
+        nonlocal said
+        bar.advance(number, count)
+        now, total = time.monotonic(), task.total or 0
+        if bar.disable and now - said >= _SILENT and before < task.completed < total:
+            said, left = now, (now - began) / (task.completed - before) * (total - task.completed)
+            note(f"{task.description}: {task.completed:.0f} of {total:.0f}, {duration(left)} left")
+
+    return step
 
 
 def foretold(advance: Callable[..., None], what: str, total: int, after: int = 1) -> Callable[..., None]:

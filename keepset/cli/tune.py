@@ -1,6 +1,5 @@
 """`keepset tune`: which recipe suits a text."""
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +13,7 @@ from keepset.cli.console import (
     cell,
     foretold,
     load,
+    moved,
     note,
     output,
     progress,
@@ -81,7 +81,7 @@ def tune(
         tuner = Tuner(loaded, tokenizer, pieces, budgets[0], model.called, show_progress)
         task = bar.add_task("", total=tuner.race.planned)
         recipes = f"{len(tuner.race.entries)} recipes and what the best of them compose to"
-        step = bounded(foretold(partial(bar.advance, task), recipes, tuner.race.planned), minutes)
+        step = bounded(foretold(moved(bar, task), recipes, tuner.race.planned), minutes)
         try:
             tuner.run()
             finished = True

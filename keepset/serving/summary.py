@@ -57,6 +57,11 @@ def ratio(value: float | None, to: float | None) -> float | None:
     return None if value is None or to is None or to == 0 else value / to
 
 
+def as_times(times: float) -> str:
+    """A ratio for a person: `x1.25`, and two digits of what is below a tenth."""
+    return f"x{times:.2f}" if times >= 0.1 or times == 0 else f"x{times:.2g}"
+
+
 def _increase(rounds: Sequence[Sequence[float | None]]) -> float | None:
     """How far a counter came in all rounds; None where none of them saw it twice."""
     known = [[count for count in counts if count is not None] for counts in rounds]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from keepset.serving.summary import ratio
+from keepset.serving.summary import as_times, ratio
 
 NONE = "\N{EN DASH}"
 
@@ -72,7 +72,7 @@ def _row(row: tuple[str, tuple[str, ...], str, float], figures: Sequence[dict[st
     cells = [name, *(NONE if value is None else form.format(value * scale) for value in values)]
     if len(values) > 1:
         times = ratio(values[-1], values[0])
-        cells.append(NONE if times is None else f"x{times:.2f}{_verdict(name, times)}")
+        cells.append(NONE if times is None else as_times(times) + _verdict(name, times))
     return cells
 
 

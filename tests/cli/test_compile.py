@@ -16,7 +16,7 @@ from tests.cli.conftest import Run
 from tests.core.test_tables import random_tables
 
 SMALL = (
-    *("--recipe", "compilerkv(window=8)", "--keeps", "16,24", "--contexts", "3"),
+    *("--recipe", "compilerkv(window=8)", "--keeps", "16,24", "--sample", "3"),
     *("--prompt-tokens", "48", "--continuation", "5", "--text", "text"),
 )
 
@@ -92,7 +92,7 @@ def test_fewer_contexts_than_asked_for_are_said(run: Run) -> None:
         (("--out", "."), "--out '.' is no place for a file"),
         (("--out", "text"), "'text' exists"),
         (("--out", "a", "--html", "absent/page.html"), "'absent/page.html' cannot be written"),
-        (("--out", "a", "--contexts", "0"), "--contexts 0 is out of range"),
+        (("--out", "a", "--sample", "0"), "--sample 0 is out of range"),
         (("--out", "a", "--continuation", "1"), "--continuation 1 is out of range: use a whole number from 2"),
         (("--out", "a", "--seed", "-1"), "--seed -1 is out of range"),
         (("--out", "a", "--keeps", "128,a"), "--keeps '128,a' is no list of budgets"),

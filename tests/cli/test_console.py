@@ -78,6 +78,26 @@ def test_how_long_the_rest_will_take(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said == ["21 rows: about 85 seconds from here on"]
 
 
+def test_without_a_terminal_lines_say_how_far_it_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Now and then, and not for what is over soon; a terminal has a bar."""
+    clock, said = [0.0], list[str]()
+    monkeypatch.setattr(console.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(console, "note", said.append)
+    for terminal in (False, True):
+        shown = Console(file=io.StringIO(), force_terminal=terminal)
+        monkeypatch.setattr(console, "stderr", lambda shown=shown: shown)
+        with console.progress() as bar:
+            steps = console.counted(bar, "documents", 20, 4)
+            for seconds in (20.0, *[5.0] * 15):
+                clock[0] += seconds
+                steps()
+    assert said == [
+        "documents: 7 of 20, about 2 minutes left",
+        "documents: 13 of 20, about 47 seconds left",
+        "documents: 19 of 20, about 6 seconds left",
+    ]
+
+
 def test_streamed_text_is_text(run: Run, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiny[1], "decode", lambda ids, **_: EVIL * len(ids))
     done = run("generate", "Hello", "--recipe", "tova(keep=4)", "--output-tokens", "3")

@@ -56,7 +56,7 @@ def group(recipe: str, caches: list[Tensor]) -> LayerGroup:
 )
 def test_an_event_launches_the_same_for_any_number_of_layers(recipe: str, most: int, triton_interpreted: None) -> None:
     counted = []
-    for layers in (2, 32):
+    for layers in (2, 8):
         draw = torch.Generator().manual_seed(layers)
         there = torch.randn(layers, ROWS * WIDTH, HEADS, BLOCK, 2 * DIM, generator=draw)
         here = there.clone()
@@ -87,7 +87,7 @@ def decoded(recipe: str, caches: list[Tensor], gpu: Gpu | None) -> tuple[LayerGr
         step = FIRST if token == 0 else [(prompt, prompt + token - 1, prompt + token) for prompt, _, _ in FIRST]
         batch = batch_of(step, posing=gpu is not None)
         draw, tokens = torch.Generator().manual_seed(token), len(batch.slot_mapping)
-        # Of all layers the same, so that 2 of them say what 32 do.
+        # Of all layers the same, so that 2 of them say what 8 do.
         queries = torch.randn(tokens, HEADS, DIM, generator=draw).expand(len(caches), -1, -1, -1).contiguous()
         plan = queue.plan(layers, batch)
         layers.record(range(len(caches)), plan, put(queries))
@@ -115,7 +115,7 @@ def test_adding_up_launches_the_same_for_any_number_of_layers(recipe: str, trito
     So do events.
     """
     counted = []
-    for layers in (2, 32):
+    for layers in (2, 8):
         draw = torch.Generator().manual_seed(0)
         there = torch.randn(1, ROWS * WIDTH, HEADS, BLOCK, 2 * DIM, generator=draw).repeat(layers, 1, 1, 1, 1)
         here = there.clone()
@@ -134,6 +134,36 @@ def test_adding_up_launches_the_same_for_any_number_of_layers(recipe: str, trito
             assert torch.equal(here, there)
     assert counted[0] == counted[1] and not any(waits for _, waits, event in counted[0] if not event)
     assert max(launches for launches, _, event in counted[0] if not event) > 0
+
+
+@pytest.mark.full
+def test_requests_that_share_pages_are_added_up_in_the_same_launches(triton_interpreted: None) -> None:
+    """Three as five, of which the last shares none; sums are those that a CPU adds up."""
+    counted = []
+    for rows in (3, 5):
+        draw = torch.Generator().manual_seed(0)
+        there = torch.randn(2, rows * WIDTH, HEADS, BLOCK, 2 * DIM, generator=draw)
+        queries = torch.randn(2, rows, HEADS, DIM, generator=draw)
+        sums: list[list[Tensor]] = []
+        for posing in (False, True):
+            with pytest.MonkeyPatch.context() as patch, Gpu(patch) as gpu:
+                put = Posing if posing else lambda tensor: tensor
+                layers = group("snapkv(window=5, keep=10, every=7, prefill=False)", list(map(put, there)))
+                queue = EventQueue(FreedBlocks())
+                for token in range(6):  # the window opens with the third, and then four wait
+                    batch = batch_of([(12, 12 + token, 13 + token)] * rows, posing=posing)
+                    table = batch.block_table.held if posing else batch.block_table  # type: ignore[attr-defined]
+                    table[1:-1, 0] = table[0, 0]
+                    plan = queue.plan(layers, batch)
+                    layers.record(range(2), plan, put(queries))
+                    gpu.reset()
+                    queue.run()
+                own, columns = layers._own._columns.values(), [layers.columns["received of 5"]]
+                assert len(own) == rows - 2
+                sums.append([each.held if posing else each for each in (*columns, *own)])  # type: ignore[attr-defined]
+                counted.append((gpu.launches.total(), gpu.waits.total()))
+        torch.testing.assert_close(*sums)
+    assert counted[1] == counted[3] and counted[1][1] == 0 < counted[1][0]
 
 
 class Nothing:

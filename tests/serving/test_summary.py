@@ -8,7 +8,7 @@ import pytest
 from keepset.serving.client import Reply
 from keepset.serving.measure import Round
 from keepset.serving.metrics import Sample
-from keepset.serving.summary import percentile, ratio, summary
+from keepset.serving.summary import as_times, percentile, ratio, summary
 from keepset.serving.table import NONE, table_rows
 
 
@@ -26,6 +26,9 @@ def test_nothing_has_no_percentile() -> None:
 def test_ratio() -> None:
     assert ratio(3.0, 2.0) == 1.5
     assert (ratio(None, 1.0), ratio(1.0, None), ratio(1.0, 0.0)) == (None,) * 3
+    assert [as_times(times) for times in (106.224, 1.0, 0.1, 0.0286, 0.0, 0.00012)] == [
+        "x106.22", "x1.00", "x0.10", "x0.029", "x0.00", "x0.00012"
+    ]  # fmt: skip
 
 
 def good(index: int, start: float, first: float, last: float, tokens: int) -> Reply:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 from collections.abc import Callable
@@ -44,7 +45,11 @@ class Process(ForkServerProcess):
         for stream in (1, 2):
             os.dup2(log, stream)
         self._be_asked_for_more()
-        return super()._bootstrap(*args, **options)
+        atexit._clear()  # what the process that was forked has to tidy up
+        try:
+            return super()._bootstrap(*args, **options)
+        finally:
+            atexit._run_exitfuncs()  # as a spawned one does; forks of Python 3.11 do not
 
     def _be_asked_for_more(self) -> None:
         """Where vLLM would spawn a process from here, it is another of these."""

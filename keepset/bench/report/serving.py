@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from keepset.bench.report.page import assemble
-from keepset.serving.summary import ratio
+from keepset.serving.summary import as_times, ratio
 
 
 def render(result: dict[str, Any], rows: Sequence[Sequence[str]]) -> str:
@@ -47,6 +47,6 @@ def conclusion(result: dict[str, Any]) -> str:
     if faster is None or sooner is None:
         return f"{answered} with the recipe, {rate:.1f} output tokens a second; plain vLLM answered none."
     return (
-        f"With the recipe vLLM makes x{faster:.2f} the output tokens a second of plain vLLM (above 1 is better), and "
-        f"the first token takes x{sooner:.2f} the time (below 1 is better)."
+        f"With the recipe vLLM makes {as_times(faster)} the output tokens a second of plain vLLM (above 1 is better), "
+        f"and the first token takes {as_times(sooner)} the time (below 1 is better)."
     )

@@ -103,8 +103,8 @@ class Halving:
         more = [Contender(recipe) for recipe in self._grow([e.recipe for e in self.ranked()]) if recipe not in known]
         self.planned = self.done + _cost(first, len(more)) + self._later(1, len(self.alive) + len(more))
         self.entries += more
+        self.alive += more
         self._run(more, 0, first)
-        self.alive += [entry for entry in more if entry.error is None]
         for before, after in pairwise(self._rounds):
             self.planned = self.done + self._later(self.round, len(self.alive))
             self.round += 1
@@ -114,6 +114,18 @@ class Halving:
     def ranked(self) -> list[Contender]:
         """Those in the race that have figures, the best first."""
         return ranked([e for e in self.alive if e.figures and e.error is None], by_found=self._by_found())
+
+    def standing(self) -> list[tuple[Contender, bool]]:
+        """All that have figures, the best first, and whether they are in the race; who left it last leads the others.
+
+        Those in the race have the figures that their order is by: of the pieces that all of them were measured on.
+        """
+        running = self.ranked()
+        pieces = min((len(entry.figures) for entry in running), default=0)
+        out = [e for e in self.entries if e not in self.alive and e.figures and e.error is None]
+        rounds = sorted({len(e.figures) for e in out}, reverse=True)
+        groups = (ranked([e for e in out if len(e.figures) == n], by_found=self._by_found()) for n in rounds)
+        return [(e.first(pieces), True) for e in running] + [(e, False) for group in groups for e in group]
 
     def tied(self) -> list[Contender]:
         """The best and those that cannot be told from it, the best first."""
@@ -188,11 +200,11 @@ def _is_nearer(best: Contender, other: Contender) -> bool:
 
 
 def _finds_more(best: Contender, other: Contender) -> bool:
-    """The same of the facts that are found; of few pieces, facts are compared one by one."""
+    """The same of the facts that are found; of few pieces, whether it finds more than one fact more."""
     pairs = list(zip(best.values("facts_found"), other.values("facts_found"), strict=True))
+    if len(pairs) < LEAST:
+        return sum(sum(a) - sum(b) for a, b in pairs) > 1
     differences = [fmean(a) - fmean(b) for a, b in pairs if a]
-    if len(differences) < LEAST:
-        differences = [float(x) - float(y) for a, b in pairs for x, y in zip(a, b, strict=True)]
     interval = of_difference(differences)
     return interval is not None and interval.low > 0
 

@@ -96,8 +96,6 @@ class Tuner:
         tied = race.tied() if race.pieces >= LEAST else []
         # Of what cannot be told apart the one with the cheapest prefill; none while too little is known.
         chosen = min(tied, key=lambda entry: entry.first(race.pieces).mean("prefill_seconds"), default=None)
-        out = [entry for entry in race.entries if entry not in race.alive and entry.figures and entry.error is None]
-        order = [*race.ranked(), *sorted(out, key=lambda entry: (-len(entry.figures), entry.kl[0]))]
         full, facts = self._measurer.full_bytes, self._pieces[0].facts
         found = [fmean(each) for each in self._measurer.full_found.values() if each]
         full_found = (fmean(found), of_score(found)) if found else None
@@ -120,7 +118,7 @@ class Tuner:
             "recipe_in_full": None if chosen is None else in_full(str(chosen.recipe)),
             "tied": [str(entry.recipe) for entry in tied],
             "verdict": self._verdict(tied, chosen),
-            "rows": [_row(entry, alive=entry in race.alive) for entry in order],
+            "rows": [_row(entry, alive=alive) for entry, alive in race.standing()],
             "dropped": [{"recipe": recipe, "reason": reason} for recipe, reason in self.dropped.items()],
         }
 

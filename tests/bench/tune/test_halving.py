@@ -6,6 +6,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
@@ -248,6 +249,37 @@ def test_on_two_pieces_facts_count_one_by_one() -> None:
     nearly = entry(1, [0.5] * 2, [(True,) * 4, (True, True, True, False)])
     none = entry(2, [0.1] * 2, [(False,) * 4, (True, False, False, False)])
     assert ranked([none, most, nearly], by_found=True) == [nearly, most, none]
+
+
+def test_on_one_piece_a_recipe_that_finds_little_is_never_above_one_that_finds_all() -> None:
+    most, nearly, little = (
+        entry(number, [kl], [tuple(fact < right for fact in range(4))])
+        for number, (kl, right) in enumerate([(0.9, 4), (0.5, 3), (0.1, 1)])
+    )
+    assert ranked([little, most, nearly], by_found=True) == [nearly, most, little]
+
+
+@pytest.mark.parametrize("stop", [None, 0, 1], ids=["finished", "joined", "measured_once"])
+def test_rows_stand_by_the_facts_that_they_show(stop: int | None) -> None:
+    """In the race and out of it, also where recipes had just joined, or some have seen a harder piece already."""
+
+    def formula(number: int, piece: int) -> Measurement:
+        if number == 9 and piece == stop:
+            raise KeyboardInterrupt
+        right = (1, 4, 0, 2, 3)[number % 5] if piece < 1 else 0
+        return figures(0.1 * (1 + number), [fact < right for fact in range(4)])
+
+    race = Halving(Made(formula), recipes(8), 4, grow=lambda _: recipes(10)[8:], grown=2, by_found=lambda: True)
+    with nullcontext() if stop is None else pytest.raises(KeyboardInterrupt):
+        race.run()
+    rows = race.standing()
+    for alive in (True, False):
+        shown = [(len(row.figures), *(row.found or (0, 0))[:1]) for row, running in rows if running is alive]
+        assert alive or shown == sorted(shown, key=lambda row: -row[0])
+        for (pieces, above), (same, below) in pairwise(shown):
+            assert pieces != same or above * 4 * pieces >= below * 4 * pieces - 1
+    assert {row.recipe.method.seed for row, _ in rows} == set(range(10)) - ({9} if stop == 0 else set())
+    assert {running for _, running in rows} == ({True, False} if stop is None else {True})
 
 
 def test_figures_of_an_entry() -> None:
