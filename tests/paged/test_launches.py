@@ -114,6 +114,36 @@ def test_adding_up_launches_the_same_for_any_number_of_layers(recipe: str, trito
     assert max(launches for launches, _, event in counted[0] if not event) > 0
 
 
+@pytest.mark.full
+def test_requests_that_share_pages_are_added_up_in_the_same_launches(triton_interpreted: None) -> None:
+    """Three as five, of which the last shares none; sums are those that a CPU adds up."""
+    counted = []
+    for rows in (3, 5):
+        draw = torch.Generator().manual_seed(0)
+        there = torch.randn(2, rows * WIDTH, HEADS, BLOCK, 2 * DIM, generator=draw)
+        queries = torch.randn(2, rows, HEADS, DIM, generator=draw)
+        sums: list[list[Tensor]] = []
+        for posing in (False, True):
+            with pytest.MonkeyPatch.context() as patch, Gpu(patch) as gpu:
+                put = Posing if posing else lambda tensor: tensor
+                layers = group("snapkv(window=5, keep=10, every=7, prefill=False)", list(map(put, there)))
+                queue = EventQueue(FreedBlocks())
+                for token in range(6):  # the window opens with the third, and then four wait
+                    batch = batch_of([(12, 12 + token, 13 + token)] * rows, posing=posing)
+                    table = batch.block_table.held if posing else batch.block_table  # type: ignore[attr-defined]
+                    table[1:-1, 0] = table[0, 0]
+                    plan = queue.plan(layers, batch)
+                    layers.record(range(2), plan, put(queries))
+                    gpu.reset()
+                    queue.run()
+                own, columns = layers._own._columns.values(), [layers.columns["received of 5"]]
+                assert len(own) == rows - 2
+                sums.append([each.held if posing else each for each in (*columns, *own)])  # type: ignore[attr-defined]
+                counted.append((gpu.launches.total(), gpu.waits.total()))
+        torch.testing.assert_close(*sums)
+    assert counted[1] == counted[3] and counted[1][1] == 0 < counted[1][0]
+
+
 class Nothing:
     """A kernel that is not run."""
 
