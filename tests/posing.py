@@ -37,8 +37,8 @@ _KERNELS = {
     paged_window: ("_paged_lse", "_add_in_pages"),
     paged: ("_attend_pages", "_append_to_pages", "_follow", "_merge_parts"),
 }
-_ATTENDED = {"_attend_part": slice(8, 10), "_merge_parts": slice(2, 4)}
-"""Where attention's kernels write."""
+_ATTENTION = {"_attend_part", "_merge_parts"}
+_EMPTY = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
 
 
 class Posing(Tensor):
@@ -77,13 +77,19 @@ class Posing(Tensor):
 class Gpu(TorchDispatchMode):
     """While it is active every tensor is made on the make-believe GPU that is asked for there.
 
+    Args:
+        computes: whether kernels run in Triton's interpreter, where nearly all of the time goes. Otherwise they are
+            only counted, and whoever reads what they would have written reads zeros: also for positions, which of
+            padded rows a kernel moves. Attention's outputs are zero either way: no count depends on them.
+
     Attributes:
         waits: where the host would have waited for the device.
         launches: of operators and kernels.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, computes: bool = True) -> None:
         super().__init__()
+        self._computes = computes
         self.waits: Counter[str] = Counter()
         self.launches: Counter[str] = Counter()
         self._patch = monkeypatch
@@ -91,7 +97,8 @@ class Gpu(TorchDispatchMode):
     def __enter__(self) -> Gpu:
         for module, names in _KERNELS.items():
             for name in names:
-                self._patch.setattr(module, name, _Launched(getattr(module, name), name))
+                kernel = getattr(module, name) if self._computes and name not in _ATTENTION else None
+                self._patch.setattr(module, name, _Launched(kernel, name))
         self._patch.setattr(torch, "tensor", _tensor)
         self._patch.setattr(dispatch, "processors", lambda device: 4)
         self._patch.setattr(f"{__name__}._log", self._logged)
@@ -117,10 +124,7 @@ class Gpu(TorchDispatchMode):
 
 
 class _Launched:
-    """A kernel in Triton's interpreter, launched on what posing tensors hold.
-
-    Of attention all outputs are zero: most of the time would go there, and no count depends on them.
-    """
+    """A kernel, run on what posing tensors hold or only counted."""
 
     def __init__(self, kernel: Any, name: str) -> None:
         self._kernel, self._name = kernel, name
@@ -128,11 +132,8 @@ class _Launched:
     def __getitem__(self, grid: Any) -> Any:
         def launch(*args: Any, **kwargs: Any) -> None:
             _log("launches", self._name)
-            if self._name in _ATTENDED:
-                for output in _held(args[_ATTENDED[self._name]]):
-                    output.zero_()
-                return
-            self._kernel[grid](*_held(args), **_held(kwargs))
+            if self._kernel is not None:
+                self._kernel[grid](*_held(args), **_held(kwargs))
 
         return launch
 
@@ -207,6 +208,8 @@ def _dispatch(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if target == _DEVICE.type:
         kwargs = {**kwargs, "device": "cpu"}
     output = function(*_held(args), **_held(kwargs))
+    if name in _EMPTY:
+        output.zero_()
     if name.endswith("_") and not name.endswith("__") and posing:
         return args[0]
     if target == "cpu":

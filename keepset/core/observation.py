@@ -16,7 +16,7 @@ from keepset.core.feature import Feature, Value
 from keepset.core.keep_set import KeepSet, LayerKeepSet
 from keepset.core.shapes import Queries, QueryHeadScores, Scores
 from keepset.errors import KeepsetError
-from keepset.kernels.window import first_unseen, masked_softmax, received_attention
+from keepset.kernels.window import GroupSums, first_unseen, masked_softmax, received_attention
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -239,17 +239,17 @@ class Observation:
         return self.received(newest, at).flatten(1, 2)
 
     def received(
-        self, queries: Queries, last_visible: Int[Tensor, "batch n"], largest: bool = False
+        self, queries: Queries, last_visible: Int[Tensor, "batch n"], sums_of: GroupSums = GroupSums.EACH
     ) -> Float[Tensor, "batch kv_heads _ entries"]:
         """What every entry receives of some queries: their attention, summed over them, in float32.
 
         Args:
             queries: after rotation.
             last_visible: the last position that each sees; below 0 where it gives nothing.
-            largest: of the logits of the query heads that share a KV head the largest counts.
+            sums_of: as in `received_attention`.
 
         Returns:
-            For every query head of a group, or for one where `largest` says so.
+            For every query head of a group, or for one where it is the largest logit that counts.
         """
         queries = self.by_query_group(queries)
 
@@ -258,7 +258,7 @@ class Observation:
             grouped, keys, positions, valid = (part.flatten(0, 1) for part in everything)
             last = last_visible[:, None].expand(*self.valid[:, heads].shape[:2], -1).flatten(0, 1)
             bias = None if self.bias is None else self.bias[:, heads].flatten(0, 1)
-            sums = received_attention(grouped, keys, positions, last, self.scaling, valid, largest, bias)
+            sums = received_attention(grouped, keys, positions, last, self.scaling, valid, sums_of, bias)
             return sums.unflatten(0, self.valid[:, heads].shape[:2])
 
         return self.over_heads(look)

@@ -201,8 +201,9 @@ class PassingQueries:
             if isinstance(feature, WindowAttention):
                 last = feature.last_visible(at, lengths + (point - end)) if feature.history else at
                 last = last if exists is None else last.masked_fill(~exists, -1)
-                column, heads, scaling = store.column(feature.column), store.heads, forward.call.scaling
-                add_received(column, queries, heads, store.kv_heads, last, scaling, feature.largest)
+                column = store.column(feature.column, feature.sums_of.shape(queries.shape[1] // store.kv_heads))
+                scaling = forward.call.scaling
+                add_received(column, queries, store.heads, store.kv_heads, last, scaling, feature.sums_of)
             else:
                 self._add_moments(feature, forward, queries, at, exists)
         # A copy, since a view would keep a whole forward's positions.

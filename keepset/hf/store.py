@@ -135,7 +135,8 @@ class EntryStore:
             shape = self.batch, self.kv_heads, keys.shape[2]
             new = {"keys": keys, "values": values, "positions": positions.int()[:, None].expand(shape)}
             columns, _ = self.padded()
-            new |= {name: column.new_zeros(shape) for name, column in columns.items() if name not in new}
+            others = {name: column for name, column in columns.items() if name not in new}
+            new |= {name: column.new_zeros(*shape, *column.shape[3:]) for name, column in others.items()}
             joined = {name: torch.cat([column, new[name]], 2) for name, column in columns.items()}
             before = torch.arange(columns["keys"].shape[2], device=keys.device)
             heads = [(before[:count], real[head // self.kv_heads]) for head, count in enumerate(self.counts)]
@@ -154,10 +155,11 @@ class EntryStore:
             most = max(SLACK, max(run.count for run in self._runs) // _SHARE)
             self._grow(max(n, min(room, most) if room else most))
 
-    def column(self, name: str) -> Float[Tensor, " places"]:
-        """A column of numbers beside the entries, to be written to; zero where it is new."""
+    def column(self, name: str, shape: tuple[int, ...] = ()) -> Float[Tensor, places * rest]:
+        """A column beside the entries, of numbers of this shape, to be written to; zero where it is new."""
         if name not in self._columns:
-            self._columns[name] = torch.zeros_like(self._columns["positions"], dtype=torch.float32)
+            positions = self._columns["positions"]
+            self._columns[name] = torch.zeros(*positions.shape, *shape, device=positions.device)
         return self._columns[name]
 
     def forget(self, name: str) -> None:

@@ -14,7 +14,7 @@ from keepset.kernels.blocks import PRODUCT_BLOCK, block_size
 from keepset.kernels.dispatch import launched_on, uses_triton
 from keepset.kernels.page_entries import Cache, addresses_of, read_pages
 from keepset.kernels.subpages import Group, Layout
-from keepset.kernels.window import received_attention
+from keepset.kernels.window import GroupSums, received_attention
 
 ReadKeys = Callable[[Int[Tensor, "kv_heads pages"]], Float[Tensor, "kv_heads entries head_dim"]]
 """Keys of whole sub-pages, as one layer numbers them, each head's pages joined."""
@@ -39,14 +39,6 @@ class EntriesInPages(NamedTuple):
     packed: Int[Tensor, "rows layers kv_heads"]
     longest: int
 
-    def of_row(self, row: int) -> EntriesInPages:
-        """Those of one request."""
-        one = slice(row, row + 1)
-        layout = Layout(*(part[one] for part in self.layout))
-        return self._replace(
-            layout=layout, block_table=self.block_table[one], lengths=self.lengths[one], packed=self.packed[one]
-        )
-
     def of_layer(self, place: int) -> EntriesInPages:
         """Those of one layer of the group."""
         layers = self.packed.shape[1]
@@ -67,10 +59,6 @@ class RecordedQueries(NamedTuple):
     slots: Int[Tensor, " rows"]
     places: Int[Tensor, "rows n"]
 
-    def of_row(self, row: int) -> RecordedQueries:
-        """Those of one request."""
-        return self._replace(slots=self.slots[row : row + 1], places=self.places[row : row + 1])
-
     def of_layers(self, layers: range) -> Float[Tensor, "layers_rows query_heads n head_dim"]:
         """The queries, layer after layer, of some of these layers."""
         chosen = self.rings[layers.start : layers.stop, self.slots[:, None], self.places]
@@ -81,30 +69,31 @@ class Received(NamedTuple):
     """What is added up, and where; columns are contiguous.
 
     Attributes:
-        column: a number for each slot `subpage * block_size + offset` of each layer of the group; it is written to.
+        column: numbers for each slot `subpage * block_size + offset` of each layer of the group; it is written to.
         last_visible: the last position that a query sees, in rising order; before the first, and it gives nothing.
-        unwritten: of how many of the newest entries of each head the column's number means nothing yet.
+        unwritten: of how many of the newest entries of each head the column's numbers mean nothing yet.
         scaling: of the logits.
-        largest: of the logits of a group the largest counts, as if its heads were one.
+        sums_of: what is added up of the query heads of a group.
         bias: of each slot, added to the logits of entries that were packed.
         positions: of each slot that was packed, whole numbers bit for bit; None where queries see all that was kept.
-        own: the column has so many places for each head instead, for its entries in their order; 0: it has slots.
+        own: of requests that have numbers of their own, instead of those at the slots, these: a place for each entry in
+            its order; None of others, and nothing at all where there are only those.
     """
 
-    column: Float[Tensor, "layers slots"]
+    column: Float[Tensor, "layers slots *group"]
     last_visible: Int[Tensor, "rows n"]
     unwritten: Int[Tensor, " rows"]
     scaling: float
-    largest: bool = False
+    sums_of: GroupSums = GroupSums.MEAN
     bias: Float[Tensor, "layers slots"] | None = None
     positions: Float[Tensor, "layers slots"] | None = None
-    own: int = 0
+    own: Sequence[Float[Tensor, "layers kv_heads places *group"] | None] = ()
 
 
 def add_received_in_pages(
     caches: Sequence[Cache], places: range, queries: RecordedQueries, entries: EntriesInPages, received: Received
 ) -> None:
-    """Adds what every entry receives of some queries: their attention, the mean over its query group, summed over them.
+    """Adds what every entry receives of some queries: their attention, summed over them.
 
     On a GPU it takes two launches for all layers, and nothing waits for the device.
 
@@ -166,11 +155,11 @@ def _add_received_of_layer(
     entries: EntriesInPages,
     received: Received,
 ) -> None:
-    kv_heads, column, of_layer = counts.shape[1], received.column.view(-1), received.column.shape[1]
-    place = torch.arange(tables.shape[-1] * size, device=column.device)
+    kv_heads, shared, of_layer = counts.shape[1], received.column.flatten(0, 1), received.column.shape[1]
+    place = torch.arange(tables.shape[-1] * size, device=shared.device)
     # Numbers of pages go on into the following layers.
     slots = (tables[..., None] * size + torch.arange(size, device=place.device)).flatten(-2)
-    slots = (layer * of_layer + slots) % column.numel()
+    slots = (layer * of_layer + slots) % len(shared)
     there, packed = place < counts[..., None], place < entries.packed[:, 0, :, None]
     # What came since the event before is whole: each entry lies as far behind its position as were dropped. What was
     # kept is older than every query, and so it is where it is taken to lie just before.
@@ -179,21 +168,21 @@ def _add_received_of_layer(
         positions = received.positions.view(-1)[slots].view(torch.int32).long().where(packed, positions)
     biases = None if received.bias is None else received.bias.view(-1)[slots].where(packed, 0)
     written = place < (counts - received.unwritten[:, None])[..., None]
-    at = slots
-    if received.own:
-        heads_of_layer = torch.arange(kv_heads, device=place.device)[:, None] * received.own
-        at = (layer * of_layer + heads_of_layer + place).expand(slots.shape)
     grouped = queries.unflatten(1, (kv_heads, -1)).flatten(0, 1)
     last = received.last_visible.repeat_interleave(kv_heads, 0)
-    heads = [part.flatten(0, 1) for part in (tables, there, positions, written, at)]
-    at_once = max(1, block_size(column.device, PRODUCT_BLOCK) // max(1, len(place) * queries.shape[-1]))
+    heads = [part.flatten(0, 1) for part in (tables, there, positions, written, slots)]
+    at_once = max(1, block_size(shared.device, PRODUCT_BLOCK) // max(1, len(place) * queries.shape[-1]))
+    if received.own:  # one after another
+        at_once = 1
     for head in range(0, counts.numel(), at_once):
         part = slice(head, head + at_once)
         table, exists, positions_here, known, target = (each[part] for each in heads)
+        column, own = shared, received.own[head // kv_heads] if received.own else None
+        if own is not None:
+            column, target = own[layer, head % kv_heads], place[None]
         bias = None if biases is None else biases.flatten(0, 1)[part]
-        sums = received_attention(
-            grouped[part], read(table), positions_here, last[part], received.scaling, exists, received.largest, bias
-        ).mean(1)
-        # A place that nothing is at may lie beyond a column of its own.
-        sums += column[target.where(exists, 0)].where(known, 0)
-        column[target[exists]] = sums[exists]
+        made = received_attention(
+            grouped[part], read(table), positions_here, last[part], received.scaling, exists, received.sums_of, bias
+        )
+        sums, before = received.sums_of.of(made)[exists], column[target[exists]]
+        column[target[exists]] = sums + before.where(known[exists].view(-1, *[1] * (sums.dim() - 1)), 0)

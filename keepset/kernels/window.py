@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
@@ -12,6 +14,25 @@ from keepset.kernels.dispatch import launched_on, uses_triton
 from keepset.kernels.packed import PackedHeads
 
 
+class GroupSums(StrEnum):
+    """What is added up of the query heads that share a KV head."""
+
+    MEAN = "mean"
+    """The mean of their attention."""
+    EACH = "each"
+    """Each head's own: as many numbers of an entry."""
+    LARGEST = "largest"
+    """The attention of one head, whose logits are the largest of theirs."""
+
+    def shape(self, group: int) -> tuple[int, ...]:
+        """Of an entry's numbers, where so many query heads share a KV head."""
+        return (group,) if self is GroupSums.EACH else ()
+
+    def of(self, sums: Float[Tensor, "*heads members entries"]) -> Float[Tensor, "*heads entries *group"]:
+        """Entries' numbers, of what they receive of every query head (`received_attention`)."""
+        return sums.transpose(-1, -2) if self is GroupSums.EACH else sums.mean(-2)
+
+
 def received_attention(
     queries: Float[Tensor, "heads group n head_dim"],
     keys: Float[Tensor, "heads entries head_dim"],
@@ -19,7 +40,7 @@ def received_attention(
     last_visible: Int[Tensor, "heads n"],
     scaling: float,
     valid: Bool[Tensor, "heads entries"] | None = None,
-    largest: bool = False,
+    sums_of: GroupSums = GroupSums.EACH,
     bias: Float[Tensor, "heads entries"] | None = None,
 ) -> Float[Tensor, "heads _ entries"]:
     """Attention of some queries over their KV head's entries, summed over the queries, in float32.
@@ -33,16 +54,17 @@ def received_attention(
             gives nothing.
         scaling: of the logits.
         valid: which entries exist; all do, unless said otherwise.
-        largest: of the logits of a group the largest counts, as if its heads were one.
+        sums_of: whether heads of a group count by themselves, or their largest logits as if they were one.
         bias: added to the logits of an entry.
 
     Returns:
-        For every query head of a group, or for one where `largest` says so.
+        For every query head of a group, or for one where it is the largest logit that counts.
     """
     heads, group, n, size = queries.shape
     entries = keys.shape[1]
     first = first_unseen(positions, last_visible, valid)
-    sums = torch.zeros(heads, 1 if largest else group, entries, device=keys.device)
+    largest = sums_of is GroupSums.LARGEST
+    totals = torch.zeros(heads, 1 if largest else group, entries, device=keys.device)
     most = block_size(keys.device, CACHE_BLOCK)
     # A block is several heads or, of one head, several queries.
     at_once = max(1, most // (max(entries, 1) * max(group * n, size)))
@@ -60,40 +82,41 @@ def received_attention(
                 logits += bias[part, None, None]
             if largest:
                 logits = logits.amax(1, keepdim=True)
-            sums[part] += masked_softmax(logits, seen[:, None]).sum(2)
-    return sums
+            totals[part] += masked_softmax(logits, seen[:, None]).sum(2)
+    return totals
 
 
 def add_received(
-    column: Float[Tensor, " places"],
+    column: Float[Tensor, places * group],
     queries: Float[Tensor, "batch query_heads n head_dim"],
     packed: PackedHeads,
     kv_heads: int,
     last_visible: Int[Tensor, "batch n"],
     scaling: float,
-    largest: bool = False,
+    sums_of: GroupSums = GroupSums.MEAN,
 ) -> None:
-    """Adds to a column of packed heads what every entry receives of these queries, the mean over its query group.
+    """Adds to a column of packed heads what every entry receives of these queries.
 
     Args:
-        column: of the heads' places; it is written to.
-        queries, last_visible, scaling, largest: as in `received_attention`, of all requests.
+        column: numbers of the heads' places; it is written to.
+        queries, last_visible, scaling: as in `received_attention`, of all requests.
         packed: all heads of all requests.
         kv_heads: of one request.
+        sums_of: what is added up of the query heads of a group.
     """
     if uses_triton(packed.keys.device):
         from keepset.kernels.triton import window  # loads Triton
 
         with launched_on(packed.keys.device):
-            return window.add_received(column, queries, packed, kv_heads, last_visible, scaling, largest)
+            return window.add_received(column, queries, packed, kv_heads, last_visible, scaling, sums_of)
     grouped = queries.unflatten(1, (kv_heads, -1)).flatten(0, 1)
     last = last_visible[:, None].expand(-1, kv_heads, -1).flatten(0, 1)
     for run in packed.pieces:
         heads = slice(run.first, run.first + run.heads)
         keys, positions = packed.keys_of(run), run.view(packed.positions)
         bias = None if packed.bias is None else run.view(packed.bias)
-        sums = received_attention(grouped[heads], keys, positions, last[heads], scaling, None, largest, bias)
-        run.view(column).add_(sums.mean(1))
+        sums = received_attention(grouped[heads], keys, positions, last[heads], scaling, None, sums_of, bias)
+        run.view(column).add_(sums_of.of(sums))
 
 
 def first_unseen(

@@ -20,6 +20,7 @@ from keepset.core.select import ranked_scores, top_mask
 from keepset.core.shapes import Quotas, Scores
 from keepset.core.tables import Tables, load, neutral, say_neutral
 from keepset.kernels.dispatch import upload
+from keepset.kernels.window import GroupSums
 
 Received = Float[Tensor, "batch positions"]
 """What every position receives of the window's attention, over all layers and heads (equation 6)."""
@@ -85,9 +86,7 @@ class CompilerKV(Method):
 
     @property
     def needs(self) -> Needs:
-        # Where all heads' attention is one, its sums will do, and of the queries how many heads there are.
-        summed = Needs(WindowAttention(self.window), RecentQueries(1))
-        needs = summed if self.global_mean else Needs(RecentQueries(self.window))
+        needs = Needs(self._attention, RecentQueries(1))  # of the queries how many heads there are
         if self._reads and self.tables:
             load(self.tables)  # or its own sentence, before a prompt has run for nothing
             needs |= Needs(ModelTables(self.tables))
@@ -127,6 +126,10 @@ class CompilerKV(Method):
         return KeepSet(parts)
 
     @property
+    def _attention(self) -> WindowAttention:
+        return WindowAttention(self.window, sums_of=GroupSums.MEAN if self.global_mean else GroupSums.EACH)
+
+    @property
     def _reads(self) -> bool:
         return self.head_table or (self.elastic and self.gate)
 
@@ -152,10 +155,9 @@ class CompilerKV(Method):
         total = observations[0].valid.new_zeros(len(observations[0].valid), longest, dtype=torch.float32)
         heads = 0
         for observation in observations:
-            if self.global_mean:
-                usage = observation[WindowAttention(self.window)].received
-            else:
-                usage = observation.by_query_group(observation.window_usage(self.window)).mean(2)
+            usage = observation[self._attention].received
+            if not self.global_mean:
+                usage = usage.mean(-1)
             total.scatter_add_(1, _places(observation, longest).flatten(1), usage.nan_to_num(0.0).flatten(1))
             heads += usage.shape[1]
         return total / heads
@@ -178,7 +180,7 @@ class CompilerKV(Method):
             shared = received.gather(1, _places(observation, received.shape[1]).flatten(1))
             attention = shared.view(observation.valid.shape)[:, :, None]
         else:
-            attention = observation.by_query_group(observation.window_usage(self.window))
+            attention = observation[self._attention].received.transpose(2, 3)
         if self.relative_norm:
             attention = attention * _relative_norms(observation)[:, :, None]
         return attention

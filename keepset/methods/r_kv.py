@@ -14,6 +14,7 @@ from keepset.core.features.window import WindowAttention
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
 from keepset.core.shapes import Mask, Scores
+from keepset.kernels.window import GroupSums
 
 _BLOCK = 2**20
 """Similarities at a time, of all heads together."""
@@ -62,7 +63,9 @@ class RKV(Method):
 
     @property
     def _attention(self) -> WindowAttention:
-        return WindowAttention(self.window, history=True, largest=self.group == "max")
+        return WindowAttention(
+            self.window, history=True, sums_of=GroupSums.LARGEST if self.group == "max" else GroupSums.MEAN
+        )
 
     def score(self, observation: Observation) -> Scores:
         history = observation.valid & (observation.positions < observation.lengths[:, None, None] - self.window)

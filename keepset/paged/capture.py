@@ -103,9 +103,9 @@ class _Step:
         return waiting
 
     def _from_rings(self, waiting: list[_Waiting]) -> list[QueryAddition]:
-        groups: defaultdict[tuple[bool, bool], list[_Waiting]] = defaultdict(list)
+        groups: defaultdict[bool, list[_Waiting]] = defaultdict(list)
         for each in waiting:
-            groups[each.ends_prompt, each.own].append(each)
+            groups[each.ends_prompt].append(each)
         return [self._additions(group, self._recording.waiting) for group in groups.values()]
 
     def _additions(self, waiting: list[_Waiting], number: int, **source: int) -> QueryAddition:
@@ -115,9 +115,18 @@ class _Step:
         positions = stops[:, None] + torch.arange(-number, 0, device=stops.device)
         entries = self._entries(self._batch, [one.request for one in waiting])
         ends_prompt = waiting[0].ends_prompt
-        owners = [(one.slot, one.request.after) for one in waiting if one.own]
+        owners = [(one.slot, one.request.after) if one.own else None for one in waiting]
         return QueryAddition(
-            slots, positions, begins, points, ends_prompt, lengths, unwritten, owners, entries, **source
+            slots,
+            positions,
+            begins,
+            points,
+            ends_prompt,
+            lengths,
+            unwritten,
+            owners if any(owners) else (),
+            entries,
+            **source,
         )
 
     def _capture(self, places: list[tuple[int, int, int]]) -> QueryCapture | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
 from jaxtyping import Float, Int
@@ -21,32 +21,39 @@ COLUMN_BYTES = 4
 """Of one number."""
 
 
-def columns_of(recipe: Recipe, saves: bool = False) -> tuple[str, ...]:
-    """Names of the numbers that an entry has under a recipe; `saves`: where it comes from is asked at the end."""
+def columns_of(recipe: Recipe, group: int, saves: bool = False) -> dict[str, tuple[int, ...]]:
+    """The numbers that an entry has under a recipe: their names, and the shape of each.
+
+    Args:
+        recipe: that is executed.
+        group: query heads to a KV head.
+        saves: whether it is asked at the end where entries come from.
+    """
     method: Method = recipe.method
-    sums = tuple(feature.column for feature in method.needs.of(WindowAttention))
+    sums = {feature.column: feature.sums_of.shape(group) for feature in method.needs.of(WindowAttention)}
     # Without a later event nobody asks where an entry came from: but attention does for its bias.
     biases = (BIAS,) if method.biased else ()
-    if recipe.schedule.every is None:
-        return (*biases, *([POSITION] if saves else []), *sums)
-    return (POSITION, *method.remembers, *sums)
+    single = (*biases, *([POSITION] if saves else []))
+    return dict.fromkeys(single if recipe.schedule.every is None else (POSITION, *method.remembers), ()) | sums
 
 
 class EntryColumns:
     """Those of some layers.
 
     Args:
-        names: of the columns.
+        columns: their names, and the shape of an entry's numbers in each.
         layers, slots: how many of them there are.
         block_size: tokens per page.
         device: of the cache.
     """
 
-    def __init__(self, names: Sequence[str], layers: int, slots: int, block_size: int, device: torch.device) -> None:
-        self._columns = {name: torch.zeros(layers, slots, device=device) for name in names}
+    def __init__(
+        self, columns: Mapping[str, tuple[int, ...]], layers: int, slots: int, block_size: int, device: torch.device
+    ) -> None:
+        self._columns = {name: torch.zeros(layers, slots, *shape, device=device) for name, shape in columns.items()}
         self._block_size = block_size
 
-    def __getitem__(self, name: str) -> Float[Tensor, "layers slots"]:
+    def __getitem__(self, name: str) -> Float[Tensor, "layers slots *rest"]:
         return self._columns[name]
 
     def __contains__(self, name: str) -> bool:
@@ -69,12 +76,12 @@ class EntryColumns:
 
     def read(
         self, name: str, places: range, slots: Int[Tensor, "rows kv_heads entries"]
-    ) -> Float[Tensor, "layers_rows kv_heads entries"]:
+    ) -> Float[Tensor, "layers_rows kv_heads entries *rest"]:
         """A column's numbers of these slots in these layers."""
-        column = self[name]
+        column = self[name].flatten(0, 1)
         # Numbers of pages go on into the following layers.
-        layers = torch.arange(places.start, places.stop, device=slots.device)[:, None, None, None] * column.shape[1]
-        return column.view(-1)[(layers + slots) % column.numel()].flatten(0, 1)
+        layers = torch.arange(places.start, places.stop, device=slots.device)[:, None, None, None]
+        return column[(layers * self[name].shape[1] + slots) % len(column)].flatten(0, 1)
 
     def write(
         self, name: str, layers: Int[Tensor, " n"], slots: Int[Tensor, " n"], numbers: Float[Tensor, " n"]

@@ -99,8 +99,8 @@ class LayerGroup:
     @cached_property
     def columns(self) -> EntryColumns:
         """Numbers of entries, once there is a cache."""
-        pages, names = self._pages[0](), columns_of(self.recipe, self._saves)
-        return EntryColumns(names, len(self.layers), pages.slots, self._block_size, pages.device)
+        pages, columns = self._pages[0](), columns_of(self.recipe, self.planner.recording.group, self._saves)
+        return EntryColumns(columns, len(self.layers), pages.slots, self._block_size, pages.device)
 
     def record(self, places: range, plan: StepPlan, queries: Float[Tensor, "layers n query_heads head_dim"]) -> None:
         """Notes of a step's queries what events will look at, once these layers have attended.

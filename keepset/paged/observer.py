@@ -21,7 +21,7 @@ from keepset.core.shapes import HiddenStates, Queries
 from keepset.core.statistics import load
 from keepset.errors import UnsupportedModelError
 from keepset.kernels.moments import Moments
-from keepset.kernels.paged_window import Received, RecordedQueries
+from keepset.kernels.paged_window import Received
 from keepset.paged.engine import Pages, QueryProjection
 from keepset.paged.entry_columns import POSITION, EntryColumns
 from keepset.paged.own_sums import OwnSums
@@ -87,17 +87,16 @@ class Observer:
         for feature in self._recording.sums:
             last = feature.last_visible(addition.positions, addition.points)
             last = last.masked_fill(~self._counts(feature, addition), -1)
-            if addition.owners:
-                self._add_up_own(places, feature, addition, rows, pages, last)
-                continue
+            own = [None if of is None else self._own_column(*of, feature, last.device) for of in addition.owners]
             received = Received(
                 columns[feature.column],
                 last,
                 addition.unwritten,
                 self._scaling,
-                feature.largest,
+                feature.sums_of,
                 columns.bias,
                 columns[POSITION] if feature.history and POSITION in columns else None,
+                own,
             )
             add_received(pages, places, rows, addition.entries(), received)
         if not addition.ends_prompt:
@@ -109,25 +108,11 @@ class Observer:
                     few = rows.of_layers(range(some.start - places.start, some.stop - places.start))
                     self._passing.add_moments(some, of, addition, few, exists, self._scaling, source)
 
-    def _add_up_own(
-        self,
-        places: range,
-        feature: WindowAttention,
-        addition: QueryAddition,
-        queries: RecordedQueries,
-        pages: Sequence[Pages],
-        last: Int[Tensor, "rows n"],
-    ) -> None:
-        """The same of requests that others may share pages with: their entries' numbers are not at the pages' slots."""
-        entries = addition.entries()
-        for row, (slot, tokens) in enumerate(addition.owners):
-            one, device = slice(row, row + 1), last.device
-            own = self._own.column(slot, feature.column, tokens, device)
-            room = own.shape[2]
-            received = Received(
-                own.flatten(1), last[one], addition.unwritten[one], self._scaling, feature.largest, own=room
-            )
-            add_received(pages, places, queries.of_row(row), entries.of_row(row), received)
+    def _own_column(
+        self, slot: int, tokens: int, feature: WindowAttention, device: torch.device
+    ) -> Float[Tensor, "layers kv_heads places *group"]:
+        """Of a request that others may share pages with: its entries' numbers, which are not at the pages' slots."""
+        return self._own.column(slot, feature.column, feature.sums_of.shape(self._recording.group), tokens, device)
 
     def _counts(self, feature: WindowAttention | QueryMoments, addition: QueryAddition) -> Bool[Tensor, "rows n"]:
         """Which of the queries are in its window and not yet added up."""
@@ -163,9 +148,10 @@ class Observer:
             by_layer = received.unflatten(0, (len(places), -1))
             for row, record in enumerate(event.records):
                 if record.own:
-                    own = self._own.column(record.slot, feature.column, width, slots.device)
+                    own = self._own_column(record.slot, width, feature, slots.device)
                     by_layer[:, row] = own[places.start : places.stop, :, :width]
-            made[feature] = WindowSums(received.where(there, 0), self._recording.window(feature, event.ends_prompt))
+            there_is = there.view(*there.shape, *[1] * (received.dim() - there.dim()))
+            made[feature] = WindowSums(received.where(there_is, 0), self._recording.window(feature, event.ends_prompt))
         return made
 
     def _of_prompts(self, event: EvictionEvent, places: range, width: int) -> dict[Feature[Any], Any]:

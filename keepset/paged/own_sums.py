@@ -7,7 +7,7 @@ every request's own then, and the page's slots have one number for all of them.
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 _ROOM = 64
@@ -31,21 +31,16 @@ class OwnSums:
         return sum(column.nbytes for column in self._columns.values())
 
     def column(
-        self, slot: int, name: str, entries: int, device: torch.device
-    ) -> Float[Tensor, "layers kv_heads places"]:
-        """A request's, with room for so many entries at least; it is written to."""
+        self, slot: int, name: str, shape: tuple[int, ...], entries: int, device: torch.device
+    ) -> Float[Tensor, "layers kv_heads places *rest"]:
+        """A request's numbers of this shape, with room for so many entries at least; it is written to."""
         column = self._columns.get((slot, name))
         if column is None or column.shape[2] < entries:
-            grown = torch.zeros(self._layers, self._kv_heads, entries + _ROOM, device=device)
+            grown = torch.zeros(self._layers, self._kv_heads, entries + _ROOM, *shape, device=device)
             if column is not None:
-                grown[..., : column.shape[2]] = column
+                grown[:, :, : column.shape[2]] = column
             self._columns[slot, name] = column = grown
         return column
-
-    def places(self, entries: int, room: int, device: torch.device) -> Int[Tensor, "1 kv_heads entries"]:
-        """Where a layer's flat column of so much room has so many entries."""
-        within = torch.arange(entries, device=device).clamp(max=room - 1)
-        return (torch.arange(self._kv_heads, device=device)[:, None] * room + within)[None]
 
     def forget(self, slot: int) -> None:
         """The request's event is over."""

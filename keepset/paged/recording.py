@@ -23,12 +23,14 @@ class Recording:
         moments: what is made of queries that need not be held, because it weighs less than they do.
         newest: queries that events look at themselves.
         waiting: queries that wait to be added up, at most.
+        group: query heads to a KV head.
     """
 
     sums: tuple[WindowAttention, ...]
     moments: tuple[QueryMoments, ...]
     newest: int
     waiting: int
+    group: int
     _every: int | None
 
     @classmethod
@@ -50,7 +52,7 @@ class Recording:
         streamed = tuple(feature for feature in moments if min(feature.buffer, every or 0) > max(weight, waiting))
         held = [min(feature.buffer, every or 0) for feature in moments if feature not in streamed]
         sums = tuple(needs.of(WindowAttention))
-        return cls(sums, streamed, max([needs.newest, *held]), waiting, every)
+        return cls(sums, streamed, max([needs.newest, *held]), waiting, group, every)
 
     def __bool__(self) -> bool:
         """Whether queries are looked at at all."""

@@ -106,7 +106,7 @@ class QueryAddition:
         points, ends_prompt: tokens at the event, and whether these are prompts' ends.
         lengths: tokens of each request.
         unwritten: newest entries of each head that have no number yet.
-        owners: slots and tokens of the requests, where their sums are their own (`OwnSums`); else none.
+        owners: slots and tokens of requests whose sums are their own (`OwnSums`), None of others; empty where all are.
         entries: says where the layers have the entries, once the step is planned.
         held: slot of the one request whose queries are held in whole.
         first_query: of the one request whose queries are this step's.
@@ -119,7 +119,7 @@ class QueryAddition:
     ends_prompt: bool
     lengths: Int[Tensor, " rows"]
     unwritten: Int[Tensor, " rows"]
-    owners: Sequence[tuple[int, int]]
+    owners: Sequence[tuple[int, int] | None]
     entries: Callable[[], EntriesInPages]
     held: int | None = None
     first_query: int | None = None

@@ -19,7 +19,6 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from keepset.errors import UnsupportedEngineError
-from keepset.paged.entry_columns import columns_of
 from keepset.paged.event_queue import EventQueue
 from keepset.paged.grouping import group_leader
 from keepset.paged.layer_group import LayerGroup
@@ -122,8 +121,8 @@ class EngineContext:
             self._passing = self._room(len(indices))
             entry_bytes, longest = 2 * spec.head_size * spec.dtype.itemsize, self.config.model_config.max_model_len
             shape = Shape(len(indices), spec.num_kv_heads, entry_bytes, longest)
-            columns = columns_of(self.recipe, save_limit_of(self.config) > 0)
-            self._reserve = reserve(self.config, self.recipe, len(columns), shape)
+            saves = save_limit_of(self.config) > 0
+            self._reserve = reserve(self.config, self.recipe, self.recording.group, saves, shape)
             self._tape = self._make_tape(len(indices))
         scheduler = self.config.scheduler_config
         return KeepSpec.wrap(

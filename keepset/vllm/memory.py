@@ -7,6 +7,7 @@ while: for these as much is held, while vLLM measures, as they can come to.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ from vllm.platforms import current_platform
 
 from keepset.allocators.rewriter import Rewriter
 from keepset.core.features.window import WindowAttention
-from keepset.paged.entry_columns import COLUMN_BYTES
+from keepset.paged.entry_columns import COLUMN_BYTES, columns_of
 from keepset.paged.grouping import table_per_head
 from keepset.paged.paged_observation import AT_ONCE
 from keepset.paged.step import OF_ALL
@@ -45,9 +46,9 @@ class Shape:
     longest: int
 
 
-def column_bytes(columns: int, pool: int, entry_bytes: int) -> int:
+def column_bytes(numbers: int, pool: int, entry_bytes: int) -> int:
     """Of so many numbers of each entry, of so many bytes for the cache and them together."""
-    beside = columns * COLUMN_BYTES
+    beside = numbers * COLUMN_BYTES
     return pool * beside // (entry_bytes + beside)
 
 
@@ -64,20 +65,21 @@ def event_bytes(recipe: Recipe, shape: Shape) -> int:
     return _COPIES * max(AT_ONCE, looked_at) + moved + _PER_ENTRY * max(OF_ALL, entries)
 
 
-def own_bytes(recipe: Recipe, shape: Shape) -> int:
+def own_bytes(recipe: Recipe, group: int, shape: Shape) -> int:
     """Of one request's own sums (`OwnSums`), which those of one prefix need whose windows are open at the same time."""
-    sums = len(recipe.method.needs.of(WindowAttention))
+    sums = sum(math.prod(feature.sums_of.shape(group)) for feature in recipe.method.needs.of(WindowAttention))
     return sums * COLUMN_BYTES * shape.layers * shape.kv_heads * shape.longest
 
 
-def reserve(config: VllmConfig, recipe: Recipe, columns: int, shape: Shape) -> Tensor | None:
+def reserve(config: VllmConfig, recipe: Recipe, group: int, saves: bool, shape: Shape) -> Tensor | None:
     """Holds so much; to be dropped as soon as vLLM has measured. None where it measures nothing."""
     cache = config.cache_config
     if not current_platform.is_cuda_alike() or cache.kv_cache_memory_bytes:
         return None
     free, total = torch.cuda.mem_get_info()
     pool = max(0, int(cache.gpu_memory_utilization * total) - (total - free))
-    needed = column_bytes(columns, pool, shape.entry_bytes) + event_bytes(recipe, shape)
+    numbers = sum(map(math.prod, columns_of(recipe, group, saves).values()))
+    needed = column_bytes(numbers, pool, shape.entry_bytes) + event_bytes(recipe, shape)
     if cache.enable_prefix_caching:
-        needed += own_bytes(recipe, shape)
+        needed += own_bytes(recipe, group, shape)
     return torch.empty(min(needed, free), dtype=torch.uint8, device=current_platform.device_type)

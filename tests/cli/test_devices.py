@@ -86,7 +86,7 @@ def test_every_input_follows_the_model(
     # Tensors that pose are none of inference's.
     monkeypatch.setattr(torch, "inference_mode", torch.no_grad)
     monkeypatch.setattr(models, "load", lambda *_: (model, embedded[1]))
-    with Gpu(monkeypatch) as gpu:
+    with Gpu(monkeypatch, computes=False) as gpu:
         on_gpu(model)
         done = run(*COMMANDS[name])
     assert done.code == 0, done.err
@@ -99,7 +99,7 @@ def test_a_saved_context_is_asked_where_the_model_lies(
     model = tiny_model()
     (tmp_path / "text.txt").write_text("A text that goes on and on. " * 20, "utf-8")
     monkeypatch.setattr(models, "load", lambda *_: (model, embedded[1]))
-    with Gpu(monkeypatch) as gpu:
+    with Gpu(monkeypatch, computes=False) as gpu:
         on_gpu(model)
         assert run(*COMMANDS["context"]).code == 0
         gpu.reset()

@@ -160,7 +160,7 @@ def test_launches_do_not_grow_with_rows(triton_interpreted: None, monkeypatch: p
     model = copy.deepcopy(tiny("llama"))
     recipes = ["adakv(knorm, keep=5)", "pyramid(knorm, keep=4, every=100)", RECIPES["full"]]
     counted = {}
-    with Gpu(monkeypatch) as gpu:
+    with Gpu(monkeypatch, computes=False) as gpu:
         on_gpu(model)
         for rows in (1, 2, 5):
             caches = [keepset.Cache(model, recipes[row % 3]) for row in range(rows)]

@@ -205,14 +205,18 @@ class Naive:
 
     def received(self, layer: Layer, of: WindowAttention, point: int, padded: Tensor, valid: Tensor) -> Tensor:
         """What every entry was paid, query by query."""
-        sums = torch.zeros(len(layer.kept), 1000)
+        each = of.sums_of == "each"
+        group = layer.seen[point - 1][0][1].shape[0]
+        sums = torch.zeros(len(layer.kept), 1000, *[group] * each)
         for at in range(self.since(point, of.window), point):
             for head, (seen, logits) in enumerate(layer.seen[at]):
                 asked = torch.tensor([not of.history or p < point - of.window for p in seen])
                 if asked.any():
-                    attention = (logits.amax(0, keepdim=True) if of.largest else logits)[:, asked].softmax(-1).mean(0)
-                    sums[head, torch.tensor(seen)[asked]] += attention
-        return sums.gather(1, padded) * valid
+                    largest = of.sums_of == "largest"
+                    attention = (logits.amax(0, keepdim=True) if largest else logits)[:, asked].softmax(-1)
+                    sums[head, torch.tensor(seen)[asked]] += attention.t() if each else attention.mean(0)
+        of_entries = sums[torch.arange(len(sums))[:, None], padded]
+        return of_entries * valid.view(*valid.shape, *[1] * each)
 
     def moments(self, layer: Layer, start: int, point: int) -> QueryDistribution:
         module = layer.module
@@ -334,6 +338,7 @@ RECIPES: dict[str, Callable[..., keepset.Recipe]] = {
         "ranges_protected": "adakv(snapkv(window=3), keep=14, protect=[[2, 5], [9, 11]])",
         "random_protected": "random(keep=9, recent=2, every=1, protect_prompt=True)",
         "adakv_protected": "adakv(snapkv(window=3), keep=27, every=1, protect_prompt=True)",
+        "compilerkv_each_head": "compilerkv(window=4, elastic=False, global_mean=False, keep=10)",
         "adakv_keydiff": "adakv(keydiff, floor=0.6, keep=9)",
         "adakv_lagkv": "adakv(lagkv(lag=3, skip=1), keep=9)",
         "adakv_r_kv": "adakv(r_kv(window=3, kernel=3), keep=9)",
@@ -357,6 +362,7 @@ def uncompressed() -> Tensor:
 
 
 by_recipe = pytest.mark.parametrize("name", RECIPES)
+pytestmark = pytest.mark.filterwarnings("ignore:compilerkv has no tables")
 by_dropping = pytest.mark.parametrize("name", [name for name in RECIPES if "protected" not in name])
 with_prefill = pytest.mark.parametrize("prefill", [True, False], ids=["prefill", "no prefill"])
 

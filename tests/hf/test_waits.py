@@ -30,7 +30,7 @@ def step(model: Any, cache: Any, tokens: Tensor) -> None:
 @pytest.fixture(scope="module")
 def usual() -> tuple[Any, int]:
     """A model of one layer on the GPU, and what a decoded token launches with transformers' own cache."""
-    with pytest.MonkeyPatch.context() as patch, Gpu(patch) as gpu, torch.no_grad():
+    with pytest.MonkeyPatch.context() as patch, Gpu(patch, computes=False) as gpu, torch.no_grad():
         model = on_gpu(copy.deepcopy(tiny("llama_shallow")))
         tokens = Posing(prompt(2, LENGTH))
         model.set_attn_implementation("sdpa")
@@ -52,7 +52,7 @@ def test_waits_and_launches(
 ) -> None:
     (model, launches), ids = usual, prompt(2, LENGTH)
     layers = model.config.num_hidden_layers
-    with Gpu(monkeypatch) as gpu, torch.no_grad():
+    with Gpu(monkeypatch, computes=False) as gpu, torch.no_grad():
         tokens = Posing(ids)
         try:
             cache = keepset.Cache(model, f"{recipe(method, 12)[:-1]}, every={EVERY})")
@@ -94,7 +94,7 @@ def test_an_event_waits_once_for_all_layers(
     monkeypatch.setitem(ARCHITECTURES, f"llama_{layers}_layers", ("llama", {"num_hidden_layers": layers}))
     model, (ids, mask) = copy.deepcopy(tiny(f"llama_{layers}_layers")), left_padded(prompt(2, LENGTH), [0, 7])
     text, every = method if "(" in method else recipe(method, 12), 2
-    with Gpu(monkeypatch) as gpu, torch.no_grad():
+    with Gpu(monkeypatch, computes=padded) as gpu, torch.no_grad():
         on_gpu(model)
         tokens = Posing(ids)
         if keepset.Recipe.parse(text).method.needs.unrotated:
@@ -147,7 +147,7 @@ def test_padded_batches_of_ragged_heads(triton_interpreted: None, monkeypatch: p
     """A decoded token takes no more launches than under transformers' own cache, and both look at the mask once."""
     model, (ids, mask) = copy.deepcopy(tiny("llama")), left_padded(prompt(2, LENGTH), [0, 7])
     counted = []
-    with Gpu(monkeypatch) as gpu, torch.no_grad():
+    with Gpu(monkeypatch, computes=False) as gpu, torch.no_grad():
         on_gpu(model)
         for text in (None, "adakv(knorm, keep=7)"):
             model.set_attn_implementation("sdpa")

@@ -76,10 +76,15 @@ KERNELS = [
             kernel,
             {**WINDOW, **more, "keys_kind": "*i8" if largest else "*bf16"},
             dict(TOKENS=4, WIDE=4, GROUP=4, ROWS=4 if largest else 16, BLOCK=64, LARGEST=largest, BIASED=True,
-                 INT8=largest, ALIGNED=True, PARTS=16, **HEAD),
+                 INT8=largest, ALIGNED=True, PARTS=16, **constants, **HEAD),
         )
-        for kernel, more in ((window._window_lse, {}), (window._add_received, dict(first_position="i64")))
-        for largest in (False, True)
+        for kernel, more, constants, largest in (
+            (window._window_lse, {}, {}, False),
+            (window._window_lse, {}, {}, True),
+            (window._add_received, dict(first_position="i64"), dict(MEAN=True, NUMBERS=1), False),
+            (window._add_received, dict(first_position="i64"), dict(MEAN=False, NUMBERS=1), True),
+            (window._add_received, dict(first_position="i64"), dict(MEAN=False, NUMBERS=4), False),
+        )
     ),
     *(
         (
@@ -90,7 +95,14 @@ KERNELS = [
         )
         for kernel, more, constants in (
             (paged_window._paged_lse, {}, {}),
-            (paged_window._add_in_pages, dict(column="*fp32", unwritten="*i64"), dict(OWN=False)),
+            *(
+                (
+                    paged_window._add_in_pages,
+                    dict(column="*fp32", unwritten="*i64", owns="*i64"),
+                    dict(OWN=own, MEAN=numbers == 1, NUMBERS=numbers),
+                )
+                for own, numbers in ((False, 1), (True, 1), (True, 4))
+            ),
         )
     ),
     *(
@@ -129,6 +141,6 @@ def test_for_compute_capabilities(capability: int) -> None:
     )
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert len(lines) == 18
+    assert len(lines) == 21
     # What a multiprocessor of the smallest of them has.
     assert all(int(shared) <= 163 * 1024 and int(size) > 0 for _, shared, size in lines)

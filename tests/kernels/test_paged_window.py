@@ -10,6 +10,7 @@ from torch import Tensor
 
 from keepset.kernels.paged_window import EntriesInPages, Received, RecordedQueries, add_received_in_pages
 from keepset.kernels.subpages import Layout
+from keepset.kernels.window import GroupSums
 from tests.kernels.test_paged import Case, _slots, at
 from tests.kernels.test_window import TOLERANCE
 
@@ -43,14 +44,17 @@ def place(case: Case, slot: int) -> tuple[int, int]:
     return (1 + slot // slots) % 2, slot % slots
 
 
-def expected(case: Case, queries: Tensor, received: Received, unwritten: list[int]) -> dict[int, float]:
-    """By slot, or by place in a column of its own, the sum of the second layer."""
+def expected(
+    case: Case, queries: Tensor, received: Received, unwritten: list[int]
+) -> dict[tuple[int, int, int, int], list[float]]:
+    """By request, head, entry and slot the numbers of the second layer."""
     blocks, kv_heads, size, width = case.caches[0].shape
     group, sums = queries.shape[1] // kv_heads, {}
     for r, row in enumerate(case.rows):
         for head in range(kv_heads):
             slots, kept = _slots(row, head, size), int(case.layout.counts[r, 0, head])
-            made = [BEFORE if i < len(slots) - unwritten[r] else 0.0 for i in range(len(slots))]
+            numbers = group if received.sums_of == "each" else 1
+            made = [[BEFORE if i < len(slots) - unwritten[r] else 0.0] * numbers for i in range(len(slots))]
             for n in range(queries.shape[2]):
                 last = int(received.last_visible[r, n])
                 seen = [i for i, (_, position) in enumerate(slots) if position <= last]
@@ -66,26 +70,31 @@ def expected(case: Case, queries: Tensor, received: Received, unwritten: list[in
                         bias = case.bias[place(case, slot)] if received.bias is not None and i < kept else 0.0
                         of_member.append(float(key.double() @ queries[r, member, n].double() * received.scaling + bias))
                     logits.append(of_member)
-                if received.largest:
+                if received.sums_of == "largest":
                     logits = [[max(members) for members in zip(*logits, strict=True)]]
-                for of_member in logits:
+                for member, of_member in enumerate(logits):
                     most = max(of_member, default=0.0)
                     total = sum(math.exp(each - most) for each in of_member)
                     for i, each in zip(seen, of_member, strict=True):
-                        made[i] += math.exp(each - most) / total / len(logits)
-            for i, each in enumerate(made):
-                sums[head * received.own + i if received.own else slots[i][0]] = each
+                        attention = math.exp(each - most) / total
+                        if numbers == group:
+                            made[i][member] += attention
+                        else:
+                            made[i][0] += attention / len(logits)
+            sums |= {(r, head, i, slots[i][0]): each for i, each in enumerate(made)}
     return sums
 
 
 @pytest.mark.cross
 @pytest.mark.parametrize("positioned", [False, True])
 @pytest.mark.parametrize("group", [1, 3, 8])
-@pytest.mark.parametrize("largest", [False, True])
+@pytest.mark.parametrize("sums_of", GroupSums)
 @pytest.mark.parametrize("n", [1, 4])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_sums(implementation: str, dtype: torch.dtype, n: int, largest: bool, group: int, positioned: bool) -> None:
-    """Some of the queries see nothing, or do not exist."""
+def test_sums(
+    implementation: str, dtype: torch.dtype, n: int, sums_of: GroupSums, group: int, positioned: bool
+) -> None:
+    """Some of the queries see nothing, or do not exist. With positions, two requests' numbers are their own."""
     kv_heads, size, dim = 2, 4, 10
     case = Case.draw(LENGTHS, NEW, kv_heads, size, dim, dtype)
     draw, rows = torch.Generator().manual_seed(n), len(LENGTHS)
@@ -94,31 +103,25 @@ def test_sums(implementation: str, dtype: torch.dtype, n: int, largest: bool, gr
     at_places = torch.randint(6, (rows, n), generator=draw)
     last = torch.stack([torch.randint(-1, row.length, (n,), generator=draw) for row in case.rows]).sort().values
     unwritten = [min(2, row.length) for row in case.rows]
-    columns = torch.full(case.bias.shape, BEFORE)
+    columns = torch.full((*case.bias.shape, *sums_of.shape(group)), BEFORE)
+    room = 2, kv_heads, 24, *sums_of.shape(group)
+    own = [torch.full(room, BEFORE) if row in (1, 2) else None for row in range(rows)] if positioned else []
     bias, positions = case.bias if group == 3 else None, positions_of(case, size) if positioned else None
-    received = Received(columns, last, torch.tensor(unwritten), 0.3, largest, bias, positions)
+    received = Received(columns, last, torch.tensor(unwritten), 0.3, sums_of, bias, positions, own)
     held, queries = in_pages(case, 2), RecordedQueries(rings, slots, at_places)
     add_received_in_pages(case.caches, range(1, 2), queries, held, received)
     few = torch.stack([rings[0, slot, own] for slot, own in zip(slots, at_places, strict=True)]).transpose(1, 2)
     right = torch.full_like(columns, BEFORE, dtype=torch.float64)
-    for slot, each in expected(case, few, received, unwritten).items():
-        right[place(case, slot)] = each
+    rights = [None if of is None else torch.full_like(of, BEFORE, dtype=torch.float64) for of in own]
+    for (row, head, i, slot), each in expected(case, few, received, unwritten).items():
+        if own and (of := rights[row]) is not None:
+            of[1, head, i] = torch.tensor(each).view(of.shape[3:])
+        else:
+            right[place(case, slot)] = torch.tensor(each).view(right.shape[2:])
     torch.testing.assert_close(columns.double(), right, **TOLERANCE[dtype])
-
-
-def test_numbers_of_ones_own(implementation: str) -> None:
-    """Of a request that nothing was dropped of, beside others in the same pages: an entry's place is its position."""
-    case = Case.draw([9], [9], 2, 4, 8, torch.float32)
-    draw = torch.Generator().manual_seed(0)
-    rings, room = torch.randn(1, 1, 3, 6, 8, generator=draw), 11
-    column, last = torch.full((2, 2 * room), BEFORE), torch.tensor([[6, 7, 8]])
-    received = Received(column, last, torch.tensor([3]), 0.3, own=room)
-    queries = RecordedQueries(rings, torch.tensor([0]), torch.arange(3)[None])
-    add_received_in_pages(case.caches, range(1, 2), queries, in_pages(case, 2), received)
-    right = torch.full((2, 2 * room), BEFORE, dtype=torch.float64)
-    for own, each in expected(case, rings[0].transpose(1, 2), received, [3]).items():
-        right[1, own] = each
-    torch.testing.assert_close(column.double(), right, rtol=1e-5, atol=1e-6)
+    for of, made in zip(rights, own, strict=True):
+        if of is not None and made is not None:
+            torch.testing.assert_close(made.double(), of, **TOLERANCE[dtype])
 
 
 @pytest.mark.full
@@ -149,16 +152,16 @@ def test_one_layout_of_all_layers_and_long_heads(triton_interpreted: None) -> No
                 torch.testing.assert_close(made.double(), right, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("largest", [False, True])
+@pytest.mark.parametrize("sums_of", GroupSums)
 @pytest.mark.parametrize("strange", [math.nan, math.inf])
-def test_what_is_no_number_spoils_its_own_head_only(implementation: str, strange: float, largest: bool) -> None:
+def test_what_is_no_number_spoils_its_own_head_only(implementation: str, strange: float, sums_of: GroupSums) -> None:
     case = Case.draw([9], [9], 2, 4, 8, torch.float32)
     spoilt = _slots(case.rows[0], 1, 4)
     slot = spoilt[2][0]
     layer, *there = at(slot, 4, 2, len(case.caches[0]))
     case.caches[layer][tuple(there)][0] = strange
-    column = torch.zeros(case.bias.shape)
-    received = Received(column, torch.tensor([[8, 8]]), torch.tensor([9]), 0.3, largest)
+    column = torch.zeros(*case.bias.shape, *sums_of.shape(2))
+    received = Received(column, torch.tensor([[8, 8]]), torch.tensor([9]), 0.3, sums_of)
     queries = RecordedQueries(torch.ones(1, 1, 2, 4, 8), torch.tensor([0]), torch.arange(2)[None])
     add_received_in_pages(case.caches, range(1, 2), queries, in_pages(case, 2), received)
     whole = [slot for slot, _ in _slots(case.rows[0], 0, 4)]

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from keepset.kernels.packed import PackedHeads
-from keepset.kernels.window import add_received
+from keepset.kernels.window import GroupSums, add_received
 from tests.kernels.test_attention import COUNTS, packed_heads
 
 TOLERANCE = {torch.float32: dict(rtol=1e-5, atol=1e-6), torch.bfloat16: dict(rtol=0.02, atol=1e-4)}
 
 
 def expected(
-    queries: Tensor, packed: PackedHeads, kv_heads: int, last: Tensor, scaling: float, largest: bool
+    queries: Tensor, packed: PackedHeads, kv_heads: int, last: Tensor, scaling: float, sums_of: GroupSums
 ) -> Tensor:
     """The column; places that hold no entry stay as they are."""
     group = queries.shape[1] // kv_heads
-    column = torch.ones(len(packed.keys), dtype=torch.float64)
+    column = torch.ones(len(packed.keys), *[group] * (sums_of == "each"), dtype=torch.float64)
     for run in packed.runs:
         for i in range(run.heads):
             request, kv_head = divmod(run.first + i, kv_heads)
@@ -32,21 +32,24 @@ def expected(
                 logits = [packed.keys[seen].double() @ queries[request, of, row].double() * scaling for of in members]
                 if packed.bias is not None:
                     logits = [each + packed.bias[seen].double() for each in logits]
-                if largest:
+                if sums_of == "largest":
                     logits = [torch.stack(logits).amax(0)]
-                for each in logits:
-                    column[seen] += each.softmax(0) / len(logits)
+                for member, each in enumerate(logits):
+                    if sums_of == "each":
+                        column[seen, member] += each.softmax(0)
+                    else:
+                        column[seen] += each.softmax(0) / len(logits)
     return column
 
 
 @pytest.mark.cross
-@pytest.mark.parametrize("largest", [False, True])
+@pytest.mark.parametrize("sums_of", GroupSums)
 @pytest.mark.parametrize("group", [1, 3, 8])
 @pytest.mark.parametrize("n", [1, 3, 9])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("counts", COUNTS)
 def test_sums(
-    implementation: str, counts: list[list[int]], dtype: torch.dtype, n: int, group: int, largest: bool
+    implementation: str, counts: list[list[int]], dtype: torch.dtype, n: int, group: int, sums_of: GroupSums
 ) -> None:
     """Some of the queries see nothing, or do not exist."""
     packed, batch, kv_heads = packed_heads(counts, (10, 6), dtype, spare=2), len(counts), len(counts[0])
@@ -55,9 +58,9 @@ def test_sums(
         packed = replace(packed, bias=torch.randn(len(packed.keys), generator=draw))
     queries = torch.randn(batch, n, kv_heads * group, 10, generator=draw).to(dtype).transpose(1, 2)
     last = torch.randint(-1, 12, (batch, n), generator=draw).sort().values
-    column = torch.ones(len(packed.keys))
-    add_received(column, queries, packed, kv_heads, last, 0.3, largest)
-    right = expected(queries, packed, kv_heads, last, 0.3, largest)
+    column = torch.ones(len(packed.keys), *sums_of.shape(group))
+    add_received(column, queries, packed, kv_heads, last, 0.3, sums_of)
+    right = expected(queries, packed, kv_heads, last, 0.3, sums_of)
     torch.testing.assert_close(column.double(), right, **TOLERANCE[dtype])
 
 
@@ -68,16 +71,16 @@ def test_a_long_head_beside_none_and_many_queries(triton_interpreted: None, long
     last = torch.arange(longest - 70, longest)[None]
     column = torch.ones(len(packed.keys))
     add_received(column, queries, packed, 3, last, 0.3)
-    right = expected(queries, packed, 3, last, 0.3, False)
+    right = expected(queries, packed, 3, last, 0.3, GroupSums.MEAN)
     torch.testing.assert_close(column.double(), right, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("largest", [False, True])
+@pytest.mark.parametrize("sums_of", GroupSums)
 @pytest.mark.parametrize("strange", [math.nan, math.inf])
-def test_what_is_no_number_spoils_its_own_head_only(implementation: str, strange: float, largest: bool) -> None:
+def test_what_is_no_number_spoils_its_own_head_only(implementation: str, strange: float, sums_of: GroupSums) -> None:
     packed = packed_heads([[4, 5]], (8, 8), torch.float32, spare=3)
     packed.runs[1].view(packed.keys)[0, 2] = strange
-    column = torch.zeros(len(packed.keys))
-    add_received(column, torch.ones(1, 4, 2, 8), packed, 2, torch.full((1, 2), 20), 0.3, largest)
+    column = torch.zeros(len(packed.keys), *sums_of.shape(2))
+    add_received(column, torch.ones(1, 4, 2, 8), packed, 2, torch.full((1, 2), 20), 0.3, sums_of)
     of_head = [run.view(column) for run in packed.runs]
     assert of_head[0].isfinite().all() and of_head[1].isnan().all()

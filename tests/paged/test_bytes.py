@@ -42,6 +42,11 @@ def test_a_tenth_of_the_entries_at_most(method: str, shape: tuple[int, int, int,
     assert 0 < beside(shape, method) <= 0.1
 
 
+@pytest.mark.parametrize("shape", [SMOLLM2, OF_AMS_PAPER], ids=["smollm2", "ams"])
+def test_sums_of_each_query_head_too(shape: tuple[int, int, int, torch.dtype, int, int]) -> None:
+    assert 0 < beside(shape, "compilerkv(elastic=False, global_mean=False)") <= 0.1
+
+
 @pytest.mark.parametrize("shape", [SMOLLM2, HALF_A_BILLION, OF_AMS_PAPER], ids=["smollm2", "half a billion", "ams"])
 def test_moments_weigh_as_much_as_their_queries_or_less(shape: tuple[int, int, int, torch.dtype, int, int]) -> None:
     """There is room for a quarter more requests than run."""

@@ -23,6 +23,7 @@ RECIPES = [
     "adakv(r_kv(window=3, group='max'), floor=0, keep=12, every=9)",
     "ams(tova, window=11, kernel=3, min_segment=2, max_segment=4, keep=13, recent=4, every=8)",
     "rpc(window=6, kernel=3, keep=12, recent=3, every=13, prefill=False)",
+    pytest.param("compilerkv(window=5, elastic=False, global_mean=False, keep=11, every=6)", marks=pytest.mark.full),
     "loud(window=4, keep=10, every=4)",
     "mass(window=4, share=0.7, every=6)",
     "pool(snapkv(window=4, kernel=3), keep=11, recent=4, every=7)",
@@ -38,6 +39,7 @@ BEHIND = [
     "rpc(window=6, kernel=3, keep=12, recent=3, every=13)",
     "pool(snapkv(window=4, kernel=3), keep=11, recent=4, every=7)",
 ]
+pytestmark = pytest.mark.filterwarnings("ignore:compilerkv has no tables")
 PROMPTS = (23, 9, 40, 14)
 BLOCKS = 200
 

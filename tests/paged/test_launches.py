@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from keepset import Recipe
 from keepset.core.rope import RotaryTable
 from keepset.paged.event_queue import EventQueue
-from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.layer_group import LayerGroup
 from keepset.paged.page_tables import FreedBlocks
-from keepset.paged.pages import StridedPages
-from keepset.paged.passing import PassingQueries
-from keepset.paged.planner import Planner
-from keepset.paged.query_records import slots_for
-from keepset.paged.recording import Recording
 
 pytest.importorskip("triton")
-from keepset.kernels import page_entries
 from keepset.kernels.triton import paged_window
+from tests.paged.layers import layer_group
 from tests.paged.test_waits import BLOCK, WIDTH, batch_of
 from tests.posing import Gpu, Posing
 
@@ -32,24 +24,17 @@ FIRST, AGAIN = [(18, 0, 18), (13, 0, 13)], [(18, 18, 25), (13, 13, 20)]
 
 
 def group(recipe: str, caches: list[Tensor]) -> LayerGroup:
-    page_entries._table.cache_clear()  # of caches that lay there before
-    layers = tuple(range(len(caches)))
-    schedule = EvictionSchedule(Recipe.parse(recipe), 0, layers, HEADS, BLOCK)
-    recording = Recording.of(schedule.recipe, 1, DIM, 4)
-    planner = Planner(schedule, recording, layers, 8, ROWS * WIDTH, FreedBlocks())
-    passing = PassingQueries(recording, len(layers), slots_for(8), HEADS, DIM, torch.float32, caches[0].device)
-    pages = [partial(StridedPages, caches, place) for place in range(len(caches))]
     angles = torch.arange(64.0)[:, None] / 10.0 ** torch.arange(DIM // 2)
     table = torch.cat((angles.cos(), angles.sin()), 1)
     rotary = RotaryTable(table if caches[0].device.type == "cpu" else Posing(table), halves=True)
-    return LayerGroup(planner, pages, passing, 1.0, rotary)
+    return layer_group(recipe, caches, 1, rotary=rotary)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("recipe", ["knorm(keep=10, every=7)", "keydiff(keep=10, every=7)"])
 def test_an_event_launches_the_same_for_any_number_of_layers(recipe: str, triton_interpreted: None) -> None:
     counted = []
-    for layers in (2, 32):
+    for layers in (2, 8):
         draw = torch.Generator().manual_seed(layers)
         there = torch.randn(layers, ROWS * WIDTH, HEADS, BLOCK, 2 * DIM, generator=draw)
         here = there.clone()
@@ -78,7 +63,7 @@ def decoded(recipe: str, caches: list[Tensor], gpu: Gpu | None) -> tuple[LayerGr
         step = FIRST if token == 0 else [(prompt, prompt + token - 1, prompt + token) for prompt, _, _ in FIRST]
         batch = batch_of(step, posing=gpu is not None)
         draw, tokens = torch.Generator().manual_seed(token), len(batch.slot_mapping)
-        # Of all layers the same, so that 2 of them say what 32 do.
+        # Of all layers the same, so that 2 of them say what 8 do.
         queries = torch.randn(tokens, HEADS, DIM, generator=draw).expand(len(caches), -1, -1, -1).contiguous()
         plan = queue.plan(layers, batch)
         layers.record(range(len(caches)), plan, put(queries))
@@ -106,7 +91,7 @@ def test_adding_up_launches_the_same_for_any_number_of_layers(recipe: str, trito
     So do events, where heads keep equally many; where they do not, these take one layer after another.
     """
     counted = []
-    for layers in (2, 32):
+    for layers in (2, 8):
         draw = torch.Generator().manual_seed(0)
         there = torch.randn(1, ROWS * WIDTH, HEADS, BLOCK, 2 * DIM, generator=draw).repeat(layers, 1, 1, 1, 1)
         here = there.clone()
@@ -127,6 +112,36 @@ def test_adding_up_launches_the_same_for_any_number_of_layers(recipe: str, trito
         counted = [[step for step in steps if not step[2]] for steps in counted]
     assert counted[0] == counted[1] and not any(waits for _, waits, event in counted[0] if not event)
     assert max(launches for launches, _, event in counted[0] if not event) > 0
+
+
+@pytest.mark.full
+def test_requests_that_share_pages_are_added_up_in_the_same_launches(triton_interpreted: None) -> None:
+    """Three as five, of which the last shares none; sums are those that a CPU adds up."""
+    counted = []
+    for rows in (3, 5):
+        draw = torch.Generator().manual_seed(0)
+        there = torch.randn(2, rows * WIDTH, HEADS, BLOCK, 2 * DIM, generator=draw)
+        queries = torch.randn(2, rows, HEADS, DIM, generator=draw)
+        sums: list[list[Tensor]] = []
+        for posing in (False, True):
+            with pytest.MonkeyPatch.context() as patch, Gpu(patch) as gpu:
+                put = Posing if posing else lambda tensor: tensor
+                layers = group("snapkv(window=5, keep=10, every=7, prefill=False)", list(map(put, there)))
+                queue = EventQueue(FreedBlocks())
+                for token in range(6):  # the window opens with the third, and then four wait
+                    batch = batch_of([(12, 12 + token, 13 + token)] * rows, posing=posing)
+                    table = batch.block_table.held if posing else batch.block_table  # type: ignore[attr-defined]
+                    table[1:-1, 0] = table[0, 0]
+                    plan = queue.plan(layers, batch)
+                    layers.record(range(2), plan, put(queries))
+                    gpu.reset()
+                    queue.run()
+                own, columns = layers._own._columns.values(), [layers.columns["received of 5"]]
+                assert len(own) == rows - 2
+                sums.append([each.held if posing else each for each in (*columns, *own)])  # type: ignore[attr-defined]
+                counted.append((gpu.launches.total(), gpu.waits.total()))
+        torch.testing.assert_close(*sums)
+    assert counted[1] == counted[3] and counted[1][1] == 0 < counted[1][0]
 
 
 class Nothing:

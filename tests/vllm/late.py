@@ -13,6 +13,6 @@ class Late:
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # pytest asks whatever it collects, whether it wraps something
+        if name.startswith("_"):  # pytest asks whatever it collects, whether it is a mock or wraps something
             raise AttributeError(name)
         return getattr(importlib.import_module(self._name), name)

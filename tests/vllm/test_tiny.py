@@ -30,7 +30,7 @@ ONCE = [
     "ams(tova, window=16, keep=48, every=16)",
     "pool(snapkv(window=8), keep=48, every=16)",
     "compilerkv(window=8, threshold='mean', keep=60)",
-    "compilerkv(window=8, elastic=False, keep=40, every=16)",
+    "compilerkv(window=8, elastic=False, global_mean=False, keep=40, every=16)",
     "expected_attention(keep=40, buffer=24, every=16)",
     "gvote",
     "h2o(keep=0.3)",

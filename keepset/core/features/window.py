@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.core.feature import Feature
 from keepset.core.observation import Observation
-from keepset.core.shapes import Scores
+from keepset.kernels.window import GroupSums
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,15 +17,16 @@ class WindowSums:
     """What entries received of a window of queries.
 
     Attributes:
-        received: attention, the mean over the query group, summed over the window's queries, in float32.
+        received: attention summed over the window's queries, in float32; of each query head of a group, where the
+            feature says so.
         window: of how many queries; of fewer where a request is shorter.
     """
 
-    received: Scores
+    received: Float[Tensor, "batch kv_heads entries *group"]
     window: int
 
     @property
-    def mean(self) -> Scores:
+    def mean(self) -> Float[Tensor, "batch kv_heads entries *group"]:
         """Received of a query on average; those that a short request does not have give nothing."""
         return self.received / self.window
 
@@ -52,8 +53,8 @@ class WindowSums:
 class WindowAttention(Feature[WindowSums]):
     """Causal attention of the newest `window` queries, summed over them, by entry and KV head.
 
-    At the prompt's end it is made of these queries. After it, it is added up while they pass, entry by entry: one
-    number is held per entry and hardly a query. A window reaches no further back than the event before: where these
+    At the prompt's end it is made of these queries. After it, it is added up while they pass, entry by entry: numbers
+    are held of entries and hardly a query. A window reaches no further back than the event before: where these
     come at least `window` tokens apart nothing is dropped while it passes, and the sums are those that the queries
     would give at the event. Where they come more often (`every=I`), the newest I queries are the window.
 
@@ -61,15 +62,14 @@ class WindowAttention(Feature[WindowSums]):
         window: how many queries.
         history: they are asked about the entries before the newest `window` alone, and their attention there is all
             that counts.
-        largest: of the logits of the query heads that share a KV head the largest counts, instead of the mean of their
-            attention.
+        sums_of: what is added up of the query heads that share a KV head.
     """
 
     summed = True
 
     window: int = field()
     history: bool = False
-    largest: bool = False
+    sums_of: GroupSums = GroupSums.MEAN
 
     @property
     def name(self) -> str:
@@ -78,7 +78,8 @@ class WindowAttention(Feature[WindowSums]):
     @property
     def column(self) -> str:
         """What the numbers of entries are stored under; no name of a method's own."""
-        return f"received of {self.window}{', before it' * self.history}{', by the largest' * self.largest}"
+        rule = {GroupSums.MEAN: "", GroupSums.EACH: ", by each head", GroupSums.LARGEST: ", by the largest"}
+        return f"received of {self.window}{', before it' * self.history}{rule[self.sums_of]}"
 
     def of(self, observation: Observation) -> WindowSums:
         return self.made(observation, self.window)
@@ -87,7 +88,7 @@ class WindowAttention(Feature[WindowSums]):
         """Of the newest `window` of the observation's queries."""
         queries, at = observation.newest_queries(window)
         last_visible = self.last_visible(at, observation.lengths)
-        return WindowSums(observation.received(queries, last_visible, self.largest).mean(2), window)
+        return WindowSums(self.sums_of.of(observation.received(queries, last_visible, self.sums_of)), window)
 
     def last_visible(self, at: Int[Tensor, "batch n"], lengths: Int[Tensor, " batch"]) -> Int[Tensor, "batch n"]:
         """The last position that queries at these are asked about, for an event at these lengths."""

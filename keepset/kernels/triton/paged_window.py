@@ -11,7 +11,8 @@ from torch import Tensor
 from keepset.kernels import dispatch
 from keepset.kernels.paged_window import EntriesInPages, Received, RecordedQueries
 from keepset.kernels.triton.paged import _dealt, _number
-from keepset.kernels.triton.softmax import log_sum_exp, received, seen_logits, streamed
+from keepset.kernels.triton.softmax import add_numbers, log_sum_exp, received, seen_logits, streamed
+from keepset.kernels.window import GroupSums
 
 _BLOCK = 64
 """Entries that a program looks at together."""
@@ -40,13 +41,14 @@ def add_received(
     (layers, _, _, query_heads, head_dim), (rows, n) = queries.rings.shape, queries.places.shape
     (_, kv_heads, size, _), of_group = kind.shape, entries.packed.shape[1]
     group, heads = query_heads // kv_heads, layers * rows * kv_heads
+    largest = target.sums_of is GroupSums.LARGEST
     wide = triton.next_power_of_2(group)
     tokens = max(16 // wide, min(max(_ROWS // wide, 1), triton.next_power_of_2(n)), 1)
     blocks = triton.cdiv(n, tokens)
     least, most = _PARTS
     even = triton.cdiv(dispatch.processors(kind.device) * _PROGRAMS_PER_PROCESSOR, heads)
     parts = max(1, min(triton.cdiv(entries.longest, _LEAST_PART), max(least, min(most, even))))
-    summed = tokens * (1 if target.largest else wide)
+    summed = tokens * (1 if largest else wide)
     partial = torch.empty(heads, blocks * summed, triton.next_power_of_2(parts), device=kind.device)
     slots, at, last = (part.contiguous() for part in (queries.slots, queries.places, target.last_visible))
     shared = (
@@ -59,13 +61,23 @@ def add_received(
     sizes = dict(
         GROUP=group, WIDE=wide, TOKENS=tokens, HEAD_DIM=head_dim, HEAD_BLOCK=max(16, triton.next_power_of_2(head_dim)),
         HEADS=kv_heads, HEADS_BLOCK=triton.next_power_of_2(kv_heads), SIZE=size, BLOCK=_BLOCK, LEAST_PART=_LEAST_PART,
-        LARGEST=target.largest, BIASED=target.bias is not None, PLACED=target.positions is not None,
+        LARGEST=largest, BIASED=target.bias is not None, PLACED=target.positions is not None,
         ROWS=summed, PARTS=triton.next_power_of_2(parts),
     )  # fmt: skip
     _paged_lse[(heads, parts, blocks)](*shared, partial, **sizes)
     _add_in_pages[(heads, parts)](
-        *shared, partial, target.column, target.unwritten.contiguous(), blocks, target.own, **sizes, OWN=target.own > 0
-    )
+        *shared, partial, target.column, target.unwritten.contiguous(), blocks, _own(target), **sizes,
+        OWN=len(target.own) > 0, MEAN=target.sums_of is GroupSums.MEAN,
+        NUMBERS=wide if target.sums_of is GroupSums.EACH else 1,
+    )  # fmt: skip
+
+
+def _own(target: Received) -> Int[Tensor, "rows 2"] | None:
+    """Where the numbers of requests' own lie, or zero, and for how many entries of each head."""
+    if not target.own:
+        return None
+    places = [(0, 0) if own is None else (own.data_ptr(), own.shape[2]) for own in target.own]
+    return dispatch.upload(torch.tensor(places), target.column.device)
 
 
 @triton.jit
@@ -172,16 +184,16 @@ def _paged_lse(
     tl.store(partial + line * PARTS + split, log_sum_exp(largest, total))
 
 
-@triton.jit(do_not_specialize=["n", "rows", "first", "layers", "parts", "blocks", "room"])
+@triton.jit(do_not_specialize=["n", "rows", "first", "layers", "parts", "blocks"])
 def _add_in_pages(
     kind, addresses, rings, slots, places, last_visible, bias, positions, block_table, counts, event_lengths, firsts,
     shares, packs, lengths, cache_block, cache_head, cache_entry, ring_layer, ring_slot, ring_place, ring_head,
     table_row, slot_layer, scaling, n, rows, first, of_group, layers, parts, partial, column, unwritten, blocks,
-    room,
+    owns,
     GROUP: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, LEAST_PART: tl.constexpr,
     LARGEST: tl.constexpr, BIASED: tl.constexpr, PLACED: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
-    OWN: tl.constexpr,
+    OWN: tl.constexpr, MEAN: tl.constexpr, NUMBERS: tl.constexpr,
 ):  # fmt: skip
     layer, row, head, length, entries, packed, table, first_block, shared, pages, start, later = _place(
         block_table, counts, event_lengths, firsts, shares, packs, lengths, table_row, rows, first, of_group,
@@ -191,7 +203,7 @@ def _add_in_pages(
     written = entries - tl.load(unwritten + row).to(tl.int32)
     for offset in range(split * part, tl.minimum(split * part + part, entries), BLOCK):
         entry = offset + tl.arange(0, BLOCK)
-        sums, slot = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.int64)
+        sums, slot = tl.zeros([NUMBERS, BLOCK], tl.float32), tl.zeros([BLOCK], tl.int64)
         for block in range(0, blocks):
             logits, slot = _logits(
                 kind, addresses, rings, slots, places, last_visible, bias, positions, layer, row, head, length, entries,
@@ -201,9 +213,11 @@ def _add_in_pages(
                 GROUP, WIDE, TOKENS, HEAD_DIM, HEAD_BLOCK, HEADS, SIZE, BLOCK, LARGEST, BIASED, PLACED,
             )  # fmt: skip
             line = (tl.program_id(0).to(tl.int64) * blocks + block) * ROWS + tl.arange(0, ROWS)
-            sums += received(logits, partial, line, of_part, parts, PARTS)
-        target = column + slot
+            sums += received(logits, partial, line, of_part, parts, PARTS, NUMBERS)
+        target = column
         if OWN:
-            target = column + ((first + layer).to(tl.int64) * HEADS + head) * room + entry
-        before = tl.load(target, mask=entry < written, other=0.0)
-        tl.store(target, before + sums / (1 if LARGEST else GROUP), mask=entry < entries)
+            own = tl.load(owns + 2 * row)
+            if own != 0:
+                target = own.to(column.dtype)
+                slot = ((first + layer) * HEADS + head) * tl.load(owns + 2 * row + 1) + entry
+        add_numbers(target, slot, entry < written, entry < entries, sums, GROUP, MEAN, NUMBERS)

@@ -47,11 +47,25 @@ def log_sum_exp(largest, total):
 
 
 @triton.jit
-def received(logits, partial, row, part, parts, PARTS: tl.constexpr):
-    """What a block of entries receives of rows whose log-sum-exps, in parts of all entries, are known."""
+def received(logits, partial, row, part, parts, PARTS: tl.constexpr, NUMBERS: tl.constexpr):
+    """What a block of entries receives of rows whose log-sum-exps, in parts of all entries, are known.
+
+    The rows of a token are added up by themselves as far as an entry has numbers for them, `[NUMBERS, BLOCK]`.
+    """
     lse = tl.load(partial + row[:, None] * PARTS + part[None, :], mask=(part < parts)[None, :], other=float("-inf"))
     most = tl.max(lse, 1)
     shift = tl.where(most == float("-inf"), 0.0, most)
     attention = tl.exp(logits - shift[:, None]) / tl.sum(tl.exp(lse - shift[:, None]), 1)[:, None]
     # Of a query that sees nothing the quotient is 0 / 0; one that is spoilt spoils what it sees.
-    return tl.sum(tl.where(logits == float("-inf"), 0.0, attention), 0)
+    attention = tl.where(logits == float("-inf"), 0.0, attention)
+    return tl.sum(tl.reshape(attention, [logits.shape[0] // NUMBERS, NUMBERS, logits.shape[1]]), 0)
+
+
+@triton.jit
+def add_numbers(column, place, written, stored, sums, GROUP: tl.constexpr, MEAN: tl.constexpr, NUMBERS: tl.constexpr):
+    """Adds to the numbers of entries at these places of a column, of which those that were written mean something."""
+    number, of_entry = tl.arange(0, NUMBERS), GROUP if NUMBERS > 1 else 1
+    target = column + place[None, :].to(tl.int64) * of_entry + number[:, None]
+    real = (number < of_entry)[:, None]
+    before = tl.load(target, mask=real & written[None, :], other=0.0)
+    tl.store(target, before + sums / (GROUP if MEAN else 1), mask=real & stored[None, :])

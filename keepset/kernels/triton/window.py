@@ -9,7 +9,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.kernels.packed import HeadTable, PackedHeads
-from keepset.kernels.triton.softmax import log_sum_exp, received, seen_logits, streamed
+from keepset.kernels.triton.softmax import add_numbers, log_sum_exp, received, seen_logits, streamed
+from keepset.kernels.window import GroupSums
 
 _BLOCK = 64
 """Entries that a program looks at together."""
@@ -22,19 +23,19 @@ _LEAST_PART = 256
 
 
 def add_received(
-    column: Float[Tensor, " places"],
+    column: Float[Tensor, places * group],
     queries: Float[Tensor, "batch query_heads n head_dim"],
     packed: PackedHeads,
     kv_heads: int,
     last_visible: Int[Tensor, "batch n"],
     scaling: float,
-    largest: bool,
+    sums_of: GroupSums,
 ) -> None:
     """The same as `keepset.kernels.window.add_received`, in two launches; nothing waits for the device.
 
     A program owns a block of entries and adds to their places alone, so every sum has one order.
     """
-    table = HeadTable([packed])
+    table, largest = HeadTable([packed]), sums_of is GroupSums.LARGEST
     batch, query_heads, n, head_dim = queries.shape
     group, heads = query_heads // kv_heads, batch * kv_heads
     wide = triton.next_power_of_2(group)
@@ -57,8 +58,9 @@ def add_received(
     )  # fmt: skip
     _window_lse[(heads, parts, blocks)](*shared, partial, part, blocks * rows, **sizes)
     _add_received[(heads, triton.cdiv(max(packed.longest, 1), _BLOCK))](
-        *shared, partial, parts, blocks, column, packed.positions.data_ptr(), **sizes
-    )
+        *shared, partial, parts, blocks, column, packed.positions.data_ptr(), **sizes,
+        MEAN=sums_of is GroupSums.MEAN, NUMBERS=wide if sums_of is GroupSums.EACH else 1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -129,7 +131,7 @@ def _add_received(
     scaling, grown, n, kv_heads, heads, partial, parts, blocks, column, first_position,
     GROUP: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr, LARGEST: tl.constexpr, BIASED: tl.constexpr, INT8: tl.constexpr, ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr, PARTS: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, MEAN: tl.constexpr, NUMBERS: tl.constexpr,
 ):  # fmt: skip
     head, first = tl.program_id(0), tl.program_id(1) * BLOCK
     length = tl.load(table + 6 * heads + head).to(tl.int32) + grown
@@ -142,7 +144,7 @@ def _add_received(
     positions = address.to(positions_kind.dtype)
     bias = tl.load(table + 3 * heads + head).to(bias_kind.dtype) if BIASED else 0
     key_scale = tl.load(table + 4 * heads + head).to(scale_kind.dtype) if INT8 else 0
-    sums, part = tl.zeros([BLOCK], tl.float32), tl.arange(0, PARTS)
+    sums, part = tl.zeros([NUMBERS, BLOCK], tl.float32), tl.arange(0, PARTS)
     for block in range(0, blocks):
         logits = _logits(
             queries, keys, positions, bias, key_scale, last_visible, head // kv_heads, head % kv_heads, block, first,
@@ -150,10 +152,9 @@ def _add_received(
             GROUP, WIDE, TOKENS, HEAD_DIM, HEAD_BLOCK, BLOCK, LARGEST, BIASED, INT8,
         )  # fmt: skip
         row = (head.to(tl.int64) * blocks + block) * ROWS + tl.arange(0, ROWS)
-        sums += received(logits, partial, row, part, parts, PARTS)
+        sums += received(logits, partial, row, part, parts, PARTS, NUMBERS)
     entry = first + tl.arange(0, BLOCK)
     # Columns share their places: the first position's address says where the head begins.
     begin = (address - first_position) // (positions_kind.dtype.element_ty.primitive_bitwidth // 8)
-    place = column + begin + entry
     stored = entry < length
-    tl.store(place, tl.load(place, mask=stored, other=0.0) + sums / (1 if LARGEST else GROUP), mask=stored)
+    add_numbers(column, begin + entry, stored, stored, sums, GROUP, MEAN, NUMBERS)
