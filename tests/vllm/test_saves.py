@@ -201,7 +201,8 @@ def test_what_was_saved_is_there_after_a_restart(others: dict[str, Any]) -> None
 @pytest.mark.full
 def test_what_ranks_gather_arrives_bit_for_bit() -> None:
     """Columns of any type and length, or why a rank has nothing."""
-    saver = Late("keepset.vllm.context_saver")
+    from keepset.vllm import context_saver as saver  # loads vLLM
+
     keys = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
     part = {
         3: {"keys": keys.bfloat16(), "counts": torch.tensor([2, 3])},
