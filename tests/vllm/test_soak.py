@@ -1,13 +1,28 @@
-"""Engines under random load: lengths, aborts, preemptions. No page is lost, every answer comes."""
+"""Engines, and a server, under random load: lengths, closed connections, preemptions.
+
+No page is lost, every answer comes.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import random
+import shutil
+import time
 from pathlib import Path
 from typing import Any
 
+import httpx2 as httpx
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from keepset.models import embedded_folder
+from keepset.recipe import Recipe
+from keepset.serving.command import command
+from keepset.serving.metrics import parse_sample
+from keepset.serving.server import Server, free_port
 from tests.vllm.compared import result
 from tests.vllm.engine import Ask, Scenario, raw
 
@@ -17,7 +32,72 @@ RECIPES = ["snapkv(window=8, keep=40, every=24)", "adakv(tova, keep=64, every=48
 REQUESTS = 120
 AT_ONCE = 40
 # So few that requests wait and are preempted: each may need 12, and the pool has 47.
+OPTIONS = ["--dtype", "float32", "--enforce-eager", "--served-model-name", "tiny"]
+OPTIONS += ["--block-size", "32", "--num-gpu-blocks-override", "48", "--max-model-len", "384"]
+OPTIONS += ["--max-num-seqs", "24", "--max-num-batched-tokens", "128"]
 ENGINE = {"num_gpu_blocks_override": 48, "max_model_len": 384, "max_num_seqs": 24, "max_num_batched_tokens": 128}
+
+
+@pytest.fixture(scope="module")
+def tiny_and_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of two layers, with the embedded model's tokenizer."""
+    folder = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=49152,
+        max_position_embeddings=512,
+        bos_token_id=1,
+        eos_token_id=2,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    for file in (*embedded_folder().glob("tokenizer*"), *embedded_folder().glob("chat_template*")):
+        shutil.copy(file, folder)
+    return folder
+
+
+async def one(client: httpx.AsyncClient, rng: random.Random, gate: asyncio.Semaphore) -> bool:
+    """Sends a request; either reads its whole answer and checks its length, or hangs up on the way."""
+    prompt, tokens = rng.randint(1, 250), rng.randint(1, 120)
+    hang_up = rng.choice([None, None, None, None, 0, rng.randint(1, tokens)])
+    body: dict[str, Any] = {
+        "model": "tiny",
+        "prompt": [rng.randrange(3, 49000) for _ in range(prompt)],
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    async with gate:
+        seen = 0
+        async with client.stream("POST", "/v1/completions", json=body) as answer:
+            assert answer.status_code == 200
+            async for line in answer.aiter_lines():
+                if hang_up is not None and seen >= hang_up:
+                    return False
+                data = line.removeprefix("data: ")
+                if line.startswith("data: {"):
+                    seen += 1
+                    usage = json.loads(data).get("usage")
+                    if usage:
+                        assert usage["completion_tokens"] == tokens
+                        assert usage["prompt_tokens"] == prompt
+                elif data == "[DONE]":
+                    return True
+    raise AssertionError("an answer ended early")
+
+
+async def soak(url: str, seed: int) -> int:
+    rng, gate = random.Random(seed), asyncio.Semaphore(AT_ONCE)
+    async with httpx.AsyncClient(base_url=url, timeout=120.0, limits=httpx.Limits(max_connections=AT_ONCE)) as client:
+        return sum(await asyncio.gather(*(one(client, rng, gate) for _ in range(REQUESTS))))
 
 
 def random_asks(rng: random.Random) -> list[Ask]:
@@ -47,3 +127,27 @@ def test_an_engine_loses_no_page_and_no_answer(recipe: str, engines: dict[str, A
     assert sum(engine.preemptions) > 0
     assert engine.stats["events"] > 100 and engine.stats["blocks_freed"] > 100
     engine.check_nothing_left()
+
+
+def test_a_server_loses_no_page_and_no_answer(tiny_and_tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    port = free_port()
+    words = command(str(tiny_and_tokenizer), Recipe.parse(RECIPES[1]), OPTIONS, ["--port", str(port)])
+    with Server(words, port) as server:
+        server.wait(240)
+        answered = asyncio.run(soak(server.url, seed=1))
+        assert REQUESTS * 0.5 < answered < REQUESTS, "some must have been answered, and some hung up"
+        with httpx.Client(base_url=server.url) as client:
+            for _ in range(60):
+                sample = parse_sample(client.get("/metrics").text, time.monotonic())
+                if sample.running == 0 and sample.waiting == 0 and sample.kv_usage == 0:
+                    break
+                time.sleep(0.5)
+        server.check()
+    assert (sample.running, sample.waiting, sample.kv_usage) == (0, 0, 0)
+    assert sample.counters["events"] > 100
+    assert sample.counters["blocks_freed"] > 100
+    assert sample.counters["entries_dropped"] > 0
+    assert sample.counters["seconds"] > 0
