@@ -44,7 +44,7 @@ def read_pages(
         for layer in layers:
             there = (through == layer).nonzero()[:, 0]
             read[there] = _pages(caches[layer % len(caches)], subpages[there] % number)
-    return read.view(*rows, pages * size, width)
+    return read.reshape(*rows, pages * size, width)
 
 
 def _pages(cache: Cache, subpages: Int[Tensor, " n"]) -> Shaped[Tensor, "n block_size width"]:
