@@ -41,9 +41,9 @@ demo: setup
 test: setup
 	$(PYTEST)
 
-# Everything; by three processes, since one of them often waits: for an engine's processes, a server, a browser.
+# Everything; by four processes, since some of them often wait: for an engine's processes, a server, a browser.
 test-all: setup-vllm
-	$(PYTEST) --full -n 3
+	$(PYTEST) --full -n 4
 
 # Tables and figures of the papers on the embedded model, but for the one that `test-all` has.
 test-papers: setup

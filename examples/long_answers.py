@@ -7,7 +7,7 @@ prompt = tokenizer("Once upon a time there was a miller who had three sons.", re
 
 cache = keepset.Cache(model, "snapkv(window=16, keep=48, every=16)", history=True)
 answer = model.generate(
-    **prompt, past_key_values=cache, max_new_tokens=160, min_new_tokens=160, do_sample=False, repetition_penalty=1.2
+    **prompt, past_key_values=cache, max_new_tokens=96, min_new_tokens=96, do_sample=False, repetition_penalty=1.2
 )
 
 print(tokenizer.decode(answer[0], skip_special_tokens=True))

@@ -43,8 +43,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = left_out | {item for item in items if papers is not bool(item.get_closest_marker("papers"))}
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
-    # Engines first: processes take work from each other's end, where it is divided more finely.
-    items.sort(key=lambda item: "vllm" not in item.path.parts)
+    # Engines first, and examples, a server among them: processes take work from each other's end, where it is divided
+    # more finely, and none shall be left alone with what takes half a minute.
+    items.sort(key=lambda item: ["vllm" not in item.path.parts, item.path.name != "test_examples.py"])
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

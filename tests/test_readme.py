@@ -11,6 +11,7 @@ import torch
 
 import keepset
 from keepset import models
+from tests import tiers
 from tests.cli.conftest import tiny_model
 
 ROOT = Path(__file__).parents[1]
@@ -23,17 +24,19 @@ def pieces(document: str) -> list[str]:
 def test_readmes_python_runs(
     embedded: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Piece after piece in one session, as a reader would."""
+    """Piece after piece in one session, as a reader would; in the full tier on the embedded model, and it is right."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(models, "load", lambda *_: embedded)
+    monkeypatch.setattr(models, "load", lambda *_: embedded if tiers.FULL else (tiny_model(), embedded[1]))
     session: dict[str, Any] = {}
     for code in pieces("README.md"):
         exec(compile(code, "README.md", "exec"), session)
     printed = capsys.readouterr().out
-    assert "Oslo's secret number is 48217" in printed
-    assert re.search(r"Cache\(reread\(keep=0.25\): 24\d of 9\d\d tokens, 11\.\d MB of 4\d\.\d\)", printed)
     again = session["tokenizer"].decode(session["answer"][0])
-    assert "48217" in again
+    size = re.search(r"Cache\(reread\(keep=0.25\): 24\d of 9\d\d tokens, (.*) MB of (.*)\)", printed)
+    assert size and again
+    if tiers.FULL:
+        assert "Oslo's secret number is 48217" in printed and "48217" in again
+        assert 11 <= float(size[1]) < 12 and 40 <= float(size[2]) < 50
 
 
 @pytest.mark.full

@@ -17,7 +17,8 @@ _beartype = beartype(conf=BeartypeConf(is_pep484_tower=True))
 _jaxtyped = jaxtyping.jaxtyped
 CALLS = 2
 """So many calls of a function are checked in a test: a prompt and a token, and further ones are of the same kind."""
-_calls: Counter[Callable[..., Any]] = Counter()
+_calls: Counter[int] = Counter()
+"""By a function's code: one that is defined anew at each call of another is the same."""
 _test = SimpleNamespace(checks=True)
 
 
@@ -39,24 +40,28 @@ def jaxtyped(*, typechecker: Callable[..., Any]) -> Callable[[Any], Any]:
 
     def decorated(thing: Any) -> Any:
         if not isinstance(thing, type):
-            return first_calls(thing, decorate(thing)) if has_shapes(thing) else thing
+            return first_calls(thing, lambda: decorate(thing)) if has_shapes(thing) else thing
         plain = thing.__init__
         thing = decorate(thing)
         if thing.__init__ is not plain:
-            thing.__init__ = first_calls(plain, thing.__init__)
+            checking = thing.__init__
+            thing.__init__ = first_calls(plain, lambda: checking)
         return thing
 
     return decorated
 
 
-def first_calls(function: Callable[..., Any], checking: Callable[..., Any]) -> Callable[..., Any]:
-    """The one that checks, and after so many calls in a test the one that does not."""
+def first_calls(function: Callable[..., Any], make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    """The one that checks, which is made when it is first called; after so many calls in a test the plain one."""
+    code, checking = id(function.__code__), None
 
     @functools.wraps(function)
     def called(*args: Any, **options: Any) -> Any:
-        if not _test.checks or _calls[function] >= CALLS:
+        nonlocal checking
+        if not _test.checks or _calls[code] >= CALLS:
             return function(*args, **options)
-        _calls[function] += 1
+        _calls[code] += 1
+        checking = checking or make()
         return checking(*args, **options)
 
     return called

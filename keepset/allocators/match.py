@@ -27,8 +27,12 @@ class Match(Rewriter):
     fitted to reference queries, for a KV head's whole query group together (`kernels/matching.py`).
 
     Reference queries are the prompt's own, at equal distances, as if they came once more right after it; those of a
-    second pass, which cost more, were a worse reference (docs/results.md). At events after the prompt they are the
-    newest `window` ones, and what attention pays to an entry includes its bias, with the methods inside, too.
+    second pass, which cost more, were a worse reference (docs/results.md). What attention pays to an entry includes its
+    bias, with the methods inside, too.
+
+    At events after the prompt entries that stay keep what they got at its end. To fit them anew, to the newest `window`
+    queries, made answers worse with every event where these come often: what those queries look at is near to them, and
+    to no later one, but what is fitted stays (docs/results.md).
 
     Attributes:
         biases: whether entries get biases; without them other values alone do what they can, under any engine's own
@@ -36,7 +40,7 @@ class Match(Rewriter):
         queries: how many reference queries of each query head, at most.
         ridge: how much it costs to leave the values that were, and one bias for all, in parts of the normal equations'
             mean diagonal.
-        window: how many of the newest queries are the reference at events after the prompt.
+        window: how many of the newest queries are the reference at events after the prompt; 0: nothing is fitted then.
     """
 
     name = "match"
@@ -46,18 +50,21 @@ class Match(Rewriter):
     biases: bool = parameter(True)
     queries: int = parameter(128, minimum=1)
     ridge: float = parameter(0.01, minimum=1e-6)
-    window: int = parameter(64, minimum=1)
+    window: int = parameter(0, minimum=0)
 
     @property
     def needs(self) -> Needs:
         biases = [EntryBiases()] if self.biases else []
-        return self.scorer.needs | Needs(ReferenceQueries(self.queries), RecentQueries(self.window), *biases)
+        newest = [RecentQueries(self.window)] if self.window else []
+        return self.scorer.needs | Needs(ReferenceQueries(self.queries), *newest, *biases)
 
     @property
     def remembers(self) -> tuple[str, ...]:
         return (*super().remembers, BIAS) if self.biases else super().remembers
 
     def rewritten(self, observation: Observation, kept: LayerKeepSet) -> LayerKeepSet:
+        if not self.window and ReferenceQueries(self.queries) not in observation.features:
+            return kept
         everything, device = self._heads(observation), observation.valid.device
         bias = observation.valid.new_zeros(observation.valid.shape, dtype=torch.float32)
         if observation.bias is not None:

@@ -75,7 +75,7 @@ def _print_one(entry: dict[str, Any], about: str) -> None:
         f"passes over the prompt: {entry['passes']}",
         f"paper: {entry['paper']}",
         *([f"note: {entry['name']} {entry['advice']}"] if entry["advice"] else []),
-        f'example: keepset generate "Sum it up." --text report.txt --recipe "{example}"',
+        f'example: keepset compare --recipes "{example}"',
     )
     say("\n" + "\n".join(facts))
 

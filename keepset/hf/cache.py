@@ -172,6 +172,12 @@ class Cache(PromptCache):
         """What the newest compression kept; None before the first."""
         return self.events[-1].keep_set if self.events else None
 
+    def trim(self) -> None:
+        """Gives back the places that are held for tokens to come; they are allocated again once there are such."""
+        for layer in self.kept_layers.values():
+            if layer.store is not None:
+                layer.store.trim()
+
     def fork(self) -> Cache:
         """An independent copy: what is appended to one is not seen by the other."""
         twin = copy.copy(self)

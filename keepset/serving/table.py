@@ -8,8 +8,8 @@ from keepset.serving.summary import as_times, ratio
 NONE = "\N{EN DASH}"
 
 _ROWS = (
-    ("requests answered", ("answered",), "{:.0f}", 1),
-    ("requests failed", ("failed",), "{:.0f}", 1),
+    ("requests answered", ("answered",), "{:,.0f}", 1),
+    ("requests failed", ("failed",), "{:,.0f}", 1),
     ("time for all, s", ("seconds",), "{:.2f}", 1),
     ("output tokens/s", ("output_tokens_per_second",), "{:.1f}", 1),
     ("first token p50, s", ("first_token_seconds", "p50"), "{:.3f}", 1),
@@ -19,10 +19,10 @@ _ROWS = (
     ("request p50, s", ("request_seconds", "p50"), "{:.2f}", 1),
     ("request p99, s", ("request_seconds", "p99"), "{:.2f}", 1),
     ("running, mean", ("running", "mean"), "{:.1f}", 1),
-    ("running, max", ("running", "max"), "{:.0f}", 1),
+    ("running, max", ("running", "max"), "{:,.0f}", 1),
     ("waiting, mean", ("waiting", "mean"), "{:.1f}", 1),
-    ("waiting, max", ("waiting", "max"), "{:.0f}", 1),
-    ("preemptions", ("preemptions",), "{:.0f}", 1),
+    ("waiting, max", ("waiting", "max"), "{:,.0f}", 1),
+    ("preemptions", ("preemptions",), "{:,.0f}", 1),
     ("KV cache used, mean", ("kv_usage", "mean"), "{:.1f} %", 100),
     ("KV cache used, max", ("kv_usage", "max"), "{:.1f} %", 100),
 )
@@ -30,7 +30,7 @@ _ROWS = (
 
 _DOCUMENTS = (
     ("a document in the pool, MB", ("documents", "nbytes"), "{:.2f}", 1e-6),
-    ("documents that the pool holds", ("documents", "held"), "{:.0f}", 1),
+    ("documents that the pool holds", ("documents", "held"), "{:,.0f}", 1),
     ("a document's file, MB", ("documents", "file_nbytes"), "{:.2f}", 1e-6),
     ("compressing a document, s", ("documents", "build_seconds"), "{:.2f}", 1),
     ("first question, first token p50, s", ("documents", "first_token_seconds", "first", "p50"), "{:.3f}", 1),
@@ -54,7 +54,7 @@ def table_rows(summaries: Sequence[dict[str, Any]]) -> list[list[str]]:
     """One row per figure: its name, one cell per server and, of two servers, their ratio."""
     rows: list[tuple[str, tuple[str, ...], str, float]] = list(_ROWS)
     for name in sorted({name for each in summaries for name in each["keepset"]}):
-        form = "{:.3f}" if "seconds" in name else "{:.0f}"
+        form = "{:.3f}" if "seconds" in name else "{:,.0f}"
         rows.append((f"keepset: {name.replace('_', ' ')}", ("keepset", name), form, 1))
     figures = [{**each, "answered": each["requests"] - each["failed"]} for each in summaries]
     return [_row(row, figures) for row in rows]

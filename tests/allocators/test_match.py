@@ -137,6 +137,28 @@ def test_padding_and_chunks_change_nothing() -> None:
         torch.testing.assert_close(columns["values"][:1, :, :12], single["values"], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("inner", ["snapkv(window=4)", "adakv(snapkv(window=4))"])
+@torch.no_grad()
+def test_events_while_decoding_leave_what_was_fitted(inner: str) -> None:
+    """Nor is a query recorded for them."""
+    model, held = tiny("llama"), []
+    cache = keepset.Cache(model, f"match({inner}, keep=16, every=8)")
+    for start, tokens in ((0, 40), (40, 8), (48, 8)):
+        model(prompt(1, 56)[:, start : start + tokens], past_key_values=cache, use_cache=True)
+        columns, exists = cache.kept_layers[0].store.padded()
+        held.append({
+            (head, int(columns["positions"][0, head, i])): (columns["values"][0, head, i].tolist(), bias)
+            for head, i in exists[0].nonzero().tolist()
+            if (bias := float(columns[BIAS][0, head, i])) or columns["positions"][0, head, i] < 40
+        })  # fmt: skip
+    first, *later = held
+    assert len(cache.events) == 3 and any(bias for _, bias in first.values())
+    for each in later:
+        assert each and all(first[place] == fitted for place, fitted in each.items())
+    needs = cache.recipe.method.needs
+    assert needs.newest == 0 < Match(cache.recipe.method.scorer, window=8).needs.newest
+
+
 @pytest.mark.parametrize("inner", ["snapkv(window=4)", "adakv(snapkv(window=4))", "ams(tova, window=4)"])
 def test_events_while_decoding_fit_again(inner: str) -> None:
     """Also entries that were fitted before: their biases are part of what attention gave."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -47,6 +49,36 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
         return Done(int(stop.value.code or 0), captured.out, captured.err)
 
     return run
+
+
+class Forked:
+    """`keepset` with these words in a process of its own: a fork of this one, where all is imported and patched."""
+
+    def __init__(self, *words: str) -> None:
+        self._files = [os.memfd_create(name) for name in ("out", "err")]
+        self._process = multiprocessing.get_context("fork").Process(target=self._run, args=(words,))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def _run(self, words: tuple[str, ...]) -> None:
+        for number, file in enumerate(self._files, 1):
+            os.dup2(file, number)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+        sys.argv = ["keepset", *words]
+        main()
+
+    def interrupt(self, number: signal.Signals) -> Done:
+        """What it left behind after this signal."""
+        assert self._process.is_alive()
+        os.kill(self.pid, number)
+        self._process.join(60)
+        assert self._process.exitcode is not None
+        out, err = (os.pread(file, 2**20, 0).decode() for file in self._files)
+        return Done(self._process.exitcode, out, err)
+
+    def is_alive(self) -> bool:
+        return self._process.is_alive()
 
 
 @pytest.fixture

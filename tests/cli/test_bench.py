@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -19,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from keepset.serving import command as commands
 from keepset.serving import workload
 from keepset.serving.workload import TokenSource
-from tests.cli.conftest import Run
+from tests.cli.conftest import Forked, Run
 from tests.serving.conftest import Fake, fake
 
 ROOT = Path(__file__).parents[2]
@@ -233,43 +231,25 @@ def test_own_options_must_be_known(run: Run) -> None:
     assert done.code == 2 and "No such option: --enforce-eager" in done.err
 
 
-PROGRAM = f"""\
-import sys
-from keepset.cli import main
-from keepset.serving import command, workload
-from keepset.serving.workload import TokenSource
-
-workload.token_source = lambda folder: TokenSource(list(range(100)), text=True)
-command.check_installed = lambda recipe: None
-command.command = lambda model, recipe, options, forced: [sys.executable, {str(FAKE)!r}, *options, *forced]
-main()
-"""
-
-
 @pytest.mark.full
-@pytest.mark.usefixtures("interrupts")
+@pytest.mark.usefixtures("interrupts", "servers")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("how", ["--slow", "--silent"])
-def test_interrupted(how: str, number: signal.Signals, tmp_path: Path) -> None:
+def test_interrupted(how: str, number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While requests run, and while the server starts."""
-    (tmp_path / "program.py").write_text(PROGRAM, encoding="utf-8")
-    words = [sys.executable, "program.py", *BENCH, "--json", "a.json", "--html", "a.html", "--", how]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    pipe = subprocess.PIPE
-    with subprocess.Popen(words, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True, env=environment) as process:
-        until = time.monotonic() + 60
-        while not (children := servers_of(process.pid)) and time.monotonic() < until:
-            time.sleep(0.05)
-        time.sleep(2.0)
-        process.send_signal(number)
-        out, err = process.communicate(timeout=60)
-    assert process.returncode == 128 + number
-    assert out == ""
-    assert "Traceback" not in err
-    first, *others = err.splitlines()
+    monkeypatch.chdir(tmp_path)
+    process = Forked(*BENCH, "--json", "a.json", "--html", "a.html", "--", how)
+    until = time.monotonic() + 60
+    while not (children := servers_of(process.pid)) and time.monotonic() < until:
+        time.sleep(0.05)
+    time.sleep(2.0)
+    done = process.interrupt(number)
+    assert (done.code, done.out) == (128 + number, "")
+    assert "Traceback" not in done.err
+    first, *others = done.err.splitlines()
     assert first.startswith("Two servers, one after the other")
     assert others == (["interrupted: nothing is reported"] if number == signal.SIGINT else [])
-    assert [path.name for path in tmp_path.iterdir()] == ["program.py"]
+    assert not list(tmp_path.iterdir())
     assert children and all(not Path(f"/proc/{child}").exists() for child in children)
 
 

@@ -121,6 +121,8 @@ def test_table_has_the_best_first_and_a_conclusion(run: Run) -> None:
     first, header, full, *rows, last = done.out.splitlines()
     assert first == "SmolLM2-135M-Instruct: 200 tokens of prompt, 16 after it."
     assert header.split() == ["recipe", "MB", "bytes", "KL", "top-1", "prefill"]
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    assert [*header.split(), "found"] in [line.split() for line in readme.splitlines()]
     assert full.split() == ["full", "cache", "0.1", "100.0%", "0.000", "100%", "x1.00"]
     assert [rows[0].strip(), rows[4].strip()] == ["keep=0.5", "keep=20"]
     figures = load(run(*COMPARE, "--json", "-").out)["rows"]

@@ -29,16 +29,7 @@ REPRODUCE = ("--model", "embedded", "--limit", "1", "--output-tokens", "4", "--d
 COMMANDS = {
     "generate": ("generate", "Hello there, you.", "--recipe", "snapkv(window=4, keep=0.5)", "--output-tokens", "3"),
     "compare": ("compare", "--recipes", "tova", "--keeps", "0.5", "--prompt-tokens", "64", "--continuation", "8"),
-    "trace": (
-        "trace",
-        "Hello",
-        "--recipe",
-        "tova(keep=16, every=4)",
-        "--baseline",
-        "knorm(keep=9)",
-        "--forced",
-        *TRACE,
-    ),
+    "trace": ("trace", "Hello", "--recipe", "tova(keep=16, every=4)", *TRACE),
     "diagnose": ("diagnose", "gvote"),
     "latency": ("bench", "latency", "--recipes", "tova(keep=9)", *LATENCY),
     "context": ("context", "build", "--text", "text.txt", "--out", "c.safetensors", "--recipe", "snapkv(keep=0.5)"),
@@ -57,18 +48,7 @@ COMMANDS = {
     "calibrate": ("calibrate", "--out", "stats.safetensors", *CALIBRATE),
     "compile": ("compile", "--out", "tables.safetensors", *COMPILE),
     "tune": ("tune", "--text", "text.txt", "--keep", "0.3", "--retrieval"),
-    "reproduce": (
-        "reproduce",
-        "ams-table-2",
-        "--model",
-        "embedded",
-        "--limit",
-        "1",
-        "--output-tokens",
-        "4",
-        "--data",
-        ".",
-    ),
+    "reproduce": ("reproduce", "ams-table-2", *REPRODUCE),
 }
 
 

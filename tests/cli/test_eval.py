@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,7 +21,7 @@ from keepset.bench.tasks import find as finding
 from keepset.bench.tasks.task import Example, Task
 from keepset.cli import eval as command
 from tests.bench.sweep.sweeping import Counting, cell
-from tests.cli.conftest import Run
+from tests.cli.conftest import Forked, Run
 from tests.cli.test_bad_input import check_refused
 
 NEEDLE = (
@@ -362,26 +361,20 @@ def test_ray_that_is_not_there_is_said(run: Run, stub: type[Stub], monkeypatch: 
 
 @pytest.mark.full
 @pytest.mark.usefixtures("interrupts")
-def test_ctrl_c_in_a_process_of_its_own(tiny_folder: Path, tmp_path: Path) -> None:
+def test_ctrl_c_in_a_process_of_its_own(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = ",".join(map(str, range(256, 336, 4)))
     words = ["eval", "needle", "--prompt-tokens", lengths, "--model", str(tiny_folder), "--recipes", "knorm"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "keepset", *words],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    monkeypatch.chdir(tmp_path)
+    process = Forked(*words)
     end = time.monotonic() + 120
-    while not (tmp_path / "sweep.sqlite-wal").exists() or not stored(str(tmp_path / "sweep.sqlite")):
-        assert time.monotonic() < end and process.poll() is None
+    while not Path("sweep.sqlite-wal").exists() or not stored():
+        assert time.monotonic() < end and process.is_alive()
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate()
-    cells = stored(str(tmp_path / "sweep.sqlite"))
-    assert (process.returncode, out) == (130, "")
+    done = process.interrupt(signal.SIGINT)
+    cells = stored()
+    assert (done.code, done.out) == (130, "")
     stopped = f"stopped after {len(cells)} of 1400 cells, which are in 'sweep.sqlite': the same command goes on"
-    assert err.splitlines()[-1] == stopped and "Traceback" not in err
+    assert done.err.splitlines()[-1] == stopped and "Traceback" not in done.err
 
 
 def test_nothing_is_left_behind_where_nothing_came_of_it(run: Run, tiny: Any) -> None:

@@ -205,6 +205,24 @@ def test_copies_go_their_own_ways(recipe: str) -> None:
         assert oracle_gap(model, twin, output, mask) < 5e-5
 
 
+@pytest.mark.parametrize("text", ["knorm(keep=9)", "adakv(snapkv(window=4), keep=9, every=6)"])
+@torch.no_grad()
+def test_trim_gives_back_what_is_held_for_tokens_to_come(text: str) -> None:
+    model, logits = tiny("llama"), []
+    for trims in (False, True):
+        past = keepset.Cache(model, text)
+        for start, end in ((0, 20), (20, 21), (21, 24)):
+            made = model(prompt(1, 24)[:, start:end], past_key_values=past).logits
+            if trims and end == 21:
+                held = past.nbytes
+                past.trim()
+                stores = [layer.store for layer in past.kept_layers.values()]
+                assert all(store.nbytes == store.entries * store.entry_bytes for store in stores)
+                assert past.nbytes < held
+        logits.append(made)
+    assert torch.equal(*logits)
+
+
 def test_a_copy_still_sees_hidden_states() -> None:
     model = tiny("llama")
     recipe = "expected_attention(future=16, keep=12)"

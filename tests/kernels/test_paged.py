@@ -108,24 +108,22 @@ def expected(case: Case, queries: Tensor, tokens: PagedTokens, scaling: float, b
     """Entry by entry."""
     output = torch.zeros(queries.shape, dtype=torch.float64)
     blocks, kv_heads, size, width = case.caches[0].shape
-    group = queries.shape[1] // kv_heads
+    group, half = queries.shape[1] // kv_heads, width // 2
     for index, length in enumerate(tokens.lengths.tolist()):
         place = index if tokens.places is None else int(tokens.places[index])
         row = index if tokens.rows is None else int(tokens.rows[index])
-        for query in range(queries.shape[1]) if length else ():
-            head = query // group
-            kept = case.rows[row].states[1][0][head]
-            weights, rows = [], []
+        for head in range(kv_heads) if length else ():
+            kept, entries, added = case.rows[row].states[1][0][head], [], []
             for i, (slot, entry) in enumerate(_slots(case.rows[row], head, size)):
                 if entry >= length:
                     continue
                 layer, *there = at(slot, size, kv_heads, blocks)
-                numbers = case.caches[layer][tuple(there)].double()
-                logit = float(queries[place, query].double() @ numbers[: width // 2]) * scaling
-                added = float(case.bias[layer, slot % case.bias.shape[1]]) if biased and i < kept else 0.0
-                weights.append(logit + added)
-                rows.append(numbers[width // 2 :])
-            output[place, query] = torch.tensor(weights, dtype=torch.float64).softmax(0) @ torch.stack(rows)
+                entries.append(case.caches[layer][tuple(there)].double())
+                added.append(float(case.bias[layer, slot % case.bias.shape[1]]) if biased and i < kept else 0.0)
+            numbers, biases = torch.stack(entries), torch.tensor(added, dtype=torch.float64)
+            for query in range(head * group, (head + 1) * group):
+                logits = numbers[:, :half] @ queries[place, query].double() * scaling + biases
+                output[place, query] = logits.softmax(0) @ numbers[:, half:]
     return output
 
 

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from keepset import Recipe
 from keepset.core.rope import RotaryTable
 from keepset.paged.event_queue import EventQueue
-from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.layer_group import LayerGroup
 from keepset.paged.page_tables import FreedBlocks
-from keepset.paged.pages import StridedPages
-from keepset.paged.passing import PassingQueries
-from keepset.paged.planner import Planner
-from keepset.paged.query_records import slots_for
-from keepset.paged.recording import Recording
 
 pytest.importorskip("triton")
-from keepset.kernels import page_entries
 from keepset.kernels.triton import paged_window
+from tests.paged.layers import layer_group
 from tests.paged.test_waits import BLOCK, WIDTH, batch_of
 from tests.posing import Gpu, Posing
 
@@ -32,17 +24,10 @@ FIRST, AGAIN = [(18, 0, 18), (13, 0, 13)], [(18, 18, 25), (13, 13, 20)]
 
 
 def group(recipe: str, caches: list[Tensor]) -> LayerGroup:
-    page_entries._table.cache_clear()  # of caches that lay there before
-    layers = tuple(range(len(caches)))
-    schedule = EvictionSchedule(Recipe.parse(recipe), 0, layers, HEADS, BLOCK)
-    recording = Recording.of(schedule.recipe, 1, DIM, 4)
-    planner = Planner(schedule, recording, layers, 8, ROWS * WIDTH, FreedBlocks())
-    passing = PassingQueries(recording, len(layers), slots_for(8), HEADS, DIM, torch.float32, caches[0].device)
-    pages = [partial(StridedPages, caches, place) for place in range(len(caches))]
     angles = torch.arange(64.0)[:, None] / 10.0 ** torch.arange(DIM // 2)
     table = torch.cat((angles.cos(), angles.sin()), 1)
     rotary = RotaryTable(table if caches[0].device.type == "cpu" else Posing(table), halves=True)
-    return LayerGroup(planner, pages, passing, 1.0, rotary)
+    return layer_group(recipe, caches, 1, rotary=rotary)
 
 
 @pytest.mark.full

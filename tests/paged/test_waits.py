@@ -17,27 +17,17 @@ from keepset.paged.page_tables import FreedBlocks
 from keepset.paged.planner import Planner
 from keepset.paged.query_records import Move, QueryRecord
 from keepset.paged.recording import Recording
-from keepset.paged.step import ScheduledRequest, StepBatch
+from keepset.paged.step import StepBatch
 
 pytest.importorskip("triton")
+from tests.paged import layers
 from tests.posing import Gpu, Posing
 
 BLOCK, WIDTH = 4, 30
 
 
 def batch_of(requests: list[tuple[int, int, int]], posing: bool) -> StepBatch:
-    """Of prompts, and the tokens before and after the step."""
-    rows, first = [], 0
-    for row, (prompt, before, after) in enumerate(requests):
-        rows.append(ScheduledRequest(row, first, first + after - before, prompt, before, after))
-        first += after - before
-    table = torch.arange(len(rows) * WIDTH, dtype=torch.int32).view(len(rows), WIDTH)
-    slots = [int(table[one.row, p // BLOCK]) * BLOCK + p % BLOCK for one in rows for p in range(one.before, one.after)]
-    lengths = torch.tensor([one.after for one in rows], dtype=torch.int32)
-    put = Posing if posing else lambda tensor: tensor
-    starts = torch.tensor([0, *(one.end_query for one in rows)], dtype=torch.int32)
-    most = max(one.after - one.before for one in rows)
-    return StepBatch(rows, put(table), put(lengths), put(torch.tensor(slots)), put(starts), starts, most)
+    return layers.batch_of(requests, WIDTH, BLOCK, *[Posing] * posing)
 
 
 @pytest.mark.parametrize("number", [1, 12])
@@ -169,26 +159,16 @@ class Allocated(TorchDispatchMode):
 @pytest.mark.full
 def test_a_long_prompt_beside_compressed_requests_takes_no_tables() -> None:
     """Of 32 layers with 8 KV heads and blocks of 16, beside 63 requests: 3.6 GiB while tables were made."""
-    layers, size, prompt = tuple(range(32)), 16, 131072
-    schedule = EvictionSchedule(Recipe.parse("adakv(knorm, keep=256)"), 0, layers, 8, size)
+    places, size, prompt = range(32), 16, 131072
+    schedule = EvictionSchedule(Recipe.parse("adakv(knorm, keep=256)"), 0, tuple(places), 8, size)
     recording = Recording.of(schedule.recipe, 4, 128, 2)
-    planner = Planner(schedule, recording, layers, 64, 64 * prompt // size, FreedBlocks())
+    planner = Planner(schedule, recording, tuple(places), 64, 64 * prompt // size, FreedBlocks())
 
-    def batch(spans: list[tuple[int, int, int]]) -> StepBatch:
-        rows, first = [], 0
-        for row, (length, before, after) in enumerate(spans):
-            rows.append(ScheduledRequest(row, first, first + after - before, length, before, after))
-            first += after - before
-        table = torch.arange(len(rows) * prompt // size, dtype=torch.int32).view(len(rows), -1)
-        lengths = torch.tensor([one.after for one in rows], dtype=torch.int32)
-        starts = torch.tensor([0, *(one.end_query for one in rows)], dtype=torch.int32)
-        return StepBatch(rows, table, lengths, torch.zeros(first, dtype=torch.int64), starts, starts, 8192)
-
-    for event in planner.plan(batch([(500, 0, 500)] * 63)).events:
-        deal = event.pages.deal(range(32), torch.full((len(event.rows) * 32, 8), 256))
+    for event in planner.plan(layers.batch_of([(500, 0, 500)] * 63, prompt // size, size)).events:
+        deal = event.pages.deal(places, torch.full((len(event.rows) * 32, 8), 256))
         assert deal.fits is not None and all(deal.fits.here)
         deal.take(256)
-    mixed = batch([(500, 500, 501)] * 63 + [(prompt, prompt - 8192, prompt)])
+    mixed = layers.batch_of([(500, 500, 501)] * 63 + [(prompt, prompt - 8192, prompt)], prompt // size, size)
     with Allocated() as allocated:
         plan = planner.plan(mixed)
     assert plan.ragged is not None and plan.ragged.others

@@ -86,17 +86,26 @@ def summarise(cells: Sequence[Cell], baseline: str | None = None, axis: Literal[
         examples = {example for recipe_cells in recipes.values() for _, example in recipe_cells}
         against = {name: _against(recipes, name, baseline) for name in recipes}
         rows[task] = {name: table_row(recipe_cells, against[name], examples) for name, recipe_cells in recipes.items()}
-    averages = []
+    averages: list[TableRow] = []
     for group, members in groups.items():
-        for recipe in dict.fromkeys(recipe for task in members for recipe in rows[task]):
-            parts = [rows[task][recipe] for task in members if recipe in rows[task]]
-            averages.append(average(group, parts, len(members)))
+        parts: dict[str, list[TableRow]] = {}
+        for task in members:
+            for recipe, row in rows[task].items():
+                parts.setdefault(recipe, []).append(row)
+        averages += sorted((average(group, each, len(members)) for each in parts.values()), key=_best_first)
     together = {**{task: [task] for task in tasks}, **groups}
     trades: list[Trade] = []
     for name, members in together.items():
         trades += _trades(name, [(tasks[task], rows[task]) for task in members], axis)
-    every = [row for by_recipe in rows.values() for row in by_recipe.values()]
+    every = [row for by_recipe in rows.values() for row in sorted(by_recipe.values(), key=_best_first)]
     return Summary(baseline, every, averages, trades, needle_maps(cells))
+
+
+def _best_first(row: TableRow) -> tuple[Any, ...]:
+    """The full cache, then budget by budget the best score first; what has none comes last."""
+    keep, score = row.requested, row.score
+    budget = (keep is None, isinstance(keep, int), -(keep or 0))
+    return (row.recipe != FULL, *budget, score is None, 0.0 if score is None else -score.value)
 
 
 def split(cells: Sequence[Cell], fact: str) -> list[Cell]:

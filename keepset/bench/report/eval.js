@@ -33,7 +33,7 @@ function header() {
     `${counted(all, all, all === 1 ? " task" : " tasks")}. ` +
     "Every score has its interval of 95 % over examples.");
   id("facts").append(fact("Answers judged", integer(ran)), fact("Compared with", baseline));
-  for (const [name, value] of Object.entries(configuration)) id("origin").append(fact(name, value));
+  for (const [name, value] of Object.entries(configuration)) id("origin").append(fact(name[0].toUpperCase() + name.slice(1), value));
 }
 
 // ---- plot

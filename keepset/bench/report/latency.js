@@ -20,6 +20,9 @@ const of = {
 };
 const units = { first_seconds: "seconds", seconds: "seconds", tokens_per_second: "tokens per second", kv_bytes: "MB", peak_bytes: "MB" };
 
+// The full cache, which comes first, is grey.
+const hue = (i) => (i ? i - 1 + (i > 7) : 7);
+
 function draw(name) {
   const traces = recipes.map((recipe, i) => {
     const here = rows.filter((row) => row.recipe === recipe && known(row[name]));
@@ -33,7 +36,7 @@ function draw(name) {
         array: y.map((value, j) => Math.max(...rounds[j]) - value),
         arrayminus: y.map((value, j) => value - Math.min(...rounds[j])),
       },
-      line: { color: i ? colourOf(i - 1 + (i > 7)) : css("--c7"), width: 2, dash: i ? "solid" : "dash" },
+      line: { color: colourOf(hue(i)), width: 2, dash: i ? "solid" : "dash" }, marker: { symbol: symbolOf(hue(i)), size: 7 },
       hovertemplate: `%{x} tokens: %{y:.2f} ${units[name]}<extra>${label(recipe)}</extra>`,
     };
   });
@@ -42,7 +45,6 @@ function draw(name) {
     return;
   }
   chart(id(name), traces, {
-    ...(recipes.length > 1 ? LEGEND : {}),
     xaxis: axis("tokens of the prompt", { rangemode: "tozero" }),
     yaxis: axis(units[name], { rangemode: "tozero" }),
   });
@@ -60,6 +62,7 @@ function table() {
 
 const plots = () => Object.keys(of).forEach(draw);
 header();
+if (recipes.length > 1) legends(recipes.map((recipe, i) => [recipe, hue(i), i === 0]));
 table();
 plots();
 onScheme(plots);

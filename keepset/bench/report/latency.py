@@ -20,6 +20,6 @@ def _conclusion(rows: list[dict[str, Any]]) -> str:
     best = max(others, key=lambda row: row["tokens_per_second"])
     speed, nbytes, first = (best[name] / full[name] for name in ("tokens_per_second", "kv_bytes", "first_seconds"))
     return (
-        f"After {longest} tokens {best['recipe']} makes x{speed:.2f} the tokens a second of the full cache, with "
-        f"x{nbytes:.2f} of its KV cache; the first token takes x{first:.2f} the time."
+        f"After {longest:,} tokens {best['recipe']} makes {speed:.2f} times the full cache's tokens a second and holds "
+        f"{nbytes:.0%} of its bytes; the first token takes {first:.2f} times as long."
     )

@@ -53,10 +53,23 @@ const LEGEND = {
 };
 const symbolOf = (i) => SYMBOLS[i % SYMBOLS.length][0];
 
+const tint = (i) => (i < COLOURS ? `var(--c${i})` : `hsl(${Math.round(137.5 * i) % 360} 60% var(--lightness))`);
+
 function mark(i) {
   const node = el("span", { className: "mark", ariaHidden: "true" }, SYMBOLS[i % SYMBOLS.length][1]);
-  node.style.color = i < COLOURS ? `var(--c${i})` : `hsl(${Math.round(137.5 * i) % 360} 60% var(--lightness))`;
+  node.style.color = tint(i);
   return node;
+}
+
+// One legend for all plots of a section: names, the numbers of their colours, and whether their lines are dashed.
+function legends(series) {
+  for (const box of document.querySelectorAll(".series")) {
+    box.append(...series.map(([name, i, dashed]) => {
+      const line = el("span", { className: "stroke" });
+      line.style.borderTop = `3px ${dashed ? "dashed" : "solid"} ${tint(i)}`;
+      return el("span", { className: "entry" }, line, name);
+    }));
+  }
 }
 
 // A button for each method takes it out of the plots and back in.

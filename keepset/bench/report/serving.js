@@ -3,6 +3,7 @@ const { load, servers, rows } = data;
 // ---- header
 
 function header() {
+  if (servers.length > 1) legends(servers.map((server, i) => [server.name, hue(i), false]));
   title(data.model,
     (load.question_tokens
       ? `${integer(load.requests)} documents of ${integer(load.prompt_tokens)} tokens, each asked a question of ` +
@@ -23,8 +24,7 @@ function header() {
 
 // ---- plots
 
-const colour = (i) => css(["--c7", "--c0", "--c1"][servers.length > 1 ? i % 3 : 1]);
-const dash = (i) => (servers.length > 1 && i === 0 ? "dash" : "solid");
+const hue = (i) => (servers.length > 1 && i === 0 ? 7 : 0);
 
 function draw(name, traces, x, y, more = {}) {
   const box = id(name);
@@ -33,8 +33,8 @@ function draw(name, traces, x, y, more = {}) {
     return;
   }
   chart(box, traces, {
-    ...(servers.length > 1 ? LEGEND : {}),
-    xaxis: axis(x, { rangemode: "tozero" }),
+    // Beyond the last point, so that a line that ends upright is seen.
+    xaxis: axis(x, { range: [0, 1.04 * Math.max(...traces.flatMap((trace) => trace.x))] }),
     yaxis: axis(y, { rangemode: "tozero", ...more }),
   });
 }
@@ -58,7 +58,7 @@ function series(server, key) {
 function times(key, y) {
   return servers.map((server, i) => ({
     type: "scatter", mode: "lines", name: label(server.name), ...series(server, key), connectgaps: false,
-    line: { color: colour(i), width: 2, dash: dash(i) },
+    line: { color: colourOf(hue(i)), width: 2 },
     hovertemplate: `%{x:.1f} s: %{y:${y}}<extra>${label(server.name)}</extra>`,
   }));
 }
@@ -71,7 +71,7 @@ function shares(key) {
     return {
       type: "scatter", mode: "lines", name: label(server.name),
       x: [...values.slice(0, 1), ...values], y: [...values.slice(0, 1).map(() => 0), ...values.map((_, j) => (j + 1) / values.length)],
-      line: { color: colour(i), width: 2, dash: dash(i), shape: "hv" },
+      line: { color: colourOf(hue(i)), width: 2, shape: "hv" },
       hovertemplate: `%{y:.0%} took at most %{x:.3f} s<extra>${label(server.name)}</extra>`,
     };
   });

@@ -47,6 +47,6 @@ def conclusion(result: dict[str, Any]) -> str:
     if faster is None or sooner is None:
         return f"{answered} with the recipe, {rate:.1f} output tokens a second; plain vLLM answered none."
     return (
-        f"With the recipe vLLM makes {as_times(faster)} the output tokens a second of plain vLLM (above 1 is better), "
-        f"and the first token takes {as_times(sooner)} the time (below 1 is better)."
+        f"With the recipe vLLM makes {as_times(faster)[1:]} times plain vLLM's output tokens a second (more is better) "
+        f"and the first token takes {as_times(sooner)[1:]} times as long (less is better)."
     )

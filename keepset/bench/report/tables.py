@@ -18,7 +18,7 @@ def render(tables: Tables) -> str:
     curves = known.get("curves")
     data = {
         "model": str(name or "a model"),
-        "facts": [[what, str(known[what])] for what in _FACTS if known.get(what) is not None],
+        "facts": [[what.capitalize(), str(known[what])] for what in _FACTS if known.get(what) is not None],
         "budgets": tables.budgets.tolist(),
         # What is a float32 is not written with the digits of a float64.
         "weights": [[[round(x, 4) for x in row] for row in layers] for layers in tables.weights.tolist()],
@@ -31,7 +31,8 @@ def render(tables: Tables) -> str:
     means = zip(tables.gate.mean((1, 2, 3)).tolist(), tables.budgets.tolist(), strict=True)
     thresholds = ", ".join(f"{mean:.3f} at a budget of {budget}" for mean, budget in means)
     low, high = float(tables.weights.min()), float(tables.weights.max())
-    conclusion = f"Heads weigh from {low:g} to {high:g}; the mean threshold is {thresholds}."
+    weigh = f"from {low:.2f} to {high:.2f}".replace("-", "\N{MINUS SIGN}")
+    conclusion = f"Heads weigh {weigh}; the mean threshold is {thresholds}."
     return assemble("tables", "keepset compile", data, conclusion)
 
 

@@ -83,7 +83,6 @@ function curves() {
     else {
       const zerolinecolor = css("--line");
       chart(id(name), traces, {
-        ...(runs.length > 1 ? LEGEND : {}),
         xaxis: axis("tokens of text", { zerolinecolor }),
         yaxis: axis(unit, { zerolinecolor, tickformat, rangemode: name === "iou" ? "normal" : "tozero" }),
       });
@@ -257,6 +256,7 @@ function paint() {
 }
 
 header();
+if (runs.length > 1) legends(runs.map((run, i) => [run.recipe, i, i > 0]));
 table();
 text();
 scrub();

@@ -168,24 +168,20 @@ def _merge_parts(
     VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr, BLOCK: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
     row, dims = tl.program_id(0).to(tl.int64), tl.arange(0, VALUE_BLOCK)
-    largest, total = float("-inf"), 0.0
+    largest, total = tl.full([1], float("-inf"), tl.float32), tl.zeros([1], tl.float32)
     merged = tl.zeros([VALUE_BLOCK], tl.float32)
     for first in range(0, parts, BLOCK):
         part = first + tl.arange(0, BLOCK)
         of_part = tl.load(partial_lse + part * outputs + row, mask=part < parts, other=float("-inf"))
-        new_largest = tl.maximum(largest, tl.max(of_part, 0))
-        shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-        weights, shrink = tl.exp(of_part - shift), tl.exp(largest - shift)
+        largest, total, weights, shrink = streamed(largest, total, of_part[None, :])
         attended = tl.load(
             partial + (part[:, None] * outputs + row) * VALUE_DIM + dims[None, :],
             mask=(of_part != float("-inf"))[:, None] & (dims < VALUE_DIM)[None, :], other=0.0,
         )  # fmt: skip
-        total = total * shrink + tl.sum(weights, 0)
-        merged = merged * shrink + tl.sum(attended * weights[:, None], 0)
-        largest = new_largest
+        merged = merged * shrink + tl.sum(attended * tl.trans(weights), 0)
     total = tl.where(total == 0.0, 1.0, total)
     merged = merged / total
-    tl.store(lse + row, largest + tl.log(total))
+    tl.store(lse + row + tl.arange(0, 1), largest + tl.log(total))
     if LISTED:  # the tokens that these are of all
         row = tl.load(places + row // heads).to(tl.int64) * heads + row % heads
     tl.store(output + row * VALUE_DIM + dims, merged.to(output.dtype.element_ty), mask=dims < VALUE_DIM)

@@ -120,8 +120,28 @@ BUDGETS = [
 )
 def test_baselines(baseline: str | None, expected: list[float | None]) -> None:
     """A method stands for its recipe with the same budget, a recipe for itself."""
-    rows = summarise(BUDGETS, baseline).rows
-    assert [None if row.difference is None else row.difference.value for row in rows] == expected
+    rows = {row.recipe: row.difference for row in summarise(BUDGETS, baseline).rows}
+    differences = [rows[recipe] for recipe in dict.fromkeys(cell.recipe for cell in BUDGETS)]
+    assert [None if each is None else each.value for each in differences] == expected
+
+
+def test_rows_stand_budget_by_budget_the_best_first() -> None:
+    made = [
+        *cells("snapkv(keep=0.25)", [0.5]),
+        *cells("tova(keep=0.5)", [None]),
+        *cells("gvote", [1.0]),
+        *cells("snapkv(keep=0.5)", [0.25]),
+        *cells("random(keep=64)", [1.0]),
+        *cells("random(keep=0.25)", [0.75]),
+        *cells("h2o(keep=0.5)", [0.5]),
+        *cells(FULL, [0.0]),
+    ]
+    assert [row.recipe for row in summarise(made).rows] == [
+        FULL,
+        *("h2o(keep=0.5)", "snapkv(keep=0.5)", "tova(keep=0.5)"),
+        *("random(keep=0.25)", "snapkv(keep=0.25)"),
+        *("random(keep=64)", "gvote"),
+    ]
 
 
 def test_a_baseline_that_is_not_there_is_refused() -> None:
@@ -167,7 +187,8 @@ def test_a_group_lacks_a_score_where_a_task_does() -> None:
         *ruler("tova(keep=0.5)", [[1.0], [None], [1.0]]),
         *ruler("h2o(keep=0.5)", [[1.0], [1.0, None], [1.0]]),
     ]
-    _, snapkv, tova, h2o = summarise(made).averages
+    rows = {row.method: row for row in summarise(made).averages}
+    snapkv, tova, h2o = rows["snapkv"], rows["tova"], rows["h2o"]
     assert (snapkv.score, snapkv.tasks, snapkv.tasks_of, snapkv.error) == (None, 2, 3, None)
     assert (tova.score, tova.tasks, tova.failed, tova.error) == (None, 2, 1, "tova(keep=0.5) cannot do that.")
     assert h2o.score is not None and h2o.score.value == pytest.approx(2.5 / 3) and h2o.failed == 1

@@ -70,7 +70,7 @@ def data_of(page: Any, plot: str) -> Any:
 
 def test_it_opens_with_what_the_load_has_shown() -> None:
     assert conclusion(result("plain", "recipe")).startswith(
-        "With the recipe vLLM makes x1.50 the output tokens a second"
+        "With the recipe vLLM makes 1.50 times plain vLLM's output tokens a second"
     )
     assert conclusion(result("server")) == "6 of 10 requests were answered, 6.0 output tokens a second."
     nothing = result("plain", "recipe")

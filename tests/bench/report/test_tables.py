@@ -31,7 +31,7 @@ def data_of(page: str) -> Any:
 def test_text_is_only_in_the_data_block() -> None:
     page = render(tables())
     data, made = data_of(page), random_tables()
-    assert data["model"] == EVIL and ["method", EVIL] in data["facts"] and ["seed", "3"] in data["facts"]
+    assert data["model"] == EVIL and ["Method", EVIL] in data["facts"] and ["Seed", "3"] in data["facts"]
     assert data["budgets"] == [8, 64] and data["counts"] == made.counts.tolist()
     for b in range(2):
         for layer in range(3):

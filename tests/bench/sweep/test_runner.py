@@ -253,18 +253,26 @@ def test_answers_of_a_batch_are_those_of_each_alone(architecture: str, options: 
     assert len({reply for cell in together for reply in replies(cell)}) > 4
 
 
+FEW = candidates(Recipe.parse_list("snapkv(window=8), knorm, random"), [1.0, 0.9])
+
+
+@pytest.fixture(scope="module")
+def few_alone() -> list[Cell]:
+    """Cells of these, each made by itself."""
+    return [timeless(run([one], example=ASKED, task=Exact(20))[0]) for one in FEW]
+
+
 @pytest.mark.parametrize("free", [0, *(pytest.param(free, marks=pytest.mark.full) for free in (30, None))])
-def test_as_many_go_side_by_side_as_memory_takes(monkeypatch: pytest.MonkeyPatch, free: int | None) -> None:
+def test_as_many_go_side_by_side_as_memory_takes(
+    monkeypatch: pytest.MonkeyPatch, free: int | None, few_alone: list[Cell]
+) -> None:
     model, full = tiny("llama"), 2 * 2 * (2 * 16 * 4 + 4) * (len(CONTEXT) + 20)
     monkeypatch.setattr("keepset.bench.memory.available", lambda device: None if free is None else free * full)
-    todo = candidates(Recipe.parse_list("snapkv(window=8), knorm, random"), [1.0, 0.9])
     with watched(model) as calls:
-        cells = run(todo, example=ASKED, task=Exact(20), model=model)
+        cells = run(FEW, example=ASKED, task=Exact(20), model=model)
     most = max(rows for rows, tokens in calls)
     assert most == {0: 1, 30: 7, None: 7}[free]
-    assert [timeless(cell) for cell in cells] == [
-        timeless(run([one], example=ASKED, task=Exact(20))[0]) for one in todo
-    ]
+    assert [timeless(cell) for cell in cells] == few_alone
 
 
 @pytest.mark.full
@@ -388,6 +396,11 @@ def test_an_answer_may_end_at_its_first_token() -> None:
     assert all(cell.outcome and cell.outcome.tokens == 1 for cell in cells.values())
 
 
+@pytest.fixture(scope="module")
+def one_by_one_decoded() -> dict[str, Cell]:
+    return one_by_one(asked(parsed(DECODING[0])[1], Exact(12, decodes=True)))
+
+
 @pytest.mark.parametrize(
     ("error", "where"),
     [
@@ -399,11 +412,10 @@ def test_an_answer_may_end_at_its_first_token() -> None:
     ],
 )
 def test_no_cell_is_lost_where_memory_is_not_enough_for_all(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, where: str
+    monkeypatch: pytest.MonkeyPatch, error: Exception, where: str, one_by_one_decoded: dict[str, Cell]
 ) -> None:
-    model, task = tiny("llama"), Exact(12, decodes=True)
-    each = asked(parsed(DECODING[0])[1], task)
-    expected = one_by_one(each)
+    model, expected = tiny("llama"), one_by_one_decoded
+    each = asked(parsed(DECODING[0])[1], Exact(12, decodes=True))
     others = hooks(model)  # of caches that other tests still hold
     calls: list[tuple[int, ...]] = []
     original = keepset.Cache.attend

@@ -1,0 +1,63 @@
+"""A group of layers without an engine, and batches of steps for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from keepset import Recipe
+from keepset.core.rope import RotaryTable
+from keepset.kernels import page_entries
+from keepset.paged.eight_bits import EightBits
+from keepset.paged.eviction_schedule import EvictionSchedule
+from keepset.paged.layer_group import LayerGroup
+from keepset.paged.page_tables import FreedBlocks
+from keepset.paged.pages import StridedPages
+from keepset.paged.passing import PassingQueries
+from keepset.paged.planner import Planner
+from keepset.paged.query_records import slots_for
+from keepset.paged.recording import Recording
+from keepset.paged.step import ScheduledRequest, StepBatch
+
+REQUESTS = 8
+"""That run at once, at most."""
+
+
+def layer_group(
+    recipe: str,
+    caches: list[Tensor],
+    group: int,
+    eight_bits: list[EightBits] | None = None,
+    rotary: RotaryTable | None = None,
+) -> LayerGroup:
+    """Layers with these caches `[blocks, kv_heads, size, 2 * head_dim]`, with so many query heads to a KV head."""
+    page_entries._table.cache_clear()  # of caches that lay there before
+    blocks, kv_heads, size, width = caches[0].shape
+    layers, dtype = tuple(range(len(caches))), caches[0].dtype if eight_bits is None else eight_bits[0].dtype
+    schedule = EvictionSchedule(Recipe.parse(recipe), 0, layers, kv_heads, size)
+    recording = Recording.of(schedule.recipe, group, width // 2, dtype.itemsize)
+    planner = Planner(schedule, recording, layers, REQUESTS, blocks, FreedBlocks())
+    shape = len(layers), slots_for(REQUESTS), kv_heads * group, width // 2
+    passing = PassingQueries(recording, *shape, dtype, caches[0].device)
+    how = eight_bits or [None] * len(caches)
+    pages = [partial(StridedPages, caches, place, one) for place, one in enumerate(how)]
+    return LayerGroup(planner, pages, passing, (width // 2) ** -0.5, rotary)
+
+
+def batch_of(
+    requests: list[tuple[int, int, int]], width: int, size: int, put: Callable[[Tensor], Tensor] = lambda tensor: tensor
+) -> StepBatch:
+    """Of prompts, and the tokens before and after the step; each request has `width` blocks of `size` tokens."""
+    rows, first = [], 0
+    for row, (prompt, before, after) in enumerate(requests):
+        rows.append(ScheduledRequest(row, first, first + after - before, prompt, before, after))
+        first += after - before
+    table = torch.arange(len(rows) * width, dtype=torch.int32).view(len(rows), width)
+    slots = [int(table[one.row, p // size]) * size + p % size for one in rows for p in range(one.before, one.after)]
+    lengths = torch.tensor([one.after for one in rows], dtype=torch.int32)
+    starts = torch.tensor([0, *(one.end_query for one in rows)], dtype=torch.int32)
+    most = max(one.after - one.before for one in rows)
+    return StepBatch(rows, put(table), put(lengths), put(torch.tensor(slots)), put(starts), starts, most)
