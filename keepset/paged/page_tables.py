@@ -96,15 +96,18 @@ class PagesOfLayers:
 
     @property
     def width(self) -> int:
+        """Entries of the head that has most."""
         return self._most(range(self._group.layers))
 
     def _most(self, places: range) -> int:
         return max(max(self._sizes[0][place]) for place in places)
 
     def held(self, places: range) -> Sequence[int]:
+        """Entries that these layers have of each request, layer after layer."""
         return [entries for place in places for entries in self._sizes[1][place]]
 
     def occupied(self, places: range) -> OccupiedPages:
+        """Where the entries lie in these layers."""
         some = self._entries.of_layers(places)
         entries = subpages.entries(some.layout, some.lengths)
         pages = -(-self._most(places) // self._block_size)
