@@ -39,10 +39,12 @@ class Composite(LayerAllocator):
 
     def divided(self, rankings: Sequence[Ranking], rest: PerRequest, room: PerLayer) -> PerLayer:
         """By the best composite tokens of all layers; those that always stay are the first of each."""
-        ranked = [ranking.scores for ranking in rankings]
-        values = torch.stack([self._composite(order) for order in padded(ranked)], 1)
+        padded_scores = padded([ranking.scores for ranking in rankings])
+        ranked = [(ranking.observation, scores) for ranking, scores in zip(rankings, padded_scores, strict=True)]
+        values = torch.cat([each.apart(self._composite(scores)) for each, scores in ranked], 1)
         # Heads that hold different numbers after an event have as many tokens as they hold on average.
-        held = torch.stack([-(-order.isneginf().logical_not().sum((1, 2)) // order.shape[1]) for order in ranked], -1)
+        exists = [(each, scores.isneginf().logical_not()) for each, scores in ranked]
+        held = torch.cat([each.apart(-(-there.sum((1, 2)) // there.shape[1])) for each, there in exists], 1)
         rank = torch.arange(values.shape[-1], device=values.device) + (held - room)[..., None]
         values = values.gather(-1, rank.clamp(max=values.shape[-1] - 1))
         values = values.masked_fill(rank >= held[..., None], float("-inf"))

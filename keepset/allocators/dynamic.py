@@ -33,13 +33,13 @@ class Dynamic(LayerAllocator):
     interval: int = parameter(4, minimum=1)
 
     def divided(self, rankings: Sequence[Ranking], rest: PerRequest, room: PerLayer) -> PerLayer:
-        ranked = [ranking.scores for ranking in rankings]
-        layers, heads = len(ranked), ranked[0].shape[1]
+        layers, heads = room.shape[1], rankings[0].scores.shape[1]
         mean = rest.double() / layers
         held = (mean[:, None] * self.r_max).ceil().long().minimum(room)
         # Of every head of every layer, without what always stays.
-        divisible = [scores.masked_fill(scores >= RECENT_RANK, float("-inf")) for scores in ranked]
-        values = torch.cat(padded(divisible), 1)
+        divisible = padded([each.scores.masked_fill(each.scores >= RECENT_RANK, float("-inf")) for each in rankings])
+        apart = [each.observation.apart(scores) for each, scores in zip(rankings, divisible, strict=True)]
+        values = torch.cat(apart, 1).flatten(1, 2)
         shares = torch.zeros_like(mean)[:, None]
         for so_far in sorted({*range(self.interval, layers, self.interval), layers}):
             most = (mean * so_far * heads).floor().long()

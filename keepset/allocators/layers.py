@@ -16,7 +16,6 @@ from keepset.core.keep_set import KeepSet, Layout
 from keepset.core.method import Allocator, Method
 from keepset.core.observation import Observation
 from keepset.core.select import Ranking, round_to_total, top_mask
-from keepset.core.shapes import Scores
 
 PerRequest = Int[Tensor, " batch"]
 PerLayer = Int[Tensor, "batch layers"]
@@ -50,14 +49,15 @@ class LayerAllocator(Allocator):
     def select_all(self, observations: Sequence[Observation], budget: Budget) -> KeepSet:
         scorer, heads = self.scorer, observations[0].valid.shape[1]
         rankings = [scorer.ranked(each, budget, scorer.quotas(each, budget)) for each in observations]
-        existing = torch.stack([-(-each.valid.sum((1, 2)) // heads) for each in observations], -1)
-        total = (total_entries(observations, budget) // heads).clamp(min=len(observations)).minimum(existing.sum(-1))
-        always = torch.stack([budget.always(each) for each in observations], -1).clamp(min=1)
-        always = always.minimum(existing).minimum(total[:, None] // len(observations))
+        existing = torch.cat([each.apart(-(-each.valid.sum((1, 2)) // heads)) for each in observations], 1)
+        layers = existing.shape[1]
+        total = (total_entries(observations, budget) // heads).clamp(min=layers).minimum(existing.sum(-1))
+        always = torch.cat([each.apart(budget.always(each)) for each in observations], 1).clamp(min=1)
+        always = always.minimum(existing).minimum(total[:, None] // layers)
         counts = always + self.divided(rankings, total - always.sum(-1), existing - always)
         parts = []
-        for ranking, count in zip(rankings, counts.unbind(-1), strict=True):
-            quotas = ranking.observation.valid.sum(-1).minimum(count[:, None])
+        for ranking, count in zip(rankings, counts.split([each.together for each in observations], 1), strict=True):
+            quotas = ranking.observation.valid.sum(-1).minimum(count.t().reshape(-1, 1))
             parts.append(scorer.choose(replace(ranking, quotas=quotas)))
         return KeepSet(parts)
 
@@ -89,17 +89,19 @@ def total_entries(observations: Sequence[Observation], budget: Budget) -> PerReq
     A fraction is taken of all entries at once, and only then rounded down; it is never less than always stays. What
     some layers or heads are too short for, the others may keep.
     """
-    existing = torch.stack([observation.valid.sum((1, 2)) for observation in observations]).sum(0)
+    existing = torch.cat([each.apart(each.valid.sum((1, 2))) for each in observations], 1).sum(1)
     if budget.keep is None:
         return existing
-    heads = sum(observation.valid.shape[1] for observation in observations)
+    heads, first = sum(each.valid.shape[1] * each.together for each in observations), observations[0]
     if isinstance(budget.keep, float):
-        always = budget.always(observations[0]) * heads
+        always = first.apart(budget.always(first))[:, 0] * heads
         return share_of(existing, budget.keep).maximum(always).clamp(min=1).minimum(existing)
-    return (budget.aim(observations[0]) * heads).minimum(existing)
+    return (first.apart(budget.aim(first))[:, 0] * heads).minimum(existing)
 
 
-def padded(ranked: Sequence[Float[Tensor, "batch kv_heads _"]]) -> list[Scores]:
+def padded(
+    ranked: Sequence[Float[Tensor, "_ kv_heads _"]],
+) -> list[Float[Tensor, "_ kv_heads entries"]]:
     """Rankings of several layers with as many places each: -inf where there is no entry."""
     longest = max(order.shape[-1] for order in ranked)
     return [F.pad(order, (0, longest - order.shape[-1]), value=float("-inf")) for order in ranked]

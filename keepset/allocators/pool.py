@@ -47,11 +47,16 @@ class Pool(Allocator):
         scorer = self.scorer
         rankings = [scorer.ranked(each, budget, scorer.quotas(each, budget)) for each in observations]
         # In double, which has room above what always stays.
-        values = torch.cat(padded([ranking.scores for ranking in rankings]), 1).double()
+        ranked = padded([ranking.scores for ranking in rankings])
+        apart = [each.apart(scores).flatten(1, 2) for each, scores in zip(observations, ranked, strict=True)]
+        values = torch.cat(apart, 1).double()
         existing = values.isneginf().logical_not().sum(-1)
         parts = existing.shape[-1]
         total = total_entries(observations, budget).clamp(min=parts).minimum(existing.sum(-1))
         least = (self.floor * total.double() / parts).floor().long().clamp(min=1)[:, None].minimum(existing)
-        counts = pooled_counts(values, total, least).unflatten(1, (len(observations), -1))
-        chosen = zip(rankings, counts.unbind(1), strict=True)
+        counts = pooled_counts(values, total, least).split([each.shape[1] for each in apart], 1)
+        chosen = [
+            (ranking, of_heads.unflatten(1, (ranking.observation.together, -1)).transpose(0, 1).flatten(0, 1))
+            for ranking, of_heads in zip(rankings, counts, strict=True)
+        ]
         return KeepSet([scorer.choose(replace(ranking, quotas=quotas)) for ranking, quotas in chosen])

@@ -45,9 +45,10 @@ class ZigZag(LayerAllocator):
         return self.scorer.needs | Needs(WindowAttention(self.window))
 
     def divided(self, rankings: Sequence[Ranking], rest: PerRequest, room: PerLayer) -> PerLayer:
-        minima = torch.stack([self._minimum(ranking.observation) for ranking in rankings], -1)
+        seen = [ranking.observation for ranking in rankings]
+        minima = torch.cat([each.apart(self._minimum(each)) for each in seen], 1)
         uncertainty = minima / minima.sum(-1, keepdim=True)
-        return divide(torch.lerp(uncertainty, torch.full_like(uncertainty, 1 / len(rankings)), self.floor), rest, room)
+        return divide(torch.lerp(uncertainty, torch.full_like(uncertainty, 1 / room.shape[1]), self.floor), rest, room)
 
     def _minimum(self, observation: Observation) -> Float[Tensor, " batch"]:
         """A layer's minimum budget to maintain attention."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -25,8 +25,36 @@ class Layout(StrEnum):
     HEAD_RAGGED = "head-ragged"
 
 
-class HeadCounts:
-    """How many entries each head keeps; the host asks the device when it wants to know, for many layers at once.
+class Numbers:
+    """Whole numbers of a device; the host asks for them when it wants to know, for those of many at once.
+
+    Attributes:
+        there: they.
+    """
+
+    def __init__(self, there: Int[Tensor, "*shape"]) -> None:
+        self.there = there
+
+    @cached_property
+    def here(self) -> list[int]:
+        """One after another."""
+        return self.there.flatten().tolist()
+
+    @staticmethod
+    def read(many: Iterable[Numbers]) -> None:
+        """Asks for all that the host does not know yet, with one wait for each device."""
+        by_device = defaultdict(list)
+        for each in many:
+            if "here" not in vars(each):
+                by_device[each.there.device].append(each)
+        for unknown in by_device.values():
+            numbers = torch.cat([each.there.flatten() for each in unknown]).tolist()
+            for each in unknown:
+                vars(each)["here"], numbers = numbers[: each.there.numel()], numbers[each.there.numel() :]
+
+
+class HeadCounts(Numbers):
+    """How many entries each head keeps, head after head and request after request.
 
     Args:
         there: the counts.
@@ -34,12 +62,8 @@ class HeadCounts:
     """
 
     def __init__(self, there: Quotas, total: int | None = None) -> None:
-        self.there, self._total = there, total
-
-    @cached_property
-    def here(self) -> list[int]:
-        """Head after head and request after request."""
-        return self.there.flatten().tolist()
+        super().__init__(there)
+        self._total = total
 
     @property
     def total(self) -> int:
@@ -47,20 +71,13 @@ class HeadCounts:
         return sum(self.here) if self._total is None else self._total
 
     @staticmethod
-    def read(layers: Sequence[HeadCounts]) -> None:
-        """Asks for all that the host does not know yet, with one wait for each device.
+    def check(layers: Sequence[HeadCounts]) -> None:
+        """Asks for all that the host does not know yet.
 
         Raises:
             KeepsetError: a method has kept more or less than its quotas say.
         """
-        by_device = defaultdict(list)
-        for counts in layers:
-            if "here" not in vars(counts):
-                by_device[counts.there.device].append(counts)
-        for unknown in by_device.values():
-            numbers = torch.cat([counts.there.flatten() for counts in unknown]).tolist()
-            for counts in unknown:
-                vars(counts)["here"], numbers = numbers[: counts.there.numel()], numbers[counts.there.numel() :]
+        Numbers.read(layers)
         if any(sum(counts.here) != counts.total for counts in layers):
             raise KeepsetError(
                 "A method kept another number of entries than its quotas say: its class must say that counts come from "
@@ -290,7 +307,7 @@ class KeepSet:
         Raises:
             KeepsetError: a method has kept more or less than its quotas say.
         """
-        HeadCounts.read([kept.heads for kept in self._layers.values()])
+        HeadCounts.check([kept.heads for kept in self._layers.values()])
         return self
 
     @property

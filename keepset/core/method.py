@@ -231,7 +231,8 @@ class Method(ABC):
         """What stays of all layers.
 
         Args:
-            observations: in the model's order, with all that the method `needs`.
+            observations: in the model's order, with all that the method `needs`. One may be of several layers
+                (`Observation.together`), and so is its part of the answer.
             budget: the recipe's.
 
         Raises:

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from keepset.core.feature import Feature, Value
@@ -43,6 +43,8 @@ class Observation:
             before (`Method.remember`).
         count: entries of all requests and heads; a runtime that knows it need not ask the device.
         longest: likewise the tokens of the longest request, or any number above that.
+        together: how many layers, this one and those that follow, lie behind one another in the batch, each with all
+            requests: a runtime may show them so to methods that do not ask which layer they look at (`by_layer`).
         stays: likewise how many entries of every head will stay, request after request and head after head, where
             lengths alone say so; where heads differ, their average.
 
@@ -64,6 +66,7 @@ class Observation:
     layers: tuple[int, ...]
     state: Mapping[str, Tensor]
     stays: Sequence[int] | None
+    together: int
 
     def __init__(
         self,
@@ -84,6 +87,7 @@ class Observation:
         count: int | None = None,
         longest: int | None = None,
         stays: Sequence[int] | None = None,
+        together: int = 1,
     ) -> None:
         shape, device, whole = keys.shape[:3], keys.device, valid is None
         valid = torch.ones(shape, dtype=torch.bool, device=device) if valid is None else valid
@@ -107,6 +111,7 @@ class Observation:
             layers=(layer,) if layers is None else tuple(layers),
             state=state or {},
             stays=stays,
+            together=together,
         )
         if count is not None or whole:
             vars(self)["count"] = keys.shape[:3].numel() if count is None else count
@@ -167,6 +172,14 @@ class Observation:
     def head_dim(self) -> int:
         """Numbers of a key."""
         return self.keys.shape[-1]
+
+    def apart(self, statistic: Shaped[Tensor, layers_batch * rest]) -> Shaped[Tensor, "batch layers *rest"]:
+        """Something of every row, request by request: a view.
+
+        Args:
+            statistic: of the layers that are here together, one behind another.
+        """
+        return statistic.unflatten(0, (self.together, -1)).transpose(0, 1)
 
     @property
     def depth(self) -> int:

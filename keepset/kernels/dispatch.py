@@ -37,6 +37,22 @@ def upload(values: Sequence[Any] | Tensor, device: torch.device) -> Tensor:
     return there.to(device, non_blocking=there.device.type == "cpu")  # what comes back must be there to be read
 
 
+class Sent:
+    """Numbers on their way from a device to the host, which waits for them, and for nothing that is launched later."""
+
+    def __init__(self, there: Tensor) -> None:
+        on_gpu = there.device.type == "cuda"
+        self._here = torch.empty(there.shape, dtype=there.dtype, pin_memory=on_gpu)
+        self._here.copy_(there, non_blocking=True)
+        self._arrived = torch.cuda.current_stream(there.device).record_event() if on_gpu else None
+
+    def tolist(self) -> list[Any]:
+        """They."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._here.tolist()
+
+
 @cache
 def _has_triton() -> bool:
     return find_spec("triton") is not None

@@ -16,59 +16,51 @@ Cache = Shaped[Tensor, "blocks kv_heads block_size width"]
 
 
 def read_pages(
-    caches: Sequence[Cache], places: range, subpages: Int[Tensor, "rows heads pages"]
-) -> Shaped[Tensor, "layers_rows heads entries width"]:
-    """The same whole sub-pages of several layers that are alike, layer after layer.
+    caches: Sequence[Cache], place: int, subpages: Int[Tensor, "*rows pages"]
+) -> Shaped[Tensor, "*rows entries width"]:
+    """Whole sub-pages, each row's joined.
 
     Args:
-        caches: of layers that share block tables.
-        places: of those to read, among these.
+        caches: of layers that are alike and share block tables.
+        place: of the layer among these whose first sub-page is number 0.
         subpages: in the order of the entries; their numbers go on into the caches that follow, around in a circle.
     """
-    first, (rows, kv_heads, pages) = caches[0], subpages.shape
+    first, (*rows, pages) = caches[0], subpages.shape
     size, width = first.shape[2:]
+    entries = first.new_empty(*rows, pages, size, width)
     if uses_triton(first.device):
         from keepset.kernels.triton import page_entries  # loads Triton
 
-        entries = first.new_empty(len(places) * rows, kv_heads, pages * size, width)
         with launched_on(first.device):
-            page_entries.read(first, addresses_of(caches), places, subpages.contiguous(), entries)
-        return entries
+            page_entries.read(first, addresses_of(caches), place, subpages.contiguous(), entries)
+        return entries.flatten(-3, -2)
     # Not one index into a folded view: blocks and heads need not have strides that fold.
-    through, head = subpages // first.shape[1], subpages % first.shape[1]
-    further, block = through // len(first), through % len(first)
-    read = [caches[place][block, head] for place in places]
-    for steps in further[further > 0].unique().tolist():
+    block, head = subpages // first.shape[1], subpages % first.shape[1]
+    further, block = block // len(first), block % len(first)
+    for steps in further.unique().tolist():
         there = further == steps
-        for place, own in zip(places, read, strict=True):
-            own[there] = caches[(place + steps) % len(caches)][block[there], head[there]]
-    parts = [own.flatten(2, 3) for own in read]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+        entries[there] = caches[(place + steps) % len(caches)][block[there], head[there]]
+    return entries.flatten(-3, -2)
 
 
 def take_entries(
-    caches: Sequence[Cache], layers: Int[Tensor, " n"], slots: Int[Tensor, " n"]
+    caches: Sequence[Cache], slots: Int[Tensor, " n"]
 ) -> tuple[Shaped[Tensor, "n head_dim"], Shaped[Tensor, "n head_dim"]]:
-    """Key and value of the entry at each `slots[i]` of layer `layers[i]`.
+    """Key and value of the entry at each of these slots.
 
     Args:
-        caches, layers, slots: as of `write_entries`; slots need not be distinct.
+        caches, slots: as of `write_entries`; slots need not be distinct.
     """
     first = caches[0]
-    if uses_triton(first.device):
+    entries = first.new_empty(len(slots), first.shape[3])
+    if not uses_triton(first.device):
+        for own, cache, place in _by_layer(caches, slots):
+            entries[own] = cache[place]
+    elif len(slots):
         from keepset.kernels.triton import page_entries  # loads Triton
 
-        entries = first.new_empty(len(slots), first.shape[3])
-        if len(slots):
-            with launched_on(first.device):
-                page_entries.take(first, addresses_of(caches), entries, layers, slots)
-    elif len(caches) == 1:
-        ((_, cache, place),) = _by_layer(caches, layers, slots)
-        entries = cache[place]
-    else:
-        entries = first.new_empty(len(slots), first.shape[3])
-        for own, cache, place in _by_layer(caches, layers, slots):
-            entries[own] = cache[place]
+        with launched_on(first.device):
+            page_entries.take(first, addresses_of(caches), entries, slots)
     keys, values = entries.chunk(2, -1)
     return keys, values
 
@@ -77,39 +69,37 @@ def write_entries(
     caches: Sequence[Cache],
     keys: Shaped[Tensor, "n head_dim"],
     values: Shaped[Tensor, "n head_dim"],
-    layers: Int[Tensor, " n"],
     slots: Int[Tensor, " n"],
 ) -> None:
-    """Puts entry `i` at `slots[i]` of layer `layers[i]`.
+    """Puts entry `i` at `slots[i]`.
 
     Args:
         caches: of layers that are alike.
         keys, values: of each entry.
-        layers: among these.
-        slots: distinct within a layer: `subpage * block_size + offset`.
+        slots: distinct: `subpage * block_size + offset`, where sub-pages are numbered through all caches.
     """
     first = caches[0]
     if not uses_triton(first.device):
-        for own, cache, place in _by_layer(caches, layers, slots):
+        for own, cache, place in _by_layer(caches, slots):
             of_keys, of_values = cache.chunk(2, -1)
             of_keys[place], of_values[place] = keys[own], values[own]
     elif len(slots):
         from keepset.kernels.triton import page_entries  # loads Triton
 
         with launched_on(first.device):
-            page_entries.write(first, addresses_of(caches), keys, values, layers, slots)
+            page_entries.write(first, addresses_of(caches), keys, values, slots)
 
 
 def _by_layer(
-    caches: Sequence[Cache], layers: Int[Tensor, " n"], slots: Int[Tensor, " n"]
-) -> Iterator[tuple[Tensor | slice, Cache, tuple[Tensor, Tensor, Tensor]]]:
+    caches: Sequence[Cache], slots: Int[Tensor, " n"]
+) -> Iterator[tuple[Tensor, Cache, tuple[Tensor, Tensor, Tensor]]]:
     """Of each layer which entries are its own, its cache, and where they lie in it."""
-    kv_heads, size = caches[0].shape[1:3]
+    blocks, kv_heads, size = caches[0].shape[:3]
     for layer, cache in enumerate(caches):
-        own = (layers == layer).nonzero()[:, 0] if len(caches) > 1 else slice(None)
-        place = slots[own]
+        own = (slots // (blocks * kv_heads * size) == layer).nonzero()[:, 0]
+        place = slots[own] // size
         # Not one index into a folded view: blocks and heads need not have strides that fold.
-        yield own, cache, (place // size // kv_heads, place // size % kv_heads, place % size)
+        yield own, cache, (place // kv_heads % blocks, place % kv_heads, slots[own] % size)
 
 
 def addresses_of(caches: Sequence[Cache]) -> Int[Tensor, " layers"]:

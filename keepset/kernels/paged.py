@@ -136,7 +136,7 @@ def paged_attention(
     group = Group(range(place, place + 1), len(caches), len(caches[0]))
 
     def read(table: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = read_pages(caches, range(place, place + 1), table[None])[0].chunk(2, -1)
+        keys, values = read_pages(caches, place, table).chunk(2, -1)
         return keys, values
 
     attend_pages(queries, read, caches[0].shape[2], tokens, layout, group, scaling, output, bias)

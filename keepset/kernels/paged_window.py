@@ -39,11 +39,10 @@ class EntriesInPages(NamedTuple):
     packed: Int[Tensor, "rows layers kv_heads"]
     longest: int
 
-    def of_layer(self, place: int) -> EntriesInPages:
-        """Those of one layer of the group."""
-        layers = self.packed.shape[1]
-        one = slice(place % layers, place % layers + 1)
-        return self._replace(layout=Layout(*(part[:, one] for part in self.layout)), packed=self.packed[:, one])
+    def of_layers(self, places: range) -> EntriesInPages:
+        """Those of some layers of the group."""
+        some = slice(places.start, places.stop) if self.packed.shape[1] > 1 else slice(None)
+        return self._replace(layout=Layout(*(part[:, some] for part in self.layout)), packed=self.packed[:, some])
 
 
 class RecordedQueries(NamedTuple):
@@ -113,7 +112,7 @@ def add_received_in_pages(
     keys = [cache[..., : cache.shape[3] // 2] for cache in caches]
 
     def reader(place: int) -> ReadKeys:
-        return lambda table: read_pages(keys, range(place, place + 1), table[None])[0]
+        return lambda table: read_pages(keys, place, table)
 
     group = Group(places, len(caches), len(caches[0]))
     add_received_by([reader(place) for place in places], caches[0].shape[2], group, queries, entries, received)
@@ -137,9 +136,10 @@ def add_received_by(
     """
     for layer, (place, read) in enumerate(zip(group.places, readers, strict=True)):
         if layer == 0 or entries.packed.shape[1] > 1:
-            one = entries.of_layer(place)
+            own = group._replace(places=range(place, place + 1))
+            one = entries.of_layers(own.places)
             counts = subpages.entries(one.layout, one.lengths)
-            most, own = -(-int(counts.max()) // size), group._replace(places=range(place, place + 1))
+            most = -(-int(counts.max()) // size)
             tables = subpages.tables(one.layout, counts, one.block_table, size, most, own)[:, 0].long()
         few = queries.of_layers(range(layer, layer + 1))
         _add_received_of_layer(place, read, size, few, tables, counts[:, 0], one, received)

@@ -102,6 +102,13 @@ def tables(
     return ((beyond + found) * kv_heads + number % kv_heads).where(needed, 0).to(block_table.dtype)
 
 
+def through(tables: Int[Tensor, layers * rest], group: Group, kv_heads: int) -> Int[Tensor, layers * rest]:
+    """Sub-pages of each of the group's layers in question, as they are counted from the group's first layer on."""
+    places = torch.arange(group.places.start, group.places.stop, device=tables.device)
+    before = (places * (group.blocks * kv_heads)).view(-1, *[1] * (tables.ndim - 1))
+    return (tables.long() + before) % (group.layers * group.blocks * kv_heads)
+
+
 def blocks_needed(
     counts: Int[Tensor, "*rows kv_heads"], length: Int[Tensor, "*rows"], block_size: int
 ) -> Int[Tensor, "*rows"]:

@@ -99,6 +99,10 @@ class CompilerKV(Method):
     equal_layers = fixed_total
 
     @property
+    def by_layer(self) -> bool:
+        return True
+
+    @property
     def recent(self) -> int:
         return self.window
 

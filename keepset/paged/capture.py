@@ -13,7 +13,7 @@ from torch import Tensor
 from keepset.core.accumulator import Accumulators
 from keepset.kernels.paged_window import EntriesInPages
 from keepset.paged.eviction_schedule import EvictionSchedule
-from keepset.paged.page_tables import OccupiedPages
+from keepset.paged.page_tables import EventPages
 from keepset.paged.query_records import Move, QueryRecord, QueryRecords
 from keepset.paged.recording import Recording
 from keepset.paged.step import (
@@ -226,32 +226,27 @@ class CapturePlanner:
         self,
         recipe: Recipe,
         batch: StepBatch,
-        rows: Int[Tensor, " rows"],
         requests: list[ScheduledRequest],
         newer: int,
-        width: int,
         keep: int | None,
         compressed: bool,
-        occupied: Callable[[int], OccupiedPages],
-        reassign: Callable[[int, Tensor], Tensor | None],
+        pages: EventPages,
     ) -> EvictionEvent:
         """The compression of these requests, and what it looks at; the other arguments are as in `EvictionEvent`."""
         points = [request.after - newer for request in requests]
         records = self._recorded(requests, points)
         return EvictionEvent(
             recipe=recipe,
-            rows=rows,
+            rows=[request.row for request in requests],
             at=batch.tensor(points),
             earliest=min(points),
             prompts=batch.tensor([request.prompt for request in requests]),
             newer=newer,
-            width=width,
             keep=keep,
             compressed=compressed,
             ends_prompt=points[0] == requests[0].prompt,
             equal_heads=not self._schedule.ragged,
-            occupied=occupied,
-            reassign=reassign,
+            pages=pages,
             records=records,
             slots=batch.tensor([record.slot for record in records]),
         )

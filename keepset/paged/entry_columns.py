@@ -75,37 +75,29 @@ class EntryColumns:
         return (subpages[..., None] * self._block_size + offset).flatten(-2)
 
     def read(
-        self, name: str, places: range, slots: Int[Tensor, "rows kv_heads entries"]
+        self, name: str, slots: Int[Tensor, "layers_rows kv_heads entries"]
     ) -> Float[Tensor, "layers_rows kv_heads entries *rest"]:
-        """A column's numbers of these slots in these layers."""
-        column = self[name].flatten(0, 1)
-        # Numbers of pages go on into the following layers.
-        layers = torch.arange(places.start, places.stop, device=slots.device)[:, None, None, None]
-        return column[(layers * self[name].shape[1] + slots) % len(column)].flatten(0, 1)
+        """A column's numbers of these slots, which are numbered through all layers."""
+        return self[name].flatten(0, 1)[slots]
 
-    def write(
-        self, name: str, layers: Int[Tensor, " n"], slots: Int[Tensor, " n"], numbers: Float[Tensor, " n"]
-    ) -> None:
-        """Puts number `i` at `slots[i]` of layer `layers[i]`."""
-        column = self[name]
-        column.view(-1)[layers * column.shape[1] + slots] = numbers.to(column.dtype)
+    def write(self, name: str, slots: Int[Tensor, " n"], numbers: Float[Tensor, " n"]) -> None:
+        """Puts number `i` at `slots[i]`, likewise."""
+        self[name].view(-1)[slots] = numbers.to(self[name].dtype)
 
     def positions(
-        self, places: range, occupied: OccupiedPages, lengths: Int[Tensor, " rows"]
+        self, occupied: OccupiedPages, lengths: Int[Tensor, " layers_rows"]
     ) -> Int[Tensor, "layers_rows kv_heads entries"]:
-        """Original positions of entries in these layers, where the requests have so many tokens."""
+        """Original positions of entries, where the requests have so many tokens."""
         subpages, packed, entries = occupied
         index = torch.arange(subpages.shape[-1] * self._block_size, device=subpages.device)
         # Entries that came after the event before are whole: each lies as far behind its position as were dropped.
-        positions = (index + (lengths[:, None] - entries)[..., None]).repeat(len(places), 1, 1)
+        positions = index + (lengths[:, None] - entries)[..., None]
         if POSITION not in self:
             return positions
-        stored = self.read(POSITION, places, self.slots(subpages)).view(torch.int32).long()
-        return stored.where((index < packed[..., None]).repeat(len(places), 1, 1), positions)
+        stored = self.read(POSITION, self.slots(subpages)).view(torch.int32).long()
+        return stored.where(index < packed[..., None], positions)
 
-    def write_positions(
-        self, layers: Int[Tensor, " n"], slots: Int[Tensor, " n"], positions: Int[Tensor, " n"]
-    ) -> None:
+    def write_positions(self, slots: Int[Tensor, " n"], positions: Int[Tensor, " n"]) -> None:
         """Notes where entries come from, if that is ever asked."""
         if POSITION in self:
-            self.write(POSITION, layers, slots, positions.int().view(torch.float32))
+            self.write(POSITION, slots, positions.int().view(torch.float32))

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import time
 
-import torch
-
+from keepset.core.keep_set import Numbers
 from keepset.paged.layer_group import LayerGroup
 from keepset.paged.page_tables import FreedBlocks
 from keepset.paged.step import EvictionEvent, StepBatch, StepPlan
@@ -74,18 +73,16 @@ def _compress_across(due: list[tuple[LayerGroup, EvictionEvent]]) -> None:
     """Executes one event of a recipe that looks across layers: it is shown all of them before anything moves."""
     start, first = time.perf_counter(), due[0][1]
     recipe = first.recipe
-    if not all(torch.equal(first.rows, event.rows) for _, event in due):
+    if any(event.rows != first.rows for _, event in due):
         raise RuntimeError("keepset lost count of the requests of an event that looks across layers.")
-    reached = {
-        layer: (group, event, group.read(event, range(place, place + 1)))
-        for group, event in due
-        for place, layer in enumerate(group.layers)
-    }
-    observations = [reached[layer][2].observation for layer in sorted(reached)]
-    kept = recipe.method.select_all(observations, recipe.budget)
-    for layer, (group, event, entries) in sorted(reached.items()):
-        mine = kept.layer(layer)
+    reached = [(group, event, entries) for group, event in due for entries in group.read(event)]
+    reached.sort(key=lambda one: one[2].observation.layer)
+    chosen = recipe.method.select_all([entries.observation for _, _, entries in reached], recipe.budget)
+    kept = [chosen.layer(entries.observation.layer) for _, _, entries in reached]
+    deals = [group.deal(event, entries, mine) for (group, event, entries), mine in zip(reached, kept, strict=True)]
+    Numbers.read([numbers for mine, deal in zip(kept, deals, strict=True) for numbers in (mine.heads, *deal.asked)])
+    for (group, event, entries), mine, deal in zip(reached, kept, deals, strict=True):
         if not event.is_counted(mine):
             raise RuntimeError(f"{recipe} kept another number of entries than its quotas say.")
-        group.execute(event, entries, mine, start)
+        group.execute(event, entries, mine, deal, start)
         start = time.perf_counter()

@@ -10,10 +10,10 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from keepset.core.keep_set import LayerKeepSet
+from keepset.core.keep_set import LayerKeepSet, Numbers
 from keepset.core.observation import Observation
 from keepset.core.rope import RotaryTable
 from keepset.errors import KeepsetError
@@ -21,9 +21,8 @@ from keepset.paged.engine import Pages, QueryProjection
 from keepset.paged.entry_columns import EntryColumns, columns_of
 from keepset.paged.observer import Observer
 from keepset.paged.own_sums import OwnSums
-from keepset.paged.page_tables import OccupiedPages
+from keepset.paged.page_tables import Deal
 from keepset.paged.paged_observation import AT_ONCE, PagedEntries, PagedObservation
-from keepset.paged.pages import write_layers
 from keepset.paged.passing import PassingQueries
 from keepset.paged.planner import Planner
 from keepset.paged.step import EvictionEvent, QueryAddition, StepPlan, at_once
@@ -45,7 +44,7 @@ class LayerEntries(NamedTuple):
     """
 
     places: range
-    occupied: OccupiedPages
+    heads: Int[Tensor, "layers_rows kv_heads"]
     paged: PagedEntries
     positions: Int[Tensor, "layers_rows kv_heads entries"] | None
     observation: Observation
@@ -163,10 +162,24 @@ class LayerGroup:
 
     def compress(self, event: EvictionEvent) -> None:
         """Executes an event in all layers."""
-        for places in self._together(event):
+        method, budget, start = event.recipe.method, event.recipe.budget, time.perf_counter()
+        for entries in self.read(event):
+            kept = method.select(entries.observation, budget).layer(entries.observation.layer)
+            deal = self.deal(event, entries, kept)
+            Numbers.read([kept.heads, *deal.asked])
+            if not event.is_counted(kept):
+                # A request that starts again after a preemption has more to choose from than one that was compressed
+                # all along, so a number that depends on it comes out differently. How many stay must not.
+                assert event.keep is not None
+                share = torch.full_like(kept.counts, event.keep)
+                kept = method.choose(method.ranked(entries.observation, budget, share))
+                deal = self.deal(event, entries, kept)
+            self.execute(event, entries, kept, deal, start)
             start = time.perf_counter()
-            entries = self.read(event, places)
-            self.execute(event, entries, self._select(entries.observation, event), start)
+
+    def deal(self, event: EvictionEvent, entries: LayerEntries, kept: LayerKeepSet) -> Deal:
+        """Pages for what is to stay of these entries."""
+        return event.pages.deal(entries.places, kept.counts + event.newer)
 
     def put(
         self,
@@ -181,14 +194,13 @@ class LayerGroup:
             layers: of each entry, counted within the group.
             slots: of each; they go on into the caches of the layers that follow.
         """
-        pages = [each() for each in self._pages]
-        through = (layers * pages[0].slots + slots) % (len(pages) * pages[0].slots)
-        layers, slots = through // pages[0].slots, through % pages[0].slots
-        write_layers(pages, columns["keys"], columns["values"], layers, slots)
-        self.columns.write_positions(layers, slots, columns["positions"])
+        pages = self._pages[0]()
+        slots = (layers * pages.slots + slots) % (len(self.layers) * pages.slots)
+        pages.write(columns["keys"], columns["values"], slots)
+        self.columns.write_positions(slots, columns["positions"])
         for name in self.recipe.method.remembers:
             if name in self.columns and name in columns:
-                self.columns.write(name, layers, slots, columns[name])
+                self.columns.write(name, slots, columns[name])
 
     def left(self, blocks: Sequence[int], length: int) -> dict[int, dict[str, Tensor]]:
         """What a request of so many tokens has left in these blocks, once all events that are due are over.
@@ -205,47 +217,50 @@ class LayerGroup:
         """
         layers, pages = {}, self.planner.left(blocks, length)
         for place, layer in enumerate(self.layers):
-            occupied = pages(place)
-            keys, values = self._pages[place]().read(occupied.subpages[0])
-            places, lengths = range(place, place + 1), occupied.entries.new_tensor([length])
+            occupied = pages.occupied(range(place, place + 1))
+            keys, values = self._pages[0]().read(occupied.subpages[0])
+            lengths = occupied.entries.new_tensor([length])
             index = torch.arange(keys.shape[1], device=keys.device)
             exists = index < occupied.entries[0, :, None]
-            positions = self.columns.positions(places, occupied, lengths)[0].int()
+            positions = self.columns.positions(occupied, lengths)[0].int()
             columns = {"keys": keys[exists], "values": values[exists], "positions": positions[exists]}
             slots, packed = self.columns.slots(occupied.subpages), index < occupied.packed[0, :, None]
             for name in self.recipe.method.remembers:
                 if name in self.columns:
-                    columns[name] = self.columns.read(name, places, slots)[0].where(packed, 0)[exists]
+                    columns[name] = self.columns.read(name, slots)[0].where(packed, 0)[exists]
             layers[layer] = {name: column.cpu() for name, column in columns.items()}
             layers[layer]["counts"] = occupied.entries[0].long().cpu()
         return layers
 
-    def _together(self, event: EvictionEvent) -> Iterator[range]:
-        """Layers that are looked at as one batch: as many as there is room for, where each may be any."""
-        layers, together = len(self.layers), 1
-        if event.equal_heads and not self._apart:
-            pages, entries, kv_heads = self._pages[0](), event.width * len(event.rows), self.planner.schedule.kv_heads
-            together = at_once(entries, kv_heads)
-            if event.rows.device.type == "cpu":
-                together = max(1, min(together, _CPU_WORKSPACE // (entries * kv_heads * pages.entry_bytes)))
-        for first in range(0, layers, together):
-            yield range(first, min(first + together, layers))
+    def read(self, event: EvictionEvent) -> Iterator[LayerEntries]:
+        """What the method may look at, up to the event's point: as many layers together as there is room for.
 
-    def read(self, event: EvictionEvent, places: range) -> LayerEntries:
-        """What the method may look at: everything up to the event's point. Several layers are rows of a batch."""
-        occupied, size, layers = event.occupied(places[0]), self._block_size, len(places)
+        Those are rows of a batch, where each may be any.
+        """
+        layers, together = len(self.layers), 1
+        if not self._apart:
+            entry_bytes, kv_heads = self._pages[0]().entry_bytes, self.planner.schedule.kv_heads
+            entries = event.pages.width * len(event.rows)
+            together = at_once(entries, kv_heads)
+            if event.at.device.type == "cpu":
+                together = max(1, min(together, _CPU_WORKSPACE // (entries * kv_heads * entry_bytes)))
+        for first in range(0, layers, together):
+            yield self._read(event, range(first, min(first + together, layers)))
+
+    def _read(self, event: EvictionEvent, places: range) -> LayerEntries:
+        layers, columns = len(places), self.columns
+        occupied = event.pages.occupied(places)
         subpages, packed, entries = occupied
-        width = event.width - event.newer if event.equal_heads else subpages.shape[-1] * size
-        columns = self.columns
+        width = event.pages.width - event.newer if event.equal_heads else subpages.shape[-1] * self._block_size
         parts = self._observer.parts(event, places, occupied, columns, width)
-        paged = PagedEntries([self._pages[place]() for place in places], subpages)
+        scales = [how for place in places if (how := self._pages[place]().eight_bits) is not None]
+        paged = PagedEntries(self._pages[0](), subpages, scales)
         index = torch.arange(paged.shape[2], device=subpages.device)
-        at, prompts, state = event.at.repeat(layers), event.prompts.repeat(layers), {}
+        at, prompts, positions, state = event.at.repeat(layers), event.prompts.repeat(layers), None, {}
         if event.compressed:
             slots, moved = columns.slots(subpages)[..., :width], (index < packed[..., None])[..., :width]
-            moved = moved.repeat(layers, 1, 1)
-            state = {name: columns.read(name, places, slots).where(moved, 0) for name in self.recipe.method.remembers}
-        positions = columns.positions(places, occupied, event.at + event.newer) if event.compressed else None
+            state = {name: columns.read(name, slots).where(moved, 0) for name in self.recipe.method.remembers}
+            positions = columns.positions(occupied, at + event.newer)
         observation = PagedObservation(
             paged,
             width,
@@ -256,64 +271,58 @@ class LayerGroup:
             layer=self.layers[places[0]],
             layers=self._all_layers,
             state=state,
+            together=layers,
             **parts,
         )
-        return LayerEntries(places, occupied, paged, positions, observation)
+        return LayerEntries(places, entries, paged, positions, observation)
 
-    def _select(self, observation: Observation, event: EvictionEvent) -> LayerKeepSet:
-        """The recipe's choice, which must be of the size that the scheduler counts with."""
-        method, budget = event.recipe.method, event.recipe.budget
-        kept = method.select(observation, budget).layer(observation.layer)
-        if event.is_counted(kept):
-            return kept
-        # A request that starts again after a preemption has more to choose from than one that was compressed all
-        # along, so a number that depends on it comes out differently. How many stay must not.
-        assert event.keep is not None
-        share = torch.full_like(kept.counts, event.keep)
-        return method.choose(method.ranked(observation, budget, share))
-
-    def execute(self, event: EvictionEvent, entries: LayerEntries, kept: LayerKeepSet, start: float) -> None:
+    def execute(
+        self, event: EvictionEvent, entries: LayerEntries, kept: LayerKeepSet, deal: Deal, start: float
+    ) -> None:
         """Packs what stays, and what came after the event; `start` is when the compression began."""
-        places, size, paged = entries.places, self._block_size, entries.paged
-        width, heads_of_layer = paged.shape[2], entries.occupied.entries.numel()
-        before = entries.occupied.entries.repeat(len(places), 1)
-        index, rank = _survivors(kept, before, event.newer, width)
+        pages, paged, newer = self._pages[0](), entries.paged, event.newer
+        width, size, kv_heads = paged.shape[2], self._block_size, entries.heads.shape[1]
+        index, rank = _survivors(kept, entries.heads, newer, width)
         heads = index // width
-        counts = kept.counts + event.newer
-        subpages = event.reassign(places[0], counts)
-        if subpages is None:
-            return
-        layer, page = heads // heads_of_layer, heads % heads_of_layer * subpages.shape[-1] + rank // size
-        slots = subpages.reshape(-1).index_select(0, page) * size + rank % size
+        place = index - heads * width
+        seen = place < entries.heads.flatten()[heads] - newer
+        values = None if kept.values is None else seen.cumsum(0) - 1
+        sizes, held = [entries_of_head + newer for entries_of_head in kept.heads.here], event.pages.held(entries.places)
+        if deal.fits is not None and not all(deal.fits.here):
+            fits = deal.fits.there.bool().repeat_interleave(kv_heads)[heads]
+            index, rank, heads, place, seen = (part[fits] for part in (index, rank, heads, place, seen))
+            values = None if values is None else values[fits]
+            sizes = [entries_of_head * deal.fits.here[head // kv_heads] for head, entries_of_head in enumerate(sizes)]
+            held = [entries_of_row * fit for entries_of_row, fit in zip(held, deal.fits.here, strict=True)]
+        subpages = deal.take(max(sizes))
+        page = heads * subpages.shape[-1] + rank // size
+        slots = subpages.flatten().index_select(0, page) * size + rank % size
         del page, rank  # of long prompts these are long, too
-        for some, part in _blocks(kept.heads.here, event, paged.pages[0].entry_bytes):
-            keys, values = paged.take(some, index[part])
-            if kept.values is not None:
-                own = slice(part.start - some.start * event.newer, part.stop - some.stop * event.newer)
-                place = torch.arange(own.start, own.stop, device=index.device) + kept.rows[own] * event.newer
-                values[place - part.start] = kept.values[own]
-            write_layers(paged.pages, keys, values, layer[part], slots[part])
-            del keys, values  # before the next ones are there
-        layer, place = layer + places.start, index - heads * width
+        # Heads that differ may be dealt pages that others of their layer have left.
+        for some, part in _blocks(sizes, 1 if event.equal_heads else kv_heads, pages.entry_bytes):
+            moved_keys, moved_values = paged.take(some, index[part])
+            if kept.values is not None and values is not None:
+                fitted = kept.values[values[part].clamp(min=0)]
+                moved_values = fitted.where(seen[part, None], moved_values)
+            pages.write(moved_keys, moved_values, slots[part])
+            del moved_keys, moved_values  # before the next ones are there
         positions = place if entries.positions is None else entries.positions.reshape(-1)[index]
-        self.columns.write_positions(layer, slots, positions)
-        self._remember(kept, layer, slots, heads, place, before.flatten()[heads] - event.newer)
+        self.columns.write_positions(slots, positions)
+        self._remember(kept, slots, heads, place, seen)
         if self._count is not None:
-            stays = len(index)
-            total = event.width * before.numel() if event.equal_heads else int(before.sum())
-            seconds = time.perf_counter() - start
-            events = len(event.rows) if self.layers[places[0]] == self._all_layers[0] else 0
+            seconds, stays, total = time.perf_counter() - start, sum(sizes), sum(held)
+            events = len(event.rows) if self.layers[entries.places[0]] == self._all_layers[0] else 0
             self._count(events=events, entries_kept=stays, entries_dropped=total - stays, seconds=seconds)
-            logger.debug("%d layers kept %d of %d entries in %.1f ms", len(places), stays, total, 1e3 * seconds)
+            layers = len(entries.places)
+            logger.debug("%d layers kept %d of %d entries in %.1f ms", layers, stays, total, 1e3 * seconds)
 
     def _remember(
         self,
         kept: LayerKeepSet,
-        layers: Int[Tensor, " stays"],
         slots: Int[Tensor, " stays"],
         heads: Int[Tensor, " stays"],
         within: Int[Tensor, " stays"],
-        seen: Int[Tensor, " stays"],
+        seen: Bool[Tensor, " stays"],
     ) -> None:
         """Writes the method's own numbers that anybody asks for again; entries behind those that it saw have none."""
         for name, column in kept.state.items():
@@ -324,7 +333,7 @@ class LayerGroup:
                 raise KeepsetError(f"{method.name} remembers {name!r} and does not say so: add it to its `remembers`.")
             width = column.shape[-1]
             remembered = column.reshape(-1, width)[heads, within.clamp(max=width - 1)]
-            self.columns.write(name, layers, slots, torch.where(within < seen, remembered, 0))
+            self.columns.write(name, slots, remembered.where(seen, 0))
 
 
 def _survivors(
@@ -345,16 +354,10 @@ def _survivors(
     return stays, torch.arange(len(stays), device=heads.device) - starts[stays // width]
 
 
-def _blocks(sizes: Sequence[int], event: EvictionEvent, entry_bytes: int) -> Iterator[tuple[range, slice]]:
-    """Heads whose entries are moved together, and which of all that stay these are.
-
-    Where heads are equal each stays in its own sub-pages, so that they are moved one after another where they are many.
-    Else any may be dealt pages that others have left, and all must be out of them before one is written.
-    """
-    starts = list(accumulate(sizes, lambda start, size: start + size + event.newer, initial=0))
-    heads, together = len(sizes), len(sizes)
-    if event.equal_heads:
-        together = max(1, heads * AT_ONCE // max(starts[-1] * entry_bytes, 1))
-    for first in range(0, heads, together):
-        some = range(first, min(first + together, heads))
+def _blocks(sizes: Sequence[int], unit: int, entry_bytes: int) -> Iterator[tuple[range, slice]]:
+    """Heads whose entries are moved together, and which of all that stay these are; so many are never parted."""
+    starts, units = list(accumulate(sizes, initial=0)), len(sizes) // unit
+    together = unit * max(1, units * AT_ONCE // max(starts[-1] * entry_bytes, 1))
+    for first in range(0, len(sizes), together):
+        some = range(first, min(first + together, len(sizes)))
         yield some, slice(starts[some.start], starts[some.stop])

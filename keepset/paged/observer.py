@@ -141,10 +141,9 @@ class Observer:
             return {}
         slots = columns.slots(occupied.subpages)[..., :width]
         there = torch.arange(width, device=slots.device) < (occupied.entries - event.newer)[..., None]
-        there = there.repeat(len(places), 1, 1)
         made: dict[Feature[Any], Any] = {}
         for feature in sums:
-            received = columns.read(feature.column, places, slots)
+            received = columns.read(feature.column, slots)
             by_layer = received.unflatten(0, (len(places), -1))
             for row, record in enumerate(event.records):
                 if record.own:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,55 +12,153 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from keepset.core.keep_set import Numbers
 from keepset.kernels import subpages
+from keepset.kernels.dispatch import Sent
 from keepset.kernels.paged import FiledLayouts, PagedTokens, follow_layouts
 from keepset.kernels.paged_window import EntriesInPages
 from keepset.kernels.subpages import Group, Layout
 
 
 class OccupiedPages(NamedTuple):
-    """Where the entries of an event's requests lie in one layer.
+    """Where the entries of an event's requests lie in some layers, layer after layer and row after row.
 
     Attributes:
-        subpages: that hold each head's entries, in their order.
+        subpages: that hold each head's entries, in their order; numbered through all layers of the group.
         packed: of each head the first so many were packed after the event before (`EntriesInPages`).
         entries: entries that each head has.
     """
 
-    subpages: Int[Tensor, "rows kv_heads pages"]
-    packed: Int[Tensor, "rows kv_heads"]
-    entries: Int[Tensor, "rows kv_heads"]
+    subpages: Int[Tensor, "layers_rows kv_heads pages"]
+    packed: Int[Tensor, "layers_rows kv_heads"]
+    entries: Int[Tensor, "layers_rows kv_heads"]
+
+
+@dataclass(frozen=True)
+class Deal:
+    """Pages for what stays of an event's requests in some layers.
+
+    Attributes:
+        fits: 1 for each row of each layer whose entries fit its blocks, else 0, and all of it stays as it is. None: all
+            fit.
+        take: gives the heads that fit their sub-pages, as many to each as the largest of so many entries needs.
+    """
+
+    fits: Numbers | None
+    take: Callable[[int], Int[Tensor, "layers_rows kv_heads pages"]]
+
+    @property
+    def asked(self) -> list[Numbers]:
+        """What the host has to know before it takes them."""
+        return [] if self.fits is None else [self.fits]
+
+
+class EventPages(ABC):
+    """The pages of an event's requests in a group's layers."""
+
+    @property
+    @abstractmethod
+    def width(self) -> int:
+        """Entries of the head that has most."""
+
+    @abstractmethod
+    def held(self, places: range) -> Sequence[int]:
+        """Entries that these layers have of each request, layer after layer."""
+
+    @abstractmethod
+    def occupied(self, places: range) -> OccupiedPages:
+        """Where they lie."""
+
+    @abstractmethod
+    def deal(self, places: range, counts: Int[Tensor, "layers_rows kv_heads"]) -> Deal:
+        """Pages for so many entries of each head of these layers."""
 
 
 class PagesOfLayers:
-    """The pages of an event's requests, layer by layer, as they are asked for; the host waits for their number once.
+    """Where heads differ: the device is asked for their sizes when the event comes into sight, and waited for after it.
 
     Args:
-        entries: says where the requests' entries lie, once the step has got that far.
-        block_size: of the cache.
+        entries: where the requests' entries lie.
         group: the layers.
+        block_size: of the cache.
     """
 
-    def __init__(self, entries: Callable[[], EntriesInPages], block_size: int, group: Group) -> None:
-        self._make, self._block_size, self._group = entries, block_size, group
-
-    def __call__(self, place: int) -> OccupiedPages:
-        """Those of a layer, by its place in its group."""
-        one = self._entries.of_layer(place)
-        entries = subpages.entries(one.layout, one.lengths)
-        group, most = self._group._replace(places=range(place, place + 1)), self._pages[place]
-        tables = subpages.tables(one.layout, entries, one.block_table, self._block_size, most, group)
-        return OccupiedPages(tables[:, 0].long(), one.packed[:, 0], entries[:, 0])
+    def __init__(self, entries: EntriesInPages, group: Group, block_size: int) -> None:
+        self._entries, self._group, self._block_size = entries, group, block_size
+        entries_of_heads = subpages.entries(entries.layout, entries.lengths).transpose(0, 1)
+        self._sent = Sent(torch.stack((entries_of_heads.amax(-1), entries_of_heads.sum(-1))))
 
     @cached_property
-    def _entries(self) -> EntriesInPages:
-        return self._make()
+    def _sizes(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Of each layer and row entries of the largest head, and of all."""
+        most, all_of_them = self._sent.tolist()
+        return most, all_of_them
 
-    @cached_property
-    def _pages(self) -> list[int]:
-        """Of the head with most entries, in each layer."""
-        entries = subpages.entries(self._entries.layout, self._entries.lengths)
-        return [-(-most // self._block_size) for most in entries.amax((0, 2)).tolist()]
+    @property
+    def width(self) -> int:
+        """Entries of the head that has most."""
+        return self._most(range(self._group.layers))
+
+    def _most(self, places: range) -> int:
+        return max(max(self._sizes[0][place]) for place in places)
+
+    def held(self, places: range) -> Sequence[int]:
+        """Entries that these layers have of each request, layer after layer."""
+        return [entries for place in places for entries in self._sizes[1][place]]
+
+    def occupied(self, places: range) -> OccupiedPages:
+        """Where the entries lie in these layers."""
+        some = self._entries.of_layers(places)
+        entries = subpages.entries(some.layout, some.lengths)
+        pages = -(-self._most(places) // self._block_size)
+        group = self._group._replace(places=places)
+        tables = subpages.tables(some.layout, entries, some.block_table, self._block_size, pages, group)
+        tables = subpages.through(tables.transpose(0, 1), group, entries.shape[-1])
+        parts = tables, some.packed.transpose(0, 1), entries.transpose(0, 1)
+        return OccupiedPages(*(part.flatten(0, 1) for part in parts))
+
+
+class RaggedPages(PagesOfLayers, EventPages):
+    """The same of an event.
+
+    Args:
+        filed: the layouts of all requests.
+        pages: that the event's are filed under.
+        first: blocks that the scheduler will not free, where it knows; else the last that will do.
+        entries, group, block_size: as there.
+    """
+
+    def __init__(
+        self,
+        entries: EntriesInPages,
+        group: Group,
+        block_size: int,
+        filed: Layout,
+        pages: Int[Tensor, " rows"],
+        first: Int[Tensor, " rows"] | None,
+    ) -> None:
+        super().__init__(entries, group, block_size)
+        self._filed, self._pages, self._first = filed, pages, first
+
+    def deal(self, places: range, counts: Int[Tensor, "layers_rows kv_heads"]) -> Deal:
+        size, table, layers = self._block_size, self._entries.block_table, slice(places.start, places.stop)
+        counts = counts.unflatten(0, (len(places), -1)).transpose(0, 1)
+        lengths = self._entries.lengths[:, None].expand(counts.shape[:2])
+        last = -(-lengths // size) - subpages.blocks_needed(counts, lengths, size)
+        first = last if self._first is None else self._first[:, None].expand_as(last)
+        fits = (first <= last) & (first >= self._entries.layout.first[:, layers])
+        counts = counts.where(fits[..., None], 0)
+
+        def take(most: int) -> Tensor:
+            layout = Layout(counts, lengths, first, torch.zeros_like(first))
+            for part, now in zip(self._filed, layout, strict=True):
+                of_layers = part[:, layers]
+                fit = fits.view(*fits.shape, *[1] * (now.ndim - 2))
+                of_layers[self._pages] = now.to(part.dtype).where(fit, of_layers[self._pages])
+            tables = subpages.tables(layout, counts, table, size, -(-most // size)).transpose(0, 1)
+            return subpages.through(tables, self._group._replace(places=places), counts.shape[-1]).flatten(0, 1)
+
+        return Deal(Numbers(fits.t().long()), take)
 
 
 @dataclass
@@ -203,42 +302,38 @@ class PerHeadTables:
         layout = Layout(*(part[page][None].long() for part in filed.layout))
         table, lengths = (torch.tensor(numbers, device=filed.tokens.device) for numbers in ([blocks], [length]))
         entries = EntriesInPages(layout, table, lengths, layout.counts, length)
-        return PagesOfLayers(lambda: entries, self._block_size, self.group)
+        return PagesOfLayers(entries, self.group, self._block_size)
 
-    def reassign(
+    def of_event(
         self,
         rows: Int[Tensor, " rows"],
         block_table: Int[Tensor, "rows width"],
+        longest: int,
         first: Int[Tensor, " rows"] | None,
-        place: int,
-        counts: Int[Tensor, "rows kv_heads"],
-    ) -> Int[Tensor, "rows kv_heads pages"] | None:
-        """Deals a layer's pages out anew; None where so many do not fit, and the layer stays as it is.
+    ) -> RaggedPages:
+        """The pages of an event of the step that was planned last; what is not said here is as in `entries`.
 
         `first` are the blocks that the scheduler will not free, where it knows; else the last that do.
         """
-        lengths = self.step.lengths[rows]
-        blocks = -(-lengths // self._block_size)
-        last = blocks - subpages.blocks_needed(counts, lengths, self._block_size)
-        first = last if first is None else first
-        if bool(((first > last) | (first < self.step.layout.first[rows, place])).any()):
-            return None
-        layout = Layout(counts[:, None], lengths[:, None], first[:, None], torch.zeros_like(first)[:, None])
         assert self._filed is not None
-        for part, now in zip(self._filed.layout, layout, strict=True):
-            part[self.step.pages[rows], place] = now[:, 0].to(part.dtype)
-        most = -(-int(counts.max()) // self._block_size)
-        return subpages.tables(layout, counts[:, None], block_table, self._block_size, most)[:, 0].long()
+        return RaggedPages(
+            self.entries(rows, block_table, longest),
+            self.group,
+            self._block_size,
+            self._filed.layout,
+            self.step.pages[rows],
+            first,
+        )
 
     def _file(self, device: torch.device) -> FiledLayouts:
         if self._filed is None:
             self._filed = FiledLayouts.empty(self._blocks, self._layers, self._kv_heads, device)
         return self._filed
 
-    def unused_blocks(self, page: int) -> int:
-        """Leading blocks of the request whose newest token is in this page that no layer uses any more."""
+    def unused_blocks(self, pages: Int[Tensor, " rows"]) -> Int[Tensor, " rows"]:
+        """Leading blocks of the requests whose newest tokens are in these pages that no layer uses any more."""
         assert self._filed is not None
-        return int(self._filed.layout.first[page].min())
+        return self._filed.layout.first[pages].amin(1)
 
 
 class _Lost:
@@ -273,13 +368,13 @@ class FreedBlocks:
     """What compressions emptied, on its way from the layers to the scheduler, in a process that computes."""
 
     def __init__(self) -> None:
-        self._events: list[tuple[PerHeadTables, int]] = []
+        self._events: list[tuple[PerHeadTables, Int[Tensor, " rows"], Sent]] = []
         self._keys: dict[int, RequestKey] = {}
-        self._emptied: dict[RequestKey, int] = {}
+        self._emptied: list[tuple[list[RequestKey | None], Sent]] = []
 
-    def add(self, tables: PerHeadTables, page: int) -> None:
-        """A request whose newest token is in this page is to be compressed after this step."""
-        self._events.append((tables, page))
+    def add(self, tables: PerHeadTables, pages: Int[Tensor, " rows"]) -> None:
+        """Requests whose newest tokens are in these pages are to be compressed after this step."""
+        self._events.append((tables, pages, Sent(pages)))
 
     def expect(self, keys: dict[int, RequestKey]) -> None:
         """Says whose pages those are; after the step is planned, and before the next."""
@@ -287,11 +382,13 @@ class FreedBlocks:
 
     def settle(self) -> None:
         """All of these events are over."""
-        events, keys = self._events, self._keys
+        for tables, pages, sent in self._events:
+            whose = [self._keys.get(page) for page in sent.tolist()]
+            self._emptied.append((whose, Sent(tables.unused_blocks(pages))))
         self._events, self._keys = [], {}
-        self._emptied |= {keys[page]: tables.unused_blocks(page) for tables, page in events if page in keys}
 
     def drain(self) -> dict[RequestKey, int]:
         """Leading blocks that are empty since it was asked last, of requests whose pages were expected."""
-        emptied, self._emptied = self._emptied, {}
-        return emptied
+        emptied, self._emptied = self._emptied, []
+        numbers = [zip(whose, sent.tolist(), strict=True) for whose, sent in emptied]
+        return {key: blocks for event in numbers for key, blocks in event if key is not None}

@@ -11,53 +11,62 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.core.observation import Observation
+from keepset.paged.eight_bits import EightBits
 from keepset.paged.engine import Pages
-from keepset.paged.pages import StridedPages, read_layers
+from keepset.paged.pages import StridedPages
 
 AT_ONCE = 1 << 26
 """Bytes of entries that are taken out of pages at a time, if not of one head: 64 MiB."""
 
 
 class PagedEntries:
-    """The entries of the same sub-pages of several layers, layer after layer and row after row.
+    """The entries of some sub-pages of several layers, layer after layer and row after row.
 
     Args:
-        pages: of the layers.
+        pages: of the first layer of the group, through which sub-pages are numbered.
         subpages: that hold each head's entries, in their order.
+        scales: of each layer, where numbers have 8 bits.
 
     Attributes:
         pages: as given.
         shape: layers and rows together, KV heads, and entries of each, with what lies behind them in their last page.
     """
 
-    def __init__(self, pages: Sequence[Pages], subpages: Int[Tensor, "rows kv_heads pages"]) -> None:
-        self.pages, self._subpages = pages, subpages
+    def __init__(
+        self, pages: Pages, subpages: Int[Tensor, "layers_rows kv_heads pages"], scales: Sequence[EightBits] = ()
+    ) -> None:
+        self.pages, self._subpages, self._scales = pages, subpages, scales
         rows, kv_heads, number = subpages.shape
-        self.shape = torch.Size((len(pages) * rows, kv_heads, number * pages[0].block_size))
-        self._eight_bits = [layer.eight_bits for layer in pages if layer.eight_bits is not None]
-        self._few = self.shape.numel() * pages[0].entry_bytes <= AT_ONCE
+        self.shape = torch.Size((rows, kv_heads, number * pages.block_size))
+        self._few = self.shape.numel() * pages.entry_bytes <= AT_ONCE
 
     def keys(self, heads: slice) -> Float[Tensor, "layers_rows heads entries head_dim"]:
         """Keys of some KV heads; where they are few all are read, once."""
-        if self._few:
-            return self._read(self._all[0][:, heads], [one.keys for one in self._eight_bits])
-        return torch.cat([layer.read_keys(self._subpages[:, heads]) for layer in self.pages])
+        if self._few or self._scales:
+            return self._meant(self._stored(heads)[0], [one.keys for one in self._scales])
+        return self.pages.read_keys(self._subpages[:, heads])
 
     def values(self, heads: slice) -> Float[Tensor, "layers_rows heads entries head_dim"]:
         """Values likewise."""
-        stored = self._all[1][:, heads] if self._few else read_layers(self.pages, self._subpages[:, heads])[1]
-        return self._read(stored, [one.values for one in self._eight_bits])
+        return self._meant(self._stored(heads)[1], [one.values for one in self._scales])
 
-    def _read(self, stored: Tensor, scales: Sequence[Tensor]) -> Tensor:
+    def _stored(self, heads: slice) -> tuple[Tensor, Tensor]:
+        """Keys and values as they lie there."""
+        if not self._few:
+            return self.pages.read(self._subpages[:, heads])
+        keys, values = self._all
+        return keys[:, heads], values[:, heads]
+
+    def _meant(self, stored: Tensor, scales: Sequence[Tensor]) -> Tensor:
         """Keys or values in their own type; each layer has its scale."""
         if not scales:
             return stored
-        of_rows = torch.stack(list(scales)).repeat_interleave(len(self._subpages))
-        return self._eight_bits[0].read(stored, of_rows[:, None, None, None])
+        of_rows = torch.stack(list(scales)).repeat_interleave(len(stored) // len(scales))
+        return self._scales[0].read(stored, of_rows[:, None, None, None])
 
     @cached_property
     def _all(self) -> tuple[Tensor, Tensor]:
-        return read_layers(self.pages, self._subpages)
+        return self.pages.read(self._subpages)
 
     def take(self, heads: range, index: Int[Tensor, " n"]) -> tuple[Tensor, Tensor]:
         """Key and value of entries of some heads, as they lie in the cache.
@@ -66,22 +75,17 @@ class PagedEntries:
             heads: counted over layers and rows.
             index: of each entry, `head * entries + place`.
         """
-        first = self.pages[0]
-        if isinstance(first, StridedPages):
-            of_layer = self.shape.numel() // len(self.pages)
-            return first.take(index // of_layer, self._slots(index % of_layer))
-        if self._few or len(self.pages) > 1:
+        if isinstance(self.pages, StridedPages):
+            size = self.pages.block_size
+            slots = self._subpages.flatten().index_select(0, index // size) * size + index % size
+            return self.pages.take(slots)
+        if self._few:
             keys, values = (part.flatten(0, 2) for part in self._all)
         else:
             own = self._subpages.flatten(0, 1)[heads.start : heads.stop]
-            keys, values = (part.flatten(0, 1) for part in first.read(own))
+            keys, values = (part.flatten(0, 1) for part in self.pages.read(own))
             index = index - heads.start * self.shape[2]
         return keys.index_select(0, index), values.index_select(0, index)
-
-    def _slots(self, within: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
-        """Where entries of a layer lie in its cache."""
-        size = self.pages[0].block_size
-        return self._subpages.flatten().index_select(0, within // size) * size + within % size
 
 
 class PagedObservation(Observation):
@@ -93,7 +97,7 @@ class PagedObservation(Observation):
     _entries: PagedEntries
 
     def __init__(self, entries: PagedEntries, width: int, **parts: Any) -> None:
-        pages = entries.pages[0]
+        pages = entries.pages
         # Of the right shape, and nowhere in memory.
         nothing = torch.empty((), dtype=pages.dtype, device=pages.device)
         nothing = nothing.expand(*entries.shape[:2], width, pages.head_dim)
@@ -118,8 +122,8 @@ class PagedObservation(Observation):
 
     @property
     def head_dim(self) -> int:
-        return self._entries.pages[0].head_dim
+        return self._entries.pages.head_dim
 
     @property
     def entry_bytes(self) -> int:
-        return self._entries.pages[0].entry_bytes
+        return self._entries.pages.entry_bytes

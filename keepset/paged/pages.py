@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
@@ -50,71 +49,29 @@ class StridedPages:
 
     def read_keys(self, subpages: Int[Tensor, "*rows pages"]) -> Float[Tensor, "*rows entries head_dim"]:
         """Keys of whole sub-pages."""
-        keys, eight = self._read([cache[..., : self.head_dim] for cache in self.caches], subpages), self.eight_bits
-        return keys if eight is None else eight.read(keys, eight.keys)
+        keys = read_pages([cache[..., : self.head_dim] for cache in self.caches], self.place, subpages)
+        return keys if self.eight_bits is None else self.eight_bits.read(keys, self.eight_bits.keys)
 
     def read(
         self, subpages: Int[Tensor, "*rows pages"]
     ) -> tuple[Shaped[Tensor, "*rows entries head_dim"], Shaped[Tensor, "*rows entries head_dim"]]:
         """Keys and values of whole sub-pages, as they lie there: halves of one tensor."""
-        keys, values = self._read(self.caches, subpages).chunk(2, dim=-1)
+        keys, values = read_pages(self.caches, self.place, subpages).chunk(2, dim=-1)
         return keys, values
 
     def write(
         self, keys: Shaped[Tensor, "n head_dim"], values: Shaped[Tensor, "n head_dim"], slots: Int[Tensor, " n"]
     ) -> None:
         """Puts entry `i` at `slots[i]`."""
-        layers = (self.place + slots // self.slots) % len(self.caches)
-        write_entries(self.caches, keys, values, layers, slots % self.slots)
+        write_entries(self.caches, keys, values, self._through(slots))
 
-    def take(
-        self, layers: Int[Tensor, " n"], slots: Int[Tensor, " n"]
-    ) -> tuple[Shaped[Tensor, "n head_dim"], Shaped[Tensor, "n head_dim"]]:
-        """Key and value of the entry at each `slots[i]` of layer `layers[i]`, counted from this one on."""
-        layers = (self.place + layers + slots // self.slots) % len(self.caches)
-        return take_entries(self.caches, layers, slots % self.slots)
+    def take(self, slots: Int[Tensor, " n"]) -> tuple[Shaped[Tensor, "n head_dim"], Shaped[Tensor, "n head_dim"]]:
+        """Key and value of the entry at each of these slots."""
+        return take_entries(self.caches, self._through(slots))
 
-    def _read(
-        self, caches: Sequence[Tensor], subpages: Int[Tensor, "*rows pages"]
-    ) -> Shaped[Tensor, "*rows entries width"]:
-        table = subpages.reshape(1, -1, subpages.shape[-1])
-        entries = read_pages(caches, range(self.place, self.place + 1), table)
-        return entries.view(*subpages.shape[:-1], *entries.shape[-2:])
-
-
-def read_layers(
-    pages: Sequence[Pages], subpages: Int[Tensor, "rows kv_heads pages"]
-) -> tuple[Shaped[Tensor, "layers_rows kv_heads n head_dim"], Shaped[Tensor, "layers_rows kv_heads n head_dim"]]:
-    """Keys and values of the same whole sub-pages of several neighbouring layers, layer after layer."""
-    first = pages[0]
-    if isinstance(first, StridedPages):
-        entries = read_pages(first.caches, range(first.place, first.place + len(pages)), subpages)
-        keys, values = entries.chunk(2, dim=-1)
-        return keys, values
-    if len(pages) == 1:
-        return pages[0].read(subpages)
-    each = zip(*(layer.read(subpages) for layer in pages), strict=True)
-    keys, values = map(torch.cat, each)
-    return keys, values
-
-
-def write_layers(
-    pages: Sequence[Pages],
-    keys: Shaped[Tensor, "n head_dim"],
-    values: Shaped[Tensor, "n head_dim"],
-    layers: Int[Tensor, " n"],
-    slots: Int[Tensor, " n"],
-) -> None:
-    """Puts entry `i` at `slots[i]` of layer `layers[i]`, counted among these neighbours."""
-    first = pages[0]
-    if isinstance(first, StridedPages):
-        write_entries(first.caches, keys, values, first.place + layers, slots)
-    elif len(pages) == 1:
-        pages[0].write(keys, values, slots)
-    else:
-        for place, layer in enumerate(pages):
-            own = (layers == place).nonzero()[:, 0]
-            layer.write(keys[own], values[own], slots[own])
+    def _through(self, slots: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
+        """As they are counted from the first layer's on."""
+        return (self.place * self.slots + slots) % (len(self.caches) * self.slots)
 
 
 def add_received(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from keepset.kernels.subpages import Layout
+from keepset.kernels.subpages import Group, Layout
 from keepset.paged.capture import CapturePlanner
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.page_tables import FreedBlocks, PagesOfLayers, PerHeadTables
@@ -52,7 +52,8 @@ class Planner:
             tables = PerHeadTables(len(layers), schedule.kv_heads, schedule.block_size, blocks, max_requests)
             self._tables = RaggedPlanner(schedule, tables, freed_blocks, self._capture, replays)
         else:
-            self._tables = UniformPlanner(schedule, self._capture, max_requests)
+            group = Group(range(len(layers)), len(layers), blocks)
+            self._tables = UniformPlanner(schedule, self._capture, group, max_requests)
 
     def begin(self, name: str, page: int, layout: Layout, recipe: Recipe | None, prompt: int) -> None:
         """A request goes on after a context.

@@ -64,20 +64,18 @@ class RaggedPlanner:
             plan.ragged = step
             if others:
                 self._hide(batch, plan, step.tokens, compressed)
-        blocks = (
+        batches = (
             (key, some) for key, all_members in groups.items() for some in in_blocks(all_members, key[1], kv_heads)
         )
-        for (schedule, after, at, prompt, before), members in blocks:
+        for (schedule, after, at, prompt, before), members in batches:
             rows, first, keep = batch.tensor([request.row for request in members]), None, None
             if schedule.fixed:
                 first = batch.tensor([schedule.freed(prompt, after)] * len(members))
                 keep = at - schedule.dropped(prompt, after)
             elif step is not None:
-                for page in step.pages[rows].tolist():
-                    self._freed_blocks.add(self._tables, page)
-            occupied = PagesOfLayers(self.entries(batch, members), schedule.block_size, self._tables.group)
-            pages = occupied, partial(self._tables.reassign, rows, batch.block_table[rows], first)
-            event = self._capture.event(schedule.recipe, batch, rows, members, after - at, after, keep, before, *pages)
+                self._freed_blocks.add(self._tables, step.pages[rows])
+            pages = self._tables.of_event(rows, batch.block_table[rows], after, first)
+            event = self._capture.event(schedule.recipe, batch, members, after - at, keep, before, pages)
             plan.events.append(event)
 
     def entries(self, batch: StepBatch, requests: Sequence[ScheduledRequest]) -> Callable[[], EntriesInPages]:

@@ -14,7 +14,7 @@ from keepset.core.accumulator import Accumulators
 from keepset.core.keep_set import LayerKeepSet
 from keepset.kernels.paged_window import EntriesInPages
 from keepset.paged.eviction_schedule import EvictionSchedule
-from keepset.paged.page_tables import OccupiedPages, RaggedStep
+from keepset.paged.page_tables import EventPages, RaggedStep
 from keepset.paged.query_records import QueryRecord
 from keepset.recipe import Recipe
 
@@ -139,30 +139,26 @@ class EvictionEvent:
         earliest: the least of them.
         prompts: tokens of each request's prompt.
         newer: entries after that point.
-        width: entries of the head that has most, newer ones included.
         keep: entries that the average head must be left with; None where the data decide.
         compressed: whether these requests were compressed before.
         ends_prompt: whether the point is the prompt's end.
         equal_heads: whether all heads have equally many entries.
-        occupied: where a layer, by its place in the group, has the entries; in all layers the same with equal heads.
-        reassign: pages for so many entries of each head of a layer; None where they do not fit, and all stays as it is.
+        pages: theirs, of entries before and after.
         records: of the requests, where the recipe looks at queries or at the whole prompt; else none.
         slots: theirs in what layers hold of queries.
     """
 
     recipe: Recipe
-    rows: Int[Tensor, " rows"]
+    rows: Sequence[int]
     at: Int[Tensor, " rows"]
     earliest: int
     prompts: Int[Tensor, " rows"]
     newer: int
-    width: int
     keep: int | None
     compressed: bool
     ends_prompt: bool
     equal_heads: bool
-    occupied: Callable[[int], OccupiedPages]
-    reassign: Callable[[int, Tensor], Tensor | None]
+    pages: EventPages
     records: Sequence[QueryRecord]
     slots: Int[Tensor, " recorded"]
 

@@ -12,14 +12,51 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from keepset.kernels import subpages
 from keepset.kernels.paged_window import EntriesInPages
 from keepset.kernels.shift import shift_step
-from keepset.kernels.subpages import Layout
+from keepset.kernels.subpages import Group, Layout
 from keepset.paged.capture import CapturePlanner
 from keepset.paged.eviction_schedule import EvictionSchedule
-from keepset.paged.page_tables import OccupiedPages
+from keepset.paged.page_tables import Deal, EventPages, OccupiedPages
 from keepset.paged.step import ScheduledRequest, ShiftedBatch, StepBatch, StepPlan, in_blocks
 from keepset.recipe import Recipe
+
+
+class UniformPages(EventPages):
+    """The pages of an event's requests, the same in every layer.
+
+    Args:
+        one: layer's.
+        now: sub-pages for what stays, in one layer.
+        width: entries of every head.
+        group: the layers.
+    """
+
+    def __init__(self, one: OccupiedPages, now: Int[Tensor, "rows kv_heads pages"], width: int, group: Group) -> None:
+        self._one, self._now, self._width, self._group = one, now, width, group
+
+    @property
+    def width(self) -> int:
+        return self._width
+
+    def held(self, places: range) -> Sequence[int]:
+        rows, kv_heads = self._one.entries.shape
+        return [self._width * kv_heads] * (rows * len(places))
+
+    def occupied(self, places: range) -> OccupiedPages:
+        _, packed, entries = self._one
+        there = (part.repeat(len(places), 1) for part in (packed, entries))
+        return OccupiedPages(self._through(self._one.subpages, places), *there)
+
+    def deal(self, places: range, counts: Int[Tensor, "layers_rows kv_heads"]) -> Deal:
+        return Deal(None, lambda most: self._through(self._now, places))
+
+    def _through(
+        self, one: Int[Tensor, "rows kv_heads pages"], places: range
+    ) -> Int[Tensor, "layers_rows kv_heads pages"]:
+        layers = one.expand(len(places), -1, -1, -1)
+        return subpages.through(layers, self._group._replace(places=places), one.shape[1]).flatten(0, 1)
 
 
 class UniformPlanner:
@@ -28,8 +65,8 @@ class UniformPlanner:
     Attention gets the same two tensors in every step, so that a graph may have noted where they are.
     """
 
-    def __init__(self, schedule: EvictionSchedule, capture: CapturePlanner, max_requests: int) -> None:
-        self._schedule, self._capture, self._max_requests = schedule, capture, max_requests
+    def __init__(self, schedule: EvictionSchedule, capture: CapturePlanner, group: Group, max_requests: int) -> None:
+        self._schedule, self._capture, self._group, self._max_requests = schedule, capture, group, max_requests
         self._left: tuple[Tensor, Tensor] | None = None
 
     def plan(self, batch: StepBatch, plan: StepPlan) -> None:
@@ -44,11 +81,10 @@ class UniformPlanner:
                 groups[schedule.recipe, after - gone, after - at, left, gone > 0, at == prompt].append(request)
         for (recipe, width, newer, left, compressed, _), members in groups.items():
             for requests in in_blocks(members, width, self._schedule.kv_heads):
-                rows = batch.tensor([request.row for request in requests])
                 occupied, now = self._occupied(batch, requests), self._subpages(batch, requests, left)
-                pages = (lambda _, there=occupied: there), (lambda *_, now=now: now)
-                sizes = newer, width, left - newer, compressed
-                plan.events.append(self._capture.event(recipe, batch, rows, requests, *sizes, *pages))
+                pages = UniformPages(occupied, now, width, self._group)
+                sizes = newer, left - newer, compressed
+                plan.events.append(self._capture.event(recipe, batch, requests, *sizes, pages))
         plan.shifted = self._shift(batch, dropped)
 
     def entries(self, batch: StepBatch, requests: Sequence[ScheduledRequest]) -> Callable[[], EntriesInPages]:

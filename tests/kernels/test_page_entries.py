@@ -20,8 +20,7 @@ def test_they_go_and_come(implementation: str, layers: int, size: int, dtype: to
     caches = list(whole)
     # Numbers go on into the caches that follow, around in a circle.
     subpages = torch.randperm(layers * BLOCKS * HEADS, generator=draw)[:12].view(2, HEADS, 3)
-    entries = read_pages(caches, range(layers), subpages)
-    assert torch.equal(read_pages(caches, range(layers - 1, layers), subpages), entries[-2:])
+    entries = torch.cat([read_pages(caches, place, subpages) for place in range(layers)])
     assert entries.shape == (layers * 2, HEADS, 3 * size, WIDTH)
     for layer in range(layers):
         for row in range(2):
@@ -36,7 +35,8 @@ def test_they_go_and_come(implementation: str, layers: int, size: int, dtype: to
     new = torch.randn(50, WIDTH, generator=draw).to(dtype)
     for number, (layer, slot) in enumerate(zip(of_layers.tolist(), slots.tolist(), strict=True)):
         expected[layer, slot // size // HEADS, slot // size % HEADS, slot % size] = new[number]
-    write_entries(caches, *new.chunk(2, -1), of_layers, slots)
+    through = of_layers * (BLOCKS * HEADS * size) + slots
+    write_entries(caches, *new.chunk(2, -1), through)
     assert torch.equal(whole, expected)
     again = torch.randint(50, (70,), generator=draw)
-    assert torch.equal(torch.cat(take_entries(caches, of_layers[again], slots[again]), -1), new[again])
+    assert torch.equal(torch.cat(take_entries(caches, through[again]), -1), new[again])

@@ -14,9 +14,9 @@ def executed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int,
     """Layers and points of events, as they are executed."""
     execute, done = LayerGroup.execute, list[tuple[int, int]]()
 
-    def watched(group: LayerGroup, event: object, entries: object, kept: object, start: float) -> None:
+    def watched(group: LayerGroup, event: object, entries: object, *rest: object) -> None:
         done.extend((group.layers[place], event.earliest) for place in entries.places)  # type: ignore[attr-defined]
-        execute(group, event, entries, kept, start)  # type: ignore[arg-type]
+        execute(group, event, entries, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(LayerGroup, "execute", watched)
     return done
@@ -50,7 +50,7 @@ def test_groups_must_mean_the_same_requests(monkeypatch: pytest.MonkeyPatch) -> 
     engine = Engine("pool(snapkv(window=2), keep=9)", 60)
     engine.step({0: 30}, {0: Request(0, 30)})
     plan = list(engine.events.steps.values())[-1]
-    plan.events[0] = replace(plan.events[0], rows=plan.events[0].rows + 1)
+    plan.events[0] = replace(plan.events[0], rows=[row + 1 for row in plan.events[0].rows])
     with pytest.raises(RuntimeError, match="lost count of the requests"):
         engine.events.run()
 

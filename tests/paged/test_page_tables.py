@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from keepset.kernels import subpages
 from keepset.kernels.paged import PagedTokens
 from keepset.kernels.subpages import Layout
-from keepset.paged.page_tables import PagesOfLayers, PerHeadTables, RaggedStep
+from keepset.paged.page_tables import PerHeadTables, RaggedStep
 from keepset.paged.per_head import PerHeadSequences
 from tests.paged.allocator import POISON, Row
 from tests.tiers import examples
@@ -67,16 +66,15 @@ class Batch:
             assert not event and not any(must)
             return None
         held = [[[len(head.held) for head in layer.heads] for layer in row.layers] for row in rows]
-        pages = PagesOfLayers(
-            partial(self.tables.entries, torch.arange(len(order)), table, max(after)), self.size, self.tables.group
-        )
+        pages = self.tables.of_event(torch.arange(len(order)), table, max(after), None)
         for index in range(len(rows[0].layers)):
-            occupied = pages(index)
+            occupied = pages.occupied(range(index, index + 1))
             assert occupied.entries.tolist() == [of_layers[index] for of_layers in held]
+            before_it = index * len(self.rows) * WIDTH * rows[0].kv_heads  # sub-pages of the layers before
             for r, row in enumerate(rows):
                 for head in range(row.kv_heads):
                     own = row.subpages(index, head)
-                    assert occupied.subpages[r, head, : len(own)].tolist() == own
+                    assert (occupied.subpages[r, head, : len(own)] - before_it).tolist() == own
         assert step.lengths.tolist() == after
         if step.tokens is None:
             assert not any(must)
@@ -109,7 +107,10 @@ class Batch:
                 needed = int(subpages.blocks_needed(counts, torch.tensor(allocator.length), self.size))
                 allocator.event(kept, allocator.blocks - needed)
                 left.append(counts)
-            assert self.tables.reassign(torch.arange(len(order)), table, None, index, torch.stack(left)) is not None
+            pages = self.tables.of_event(torch.arange(len(order)), table, WIDTH * self.size, None)
+            deal = pages.deal(range(index, index + 1), torch.stack(left))
+            assert deal.fits is not None and all(deal.fits.here)
+            deal.take(max(int(counts.max()) for counts in left))
         for r in order:
             self.compressed[r] = True
 
@@ -189,7 +190,8 @@ def test_a_page_that_another_request_took_over_is_not_mistaken_for_its_own() -> 
 
     advance([3, 7], 6, False)
     advance([3, 7], 7, False, event=True)
-    tables.reassign(torch.tensor([0]), torch.tensor([[3, 7]], dtype=torch.int32), None, 0, torch.tensor([[3]]))
+    pages = tables.of_event(torch.tensor([0]), torch.tensor([[3, 7]], dtype=torch.int32), 8, None)
+    pages.deal(range(1), torch.tensor([[3]])).take(3)
     for before in (8, 9, 10, 11):
         assert advance([POISON, 7, 9], before, True) is not None
     assert advance([3, 4, 5, 9], 12, False) is None

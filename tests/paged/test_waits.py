@@ -49,7 +49,7 @@ def test_equal_heads_are_planned_without_waiting(number: int, monkeypatch: pytes
         (plan.slot_mapping, expected.slot_mapping),
         (plan.shifted.block_table, expected.shifted.block_table),
         (plan.shifted.seq_lens, expected.shifted.seq_lens),
-        *((one.rows, other.rows) for one, other in zip(plan.events, expected.events, strict=True)),
+        *((one.at, other.at) for one, other in zip(plan.events, expected.events, strict=True)),
     ):
         assert torch.equal(made.held, there)  # type: ignore[attr-defined]
 
@@ -103,8 +103,9 @@ def planned(steps: list[list[tuple[int, int, int]]], put: Any, gpu: Gpu | None =
             # Lengths there, layouts, and back whether one was lost; beside prompts also places, and what is hidden.
             assert sum(gpu.launches.values()) <= (3 if plans[-1].shifted is None else 9), gpu.launches
         for event in plans[-1].events:
-            for place in range(2):
-                assert event.reassign(place, put(torch.tensor([[6, 14]] * len(event.rows)))) is not None
+            deal = event.pages.deal(range(2), put(torch.tensor([[6, 14]] * len(event.rows) * 2)))
+            assert all(deal.fits.here)
+            deal.take(14)
     return plans
 
 
@@ -164,8 +165,9 @@ def test_a_long_prompt_beside_compressed_requests_takes_no_tables() -> None:
     planner = Planner(schedule, recording, tuple(places), 64, 64 * prompt // size, FreedBlocks())
 
     for event in planner.plan(layers.batch_of([(500, 0, 500)] * 63, prompt // size, size)).events:
-        for place in places:
-            assert event.reassign(place, torch.full((len(event.rows), 8), 256)) is not None
+        deal = event.pages.deal(places, torch.full((len(event.rows) * 32, 8), 256))
+        assert deal.fits is not None and all(deal.fits.here)
+        deal.take(256)
     mixed = layers.batch_of([(500, 500, 501)] * 63 + [(prompt, prompt - 8192, prompt)], prompt // size, size)
     with Allocated() as allocated:
         plan = planner.plan(mixed)

@@ -71,22 +71,19 @@ class Watch:
     def watch_events(self, runner: Any) -> Any:
         """Notes what every compression keeps, and whether it was executed; returns what undoes it."""
         from keepset.paged.layer_group import LayerGroup
-        from keepset.paged.page_tables import PerHeadTables
         from keepset.paged.planner import Planner
 
-        plan, execute, reassign = Planner.plan, LayerGroup.execute, PerHeadTables.reassign
-        names, newest = names_of_rows(runner), list[dict[str, Any]]()
+        plan, execute, names = Planner.plan, LayerGroup.execute, names_of_rows(runner)
         planned: dict[int, tuple[Any, int, list[int]]] = {}
 
         def watched_plan(planner: Planner, batch: Any) -> Any:
             """Notes whose an event is: it is executed a step later, when rows are others'."""
             step = plan(planner, batch)
             for event in step.events:
-                planned[id(event)] = event, len(self.steps), [number(names()[row]) for row in event.rows.tolist()]
+                planned[id(event)] = event, len(self.steps), [number(names()[row]) for row in event.rows]
             return step
 
-        def watched_execute(group: LayerGroup, event: Any, entries: Any, kept: Any, start: float) -> None:
-            newest.clear()
+        def watched_execute(group: LayerGroup, event: Any, entries: Any, kept: Any, deal: Any, start: float) -> None:
             _, step, requests = planned[id(event)]
             for row, (request, at) in enumerate(zip(requests, event.at.tolist(), strict=True)):
                 mine = self.events[request]
@@ -95,20 +92,14 @@ class Watch:
                 for index, place in enumerate(entries.places):
                     own, heads = index * len(requests) + row, range(kept.counts.shape[1])
                     mine[-1]["layers"][group.layers[place]] = [kept.positions(own, head).tolist() for head in heads]
-                newest.append(mine[-1])
-            execute(group, event, entries, kept, start)
+                    if deal.fits is not None and not deal.fits.here[own]:
+                        mine[-1]["left"].append(group.layers[place])
+            execute(group, event, entries, kept, deal, start)
 
-        def watched_reassign(tables: PerHeadTables, *args: Any) -> Any:
-            subpages = reassign(tables, *args)
-            if subpages is None:
-                for mine in newest:
-                    mine["left"].append(list(mine["layers"])[-1])
-            return subpages
-
-        Planner.plan, LayerGroup.execute, PerHeadTables.reassign = watched_plan, watched_execute, watched_reassign
+        Planner.plan, LayerGroup.execute = watched_plan, watched_execute
 
         def undo() -> None:
-            Planner.plan, LayerGroup.execute, PerHeadTables.reassign = plan, execute, reassign
+            Planner.plan, LayerGroup.execute = plan, execute
 
         return undo
 

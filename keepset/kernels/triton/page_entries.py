@@ -13,15 +13,14 @@ _BLOCK = 32
 def read(
     kind: Shaped[Tensor, "blocks kv_heads block_size width"],
     addresses: Int[Tensor, " layers"],
-    places: range,
-    subpages: Int[Tensor, "rows heads pages"],
-    entries: Shaped[Tensor, "layers_rows heads entries width"],
+    place: int,
+    subpages: Int[Tensor, "*rows pages"],
+    entries: Shaped[Tensor, "*rows pages block_size width"],
 ) -> None:
-    """Copies sub-pages of these layers to `entries`, one program each; `kind` is one of the layers' caches."""
+    """Copies sub-pages to `entries`, one program each; `kind` is one of the layers' caches."""
     blocks, kv_heads, size, width = kind.shape
-    _read_pages[(subpages.numel(), len(places))](
-        kind, addresses, subpages, entries, *kind.stride()[:3], subpages.numel(), kv_heads, blocks, places.start,
-        len(addresses),
+    _read_pages[(subpages.numel(),)](
+        kind, addresses, subpages, entries, *kind.stride()[:3], kv_heads, blocks, place, len(addresses),
         SIZE=size, ROWS=triton.next_power_of_2(size), WIDTH=width, WIDE=triton.next_power_of_2(width),
     )  # fmt: skip
 
@@ -30,12 +29,11 @@ def take(
     kind: Shaped[Tensor, "blocks kv_heads block_size width"],
     addresses: Int[Tensor, " layers"],
     entries: Shaped[Tensor, "n width"],
-    layers: Int[Tensor, " n"],
     slots: Int[Tensor, " n"],
 ) -> None:
     """Copies each entry from its place."""
     keys, values = entries.chunk(2, -1)
-    _move(kind, addresses, keys, values, layers, slots, into_pages=False)
+    _move(kind, addresses, keys, values, slots, into_pages=False)
 
 
 def write(
@@ -43,19 +41,18 @@ def write(
     addresses: Int[Tensor, " layers"],
     keys: Shaped[Tensor, "n head_dim"],
     values: Shaped[Tensor, "n head_dim"],
-    layers: Int[Tensor, " n"],
     slots: Int[Tensor, " n"],
 ) -> None:
     """Copies each entry to its place."""
     keys, values = (part if part.stride(1) == 1 else part.contiguous() for part in (keys, values))
-    _move(kind, addresses, keys, values, layers, slots, into_pages=True)
+    _move(kind, addresses, keys, values, slots, into_pages=True)
 
 
-def _move(kind, addresses, keys, values, layers, slots, into_pages: bool) -> None:  # type: ignore[no-untyped-def]
-    _, kv_heads, size, width = kind.shape
+def _move(kind, addresses, keys, values, slots, into_pages: bool) -> None:  # type: ignore[no-untyped-def]
+    blocks, kv_heads, size, width = kind.shape
     _move_entries[(triton.cdiv(len(slots), _BLOCK),)](
-        kind, addresses, keys, values, layers, slots, *kind.stride()[:3], keys.stride(0), values.stride(0),
-        len(slots), kv_heads, size,
+        kind, addresses, keys, values, slots, *kind.stride()[:3], keys.stride(0), values.stride(0),
+        len(slots), kv_heads, size, blocks,
         HALF=width // 2, WIDE=triton.next_power_of_2(width // 2), BLOCK=_BLOCK, INTO_PAGES=into_pages,
     )  # fmt: skip
 
@@ -63,34 +60,35 @@ def _move(kind, addresses, keys, values, layers, slots, into_pages: bool) -> Non
 # Of `kind` only the type is looked at: what is read is found by the table's addresses.
 @triton.jit
 def _read_pages(
-    kind, addresses, subpages, entries, of_block, of_head, of_token, number, kv_heads, blocks, first, layers,
+    kind, addresses, subpages, entries, of_block, of_head, of_token, kv_heads, blocks, first, layers,
     SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    page, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    page = tl.program_id(0).to(tl.int64)
     subpage = tl.load(subpages + page).to(tl.int64)
     through = subpage // kv_heads
-    cache = tl.load(addresses + (first + layer + through // blocks) % layers).to(kind.dtype)
+    cache = tl.load(addresses + (first + through // blocks) % layers).to(kind.dtype)
     token, dims = tl.arange(0, ROWS).to(tl.int64), tl.arange(0, WIDE)
     mask = (token < SIZE)[:, None] & (dims < WIDTH)[None, :]
     source = cache + through % blocks * of_block + subpage % kv_heads * of_head
     numbers = tl.load(source + (token * of_token)[:, None] + dims[None, :], mask=mask)
-    target = entries + (layer * number + page) * SIZE * WIDTH
+    target = entries + page * SIZE * WIDTH
     tl.store(target + (token * WIDTH)[:, None] + dims[None, :], numbers, mask=mask)
 
 
 @triton.jit(do_not_specialize=["number"])
 def _move_entries(
-    kind, addresses, keys, values, layers, slots, of_block, of_head, of_token, of_key, of_value, number, kv_heads, size,
+    kind, addresses, keys, values, slots, of_block, of_head, of_token, of_key, of_value, number, kv_heads, size, blocks,
     HALF: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, INTO_PAGES: tl.constexpr,
 ):  # fmt: skip
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     exists = entry < number
-    cache = tl.load(addresses + tl.load(layers + entry, mask=exists, other=0)).to(kind.dtype)
     slot = tl.load(slots + entry, mask=exists, other=0).to(tl.int64)
     subpage = slot // size
+    block = subpage // kv_heads
+    cache = tl.load(addresses + block // blocks).to(kind.dtype)
     dims = tl.arange(0, WIDE)
     mask = exists[:, None] & (dims < HALF)[None, :]
-    place = subpage // kv_heads * of_block + subpage % kv_heads * of_head + slot % size * of_token
+    place = block % blocks * of_block + subpage % kv_heads * of_head + slot % size * of_token
     inside = (cache + place)[:, None] + dims[None, :]
     key, value = keys + (entry * of_key)[:, None] + dims[None, :], values + (entry * of_value)[:, None] + dims[None, :]
     if INTO_PAGES:
