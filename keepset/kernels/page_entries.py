@@ -27,20 +27,31 @@ def read_pages(
     """
     first, (*rows, pages) = caches[0], subpages.shape
     size, width = first.shape[2:]
-    entries = first.new_empty(*rows, pages, size, width)
     if uses_triton(first.device):
         from keepset.kernels.triton import page_entries  # loads Triton
 
+        entries = first.new_empty(*rows, pages * size, width)
         with launched_on(first.device):
             page_entries.read(first, addresses_of(caches), place, subpages.contiguous(), entries)
-        return entries.flatten(-3, -2)
-    # Not one index into a folded view: blocks and heads need not have strides that fold.
-    block, head = subpages // first.shape[1], subpages % first.shape[1]
-    further, block = block // len(first), block % len(first)
-    for steps in further.unique().tolist():
-        there = further == steps
-        entries[there] = caches[(place + steps) % len(caches)][block[there], head[there]]
-    return entries.flatten(-3, -2)
+        return entries
+    number, subpages = first.shape[:2].numel(), subpages.flatten().long()
+    through = place + subpages // number
+    layers = through.unique().tolist()
+    if len(layers) == 1:  # as nearly always
+        read = _pages(caches[layers[0] % len(caches)], subpages % number)
+    else:
+        read = first.new_empty(len(subpages), size, width)
+        for layer in layers:
+            there = (through == layer).nonzero()[:, 0]
+            read[there] = _pages(caches[layer % len(caches)], subpages[there] % number)
+    return read.reshape(*rows, pages * size, width)
+
+
+def _pages(cache: Cache, subpages: Int[Tensor, " n"]) -> Shaped[Tensor, "n block_size width"]:
+    """Whole sub-pages of a layer."""
+    if cache.stride(0) == cache.shape[1] * cache.stride(1):
+        return cache.flatten(0, 1).index_select(0, subpages)  # twice as fast as by two indices
+    return cache[subpages // cache.shape[1], subpages % cache.shape[1]]
 
 
 def take_entries(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from keepset.kernels import subpages
@@ -137,52 +137,91 @@ def add_received_by(
     for layer, (place, read) in enumerate(zip(group.places, readers, strict=True)):
         if layer == 0 or entries.packed.shape[1] > 1:
             own = group._replace(places=range(place, place + 1))
-            one = entries.of_layers(own.places)
-            counts = subpages.entries(one.layout, one.lengths)
-            most = -(-int(counts.max()) // size)
-            tables = subpages.tables(one.layout, counts, one.block_table, size, most, own)[:, 0].long()
-        few = queries.of_layers(range(layer, layer + 1))
-        _add_received_of_layer(place, read, size, few, tables, counts[:, 0], one, received)
+            heads = _Heads.of(entries.of_layers(own.places), own, size, received)
+        _add_received_of_layer(place, read, queries.of_layers(range(layer, layer + 1)), heads, received)
+
+
+class _Heads(NamedTuple):
+    """Where entries of all heads of all requests lie in a layer, padded to one length; of some, `chosen`, at the slots.
+
+    Attributes:
+        tables: their sub-pages.
+        slots: of the entries, as the layer numbers them.
+        exists, packed: which of them do, and which were packed after the event before.
+        positions: in the text, unless they are stored.
+        written: how many of each head have a number.
+        chosen: existing entries of requests whose numbers are at the slots, all heads' one after another.
+        known: which of these have a number.
+    """
+
+    tables: Int[Tensor, "heads pages"]
+    slots: Int[Tensor, "heads places"]
+    exists: Bool[Tensor, "heads places"]
+    packed: Bool[Tensor, "heads places"]
+    positions: Int[Tensor, "heads places"]
+    written: Int[Tensor, " heads"]
+    chosen: Int[Tensor, " n"]
+    known: Bool[Tensor, " n"]
+
+    @classmethod
+    def of(cls, entries: EntriesInPages, group: Group, size: int, received: Received) -> _Heads:
+        """Those of a layer, by its part of `entries`."""
+        counts = subpages.entries(entries.layout, entries.lengths)
+        most = -(-int(counts.max()) // size)
+        tables = subpages.tables(entries.layout, counts, entries.block_table, size, most, group).long()[:, 0]
+        counts, packed = counts[:, 0], entries.packed[:, 0]
+        place = torch.arange(most * size, device=counts.device)
+        slots = (tables[..., None] * size + torch.arange(size, device=place.device)).flatten(-2)
+        # What came since the event before is whole: each entry lies as far behind its position as were dropped. What
+        # was kept is older than every query, and so it is where it is taken to lie just before.
+        positions = place + (entries.lengths[:, None] - counts)[..., None]
+        written, exists = counts - received.unwritten[:, None], place < counts[..., None]
+        shared = exists
+        if received.own:
+            shared = exists & torch.tensor([own is None for own in received.own], device=place.device)[:, None, None]
+        chosen, known = shared.flatten().nonzero()[:, 0], place < written[..., None]
+        parts = tables, slots, exists, place < packed[..., None], positions, written
+        tables, slots, exists, packed, positions, written = (part.flatten(0, 1) for part in parts)
+        return cls(tables, slots, exists, packed, positions, written, chosen, known.flatten()[chosen])
 
 
 def _add_received_of_layer(
-    layer: int,
-    read: ReadKeys,
-    size: int,
-    queries: Float[Tensor, "rows query_heads n head_dim"],
-    tables: Int[Tensor, "rows kv_heads pages"],
-    counts: Int[Tensor, "rows kv_heads"],
-    entries: EntriesInPages,
-    received: Received,
+    layer: int, read: ReadKeys, queries: Float[Tensor, "rows query_heads n head_dim"], heads: _Heads, received: Received
 ) -> None:
-    kv_heads, shared, of_layer = counts.shape[1], received.column.flatten(0, 1), received.column.shape[1]
-    place = torch.arange(tables.shape[-1] * size, device=shared.device)
+    rows, number = len(queries), len(heads.slots)
+    kv_heads, column, of_layer = number // rows, received.column.flatten(0, 1), received.column.shape[1]
     # Numbers of pages go on into the following layers.
-    slots = (tables[..., None] * size + torch.arange(size, device=place.device)).flatten(-2)
-    slots = (layer * of_layer + slots) % len(shared)
-    there, packed = place < counts[..., None], place < entries.packed[:, 0, :, None]
-    # What came since the event before is whole: each entry lies as far behind its position as were dropped. What was
-    # kept is older than every query, and so it is where it is taken to lie just before.
-    positions = place + (entries.lengths[:, None] - counts)[..., None]
+    slots, positions, biases = (layer * of_layer + heads.slots) % len(column), heads.positions, None
     if received.positions is not None:
-        positions = received.positions.view(-1)[slots].view(torch.int32).long().where(packed, positions)
-    biases = None if received.bias is None else received.bias.view(-1)[slots].where(packed, 0)
-    written = place < (counts - received.unwritten[:, None])[..., None]
+        positions = received.positions.view(-1)[slots].view(torch.int32).long().where(heads.packed, positions)
+    if received.bias is not None:
+        biases = received.bias.view(-1)[slots].where(heads.packed, 0)
     grouped = queries.unflatten(1, (kv_heads, -1)).flatten(0, 1)
     last = received.last_visible.repeat_interleave(kv_heads, 0)
-    heads = [part.flatten(0, 1) for part in (tables, there, positions, written, slots)]
-    at_once = max(1, block_size(shared.device, PRODUCT_BLOCK) // max(1, len(place) * queries.shape[-1]))
-    if received.own:  # one after another
-        at_once = 1
-    for head in range(0, counts.numel(), at_once):
+    sums = column.new_empty(*slots.shape, *column.shape[1:])
+    at_once = max(1, block_size(column.device, PRODUCT_BLOCK) // max(1, slots.shape[1] * queries.shape[-1]))
+    for head in range(0, number, at_once):
         part = slice(head, head + at_once)
-        table, exists, positions_here, known, target = (each[part] for each in heads)
-        column, own = shared, received.own[head // kv_heads] if received.own else None
-        if own is not None:
-            column, target = own[layer, head % kv_heads], place[None]
-        bias = None if biases is None else biases.flatten(0, 1)[part]
+        bias = None if biases is None else biases[part]
         made = received_attention(
-            grouped[part], read(table), positions_here, last[part], received.scaling, exists, received.sums_of, bias
-        )
-        sums, before = received.sums_of.of(made)[exists], column[target[exists]]
-        column[target[exists]] = sums + before.where(known[exists].view(-1, *[1] * (sums.dim() - 1)), 0)
+            grouped[part], read(heads.tables[part]), positions[part], last[part], received.scaling, heads.exists[part],
+            received.sums_of, bias,
+        )  # fmt: skip
+        sums[part] = received.sums_of.of(made)
+    target = slots.flatten()[heads.chosen]
+    column[target] = sums.flatten(0, 1)[heads.chosen] + _numbers(column[target], heads.known)
+    for row, own in enumerate(received.own):
+        if own is None:
+            continue
+        for head, one in enumerate(range(row * kv_heads, (row + 1) * kv_heads)):
+            exists = int(heads.exists[one].sum())
+            known = torch.arange(exists, device=column.device) < heads.written[one]
+            numbers = own[layer, head, :exists]
+            own[layer, head, :exists] = sums[one, :exists] + _numbers(numbers, known)
+
+
+def _numbers(
+    numbers: Float[Tensor, entries * group], known: Bool[Tensor, " entries"]
+) -> Float[Tensor, entries * group]:
+    """Numbers of entries, of which some mean nothing yet."""
+    return numbers.where(known.view(-1, *[1] * (numbers.dim() - 1)), 0)

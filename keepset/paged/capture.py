@@ -154,12 +154,12 @@ class CapturePlanner:
         for request in batch.requests:
             schedule = request.own or self._schedule
             prompt, before, after = request.prompt, request.before, request.after
-            event, upcoming = schedule.due(prompt, before, after), schedule.next_event(prompt, after)
+            event, upcoming = schedule.due(prompt, before, after), schedule.upcoming(prompt, after)
             if upcoming is not None and self._begins(prompt, upcoming) >= after:
                 upcoming = None
             if event or upcoming is not None:
                 windows.append((request, event, upcoming, max(before, self._begins(prompt, event or upcoming or 0))))
-            elif self._collects and before < prompt and schedule.next_event(prompt, before) is not None:
+            elif self._collects and before < prompt and schedule.upcoming(prompt, before) is not None:
                 windows.append((request, event, upcoming, before))
         step, self._by_row = _Step(batch, plan, self._recording, entries), {}
         records, opening = self._follow(batch, [(request, start) for request, _, _, start in windows])
@@ -215,7 +215,7 @@ class CapturePlanner:
     def _may_share(self, request: ScheduledRequest) -> int:
         """Leading pages of a request that others may have, too, where its first window opens in this step; else 0."""
         prompt, before = request.prompt, request.before
-        event = self._schedule.next_event(prompt, before)
+        event = self._schedule.upcoming(prompt, before)
         apart = request.own is not None or not self._schedule.shares(prompt, before)
         if event is None or apart or self._begins(prompt, event) < before:
             return 0

@@ -93,6 +93,11 @@ class EvictionSchedule:
             return None
         return prompt + (max(length - prompt, 0) // schedule.every + 1) * schedule.every
 
+    def upcoming(self, prompt: int, length: int) -> int | None:
+        """The first event after `length` tokens, unless it is known that it will drop nothing."""
+        event = self.next_event(prompt, length)
+        return None if event is None or not self.due(prompt, event - 1, event) else event
+
     def dropped(self, prompt: int, length: int) -> int:
         """Entries that the average KV head has lost once `length` tokens were processed.
 

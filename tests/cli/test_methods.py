@@ -36,7 +36,7 @@ def test_a_page_on_one_method(run: Run, name: str) -> None:
     assert f"paper: {kind.paper}" in done.out
     for field in dataclasses.fields(kind):
         assert any(line.split()[:1] == [field.name] for line in done.out.splitlines())
-    example = done.out.rstrip().rpartition('--recipe "')[2].removesuffix('"')
+    example = done.out.rstrip().rpartition('--recipes "')[2].removesuffix('"')
     assert type(keepset.Recipe.parse(example).require_budget().method) is kind
     assert ("gvote(sinks=4, recent=32) does far better" in done.out) is (name == "gvote")
 

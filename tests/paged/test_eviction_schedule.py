@@ -162,6 +162,13 @@ def test_events_follow_one_another(recipe: Recipe, prompt: int, length: int) -> 
     assert eviction_schedule.next_event(prompt, length) == min(
         (point for point in points if point > length), default=None
     )
+    upcoming = None
+    for point in sorted(points):
+        dropped = eviction_schedule.dropped(prompt, point) - eviction_schedule.dropped(prompt, point - 1)
+        if point > length:
+            upcoming = point if dropped or not eviction_schedule.fixed else None
+            break
+    assert eviction_schedule.upcoming(prompt, length) == upcoming
 
 
 @examples(150)

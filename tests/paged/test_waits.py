@@ -194,6 +194,16 @@ def test_recorded_queries_are_planned_with_one_look(number: int, recipe: str, mo
             assert bool(plan.records) == open_windows
 
 
+@pytest.mark.parametrize("keep", [10, 73, 74, 1000])
+def test_nothing_is_recorded_for_events_that_drop_nothing(keep: int) -> None:
+    """A window before the events at 60 tokens, of a prompt, and at 74 is open."""
+    schedule = EvictionSchedule(Recipe.parse(f"snapkv(window=7, keep={keep}, every=7)"), 0, (0, 1), 2, BLOCK)
+    for request, event in (((60, 0, 58), 60), ((60, 69, 70), 74)):
+        planner = Planner(schedule, Recording.of(schedule.recipe, 2, 8, 4), (0, 1), 64, 10**4, FreedBlocks())
+        plan = planner.plan(batch_of([request], posing=False))
+        assert plan.records == (event > keep)
+
+
 def record(move: Move) -> QueryRecord:
     """As if all had been recorded so far."""
     return QueryRecord(0, move.page, move.prompt, 0, move.after)

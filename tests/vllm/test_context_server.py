@@ -84,7 +84,7 @@ def test_questions_saves_and_tenants(ask: Ask) -> None:
     messages.append({"role": "assistant", "content": first["choices"][0]["message"]["content"]})
     messages.append({"role": "user", "content": "And then?"})
     names: list[str] = []
-    for _ in range(50):
+    for _ in range(600):
         names = [each["id"] for each in ask("/v1/contexts")]
         if "chat" in names:
             break
@@ -103,7 +103,7 @@ def test_a_prompt_of_tokens_goes_on(ask: Ask) -> None:
     said = list(range(1000, 1150))
     answer = ask("/v1/completions", prompt=said, keepset={"save": "tokens"}, return_token_ids=True)
     tokens = answer["choices"][0]["token_ids"]
-    for _ in range(50):
+    for _ in range(600):
         if "tokens" in [each["id"] for each in ask("/v1/contexts")]:
             break
         time.sleep(0.1)

@@ -15,7 +15,7 @@ def read(
     addresses: Int[Tensor, " layers"],
     place: int,
     subpages: Int[Tensor, "*rows pages"],
-    entries: Shaped[Tensor, "*rows pages block_size width"],
+    entries: Shaped[Tensor, "*rows entries width"],
 ) -> None:
     """Copies sub-pages to `entries`, one program each; `kind` is one of the layers' caches."""
     blocks, kv_heads, size, width = kind.shape
