@@ -222,9 +222,18 @@ class Recipe:
 
 
 def check_schedule(recipe: Recipe) -> None:
-    """Refuses to compress while decoding by a method that looks at what is gone by then: RecipeError says at what."""
+    """Refuses to compress while decoding by a method that looks at what is gone by then: RecipeError says at what.
+
+    And only then by one that does nothing there.
+    """
     if recipe.schedule.every is None:
         return
+    steps = [recipe.method, *(recipe.method.inner() if isinstance(recipe.method, Allocator) else ())]
+    if not recipe.schedule.prefill and (resting := [step.name for step in steps if step.rests]):
+        raise RecipeError(
+            f"{recipe} compresses nothing at the prompt's end, and {resting[0]} does nothing at any other: leave "
+            f"{resting[0]} out, or prefill=False or protect_prompt=True."
+        )
     for feature in recipe.method.needs:
         if feature.prompt_only:
             raise RecipeError(f"{recipe} {feature.prompt_only}: leave every= out.")

@@ -62,6 +62,10 @@ class Match(Rewriter):
     def remembers(self) -> tuple[str, ...]:
         return (*super().remembers, BIAS) if self.biases else super().remembers
 
+    @property
+    def rests(self) -> bool:
+        return not self.window
+
     def rewritten(self, observation: Observation, kept: LayerKeepSet) -> LayerKeepSet:
         if not self.window and ReferenceQueries(self.queries) not in observation.features:
             return kept

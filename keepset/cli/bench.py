@@ -49,12 +49,12 @@ def serve(
     documents: Annotated[
         bool,
         Option(
-            "--documents",
+            "--contexts",
             help="Texts are documents, each compressed once into a context and asked one question a round; "
             "plain vLLM has them in its prefix cache.",
         ),
     ] = False,
-    question_tokens: Annotated[int, Option(help="Tokens of a question, with --documents.")] = 32,
+    question_tokens: Annotated[int, Option(help="Tokens of a question, with --contexts.")] = 32,
     seed: Annotated[int, Option(help="For the choice of texts.")] = 0,
     url: Annotated[
         list[str] | None,
@@ -73,7 +73,7 @@ def serve(
 
     Throughput, latencies, requests at once, preemptions. Starts a server without the recipe, sends it requests, stops
     it; then the same with the recipe: that takes two starts, because plain vLLM runs its own code. Requests are
-    streamed, as many at once as --concurrency allows, and each has a text of its own. With --documents the second
+    streamed, as many at once as --concurrency allows, and each has a text of its own. With --contexts the second
     server has the texts as saved contexts, which are built before.
     """
     from keepset.bench.report.serving import render
@@ -97,7 +97,7 @@ def serve(
     if urls:
         if parsed is not None or options or documents:
             raise KeepsetError(
-                "--url names a server that runs already: leave out --recipe, --documents and options for vLLM."
+                "--url names a server that runs already: leave out --recipe, --contexts and options for vLLM."
             )
         if len(urls) > 2 or len({*urls}) < len(urls):
             raise KeepsetError("--url is given once, or twice for two servers that are compared.")

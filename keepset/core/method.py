@@ -129,6 +129,11 @@ class Method(ABC):
         return any(feature.by_layer for feature in self.needs)
 
     @property
+    def rests(self) -> bool:
+        """Whether it does nothing at events after the prompt."""
+        return False
+
+    @property
     def chooses(self) -> bool:
         """Whether it has its own way from a ranking to what stays."""
         return type(self).choose not in (Method.choose, Allocator.choose)

@@ -104,7 +104,7 @@ def test_questions_to_documents(
     monkeypatch.setattr("keepset.models.load", lambda folder, dtype: (tiny, None))
     sizes = ("--requests", "3", "--prompt-tokens", "40", "--question-tokens", "7", "--output-tokens", "4")
     recipe = ("--recipe", "second_pass(sinks=1, recent=1, keep=10)")  # which no vLLM computes
-    done = run("bench", "serve", *recipe, *sizes, "--documents", "--rounds", "2", "--json", "a.json", "a/model")
+    done = run("bench", "serve", *recipe, *sizes, "--contexts", "--rounds", "2", "--json", "a.json", "a/model")
     before, first, *others = done.err.splitlines()
     assert before == "First 3 documents of 40 tokens are compressed, one after the other."
     assert done.code == 0 and first.startswith("Two servers, one after the other") and others == ["figures: a.json"]
@@ -201,10 +201,10 @@ def test_what_a_server_says_is_text(run: Run, servers: list[list[str]], fake: Fa
         ([*RECIPE, "m", "n"], "'n' is no option for vLLM"),
         (["--url", "http://example.org"], "is not on this machine"),
         (["--url", "http://example.org", *RECIPE], "is not on this machine"),
-        (["--url", "http://127.0.0.1:9", *RECIPE], "leave out --recipe, --documents and options for vLLM"),
-        (["--url", "http://127.0.0.1:9", "m", "--", "--x"], "leave out --recipe, --documents and options for vLLM"),
-        (["--url", "http://127.0.0.1:9", "--documents"], "leave out --recipe, --documents and options for vLLM"),
-        ([*RECIPE, "--documents", "--question-tokens", "0"], "--question-tokens 0 is out of range"),
+        (["--url", "http://127.0.0.1:9", *RECIPE], "leave out --recipe, --contexts and options for vLLM"),
+        (["--url", "http://127.0.0.1:9", "m", "--", "--x"], "leave out --recipe, --contexts and options for vLLM"),
+        (["--url", "http://127.0.0.1:9", "--contexts"], "leave out --recipe, --contexts and options for vLLM"),
+        ([*RECIPE, "--contexts", "--question-tokens", "0"], "--question-tokens 0 is out of range"),
         (["--url", "http://127.0.0.1:9"], "There is no OpenAI-compatible server at http://127.0.0.1:9"),
         ([*RECIPE, "--json", "absent/a.json"], "cannot be written"),
         ([*RECIPE, "--html", "."], "cannot be written"),

@@ -116,6 +116,11 @@ def test_rotation_that_cannot_be_undone(kind: str) -> None:
         ("tova(every=8)", {}, "write tova\\(keep=512, every=8\\)"),
         ("h2o(keep=12, every=8)", {}, "attention of the whole prompt, and only there"),
         ("adakv(h2o, keep=12, prefill=False, every=8)", {}, "leave every= out"),
+        (
+            "int8(match(knorm), keep=12, protect_prompt=True, every=8)",
+            {},
+            "match does nothing at any other: leave match",
+        ),
         ("tova(keep=12)", dict(task_tokens=torch.ones(1, 3, dtype=torch.long)), "not aware of a task"),
         ("tova(keep=12)", dict(prompt_length=0), "prompt_length=0"),
         ("tova(keep=12)", dict(prompt_length=-3), "prompt_length=-3"),
