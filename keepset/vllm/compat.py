@@ -91,10 +91,11 @@ def ask_for_prompt_lengths(config: VllmConfig) -> None:
 
 
 class PromptLengths:
-    """Tokens of each row's prompt; 0 for rows of a dummy run.
+    """Tokens of each row's prompt; 0 for rows of a dummy run, and for those that fill a graph's batch up.
 
     Model runner V1 has them on the host, and zeros in a dummy run. V2 has them on the device, and nothing in a dummy
-    run. There they are fetched where a request is at its prompt, which each is at first: decoding waits for nothing.
+    run or of rows that fill up. There they are fetched where a request is at its prompt, which each is at first:
+    decoding waits for nothing.
     """
 
     def __init__(self) -> None:
@@ -115,11 +116,13 @@ class PromptLengths:
                 "This vLLM does not say how long prompts are where keepset looks for it: use a supported version."
             )
         if lengths.device.type == "cpu" or metadata.req_idx is None:
-            return lengths[:rows].tolist()
-        requests = metadata.req_idx[:rows].tolist()
-        if any_at_prompt or not self._known.keys() >= set(requests):
-            self._known.update(zip(requests, lengths[:rows].tolist(), strict=True))
-        return [self._known[request] for request in requests]
+            known = lengths[:rows].tolist()
+        else:
+            requests = metadata.req_idx[:rows].tolist()
+            if any_at_prompt or not self._known.keys() >= set(requests):
+                self._known.update(zip(requests, lengths[: len(requests)].tolist(), strict=True))
+            known = [self._known[request] for request in requests]
+        return known + [0] * (rows - len(known))
 
 
 def lengths_on_host(metadata: CommonAttentionMetadata) -> list[int]:

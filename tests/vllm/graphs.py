@@ -7,10 +7,12 @@ which steps are replayed, and fills them up to the sizes that were captured.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -77,19 +79,22 @@ def _noted(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Graphs:
-    """Those of a model runner.
+    """Those of a model runner, once they are captured.
 
     Attributes:
         replays: steps that were.
         calls: of the model otherwise, since the graphs were captured.
     """
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: Any, runner_v2: bool) -> None:
+        self.replays, self.calls = 0, 0
+        (self._capture_v2 if runner_v2 else self._capture)(runner)
+
+    def _capture(self, runner: Any) -> None:
         from vllm.config import CUDAGraphMode
         from vllm.forward_context import get_forward_context
 
-        self._graphs: dict[int, tuple[Graph, Any, list[tuple[int, int]]]] = {}
-        self.replays, self.calls = 0, 0
+        graphs: dict[int, tuple[Graph, Any, list[tuple[int, ...]]]] = {}
         forward = runner.model.forward
 
         def run(**inputs: Any) -> Any:
@@ -99,14 +104,14 @@ class Graphs:
                 return forward(**inputs)
             size, told = context.batch_descriptor.num_tokens, list(context.attn_metadata.values())
             addresses = [_addresses(one) for one in told]
-            if size not in self._graphs:
+            if size not in graphs:
                 graph = Graph.active = Graph()
                 with graph:
                     output = forward(**inputs)
                 Graph.active = None
-                self._graphs[size] = graph, output, addresses
+                graphs[size] = graph, output, addresses
                 return output
-            graph, output, captured = self._graphs[size]
+            graph, output, captured = graphs[size]
             assert addresses == captured
             graph.replay()
             self.replays += 1
@@ -119,7 +124,38 @@ class Graphs:
             runner._dummy_run(
                 size, cudagraph_runtime_mode=CUDAGraphMode.FULL, uniform_decode=True, is_graph_capturing=True
             )
-        assert sorted(self._graphs) == SIZES
+        assert sorted(graphs) == SIZES
+
+    def _capture_v2(self, runner: Any) -> None:
+        """As the runner itself does it, which knows its graphs: a replay is no forward there."""
+        from vllm.config import CUDAGraphMode
+
+        manager, state, addresses = runner.cudagraph_manager, runner.model_state, {}
+        if not manager.cudagraph_mode.has_full_cudagraphs():
+            return
+        forward, prepare, replay = runner.model.forward, state.prepare_attn, manager.run_fullgraph
+
+        def prepared(batch: Any, mode: Any, *args: Any, for_capture: bool = False, **more: Any) -> Any:
+            told = prepare(batch, mode, *args, for_capture=for_capture, **more)
+            there = [_addresses(one) for one in told.values()]
+            if for_capture:
+                addresses[batch.num_tokens_after_padding] = there
+            elif mode == CUDAGraphMode.FULL:
+                assert addresses[batch.num_tokens_after_padding] == there
+            return told
+
+        def replayed(batch: Any) -> Any:
+            self.replays += 1
+            return replay(batch)
+
+        def called(**inputs: Any) -> Any:
+            self.calls += 1
+            return forward(**inputs)
+
+        state.prepare_attn = prepared
+        runner.capture_model()
+        assert manager.captured_token_counts() == SIZES
+        manager.run_fullgraph, runner.model.forward = replayed, called
 
 
 def _addresses(told: Any) -> tuple[int, ...]:
@@ -129,7 +165,30 @@ def _addresses(told: Any) -> tuple[int, ...]:
     return (id(told.decode.wrapper),)
 
 
-def use(backend: str | None) -> None:
+@contextmanager
+def _captured(graph: Graph, *args: Any, **more: Any) -> Iterator[None]:
+    """`torch.cuda.graph`."""
+    Graph.active = graph
+    with graph:
+        yield
+    Graph.active = None
+
+
+def _use_v2() -> None:
+    """What model runner V2 captures with."""
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.worker.gpu import cudagraph_utils, model_runner
+
+    cudagraph_utils.capture_pool = cudagraph_utils.graph_capture = lambda *args, **more: nullcontext()
+    cudagraph_utils.current_stream = lambda: None
+    CpuPlatform.get_global_graph_pool = lambda self: None
+    torch.cuda.CUDAGraph, torch.cuda.graph = Graph, _captured
+    torch.accelerator.empty_cache = lambda: None
+    torch.accelerator.get_memory_info = lambda *args: (0, 0)
+    model_runner.freeze_gc_for_cudagraph_capture, model_runner.lock_workspace = nullcontext, lambda: None
+
+
+def use(backend: str | None, runner_v2: bool) -> None:
     """Engines that are built from now on are to capture what decodes."""
     from vllm.config import CUDAGraphMode
     from vllm.platforms.cpu import CpuPlatform
@@ -147,6 +206,8 @@ def use(backend: str | None) -> None:
         compilation.post_init_cudagraph_sizes()
 
     CpuPlatform.check_and_update_config = classmethod(checked)
+    if runner_v2:
+        _use_v2()
     places: list[tuple[Any, str]] = [(attention, "append_to_pages"), (attention, "paged_attention")]
     if backend == "FLASHINFER":
         from vllm.v1.attention.backends import flashinfer  # not even there to be imported, if it is not pretended

@@ -172,7 +172,7 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
             interpreted.warm_up(worker.worker)
             run_events()
         if scenario["graphs"]:
-            captured = graphs.Graphs(worker.worker.model_runner)
+            captured = graphs.Graphs(worker.worker.model_runner, scenario["runner_v2"])
         if worker is not None and scenario["engine"].get("tensor_parallel_size", 1) == 1:
             undo = watch.watch_events(worker.worker.model_runner)
     grouping.GROUPS = default_groups
@@ -285,7 +285,7 @@ def answer(job: dict[str, Any]) -> None:
         (backend,) = backends
         kernels.use(backend)
     if pretend_graphs:
-        graphs.use(scenarios[0]["backend"])
+        graphs.use(scenarios[0]["backend"], scenarios[0]["runner_v2"])
     results: list[Any] = []
     for scenario in scenarios:
         try:

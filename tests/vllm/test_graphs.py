@@ -45,6 +45,20 @@ def test_replayed_steps_are_the_reference(backend: str, tiny: Path, tiny_oracle:
         check_oracle(tiny_oracle, recipe, some, result)
 
 
+def test_so_they_are_under_model_runner_v2(tiny: Path, tiny_oracle: Oracle) -> None:
+    """The default on GPUs, which captures and replays by itself; three requests fill a graph of four up."""
+    some = [*asks(IDS, (257, 150), 30), Ask(IDS[9:200], 20, add=9)]
+    engine = {"model": str(tiny), "max_num_seqs": 8, **CHUNKED}
+    recipes = [EQUAL[1], RAGGED[0]]
+    scenarios = [
+        Scenario(recipe, some, engine=engine, backend="FLASH_ATTN", graphs=True, runner_v2=True) for recipe in recipes
+    ]
+    for recipe, result in zip(recipes, run(*scenarios), strict=True):
+        assert result.replays > 20
+        assert all(result.events)
+        check_oracle(tiny_oracle, recipe, some, result)
+
+
 def test_biases_are_added_in_replayed_steps(tiny: Path, tiny_model: PreTrainedModel) -> None:
     """Of these the reference knows nothing: there the transformers runtime is it."""
     some, recipe = asks(IDS, (257, 150), 40), "match(snapkv(window=8), window=8, keep=40, every=12)"
