@@ -41,9 +41,9 @@ demo: setup
 test: setup
 	$(PYTEST)
 
-# Everything; by four processes, since some of them often wait: for an engine's processes, a server, a browser.
+# Everything; by three processes, since some of them often wait: for an engine's processes, a server, a browser.
 test-all: setup-vllm
-	$(PYTEST) --full -n 4
+	$(PYTEST) --full -n 3
 
 # Tables and figures of the papers on the embedded model, but for the one that `test-all` has.
 test-papers: setup

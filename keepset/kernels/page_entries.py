@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -35,11 +35,11 @@ def read_pages(
             page_entries.read(first, addresses_of(caches), place, subpages.contiguous(), entries)
         return entries
     number, subpages = first.shape[:2].numel(), subpages.flatten().long()
-    through = place + subpages // number
-    layers = through.unique().tolist()
+    layers = (place + subpages // number).unique().tolist()
     if len(layers) == 1:  # as nearly always
         read = _pages(caches[layers[0] % len(caches)], subpages % number)
     else:
+        through = place + subpages // number
         read = first.new_empty(len(subpages), size, width)
         for layer in layers:
             there = (through == layer).nonzero()[:, 0]
@@ -63,15 +63,20 @@ def take_entries(
         caches, slots: as of `write_entries`; slots need not be distinct.
     """
     first = caches[0]
-    entries = first.new_empty(len(slots), first.shape[3])
-    if not uses_triton(first.device):
-        for own, cache, place in _by_layer(caches, slots):
-            entries[own] = cache[place]
-    elif len(slots):
+    if uses_triton(first.device):
         from keepset.kernels.triton import page_entries  # loads Triton
 
-        with launched_on(first.device):
-            page_entries.take(first, addresses_of(caches), entries, slots)
+        entries = first.new_empty(len(slots), first.shape[3])
+        if len(slots):
+            with launched_on(first.device):
+                page_entries.take(first, addresses_of(caches), entries, slots)
+    elif len(parts := _by_layer(caches, slots)) == 1:
+        ((_, cache, place),) = parts
+        entries = cache[place]
+    else:
+        entries = first.new_empty(len(slots), first.shape[3])
+        for own, cache, place in parts:
+            entries[own] = cache[place]
     keys, values = entries.chunk(2, -1)
     return keys, values
 
@@ -103,14 +108,17 @@ def write_entries(
 
 def _by_layer(
     caches: Sequence[Cache], slots: Int[Tensor, " n"]
-) -> Iterator[tuple[Tensor, Cache, tuple[Tensor, Tensor, Tensor]]]:
-    """Of each layer which entries are its own, its cache, and where they lie in it."""
+) -> list[tuple[Tensor | slice, Cache, tuple[Tensor, Tensor, Tensor]]]:
+    """Of each layer that has any, which entries are its own, its cache, and where they lie in it."""
     blocks, kv_heads, size = caches[0].shape[:3]
-    for layer, cache in enumerate(caches):
-        own = (slots // (blocks * kv_heads * size) == layer).nonzero()[:, 0]
+    through, parts = slots // (blocks * kv_heads * size), []
+    layers = through.unique().tolist()
+    for layer in layers:
+        own = (through == layer).nonzero()[:, 0] if len(layers) > 1 else slice(None)
         place = slots[own] // size
         # Not one index into a folded view: blocks and heads need not have strides that fold.
-        yield own, cache, (place // kv_heads % blocks, place % kv_heads, slots[own] % size)
+        parts.append((own, caches[layer], (place // kv_heads % blocks, place % kv_heads, slots[own] % size)))
+    return parts
 
 
 def addresses_of(caches: Sequence[Cache]) -> Int[Tensor, " layers"]:

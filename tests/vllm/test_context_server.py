@@ -46,7 +46,7 @@ def ask(tiny_and_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 def serve(words: list[str], port: int) -> Iterator[Ask]:
     """A way to ask a server."""
     with Server(words, port) as server, httpx.Client(base_url=server.url, timeout=60) as client:
-        server.wait(240)
+        server.wait(600)
 
         def asked(path: str, key: str = "one", **body: Any) -> Any:
             headers = {"authorization": f"Bearer {key}"}

@@ -136,7 +136,7 @@ def test_a_server_loses_no_page_and_no_answer(tiny_and_tokenizer: Path, monkeypa
     port = free_port()
     words = command(str(tiny_and_tokenizer), Recipe.parse(RECIPES[1]), OPTIONS, ["--port", str(port)])
     with Server(words, port) as server:
-        server.wait(240)
+        server.wait(600)
         answered = asyncio.run(soak(server.url, seed=1))
         assert REQUESTS * 0.5 < answered < REQUESTS, "some must have been answered, and some hung up"
         with httpx.Client(base_url=server.url) as client:

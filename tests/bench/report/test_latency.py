@@ -64,7 +64,7 @@ def test_plots_and_table(load: Any) -> None:
         "Chart of seconds by tokens of the prompt. full cache: 2 at 10, 2 at 20"
     )
     page.locator("#json summary").click()
-    page.wait_for_function("document.querySelector('#json pre').textContent")
+    page.wait_for_selector("#json pre:not(:empty)", state="attached")
     assert json.loads(page.locator("#json pre").text_content())["rows"][0]["recipe"] == "full cache"
 
 
