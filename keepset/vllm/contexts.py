@@ -220,7 +220,10 @@ class ContextLibrary:
     def _opened(self, name: str, path: Path, nbytes: int, owner: str) -> Context:
         contents, longest = saved.contents(path), self._model.max_model_len
         if differs := difference(contents.fingerprint, self.fingerprint):
-            raise KeepsetError(f"Context {name!r} is of another model, whose {differs}: build it with this one.")
+            here = f"--dtype {self.fingerprint['precision']}"
+            raise KeepsetError(
+                f"Context {name!r} is of another model, whose {differs}: build it with this one, and {here}."
+            )
         reasons = {
             f"it has {contents.requests} requests": contents.requests != 1,
             "it has padding": contents.padded,
