@@ -57,9 +57,14 @@ def ratio(value: float | None, to: float | None) -> float | None:
     return None if value is None or to is None or to == 0 else value / to
 
 
+def rounded(times: float) -> str:
+    """A ratio for a person: `1.25`, and two digits of what is below a tenth."""
+    return f"{times:.2f}" if times >= 0.1 or times == 0 else f"{times:.2g}"
+
+
 def as_times(times: float) -> str:
-    """A ratio for a person: `x1.25`, and two digits of what is below a tenth."""
-    return f"x{times:.2f}" if times >= 0.1 or times == 0 else f"x{times:.2g}"
+    """The same in a table: `x1.25`."""
+    return f"x{rounded(times)}"
 
 
 def _increase(rounds: Sequence[Sequence[float | None]]) -> float | None:

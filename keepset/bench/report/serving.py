@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from keepset.bench.report.page import assemble
-from keepset.serving.summary import as_times, ratio
+from keepset.serving.summary import ratio, rounded
 
 
 def render(result: dict[str, Any], rows: Sequence[Sequence[str]]) -> str:
@@ -47,6 +47,6 @@ def conclusion(result: dict[str, Any]) -> str:
     if faster is None or sooner is None:
         return f"{answered} with the recipe, {rate:.1f} output tokens a second; plain vLLM answered none."
     return (
-        f"With the recipe vLLM makes {as_times(faster)[1:]} times plain vLLM's output tokens a second (more is better) "
-        f"and the first token takes {as_times(sooner)[1:]} times as long (less is better)."
+        f"With the recipe vLLM makes {rounded(faster)} times plain vLLM's output tokens a second (more is better) "
+        f"and the first token takes {rounded(sooner)} times as long (less is better)."
     )
