@@ -5,7 +5,7 @@ import warnings
 from typing import Annotated, Any
 
 import typer
-from typer import Context, Exit, Option
+from typer import Exit, Option
 from typer.core import TyperGroup
 
 from keepset import __version__
@@ -33,7 +33,7 @@ from keepset.errors import KeepsetError
 class Interruptible(TyperGroup):
     """Says in a word that a command was interrupted, where it has not said more itself."""
 
-    def invoke(self, ctx: Context) -> Any:
+    def invoke(self, ctx: Any) -> Any:
         """The command; Ctrl-C is exit code 130."""
         try:
             return super().invoke(ctx)
