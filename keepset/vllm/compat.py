@@ -32,7 +32,7 @@ from keepset.core.rope import RotaryTable
 from keepset.errors import UnsupportedEngineError, UnsupportedModelError
 
 SUPPORTED = ("0.32", "0.33")
-"""vLLM versions that keepset is tested with; of 0.33 there is no build for CPUs, so its Python ran on 0.32's kernels."""
+"""vLLM versions that keepset is tested with; 0.33 has no build for CPUs: its Python ran on the kernels of 0.32."""
 
 _MANAGER = "vllm.v1.core.single_type_kv_cache_manager.FullAttentionManager."
 _METADATA = (
