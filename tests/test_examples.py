@@ -16,6 +16,7 @@ import pytest
 from keepset import models, registry
 from tests import tiers
 from tests.cli.conftest import tiny_model
+from tests.vllm.engine import SPARING
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SCRIPTS = {
@@ -87,7 +88,8 @@ def test_readme_names_all_of_them() -> None:
 @pytest.mark.full
 def test_a_server_is_asked_with_the_openai_client(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm")
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    for name, value in SPARING.items():
+        monkeypatch.setenv(name, value)
     from keepset.recipe import Recipe
     from keepset.serving.command import command
     from keepset.serving.server import Server, free_port
