@@ -1,4 +1,7 @@
-"""Every example runs: in the fast tier on a tiny random model, in the full one on the embedded one, and is right."""
+"""Every example runs: in the fast tier on a tiny random model, in the full one on the embedded one, and is right.
+
+What is said of `memory_and_quality` but for its figures is nothing to the model: it has the tiny one in both tiers.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ SCRIPTS = {
     "your_own_method": r"Oslo.*layout='dense'(.|\n)*Oslo.*layout='head-ragged'",
 }
 """And what they print of the embedded model."""
-SLOW = ("long_answers", "compare_recipes", "memory_and_quality")
+SLOW = ("long_answers", "compare_recipes")
 """These are of the full tier."""
 
 
@@ -39,10 +42,11 @@ def each(*names: str) -> pytest.MarkDecorator:
 
 
 @pytest.fixture(autouse=True)
-def small(embedded: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def small(request: pytest.FixtureRequest, embedded: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A model that is loaded already, an empty folder, and no method of an example left behind."""
     model, tokenizer = embedded
-    loaded = (model if tiers.FULL else tiny_model(), tokenizer)
+    whole = tiers.FULL and "memory_and_quality" not in request.node.name
+    loaded = (model if whole else tiny_model(), tokenizer)
     monkeypatch.setattr(models, "load", lambda *_: loaded)
     monkeypatch.setattr(registry, "_methods", registered := dict(registry.METHODS))
     monkeypatch.setattr(registry, "METHODS", registered)
@@ -76,8 +80,8 @@ def test_notebooks_print_what_they_have_stored(name: str, capsys: pytest.Capture
         printed = capsys.readouterr().out
         stored = "".join("".join(output.get("text", "")) for output in cell["outputs"])
         assert bool(printed) is bool(stored)
-        if tiers.FULL:  # figures differ a little from machine to machine, words and entries do not
-            assert re.findall(r"[^\W\d]+", printed) == re.findall(r"[^\W\d]+", stored)
+        if tiers.FULL:  # figures differ a little from machine to machine, words and shares do not
+            assert re.findall(r"[^\W\d]+|\d+%", printed) == re.findall(r"[^\W\d]+|\d+%", stored)
 
 
 def test_readme_names_all_of_them() -> None:
