@@ -1,6 +1,6 @@
 """Every example runs: in the fast tier on a tiny random model, in the full one on the embedded one, and is right.
 
-What is said of `memory_and_quality` but for its figures is nothing to the model: it has the tiny one in both tiers.
+What `memory_and_quality` prints beside its figures is the same of any model: it has the tiny one in both tiers.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def test_notebooks_print_what_they_have_stored(name: str, capsys: pytest.Capture
         printed = capsys.readouterr().out
         stored = "".join("".join(output.get("text", "")) for output in cell["outputs"])
         assert bool(printed) is bool(stored)
-        if tiers.FULL:  # figures differ a little from machine to machine, words and shares do not
-            assert re.findall(r"[^\W\d]+|\d+%", printed) == re.findall(r"[^\W\d]+|\d+%", stored)
+        if tiers.FULL:  # figures differ a little from machine to machine, words and entries do not
+            assert re.findall(r"[^\W\d]+", printed) == re.findall(r"[^\W\d]+", stored)
 
 
 def test_readme_names_all_of_them() -> None:

@@ -24,6 +24,7 @@ BLOCK = 32
 SPARING = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or it would take as many threads as there are cores after all
     "TORCH_COMPILE_DISABLE": "1",  # vLLM would compile one small function in each rank, for as long as all else
 }
 """What vLLM's processes are told of this machine."""

@@ -17,6 +17,7 @@ from keepset.recipe import Recipe
 from keepset.serving.command import command
 from keepset.serving.server import Server, free_port
 from tests.vllm.engine import SPARING
+from tests.vllm.serve import forked
 from tests.vllm.test_soak import OPTIONS, tiny_and_tokenizer
 
 pytestmark = pytest.mark.full
@@ -40,7 +41,7 @@ def ask(tiny_and_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     with pytest.MonkeyPatch.context() as patch:
         for name, value in SPARING.items():
             patch.setenv(name, value)
-        yield from serve(words, port)
+        yield from serve(forked(words), port)
 
 
 def serve(words: list[str], port: int) -> Iterator[Ask]:
