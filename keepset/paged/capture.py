@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from keepset.core.accumulator import Accumulators
-from keepset.kernels.paged_window import EntriesInPages
+from keepset.core.accumulators import Accumulators
+from keepset.kernels.paged_arguments import EntriesInPages
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.page_tables import EventPages
 from keepset.paged.query_records import Move, QueryRecord, QueryRecords
