@@ -140,7 +140,8 @@ def serve(
 def _prepare(model: str | None, recipe: Recipe | None, options: list[str], load: Load) -> None:
     """Finds out beforehand what would keep servers from starting, and says what is about to happen."""
     from keepset.serving.checks import be_sparing, check_model, check_recipe
-    from keepset.serving.command import check_installed, check_spelling, folder
+    from keepset.serving.command import check_installed, folder
+    from keepset.serving.spelling import check_spelling
 
     check_installed(recipe)
     check_spelling(options)

@@ -35,14 +35,17 @@ def serve(
     which gets every option that is not keepset's own. It listens on 127.0.0.1 unless --host says otherwise. The model
     comes before vLLM's options.
     """
+    from keepset.serving.spelling import check_spelling
+
+    check_spelling(words or [])
+
     from keepset.recipe import Recipe
     from keepset.serving.checks import be_sparing, check_model, check_port, check_recipe
-    from keepset.serving.command import block_size_hint, check_installed, check_spelling, command, folder, split
+    from keepset.serving.command import block_size_hint, check_installed, command, folder, split
 
     parsed = None if recipe is None else Recipe.parse(recipe).require_budget()
     model, options = split(words or [])
     check_installed(parsed, contexts)
-    check_spelling(options)
     check_recipe(parsed, folder(model))
     line = command(model, parsed, options, contexts=contexts, save_bytes=save_bytes)
     check_model(folder(model))

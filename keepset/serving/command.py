@@ -4,10 +4,8 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import re
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +20,6 @@ _ADDITIONAL = "--additional-config"
 _MIDDLEWARE = "keepset.serving.context_api.ContextMiddleware"
 _SHORTEST = len("--add")
 _SMALL = 256
-_OWN = ("--recipe", "--contexts", "--save-bytes")
-_SOURCES = ("engine/arg_utils.py", "entrypoints/launchers/cli_args.py", "entrypoints/cli/serve.py")
 _RESERVED = ("--host", "--port", "--uds", "--api-key", "--root-path", "--ssl-keyfile", "--ssl-certfile", "--headless")
 
 
@@ -42,34 +38,6 @@ def check_options(options: Sequence[str]) -> None:
         name = word.split("=", 1)[0].replace("_", "-")
         if name in _RESERVED:
             raise KeepsetError(f"{name} is not for the benchmark: its servers listen on a free port of 127.0.0.1.")
-
-
-def check_spelling(options: Sequence[str]) -> None:
-    """Refuses what is no option of vLLM's: vLLM would say so after some twenty seconds, in hundreds of lines."""
-    known = _options_of_vllm()
-    for word in options if known else ():
-        name = word.split("=", 1)[0].split(".", 1)[0].replace("_", "-")
-        # Abbreviations are options, too.
-        if not name.startswith("--") or any(each.startswith(name) for each in known):
-            continue
-        if near := get_close_matches(name, [*known, *_OWN], 1, 0.8):
-            raise KeepsetError(f"There is no option {name}: did you mean {near[0]}?")
-        raise KeepsetError(f"vLLM has no option {name}: its documentation lists those of `vllm serve`.")
-
-
-def _options_of_vllm() -> set[str]:
-    """Those of `vllm serve`, read out of its sources: to import it takes long."""
-    spec = importlib.util.find_spec("vllm")
-    places = (spec and spec.submodule_search_locations) or []
-    texts = [
-        path.read_text(encoding="utf-8")
-        for place in places
-        for path in map(Path(place).joinpath, _SOURCES)
-        if path.is_file()
-    ]
-    fields = {f"--{name.replace('_', '-')}" for text in texts for name in re.findall(r"^    (\w+):", text, re.M)}
-    flags = {flag for text in texts for flag in re.findall(r"\"(--[a-z0-9-]+)\"", text)}
-    return {option for each in fields | flags for option in (each, each.replace("--", "--no-", 1))}
 
 
 def check_installed(recipe: Recipe | None, contexts: Path | None = None) -> None:

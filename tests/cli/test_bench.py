@@ -15,7 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from keepset.serving import command as commands
-from keepset.serving import workload
+from keepset.serving import spelling, workload
 from keepset.serving.workload import TokenSource
 from tests.cli.conftest import Forked, Run
 from tests.serving.conftest import Fake, fake
@@ -51,7 +51,7 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         return [sys.executable, str(FAKE), *words, *crash, *forced]
 
     monkeypatch.setattr(commands, "command", command)
-    monkeypatch.setattr(commands, "_options_of_vllm", set)  # the small servers' own are none of them
+    monkeypatch.setattr(spelling, "_options_of_vllm", set)  # the small servers' own are none of them
     return started
 
 

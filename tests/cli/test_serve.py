@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from keepset import models
-from keepset.serving import checks, command
+from keepset.serving import checks, command, spelling
 from tests.cli.conftest import Run
 
 
@@ -104,11 +104,11 @@ def test_a_mistyped_option(
 ) -> None:
     """Before vLLM is asked, which takes long, and says so in hundreds of lines."""
     if importlib.util.find_spec("vllm") is None:
-        monkeypatch.setattr(command, "_options_of_vllm", lambda: {"--max-model-len", "--hf-overrides", "--port"})
+        monkeypatch.setattr(spelling, "_options_of_vllm", lambda: {"--max-model-len", "--hf-overrides", "--port"})
     done = run("serve", "m", option, "--port", "0")
     assert (done.code, done.out, done.err) == (2, "", f"keepset: {because}\n") and became == []
     for right in ("--max-model-len=99", "--max-model", "--hf-overrides.x=1", "-tp", "--"):
-        command.check_spelling([right])
+        spelling.check_spelling([right])
 
 
 def test_a_port_that_is_taken(run: Run, became: list[list[str]]) -> None:
@@ -158,6 +158,6 @@ def test_nothing_heavy_is_loaded_before_it_is_needed(monkeypatch: pytest.MonkeyP
     import subprocess
 
     heavy = {"torch", "transformers", "vllm", "httpx2", "prometheus_client", "plotly"}
-    code = f"import sys, keepset.cli; print(sorted({heavy!r} & set(sys.modules)))"
+    code = f"import sys, keepset.cli, keepset.serving.spelling; print(sorted({heavy!r} & set(sys.modules)))"
     done: Any = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
