@@ -2,10 +2,11 @@
 
 import sys
 import warnings
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer import Exit, Option
+from typer.core import TyperGroup
 
 from keepset import __version__
 from keepset.cli.bench import bench
@@ -28,7 +29,21 @@ from keepset.cli.tune import tune
 from keepset.cli.ui import ui
 from keepset.errors import KeepsetError
 
+
+class Interruptible(TyperGroup):
+    """Says in a word that a command was interrupted, where it has not said more itself."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """The command; Ctrl-C is exit code 130."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            note("interrupted")
+            raise Exit(130) from None
+
+
 app = typer.Typer(
+    cls=Interruptible,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -121,7 +121,7 @@ def serve(
         raise Exit(1) from None
     except KeyboardInterrupt:
         note("interrupted: nothing is reported")
-        raise
+        raise Exit(130) from None
     result = {
         "model": name,
         "recipe": None if parsed is None else str(parsed),

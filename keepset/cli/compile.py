@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from typer import Option
+from typer import Exit, Option
 
 from keepset.cli.checks import check_tensor_file, check_whole, check_writable
 from keepset.cli.console import counted, load, note, progress, say, write
@@ -143,6 +143,7 @@ def _compiled(model: Source, files: list[Path], settings: Settings, log: Path | 
         with progress() as bar:
             return compile_tables(loaded, pool, settings, log, partial(counted, bar))
     except KeyboardInterrupt:
-        if log is not None:
-            note("What was found is in the log: the same command goes on from there.")
-        raise
+        if log is None or not log.exists():
+            raise
+        note("interrupted: what was found is in the log, and the same command goes on from there")
+        raise Exit(130) from None

@@ -132,10 +132,11 @@ def sweep_grid(
                 else:
                     lost = sweep.run(store, left, Runner(loaded, tokenizer, **runner), advance)
         except (KeyboardInterrupt, TimeUp) as stop:
-            note(
-                f"stopped after {sweep.count(groups, store.done())} of {total} cells, which are in {str(out)!r}: the "
-                "same command goes on"
-            )
+            done = sweep.count(groups, store.done())
+            if done:
+                note(f"stopped after {done} of {total} cells, which are in {str(out)!r}: the same command goes on")
+            else:
+                note(f"stopped before one of {total} cells was made")
             if isinstance(stop, KeyboardInterrupt):
                 raise Exit(130) from None
             lost = []

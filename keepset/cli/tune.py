@@ -93,7 +93,7 @@ def tune(
         raise KeyboardInterrupt
     result = tuner.to_json()
     output(result, json_file, lambda: print_result(result))
-    write(html, lambda: assemble("tune", "keepset tune", result, " ".join(result["verdict"][:1])))
+    write(html, lambda: assemble("tune", "keepset tune", result, " ".join(result["verdict"])))
     if not finished:
         note(f"{'interrupted' if interrupted else 'stopped'} in round {result['round']} of {result['rounds']}")
     if interrupted:

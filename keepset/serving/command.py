@@ -45,7 +45,7 @@ def check_options(options: Sequence[str]) -> None:
 
 
 def check_spelling(options: Sequence[str]) -> None:
-    """Refuses what is no option but nearly one of vLLM's or of keepset's: vLLM would say so in hundreds of lines."""
+    """Refuses what is no option of vLLM's: vLLM would say so after some twenty seconds, in hundreds of lines."""
     known = _options_of_vllm()
     for word in options if known else ():
         name = word.split("=", 1)[0].split(".", 1)[0].replace("_", "-")
@@ -54,6 +54,7 @@ def check_spelling(options: Sequence[str]) -> None:
             continue
         if near := get_close_matches(name, [*known, *_OWN], 1, 0.8):
             raise KeepsetError(f"There is no option {name}: did you mean {near[0]}?")
+        raise KeepsetError(f"vLLM has no option {name}: its documentation lists those of `vllm serve`.")
 
 
 def _options_of_vllm() -> set[str]:

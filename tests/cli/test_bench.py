@@ -51,6 +51,7 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         return [sys.executable, str(FAKE), *words, *crash, *forced]
 
     monkeypatch.setattr(commands, "command", command)
+    monkeypatch.setattr(commands, "_options_of_vllm", set)  # the small servers' own are none of them
     return started
 
 

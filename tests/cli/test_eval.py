@@ -264,8 +264,12 @@ def test_ctrl_c_keeps_what_is_there_and_the_same_command_goes_on(run: Run, stub:
     assert (done.code, done.out) == (130, "")
     assert done.err == "stopped after 6 of 16 cells, which are in 'sweep.sqlite': the same command goes on\n"
     assert len(stored()) == 6
+    Stub.interrupt_at = 8
+    nothing = run(*words, "--out", "nothing.sqlite")
+    assert (nothing.code, nothing.err) == (130, "stopped before one of 16 cells was made\n")
+    assert not list(Path.cwd().glob("nothing*"))
     again = run(*words)
-    assert again.code == 0 and Stub.made == 7 + 10
+    assert again.code == 0 and Stub.made == 8 + 10
     whole = run(*words, "--out", "another.sqlite")
     assert whole.out == again.out and stored() == stored("another.sqlite")
 

@@ -96,17 +96,18 @@ def test_refused(run: Run, became: list[list[str]], words: list[str], because: s
     [
         ("--recipee", "There is no option --recipee: did you mean --recipe?"),
         ("--max_modle_len=99", "There is no option --max-modle-len: did you mean --max-model-len?"),
+        ("--zzz", "vLLM has no option --zzz: its documentation lists those of `vllm serve`."),
     ],
 )
 def test_a_mistyped_option(
     run: Run, became: list[list[str]], monkeypatch: pytest.MonkeyPatch, option: str, because: str
 ) -> None:
-    """Before vLLM is asked, which says so in hundreds of lines; what is like none of them is its to judge."""
+    """Before vLLM is asked, which takes long, and says so in hundreds of lines."""
     if importlib.util.find_spec("vllm") is None:
-        monkeypatch.setattr(command, "_options_of_vllm", lambda: {"--max-model-len"})
+        monkeypatch.setattr(command, "_options_of_vllm", lambda: {"--max-model-len", "--hf-overrides", "--port"})
     done = run("serve", "m", option, "--port", "0")
     assert (done.code, done.out, done.err) == (2, "", f"keepset: {because}\n") and became == []
-    for right in ("--max-model-len=99", "--max-model", "--zzz", "--hf-overrides.x=1"):
+    for right in ("--max-model-len=99", "--max-model", "--hf-overrides.x=1", "-tp", "--"):
         command.check_spelling([right])
 
 

@@ -111,7 +111,7 @@ function draw() {
 
 const HOLLOW = "Hollow markers: no measurable divergence, drawn at the axis’s lower end.";
 const DASHES = ["solid", "dash", "dot", "dashdot"];
-const drifting = decoding ? ran.filter((row) => Array.isArray(row.kl_drift)) : [];
+const drifting = decoding ? ran.filter((row) => row.kl_drift?.length > 1) : [];
 
 function drawDrift() {
   const positive = drifting.flatMap((row) => row.kl_drift.map(number)).filter((value) => value > 0);

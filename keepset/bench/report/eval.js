@@ -25,7 +25,7 @@ const marked = (row) => (row.recipe === FULL ? el("span", { className: "mark" })
 // ---- header
 
 function header() {
-  const recipes = new Set(summary.rows.map((row) => row.recipe)).size;
+  const recipes = new Set(summary.rows.map((row) => row.recipe).filter((recipe) => recipe !== FULL)).size;
   const all = new Set(summary.rows.map((row) => row.task)).size;
   const ran = summary.rows.reduce((sum, row) => sum + row.examples, 0);
   title(data.model,

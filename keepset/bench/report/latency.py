@@ -20,6 +20,7 @@ def _conclusion(rows: list[dict[str, Any]]) -> str:
     best = max(others, key=lambda row: row["tokens_per_second"])
     speed, nbytes, first = (best[name] / full[name] for name in ("tokens_per_second", "kv_bytes", "first_seconds"))
     return (
-        f"After {longest:,} tokens {best['recipe']} makes {speed:.2f} times the full cache's tokens a second and holds "
-        f"{nbytes:.0%} of its bytes; the first token takes {first:.2f} times as long."
+        f"After {longest:,} tokens {best['recipe']} makes {speed:.2f} times the full cache's tokens a second (more is "
+        f"better) and holds {nbytes:.0%} of its bytes; the first token takes {first:.2f} times as long (less is "
+        "better)."
     )

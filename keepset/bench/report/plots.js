@@ -48,9 +48,6 @@ const SYMBOLS = [["circle", "●"], ["square", "■"], ["diamond", "◆"], ["tri
 const COLOURS = 8;
 // Beyond those of the style, hues by the golden angle, so that no two series share one.
 const colourOf = (i) => (i < COLOURS ? css(`--c${i}`) : `hsl(${Math.round(137.5 * i) % 360} 60% ${css("--lightness")})`);
-const LEGEND = {
-  showlegend: true, legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom" }, margin: { l: 8, r: 12, t: 28, b: 8 },
-};
 const symbolOf = (i) => SYMBOLS[i % SYMBOLS.length][0];
 
 const tint = (i) => (i < COLOURS ? `var(--c${i})` : `hsl(${Math.round(137.5 * i) % 360} 60% var(--lightness))`);

@@ -67,9 +67,7 @@ function learning() {
       type: "scatter", mode: "lines", name: table, x: points.map((point) => point.step), y: points.map((point) => point[name]),
       line: { color: css(i ? "--c1" : "--c0"), width: 2, dash: i ? "dash" : "solid" },
       hovertemplate: `step %{x}: %{y:.4f}<extra>${table}</extra>`,
-    })), {
-      ...LEGEND, xaxis: axis("step"), yaxis: axis(name === "bellman" ? "squared error" : "nats"),
-    });
+    })), { xaxis: axis("step"), yaxis: axis(name === "bellman" ? "squared error" : "nats") });
   }
 }
 
@@ -81,6 +79,7 @@ function paint() {
 }
 
 header();
+legends(Object.keys(curves).map((table, i) => [table, i, i > 0]));
 budgets.forEach((budget, i) => id("budget").append(el("option", { value: i }, integer(budget))));
 id("budget").addEventListener("change", paint);
 paint();

@@ -65,12 +65,12 @@ function table() {
 // ---- plots
 
 const CURVES = [
-  ["wipeout", "share of regions", ".0%", ".1%"], ["iou", "IoU", "", ".3f"], ["middle", "share of the third", ".0%", ".1%"],
+  ["wipeout", "share of regions", ".0%", ".1%"], ["iou", "IoU", "", ".3f", { range: [0, 1.05] }], ["middle", "share of the third", ".0%", ".1%"],
   ["longest_gap", "tokens", "", ".1f"],
 ];
 
 function curves() {
-  for (const [name, unit, tickformat, shown] of CURVES) {
+  for (const [name, unit, tickformat, shown, range = { rangemode: "tozero" }] of CURVES) {
     const traces = runs.map((run, i) => {
       const rows = run.events.filter((event) => known(event[name]));
       return {
@@ -84,7 +84,7 @@ function curves() {
       const zerolinecolor = css("--line");
       chart(id(name), traces, {
         xaxis: axis("tokens of text", { zerolinecolor }),
-        yaxis: axis(unit, { zerolinecolor, tickformat, rangemode: name === "iou" ? "normal" : "tozero" }),
+        yaxis: axis(unit, { zerolinecolor, tickformat, ...range }),
       });
     }
   }
@@ -132,12 +132,14 @@ function cache(run, box, caption) {
       hoverinfo: "text",
     });
   }
+  const least = Math.min(...(told?.mass ?? []).filter((m) => m > 0));
+  const wide = told && Math.max(...told.mass) > 100 * least;
   box.style.height = told ? "290px" : "110px";
   const bare = { showgrid: false, zeroline: false, showticklabels: false, fixedrange: true, range: [-1, 1] };
   chart(box, traces, {
     shapes,
     xaxis: axis("entry of the cache", { range: [-1, positions.length], showgrid: !told, zeroline: false, anchor: "y2" }),
-    yaxis: axis("mass", { domain: [0.14, 0.9], type: "log", visible: Boolean(told), tickformat: "~g", nticks: 5 }),
+    yaxis: axis("mass", { domain: [0.14, 0.9], type: "log", visible: Boolean(told), tickformat: "~g", dtick: wide ? 1 : "D2" }),
     yaxis2: { ...bare, domain: told ? [0, 0.12] : [0, 1] },
     yaxis3: { ...bare, domain: [0.91, 1] },
   });

@@ -28,8 +28,8 @@ def _conclusion(runs: Sequence[dict[str, Any]]) -> str:
     known = [(run["recipe"], run["mean"]["wipeout"], run["region"]) for run in runs if "wipeout" in run["mean"]]
     if not known:
         return "Nothing was compressed: the text is shorter than the first event."
-    shares = ", ".join(f"{share:.1%} under {recipe}" for recipe, share, _ in known)
-    return f"Of the text's regions of {known[0][2]} tokens an event wipes out, on the mean over heads, {shares}."
+    shares = " and ".join(f"{share:.1%} under {recipe}" for recipe, share, _ in known)
+    return f"Of the text's regions of {known[0][2]} tokens a head loses {shares}, a mean over events (less is better)."
 
 
 def _event(event: TraceEvent, layers: list[int]) -> dict[str, Any]:

@@ -125,8 +125,11 @@ class Tuner:
     def _verdict(self, tied: Sequence[Contender], chosen: Contender | None) -> list[str]:
         sentences, pieces = [], self.race.pieces
         if chosen is None:
-            measured = f"measured on {pieces} pieces" if pieces else "not all were measured on as much as one piece"
+            count = "1 piece" if pieces == 1 else f"{pieces} pieces"
+            measured = f"measured on {count}" if pieces else "not all were measured on as much as one piece"
             sentences.append(f"Too little is known to name a recipe ({measured}): give it more time or text.")
+            if pieces:
+                sentences.append(f"The best so far is {self.race.ranked()[0].recipe}.")
         elif len(tied) == 1:
             ran = sum(entry.error is None for entry in self.race.entries)
             sentences.append(f"Use {chosen.recipe}: the best of {ran} recipes on {pieces} pieces.")

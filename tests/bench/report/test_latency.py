@@ -73,8 +73,8 @@ def test_it_opens_with_the_fastest_after_the_longest_prompt(load: Any) -> None:
     fast.update(tokens_per_second=3.0, kv_bytes=10**6, first_seconds=2.2)
     page = load(render(result(row("full cache", 20), row("tova(keep=0.25)", 10), slow, fast)))
     assert page.locator("#conclusion").text_content() == (
-        "After 20 tokens tova(keep=0.25) makes 1.50 times the full cache's tokens a second and holds 25% of its "
-        "bytes; the first token takes 1.10 times as long."
+        "After 20 tokens tova(keep=0.25) makes 1.50 times the full cache's tokens a second (more is better) and holds "
+        "25% of its bytes; the first token takes 1.10 times as long (less is better)."
     )
 
 

@@ -86,11 +86,10 @@ def near(values: list[float]) -> Any:
 def test_plots_show_costs_and_intervals(load: Any) -> None:
     page = load(render(result(*ROWS)))
     page.wait_for_selector("#found .point")
-    used, tied, last, out = data_of(page, "bytes")
-    assert used[:3] == ["used", [0.3], [0.2]] and used[3] == near([0.1]) and used[4] == near([0.2])
-    assert (tied[0], tied[2], last[0], last[2]) == ("tied with it", [0.1], "last round", [0.4])
-    assert out == ["out before", [0.3], [0.8], [0], [0]]
-    assert [trace[1] for trace in data_of(page, "prefill")] == [[1.5]] * 4
+    used, tied, last, out = data_of(page, "kl")
+    assert used[:3] == ["tova(keep=0.25)", [1.5], [0.2]] and used[3] == near([0.1]) and used[4] == near([0.2])
+    assert (tied[0], tied[2], last[0], last[2]) == ("cannot be told from it", [0.1], "last round", [0.4])
+    assert out == ["out before", [1.5], [0.8], [0], [0]]
     assert [trace[2] for trace in data_of(page, "found")] == [[0.5], [0.5], [0], [0.5]]
 
 
@@ -98,7 +97,8 @@ def test_what_is_said_and_the_figures(load: Any) -> None:
     page = load(render(result(*ROWS)))
     page.wait_for_selector("#found .point")
     assert page.locator("h1").text_content() == EVIL
-    assert page.locator("#verdict p").all_text_contents() == [EVIL, "Second."]
+    legend = page.locator(".series .entry").all_text_contents()
+    assert legend == ["★tova(keep=0.25)", "◆cannot be told from it", "●last round", "○out before"]
     assert page.locator("#facts dd").all_text_contents() == ["keep=0.25", "4", "100.0 MB", "75.0 % (50.0 % to 100.0 %)"]
     assert page.locator("#rows tbody th").all_text_contents() == ["★ tova(keep=0.25)", f"◆ {EVIL}", "h2o", "out"]
     first, last = (page.locator("#rows tbody tr").nth(at).locator("td").all_text_contents() for at in (0, 3))
@@ -113,10 +113,10 @@ def test_what_is_said_and_the_figures(load: Any) -> None:
 def test_without_facts_nothing_is_shown_of_them(load: Any) -> None:
     rows = [row("tova", 0.2, found=None), row("h2o", 0.4, found=None)]
     page = load(render({**result(*rows, facts=0), "recipe": None, "tied": []}))
-    page.wait_for_selector("#prefill .point")
+    page.wait_for_selector("#kl .point")
     assert not page.locator("#found-figure").is_visible()
     assert page.locator("#rows thead th").count() == 7 and page.locator("#facts dd").count() == 3
-    assert [trace[0] for trace in data_of(page, "bytes")] == ["last round"]
+    assert [trace[0] for trace in data_of(page, "kl")] == ["last round"]
 
 
 @pytest.mark.parametrize("width", [400, 1280])
@@ -124,6 +124,6 @@ def test_nothing_overflows_the_page(load: Any, width: int) -> None:
     page = load(render(result(*ROWS)), viewport={"width": width, "height": 800})
     page.wait_for_selector("#found .point")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
-    for name in ("bytes", "prefill", "found"):
+    for name in ("kl", "found"):
         drawn, room = (page.locator(f"#{name}{inner}").first.bounding_box() for inner in (" .main-svg", ""))
         assert drawn["width"] <= room["width"] + 1

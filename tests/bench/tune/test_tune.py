@@ -245,7 +245,8 @@ def test_few_pieces_name_nothing(made: dict[str, Any]) -> None:
     told = one.to_json()
     assert (told["recipe"], told["recipe_in_full"], told["tied"]) == (None, None, [])
     assert told["verdict"] == [
-        "Too little is known to name a recipe (measured on 5 pieces): give it more time or text."
+        "Too little is known to name a recipe (measured on 5 pieces): give it more time or text.",
+        "The best so far is tova(keep=0.3).",
     ]
     assert len(told["rows"]) == 2
 
