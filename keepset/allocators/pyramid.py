@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Int
+from torch import Tensor
 
 from keepset.core.budget import Budget
 from keepset.core.keep_set import Layout
@@ -52,7 +54,7 @@ class Pyramid(Allocator):
 
         depths = observation.depths[:, None]
 
-        def before(depth: Quotas) -> Quotas:
+        def before(depth: Int[Tensor, "batch 1"]) -> Quotas:
             """Entries of the first `depth` layers; rounding sums instead of layers keeps the total."""
             return (depth * first - step * (depth * (depth - 1) // 2) + 1e-6).floor().long()
 

@@ -22,7 +22,7 @@ from keepset.core.tables import Tables, load, neutral, say_neutral
 from keepset.kernels.dispatch import upload
 from keepset.kernels.window import GroupSums
 
-Received = Float[Tensor, "batch positions"]
+Received = Float[Tensor, "requests positions"]
 """What every position receives of the window's attention, over all layers and heads (equation 6)."""
 
 THRESHOLD = 0.9
@@ -208,7 +208,7 @@ class CompilerKV(Method):
         return ((utility >= threshold[:, None, None]) | always).logical_and(existing).sum(-1).clamp(min=1)
 
     def risk(
-        self, observation: Observation, received: Received
+        self, observation: Observation, received: Float[Tensor, "batch positions"]
     ) -> tuple[Float[Tensor, " batch"], Float[Tensor, " batch"]]:
         """Equations 11 to 13: the entropy of what is received, and the window's perplexity."""
         share = received / received.sum(-1, keepdim=True)

@@ -38,8 +38,8 @@ def group(recipe: str, caches: list[Tensor]) -> LayerGroup:
     ("recipe", "most"),
     [
         *[("knorm(keep=10, every=7)", 120), ("keydiff(keep=10, every=7)", 130)],
-        *[("adakv(knorm, keep=10, every=7)", 330), ("pool(knorm, keep=10, every=7)", 330)],
-        ("composite(knorm, keep=10, every=7)", 370),
+        *[("adakv(knorm, keep=10, every=7)", 330), ("pool(knorm, keep=10, every=7)", 350)],
+        ("composite(knorm, keep=10, every=7)", 390),
     ],
 )
 def test_an_event_launches_the_same_for_any_number_of_layers(recipe: str, most: int, triton_interpreted: None) -> None:
@@ -63,7 +63,7 @@ def test_an_event_launches_the_same_for_any_number_of_layers(recipe: str, most: 
         assert torch.equal(here, there)
     first, again, *many = counted
     assert many == [first, again]
-    # Of two lengths are two events, and the host asks each for nothing but how many entries every head keeps.
+    # Of two lengths are two events where heads are equal; the host asks for nothing but how many entries heads keep.
     assert all(0 < waits == events and launches <= most * events for launches, waits, events in (first, again))
 
 
@@ -79,6 +79,7 @@ class Projection:
 
 def prompts_end(recipe: str, layers: int, gpu: Gpu | None) -> tuple[LayerGroup, Tensor, list[Projection]]:
     """Two prompts of some layers have come to their ends."""
+    statistics._read.cache_clear()  # which know what lies on the device already
     put, draw = (lambda each: each) if gpu is None else Posing, torch.Generator().manual_seed(0)
     caches = put(torch.randn(layers, ROWS * WIDTH, HEADS, BLOCK, 2 * DIM, generator=draw))
     rotary = RotaryTable(put(torch.ones(64, DIM).masked_fill(torch.arange(DIM) >= DIM // 2, 0.0)), halves=True)
