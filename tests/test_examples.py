@@ -1,4 +1,7 @@
-"""Every example runs: in the fast tier on a tiny random model, in the full one on the embedded one, and is right."""
+"""Every example runs: in the fast tier on a tiny random model, in the full one on the embedded one, and is right.
+
+What `memory_and_quality` prints beside its figures is the same of any model: it has the tiny one in both tiers.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ import pytest
 from keepset import models, registry
 from tests import tiers
 from tests.cli.conftest import tiny_model
+from tests.vllm.engine import SPARING
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SCRIPTS = {
@@ -26,7 +30,7 @@ SCRIPTS = {
     "your_own_method": r"Oslo.*layout='dense'(.|\n)*Oslo.*layout='head-ragged'",
 }
 """And what they print of the embedded model."""
-SLOW = ("long_answers", "compare_recipes", "memory_and_quality")
+SLOW = ("long_answers", "compare_recipes")
 """These are of the full tier."""
 
 
@@ -38,10 +42,11 @@ def each(*names: str) -> pytest.MarkDecorator:
 
 
 @pytest.fixture(autouse=True)
-def small(embedded: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def small(request: pytest.FixtureRequest, embedded: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A model that is loaded already, an empty folder, and no method of an example left behind."""
     model, tokenizer = embedded
-    loaded = (model if tiers.FULL else tiny_model(), tokenizer)
+    whole = tiers.FULL and "memory_and_quality" not in request.node.name
+    loaded = (model if whole else tiny_model(), tokenizer)
     monkeypatch.setattr(models, "load", lambda *_: loaded)
     monkeypatch.setattr(registry, "_methods", registered := dict(registry.METHODS))
     monkeypatch.setattr(registry, "METHODS", registered)
@@ -87,7 +92,8 @@ def test_readme_names_all_of_them() -> None:
 @pytest.mark.full
 def test_a_server_is_asked_with_the_openai_client(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm")
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    for name, value in SPARING.items():
+        monkeypatch.setenv(name, value)
     from keepset.recipe import Recipe
     from keepset.serving.command import command
     from keepset.serving.server import Server, free_port

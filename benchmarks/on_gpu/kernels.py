@@ -14,8 +14,9 @@ from keepset.kernels.attention import ragged_attention
 from keepset.kernels.columns import attention_columns, attention_with_lse
 from keepset.kernels.compaction import append_entries, pack_entries
 from keepset.kernels.packed import PackedHeads, Run, runs_of
-from keepset.kernels.paged import PagedTokens, append_to_pages, paged_attention
-from keepset.kernels.paged_window import EntriesInPages, Received, RecordedQueries, add_received_in_pages
+from keepset.kernels.paged import append_to_pages, paged_attention
+from keepset.kernels.paged_arguments import EntriesInPages, PagedTokens, Received, RecordedQueries
+from keepset.kernels.paged_window import add_received_in_pages
 from keepset.kernels.subpages import Layout
 from keepset.kernels.window import add_received
 from on_gpu.measuring import Bench

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-import time
 from abc import ABC, abstractmethod
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +14,6 @@ from torch import Tensor
 
 from keepset.core.shapes import HiddenStates, Queries, QueryHeadScores
 from keepset.kernels.dispatch import upload
-
-if TYPE_CHECKING:
-    from keepset.core.feature import Feature
 
 Turn = Callable[[Tensor], Tensor]
 """From rows `[batch, query_heads, n, head_dim]` before rotation to the same at some rotation."""
@@ -111,66 +104,6 @@ class Accumulator(ABC):
     @abstractmethod
     def values(self, lengths: Int[Tensor, " batch"], width: int) -> Mapping[Any, Any]:
         """By feature what was collected, for requests of these lengths, with a place for each of `width` entries."""
-
-
-class Accumulators:
-    """Everything that has an accumulator among `needs`, of one layer, over one or more chunks of a prompt.
-
-    `seconds` holds the time that features took, by their `cost`, so that a prefill which collects for many methods at
-    once can say what each of them would have cost.
-    """
-
-    def __init__(self, needs: Iterable[Feature[Any]]) -> None:
-        self.seconds: defaultdict[Hashable, float] = defaultdict(float)
-        together: defaultdict[Hashable, list[Feature[Any]]] = defaultdict(list)
-        for feature in needs:
-            together[feature.cost].append(feature)
-        self._parts = {
-            cost: type(features[0]).accumulator(features)
-            for cost, features in together.items()
-            if type(features[0]).accumulator
-        }
-
-    def __bool__(self) -> bool:
-        """Whether anything is collected, which takes every token of a prompt."""
-        return bool(self._parts)
-
-    def add(self, chunk: Chunk) -> None:
-        """Takes one chunk in."""
-        for cost, part in self._parts.items():
-            with self.timed(cost):
-                part.add(chunk)
-
-    def fork(self) -> Self:
-        """An independent copy."""
-        twin = copy.copy(self)
-        twin.seconds = self.seconds.copy()
-        twin._parts = {cost: copy.copy(part) for cost, part in self._parts.items()}
-        return twin
-
-    def joined(self, others: Sequence[Accumulators]) -> Accumulators:
-        """Those of this one's requests and of others after them, each of which has come to its prompt's end."""
-        if not others:
-            return self
-        twin = self.fork()
-        for cost, part in self._parts.items():
-            twin._parts[cost] = part.joined([other._parts[cost] for other in others])
-        return twin
-
-    def values(self, lengths: Int[Tensor, " batch"], width: int = 0) -> dict[Feature[Any], Any]:
-        """What was collected of requests of these lengths, for at least `width` entries: an Observation's features."""
-        values: dict[Feature[Any], Any] = {}
-        for cost, part in self._parts.items():
-            with self.timed(cost):
-                values |= part.values(lengths, width)
-        return values
-
-    @contextmanager
-    def timed(self, cost: Hashable) -> Iterator[None]:
-        """Files the time inside under this cost."""
-        start = time.perf_counter()
-        yield
-        self.seconds[cost] += time.perf_counter() - start
 
 
 def widened(columns: Sequence[Float[Tensor, "query_heads _"]], width: int) -> QueryHeadScores:

@@ -17,7 +17,8 @@ from keepset.core.keep_set import KeepSet, LayerKeepSet
 from keepset.core.shapes import Queries, QueryHeadScores, Scores
 from keepset.errors import KeepsetError
 from keepset.kernels.dispatch import upload
-from keepset.kernels.window import GroupSums, first_unseen, masked_softmax, received_attention
+from keepset.kernels.group_sums import GroupSums
+from keepset.kernels.window import first_unseen, masked_softmax, received_attention
 
 
 @dataclass(frozen=True, eq=False, init=False)

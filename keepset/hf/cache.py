@@ -102,7 +102,11 @@ class Cache(PromptCache):
         Raises:
             KeepsetError: the file is not a saved context, damaged, of another version or of another model.
         """
-        return saved.load(cls, Path(path), model)
+        context = saved.load(Path(path), model)
+        cache = cls(model, context.recipe)
+        context.restore(cache)
+        cache.events = [] if context.event is None else [context.event]
+        return cache
 
     @classmethod
     def from_prompt(
@@ -223,7 +227,8 @@ class Cache(PromptCache):
         if Path(path).is_file() and not force:
             raise KeepsetError(f"{str(path)!r} exists: save to another file, or replace it with force=True.")
         name = model.config.name_or_path or "" if model_name is None else model_name
-        saved.save(self, Path(path), model, name, token_ids, opening, joint)
+        event = self.events[-1] if self.events else None
+        saved.save(Path(path), self, str(self.recipe), event, model, name, token_ids, opening, joint)
 
     def ask(
         self, input_ids: Int[Tensor, "rows tokens"], attention_mask: Int[Tensor, "rows tokens"] | None = None

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from keepset.core.accumulator import Accumulators, Chunk, Entries
+from keepset.core.accumulator import Chunk, Entries
+from keepset.core.accumulators import Accumulators
 from keepset.core.feature import Feature, Needs
 from keepset.core.features.given import RecentQueries
 from keepset.hf.forward import Forward

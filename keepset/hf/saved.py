@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,11 +29,9 @@ from keepset.hf.fingerprint import difference, fingerprint
 from keepset.hf.layer import KeepLayer
 from keepset.hf.phases import DecodingPhase
 from keepset.hf.progress import Event, Progress
+from keepset.hf.prompt_cache import PromptCache
 from keepset.hf.store import EntryStore
 from keepset.recipe import Recipe, in_full, in_short
-
-if TYPE_CHECKING:
-    from keepset.hf.cache import Cache
 
 FORMAT = 3
 """Of the file; raise it with every change to what is written."""
@@ -90,29 +88,60 @@ class Contents(NamedTuple):
     layers: int
 
 
+class Saved(NamedTuple):
+    """A context that was loaded, on its model's devices.
+
+    Attributes:
+        recipe: in short.
+        progress, event: of its cache; None for the event if there was none.
+        decoding: of a recipe that compresses further, the next event, and up to where queries before it are added up.
+        layers: what each held.
+    """
+
+    recipe: str
+    progress: Progress
+    event: Event | None
+    decoding: tuple[int, int] | None
+    layers: list[dict[str, Tensor]]
+
+    def restore(self, cache: PromptCache) -> None:
+        """Puts it into an empty cache of its recipe, but for the event."""
+        cache.progress = self.progress
+        if cache.schedule.every is None or self.decoding is None:
+            cache.stop_watching()
+        else:
+            for kept in cache.kept_layers.values():
+                kept.decoding = DecodingPhase(cache.needs, cache.schedule.every, self.decoding[0])
+                kept.decoding.passing.until = self.decoding[1]
+        for layer, tensors in zip(cache.layers, self.layers, strict=True):
+            _restore(layer, tensors, self.progress.logical)
+
+
 def save(
-    cache: Cache,
     path: Path,
+    cache: PromptCache,
+    recipe: str,
+    event: Event | None,
     model: PreTrainedModel,
     name: str,
     tokens: Sequence[int] | None,
     opening: int,
     joint: Sequence[int],
 ) -> None:
-    """What `Cache.save` does; `name` is what the model is found by again."""
+    """What `Cache.save` does; `event` is the newest, and `name` what the model is found by again."""
     if tokens is not None and (len(cache.require_prompt().lengths), cache.require_prompt().logical) != (1, len(tokens)):
         raise KeepsetError(
             f"token_ids are {len(tokens)}, and the cache has {cache.require_prompt().logical} tokens of "
             f"{len(cache.require_prompt().lengths)} requests: give those of its only request."
         )
-    progress, event = cache.require_prompt(), cache.events[-1] if cache.events else None
+    progress, keep_set = cache.require_prompt(), None if event is None else event.keep_set
     decoding = next(iter(cache.kept_layers.values())).decoding
     tensors = {"lengths": progress.lengths, "prompts": progress.prompts}
     if progress.valid is not None:
         tensors["seen"] = progress.valid
     for index, layer in enumerate(cache.layers):
         tensors |= {f"{_LAYER}{index}.{name}": tensor for name, tensor in _tensors_of(layer).items()}
-    for kept in [] if cache.keep_set is None else map(cache.keep_set.layer, cache.keep_set.layers):
+    for kept in [] if keep_set is None else map(keep_set.layer, keep_set.layers):
         tensors[f"{_LAYER}{kept.layer}.kept.positions"] = kept.packed_positions
         tensors[f"{_LAYER}{kept.layer}.kept.counts"] = kept.counts
     # Layers may share small tensors, and a file may not.
@@ -123,7 +152,7 @@ def save(
     metadata = {
         "format": FORMAT,
         "keepset": keepset.__version__,
-        "recipe": in_full(str(cache.recipe)),
+        "recipe": in_full(recipe),
         "model": name,
         "fingerprint": fingerprint(model),
         "progress": {
@@ -237,8 +266,8 @@ def entries(path: Path, digest: str) -> dict[int, dict[str, Tensor]]:
     return {index: _part(layer, "columns.") for index, layer in enumerate(layers) if "counts" in layer}
 
 
-def load(kind: type[Cache], path: Path, model: PreTrainedModel) -> Cache:
-    """What `Cache.load` does, on this model's devices."""
+def load(path: Path, model: PreTrainedModel) -> Saved:
+    """What `Cache.load` puts into a cache; raises as that does."""
     with _opened(path) as (file, metadata):
         _check_model(path, metadata["fingerprint"], fingerprint(model))
         tensors = _checked(file, metadata, metadata["digest"])
@@ -256,18 +285,9 @@ def load(kind: type[Cache], path: Path, model: PreTrainedModel) -> Cache:
         }
         tokens, prompts = (tensors[name].tolist() for name in ("lengths", "prompts"))
         progress = Progress(**numbers, **requests, tokens=tokens, prompt_tokens=prompts)
-        events = [] if event is None else [Event(keep_set=_keep_set(layers), **event)]
-    cache = kind(model, _recipe(path, metadata))
-    cache.progress, cache.events = progress, events
-    if cache.schedule.every is None:
-        cache.stop_watching()
-    else:
-        for layer in cache.kept_layers.values():
-            layer.decoding = DecodingPhase(cache.needs, cache.schedule.every, next_event)
-            layer.decoding.passing.until = added_up
-    for restored, part in zip(cache.layers, layers, strict=True):
-        _restore(restored, part, progress.logical)
-    return cache
+        newest = None if event is None else Event(keep_set=_keep_set(layers), **event)
+    decoding = None if next_event is None else (next_event, added_up)
+    return Saved(_recipe(path, metadata), progress, newest, decoding, layers)
 
 
 def _tensors_of(layer: Any) -> dict[str, Tensor]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,47 +16,9 @@ from torch import Tensor
 
 from keepset.kernels import subpages
 from keepset.kernels.dispatch import launched_on, uses_triton
-from keepset.kernels.page_entries import read_pages
+from keepset.kernels.page_entries import addresses_of, read_pages
+from keepset.kernels.paged_arguments import FiledLayouts, PagedTokens
 from keepset.kernels.subpages import Group, Layout
-
-
-class PagedTokens(NamedTuple):
-    """New tokens of a step, each of which looks at what its request holds up to itself; vectors are contiguous.
-
-    Attributes:
-        block_table: blocks of each row by logical position.
-        lengths: tokens of the request up to and with each; 0 for those that only fill a step up to a size.
-        longest: none of the lengths is more.
-        places: which of the step's tokens each is; None: the first one is the first, and so on.
-        rows: each one's row of the block table; None with `places`: its own.
-        slots: negative for tokens of nobody's, as in a dummy run: they are not written.
-    """
-
-    block_table: Int[Tensor, "rows width"]
-    lengths: Int[Tensor, " n"]
-    longest: int
-    places: Int[Tensor, " n"] | None = None
-    rows: Int[Tensor, " n"] | None = None
-    slots: Int[Tensor, " n"] | None = None
-
-
-class FiledLayouts(NamedTuple):
-    """The layouts of all requests, each filed under the page that holds its request's newest token.
-
-    Attributes:
-        layout: page by page, contiguous.
-        tokens: of the request, when it was filed.
-    """
-
-    layout: Layout
-    tokens: Int[Tensor, " pages"]
-
-    @classmethod
-    def empty(cls, pages: int, layers: int, kv_heads: int, device: torch.device) -> FiledLayouts:
-        """Of no requests."""
-        shapes = (pages, layers, kv_heads), *[(pages, layers)] * 3, (pages,)
-        *layout, tokens = (torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes)
-        return cls(Layout(*layout), tokens)
 
 
 def follow_layouts(
@@ -131,7 +92,7 @@ def paged_attention(
         from keepset.kernels.triton import paged  # loads Triton
 
         with launched_on(queries.device):
-            paged.attend(queries, caches, place, tokens, layout, scaling, output, bias)
+            paged.attend(queries, caches[place], addresses_of(caches), place, tokens, layout, scaling, output, bias)
         return
     group = Group(range(place, place + 1), len(caches), len(caches[0]))
 

@@ -10,83 +10,15 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from keepset.kernels import subpages
-from keepset.kernels.blocks import PRODUCT_BLOCK, block_size
+from keepset.kernels.blocks import CACHE_BLOCK, PRODUCT_BLOCK, block_size
 from keepset.kernels.dispatch import launched_on, uses_triton
 from keepset.kernels.page_entries import Cache, addresses_of, read_pages
-from keepset.kernels.subpages import Group, Layout
-from keepset.kernels.window import GroupSums, received_attention
+from keepset.kernels.paged_arguments import EntriesInPages, Received, RecordedQueries
+from keepset.kernels.subpages import Group
+from keepset.kernels.window import received_attention
 
 ReadKeys = Callable[[Int[Tensor, "kv_heads pages"]], Float[Tensor, "kv_heads entries head_dim"]]
 """Keys of whole sub-pages, as one layer numbers them, each head's pages joined."""
-
-
-class EntriesInPages(NamedTuple):
-    """Where the entries of some requests lie; contiguous.
-
-    Attributes:
-        layout: what the heads' pages follow from: layer by layer of a group, or one that is all layers'.
-        block_table: blocks of each request by logical position.
-        lengths: tokens of each request.
-        packed: of each head the first so many entries were packed after the event before, layer by layer as in the
-            layout: those that it kept, and, where heads differ, those that came behind the event in its own step. They
-            alone have positions and biases of their own.
-        longest: no head has more entries.
-    """
-
-    layout: Layout
-    block_table: Int[Tensor, "rows width"]
-    lengths: Int[Tensor, " rows"]
-    packed: Int[Tensor, "rows layers kv_heads"]
-    longest: int
-
-    def of_layers(self, places: range) -> EntriesInPages:
-        """Those of some layers of the group."""
-        some = slice(places.start, places.stop) if self.packed.shape[1] > 1 else slice(None)
-        return self._replace(layout=Layout(*(part[:, some] for part in self.layout)), packed=self.packed[:, some])
-
-
-class RecordedQueries(NamedTuple):
-    """Queries of some requests after rotation, in each of some layers.
-
-    Attributes:
-        rings: where they lie, of each query's numbers one after another.
-        slots: of the requests.
-        places: of each query in its slot.
-    """
-
-    rings: Float[Tensor, "layers slots places query_heads head_dim"]
-    slots: Int[Tensor, " rows"]
-    places: Int[Tensor, "rows n"]
-
-    def of_layers(self, layers: range) -> Float[Tensor, "layers_rows query_heads n head_dim"]:
-        """The queries, layer after layer, of some of these layers."""
-        chosen = self.rings[layers.start : layers.stop, self.slots[:, None], self.places]
-        return chosen.transpose(2, 3).flatten(0, 1)
-
-
-class Received(NamedTuple):
-    """What is added up, and where; columns are contiguous.
-
-    Attributes:
-        column: numbers for each slot `subpage * block_size + offset` of each layer of the group; it is written to.
-        last_visible: the last position that a query sees, in rising order; before the first, and it gives nothing.
-        unwritten: of how many of the newest entries of each head the column's numbers mean nothing yet.
-        scaling: of the logits.
-        sums_of: what is added up of the query heads of a group.
-        bias: of each slot, added to the logits of entries that were packed.
-        positions: of each slot that was packed, whole numbers bit for bit; None where queries see all that was kept.
-        own: of requests that have numbers of their own, instead of those at the slots, these: a place for each entry in
-            its order; None of others, and nothing at all where there are only those.
-    """
-
-    column: Float[Tensor, "layers slots *group"]
-    last_visible: Int[Tensor, "rows n"]
-    unwritten: Int[Tensor, " rows"]
-    scaling: float
-    sums_of: GroupSums = GroupSums.MEAN
-    bias: Float[Tensor, "layers slots"] | None = None
-    positions: Float[Tensor, "layers slots"] | None = None
-    own: Sequence[Float[Tensor, "layers kv_heads places *group"] | None] = ()
 
 
 def add_received_in_pages(
@@ -126,7 +58,7 @@ def add_received_by(
     entries: EntriesInPages,
     received: Received,
 ) -> None:
-    """`add_received_in_pages` layer by layer, wherever the keys are.
+    """`add_received_in_pages` wherever the keys are, which are read layer by layer.
 
     Args:
         readers: of the layers in question.
@@ -134,15 +66,18 @@ def add_received_by(
         group: these layers among those that share the block table.
         queries, entries, received: as there.
     """
-    for layer, (place, read) in enumerate(zip(group.places, readers, strict=True)):
-        if layer == 0 or entries.packed.shape[1] > 1:
-            own = group._replace(places=range(place, place + 1))
-            heads = _Heads.of(entries.of_layers(own.places), own, size, received)
-        _add_received_of_layer(place, read, queries.of_layers(range(layer, layer + 1)), heads, received)
+    most = _most_pages(entries, size) * size
+    of_layer = max(1, len(entries.lengths) * entries.packed.shape[2] * most)
+    at_once = max(1, block_size(entries.lengths.device, CACHE_BLOCK) // of_layer)
+    for first in range(0, len(readers), at_once):
+        part = range(first, min(first + at_once, len(readers)))
+        own = group._replace(places=group.places[part.start : part.stop])
+        heads = _Heads.of(entries.of_layers(own.places), own, size, received)
+        _add_received_of_layers(own.places, readers[part.start : part.stop], queries.of_layers(part), heads, received)
 
 
 class _Heads(NamedTuple):
-    """Where entries of all heads of all requests lie in a layer, padded to one length; of some, `chosen`, at the slots.
+    """Where entries of all heads of all requests lie in some layers, padded to one length; `chosen` ones at the slots.
 
     Attributes:
         tables: their sub-pages.
@@ -154,70 +89,84 @@ class _Heads(NamedTuple):
         known: which of these have a number.
     """
 
-    tables: Int[Tensor, "heads pages"]
-    slots: Int[Tensor, "heads places"]
-    exists: Bool[Tensor, "heads places"]
-    packed: Bool[Tensor, "heads places"]
-    positions: Int[Tensor, "heads places"]
-    written: Int[Tensor, " heads"]
+    tables: Int[Tensor, "layers heads pages"]
+    slots: Int[Tensor, "layers heads places"]
+    exists: Bool[Tensor, "layers heads places"]
+    packed: Bool[Tensor, "layers heads places"]
+    positions: Int[Tensor, "layers heads places"]
+    written: Int[Tensor, "layers heads"]
     chosen: Int[Tensor, " n"]
     known: Bool[Tensor, " n"]
 
     @classmethod
     def of(cls, entries: EntriesInPages, group: Group, size: int, received: Received) -> _Heads:
-        """Those of a layer, by its part of `entries`."""
-        counts = subpages.entries(entries.layout, entries.lengths)
-        most = -(-int(counts.max()) // size)
-        tables = subpages.tables(entries.layout, counts, entries.block_table, size, most, group).long()[:, 0]
-        counts, packed = counts[:, 0], entries.packed[:, 0]
+        """Those of the group's layers in question, by their part of `entries`."""
+        counts, most = subpages.entries(entries.layout, entries.lengths), _most_pages(entries, size)
+        tables = subpages.tables(entries.layout, counts, entries.block_table, size, most, group).long()
+        counts, packed = (part.expand(tables.shape[:3]) for part in (counts, entries.packed))
         place = torch.arange(most * size, device=counts.device)
         slots = (tables[..., None] * size + torch.arange(size, device=place.device)).flatten(-2)
         # What came since the event before is whole: each entry lies as far behind its position as were dropped. What
         # was kept is older than every query, and so it is where it is taken to lie just before.
-        positions = place + (entries.lengths[:, None] - counts)[..., None]
-        written, exists = counts - received.unwritten[:, None], place < counts[..., None]
+        positions = place + (entries.lengths[:, None, None] - counts)[..., None]
+        written, exists = counts - received.unwritten[:, None, None], place < counts[..., None]
+        parts = tables, slots, exists, place < packed[..., None], positions, written
+        tables, slots, exists, packed, positions, written = (part.transpose(0, 1).flatten(1, 2) for part in parts)
         shared = exists
         if received.own:
-            shared = exists & torch.tensor([own is None for own in received.own], device=place.device)[:, None, None]
-        chosen, known = shared.flatten().nonzero()[:, 0], place < written[..., None]
-        parts = tables, slots, exists, place < packed[..., None], positions, written
-        tables, slots, exists, packed, positions, written = (part.flatten(0, 1) for part in parts)
-        return cls(tables, slots, exists, packed, positions, written, chosen, known.flatten()[chosen])
+            whose = torch.tensor([own is None for own in received.own], device=place.device)
+            shared = exists & whose.repeat_interleave(counts.shape[2])[:, None]
+        chosen = shared.flatten().nonzero()[:, 0]
+        known = (place < written[..., None]).flatten()[chosen]
+        return cls(tables, slots, exists, packed, positions, written, chosen, known)
 
 
-def _add_received_of_layer(
-    layer: int, read: ReadKeys, queries: Float[Tensor, "rows query_heads n head_dim"], heads: _Heads, received: Received
+def _most_pages(entries: EntriesInPages, size: int) -> int:
+    return -(-int(subpages.entries(entries.layout, entries.lengths).max()) // size)
+
+
+def _add_received_of_layers(
+    places: range,
+    readers: Sequence[ReadKeys],
+    queries: Float[Tensor, "layers_rows query_heads n head_dim"],
+    heads: _Heads,
+    received: Received,
 ) -> None:
-    rows, number = len(queries), len(heads.slots)
+    layers, number = heads.slots.shape[:2]
+    rows = len(queries) // layers
     kv_heads, column, of_layer = number // rows, received.column.flatten(0, 1), received.column.shape[1]
     # Numbers of pages go on into the following layers.
-    slots, positions, biases = (layer * of_layer + heads.slots) % len(column), heads.positions, None
+    before = of_layer * torch.arange(places.start, places.stop, device=column.device)
+    slots, positions, biases = (before[:, None, None] + heads.slots) % len(column), heads.positions, None
     if received.positions is not None:
         positions = received.positions.view(-1)[slots].view(torch.int32).long().where(heads.packed, positions)
     if received.bias is not None:
         biases = received.bias.view(-1)[slots].where(heads.packed, 0)
-    grouped = queries.unflatten(1, (kv_heads, -1)).flatten(0, 1)
+    grouped = queries.unflatten(1, (kv_heads, -1)).unflatten(0, (layers, rows)).flatten(1, 2)
     last = received.last_visible.repeat_interleave(kv_heads, 0)
     sums = column.new_empty(*slots.shape, *column.shape[1:])
-    at_once = max(1, block_size(column.device, PRODUCT_BLOCK) // max(1, slots.shape[1] * queries.shape[-1]))
-    for head in range(0, number, at_once):
-        part = slice(head, head + at_once)
-        bias = None if biases is None else biases[part]
-        made = received_attention(
-            grouped[part], read(heads.tables[part]), positions[part], last[part], received.scaling, heads.exists[part],
-            received.sums_of, bias,
-        )  # fmt: skip
-        sums[part] = received.sums_of.of(made)
+    at_once = max(1, block_size(column.device, PRODUCT_BLOCK) // max(1, slots.shape[2] * queries.shape[-1]))
+    for layer, read in enumerate(readers):
+        for head in range(0, number, at_once):
+            some = slice(head, head + at_once)
+            part = layer, some
+            bias = None if biases is None else biases[part]
+            made = received_attention(
+                grouped[part], read(heads.tables[part]), positions[part], last[some], received.scaling,
+                heads.exists[part], received.sums_of, bias,
+            )  # fmt: skip
+            sums[part] = received.sums_of.of(made)
     target = slots.flatten()[heads.chosen]
-    column[target] = sums.flatten(0, 1)[heads.chosen] + _numbers(column[target], heads.known)
+    column[target] = sums.flatten(0, 2)[heads.chosen] + _numbers(column[target], heads.known)
     for row, own in enumerate(received.own):
         if own is None:
             continue
-        for head, one in enumerate(range(row * kv_heads, (row + 1) * kv_heads)):
-            exists = int(heads.exists[one].sum())
-            known = torch.arange(exists, device=column.device) < heads.written[one]
-            numbers = own[layer, head, :exists]
-            own[layer, head, :exists] = sums[one, :exists] + _numbers(numbers, known)
+        for layer, place in enumerate(places):
+            for head, one in enumerate(range(row * kv_heads, (row + 1) * kv_heads)):
+                exists = int(heads.exists[layer, one].sum())
+                known = torch.arange(exists, device=column.device) < heads.written[layer, one]
+                numbers = own[place, head, :exists]
+                own[place, head, :exists] = sums[layer, one, :exists] + _numbers(numbers, known)
 
 
 def _numbers(

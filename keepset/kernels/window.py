@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
@@ -11,26 +9,8 @@ from torch import Tensor
 
 from keepset.kernels.blocks import CACHE_BLOCK, block_size
 from keepset.kernels.dispatch import launched_on, uses_triton
+from keepset.kernels.group_sums import GroupSums
 from keepset.kernels.packed import PackedHeads
-
-
-class GroupSums(StrEnum):
-    """What is added up of the query heads that share a KV head."""
-
-    MEAN = "mean"
-    """The mean of their attention."""
-    EACH = "each"
-    """Each head's own: as many numbers of an entry."""
-    LARGEST = "largest"
-    """The attention of one head, whose logits are the largest of theirs."""
-
-    def shape(self, group: int) -> tuple[int, ...]:
-        """Of an entry's numbers, where so many query heads share a KV head."""
-        return (group,) if self is GroupSums.EACH else ()
-
-    def of(self, sums: Float[Tensor, "*heads members entries"]) -> Float[Tensor, "*heads entries *group"]:
-        """Entries' numbers, of what they receive of every query head (`received_attention`)."""
-        return sums.transpose(-1, -2) if self is GroupSums.EACH else sums.mean(-2)
 
 
 def received_attention(

@@ -20,7 +20,7 @@ from keepset.core.select import ranked_scores, top_mask
 from keepset.core.shapes import Quotas, Scores
 from keepset.core.tables import Tables, load, neutral, say_neutral
 from keepset.kernels.dispatch import upload
-from keepset.kernels.window import GroupSums
+from keepset.kernels.group_sums import GroupSums
 
 Received = Float[Tensor, "requests positions"]
 """What every position receives of the window's attention, over all layers and heads (equation 6)."""

@@ -14,7 +14,7 @@ from keepset.core.features.window import WindowAttention
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
 from keepset.core.shapes import Mask, Scores
-from keepset.kernels.window import GroupSums
+from keepset.kernels.group_sums import GroupSums
 
 _BLOCK = 2**20
 """Similarities at a time, of all heads together."""

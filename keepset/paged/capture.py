@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from keepset.core.accumulator import Accumulators
-from keepset.kernels.paged_window import EntriesInPages
+from keepset.core.accumulators import Accumulators
+from keepset.kernels.paged_arguments import EntriesInPages
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.page_tables import EventPages
 from keepset.paged.query_records import Move, QueryRecord, QueryRecords
@@ -60,6 +60,8 @@ class _Step:
         # What is added up from the rings, before and after this step's queries are recorded.
         self._flushed: list[_Waiting] = []
         self._ringed: list[_Waiting] = []
+        # What could still wait in its ring.
+        self._patient: list[tuple[ScheduledRequest, QueryRecord, int, int]] = []
 
     def window(
         self, request: ScheduledRequest, record: QueryRecord, point: int, first: int, stop: int, begins: int
@@ -83,8 +85,11 @@ class _Step:
                     self._flushed.append(waiting)
             new = self._taken(request, record, max(begin, first), stop)
             self._plan.added_now.append(self._additions([new], stop - new.begin, first_query=offset + new.begin))
-        elif number > 0 and not behind and (number == recording.waiting or stop == point):
-            self._ringed.append(self._taken(request, record, begin, stop))
+        elif number > 0 and not behind:
+            if number == recording.waiting or stop == point:
+                self._ringed.append(self._taken(request, record, begin, stop))
+            else:
+                self._patient.append((request, record, begin, stop))
         places = range(max(first, begins, stop - recording.size), stop)
         queries = self._late if behind else self._early
         queries += [(offset + position, record.slot, position % recording.size) for position in places]
@@ -92,6 +97,8 @@ class _Step:
     def finish(self) -> None:
         """Completes the plan."""
         plan = self._plan
+        if self._ringed:  # Where one must be added up, all are, and from then on they fall due in the same steps.
+            self._ringed += [self._taken(*one) for one in self._patient]
         plan.captured_before, plan.captured_after = self._capture(self._early), self._capture(self._late)
         plan.added_first += self._from_rings(self._flushed)
         plan.added += self._from_rings(self._ringed)

@@ -6,7 +6,7 @@ rank know it alone, and nothing is sent between them.
 
 from __future__ import annotations
 
-from keepset.core.accumulator import Accumulators
+from keepset.core.accumulators import Accumulators
 from keepset.core.ahead import quotas_ahead
 from keepset.recipe import Recipe
 

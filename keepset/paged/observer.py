@@ -22,7 +22,7 @@ from keepset.core.shapes import HiddenStates, Queries
 from keepset.core.statistics import load
 from keepset.errors import UnsupportedModelError
 from keepset.kernels.moments import Moments
-from keepset.kernels.paged_window import Received
+from keepset.kernels.paged_arguments import Received
 from keepset.paged.engine import Pages, QueryProjection
 from keepset.paged.entry_columns import POSITION, EntryColumns
 from keepset.paged.own_sums import OwnSums

@@ -15,8 +15,8 @@ from torch import Tensor
 from keepset.core.keep_set import Numbers
 from keepset.kernels import subpages
 from keepset.kernels.dispatch import Sent
-from keepset.kernels.paged import FiledLayouts, PagedTokens, follow_layouts
-from keepset.kernels.paged_window import EntriesInPages
+from keepset.kernels.paged import follow_layouts
+from keepset.kernels.paged_arguments import EntriesInPages, FiledLayouts, PagedTokens
 from keepset.kernels.subpages import Group, Layout
 
 

@@ -9,13 +9,8 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from keepset.kernels.page_entries import read_pages, take_entries, write_entries
-from keepset.kernels.paged_window import (
-    EntriesInPages,
-    Received,
-    RecordedQueries,
-    add_received_by,
-    add_received_in_pages,
-)
+from keepset.kernels.paged_arguments import EntriesInPages, Received, RecordedQueries
+from keepset.kernels.paged_window import add_received_by, add_received_in_pages
 from keepset.kernels.subpages import Group
 
 if TYPE_CHECKING:

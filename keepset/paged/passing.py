@@ -13,7 +13,7 @@ from keepset.core.accumulator import Chunk, QuerySource
 from keepset.core.features.moments import QueryMoments
 from keepset.core.shapes import Queries
 from keepset.kernels.moments import Moments
-from keepset.kernels.paged_window import RecordedQueries
+from keepset.kernels.paged_arguments import RecordedQueries
 from keepset.paged.recording import Recording
 from keepset.paged.step import HeldQueries, QueryAddition, QueryCapture
 

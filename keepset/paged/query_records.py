@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from keepset.core.accumulator import Accumulators
+from keepset.core.accumulators import Accumulators
 
 
 @dataclass

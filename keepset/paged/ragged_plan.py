@@ -6,8 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 
-from keepset.kernels.paged import PagedTokens
-from keepset.kernels.paged_window import EntriesInPages
+from keepset.kernels.paged_arguments import EntriesInPages, PagedTokens
 from keepset.kernels.subpages import Layout
 from keepset.paged.capture import CapturePlanner
 from keepset.paged.eviction_schedule import EvictionSchedule

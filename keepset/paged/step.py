@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from keepset.core.accumulator import Accumulators
+from keepset.core.accumulators import Accumulators
 from keepset.core.keep_set import LayerKeepSet
-from keepset.kernels.paged_window import EntriesInPages
+from keepset.kernels.paged_arguments import EntriesInPages
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.page_tables import EventPages, RaggedStep
 from keepset.paged.query_records import QueryRecord

@@ -13,7 +13,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from keepset.kernels import subpages
-from keepset.kernels.paged_window import EntriesInPages
+from keepset.kernels.paged_arguments import EntriesInPages
 from keepset.kernels.shift import shift_step
 from keepset.kernels.subpages import Group, Layout
 from keepset.paged.capture import CapturePlanner

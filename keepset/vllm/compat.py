@@ -1,4 +1,4 @@
-"""What keepset borrows from the inside of vLLM, thing by thing. All of it was seen in 0.32.0.
+"""What keepset borrows from the inside of vLLM, thing by thing. All of it was seen in 0.32.0 and 0.33.0.
 
 All else that the plug-in uses is an interface that vLLM offers to plug-ins: backends, kinds of KV cache and their
 managers, KV connectors, `additional_config`.
@@ -31,8 +31,8 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from keepset.core.rope import RotaryTable
 from keepset.errors import UnsupportedEngineError, UnsupportedModelError
 
-SUPPORTED = ("0.32",)
-"""vLLM versions that keepset is tested with."""
+SUPPORTED = ("0.32", "0.33")
+"""vLLM versions that keepset is tested with; 0.33 has no build for CPUs: its Python ran on the kernels of 0.32."""
 
 _MANAGER = "vllm.v1.core.single_type_kv_cache_manager.FullAttentionManager."
 _METADATA = (

@@ -86,14 +86,11 @@ def check_spec(spec: AttentionSpec) -> FullAttentionSpec:
 
 
 def _of_version() -> Iterator[str]:
+    served = " or ".join(f"vllm=={version}.*" for version in SUPPORTED)
     if not vllm.__version__.startswith(tuple(f"{version}." for version in SUPPORTED)):
-        yield (
-            f"vLLM {vllm.__version__} is not among the versions that it is tested with; "
-            f"install vllm=={', '.join(SUPPORTED)}.*"
-        )
-
+        yield f"vLLM {vllm.__version__} is not among the versions that it is tested with; install {served}"
     for name in changed():
-        yield f"{name} of vLLM {vllm.__version__} is not what it knows; install vllm=={', '.join(SUPPORTED)}.*"
+        yield f"{name} of vLLM {vllm.__version__} is not what it knows; install {served}"
 
 
 def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:

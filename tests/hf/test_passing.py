@@ -17,7 +17,7 @@ from keepset.core.features.given import RecentQueries
 from keepset.core.features.window import WindowAttention
 from keepset.core.method import Method
 from keepset.core.observation import Observation
-from keepset.kernels.window import GroupSums
+from keepset.kernels.group_sums import GroupSums
 from tests.hf.models import extended, left_padded, prompt, tiny
 from tests.hf.test_refusals import refusal
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from keepset.kernels.paged import PagedTokens, append_to_pages, paged_attention
+from keepset.kernels.paged import append_to_pages, paged_attention
+from keepset.kernels.paged_arguments import PagedTokens
 from keepset.kernels.subpages import Layout
 from tests.paged.allocator import Row
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from keepset.kernels.paged_window import EntriesInPages, Received, RecordedQueries, add_received_in_pages
+from keepset.kernels.group_sums import GroupSums
+from keepset.kernels.paged_arguments import EntriesInPages, Received, RecordedQueries
+from keepset.kernels.paged_window import add_received_in_pages
 from keepset.kernels.subpages import Layout
-from keepset.kernels.window import GroupSums
 from tests.kernels.test_paged import Case, _slots, at
 from tests.kernels.test_window import TOLERANCE
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from keepset.kernels.group_sums import GroupSums
 from keepset.kernels.packed import PackedHeads
-from keepset.kernels.window import GroupSums, add_received
+from keepset.kernels.window import add_received
 from tests.kernels.test_attention import COUNTS, packed_heads
 
 TOLERANCE = {torch.float32: dict(rtol=1e-5, atol=1e-6), torch.bfloat16: dict(rtol=0.02, atol=1e-4)}

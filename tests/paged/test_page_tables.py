@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepset.kernels import subpages
-from keepset.kernels.paged import PagedTokens
+from keepset.kernels.paged_arguments import PagedTokens
 from keepset.kernels.subpages import Layout
 from keepset.paged.page_tables import PerHeadTables, RaggedStep
 from keepset.paged.per_head import PerHeadSequences

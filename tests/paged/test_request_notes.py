@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from keepset.kernels.paged import FiledLayouts, follow_layouts
+from keepset.kernels.paged import follow_layouts
+from keepset.kernels.paged_arguments import FiledLayouts
 from keepset.paged.request_notes import RequestNote, RequestNotes
 from keepset.paged.step import ScheduledRequest, StepBatch
 

@@ -21,6 +21,13 @@ from tests.paged.methods import registered
 ROOT = Path(__file__).parents[2]
 
 BLOCK = 32
+SPARING = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or it would take as many threads as there are cores after all
+    "TORCH_COMPILE_DISABLE": "1",  # vLLM would compile one small function in each rank, for as long as all else
+}
+"""What vLLM's processes are told of this machine."""
 
 
 @dataclass(frozen=True)
@@ -192,14 +199,12 @@ class _Server:
 
     def __init__(self, runner_v2: bool) -> None:
         self._runner_v2 = runner_v2
-        environment = os.environ | {
+        more = {
             "VLLM_USE_V2_MODEL_RUNNER": str(int(runner_v2)),
-            "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_LOGGING_LEVEL": "ERROR",
-            "OMP_NUM_THREADS": "1",
-            "TORCH_COMPILE_DISABLE": "1",  # vLLM would compile one small function in each rank, for as long as all else
             "PYTHONPATH": str(ROOT),
         }
+        environment = os.environ | SPARING | more
         environment.pop("KEEPSET_STATS_DIR", None)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.vllm.server"],

@@ -16,6 +16,8 @@ import keepset
 from keepset.recipe import Recipe
 from keepset.serving.command import command
 from keepset.serving.server import Server, free_port
+from tests.vllm.engine import SPARING
+from tests.vllm.serve import forked
 from tests.vllm.test_soak import OPTIONS, tiny_and_tokenizer
 
 pytestmark = pytest.mark.full
@@ -36,11 +38,10 @@ def ask(tiny_and_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     cache.save(folder / "manual.safetensors", token_ids=TEXT)
     options, forced = [*OPTIONS, "--api-key", "one", "two"], ["--port", str(port)]
     words = command(str(tiny_and_tokenizer), Recipe.parse(RECIPE), options, forced, contexts=folder, save_bytes=10**7)
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": "1"}
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment.items():
+        for name, value in SPARING.items():
             patch.setenv(name, value)
-        yield from serve(words, port)
+        yield from serve(forked(words), port)
 
 
 def serve(words: list[str], port: int) -> Iterator[Ask]:

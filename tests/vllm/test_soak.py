@@ -24,7 +24,8 @@ from keepset.serving.command import command
 from keepset.serving.metrics import parse_sample
 from keepset.serving.server import Server, free_port
 from tests.vllm.compared import result
-from tests.vllm.engine import Ask, Scenario, raw
+from tests.vllm.engine import SPARING, Ask, Scenario, raw
+from tests.vllm.serve import forked
 
 pytestmark = pytest.mark.full
 
@@ -130,12 +131,11 @@ def test_an_engine_loses_no_page_and_no_answer(recipe: str, engines: dict[str, A
 
 
 def test_a_server_loses_no_page_and_no_answer(tiny_and_tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for name, value in SPARING.items():
+        monkeypatch.setenv(name, value)
     port = free_port()
     words = command(str(tiny_and_tokenizer), Recipe.parse(RECIPES[1]), OPTIONS, ["--port", str(port)])
-    with Server(words, port) as server:
+    with Server(forked(words), port) as server:
         server.wait(600)
         answered = asyncio.run(soak(server.url, seed=1))
         assert REQUESTS * 0.5 < answered < REQUESTS, "some must have been answered, and some hung up"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from keepset.core.feature import Feature
 from keepset.core.observation import Observation
-from keepset.kernels.window import GroupSums
+from keepset.kernels.group_sums import GroupSums
 
 
 @dataclass(frozen=True, eq=False)

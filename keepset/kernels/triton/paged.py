@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -11,8 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.kernels import dispatch
-from keepset.kernels.page_entries import addresses_of
-from keepset.kernels.paged import FiledLayouts, PagedTokens
+from keepset.kernels.paged_arguments import FiledLayouts, PagedTokens
 from keepset.kernels.subpages import Layout
 from keepset.kernels.triton.attention import _MERGED, _merge_parts
 from keepset.kernels.triton.softmax import streamed
@@ -28,7 +25,8 @@ _SPLITS = 8, 64
 
 def attend(
     queries: Float[Tensor, "tokens query_heads head_dim"],
-    caches: Sequence[Float[Tensor, "blocks kv_heads block_size two_head_dim"]],
+    cache: Float[Tensor, "blocks kv_heads block_size two_head_dim"],
+    addresses: Int[Tensor, " layers"],
     place: int,
     tokens: PagedTokens,
     layout: Layout,
@@ -36,12 +34,12 @@ def attend(
     output: Float[Tensor, "tokens query_heads head_dim"],
     bias: Float[Tensor, "layers slots"] | None,
 ) -> None:
-    """The same as `keepset.kernels.paged.paged_attention`.
+    """The same as `keepset.kernels.paged.paged_attention`; `cache` is the layer's, `addresses` are of all.
 
     How many parts a head is cut into follows from the number of tokens and `tokens.longest`; how long they are, from
     the head's entries, which the device alone knows.
     """
-    n, cache, (_, query_heads, head_dim) = len(tokens.lengths), caches[place], queries.shape
+    n, (_, query_heads, head_dim) = len(tokens.lengths), queries.shape
     _, heads, size, _ = cache.shape
     if not n:
         return
@@ -52,8 +50,8 @@ def attend(
         partial = torch.empty(splits, n, query_heads, head_dim, device=queries.device)
         lse = torch.empty(splits, n, query_heads, device=queries.device)
     _attend_pages[(n, heads, splits)](
-        queries, cache, addresses_of(caches), bias, *_places(tokens, layout), partial, lse,
-        *queries.stride()[:2], *cache.stride()[:3], *_rows(tokens, layout), place, len(caches),
+        queries, cache, addresses, bias, *_places(tokens, layout), partial, lse,
+        *queries.stride()[:2], *cache.stride()[:3], *_rows(tokens, layout), place, len(addresses),
         0 if bias is None else bias.stride(0), scaling, n * query_heads,
         GROUP=group, HEADS=heads, HEADS_BLOCK=triton.next_power_of_2(heads), HEAD_DIM=head_dim,
         HEAD_BLOCK=max(16, triton.next_power_of_2(head_dim)), SIZE=size,

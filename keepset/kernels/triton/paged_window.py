@@ -9,10 +9,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.kernels import dispatch
-from keepset.kernels.paged_window import EntriesInPages, Received, RecordedQueries
+from keepset.kernels.group_sums import GroupSums
+from keepset.kernels.paged_arguments import EntriesInPages, Received, RecordedQueries
 from keepset.kernels.triton.paged import _dealt, _number
 from keepset.kernels.triton.softmax import add_numbers, log_sum_exp, received, seen_logits, streamed
-from keepset.kernels.window import GroupSums
 
 _BLOCK = 64
 """Entries that a program looks at together."""

@@ -8,9 +8,9 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from keepset.kernels.group_sums import GroupSums
 from keepset.kernels.packed import HeadTable, PackedHeads
 from keepset.kernels.triton.softmax import add_numbers, log_sum_exp, received, seen_logits, streamed
-from keepset.kernels.window import GroupSums
 
 _BLOCK = 64
 """Entries that a program looks at together."""
