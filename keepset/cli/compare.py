@@ -143,7 +143,7 @@ def compare(
         for _ in comparer.run(candidates):
             advance()
         finished = True
-    if comparer is None:
+    if comparer is None or not (finished or comparer.comparison.rows):
         raise KeyboardInterrupt
     comparison = comparer.comparison
     result = comparison.to_json()

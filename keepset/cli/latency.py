@@ -61,13 +61,16 @@ def latency(
         for timings in measure(loaded, prompts, parsed, output_tokens, rounds):  # noqa: B007
             advance()
         finished = True
+    rows = [timing.to_json() for timing in timings if timing.rounds or timing.error]
+    if not rows:
+        raise KeyboardInterrupt
     result = {
         "model": model.called,
         "device": str(loaded.device),
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "rounds": rounds,
         "output_tokens": output_tokens,
-        "rows": [timing.to_json() for timing in timings if timing.rounds or timing.error],
+        "rows": rows,
     }
     output(result, json_file, lambda: _print(result))
     write(html, lambda: render(result))

@@ -40,6 +40,8 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, port: int, playground: Playground, facts: dict[str, Any]) -> None:
+        self.busy, self.closing = threading.Lock(), False
+        self.runner: threading.Thread | None = None
         try:
             super().__init__((HOST, port), _Handler)
         except OSError as error:
@@ -48,7 +50,13 @@ class Server(ThreadingHTTPServer):
             ) from None
         self.port = self.server_address[1]
         self.playground, self.page = playground, _page({**facts, "limit": playground.limit})
-        self.busy = threading.Lock()
+
+    def server_close(self) -> None:
+        """Has a run end at its next event, and waits for that: a process that ends while a model computes aborts."""
+        self.closing = True
+        if self.runner is not None:
+            self.runner.join()
+        super().server_close()
 
     def handle_error(self, *_: Any) -> None:
         """Nothing is said of browsers that hang up."""
@@ -92,6 +100,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if not self.server.busy.acquire(blocking=False):
             return self._answer(409, "Another run is under way here: wait for it, or stop it.")
+        self.server.runner = threading.current_thread()
         try:
             self._head(200, "text/event-stream; charset=utf-8")
             try:
@@ -159,5 +168,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(text.encode())
 
     def _send(self, event: dict[str, Any]) -> None:
+        if self.server.closing:
+            raise ConnectionAbortedError
         self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
         self.wfile.flush()

@@ -291,11 +291,14 @@ def test_what_is_done_is_there_after_an_interrupt(run: Run, tmp_path: Path, as_j
     assert CANONICAL[0] in page and CANONICAL[1] not in page
 
 
-def test_interrupt_before_the_first_row(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("where", [(CachedPrompt, "follow"), (PromptComparer, "_measure")])
+def test_interrupt_before_the_first_row(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: tuple[type, str]
+) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(CachedPrompt, "follow", interrupt)
+    monkeypatch.setattr(*where, interrupt)
     done = run(*COMPARE, "--html", "page.html")
     assert (done.code, done.out, done.err) == (130, "", "interrupted\n")
     assert not (tmp_path / "page.html").exists()

@@ -8,7 +8,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -121,6 +121,37 @@ def test_one_run_at_a_time(server: Server) -> None:
     assert status == 409 and "Another run is under way" in text
     for _ in range(2):
         assert "There is no text" in events(server, text="")[-1]["error"]
+
+
+def test_a_run_ends_before_its_server_has_closed() -> None:
+    """Ctrl-C while a model computes: Python's end would abort the process."""
+    began, ended = threading.Event(), threading.Event()
+
+    class Endless:
+        limit = 1
+
+        def run(self, wish: Any, send: Any) -> None:
+            began.set()
+            try:
+                while True:
+                    send({})
+            finally:
+                ended.set()
+
+    facts = {"model": "m", "text": "", "question": "", "recipes": []}
+    server = Server(0, cast(Playground, Endless()), facts)
+    threads = [
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}),
+        threading.Thread(target=post, args=(server, WISH)),
+    ]
+    for thread in threads:
+        thread.start()
+    assert began.wait(60)
+    server.shutdown()
+    server.server_close()
+    assert ended.is_set()
+    for thread in threads:
+        thread.join()
 
 
 def test_the_page_holds_text_only_in_its_data_block(server: Server) -> None:
