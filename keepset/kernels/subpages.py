@@ -70,7 +70,7 @@ def entries(layout: Layout, lengths: Int[Tensor, " rows"]) -> Int[Tensor, "rows 
 
 def tables(
     layout: Layout,
-    entries: Int[Tensor, "rows #layers kv_heads"],
+    entries: Int[Tensor, "rows _ kv_heads"],
     block_table: Int[Tensor, "rows width"],
     block_size: int,
     pages: int,
