@@ -56,8 +56,8 @@ class LayerAllocator(Allocator):
         always = always.minimum(existing).minimum(total[:, None] // layers)
         counts = always + self.divided(rankings, total - always.sum(-1), existing - always)
         parts = []
-        for ranking, count in zip(rankings, counts.split([each.together for each in observations], 1), strict=True):
-            quotas = ranking.observation.valid.sum(-1).minimum(count.t().reshape(-1, 1))
+        for ranking, count in zip(rankings, counts.split([len(each.here) for each in observations], 1), strict=True):
+            quotas = ranking.observation.valid.sum(-1).minimum(ranking.observation.joined(count)[:, None])
             parts.append(scorer.choose(replace(ranking, quotas=quotas)))
         return KeepSet(parts)
 
@@ -92,7 +92,7 @@ def total_entries(observations: Sequence[Observation], budget: Budget) -> PerReq
     existing = torch.cat([each.apart(each.valid.sum((1, 2))) for each in observations], 1).sum(1)
     if budget.keep is None:
         return existing
-    heads, first = sum(each.valid.shape[1] * each.together for each in observations), observations[0]
+    heads, first = sum(each.valid.shape[1] * len(each.here) for each in observations), observations[0]
     if isinstance(budget.keep, float):
         always = first.apart(budget.always(first))[:, 0] * heads
         return share_of(existing, budget.keep).maximum(always).clamp(min=1).minimum(existing)

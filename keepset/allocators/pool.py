@@ -56,7 +56,7 @@ class Pool(Allocator):
         least = (self.floor * total.double() / parts).floor().long().clamp(min=1)[:, None].minimum(existing)
         counts = pooled_counts(values, total, least).split([each.shape[1] for each in apart], 1)
         chosen = [
-            (ranking, of_heads.unflatten(1, (ranking.observation.together, -1)).transpose(0, 1).flatten(0, 1))
-            for ranking, of_heads in zip(rankings, counts, strict=True)
+            (ranking, each.joined(of_heads.unflatten(1, (len(each.here), -1))))
+            for each, ranking, of_heads in zip(observations, rankings, counts, strict=True)
         ]
         return KeepSet([scorer.choose(replace(ranking, quotas=quotas)) for ranking, quotas in chosen])

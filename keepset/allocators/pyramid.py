@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Int
+from torch import Tensor
 
 from keepset.core.budget import Budget
 from keepset.core.keep_set import Layout
@@ -29,10 +31,6 @@ class Pyramid(Allocator):
 
     beta: float = parameter(20.0, minimum=1.0)
 
-    @property
-    def by_layer(self) -> bool:
-        return True
-
     def objection(self, inner: Method) -> str:
         twice = "pyramid: one pyramid inside another has no exact total: use it once."
         return twice if isinstance(inner, Pyramid) else ""
@@ -54,8 +52,10 @@ class Pyramid(Allocator):
         first = (2 * rest - rest / self.beta).minimum(room)
         step = 2 * (first - rest) / (layers - 1)
 
-        def before(depth: int) -> Quotas:
-            """Entries of the first `depth` layers; rounding sums instead of layers keeps the total."""
-            return (depth * first - step * (depth * (depth - 1) / 2) + 1e-6).floor().long()
+        depths = observation.depths[:, None]
 
-        return (always + before(observation.depth + 1) - before(observation.depth)).minimum(existing)
+        def before(depth: Int[Tensor, "batch 1"]) -> Quotas:
+            """Entries of the first `depth` layers; rounding sums instead of layers keeps the total."""
+            return (depth * first - step * (depth * (depth - 1) // 2) + 1e-6).floor().long()
+
+        return (always + before(depths + 1) - before(depths)).minimum(existing)

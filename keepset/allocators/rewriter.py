@@ -48,4 +48,4 @@ class Rewriter(Allocator):
         chosen = self.scorer.select_all(observations, budget)
         if self.across_layers:
             chosen.count()
-        return KeepSet([self.rewritten(each, chosen.layer(each.layer)) for each in observations])
+        return KeepSet([self.rewritten(each, chosen.layer(each.here[0])) for each in observations])

@@ -42,6 +42,10 @@ class QuerySource(ABC):
     def queries(self, hidden: HiddenStates, lengths: Int[Tensor, " batch"], future: int) -> Queries:
         """Queries that the layer makes of other hidden states, at that rotation."""
 
+    def joined(self, others: Sequence[Self]) -> QuerySource:
+        """What knows it of this one's requests and of others' after them; of one layer any of them does."""
+        return self
+
 
 @dataclass(frozen=True, eq=False)
 class Chunk:

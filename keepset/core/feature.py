@@ -31,7 +31,6 @@ class Feature(ABC, Generic[Value]):
         unrotated: whether it takes queries before rotation, or rotates queries ahead.
         hidden_states: whether it takes the hidden states that enter the layer's attention.
         log_sum_exp: whether that of the prompt's attention saves it work.
-        by_layer: whether it depends on which layer it is of, beyond what that layer computes.
         transformers_only: why no paged runtime gives it, as the end of a sentence about a method; `{engine}` stands
             for the engine's name.
         accumulator: what collects features of this kind over a prompt; None where a runtime gives them by other means.
@@ -44,7 +43,6 @@ class Feature(ABC, Generic[Value]):
     unrotated: ClassVar[bool] = False
     hidden_states: ClassVar[bool] = False
     log_sum_exp: ClassVar[bool] = False
-    by_layer: ClassVar[bool] = False
     transformers_only: ClassVar[str] = ""
     accumulator: ClassVar[type[Accumulator] | None] = None
 

@@ -121,12 +121,9 @@ class Method(ABC):
         return self.fixed_total and not self.across_layers
 
     @property
-    def by_layer(self) -> bool:
-        """Whether its answer depends on which layer it looks at.
-
-        Where it does not, a paged runtime shows it several layers as requests of one batch.
-        """
-        return any(feature.by_layer for feature in self.needs)
+    def breadth(self) -> int:
+        """How many numbers, about, it makes of each entry at a time: a paged runtime shows it so many fewer at once."""
+        return 1
 
     @property
     def rests(self) -> bool:
@@ -237,13 +234,13 @@ class Method(ABC):
 
         Args:
             observations: in the model's order, with all that the method `needs`. One may be of several layers
-                (`Observation.together`), and so is its part of the answer.
+                (`Observation.here`), and so is its part of the answer, under the first one's index.
             budget: the recipe's.
 
         Raises:
             KeepsetError: an observation lacks something that the method needs.
         """
-        return KeepSet([self.select(observation, budget).layer(observation.layer) for observation in observations])
+        return KeepSet([self.select(observation, budget).layer(observation.here[0]) for observation in observations])
 
     def _check(self, field: dataclasses.Field[Any], kind: Any) -> None:
         value, allowed = getattr(self, field.name), field.metadata
@@ -346,8 +343,8 @@ class Allocator(Method):
         return super().foreseen and self.scorer.foreseen
 
     @property
-    def by_layer(self) -> bool:
-        return super().by_layer or self.scorer.by_layer
+    def breadth(self) -> int:
+        return self.scorer.breadth
 
     @property
     def remembers(self) -> tuple[str, ...]:

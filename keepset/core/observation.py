@@ -1,4 +1,4 @@
-"""`Observation`: what a method may look at, one layer at one compression event."""
+"""`Observation`: what a method may look at, one layer at one compression event, or several as rows of one batch."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from keepset.core.feature import Feature, Value
 from keepset.core.keep_set import KeepSet, LayerKeepSet
 from keepset.core.shapes import Queries, QueryHeadScores, Scores
 from keepset.errors import KeepsetError
+from keepset.kernels.dispatch import upload
 from keepset.kernels.group_sums import GroupSums
 from keepset.kernels.window import first_unseen, masked_softmax, received_attention
 
@@ -23,6 +24,9 @@ from keepset.kernels.window import first_unseen, masked_softmax, received_attent
 @dataclass(frozen=True, eq=False, init=False)
 class Observation:
     """What a method may look at: one layer at one compression event, for all requests of a batch.
+
+    A runtime may show several layers as one batch, each with all requests, one behind another. Then a row is a request
+    in a layer, and what depends on the layer is looked up for each row (`depths`, `indices`, `of_rows`).
 
     Entries are in the order of their positions; entries where `valid` is false are holes (shorter requests
     of a batch) and are never kept. Positions count from each request's own first token: padding does not
@@ -38,19 +42,19 @@ class Observation:
         query_positions: position of every window query; negative where the request is shorter than W.
         features: what was collected of everything else that the method needs; `observation[feature]` is its value.
         scaling: what the model multiplies query-key products with; head_dim ** -0.5, unless said otherwise.
-        layer: this layer's index in the model.
+        layer: this layer's index in the model, where it is the only one here.
         layers: indices of all layers that are compressed; for methods that depend on depth.
         state: the method's own numbers per entry, `[batch, kv_heads, entries]`, that it remembered at the event
             before (`Method.remember`).
         count: entries of all requests and heads; a runtime that knows it need not ask the device.
         longest: likewise the tokens of the longest request, or any number above that.
-        together: how many layers, this one and those that follow, lie behind one another in the batch, each with all
-            requests: a runtime may show them so to methods that do not ask which layer they look at (`by_layer`).
+        here: indices of the layers whose requests are the batch's rows, neighbours among `layers`; `layer` alone,
+            unless said otherwise.
         stays: likewise how many entries of every head will stay, request after request and head after head, where
             lengths alone say so; where heads differ, their average.
 
     Raises:
-        KeepsetError: the layer is not among the layers.
+        KeepsetError: the layers that are here are no neighbours among all of them.
     """
 
     keys: Float[Tensor, "batch kv_heads entries head_dim"]
@@ -63,11 +67,10 @@ class Observation:
     query_positions: Int[Tensor, "batch window"] | None
     features: Mapping[Feature[Any], Any]
     scaling: float
-    layer: int
+    here: tuple[int, ...]
     layers: tuple[int, ...]
     state: Mapping[str, Tensor]
     stays: Sequence[int] | None
-    together: int
 
     def __init__(
         self,
@@ -83,14 +86,15 @@ class Observation:
         features: Mapping[Feature[Any], Any] | None = None,
         scaling: float | None = None,
         layer: int = 0,
+        here: Sequence[int] | None = None,
         layers: Sequence[int] | None = None,
         state: Mapping[str, Tensor] | None = None,
         count: int | None = None,
         longest: int | None = None,
         stays: Sequence[int] | None = None,
-        together: int = 1,
     ) -> None:
         shape, device, whole = keys.shape[:3], keys.device, valid is None
+        here = (layer,) if here is None else tuple(here)
         valid = torch.ones(shape, dtype=torch.bool, device=device) if valid is None else valid
         positions = torch.arange(shape[2], device=device).expand(shape) if positions is None else positions
         lengths = positions.masked_fill(~valid, -1).amax((1, 2)) + 1 if lengths is None else lengths
@@ -108,18 +112,19 @@ class Observation:
             query_positions=query_positions,
             features=features or {},
             scaling=keys.shape[-1] ** -0.5 if scaling is None else scaling,
-            layer=layer,
-            layers=(layer,) if layers is None else tuple(layers),
+            here=here,
+            layers=here if layers is None else tuple(layers),
             state=state or {},
             stays=stays,
-            together=together,
         )
         if count is not None or whole:
             vars(self)["count"] = keys.shape[:3].numel() if count is None else count
         if longest is not None:
             vars(self)["longest"] = longest
-        if self.layer not in self.layers:
-            raise KeepsetError(f"Layer {layer} is not among the observed layers {self.layers}.")
+        if here[0] not in self.layers:
+            raise KeepsetError(f"Layer {here[0]} is not among the observed layers {self.layers}.")
+        if self.layers[self.first :][: len(here)] != here:
+            raise KeepsetError(f"The layers {here} are no neighbours among the observed layers {self.layers}.")
 
     @cached_property
     def count(self) -> int:
@@ -174,18 +179,51 @@ class Observation:
         """Numbers of a key."""
         return self.keys.shape[-1]
 
-    def apart(self, statistic: Shaped[Tensor, layers_batch * rest]) -> Shaped[Tensor, "batch layers *rest"]:
-        """Something of every row, request by request: a view.
+    @property
+    def layer(self) -> int:
+        """This layer's index in the model.
 
-        Args:
-            statistic: of the layers that are here together, one behind another.
+        Raises:
+            KeepsetError: several are here.
         """
-        return statistic.unflatten(0, (self.together, -1)).transpose(0, 1)
+        if len(self.here) > 1:
+            raise KeepsetError(
+                f"This observation shows the layers {self.here} as one batch: a method that depends on the layer asks "
+                "for that of each row, observation.indices or observation.depths."
+            )
+        return self.here[0]
 
     @property
-    def depth(self) -> int:
-        """How many compressed layers come before this one."""
-        return self.layers.index(self.layer)
+    def first(self) -> int:
+        """How many compressed layers come before those that are here."""
+        return self.layers.index(self.here[0])
+
+    @cached_property
+    def indices(self) -> Int[Tensor, " batch"]:
+        """The index in the model of each row's layer."""
+        return self.of_rows(upload(self.here, self.valid.device))
+
+    @cached_property
+    def depths(self) -> Int[Tensor, " batch"]:
+        """How many compressed layers come before each row's."""
+        return self.of_rows(torch.arange(self.first, self.first + len(self.here), device=self.valid.device))
+
+    def apart(self, statistic: Shaped[Tensor, layers_batch * rest]) -> Shaped[Tensor, "batch layers *rest"]:
+        """Something of every row, request by request: a view."""
+        return statistic.unflatten(0, (len(self.here), -1)).transpose(0, 1)
+
+    def joined(self, statistic: Shaped[Tensor, "batch layers *rest"]) -> Shaped[Tensor, layers_batch * rest]:
+        """Something of every request and layer, row by row, which undoes `apart`."""
+        return statistic.transpose(0, 1).flatten(0, 1)
+
+    def of_rows(self, statistic: Shaped[Tensor, layers * rest]) -> Shaped[Tensor, layers_batch * rest]:
+        """Something of every layer that is here, row by row: a view where one is here, or one request."""
+        requests = self.valid.shape[0] // len(self.here)
+        return self.joined(statistic.expand(requests, *statistic.shape))
+
+    def of_requests(self, statistic: Shaped[Tensor, batch * rest]) -> Shaped[Tensor, layers_batch * rest]:
+        """Something of every request, row by row: a view likewise."""
+        return self.joined(statistic[:, None].expand(-1, len(self.here), *statistic.shape[1:]))
 
     @property
     def entry_bytes(self) -> int:
@@ -324,7 +362,7 @@ class Observation:
         """
         total = None if self.stays is None else sum(self.stays)
         valid = mask & self.valid
-        return LayerKeepSet.from_mask(self.layer, valid, self.positions, self.entry_bytes, state, total)
+        return LayerKeepSet.from_mask(self.here[0], valid, self.positions, self.entry_bytes, state, total)
 
 
 _AT_ONCE = 2**24

@@ -45,14 +45,18 @@ def ranked_scores(scores: Scores, observation: Observation, budget: Budget) -> S
         ):
             raise KeepsetError(NAN_MODEL)
         raise KeepsetError(
-            f"Scores of layer {observation.layer} are NaN, so nothing says what to keep: the method's formula fails on "
-            "these numbers; try another recipe, or the model in float32 or bfloat16."
+            f"Scores of {_named(observation.here)} are NaN, so nothing says what to keep: the method's formula fails "
+            "on these numbers; try another recipe, or the model in float32 or bfloat16."
         )
     ranked.masked_fill_(recent, RECENT_RANK)
     lengths = observation.lengths.clamp(min=1)[:, None, None]
     rank = _LARGEST * (1 - observation.positions.float() / (4 * lengths.float()))
     ranked = rank.where(protected, ranked)
     return ranked.masked_fill_(~observation.valid, float("-inf"))
+
+
+def _named(layers: tuple[int, ...]) -> str:
+    return f"layer {layers[0]}" if len(layers) == 1 else f"the layers {layers[0]} to {layers[-1]}"
 
 
 def top_mask(ranked: Float[Tensor, "*rows entries"], quotas: Int[Tensor, "*rows"]) -> Bool[Tensor, "*rows entries"]:

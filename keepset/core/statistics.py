@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from keepset.core.shapes import Rows
@@ -54,27 +54,70 @@ class LayerStatistics:
     frequency: Float[Tensor, " head_dim"]
     gain: Float[Tensor, " head_dim"]
 
-    def to(self, device: torch.device) -> LayerStatistics:
-        """The same on another device."""
-        return LayerStatistics(**{name: upload(getattr(self, name), device) for name in FIELDS})
+
+FIELDS = tuple(field.name for field in dataclasses.fields(LayerStatistics))
+
+
+class RowStatistics:
+    """`LayerStatistics` of the layer of each row of a batch; each is taken from where they are once it is asked for.
+
+    Args:
+        take: one of them by its name, with an axis for the rows in front.
+    """
+
+    def __init__(self, take: Callable[[str], Tensor]) -> None:
+        self._take = take
+
+    @cached_property
+    def direction(self) -> Float[Tensor, "batch kv_heads head_dim"]:
+        """As in `LayerStatistics`, and so are the others."""
+        return self._take("direction")
+
+    @cached_property
+    def mean(self) -> Float[Tensor, "batch query_heads head_dim"]:
+        """Of queries before rotation."""
+        return self._take("mean")
+
+    @cached_property
+    def covariance(self) -> Float[Tensor, "batch query_heads head_dim head_dim"]:
+        """Of the same."""
+        return self._take("covariance")
+
+    @cached_property
+    def norm(self) -> Float[Tensor, "batch query_heads head_dim"]:
+        """Of their parts in planes."""
+        return self._take("norm")
+
+    @cached_property
+    def gain(self) -> Float[Tensor, "batch head_dim"]:
+        """Of the rotation."""
+        return self._take("gain")
+
+    @cached_property
+    def paired(self) -> Bool[Tensor, "batch head_dim"]:
+        """Which numbers have a partner."""
+        return self._partner != torch.arange(self._partner.shape[-1], device=self._partner.device)
 
     def rotate(self, rows: Rows, positions: Int[Tensor, "batch places"]) -> Rows:
         """Rows at the mean rotation of these positions: rotation is linear in cosines and sines."""
-        angles = positions[..., None] * self.frequency.double()
+        angles = positions[..., None] * self._take("frequency").double()[:, None]
         cos, sin = (self.gain * part.mean(1).float() for part in (angles.cos(), angles.sin()))
-        return rows * cos[:, None, None] + rows[..., self.partner] * sin[:, None, None]
+        return rows * cos[:, None, None] + self._partners(rows) * sin[:, None, None]
 
-    def in_plane(self, rows: Float[Tensor, "*rows head_dim"]) -> Float[Tensor, "*rows head_dim"]:
+    def in_plane(self, rows: Float[Tensor, "batch *rows head_dim"]) -> Float[Tensor, "batch *rows head_dim"]:
         """For every number the length of its row's part in its plane; a rotation changes it by its gain only."""
-        return rows.where(~self.paired, torch.hypot(rows, rows[..., self.partner])).abs()
+        return rows.where(~_beside(self.paired, rows), torch.hypot(rows, self._partners(rows))).abs()
 
-    @property
-    def paired(self) -> Tensor:
-        """Which numbers have a partner."""
-        return self.partner != torch.arange(self.partner.shape[0], device=self.partner.device)
+    def _partners(self, rows: Float[Tensor, "batch *rows head_dim"]) -> Float[Tensor, "batch *rows head_dim"]:
+        return rows.gather(-1, _beside(self._partner, rows).expand_as(rows))
+
+    @cached_property
+    def _partner(self) -> Int[Tensor, "batch head_dim"]:
+        return self._take("partner")
 
 
-FIELDS = tuple(field.name for field in dataclasses.fields(LayerStatistics))
+def _beside(numbers: Shaped[Tensor, "batch head_dim"], rows: Tensor) -> Shaped[Tensor, "batch *ones head_dim"]:
+    return numbers.view(len(numbers), *[1] * (rows.ndim - 2), -1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,16 +137,26 @@ class Statistics:
     provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     name: str = ""
 
-    def layer(self, index: int, layers: tuple[int, ...], kv_heads: int, head_dim: int) -> LayerStatistics:
-        """Those of one layer of a model of this shape; KeepsetError where they were measured on one of another."""
-        measured = next(iter(self.layers.values())) if index not in self.layers else self.layers[index]
-        theirs, ours = (len(self.layers), *measured.direction.shape), (len(layers), kv_heads, head_dim)
+    def check(self, layers: tuple[int, ...], kv_heads: int, head_dim: int) -> None:
+        """Refuses a model of another shape than they were measured on: KeepsetError."""
+        first = next(iter(self.layers.values()))
+        theirs, ours = (len(self.layers), *first.direction.shape), (len(layers), kv_heads, head_dim)
         if tuple(self.layers) != layers or theirs != ours:
             raise KeepsetError(
                 f"The statistics {self.name!r} are of another model: theirs has {_shape(*theirs)}, this one "
                 f"{_shape(*ours)}. Make them for this model with keepset calibrate."
             )
-        return measured
+
+    def on(self, device: torch.device, name: str) -> Tensor:
+        """One of all layers' `FIELDS`, layer by layer, which is on the device from then on."""
+        if (device, name) not in self._there:
+            together = torch.stack([getattr(layer, name) for layer in self.layers.values()])
+            self._there[device, name] = upload(together, device)
+        return self._there[device, name]
+
+    @cached_property
+    def _there(self) -> dict[tuple[torch.device, str], Tensor]:
+        return {}
 
     def gates(self) -> Float[Tensor, "layers kv_heads"]:
         """How much each KV head retrieves; KeepsetError where that was not measured."""

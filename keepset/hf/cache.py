@@ -89,7 +89,7 @@ class Cache(PromptCache):
         # Of events that some layers have not reached yet, by their lengths: what stays, entries, bytes and seconds.
         self._unfinished: dict[int, list[tuple[list[LayerKeepSet], int, int, float]]] = {}
         # What the newest answer of `_stays` follows from, and that answer.
-        self._ahead: tuple[tuple[Any, ...], list[int]] | None = None
+        self._ahead: tuple[tuple[Any, ...], list[list[int]]] | None = None
 
     @classmethod
     def load(cls, path: str | Path, model: PreTrainedModel) -> Cache:
@@ -288,13 +288,13 @@ class Cache(PromptCache):
             lengths = [heads[0] for heads in held]
         if method.fixed_total:  # which tells of the average head
             held = [[sum(heads) // len(heads)] * len(heads) for heads in held]
-        # Layers that the method need not tell apart have one answer.
-        index = layer.index if method.by_layer else self.compressed_layers[0]
-        of = held, lengths, progress.prompt_tokens, keys.shape[3], index, self.compressed_layers
+        # Of all layers at once, since they hold the same, unless the event before has left them different numbers.
+        layers = self.compressed_layers
+        of = held, lengths, progress.prompt_tokens, keys.shape[3], layers, layers
         if self._ahead is None or self._ahead[0] != of:
             quotas = quotas_ahead(method, self.recipe.budget, *of, self._from_files)
-            self._ahead = of, quotas.flatten().tolist()
-        return self._ahead[1]
+            self._ahead = of, quotas.unflatten(0, (len(layers), -1)).flatten(1).tolist()
+        return self._ahead[1][layers.index(layer.index)]
 
     def _choose(self, observations: list[Observation]) -> None:
         """Compresses the observed layers: one by one, or together where the method looks across them."""

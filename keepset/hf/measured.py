@@ -32,7 +32,7 @@ def statistics_for(model: PreTrainedModel, layers: tuple[int, ...], file: str) -
     config = model.config.get_text_config(decoder=True)
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if layers:
-        measured.layer(layers[0], layers, kv_heads, head_dim_of(model))
+        measured.check(layers, kv_heads, head_dim_of(model))
     _check_own(model, measured, f"The statistics {measured.name!r}", "Make them for this one with keepset calibrate.")
     return measured
 

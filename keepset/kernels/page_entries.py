@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import torch
@@ -35,16 +35,11 @@ def read_pages(
             page_entries.read(first, addresses_of(caches), place, subpages.contiguous(), entries)
         return entries
     number, subpages = first.shape[:2].numel(), subpages.flatten().long()
-    layers = (place + subpages // number).unique().tolist()
-    if len(layers) == 1:  # as nearly always
-        read = _pages(caches[layers[0] % len(caches)], subpages % number)
-    else:
-        through = place + subpages // number
-        read = first.new_empty(len(subpages), size, width)
-        for layer in layers:
-            there = (through == layer).nonzero()[:, 0]
-            read[there] = _pages(caches[layer % len(caches)], subpages[there] % number)
-    return read.reshape(*rows, pages * size, width)
+    parts = [
+        (own, _pages(caches[layer % len(caches)], subpages[own] % number))
+        for layer, own in _by_layer(place + subpages // number)
+    ]
+    return _together(parts, len(subpages)).reshape(*rows, pages * size, width)
 
 
 def _pages(cache: Cache, subpages: Int[Tensor, " n"]) -> Shaped[Tensor, "n block_size width"]:
@@ -70,13 +65,9 @@ def take_entries(
         if len(slots):
             with launched_on(first.device):
                 page_entries.take(first, addresses_of(caches), entries, slots)
-    elif len(parts := _by_layer(caches, slots)) == 1:
-        ((_, cache, place),) = parts
-        entries = cache[place]
     else:
-        entries = first.new_empty(len(slots), first.shape[3])
-        for own, cache, place in parts:
-            entries[own] = cache[place]
+        parts = [(own, caches[layer][place]) for layer, own, place in _places(first, slots)]
+        entries = _together(parts, len(slots))
     keys, values = entries.chunk(2, -1)
     return keys, values
 
@@ -96,8 +87,8 @@ def write_entries(
     """
     first = caches[0]
     if not uses_triton(first.device):
-        for own, cache, place in _by_layer(caches, slots):
-            of_keys, of_values = cache.chunk(2, -1)
+        for layer, own, place in _places(first, slots):
+            of_keys, of_values = caches[layer].chunk(2, -1)
             of_keys[place], of_values[place] = keys[own], values[own]
     elif len(slots):
         from keepset.kernels.triton import page_entries  # loads Triton
@@ -106,19 +97,33 @@ def write_entries(
             page_entries.write(first, addresses_of(caches), keys, values, slots)
 
 
-def _by_layer(
-    caches: Sequence[Cache], slots: Int[Tensor, " n"]
-) -> list[tuple[Tensor | slice, Cache, tuple[Tensor, Tensor, Tensor]]]:
-    """Of each layer that has any, which entries are its own, its cache, and where they lie in it."""
-    blocks, kv_heads, size = caches[0].shape[:3]
-    through, parts = slots // (blocks * kv_heads * size), []
-    layers = through.unique().tolist()
-    for layer in layers:
-        own = (through == layer).nonzero()[:, 0] if len(layers) > 1 else slice(None)
+def _by_layer(layers: Int[Tensor, " n"]) -> list[tuple[int, Tensor | slice]]:
+    """Each of these layers, and which of the numbers are its own."""
+    some = layers.unique().tolist()
+    if len(some) < 2:  # as nearly always
+        return [(layer, slice(None)) for layer in some or [0]]
+    return [(layer, (layers == layer).nonzero()[:, 0]) for layer in some]
+
+
+def _places(
+    cache: Cache, slots: Int[Tensor, " n"]
+) -> Iterator[tuple[int, Tensor | slice, tuple[Tensor, Tensor, Tensor]]]:
+    """Each layer, of caches like this one, which of the entries are its own, and where they lie in it."""
+    blocks, kv_heads, size = cache.shape[:3]
+    for layer, own in _by_layer(slots // (blocks * kv_heads * size)):
         place = slots[own] // size
         # Not one index into a folded view: blocks and heads need not have strides that fold.
-        parts.append((own, caches[layer], (place // kv_heads % blocks, place % kv_heads, slots[own] % size)))
-    return parts
+        yield layer, own, (place // kv_heads % blocks, place % kv_heads, slots[own] % size)
+
+
+def _together(parts: Sequence[tuple[Tensor | slice, Tensor]], number: int) -> Tensor:
+    """So many of layers, each of which says which are its own."""
+    if len(parts) == 1:
+        return parts[0][1]
+    whole = parts[0][1].new_empty(number, *parts[0][1].shape[1:])
+    for own, part in parts:
+        whole[own] = part
+    return whole
 
 
 def addresses_of(caches: Sequence[Cache]) -> Int[Tensor, " layers"]:

@@ -70,13 +70,15 @@ def entries(layout: Layout, lengths: Int[Tensor, " rows"]) -> Int[Tensor, "rows 
 
 def tables(
     layout: Layout,
-    entries: Int[Tensor, "rows layers kv_heads"],
+    entries: Int[Tensor, "rows _ kv_heads"],
     block_table: Int[Tensor, "rows width"],
     block_size: int,
     pages: int,
     group: Group | None = None,
 ) -> Int[Tensor, "rows layers kv_heads {pages}"]:
     """The sub-pages of every head, in the order of its entries and in the block table's dtype.
+
+    A layout of one layer, and its entries, may stand for all of a `group`'s.
 
     `pages` is how many places to make: as many as the head with most entries needs (any bound above will do).
     Places that a head does not need are 0, and nothing is looked up for them; without a `group` so are those that other

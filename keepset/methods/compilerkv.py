@@ -22,7 +22,7 @@ from keepset.core.tables import Tables, load, neutral, say_neutral
 from keepset.kernels.dispatch import upload
 from keepset.kernels.group_sums import GroupSums
 
-Received = Float[Tensor, "batch positions"]
+Received = Float[Tensor, "requests positions"]
 """What every position receives of the window's attention, over all layers and heads (equation 6)."""
 
 THRESHOLD = 0.9
@@ -99,10 +99,6 @@ class CompilerKV(Method):
     equal_layers = fixed_total
 
     @property
-    def by_layer(self) -> bool:
-        return True
-
-    @property
     def recent(self) -> int:
         return self.window
 
@@ -126,7 +122,7 @@ class CompilerKV(Method):
             if self.elastic:
                 threshold = self._threshold(observation, received, tables, row)
                 quotas = quotas.minimum(self._candidates(utility, observation, budget, threshold))
-            parts.append(observation.keep(top_mask(ranked, quotas)).layer(observation.layer))
+            parts.append(observation.kept(top_mask(ranked, quotas), observation.state))
         return KeepSet(parts)
 
     @property
@@ -155,22 +151,23 @@ class CompilerKV(Method):
 
     def received_attention(self, observations: Sequence[Observation]) -> Received:
         """Equation 6 summed over the window: the mean over layers and heads of what every position receives."""
-        longest = max(1, observations[0].longest)
-        total = observations[0].valid.new_zeros(len(observations[0].valid), longest, dtype=torch.float32)
-        heads = 0
+        first, heads = observations[0], 0
+        longest = max(1, first.longest)
+        total = first.valid.new_zeros(len(first.valid) // len(first.here), longest, dtype=torch.float32)
         for observation in observations:
             usage = observation[self._attention].received
             if not self.global_mean:
                 usage = usage.mean(-1)
-            total.scatter_add_(1, _places(observation, longest).flatten(1), usage.nan_to_num(0.0).flatten(1))
-            heads += usage.shape[1]
+            places, usage = (observation.apart(part).flatten(1) for part in (_places(observation, longest), usage))
+            total.scatter_add_(1, places, usage.nan_to_num(0.0))
+            heads += observation.valid.shape[1] * len(observation.here)
         return total / heads
 
     def _utility(
         self, observation: Observation, received: Received, tables: Tables, row: Int[Tensor, " batch"]
     ) -> Scores:
         """Equations 9 and 10."""
-        weights = upload(tables.weights, row.device)[row, observation.depth]
+        weights = upload(tables.weights, row.device)[row, observation.depths]
         if not self.head_table:
             weights = torch.ones_like(weights)
         utility = self.signal(observation, received) * observation.by_query_group(weights)[..., None]
@@ -181,7 +178,7 @@ class CompilerKV(Method):
     def signal(self, observation: Observation, received: Received) -> Float[Tensor, "batch kv_heads _ entries"]:
         """Equations 7 and 8, of every query head, or one for all that share a KV head."""
         if self.global_mean:
-            shared = received.gather(1, _places(observation, received.shape[1]).flatten(1))
+            shared = observation.of_requests(received).gather(1, _places(observation, received.shape[1]).flatten(1))
             attention = shared.view(observation.valid.shape)[:, :, None]
         else:
             attention = observation[self._attention].received.transpose(2, 3)
@@ -193,9 +190,9 @@ class CompilerKV(Method):
         self, observation: Observation, received: Received, tables: Tables, row: Int[Tensor, " batch"]
     ) -> Float[Tensor, " batch"]:
         if not self.gated:
-            return torch.full_like(received[:, 0], THRESHOLD)
-        bins = tables.bins(*self.risk(observation, received))
-        return upload(tables.gate, row.device)[row, observation.depth, *bins]
+            return torch.full_like(row, THRESHOLD, dtype=torch.float32)
+        bins = tables.bins(*self.risk(observation, observation.of_requests(received)))
+        return upload(tables.gate, row.device)[row, observation.depths, *bins]
 
     def _candidates(
         self, utility: Scores, observation: Observation, budget: Budget, threshold: Float[Tensor, " batch"]
@@ -211,7 +208,7 @@ class CompilerKV(Method):
         return ((utility >= threshold[:, None, None]) | always).logical_and(existing).sum(-1).clamp(min=1)
 
     def risk(
-        self, observation: Observation, received: Received
+        self, observation: Observation, received: Float[Tensor, "batch positions"]
     ) -> tuple[Float[Tensor, " batch"], Float[Tensor, " batch"]]:
         """Equations 11 to 13: the entropy of what is received, and the window's perplexity."""
         share = received / received.sum(-1, keepdim=True)

@@ -65,7 +65,7 @@ class DuoAttention(Method):
         left = left - whole * more
         streaming = (heads - whole).clamp(min=1)
         # Of equal gates the earlier head.
-        ranks = gates.flatten().argsort(descending=True, stable=True).argsort().view_as(gates)[observation.depth]
+        ranks = gates.flatten().argsort(descending=True, stable=True).argsort().view_as(gates)[observation.depths]
         whole, least, left, streaming, more = (part[:, None] for part in (whole, least, left, streaming, more))
         counts = least + left // streaming + (ranks - whole < left % streaming).long()
         return counts.where(ranks >= whole, least + more).minimum(existing)

@@ -91,11 +91,10 @@ class ExpectedAttention(Method):
         return (attention + self.epsilon) * norms
 
     def _measured(self, observation: Observation) -> QueryDistribution:
-        measured, lengths = ModelStatistics(self.stats).layer(observation), observation.lengths
-        batch = (len(lengths), -1, -1)
+        measured, lengths = ModelStatistics(self.stats).of_rows(observation), observation.lengths
         return QueryDistribution(
-            measured.mean.expand(*batch),
-            measured.covariance.expand(*batch, -1),
+            measured.mean,
+            measured.covariance,
             lambda rows, future: measured.rotate(rows, positions_ahead(lengths, future)),
         )
 

@@ -17,6 +17,7 @@ from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
 from keepset.core.select import Ranking, top_mask
 from keepset.core.shapes import Scores
+from keepset.kernels.dispatch import upload
 from keepset.methods.noise import normal, stream
 
 
@@ -61,6 +62,10 @@ class GVote(Method):
     def needs(self) -> Needs:
         return Needs(RecentQueries(1), HiddenMoments(self.skip))
 
+    @property
+    def breadth(self) -> int:
+        return self.samples
+
     def score(self, observation: Observation) -> Scores:
         """Votes plus the samples' mean attention, which without a vote is below 1."""
         queries = observation.by_query_group(self.queries(observation))
@@ -86,8 +91,9 @@ class GVote(Method):
     def hidden_states(self, observation: Observation) -> Float[Tensor, "batch samples hidden"]:
         """Samples of what may enter the layer's attention."""
         moments = observation[HiddenMoments(self.skip)]
-        rows = torch.arange(self.samples, device=moments.mean.device)
-        noise = normal(stream(self.seed, observation.layer, rows), moments.mean.shape[-1])
+        samples = torch.arange(self.samples, device=moments.mean.device)
+        layers = upload(observation.here, samples.device)[:, None]
+        noise = observation.of_rows(normal(stream(self.seed, layers, samples), moments.mean.shape[-1]))
         return moments.mean[:, None] + moments.variance.sqrt()[:, None] * noise
 
     def queries(self, observation: Observation) -> Float[Tensor, "batch query_heads samples head_dim"]:

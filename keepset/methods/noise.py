@@ -11,9 +11,9 @@ from torch import Tensor
 _MASK = 0xFFFFFFFF
 
 
-def stream(seed: int, layer: int, rows: Int[Tensor, " rows"]) -> Int[Tensor, " rows"]:
-    """A number for each row (head, sample) of a layer; rows are told apart up to 4096."""
-    return _hash(_hash(torch.full_like(rows, seed)) ^ (layer * 4096 + rows))
+def stream(seed: int, layers: Int[Tensor, ...] | int, rows: Int[Tensor, ...]) -> Int[Tensor, ...]:
+    """A number for each row (head, sample) of each layer, as far as they are broadcast; rows up to 4096."""
+    return _hash(_hash(torch.full_like(rows, seed)) ^ (layers * 4096 + rows))
 
 
 def draw(streams: Int[Tensor, "*rows"], at: Int[Tensor, "*rows"]) -> Int[Tensor, "*rows"]:
@@ -21,11 +21,11 @@ def draw(streams: Int[Tensor, "*rows"], at: Int[Tensor, "*rows"]) -> Int[Tensor,
     return _hash(streams ^ at)
 
 
-def normal(streams: Int[Tensor, " rows"], count: int) -> Float[Tensor, "rows count"]:
+def normal(streams: Int[Tensor, "*rows"], count: int) -> Float[Tensor, "*rows count"]:
     """The first `count` standard normal numbers of each stream (Box and Muller 1958), float32."""
-    places = torch.arange(2 * count, device=streams.device).expand(len(streams), -1)
-    uniform = (draw(streams[:, None].expand_as(places), places).double() + 0.5) / 2**32
-    radius, angle = uniform.unflatten(1, (count, 2)).unbind(-1)
+    places = torch.arange(2 * count, device=streams.device).expand(*streams.shape, -1)
+    uniform = (draw(streams[..., None].expand_as(places), places).double() + 0.5) / 2**32
+    radius, angle = uniform.unflatten(-1, (count, 2)).unbind(-1)
     return ((-2 * radius.log()).sqrt() * (2 * math.pi * angle).cos()).float()
 
 

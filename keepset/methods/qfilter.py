@@ -35,7 +35,7 @@ class QFilter(Method):
         return Needs(ModelStatistics(self.stats))
 
     def score(self, observation: Observation) -> Scores:
-        direction = ModelStatistics(self.stats).layer(observation).direction
+        direction = ModelStatistics(self.stats).of_rows(observation).direction
         return observation.over_heads(
-            lambda heads: (observation.keys_of(heads).float() @ direction[heads, :, None])[..., 0]
+            lambda heads: (observation.keys_of(heads).float() @ direction[:, heads, :, None])[..., 0]
         )

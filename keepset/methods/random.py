@@ -24,12 +24,8 @@ class Random(Method):
 
     seed: int = parameter(0, minimum=0, maximum=2**31 - 1)
 
-    @property
-    def by_layer(self) -> bool:
-        return True
-
     def score(self, observation: Observation) -> Scores:
         heads = torch.arange(observation.valid.shape[1], device=observation.valid.device)
-        streams = stream(self.seed, observation.layer, heads)[:, None]
+        streams = stream(self.seed, observation.indices[:, None], heads)[..., None]
         positions = observation.positions.long()
         return draw(streams.expand_as(positions), positions).float() / 2**32

@@ -13,7 +13,7 @@ from keepset.core.features.given import ModelStatistics
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
 from keepset.core.shapes import Scores
-from keepset.core.statistics import LayerStatistics
+from keepset.core.statistics import RowStatistics
 
 _BLOCK = 2**14
 """Entries at a time."""
@@ -52,12 +52,11 @@ class TriAttention(Method):
         return Needs(ModelStatistics(self.stats))
 
     def score(self, observation: Observation) -> Scores:
-        measured = ModelStatistics(self.stats).layer(observation)
+        measured = ModelStatistics(self.stats).of_rows(observation)
         offsets = 2 ** torch.arange(self.horizon.bit_length(), device=observation.valid.device)
-        centre = measured.mean[None, :, None].expand(len(observation.valid), -1, -1, -1)
-        ahead = measured.rotate(centre, observation.lengths[:, None] + offsets)[:, :, 0]
+        ahead = measured.rotate(measured.mean[:, :, None], observation.lengths[:, None] + offsets)[:, :, 0]
         series = observation.by_query_group(ahead).transpose(-1, -2)
-        spread = observation.by_query_group(_spread(measured)[None]).transpose(-1, -2)
+        spread = observation.by_query_group(_spread(measured)).transpose(-1, -2)
 
         def look(heads: slice) -> Tensor:
             blocks = (keys.float() for keys in observation.keys_of(heads).split(_BLOCK, 2))
@@ -66,10 +65,10 @@ class TriAttention(Method):
         return _standardised(observation.over_heads(look), observation).amax(-1)
 
 
-def _spread(measured: LayerStatistics) -> Float[Tensor, "query_heads head_dim"]:
+def _spread(measured: RowStatistics) -> Float[Tensor, "batch query_heads head_dim"]:
     """(1 - R) E|q| of each number's plane; the cached keys' planes hold one gain, the queries' one more."""
-    excess = (measured.norm - measured.in_plane(measured.mean)) * measured.gain
-    return excess / (1 + measured.paired.float())  # A plane is there twice, once for each of its numbers.
+    excess = (measured.norm - measured.in_plane(measured.mean)) * measured.gain[:, None]
+    return excess / (1 + measured.paired[:, None].float())  # A plane is there twice, once for each of its numbers.
 
 
 def _standardised(

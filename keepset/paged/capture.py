@@ -235,7 +235,7 @@ class CapturePlanner:
         batch: StepBatch,
         requests: list[ScheduledRequest],
         newer: int,
-        keep: int | None,
+        keep: Sequence[int] | None,
         compressed: bool,
         pages: EventPages,
     ) -> EvictionEvent:
@@ -247,6 +247,7 @@ class CapturePlanner:
             rows=[request.row for request in requests],
             at=batch.tensor(points),
             earliest=min(points),
+            latest=max(points),
             prompts=batch.tensor([request.prompt for request in requests]),
             newer=newer,
             keep=keep,

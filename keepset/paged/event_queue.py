@@ -76,9 +76,9 @@ def _compress_across(due: list[tuple[LayerGroup, EvictionEvent]]) -> None:
     if any(event.rows != first.rows for _, event in due):
         raise RuntimeError("keepset lost count of the requests of an event that looks across layers.")
     reached = [(group, event, entries) for group, event in due for entries in group.read(event)]
-    reached.sort(key=lambda one: one[2].observation.layer)
+    reached.sort(key=lambda one: one[2].observation.here)
     chosen = recipe.method.select_all([entries.observation for _, _, entries in reached], recipe.budget)
-    kept = [chosen.layer(entries.observation.layer) for _, _, entries in reached]
+    kept = [chosen.layer(entries.observation.here[0]) for _, _, entries in reached]
     deals = [group.deal(event, entries, mine) for (group, event, entries), mine in zip(reached, kept, strict=True)]
     Numbers.read([numbers for mine, deal in zip(kept, deals, strict=True) for numbers in (mine.heads, *deal.asked)])
     for (group, event, entries), mine, deal in zip(reached, kept, deals, strict=True):

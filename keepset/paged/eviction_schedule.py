@@ -185,6 +185,6 @@ class EvictionSchedule:
         budget = self.recipe.budget
         if budget.keep is None:
             return entries
-        held, of = [[entries] * self.kv_heads], (0, self._layer, self.layers)
+        held, of = [[entries] * self.kv_heads], (0, (self._layer,), self.layers)
         quotas = quotas_ahead(self.recipe.method, budget, held, [length], [prompt], *of)
         return -(-int(quotas.sum()) // self.kv_heads)

@@ -13,10 +13,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from keepset.core.features.given import ModelStatistics
+from keepset.core.features.moments import QueryMoments
 from keepset.core.keep_set import LayerKeepSet, Numbers
 from keepset.core.observation import Observation
 from keepset.core.rope import RotaryTable
 from keepset.errors import KeepsetError
+from keepset.kernels.dispatch import upload
 from keepset.paged.engine import Pages, QueryProjection
 from keepset.paged.entry_columns import EntryColumns, columns_of
 from keepset.paged.observer import Observer
@@ -92,7 +95,7 @@ class LayerGroup:
         needs = self.recipe.method.needs
         self._own = OwnSums(len(self.layers), schedule.kv_heads)
         self._observer = Observer(needs, planner.recording, passing, self._own, scaling, rotary, projections)
-        self._apart = self.recipe.method.by_layer or needs.hidden_states
+        self._has_covariances = bool(needs.of(QueryMoments) or needs.of(ModelStatistics))
         self._late: list[tuple[range, Tensor]] = []
 
     @cached_property
@@ -164,15 +167,15 @@ class LayerGroup:
         """Executes an event in all layers."""
         method, budget, start = event.recipe.method, event.recipe.budget, time.perf_counter()
         for entries in self.read(event):
-            kept = method.select(entries.observation, budget).layer(entries.observation.layer)
+            kept = method.select(entries.observation, budget).layer(entries.observation.here[0])
             deal = self.deal(event, entries, kept)
             Numbers.read([kept.heads, *deal.asked])
             if not event.is_counted(kept):
                 # A request that starts again after a preemption has more to choose from than one that was compressed
                 # all along, so a number that depends on it comes out differently. How many stay must not.
                 assert event.keep is not None
-                share = torch.full_like(kept.counts, event.keep)
-                kept = method.choose(method.ranked(entries.observation, budget, share))
+                share = entries.observation.of_requests(upload(event.keep, kept.counts.device))[:, None]
+                kept = method.choose(method.ranked(entries.observation, budget, share.expand_as(kept.counts)))
                 deal = self.deal(event, entries, kept)
             self.execute(event, entries, kept, deal, start)
             start = time.perf_counter()
@@ -237,13 +240,13 @@ class LayerGroup:
 
         Those are rows of a batch, where each may be any.
         """
-        layers, together = len(self.layers), 1
-        if not self._apart:
-            entry_bytes, kv_heads = self._pages[0]().entry_bytes, self.planner.schedule.kv_heads
-            entries = event.pages.width * len(event.rows)
-            together = at_once(entries, kv_heads)
-            if event.at.device.type == "cpu":
-                together = max(1, min(together, _CPU_WORKSPACE // (entries * kv_heads * entry_bytes)))
+        layers, entry_bytes, kv_heads = len(self.layers), self._pages[0]().entry_bytes, self.planner.schedule.kv_heads
+        entries = event.pages.width * len(event.rows)
+        together = at_once(event.recipe, entries, kv_heads)
+        if self._has_covariances:
+            together = min(together, self._passing.layers_at_once(len(event.rows)))
+        if event.at.device.type == "cpu":
+            together = max(1, min(together, _CPU_WORKSPACE // (entries * kv_heads * entry_bytes)))
         for first in range(0, layers, together):
             yield self._read(event, range(first, min(first + together, layers)))
 
@@ -268,10 +271,10 @@ class LayerGroup:
             valid=None if event.equal_heads else (index < (entries - event.newer)[..., None])[..., :width],
             lengths=at,
             prompts=prompts,
-            layer=self.layers[places[0]],
+            here=self.layers[places.start : places.stop],
             layers=self._all_layers,
             state=state,
-            together=layers,
+            longest=event.latest,
             **parts,
         )
         return LayerEntries(places, entries, paged, positions, observation)

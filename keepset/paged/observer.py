@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ class Observer:
         own = queries[chunk.first_query : chunk.end_query]
         positions = torch.arange(chunk.position, chunk.position + len(own), device=own.device)[None]
         rows = own.transpose(0, 1)[None]
-        source = self._query_source(place, slice(chunk.first_query, chunk.end_query))
+        source = self._query_source(range(place, place + 1), slice(chunk.first_query, chunk.end_query))
         if self._needs.hidden_states:
             assert source is not None
             few = slice(-4, None)
@@ -100,7 +101,7 @@ class Observer:
             )
             add_received(pages, places, rows, addition.entries(), received)
         if not addition.ends_prompt:
-            source = self._query_source(places.start, slice(0))
+            source = self._query_source(places, slice(0))
             for of in self._recording.moments:
                 assert source is not None
                 exists = self._counts(of, addition)
@@ -162,7 +163,7 @@ class Observer:
         features = [feature for feature in self._needs.of(QueryMoments) if feature.buffer]
         if not features:
             return {}
-        source = self._query_source(places[0], slice(0))
+        source = self._query_source(places, slice(0))
         assert source is not None
         made: dict[Feature[Any], Any] = {}
         for feature in features:
@@ -180,10 +181,10 @@ class Observer:
         positions = event.at[:, None] + torch.arange(-size, 0, device=event.at.device)
         return self._passing.newest(places, event.slots, positions), positions.repeat(len(places), 1)
 
-    def _query_source(self, place: int, tokens: slice) -> _QuerySource | None:
+    def _query_source(self, places: range, tokens: slice) -> _QuerySource | None:
         if self._rotary is None:
             return None
-        return _QuerySource(self._rotary, self._projections[place] if self._projections else None, tokens)
+        return _QuerySource(self._rotary, self._projections[places.start : places.stop], tokens)
 
     def check(self, place: int, queries: Queries, hidden: HiddenStates) -> None:
         """Compares, once for a layer, queries before rotation with what comes of their hidden states.
@@ -203,16 +204,20 @@ class Observer:
 
 @dataclass(frozen=True)
 class _QuerySource(QuerySource):
-    """How a layer makes and rotates queries; `tokens` of the forward under way are the chunk's."""
+    """How layers make and rotate queries; `tokens` of the forward under way are the chunk's, which is of one layer.
+
+    Where they make queries there is a projection for each row of a batch.
+    """
 
     rotary: RotaryTable
-    projection: QueryProjection | None
+    projections: Sequence[QueryProjection]
     tokens: slice
 
     @property
     def hidden(self) -> HiddenStates:
-        assert self.projection is not None and self.projection.hidden is not None
-        return self.projection.hidden[None, self.tokens]
+        hidden = self.projections[0].hidden
+        assert hidden is not None
+        return hidden[None, self.tokens]
 
     def undo(self, queries: Queries, positions: Int[Tensor, "batch n"]) -> Queries:
         return self.rotary.undo(queries, positions.clamp(min=0))  # what is before a text's beginning counts nowhere
@@ -221,5 +226,12 @@ class _QuerySource(QuerySource):
         return lambda rows: self.rotary.rotate_ahead(rows, lengths, future)
 
     def queries(self, hidden: HiddenStates, lengths: Int[Tensor, " batch"], future: int) -> Queries:
-        assert self.projection is not None
-        return self.rotary.rotate_ahead(self.projection.queries(hidden).float(), lengths, future)
+        made, first = [], 0
+        for projection, rows in groupby(self.projections):
+            number = sum(1 for _ in rows)
+            made.append(projection.queries(hidden[first : first + number]))
+            first += number
+        return self.rotary.rotate_ahead(torch.cat(made).float(), lengths, future)
+
+    def joined(self, others: Sequence[_QuerySource]) -> _QuerySource:
+        return replace(self, projections=[each for part in (self, *others) for each in part.projections])

@@ -99,10 +99,14 @@ class PassingQueries:
             rows[:, None], torch.zeros_like(addition.slots), torch.arange(at.shape[1], device=at.device)[None]
         )
 
+    def layers_at_once(self, rows: int) -> int:
+        """Of how many layers there is room for a covariance of each query head of so many requests."""
+        query_heads, head_dim = self._rings.shape[3:]
+        return max(1, _AT_ONCE // (rows * query_heads * head_dim**2))
+
     def moments_at_once(self, places: range, rows: int) -> Iterator[range]:
         """As many of the layers at a time as there is room for what moments of so many requests take meanwhile."""
-        query_heads, head_dim = self._rings.shape[3:]
-        together = max(1, _AT_ONCE // (rows * query_heads * head_dim**2))
+        together = self.layers_at_once(rows)
         for first in range(places.start, places.stop, together):
             yield range(first, min(first + together, places.stop))
 

@@ -47,13 +47,13 @@ class RaggedPlanner:
                 filled, width = batch.block_table.shape
                 plan.ragged = self._tables.captured(self._each_row(batch, filled, width * self._schedule.block_size))
             return
-        compressed, groups = [], defaultdict[tuple[EvictionSchedule, int, int, int, bool], list[ScheduledRequest]](list)
+        compressed, groups = [], defaultdict[tuple[EvictionSchedule, int, bool, bool], list[ScheduledRequest]](list)
         for request in requests:
             schedule, prompt = request.own or self._schedule, request.prompt
             before = request.after_context or schedule.was_compressed(prompt, request.before)
             compressed.append(before)
             if at := schedule.due(prompt, request.before, request.after):
-                groups[schedule, request.after, at, prompt, before].append(request)
+                groups[schedule, request.after - at, at == prompt, before].append(request)
         tokens, others = self._tokens(batch, compressed)
         known = [(request.before, request.after, int(must)) for request, must in zip(requests, compressed, strict=True)]
         lengths = batch.tensor(list(zip(*known, strict=True)))
@@ -64,17 +64,21 @@ class RaggedPlanner:
             if others:
                 self._hide(batch, plan, step.tokens, compressed)
         batches = (
-            (key, some) for key, all_members in groups.items() for some in in_blocks(all_members, key[1], kv_heads)
+            (key, some)
+            for key, members in groups.items()
+            for some in in_blocks(key[0].recipe, members, [request.after for request in members], kv_heads)
         )
-        for (schedule, after, at, prompt, before), members in batches:
+        for (schedule, newer, _, before), members in batches:
             rows, first, keep = batch.tensor([request.row for request in members]), None, None
             if schedule.fixed:
-                first = batch.tensor([schedule.freed(prompt, after)] * len(members))
-                keep = at - schedule.dropped(prompt, after)
+                first = batch.tensor([schedule.freed(request.prompt, request.after) for request in members])
+                gone = [schedule.dropped(request.prompt, request.after) for request in members]
+                keep = [request.after - newer - lost for request, lost in zip(members, gone, strict=True)]
             elif step is not None:
                 self._freed_blocks.add(self._tables, step.pages[rows])
-            pages = self._tables.of_event(rows, batch.block_table[rows], after, first)
-            event = self._capture.event(schedule.recipe, batch, members, after - at, keep, before, pages)
+            longest = max(request.after for request in members)
+            pages = self._tables.of_event(rows, batch.block_table[rows], longest, first)
+            event = self._capture.event(schedule.recipe, batch, members, newer, keep, before, pages)
             plan.events.append(event)
 
     def entries(self, batch: StepBatch, requests: Sequence[ScheduledRequest]) -> Callable[[], EntriesInPages]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -127,7 +128,7 @@ class QueryAddition:
 
 @dataclass(frozen=True)
 class EvictionEvent:
-    """The compression of requests that hold equally many entries, by one recipe.
+    """The compression of some requests by one recipe; where heads are equal these hold equally many entries.
 
     Entries that came after the event's point in the same step (a prompt that is computed again after a preemption
     ends anywhere) are not looked at and stay.
@@ -136,10 +137,10 @@ class EvictionEvent:
         recipe: theirs.
         rows: their rows of the batch.
         at: tokens that each request has had at the event's point.
-        earliest: the least of them.
+        earliest, latest: the least and the most of them.
         prompts: tokens of each request's prompt.
         newer: entries after that point.
-        keep: entries that the average head must be left with; None where the data decide.
+        keep: entries that the average head of each request must be left with; None where the data decide.
         compressed: whether these requests were compressed before.
         ends_prompt: whether the point is the prompt's end.
         equal_heads: whether all heads have equally many entries.
@@ -152,9 +153,10 @@ class EvictionEvent:
     rows: Sequence[int]
     at: Int[Tensor, " rows"]
     earliest: int
+    latest: int
     prompts: Int[Tensor, " rows"]
     newer: int
-    keep: int | None
+    keep: Sequence[int] | None
     compressed: bool
     ends_prompt: bool
     equal_heads: bool
@@ -166,23 +168,33 @@ class EvictionEvent:
         """Whether a layer keeps as many entries as the scheduler counts with."""
         if self.keep is None:
             return True
-        sizes = kept.heads.here
+        sizes, heads = kept.heads.here, kept.counts.shape[1]
+        of_rows = [sizes[first : first + heads] for first in range(0, len(sizes), heads)]
+        rows = zip(of_rows, cycle(self.keep), strict=False)  # layer after layer
         if self.equal_heads:
-            return all(size == self.keep for size in sizes)
-        heads = kept.counts.shape[1]
-        return all(sum(sizes[first : first + heads]) <= self.keep * heads for first in range(0, len(sizes), heads))
+            return all(set(own) == {keep} for own, keep in rows)
+        return all(sum(own) <= keep * heads for own, keep in rows)
 
 
-def at_once(entries: int, kv_heads: int) -> int:
+def at_once(recipe: Recipe, entries: int, kv_heads: int) -> int:
     """How many layers of a request, or requests, with so many entries in each head an event looks at together."""
-    return max(1, min(_OF_A_HEAD // entries, OF_ALL // (entries * kv_heads)))
+    numbers = entries * recipe.method.breadth
+    return max(1, min(_OF_A_HEAD // numbers, OF_ALL // (numbers * kv_heads)))
 
 
-def in_blocks(requests: list[ScheduledRequest], entries: int, kv_heads: int) -> Iterator[list[ScheduledRequest]]:
-    """Requests that are compressed together, with so many entries in each head."""
-    together = at_once(entries, kv_heads)
-    for first in range(0, len(requests), together):
-        yield requests[first : first + together]
+def in_blocks(
+    recipe: Recipe, requests: Sequence[ScheduledRequest], entries: Sequence[int], kv_heads: int
+) -> Iterator[list[ScheduledRequest]]:
+    """Requests that are compressed together, the longest first: all are looked at as if they were as long as that.
+
+    So none joins others of more than twice its entries, of which each has so many in a head.
+    """
+    waiting = sorted(zip(entries, requests, strict=True), key=lambda one: -one[0])
+    while waiting:
+        longest = waiting[0][0]
+        some = [one for held, one in waiting[: at_once(recipe, longest, kv_heads)] if 2 * held >= longest]
+        yield some
+        del waiting[: len(some)]
 
 
 @dataclass(frozen=True)

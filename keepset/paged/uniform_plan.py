@@ -80,10 +80,10 @@ class UniformPlanner:
                 left = after - schedule.dropped(prompt, after)
                 groups[schedule.recipe, after - gone, after - at, left, gone > 0, at == prompt].append(request)
         for (recipe, width, newer, left, compressed, _), members in groups.items():
-            for requests in in_blocks(members, width, self._schedule.kv_heads):
+            for requests in in_blocks(recipe, members, [width] * len(members), self._schedule.kv_heads):
                 occupied, now = self._occupied(batch, requests), self._subpages(batch, requests, left)
                 pages = UniformPages(occupied, now, width, self._group)
-                sizes = newer, left - newer, compressed
+                sizes = newer, [left - newer] * len(requests), compressed
                 plan.events.append(self._capture.event(recipe, batch, requests, *sizes, pages))
         plan.shifted = self._shift(batch, dropped)
 

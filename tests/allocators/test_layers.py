@@ -9,17 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepset import Budget, KeepsetError, Observation, Recipe
+from keepset import Budget, KeepsetError, Recipe
 from keepset.allocators.adakv import AdaKV
-from keepset.allocators.composite import Composite
 from keepset.allocators.criticalkv import CriticalKV
 from keepset.allocators.dynamic import Dynamic
 from keepset.allocators.layers import LayerAllocator, divide
-from keepset.allocators.pool import Pool
 from keepset.allocators.pyramid import Pyramid
 from keepset.allocators.uniform import Uniform
 from keepset.allocators.zigzag import ZigZag
-from keepset.core.method import Allocator
 from keepset.methods.snapkv import SnapKV
 from tests.methods.naive import Given, Shape, kept, observe
 from tests.tiers import examples
@@ -113,32 +110,6 @@ def test_what_is_inside_chooses_in_each_layer(kind: type[LayerAllocator]) -> Non
                 for head in range(2):
                     expected = kept(alike, observation, request, head)
                     assert kept(keep_set, observation, request, head) == expected
-
-
-@pytest.mark.parametrize("kind", [*KINDS, Composite, Pool])
-@pytest.mark.parametrize("keep", [9, 0.3])
-def test_layers_that_are_shown_together_keep_what_they_keep_one_by_one(kind: type[Allocator], keep: float) -> None:
-    """Five of them as two observations, of rows that have different numbers of entries."""
-    seen = [observe(Shape((40, 19, 7), 2, 3, 4, 4), seed=i, layer=i, layers=range(5)) for i in range(5)]
-    names = ("keys", "values", "queries", "positions", "valid", "lengths", "prompts", "query_positions")
-    together = [
-        Observation(
-            **{name: torch.cat([getattr(each, name) for each in some]) for name in names},
-            layer=some[0].layer,
-            layers=range(5),
-            together=len(some),
-        )
-        for some in (seen[:3], seen[3:])
-    ]
-    method, budget = kind(SnapKV(window=3)), Budget(keep, recent=3)
-    expected, answer = method.select_all(seen, budget), method.select_all(together, budget)
-    assert len(expected.counts.unique()) > 1
-    for observation in together:
-        for place in range(observation.together):
-            for request in range(3):
-                for head in range(2):
-                    mine = answer.positions(observation.layer, place * 3 + request, head)
-                    assert torch.equal(mine, expected.positions(observation.layer + place, request, head))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -36,7 +36,7 @@ def test_defaults_describe_a_whole_prompt() -> None:
     assert observation.query_positions is not None
     assert observation.query_positions.tolist() == [[3, 4, 5]] * 2
     assert observation.scaling == pytest.approx(1 / math.sqrt(4))
-    assert (observation.layer, observation.layers, observation.depth) == (0, (0,), 0)
+    assert (observation.layer, observation.layers, observation.depths.tolist()) == (0, (0,), [0, 0])
 
 
 def test_shorter_requests_end_earlier() -> None:
@@ -149,8 +149,29 @@ def test_moments_ahead_are_rotated_on_both_sides() -> None:
             torch.testing.assert_close(ahead_covariance[request, head], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_depth_counts_the_compressed_layers_before() -> None:
-    assert bare(layer=9, layers=[2, 9, 11]).depth == 1
+def test_depths_count_the_compressed_layers_before() -> None:
+    assert bare(layer=9, layers=[2, 9, 11]).depths.tolist() == [1, 1]
+
+
+def test_of_several_layers_each_row_has_its_own() -> None:
+    """Two requests in three layers, layer after layer."""
+    several = bare(
+        keys=torch.zeros(6, 2, 5, 4), values=torch.zeros(6, 2, 5, 4), here=(9, 11, 12), layers=[2, 9, 11, 12]
+    )
+    assert several.indices.tolist() == [9, 9, 11, 11, 12, 12]
+    assert several.depths.tolist() == [1, 1, 2, 2, 3, 3]
+    assert several.of_rows(torch.tensor([[5, 0], [6, 0], [7, 0]]))[:, 0].tolist() == [5, 5, 6, 6, 7, 7]
+    assert several.of_requests(torch.tensor([[3, 0], [4, 0]]))[:, 0].tolist() == [3, 4, 3, 4, 3, 4]
+    rows = torch.arange(6)
+    assert several.apart(rows).tolist() == [[0, 2, 4], [1, 3, 5]]
+    assert torch.equal(several.joined(several.apart(rows)), rows)
+    with pytest.raises(KeepsetError, match=r"shows the layers \(9, 11, 12\) as one batch"):
+        _ = several.layer
+
+
+def test_layers_that_are_no_neighbours_are_refused() -> None:
+    with pytest.raises(KeepsetError, match="no neighbours among the observed layers"):
+        bare(here=(2, 11), layers=[2, 9, 11])
 
 
 def test_bytes_of_an_entry_are_its_keys_and_its_values() -> None:

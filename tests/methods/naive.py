@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -258,6 +258,39 @@ def features_of(observation: Observation, requests: list[int], entries: slice = 
         return value[requests][..., entries] if of_entries else value
 
     return {feature: part(feature, value) for feature, value in observation.features.items()}
+
+
+def several(observations: Sequence[Observation]) -> Observation:
+    """Layers of the same requests as one batch, layer after layer."""
+    first = observations[0]
+    names = ("keys", "values", "queries", "positions", "valid", "lengths", "prompts", "query_positions")
+    rope = Rope(tuple(torch.cat([each.lengths for each in observations]).tolist()))
+
+    def joined(values: Sequence[Any]) -> Any:
+        if isinstance(values[0], QueryDistribution):
+            means, covariances = zip(*((value.mean, value.covariance) for value in values), strict=True)
+            return QueryDistribution(torch.cat(means), torch.cat(covariances), rope)
+        if isinstance(values[0], HiddenDistribution):
+            means, variances = zip(*((value.mean, value.variance) for value in values), strict=True)
+            return HiddenDistribution(torch.cat(means), torch.cat(variances), each_its_own(values))
+        if isinstance(values[0], SecondPassColumns):
+            columns = {name: torch.cat([value.statistics[name] for value in values]) for name in values[0].statistics}
+            return SecondPassColumns(columns, torch.cat([value.tokens for value in values]))
+        return torch.cat(list(values)) if isinstance(values[0], Tensor) else values[0]
+
+    def each_its_own(values: Sequence[HiddenDistribution]) -> Callable[[Tensor, int], Tensor]:
+        def queries(hidden: Tensor, future: int) -> Tensor:
+            parts = zip(values, hidden.chunk(len(values)), strict=True)
+            return torch.cat([value.queries(part, future) for value, part in parts])
+
+        return queries
+
+    return Observation(
+        **{name: torch.cat([getattr(each, name) for each in observations]) for name in names},
+        features={of: joined([each.features[of] for each in observations]) for of in first.features},
+        here=[each.layer for each in observations],
+        layers=first.layers,
+    )
 
 
 def projection(observation: Observation) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 
 from keepset import METHODS, Budget, KeepSet, Method, Observation
 from keepset.core.features.attention import PromptQueryAttention, SecondPassColumns
+from keepset.core.features.given import OutputProjection
 from keepset.core.method import Allocator
 from tests.methods.naive import (
     DTYPES,
@@ -25,6 +25,7 @@ from tests.methods.naive import (
     kept,
     length_of,
     observe,
+    several,
 )
 from tests.tiers import examples
 
@@ -125,7 +126,7 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn, dtypes: Sequence[torch.dtype] = DTYPES, requests: int = 1) -> Case:
+def cases(draw: st.DrawFn, dtypes: Sequence[torch.dtype] = DTYPES, requests: int = 1, layers: int = 1) -> Case:
     shape = Shape(
         lengths=tuple(draw(st.lists(st.integers(1, 24), min_size=requests, max_size=3))),
         kv_heads=draw(st.integers(1, 3)),
@@ -138,7 +139,7 @@ def cases(draw: st.DrawFn, dtypes: Sequence[torch.dtype] = DTYPES, requests: int
     number = st.integers(max(1, sinks + recent), 30)
     return Case(
         shape=shape,
-        layers=tuple(sorted(draw(st.sets(st.integers(0, 9), min_size=1, max_size=3)))),
+        layers=tuple(sorted(draw(st.sets(st.integers(0, 9), min_size=layers, max_size=max(layers, 3))))),
         budget=Budget(draw(fraction | number), sinks, recent),
         seed=draw(st.integers(0, 1000)),
         dropped=draw(st.sampled_from([0, 0, 5])),
@@ -288,20 +289,26 @@ def test_every_request_is_decided_by_itself_wherever_it_is_in_the_batch(
                 assert positions == kept(turned, observation, order.index(request), head)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if not (make(name).by_layer or make(name).across_layers)])
-@examples(8)
-@given(case=cases(dtypes=[torch.float32]))
-def test_a_method_that_says_so_keeps_the_same_of_any_layer(name: str, case: Case) -> None:
-    """Paged runtimes show it several layers as one batch then."""
-    method, layers = make(name), (0, 3, 8)
-    twins = [copy.copy(case.observations()[0]) for _ in layers]
-    for twin, layer in zip(twins, layers, strict=True):
-        vars(twin).update(layer=layer, layers=layers)
-    first, *others = [method.select(twin, case.budget).layer(twin.layer) for twin in twins]
-    for other in others:
-        assert torch.equal(other.indices, first.indices) and torch.equal(other.counts, first.counts)
-        assert other.state.keys() == first.state.keys()
-        assert all(torch.equal(other.state[name], column) for name, column in first.state.items())
+@pytest.mark.parametrize("name", [name for name in NAMES if not make(name).needs.of(OutputProjection)])
+@some_examples
+@given(case=cases(dtypes=[torch.float32], layers=4), data=st.data())
+def test_layers_that_are_shown_as_one_batch_keep_what_they_keep_one_by_one(
+    name: str, case: Case, data: st.DataObject
+) -> None:
+    """As paged runtimes show them to all methods that they serve, as many at a time as there is room for."""
+    method, apart, batch = make(name), case.observations(), case.shape.batch
+    first = data.draw(st.sampled_from([1, 2, 4]))
+    shown = [several(some) for some in (apart[:first], apart[first:]) if some]
+    expected, answer = method.select_all(apart, case.budget), method.select_all(shown, case.budget)
+    for observation in shown:
+        mine = answer.layer(observation.here[0])
+        for place, layer in enumerate(observation.here):
+            own, rows = expected.layer(layer), slice(place * batch, (place + 1) * batch)
+            assert torch.equal(mine.counts[rows], own.counts)
+            starts = mine.cu_seqlens[:: own.counts.shape[1] * batch]
+            assert torch.equal(mine.packed_positions[starts[place] : starts[place + 1]], own.packed_positions)
+            assert mine.state.keys() == own.state.keys()
+            assert all(torch.equal(mine.state[name][rows], column) for name, column in own.state.items())
 
 
 @every_method

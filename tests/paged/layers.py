@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -12,6 +12,7 @@ from keepset import Recipe
 from keepset.core.rope import RotaryTable
 from keepset.kernels import page_entries
 from keepset.paged.eight_bits import EightBits
+from keepset.paged.engine import QueryProjection
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.layer_group import LayerGroup
 from keepset.paged.page_tables import FreedBlocks
@@ -32,6 +33,7 @@ def layer_group(
     group: int,
     eight_bits: list[EightBits] | None = None,
     rotary: RotaryTable | None = None,
+    projections: Sequence[QueryProjection] = (),
 ) -> LayerGroup:
     """Layers with these caches `[blocks, kv_heads, size, 2 * head_dim]`, with so many query heads to a KV head."""
     page_entries._table.cache_clear()  # of caches that lay there before
@@ -44,7 +46,7 @@ def layer_group(
     passing = PassingQueries(recording, *shape, dtype, caches[0].device)
     how = eight_bits or [None] * len(caches)
     pages = [partial(StridedPages, caches, place, one) for place, one in enumerate(how)]
-    return LayerGroup(planner, pages, passing, (width // 2) ** -0.5, rotary)
+    return LayerGroup(planner, pages, passing, (width // 2) ** -0.5, rotary, projections)
 
 
 def batch_of(

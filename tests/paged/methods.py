@@ -110,13 +110,9 @@ class Dated(Method):
     name: ClassVar[str] = "dated"
     paper: ClassVar[str] = "none"
 
-    @property
-    def by_layer(self) -> bool:
-        return True
-
     def score(self, observation: Observation) -> Tensor:
         heads = torch.arange(observation.positions.shape[1])[:, None]
-        angles = (observation.positions * 12.9898 + heads + observation.layer).double()
+        angles = (observation.positions * 12.9898 + heads + observation.indices[:, None, None]).double()
         return angles.sin().mul(43758.5453).frac().abs().float()
 
 

@@ -15,7 +15,8 @@ def executed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int,
     execute, done = LayerGroup.execute, list[tuple[int, int]]()
 
     def watched(group: LayerGroup, event: object, entries: object, *rest: object) -> None:
-        done.extend((group.layers[place], event.earliest) for place in entries.places)  # type: ignore[attr-defined]
+        points = event.at.tolist()  # type: ignore[attr-defined]
+        done.extend((group.layers[place], at) for place in entries.places for at in points)  # type: ignore[attr-defined]
         execute(group, event, entries, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(LayerGroup, "execute", watched)
@@ -46,6 +47,27 @@ def test_an_event_is_executed_though_its_request_is_gone(monkeypatch: pytest.Mon
     assert sorted(done) == sorted((layer, at) for layer in range(3) for at in (30, 40))
 
 
+@pytest.mark.parametrize(
+    ("recipe", "events"),
+    [("adakv(knorm, keep=9, every=8)", 1), ("adakv(knorm, keep=0.4)", 1), ("mass(window=4)", 1), ("knorm(keep=9)", 3)],
+)
+def test_requests_of_different_lengths_are_one_event_where_heads_differ(recipe: str, events: int) -> None:
+    """Each keeps what it would keep alone, which the engine checks."""
+    engine, requests = Engine(recipe, 200), {number: Request(number, 20 + 7 * number) for number in range(3)}
+    engine.step({number: request.prompt for number, request in requests.items()}, requests)
+    assert {len(plan.events) for plan in engine.events.steps.values()} == {events}
+    for _ in range(9):
+        engine.step(dict.fromkeys(requests, 1), requests)
+    assert all(request.events for request in requests.values())
+
+
+def test_a_request_is_not_looked_at_as_if_it_were_three_times_as_long() -> None:
+    engine, requests = Engine("adakv(knorm, keep=9)", 200), {0: Request(0, 60), 1: Request(1, 20), 2: Request(2, 33)}
+    engine.step({number: request.prompt for number, request in requests.items()}, requests)
+    assert [[event.rows for event in plan.events] for plan in engine.events.steps.values()] == [[[0, 2], [1]]]
+    engine.step(dict.fromkeys(requests, 1), requests)
+
+
 def test_groups_must_mean_the_same_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine("pool(snapkv(window=2), keep=9)", 60)
     engine.step({0: 30}, {0: Request(0, 30)})
@@ -59,6 +81,6 @@ def test_a_number_that_the_scheduler_does_not_expect() -> None:
     engine = Engine("pool(snapkv(window=2), keep=9)", 60)
     engine.step({0: 30}, {0: Request(0, 30)})
     for plan in engine.events.steps.values():
-        plan.events[0] = replace(plan.events[0], keep=1)
+        plan.events[0] = replace(plan.events[0], keep=[1])
     with pytest.raises(RuntimeError, match="kept another number of entries than its quotas say"):
         engine.events.run()

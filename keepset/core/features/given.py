@@ -11,7 +11,7 @@ from torch import Tensor
 
 from keepset.core.feature import Feature
 from keepset.core.observation import Observation
-from keepset.core.statistics import LayerStatistics, Statistics
+from keepset.core.statistics import RowStatistics, Statistics
 from keepset.core.tables import Tables
 from keepset.kernels.blocks import CACHE_BLOCK, block_size
 from keepset.kernels.dispatch import upload
@@ -76,7 +76,6 @@ class OutputProjection(Feature[Float[Tensor, "query_heads value_dim hidden"]]):
     """Of every query head, from its value to the layer's output, `[query_heads, value_dim, hidden]`."""
 
     label = "output projection"
-    by_layer = True
     transformers_only = "looks at the output projection, which attention layers do not see"
 
     def norms(self, observation: Observation, order: int) -> Float[Tensor, "batch query_heads entries"]:
@@ -106,22 +105,21 @@ class ModelStatistics(Feature[Statistics]):
     """
 
     label = "statistics of the model"
-    by_layer = True
 
     file: str
 
-    def layer(self, observation: Observation) -> LayerStatistics:
-        """The layer's, on the keys' device.
+    def of_rows(self, observation: Observation) -> RowStatistics:
+        """Those of each row's layer, on the keys' device.
 
         Args:
-            observation: of that layer.
+            observation: of these layers.
 
         Raises:
             KeepsetError: nobody gave the statistics, or they are of a model of another shape.
         """
-        kv_heads, device = observation.valid.shape[1], observation.valid.device
-        measured = observation[self].layer(observation.layer, observation.layers, kv_heads, observation.head_dim)
-        return measured.to(device)
+        measured, device = self._checked(observation), observation.valid.device
+        here = slice(observation.first, observation.first + len(observation.here))
+        return RowStatistics(lambda name: observation.of_rows(measured.on(device, name)[here]))
 
     def retrieval(self, observation: Observation) -> Float[Tensor, "layers kv_heads"]:
         """How much the KV heads of all compressed layers retrieve, from 0 to 1 (DuoAttention, arXiv:2410.10819).
@@ -132,8 +130,12 @@ class ModelStatistics(Feature[Statistics]):
         Raises:
             KeepsetError: nobody gave the statistics, they are of another model, or that was not measured.
         """
-        self.layer(observation)  # or its own sentence
-        return upload(observation[self].gates(), observation.valid.device)
+        return upload(self._checked(observation).gates(), observation.valid.device)
+
+    def _checked(self, observation: Observation) -> Statistics:
+        measured = observation[self]
+        measured.check(observation.layers, observation.valid.shape[1], observation.head_dim)
+        return measured
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,5 @@ class ModelTables(Feature[Tables]):
     """
 
     label = "compiled tables"
-    by_layer = True
 
     file: str

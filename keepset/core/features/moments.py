@@ -70,6 +70,7 @@ class _Moments(Accumulator):
 
     def joined(self, others: Sequence[_Moments]) -> _Moments:
         twin = copy.copy(self)
+        twin._source = self._source.joined([other._source for other in others])
         twin._moments = {
             feature: moments.joined([other._moments[feature] for other in others])
             for feature, moments in self._moments.items()
@@ -141,7 +142,6 @@ class HiddenMoments(_OfRows[HiddenDistribution]):
     """
 
     label = "hidden-state moments"
-    by_layer = True
     hidden_states = True
     prompt_only = f"{_WHOLE_PROMPT}and only there"
 

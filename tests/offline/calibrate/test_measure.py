@@ -12,6 +12,7 @@ from torch import Tensor
 
 import keepset
 from keepset import KeepsetError
+from keepset.core.statistics import RowStatistics
 from keepset.offline.calibrate.corpus import Corpus
 from keepset.offline.calibrate.measure import SKIP, measure
 from tests.hf.models import ARCHITECTURES, prompt, tiny
@@ -99,8 +100,9 @@ def test_the_measured_rotation_is_the_models(name: str, dtype: torch.dtype) -> N
         model(torch.full((1, 30), 7), past_key_values=past)
     keys = past.kept_layers[0].store.padded()[0]["keys"]
     layer = statistics.layers[0]
+    measured = RowStatistics(lambda name: getattr(layer, name)[None])
     turned = torch.stack(
-        [layer.rotate(keys[:, :, :1] / layer.gain, torch.tensor([[at]]))[0, :, 0] for at in range(30)], 1
+        [measured.rotate(keys[:, :, :1] / layer.gain, torch.tensor([[at]]))[0, :, 0] for at in range(30)], 1
     )
     torch.testing.assert_close(turned[None], keys, rtol=1e-3, atol=1e-3)
 
