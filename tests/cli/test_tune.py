@@ -141,7 +141,7 @@ def test_interrupt_shows_what_is_known(run: Run, monkeypatch: pytest.MonkeyPatch
     done = run(*TUNE, "--json", "-")
     assert done.code == 130 and "Traceback" not in done.err
     if not known:
-        assert (done.out, done.err) == ("", "")
+        assert (done.out, done.err) == ("", "interrupted\n")
         return
     assert done.err == f"interrupted in round {1 + (after > 6) + (after > 12) + (after > 24)} of 4\n"
     result = load(done.out)
