@@ -83,6 +83,18 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
     )
 
 
+def check_grown(past: keepset.Cache, loaded: keepset.Cache) -> None:
+    """Entries to the bit; what was added up of queries but for rounding, which a store's free places can alter."""
+    for kept, other in zip(past.kept_layers.values(), loaded.kept_layers.values(), strict=True):
+        ours, theirs = kept.store.packed, other.store.packed
+        names = sorted(ours)
+        assert names == sorted(theirs)
+        entries = {"keys", "values", "positions"}
+        assert same(*([columns[name] for name in names if name in entries] for columns in (ours, theirs)))
+        for name in set(names) - entries:
+            torch.testing.assert_close(ours[name], theirs[name], rtol=1e-6, atol=1e-7, equal_nan=True)
+
+
 # --- what goes on from a file
 
 
@@ -122,7 +134,7 @@ def test_a_loaded_context_goes_on_as_the_one_in_memory(tmp_path: Path, data: st.
         turn = prompt(batch, said, 9)
         mask = extended(mask, mask.shape[1] + said)
         assert torch.equal(feed(model, past, turn, mask), feed(model, loaded, turn, mask))
-    assert same(contents(past), contents(loaded))
+    check_grown(past, loaded)
     assert [event.length for event in past.events][-len(loaded.events) :] == [event.length for event in loaded.events]
 
 
