@@ -9,7 +9,7 @@ from pathlib import Path
 from keepset.errors import KeepsetError
 
 _OWN = ("--recipe", "--contexts", "--save-bytes")
-_SOURCES = ("engine/arg_utils.py", "entrypoints/launchers/cli_args.py", "entrypoints/cli/serve.py")
+_SOURCES = ("engine/arg_utils.py", "entrypoints/*/cli_args.py", "entrypoints/cli/serve.py")
 
 
 def check_spelling(options: Sequence[str]) -> None:
@@ -26,15 +26,15 @@ def check_spelling(options: Sequence[str]) -> None:
 
 
 def _options_of_vllm() -> set[str]:
-    """Those of `vllm serve`, read out of its sources: to import it takes long."""
+    """Those of `vllm serve`, read out of its sources: to import it takes long. None where they lie elsewhere."""
     spec = importlib.util.find_spec("vllm")
-    places = (spec and spec.submodule_search_locations) or []
-    texts = [
-        path.read_text(encoding="utf-8")
-        for place in places
-        for path in map(Path(place).joinpath, _SOURCES)
-        if path.is_file()
-    ]
+    folders = [Path(place) for place in (spec and spec.submodule_search_locations) or []]
+    files = [[file for folder in folders for file in folder.glob(pattern)] for pattern in _SOURCES]
+    if not all(files):
+        return set()
+    texts = [file.read_text(encoding="utf-8") for some in files for file in some]
     fields = {f"--{name.replace('_', '-')}" for text in texts for name in re.findall(r"^    (\w+):", text, re.M)}
     flags = {flag for text in texts for flag in re.findall(r"\"(--[a-z0-9-]+)\"", text)}
-    return {option for each in fields | flags for option in (each, each.replace("--", "--no-", 1))}
+    known = fields | flags
+    negated = (("--", "--no-"), ("--enable-", "--disable-"), ("--disable-", "--enable-"))
+    return known | {each.replace(*words, 1) for words in negated for each in known}
