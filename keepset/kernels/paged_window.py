@@ -66,7 +66,7 @@ def add_received_by(
         group: these layers among those that share the block table.
         queries, entries, received: as there.
     """
-    most = _most_pages(entries, size) * size
+    most = _most_pages(subpages.entries(entries.layout, entries.lengths), size) * size
     of_layer = max(1, len(entries.lengths) * entries.packed.shape[2] * most)
     at_once = max(1, block_size(entries.lengths.device, CACHE_BLOCK) // of_layer)
     for first in range(0, len(readers), at_once):
@@ -101,7 +101,8 @@ class _Heads(NamedTuple):
     @classmethod
     def of(cls, entries: EntriesInPages, group: Group, size: int, received: Received) -> _Heads:
         """Those of the group's layers in question, by their part of `entries`."""
-        counts, most = subpages.entries(entries.layout, entries.lengths), _most_pages(entries, size)
+        counts = subpages.entries(entries.layout, entries.lengths)
+        most = _most_pages(counts, size)
         tables = subpages.tables(entries.layout, counts, entries.block_table, size, most, group).long()
         counts, packed = (part.expand(tables.shape[:3]) for part in (counts, entries.packed))
         place = torch.arange(most * size, device=counts.device)
@@ -121,8 +122,8 @@ class _Heads(NamedTuple):
         return cls(tables, slots, exists, packed, positions, written, chosen, known)
 
 
-def _most_pages(entries: EntriesInPages, size: int) -> int:
-    return -(-int(subpages.entries(entries.layout, entries.lengths).max()) // size)
+def _most_pages(counts: Int[Tensor, "rows layers kv_heads"], size: int) -> int:
+    return -(-int(counts.max()) // size)
 
 
 def _add_received_of_layers(
