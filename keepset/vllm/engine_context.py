@@ -142,6 +142,17 @@ class EngineContext:
         taken = sum(map(len, self._parts))
         return self._parts.setdefault(tuple(layers), self._passing.part(taken, len(layers)))
 
+    def enter(self, group: LayerGroup) -> None:
+        """A group of layers takes its place among the others.
+
+        Before it makes the cache vLLM makes a small one, and all that looks at it, to measure what CUDA graphs take. A
+        group of the same layers that there is by then is of that one.
+        """
+        for former in [each for each in self.groups if each.layers == group.layers]:
+            self.groups.remove(former)
+            self.events.steps.pop(former, None)
+        self.groups.append(group)
+
     def _room(self, layers: int) -> PassingQueries:
         model, requests = self.config.model_config, self.config.scheduler_config.max_num_seqs
         heads = model.get_num_attention_heads(self.config.parallel_config)

@@ -188,6 +188,35 @@ def _use_v2() -> None:
     model_runner.freeze_gc_for_cudagraph_capture, model_runner.lock_workspace = nullcontext, lambda: None
 
 
+def _measure_first(runner_v2: bool) -> None:
+    """Caches are made twice, as on a GPU: first a small one, in which the runner measures what graphs take."""
+    if runner_v2:
+        from vllm.v1.worker.gpu import cudagraph_utils as there
+        from vllm.v1.worker.gpu import model_runner
+
+        runner: Any = model_runner.GPUModelRunner
+        begin, end = there._init_minimal_kv_cache_for_profiling, there._teardown_profiling_state
+    else:
+        from vllm.v1.worker import gpu_model_runner
+
+        runner = gpu_model_runner.GPUModelRunner
+        begin, end = runner._init_minimal_kv_cache_for_profiling, runner._cleanup_profiling_kv_cache
+    initialize = runner.initialize_kv_cache
+    torch.accelerator.empty_cache = torch.accelerator.synchronize = lambda *args: None
+
+    def twice(self: Any, config: Any, is_profiling: bool = False, **more: Any) -> None:
+        if not is_profiling:
+            blocks = self.cache_config.num_gpu_blocks
+            begin(self)
+            if not runner_v2:
+                self._dummy_run(SIZES[-1], force_attention=True, uniform_decode=True)
+            end(self)
+            self.cache_config.num_gpu_blocks = blocks
+        initialize(self, config, is_profiling, **more)
+
+    runner.initialize_kv_cache = twice
+
+
 def use(backend: str | None, runner_v2: bool) -> None:
     """Engines that are built from now on are to capture what decodes."""
     from vllm.config import CUDAGraphMode
@@ -208,6 +237,7 @@ def use(backend: str | None, runner_v2: bool) -> None:
     CpuPlatform.check_and_update_config = classmethod(checked)
     if runner_v2:
         _use_v2()
+    _measure_first(runner_v2)
     places: list[tuple[Any, str]] = [(attention, "append_to_pages"), (attention, "paged_attention")]
     if backend == "FLASHINFER":
         from vllm.v1.attention.backends import flashinfer  # not even there to be imported, if it is not pretended

@@ -10,8 +10,12 @@ from transformers import PreTrainedModel
 import keepset
 from tests.vllm.compared import CHUNKED, asks, check_cache, check_oracle, fed
 from tests.vllm.engine import Ask, Scenario, run
+from tests.vllm.late import Late
 from tests.vllm.oracle import Oracle
 from tests.vllm.test_life import IDS
+from tests.vllm.test_own_budgets import check
+
+settings = Late("keepset.vllm.settings")
 
 EQUAL = [
     "streaming_llm(keep=64, every=8)",
@@ -43,6 +47,15 @@ def test_replayed_steps_are_the_reference(backend: str, tiny: Path, tiny_oracle:
         assert result.replays > 30
         assert all(result.events)
         check_oracle(tiny_oracle, recipe, some, result)
+
+
+def test_budgets_of_their_own(tiny: Path, tiny_model: PreTrainedModel, tiny_oracle: Oracle) -> None:
+    """What is said of a request finds the layers that run, and not those with which vLLM measured graphs."""
+    some = [*asks(IDS, (257,), 30), Ask(IDS[9:200], 20, add=9, extra={"keepset": {"keep": 64}})]
+    engine = {"model": str(tiny), "max_num_seqs": 8, "kv_transfer_config": settings.CONNECTOR, **CHUNKED}
+    (result,) = run(Scenario(RAGGED[0], some, engine=engine, backend="FLASH_ATTN", graphs=True))
+    assert result.replays > 20
+    check(RAGGED[0], some, result, tiny_model, tiny_oracle)
 
 
 def test_so_they_are_under_model_runner_v2(tiny: Path, tiny_oracle: Oracle) -> None:
