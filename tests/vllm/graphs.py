@@ -181,7 +181,7 @@ def _use_v2() -> None:
 
     cudagraph_utils.capture_pool = cudagraph_utils.graph_capture = lambda *args, **more: nullcontext()
     cudagraph_utils.current_stream = lambda: None
-    CpuPlatform.get_global_graph_pool = lambda self: None
+    CpuPlatform.get_global_graph_pool = CpuPlatform.graph_pool_handle = lambda self: None
     torch.cuda.CUDAGraph, torch.cuda.graph = Graph, _captured
     torch.accelerator.empty_cache = lambda: None
     torch.accelerator.get_memory_info = lambda *args: (0, 0)
@@ -189,32 +189,31 @@ def _use_v2() -> None:
 
 
 def _measure_first(runner_v2: bool) -> None:
-    """Caches are made twice, as on a GPU: first a small one, in which the runner measures what graphs take."""
-    if runner_v2:
-        from vllm.v1.worker.gpu import cudagraph_utils as there
-        from vllm.v1.worker.gpu import model_runner
+    """A worker for GPUs captures some graphs over a smallest cache, to know what is left for the real one."""
+    from vllm.config import CUDAGraphMode, set_current_vllm_config
+    from vllm.v1.worker.cpu_worker import CPUWorker
 
-        runner: Any = model_runner.GPUModelRunner
-        begin, end = there._init_minimal_kv_cache_for_profiling, there._teardown_profiling_state
-    else:
-        from vllm.v1.worker import gpu_model_runner
+    determine = CPUWorker.determine_available_memory
 
-        runner = gpu_model_runner.GPUModelRunner
-        begin, end = runner._init_minimal_kv_cache_for_profiling, runner._cleanup_profiling_kv_cache
-    initialize = runner.initialize_kv_cache
-    torch.accelerator.empty_cache = torch.accelerator.synchronize = lambda *args: None
+    def measured(worker: Any) -> int:
+        runner, config = worker.model_runner, worker.vllm_config
+        if runner_v2:
+            runner.profile_cudagraph_memory()
+        else:
+            with torch.inference_mode(), set_current_vllm_config(config):
+                runner._init_minimal_kv_cache_for_profiling()
+                for size in SIZES[:1:-1]:
+                    runner._dummy_run(
+                        size,
+                        cudagraph_runtime_mode=CUDAGraphMode.FULL,
+                        uniform_decode=True,
+                        is_graph_capturing=True,
+                        profile_seq_lens=config.model_config.max_model_len,
+                    )
+                runner._cleanup_profiling_kv_cache()
+        return determine(worker)
 
-    def twice(self: Any, config: Any, is_profiling: bool = False, **more: Any) -> None:
-        if not is_profiling:
-            blocks = self.cache_config.num_gpu_blocks
-            begin(self)
-            if not runner_v2:
-                self._dummy_run(SIZES[-1], force_attention=True, uniform_decode=True)
-            end(self)
-            self.cache_config.num_gpu_blocks = blocks
-        initialize(self, config, is_profiling, **more)
-
-    runner.initialize_kv_cache = twice
+    CPUWorker.determine_available_memory = measured
 
 
 def use(backend: str | None, runner_v2: bool) -> None:

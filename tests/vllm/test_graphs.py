@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from tests.vllm.engine import Ask, Scenario, run
 from tests.vllm.late import Late
 from tests.vllm.oracle import Oracle
 from tests.vllm.test_life import IDS
-from tests.vllm.test_own_budgets import check
+from tests.vllm.test_own_budgets import OWN
+from tests.vllm.test_own_budgets import asks as own_asks
 
 settings = Late("keepset.vllm.settings")
 
@@ -49,15 +51,6 @@ def test_replayed_steps_are_the_reference(backend: str, tiny: Path, tiny_oracle:
         check_oracle(tiny_oracle, recipe, some, result)
 
 
-def test_budgets_of_their_own(tiny: Path, tiny_model: PreTrainedModel, tiny_oracle: Oracle) -> None:
-    """What is said of a request finds the layers that run, and not those with which vLLM measured graphs."""
-    some = [*asks(IDS, (257,), 30), Ask(IDS[9:200], 20, add=9, extra={"keepset": {"keep": 64}})]
-    engine = {"model": str(tiny), "max_num_seqs": 8, "kv_transfer_config": settings.CONNECTOR, **CHUNKED}
-    (result,) = run(Scenario(RAGGED[0], some, engine=engine, backend="FLASH_ATTN", graphs=True))
-    assert result.replays > 20
-    check(RAGGED[0], some, result, tiny_model, tiny_oracle)
-
-
 def test_so_they_are_under_model_runner_v2(tiny: Path, tiny_oracle: Oracle) -> None:
     """The default on GPUs, which captures and replays by itself; three requests fill a graph of four up."""
     some = [*asks(IDS, (257, 150), 30), Ask(IDS[9:200], 20, add=9)]
@@ -70,6 +63,18 @@ def test_so_they_are_under_model_runner_v2(tiny: Path, tiny_oracle: Oracle) -> N
         assert result.replays > 20
         assert all(result.events)
         check_oracle(tiny_oracle, recipe, some, result)
+
+
+def test_budgets_of_requests_own(tiny: Path) -> None:
+    """They are told which group of layers is which, also after vLLM has measured graphs over a cache for that alone."""
+    engine = {"model": str(tiny), "max_num_seqs": 8, **CHUNKED, "kv_transfer_config": settings.CONNECTOR}
+    called = Scenario(EQUAL[1], own_asks(OWN), engine=engine, backend="FLASH_ATTN")
+    (one,), (other,) = run(called), run(replace(called, graphs=True))
+    assert other.replays > 30
+    assert one.tokens == other.tokens and [one.events_of(i) for i in range(len(OWN))] == [
+        other.events_of(i) for i in range(len(OWN))
+    ]
+    other.check_nothing_left()
 
 
 def test_biases_are_added_in_replayed_steps(tiny: Path, tiny_model: PreTrainedModel) -> None:
