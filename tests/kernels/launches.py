@@ -42,7 +42,9 @@ _TYPES = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
-LONG, BLOCKS, SIZE, LAYERS = 2048, 12, 16, 2
+BLOCKS, SIZE, LAYERS = 12, 16, 2
+LENGTHS = 2048, 300, 5001
+"""Entries of a head, or tokens of a request."""
 
 
 class _Noted:
@@ -55,7 +57,7 @@ class _Noted:
         return lambda *args, **kwargs: self._launches.append((self._kernel, args, kwargs))
 
 
-def launched(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int) -> list[Launch]:
+def launched(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, long: int) -> list[Launch]:
     """Every kernel in the ways that differ most, for a model like this."""
     launches: list[Launch] = []
     kernels = [(m, name, kernel) for m in _MODULES for name, kernel in vars(m).items() if type(kernel) is JITFunction]
@@ -64,19 +66,19 @@ def launched(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int) -> li
     for each in patches:
         each.start()
     try:
-        _in_stores(dtype, head_dim, kv_heads, group)
-        _in_pages(dtype, head_dim, kv_heads, group)
+        _in_stores(dtype, head_dim, kv_heads, group, long)
+        _in_pages(dtype, head_dim, kv_heads, group, long)
     finally:
         patch.stopall()
     return launches
 
 
-def _in_stores(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int) -> None:
+def _in_stores(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, long: int) -> None:
     queries = torch.zeros(1, kv_heads * group, 64, head_dim, dtype=dtype)
     keys = torch.zeros(1, kv_heads, 64, head_dim, dtype=dtype)
-    positions, last = torch.arange(64)[None], torch.full((1, 64), LONG)
-    flat, places = torch.zeros(kv_heads * LONG, head_dim, dtype=dtype), torch.zeros(kv_heads * LONG, dtype=torch.int32)
-    runs, bias = runs_of([LONG] * kv_heads), torch.zeros(kv_heads * LONG)
+    positions, last = torch.arange(64)[None], torch.full((1, 64), long)
+    flat, places = torch.zeros(kv_heads * long, head_dim, dtype=dtype), torch.zeros(kv_heads * long, dtype=torch.int32)
+    runs, bias = runs_of([long] * kv_heads), torch.zeros(kv_heads * long)
     whole, scales = quantize(flat)
     eight_bits = PackedHeads(whole, whole, places, runs, bias, scales, scales)
     for store in PackedHeads(flat, flat, places, runs, bias), eight_bits:
@@ -91,23 +93,23 @@ def _in_stores(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int) -> 
     pack_entries(entries, torch.zeros(48 * kv_heads, dtype=torch.int64), torch.full((1, kv_heads), 48))
 
 
-def _in_pages(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int) -> None:
+def _in_pages(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, long: int) -> None:
     caches = [torch.zeros(BLOCKS, kv_heads, SIZE, 2 * head_dim, dtype=dtype) for _ in range(LAYERS)]
     queries, keys = (torch.zeros(2, heads, head_dim, dtype=dtype) for heads in (kv_heads * group, kv_heads))
-    filed, table = FiledLayouts.empty(BLOCKS, LAYERS, kv_heads, keys.device), torch.zeros(2, LONG, dtype=torch.int32)
+    filed, table = FiledLayouts.empty(BLOCKS, LAYERS, kv_heads, keys.device), torch.zeros(2, 512, dtype=torch.int32)
     layout, lengths = FiledLayouts.empty(2, LAYERS, kv_heads, keys.device).layout, torch.tensor([40, 7])
     one = type(layout)(*(part[:, :1] for part in layout))
-    tokens = PagedTokens(table, lengths.int(), LONG, lengths, lengths, lengths)
+    tokens = PagedTokens(table, lengths.int(), long, lengths, lengths, lengths)
     columns = torch.zeros(LAYERS, BLOCKS * kv_heads * SIZE)
     append_to_pages(keys, keys, caches[0], tokens, one)
     paged_attention(queries, caches, 0, tokens, one, 1.5, torch.zeros_like(queries), columns)
     follow_layouts(filed, table, lengths, lengths, lengths, torch.zeros(1, dtype=torch.int32), SIZE, layout)
-    entries = EntriesInPages(layout, table, lengths, layout.counts, LONG)
+    entries = EntriesInPages(layout, table, lengths, layout.counts, long)
     rings = torch.zeros(LAYERS, 2, 4, kv_heads * group, head_dim, dtype=dtype)
     recorded = RecordedQueries(rings, lengths, lengths[:, None].expand(-1, 4))
     for sums_of in GroupSums:
         sums = torch.zeros(*columns.shape, *sums_of.shape(group))
-        own = [torch.zeros(LAYERS, kv_heads, LONG, *sums_of.shape(group)), None]
+        own = [torch.zeros(LAYERS, kv_heads, long, *sums_of.shape(group)), None]
         received = Received(sums, lengths[:, None].expand(-1, 4), lengths, 1.5, sums_of, columns, columns, own)
         add_received_in_pages(caches, range(LAYERS), recorded, entries, received)
     shift_step(table, lengths.int(), torch.arange(3).int(), lengths, lengths, SIZE, table, lengths.int())
@@ -153,9 +155,16 @@ def distinct(launches: list[Launch], once: bool) -> Iterator[tuple[ASTSource, in
 
 
 if __name__ == "__main__":
-    dtype, head_dim, kv_heads, group, capability, once = sys.argv[1:]
-    launches = launched(getattr(torch, dtype), int(head_dim), int(kv_heads), int(group))
-    target = GPUTarget("cuda", int(capability), 32)
-    for made, warps in distinct(launches, once == "once"):
+    dtype, head_dim, kv_heads, group, capability, what = sys.argv[1:]
+    of_model = getattr(torch, dtype), int(head_dim), int(kv_heads), int(group)
+    programs, *others = (list(distinct(launched(*of_model, long), what == "once")) for long in LENGTHS)
+    if what == "lengths":  # another program would be compiled while a request waits
+        known = {made.hash() for made, _ in programs}
+        print(
+            *(made.fn.__name__ for other in others for made, _ in other if made.hash() not in known), sep="\n", end=""
+        )
+        sys.exit()
+    for made, warps in programs:
+        target = GPUTarget("cuda", int(capability), 32)
         program = compile(made, target=target, options={"num_warps": warps})
         print(made.fn.__name__, program.metadata.shared, len(program.asm["cubin"]))

@@ -48,7 +48,8 @@ def add_received(
     even = triton.cdiv(dispatch.processors(kind.device) * _PROGRAMS_PER_PROCESSOR, heads)
     parts = max(1, min(triton.cdiv(entries.longest, _LEAST_PART), max(least, min(most, even))))
     summed = tokens * (1 if largest else wide)
-    partial = torch.empty(heads, blocks * summed, triton.next_power_of_2(parts), device=kind.device)
+    # As for most parts: other numbers of them would be other programs, compiled while requests wait.
+    partial = torch.empty(heads, blocks * summed, most, device=kind.device)
     slots, at, last = (part.contiguous() for part in (queries.slots, queries.places, target.last_visible))
     shared = (
         kind, addresses.there, queries.rings, slots, at, last, target.bias,
@@ -61,7 +62,7 @@ def add_received(
         GROUP=group, WIDE=wide, TOKENS=tokens, HEAD_DIM=head_dim, HEAD_BLOCK=head_block,
         HEADS=kv_heads, HEADS_BLOCK=triton.next_power_of_2(kv_heads), SIZE=size, BLOCK=block, LEAST_PART=_LEAST_PART,
         LARGEST=largest, BIASED=target.bias is not None, PLACED=target.positions is not None,
-        ROWS=summed, PARTS=triton.next_power_of_2(parts),
+        ROWS=summed, PARTS=most,
         ALIGNED=addresses.aligned,
     )  # fmt: skip
     _paged_lse[(heads, parts, blocks)](*shared, partial, **sizes)
