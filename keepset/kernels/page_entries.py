@@ -10,6 +10,7 @@ from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from keepset.kernels.dispatch import launched_on, upload, uses_triton
+from keepset.kernels.paged_arguments import Addresses
 
 Cache = Shaped[Tensor, "blocks kv_heads block_size width"]
 """One layer's, with any strides but for an entry's own numbers; a sub-page is `block * kv_heads + head`."""
@@ -126,12 +127,12 @@ def _together(parts: Sequence[tuple[Tensor | slice, Tensor]], number: int) -> Te
     return whole
 
 
-def addresses_of(caches: Sequence[Cache]) -> Int[Tensor, " layers"]:
-    """Where they begin, on their device."""
+def addresses_of(caches: Sequence[Cache]) -> Addresses:
+    """Where they begin."""
     return _table(tuple(cache.data_ptr() for cache in caches), caches[0].device)
 
 
 @lru_cache(maxsize=256)
-def _table(addresses: tuple[int, ...], device: torch.device) -> Int[Tensor, " layers"]:
+def _table(addresses: tuple[int, ...], device: torch.device) -> Addresses:
     """Caches stay where they are: their addresses are looked up once."""
-    return upload(addresses, device)
+    return Addresses(upload(addresses, device), not any(address % 16 for address in addresses))

@@ -1,4 +1,4 @@
-"""What kernels in an engine's pages are told: new tokens, filed layouts, entries, queries, and what is added up."""
+"""What kernels in an engine's pages are told: caches, new tokens, filed layouts, entries, queries, what is added up."""
 
 from __future__ import annotations
 
@@ -11,6 +11,18 @@ from torch import Tensor
 
 from keepset.kernels.group_sums import GroupSums
 from keepset.kernels.subpages import Layout
+
+
+class Addresses(NamedTuple):
+    """Where the caches of some layers begin.
+
+    Attributes:
+        there: on their device.
+        aligned: whether each begins where a GPU loads 16 bytes at once.
+    """
+
+    there: Int[Tensor, " layers"]
+    aligned: bool
 
 
 class PagedTokens(NamedTuple):

@@ -66,6 +66,10 @@ class KeepImpl:
             self._pages = kv_cache, self.make_pages(layer, caches, place)
         return self._pages[1]
 
+    def forget_pages(self) -> None:
+        """There will be another cache: the one that there is would be held by its pages."""
+        self._pages = None
+
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:

@@ -138,6 +138,13 @@ def attention_layers(config: VllmConfig) -> Iterator[tuple[str, Any, int]]:
             yield name, layer, extract_layer_index(name)
 
 
+def all_layers(config: VllmConfig, here: tuple[int, ...]) -> tuple[int, ...]:
+    """Indices of the model's attention layers, of which this process may have a pipeline's stage."""
+    if config.parallel_config.pipeline_parallel_size == 1:
+        return here
+    return tuple(range(config.model_config.get_total_num_hidden_layers()))
+
+
 def captured_tokens(config: VllmConfig) -> int:
     """The most tokens of a step whose attention a CUDA graph may hold; 0 where none does."""
     compilation = config.compilation_config

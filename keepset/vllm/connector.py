@@ -64,14 +64,18 @@ class ExpectedEvents(KVConnectorMetadata):
 
 @dataclass
 class FreedBlockCounts(KVConnectorWorkerMetadata):
-    """To the scheduler: leading blocks that a request's layers do not use any more."""
+    """To the scheduler: leading blocks that a request's layers do not use any more.
+
+    A group of layers is reported in the same step by all processes that have some of them.
+    """
 
     blocks: dict[RequestKey, int] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> FreedBlockCounts:
         assert isinstance(other, FreedBlockCounts)
-        both = self.blocks.keys() & other.blocks.keys()
-        return FreedBlockCounts({key: min(self.blocks[key], other.blocks[key]) for key in both})
+        mine, others = self.blocks, other.blocks
+        both = {key: min(mine[key], others[key]) for key in mine.keys() & others.keys()}
+        return FreedBlockCounts(mine | others | both)
 
 
 class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
@@ -106,12 +110,14 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         metadata, context = self._connector_metadata, active()
         assert isinstance(metadata, ExpectedEvents) and context is not None
         self._failed |= metadata.refused
-        for group, layers in enumerate(context.groups):
-            planner = layers.planner
+        for number, group in enumerate(self._kv_cache_config.kv_cache_groups):
+            if not group.layer_names:  # another stage of the pipeline has them
+                continue
+            planner = context.groups[group.layer_names[0]].planner
             planner.notes.forget(metadata.ended)
             for name, (text, pages) in metadata.begin.items():
                 own = planner.schedule.under(None if text is None else Recipe.parse(text))
-                planner.notes.file(pages[group], RequestNote(name, 0, own=own))
+                planner.notes.file(pages[number], RequestNote(name, 0, own=own))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Refused requests end as those whose caches could not be fetched."""

@@ -52,7 +52,7 @@ class ContextLoader:
     """Of one process; `context` has its layers, whose pages are like those of this cache."""
 
     def __init__(self, context: EngineContext, cache: Tensor) -> None:
-        (self._group,), self._cache = context.groups, cache
+        (self._group,), self._cache = context.groups.values(), cache
         self._events, schedule = context.events, self._group.planner.schedule
         self._block_size, self._kv_heads = schedule.block_size, schedule.kv_heads
         self._rank = get_tensor_model_parallel_rank()

@@ -59,7 +59,7 @@ class ContextSaver:
     """Of a process that computes; `context` has its layers. Of several ranks the first writes the heads of all."""
 
     def __init__(self, context: EngineContext) -> None:
-        (self._group,) = context.groups
+        (self._group,) = context.groups.values()
         self._events = context.events
         self._writer = ThreadPoolExecutor(1, "keepset-saves")
         self._writing: list[tuple[str, Future[None]]] = []

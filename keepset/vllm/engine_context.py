@@ -30,7 +30,7 @@ from keepset.paged.recording import Recording
 from keepset.paged.step import StepPlan
 from keepset.recipe import Recipe
 from keepset.vllm import stats
-from keepset.vllm.compat import ask_for_prompt_lengths, attention_layers, captured_tokens
+from keepset.vllm.compat import all_layers, ask_for_prompt_lengths, attention_layers, captured_tokens
 from keepset.vllm.memory import Shape, reserve
 from keepset.vllm.query_projection import VLLMQueryProjection, watch_projections
 from keepset.vllm.settings import contexts_of, recipe_of, save_limit_of
@@ -70,7 +70,7 @@ class EngineContext:
         projections: of the layers, by name, where the recipe looks at hidden states.
         freed_blocks: what events emptied, for the connector to fetch.
         events: of all layers.
-        groups: of layers that share block tables.
+        groups: of layers that share block tables, by the name of the first.
         neighbours: those of each layer, by its name, and its place among them.
     """
 
@@ -82,7 +82,7 @@ class EngineContext:
         self.projections: dict[str, VLLMQueryProjection] = {}
         self.freed_blocks = FreedBlocks()
         self.events = EventQueue(self.freed_blocks)
-        self.groups: list[LayerGroup] = []
+        self.groups: dict[str, LayerGroup] = {}
         self.neighbours: dict[str, tuple[list[Any], int]] = {}
         self._watch = watch_projections(self.projections) if recipe.method.needs.hidden_states else None
         self._passing: PassingQueries | None = None
@@ -94,7 +94,7 @@ class EngineContext:
 
     @cached_property
     def layers(self) -> dict[str, int]:
-        """The model's attention layers by name, and their indices."""
+        """The model's attention layers that this process has, by name, and their indices."""
         layers = {}
         for name, layer, index in attention_layers(self.config):
             check_layer(name, layer, unseen=self._watch is not None and name not in self.projections)
@@ -113,23 +113,23 @@ class EngineContext:
         """The kind of cache of the layer that is asked for now."""
         if self._watch is not None:  # the model is built
             self._watch.remove()
-        indices = tuple(self.layers.values())
-        index = indices[self._specs_made % len(indices)]
+        here = tuple(self.layers.values())
+        index = here[self._specs_made % len(here)]
         self._specs_made += 1
         ask_for_prompt_lengths(self.config)
         if self._passing is None:  # and vLLM has not measured yet what there is room for
-            self._passing = self._room(len(indices))
+            self._passing = self._room(len(here))
             entry_bytes, longest = 2 * spec.head_size * spec.dtype.itemsize, self.config.model_config.max_model_len
-            shape = Shape(len(indices), spec.num_kv_heads, entry_bytes, longest)
+            shape = Shape(len(here), spec.num_kv_heads, entry_bytes, longest)
             saves = save_limit_of(self.config) > 0
             self._reserve = reserve(self.config, self.recipe, self.recording.group, saves, shape)
-            self._tape = self._make_tape(len(indices))
-        scheduler = self.config.scheduler_config
+            self._tape = self._make_tape(len(here))
+        scheduler, layers = self.config.scheduler_config, all_layers(self.config, here)
         return KeepSpec.wrap(
             check_spec(spec),
             recipe=str(self.recipe),
-            layer=group_leader(self.recipe, index, indices),
-            layers=indices,
+            layer=group_leader(self.recipe, index, layers),
+            layers=layers,
             tokens_per_step=scheduler.max_num_batched_tokens,
             steps_ahead=int(bool(scheduler.async_scheduling)),
             per_head=contexts_of(self.config) is not None,
@@ -171,6 +171,12 @@ class EngineContext:
         if self._tape is not None:
             tape = self._tape[list(self.layers).index(layer)]
             tape[: len(queries)].copy_(queries[: len(tape)])
+
+    def add(self, group: LayerGroup, layers: Sequence[str]) -> None:
+        """A group of these layers; if there is one, it was of a cache that vLLM had to measure what graphs take."""
+        if (former := self.groups.get(layers[0])) is not None:
+            self.events.steps.pop(former, None)
+        self.groups[layers[0]] = group
 
     def begin(self, step: PlannedStep) -> None:
         """What the next forward of these layers is to do."""

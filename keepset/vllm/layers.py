@@ -27,6 +27,8 @@ def layer_group(context: EngineContext, planner: Planner, names: Sequence[str]) 
     config = context.config
     layers = [config.compilation_config.static_forward_context[name] for name in names]
     context.neighbours |= {name: (layers, place) for place, name in enumerate(names)}
+    for layer in layers:
+        layer.impl.forget_pages()
     impl, rotary = layers[0].impl, None
     if context.recipe.method.needs.unrotated:
         dtype = cast(torch.dtype, config.model_config.dtype)

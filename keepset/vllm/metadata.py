@@ -88,7 +88,7 @@ class KeepBuilder:
             replays=captured_tokens(vllm_config) > 0,
         )
         self._group = layer_group(context, planner, layer_names)
-        context.groups.append(self._group)
+        context.add(self._group, layer_names)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:

@@ -103,8 +103,6 @@ def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
         yield "KV connectors move whole caches; leave kv_transfer_config out."
     elif connector is None and not recipe.method.fixed_total:
         yield f"how much it keeps depends on the data; give kv_transfer_config {json.dumps(CONNECTOR)}."
-    if parallel.pipeline_parallel_size > 1:
-        yield "with pipeline parallelism a process does not see all layers: untried; use tensor parallelism."
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         yield "context parallelism divides a request's entries; use tensor parallelism."
     if getattr(parallel, "use_ubatching", False) or getattr(parallel, "enable_dbo", False):
@@ -186,12 +184,14 @@ def _of_graphs(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
 
 
 def _of_ranks(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
-    if config.parallel_config.tensor_parallel_size == 1:
-        return
-    if recipe.method.needs.of(ModelStatistics):
+    """Each process compresses its own heads (tensor parallelism) of its own layers (pipeline parallelism)."""
+    heads, stages = config.parallel_config.tensor_parallel_size, config.parallel_config.pipeline_parallel_size
+    if heads > 1 and recipe.method.needs.of(ModelStatistics):
         yield "its statistics are of all heads, of which with tensor parallelism a process holds a part; use one GPU."
-    if recipe.method.across_layers:
-        yield "it compares all heads, of which with tensor parallelism a process holds a part; use one GPU."
+    if heads * stages > 1 and recipe.method.across_layers:
+        yield "it compares all heads of all layers, of which each of several GPUs holds a part; use one GPU."
+    if stages > 1 and contexts_of(config) is not None:
+        yield "contexts are of all layers, of which a pipeline's stage holds a part; use tensor parallelism."
 
 
 def _of_model(config: VllmConfig) -> Iterator[str]:

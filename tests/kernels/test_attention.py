@@ -108,7 +108,9 @@ def test_is_a_masked_softmax_over_each_heads_entries(
         packed = replace(packed, bias=bias.to(dtype))
     # As models make them: token by token.
     queries = torch.randn(batch, n, kv_heads * group, head_dim, generator=draw).to(dtype).transpose(1, 2)
-    at = torch.stack([torch.arange(n) + 12 - n - request for request in range(batch)]) if causal else None
+    # A part of a longer call's.
+    positions = torch.stack([torch.arange(n + 1) + 12 - n - request for request in range(batch)])
+    at = positions[:, :n] if causal else None
     output = ragged_attention(queries, [packed], scaling, at)
     assert output.dtype == dtype and output.is_contiguous()
     right, lse = expected(queries, packed, kv_heads, scaling, at)

@@ -181,11 +181,39 @@ def _use_v2() -> None:
 
     cudagraph_utils.capture_pool = cudagraph_utils.graph_capture = lambda *args, **more: nullcontext()
     cudagraph_utils.current_stream = lambda: None
-    CpuPlatform.get_global_graph_pool = lambda self: None
+    CpuPlatform.get_global_graph_pool = CpuPlatform.graph_pool_handle = lambda self: None
     torch.cuda.CUDAGraph, torch.cuda.graph = Graph, _captured
     torch.accelerator.empty_cache = lambda: None
     torch.accelerator.get_memory_info = lambda *args: (0, 0)
     model_runner.freeze_gc_for_cudagraph_capture, model_runner.lock_workspace = nullcontext, lambda: None
+
+
+def _measure_first(runner_v2: bool) -> None:
+    """A worker for GPUs captures some graphs over a smallest cache, to know what is left for the real one."""
+    from vllm.config import CUDAGraphMode, set_current_vllm_config
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    determine = CPUWorker.determine_available_memory
+
+    def measured(worker: Any) -> int:
+        runner, config = worker.model_runner, worker.vllm_config
+        if runner_v2:
+            runner.profile_cudagraph_memory()
+        else:
+            with torch.inference_mode(), set_current_vllm_config(config):
+                runner._init_minimal_kv_cache_for_profiling()
+                for size in SIZES[:1:-1]:
+                    runner._dummy_run(
+                        size,
+                        cudagraph_runtime_mode=CUDAGraphMode.FULL,
+                        uniform_decode=True,
+                        is_graph_capturing=True,
+                        profile_seq_lens=config.model_config.max_model_len,
+                    )
+                runner._cleanup_profiling_kv_cache()
+        return determine(worker)
+
+    CPUWorker.determine_available_memory = measured
 
 
 def use(backend: str | None, runner_v2: bool) -> None:
@@ -208,6 +236,7 @@ def use(backend: str | None, runner_v2: bool) -> None:
     CpuPlatform.check_and_update_config = classmethod(checked)
     if runner_v2:
         _use_v2()
+    _measure_first(runner_v2)
     places: list[tuple[Any, str]] = [(attention, "append_to_pages"), (attention, "paged_attention")]
     if backend == "FLASHINFER":
         from vllm.v1.attention.backends import flashinfer  # not even there to be imported, if it is not pretended

@@ -173,7 +173,7 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
             run_events()
         if scenario["graphs"]:
             captured = graphs.Graphs(worker.worker.model_runner, scenario["runner_v2"])
-        if worker is not None and scenario["engine"].get("tensor_parallel_size", 1) == 1:
+        if worker is not None and not {"tensor_parallel_size", "pipeline_parallel_size"} & scenario["engine"].keys():
             undo = watch.watch_events(worker.worker.model_runner)
     grouping.GROUPS = default_groups
     layers = engine.vllm_config.compilation_config.static_forward_context.values()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,13 @@ from transformers import PreTrainedModel
 import keepset
 from tests.vllm.compared import CHUNKED, asks, check_cache, check_oracle, fed
 from tests.vllm.engine import Ask, Scenario, run
+from tests.vllm.late import Late
 from tests.vllm.oracle import Oracle
 from tests.vllm.test_life import IDS
+from tests.vllm.test_own_budgets import OWN
+from tests.vllm.test_own_budgets import asks as own_asks
+
+settings = Late("keepset.vllm.settings")
 
 EQUAL = [
     "streaming_llm(keep=64, every=8)",
@@ -57,6 +63,18 @@ def test_so_they_are_under_model_runner_v2(tiny: Path, tiny_oracle: Oracle) -> N
         assert result.replays > 20
         assert all(result.events)
         check_oracle(tiny_oracle, recipe, some, result)
+
+
+def test_budgets_of_requests_own(tiny: Path) -> None:
+    """They are told which group of layers is which, also after vLLM has measured graphs over a cache for that alone."""
+    engine = {"model": str(tiny), "max_num_seqs": 8, **CHUNKED, "kv_transfer_config": settings.CONNECTOR}
+    called = Scenario(EQUAL[1], own_asks(OWN), engine=engine, backend="FLASH_ATTN")
+    (one,), (other,) = run(called), run(replace(called, graphs=True))
+    assert other.replays > 30
+    assert one.tokens == other.tokens and [one.events_of(i) for i in range(len(OWN))] == [
+        other.events_of(i) for i in range(len(OWN))
+    ]
+    other.check_nothing_left()
 
 
 def test_biases_are_added_in_replayed_steps(tiny: Path, tiny_model: PreTrainedModel) -> None:

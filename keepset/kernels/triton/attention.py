@@ -13,11 +13,10 @@ from torch import Tensor
 from keepset.kernels import dispatch
 from keepset.kernels.packed import HeadTable, PackedHeads
 from keepset.kernels.triton.softmax import streamed
+from keepset.kernels.triton.tiles import rows_of
 
 _BLOCK = 64
-"""Entries that a program looks at together."""
-_ROWS = 64
-"""Queries of a head that a program serves at most; the others read its entries once more."""
+"""Parts are multiples of so many entries."""
 _PROGRAMS_PER_PROCESSOR = 4
 _LEAST_PART = 256
 """Entries below which a part is not worth the merge."""
@@ -43,7 +42,10 @@ def ragged_attention(
     kv_heads = heads // batch
     group = query_heads // kv_heads
     rows = group * n
-    block_rows = min(_ROWS, max(16, triton.next_power_of_2(rows)))
+    head_block, value_block = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim, value_dim))
+    block = rows_of(max(head_block, value_block), queries.dtype)
+    # Queries beyond these read their head's entries once more.
+    block_rows = min(block, max(16, triton.next_power_of_2(rows)))
     row_blocks = triton.cdiv(rows, block_rows)
     part = _part(queries.device, sum(store.entries for store in stores) * row_blocks)
     parts = max(1, triton.cdiv(max(store.longest for store in stores), part))
@@ -51,17 +53,16 @@ def ragged_attention(
     lse = torch.empty(batch, n, query_heads, device=queries.device)
     partial = output if parts == 1 else torch.empty(parts, *output.shape, device=queries.device)
     partial_lse = lse if parts == 1 else torch.empty(parts, *lse.shape, device=queries.device)
-    # The largest products that the registers of one program hold.
-    wide = max(head_dim, value_dim) > 128
     biased = next((store.bias for store in stores if store.bias is not None), None)
-    _attend_part[(heads, parts, row_blocks)](
-        queries, kind.keys, kind.values, kind.positions, biased, kind.key_scale, table.there, query_positions,
+    last_visible = None if query_positions is None else query_positions.contiguous()
+    # Of a grid's axes the first alone has more than 65,535 places.
+    _attend_part[(heads * row_blocks, parts)](
+        queries, kind.keys, kind.values, kind.positions, biased, kind.key_scale, table.there, last_visible,
         partial, partial_lse, *queries.stride(), scaling, part, table.grown, n, kv_heads, heads,
         batch * n * query_heads,
         GROUP=group, HEAD_DIM=head_dim, VALUE_DIM=value_dim,
-        HEAD_BLOCK=max(16, triton.next_power_of_2(head_dim)), VALUE_BLOCK=max(16, triton.next_power_of_2(value_dim)),
-        ROWS=block_rows, BLOCK=_BLOCK // 2 if wide else _BLOCK,
-        CAUSAL=query_positions is not None, BIASED=biased is not None, INT8=kind.key_scale is not None,
+        HEAD_BLOCK=head_block, VALUE_BLOCK=value_block, ROWS=block_rows, BLOCK=block,
+        CAUSAL=last_visible is not None, BIASED=biased is not None, INT8=kind.key_scale is not None,
         ALIGNED=table.aligned,
     )  # fmt: skip
     if parts > 1:
@@ -88,12 +89,13 @@ def _attend_part(
     HEAD_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     CAUSAL: tl.constexpr, BIASED: tl.constexpr, INT8: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    head, split = tl.program_id(0), tl.program_id(1)
+    program, split = tl.program_id(0), tl.program_id(1)
+    head, block = program % heads, program // heads
     request, kv_head = head // kv_heads, head % kv_heads
     # The query group is folded into the rows, its tokens innermost.
-    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    row = block * ROWS + tl.arange(0, ROWS)
     exists = row < GROUP * n
-    query, token = kv_head * GROUP + row // n, row % n
+    query, token = (kv_head * GROUP + row // n).to(tl.int64), (row % n).to(tl.int64)
     dims, value_dims = tl.arange(0, HEAD_BLOCK), tl.arange(0, VALUE_BLOCK)
     of_row = request.to(tl.int64) * query_batch + query * query_head + token * query_token
     q = tl.load(
@@ -181,7 +183,8 @@ def _merge_parts(
         merged = merged * shrink + tl.sum(attended * tl.trans(weights), 0)
     total = tl.where(total == 0.0, 1.0, total)
     merged = merged / total
-    tl.store(lse + row + tl.arange(0, 1), largest + tl.log(total))
+    if lse is not None:
+        tl.store(lse + row + tl.arange(0, 1), largest + tl.log(total))
     if LISTED:  # the tokens that these are of all
         row = tl.load(places + row // heads).to(tl.int64) * heads + row % heads
     tl.store(output + row * VALUE_DIM + dims, merged.to(output.dtype.element_ty), mask=dims < VALUE_DIM)

@@ -11,8 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from keepset.kernels.triton.softmax import streamed
+from keepset.kernels.triton.tiles import rows_of
 
-_BLOCK = 64
 _RULES = {"each": 0, "sum": 1, "mean": 2, "max": 3}
 
 
@@ -35,12 +35,13 @@ def attention_columns(
     members = query_heads // kv_heads
     heads = query_heads if group == "each" else kv_heads
     statistics = {name: torch.empty(heads, entries, device=keys.device) for name in names}
-    unused = lse
-    _columns[(triton.cdiv(entries, _BLOCK), heads)](
+    unused, head_block = lse, max(16, triton.next_power_of_2(head_dim))
+    block = rows_of(head_block, keys.dtype)
+    _columns[(triton.cdiv(entries, block), heads)](
         queries, keys, lse, *(statistics.get(name, unused) for name in ("sum", "max", "square")),
         *queries.stride(), *keys.stride(), *lse.stride(), n, entries, scaling,
-        MEMBERS=members, RULE=_RULES[group], HEAD_DIM=head_dim, HEAD_BLOCK=max(16, triton.next_power_of_2(head_dim)),
-        BLOCK=_BLOCK, CAUSAL=causal, SUM="sum" in names, MAX="max" in names, SQUARE="square" in names,
+        MEMBERS=members, RULE=_RULES[group], HEAD_DIM=head_dim, HEAD_BLOCK=head_block, BLOCK=block, CAUSAL=causal,
+        SUM="sum" in names, MAX="max" in names, SQUARE="square" in names,
     )  # fmt: skip
     return statistics
 
@@ -54,15 +55,16 @@ def log_sum_exp(
     """The same as `keepset.kernels.columns.log_sum_exp`, in one launch."""
     query_heads, n, head_dim = queries.shape
     lse = torch.empty(query_heads, n, device=queries.device)
-    _log_sum_exp[(triton.cdiv(n, _BLOCK), query_heads)](
+    head_block = max(16, triton.next_power_of_2(head_dim))
+    block = rows_of(head_block, keys.dtype)
+    _log_sum_exp[(triton.cdiv(n, block), query_heads)](
         queries, keys, lse, *queries.stride(), *keys.stride(), n, keys.shape[1], scaling,
-        MEMBERS=query_heads // keys.shape[0], HEAD_DIM=head_dim,
-        HEAD_BLOCK=max(16, triton.next_power_of_2(head_dim)), BLOCK=_BLOCK, CAUSAL=causal,
+        MEMBERS=query_heads // keys.shape[0], HEAD_DIM=head_dim, HEAD_BLOCK=head_block, BLOCK=block, CAUSAL=causal,
     )  # fmt: skip
     return lse
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lse_head", "n", "entries"])
 def _columns(
     queries, keys, lse, sums, maxima, squares,
     query_head, query_token, query_dim, key_head, key_entry, key_dim, lse_head, lse_token, n, entries, scaling,
@@ -102,7 +104,7 @@ def _columns(
                 queries + of_query * query_head + row[:, None].to(tl.int64) * query_token + dims[None, :] * query_dim,
                 mask=(row < n)[:, None] & in_head[None, :], other=0.0,
             )  # fmt: skip
-            normaliser = tl.load(lse + of_query * lse_head + row * lse_token, mask=row < n, other=0.0)
+            normaliser = tl.load(lse + of_query * lse_head + row.to(tl.int64) * lse_token, mask=row < n, other=0.0)
             logits = tl.dot(q, k, input_precision="ieee") * scaling - normaliser[:, None]
             visible = (row < n)[:, None]
             if CAUSAL:
@@ -132,7 +134,7 @@ def _columns(
         tl.store(squares + place, of_squares, mask=stored)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "entries"])
 def _log_sum_exp(
     queries, keys, lse, query_head, query_token, query_dim, key_head, key_entry, key_dim, n, entries, scaling,
     MEMBERS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK: tl.constexpr, CAUSAL: tl.constexpr,

@@ -7,12 +7,14 @@ import triton.language as tl
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
+from keepset.kernels.paged_arguments import Addresses
+
 _BLOCK = 32
 
 
 def read(
     kind: Shaped[Tensor, "blocks kv_heads block_size width"],
-    addresses: Int[Tensor, " layers"],
+    addresses: Addresses,
     place: int,
     subpages: Int[Tensor, "*rows pages"],
     entries: Shaped[Tensor, "*rows entries width"],
@@ -20,14 +22,15 @@ def read(
     """Copies sub-pages to `entries`, one program each; `kind` is one of the layers' caches."""
     blocks, kv_heads, size, width = kind.shape
     _read_pages[(subpages.numel(),)](
-        kind, addresses, subpages, entries, *kind.stride()[:3], kv_heads, blocks, place, len(addresses),
+        kind, addresses.there, subpages, entries, *kind.stride()[:3], kv_heads, blocks, place, len(addresses.there),
         SIZE=size, ROWS=triton.next_power_of_2(size), WIDTH=width, WIDE=triton.next_power_of_2(width),
+        ALIGNED=addresses.aligned,
     )  # fmt: skip
 
 
 def take(
     kind: Shaped[Tensor, "blocks kv_heads block_size width"],
-    addresses: Int[Tensor, " layers"],
+    addresses: Addresses,
     entries: Shaped[Tensor, "n width"],
     slots: Int[Tensor, " n"],
 ) -> None:
@@ -38,7 +41,7 @@ def take(
 
 def write(
     kind: Shaped[Tensor, "blocks kv_heads block_size width"],
-    addresses: Int[Tensor, " layers"],
+    addresses: Addresses,
     keys: Shaped[Tensor, "n head_dim"],
     values: Shaped[Tensor, "n head_dim"],
     slots: Int[Tensor, " n"],
@@ -51,22 +54,25 @@ def write(
 def _move(kind, addresses, keys, values, slots, into_pages: bool) -> None:  # type: ignore[no-untyped-def]
     blocks, kv_heads, size, width = kind.shape
     _move_entries[(triton.cdiv(len(slots), _BLOCK),)](
-        kind, addresses, keys, values, slots, *kind.stride()[:3], keys.stride(0), values.stride(0),
+        kind, addresses.there, keys, values, slots, *kind.stride()[:3], keys.stride(0), values.stride(0),
         len(slots), kv_heads, size, blocks,
         HALF=width // 2, WIDE=triton.next_power_of_2(width // 2), BLOCK=_BLOCK, INTO_PAGES=into_pages,
+        ALIGNED=addresses.aligned,
     )  # fmt: skip
 
 
 # Of `kind` only the type is looked at: what is read is found by the table's addresses.
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def _read_pages(
     kind, addresses, subpages, entries, of_block, of_head, of_token, kv_heads, blocks, first, layers,
-    SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     page = tl.program_id(0).to(tl.int64)
     subpage = tl.load(subpages + page).to(tl.int64)
     through = subpage // kv_heads
     cache = tl.load(addresses + (first + through // blocks) % layers).to(kind.dtype)
+    if ALIGNED:
+        cache = tl.multiple_of(cache, 16)
     token, dims = tl.arange(0, ROWS).to(tl.int64), tl.arange(0, WIDE)
     mask = (token < SIZE)[:, None] & (dims < WIDTH)[None, :]
     source = cache + through % blocks * of_block + subpage % kv_heads * of_head
@@ -78,7 +84,7 @@ def _read_pages(
 @triton.jit(do_not_specialize=["number"])
 def _move_entries(
     kind, addresses, keys, values, slots, of_block, of_head, of_token, of_key, of_value, number, kv_heads, size, blocks,
-    HALF: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, INTO_PAGES: tl.constexpr,
+    HALF: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, INTO_PAGES: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     exists = entry < number
@@ -86,6 +92,8 @@ def _move_entries(
     subpage = slot // size
     block = subpage // kv_heads
     cache = tl.load(addresses + block // blocks).to(kind.dtype)
+    if ALIGNED:
+        cache = tl.multiple_of(cache, 16)
     dims = tl.arange(0, WIDE)
     mask = exists[:, None] & (dims < HALF)[None, :]
     place = block % blocks * of_block + subpage % kv_heads * of_head + slot % size * of_token

@@ -9,13 +9,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.kernels import dispatch
-from keepset.kernels.paged_arguments import FiledLayouts, PagedTokens
+from keepset.kernels.blocks import DEVICE_BLOCK
+from keepset.kernels.paged_arguments import Addresses, FiledLayouts, PagedTokens
 from keepset.kernels.subpages import Layout
 from keepset.kernels.triton.attention import _MERGED, _merge_parts
 from keepset.kernels.triton.softmax import streamed
+from keepset.kernels.triton.tiles import rows_of
 
-_BLOCK = 64
-"""Entries that a program looks at together."""
 _PROGRAMS_PER_PROCESSOR = 4
 _LEAST_PART = 256
 """Entries below which a part is not worth the merge."""
@@ -26,7 +26,7 @@ _SPLITS = 8, 64
 def attend(
     queries: Float[Tensor, "tokens query_heads head_dim"],
     cache: Float[Tensor, "blocks kv_heads block_size two_head_dim"],
-    addresses: Int[Tensor, " layers"],
+    addresses: Addresses,
     place: int,
     tokens: PagedTokens,
     layout: Layout,
@@ -44,24 +44,25 @@ def attend(
     if not n:
         return
     group = query_heads // heads
-    splits = _splits(queries.device, n * heads, tokens.longest)
+    splits = _splits(queries.device, n * heads, tokens.longest, n * query_heads * head_dim)
     partial, lse = output, None
     if splits > 1:
         partial = torch.empty(splits, n, query_heads, head_dim, device=queries.device)
         lse = torch.empty(splits, n, query_heads, device=queries.device)
+    head_block = max(16, triton.next_power_of_2(head_dim))
     _attend_pages[(n, heads, splits)](
-        queries, cache, addresses, bias, *_places(tokens, layout), partial, lse,
-        *queries.stride()[:2], *cache.stride()[:3], *_rows(tokens, layout), place, len(addresses),
+        queries, cache, addresses.there, bias, *_places(tokens, layout), partial, lse,
+        *queries.stride()[:2], *cache.stride()[:3], *_rows(tokens, layout), place, len(addresses.there),
         0 if bias is None else bias.stride(0), scaling, n * query_heads,
         GROUP=group, HEADS=heads, HEADS_BLOCK=triton.next_power_of_2(heads), HEAD_DIM=head_dim,
-        HEAD_BLOCK=max(16, triton.next_power_of_2(head_dim)), SIZE=size,
-        ROWS=max(16, triton.next_power_of_2(group)), BLOCK=_BLOCK, LEAST_PART=_LEAST_PART,
+        HEAD_BLOCK=head_block, SIZE=size, ROWS=max(16, triton.next_power_of_2(group)),
+        BLOCK=rows_of(head_block, cache.dtype), LEAST_PART=_LEAST_PART,
         LISTED=tokens.rows is not None, BIASED=bias is not None, SPLIT=splits > 1,
+        ALIGNED=addresses.aligned,
     )  # fmt: skip
     if splits > 1:
-        # What an output was normalised by is asked for by nobody: it takes the place of its first part's.
         _merge_parts[(n * query_heads,)](
-            partial, lse, output, lse, tokens.places, n * query_heads, splits, query_heads,
+            partial, lse, output, None, tokens.places, n * query_heads, splits, query_heads,
             VALUE_DIM=head_dim, VALUE_BLOCK=triton.next_power_of_2(head_dim), BLOCK=_MERGED,
             LISTED=tokens.places is not None,
         )  # fmt: skip
@@ -107,11 +108,16 @@ def follow(
     return pages
 
 
-def _splits(device: torch.device, programs: int, longest: int) -> int:
-    """Parts of every head: enough to keep the device busy, none shorter than is worth it."""
+def _splits(device: torch.device, programs: int, longest: int, numbers: int) -> int:
+    """Parts of every head: enough to keep the device busy, none shorter than is worth it.
+
+    Of many tokens, of which each has so many `numbers` of output, they are fewer: what parts are merged from is memory
+    that the engine knows nothing of.
+    """
     least, most = _SPLITS
     even = triton.cdiv(dispatch.processors(device) * _PROGRAMS_PER_PROCESSOR, programs)
-    return max(1, min(triton.cdiv(longest, _LEAST_PART), max(least, min(most, even))))
+    worth = min(triton.cdiv(longest, _LEAST_PART), max(least, min(most, even)))
+    return max(1, min(worth, DEVICE_BLOCK // numbers))
 
 
 def _places(tokens: PagedTokens, layout: Layout) -> tuple[Tensor | None, ...]:
@@ -147,7 +153,7 @@ def _number(page, kept, start, later, HEADS: tl.constexpr):
     return tl.where(page < kept, start + page, later + page * HEADS)
 
 
-@triton.jit(do_not_specialize=["outputs"])
+@triton.jit(do_not_specialize=["layer", "outputs"])
 def _attend_pages(
     queries, cache, caches, bias, block_table, counts, event_lengths, firsts, shares, places, rows, lengths,
     output, lse,
@@ -156,7 +162,7 @@ def _attend_pages(
     GROUP: tl.constexpr, HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr, SIZE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, LEAST_PART: tl.constexpr,
-    LISTED: tl.constexpr, BIASED: tl.constexpr, SPLIT: tl.constexpr,
+    LISTED: tl.constexpr, BIASED: tl.constexpr, SPLIT: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     token, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     place, row = token, token
@@ -201,7 +207,10 @@ def _attend_pages(
             holder = entry * 0 + layer
         block = tl.load(table + index, mask=stored, other=0).to(tl.int64)
         at = block * cache_block + (number % HEADS) * cache_head + (entry % SIZE) * cache_entry
-        numbers = tl.load(caches + holder).to(cache.dtype) + at
+        numbers = tl.load(caches + holder).to(cache.dtype)
+        if ALIGNED:
+            numbers = tl.multiple_of(numbers, 16)
+        numbers += at
         k = tl.load(numbers[None, :] + dims[:, None], mask=stored[None, :] & (dims < HEAD_DIM)[:, None], other=0.0)
         logits = tl.dot(q, k, input_precision="ieee") * scaling
         if BIASED:

@@ -10,14 +10,11 @@ from torch import Tensor
 
 from keepset.kernels import dispatch
 from keepset.kernels.group_sums import GroupSums
-from keepset.kernels.paged_arguments import EntriesInPages, Received, RecordedQueries
+from keepset.kernels.paged_arguments import Addresses, EntriesInPages, Received, RecordedQueries
 from keepset.kernels.triton.paged import _dealt, _number
 from keepset.kernels.triton.softmax import add_numbers, log_sum_exp, received, seen_logits, streamed
+from keepset.kernels.triton.tiles import rows_of
 
-_BLOCK = 64
-"""Entries that a program looks at together."""
-_ROWS = 64
-"""Queries of a head that are looked at together."""
 _PROGRAMS_PER_PROCESSOR = 4
 _LEAST_PART = 256
 """Entries below which a part is not worth a program."""
@@ -27,7 +24,7 @@ _PARTS = 4, 16
 
 def add_received(
     kind: Float[Tensor, "blocks kv_heads block_size two_head_dim"],
-    addresses: Int[Tensor, " layers"],
+    addresses: Addresses,
     places: range,
     queries: RecordedQueries,
     entries: EntriesInPages,
@@ -43,7 +40,9 @@ def add_received(
     group, heads = query_heads // kv_heads, layers * rows * kv_heads
     largest = target.sums_of is GroupSums.LARGEST
     wide = triton.next_power_of_2(group)
-    tokens = max(16 // wide, min(max(_ROWS // wide, 1), triton.next_power_of_2(n)), 1)
+    head_block = max(16, triton.next_power_of_2(head_dim))
+    block = rows_of(head_block, kind.dtype)
+    tokens = max(16 // wide, min(max(block // wide, 1), triton.next_power_of_2(n)), 1)
     blocks = triton.cdiv(n, tokens)
     least, most = _PARTS
     even = triton.cdiv(dispatch.processors(kind.device) * _PROGRAMS_PER_PROCESSOR, heads)
@@ -52,17 +51,18 @@ def add_received(
     partial = torch.empty(heads, blocks * summed, triton.next_power_of_2(parts), device=kind.device)
     slots, at, last = (part.contiguous() for part in (queries.slots, queries.places, target.last_visible))
     shared = (
-        kind, addresses, queries.rings, slots, at, last, target.bias,
+        kind, addresses.there, queries.rings, slots, at, last, target.bias,
         target.positions, entries.block_table, *entries.layout, entries.packed, entries.lengths,
         *kind.stride()[:3], *queries.rings.stride()[:4], entries.block_table.stride(0),
         kind.shape[0] * kv_heads * size, target.scaling, n, rows, places.start, of_group,
-        len(addresses), parts,
+        len(addresses.there), parts,
     )  # fmt: skip
     sizes = dict(
-        GROUP=group, WIDE=wide, TOKENS=tokens, HEAD_DIM=head_dim, HEAD_BLOCK=max(16, triton.next_power_of_2(head_dim)),
-        HEADS=kv_heads, HEADS_BLOCK=triton.next_power_of_2(kv_heads), SIZE=size, BLOCK=_BLOCK, LEAST_PART=_LEAST_PART,
+        GROUP=group, WIDE=wide, TOKENS=tokens, HEAD_DIM=head_dim, HEAD_BLOCK=head_block,
+        HEADS=kv_heads, HEADS_BLOCK=triton.next_power_of_2(kv_heads), SIZE=size, BLOCK=block, LEAST_PART=_LEAST_PART,
         LARGEST=largest, BIASED=target.bias is not None, PLACED=target.positions is not None,
         ROWS=summed, PARTS=triton.next_power_of_2(parts),
+        ALIGNED=addresses.aligned,
     )  # fmt: skip
     _paged_lse[(heads, parts, blocks)](*shared, partial, **sizes)
     _add_in_pages[(heads, parts)](
@@ -115,7 +115,7 @@ def _logits(
     first, layers,
     GROUP: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr, BIASED: tl.constexpr,
-    PLACED: tl.constexpr,
+    PLACED: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Of a block of queries and one of entries, and these entries' slots."""
     line, dims = tl.arange(0, TOKENS * WIDE), tl.arange(0, HEAD_BLOCK)
@@ -139,7 +139,10 @@ def _logits(
         holder = tl.where(elsewhere, number // HEADS % layers, holder)
     of_page = tl.load(table + index, mask=stored, other=0).to(tl.int64)
     at = of_page * cache_block + (number % HEADS) * cache_head + (entry % SIZE) * cache_entry
-    keys = tl.load(addresses + holder).to(kind.dtype) + at
+    keys = tl.load(addresses + holder).to(kind.dtype)
+    if ALIGNED:
+        keys = tl.multiple_of(keys, 16)
+    keys += at
     k = tl.load(keys[None, :] + dims[:, None], mask=stored[None, :] & (dims < HEAD_DIM)[:, None], other=0.0)
     slot = holder.to(tl.int64) * slot_layer + (of_page * HEADS + number % HEADS) * SIZE + entry % SIZE
     # What came since the event before is whole; what was kept is taken to lie just before.
@@ -164,6 +167,7 @@ def _paged_lse(
     GROUP: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, LEAST_PART: tl.constexpr,
     LARGEST: tl.constexpr, BIASED: tl.constexpr, PLACED: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
     layer, row, head, length, entries, packed, table, first_block, shared, pages, start, later = _place(
         block_table, counts, event_lengths, firsts, shares, packs, lengths, table_row, rows, first, of_group,
@@ -177,7 +181,7 @@ def _paged_lse(
             packed, table, first_block, shared, pages, start, later, block, offset + tl.arange(0, BLOCK),
             cache_block, cache_head, cache_entry, ring_layer, ring_slot, ring_place, ring_head, slot_layer, scaling, n,
             first, layers,
-            GROUP, WIDE, TOKENS, HEAD_DIM, HEAD_BLOCK, HEADS, SIZE, BLOCK, LARGEST, BIASED, PLACED,
+            GROUP, WIDE, TOKENS, HEAD_DIM, HEAD_BLOCK, HEADS, SIZE, BLOCK, LARGEST, BIASED, PLACED, ALIGNED,
         )  # fmt: skip
         largest, total, _, _ = streamed(largest, total, logits)
     line = (tl.program_id(0).to(tl.int64) * tl.num_programs(2) + block) * ROWS + tl.arange(0, ROWS)
@@ -193,6 +197,7 @@ def _add_in_pages(
     GROUP: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, LEAST_PART: tl.constexpr,
     LARGEST: tl.constexpr, BIASED: tl.constexpr, PLACED: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    ALIGNED: tl.constexpr,
     OWN: tl.constexpr, MEAN: tl.constexpr, NUMBERS: tl.constexpr,
 ):  # fmt: skip
     layer, row, head, length, entries, packed, table, first_block, shared, pages, start, later = _place(
@@ -210,7 +215,7 @@ def _add_in_pages(
                 packed, table, first_block, shared, pages, start, later, block, entry,
                 cache_block, cache_head, cache_entry, ring_layer, ring_slot, ring_place, ring_head, slot_layer,
                 scaling, n, first, layers,
-                GROUP, WIDE, TOKENS, HEAD_DIM, HEAD_BLOCK, HEADS, SIZE, BLOCK, LARGEST, BIASED, PLACED,
+                GROUP, WIDE, TOKENS, HEAD_DIM, HEAD_BLOCK, HEADS, SIZE, BLOCK, LARGEST, BIASED, PLACED, ALIGNED,
             )  # fmt: skip
             line = (tl.program_id(0).to(tl.int64) * blocks + block) * ROWS + tl.arange(0, ROWS)
             sums += received(logits, partial, line, of_part, parts, PARTS, NUMBERS)

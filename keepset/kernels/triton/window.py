@@ -11,11 +11,8 @@ from torch import Tensor
 from keepset.kernels.group_sums import GroupSums
 from keepset.kernels.packed import HeadTable, PackedHeads
 from keepset.kernels.triton.softmax import add_numbers, log_sum_exp, received, seen_logits, streamed
+from keepset.kernels.triton.tiles import rows_of
 
-_BLOCK = 64
-"""Entries that a program looks at together."""
-_ROWS = 64
-"""Queries of a head that are looked at together."""
 _PARTS = 16
 """Of a head at most, for its queries' log-sum-exps."""
 _LEAST_PART = 256
@@ -39,10 +36,12 @@ def add_received(
     batch, query_heads, n, head_dim = queries.shape
     group, heads = query_heads // kv_heads, batch * kv_heads
     wide = triton.next_power_of_2(group)
-    tokens = max(16 // wide, min(max(_ROWS // wide, 1), triton.next_power_of_2(n)), 1)
+    head_block = max(16, triton.next_power_of_2(head_dim))
+    block = rows_of(head_block, queries.dtype)
+    tokens = max(16 // wide, min(max(block // wide, 1), triton.next_power_of_2(n)), 1)
     blocks = triton.cdiv(n, tokens)
     length = -(-max(packed.longest, 1) // _PARTS)
-    part = max(_LEAST_PART, triton.cdiv(length, _BLOCK) * _BLOCK)
+    part = max(_LEAST_PART, triton.cdiv(length, block) * block)
     parts = triton.cdiv(max(packed.longest, 1), part)
     # Of a query head and token each; of a token where a group's largest logit counts.
     rows = tokens * (1 if largest else wide)
@@ -52,12 +51,12 @@ def add_received(
         *queries.stride(), *last_visible.stride(), scaling, table.grown, n, kv_heads, heads,
     )  # fmt: skip
     sizes = dict(
-        GROUP=group, WIDE=wide, TOKENS=tokens, HEAD_DIM=head_dim, HEAD_BLOCK=max(16, triton.next_power_of_2(head_dim)),
-        BLOCK=_BLOCK, LARGEST=largest, BIASED=packed.bias is not None,
+        GROUP=group, WIDE=wide, TOKENS=tokens, HEAD_DIM=head_dim, HEAD_BLOCK=head_block,
+        BLOCK=block, LARGEST=largest, BIASED=packed.bias is not None,
         INT8=packed.key_scale is not None, ALIGNED=table.aligned, ROWS=rows, PARTS=_PARTS,
     )  # fmt: skip
     _window_lse[(heads, parts, blocks)](*shared, partial, part, blocks * rows, **sizes)
-    _add_received[(heads, triton.cdiv(max(packed.longest, 1), _BLOCK))](
+    _add_received[(heads, triton.cdiv(max(packed.longest, 1), block))](
         *shared, partial, parts, blocks, column, packed.positions.data_ptr(), **sizes,
         MEAN=sums_of is GroupSums.MEAN, NUMBERS=wide if sums_of is GroupSums.EACH else 1,
     )  # fmt: skip
@@ -72,14 +71,16 @@ def _logits(
 ):  # fmt: skip
     """Of one block of queries and one of entries; minus infinity where a query does not see an entry."""
     row, dims = tl.arange(0, TOKENS * WIDE), tl.arange(0, HEAD_BLOCK)
-    token, member = block * TOKENS + row // WIDE, row % WIDE
+    token, member = (block * TOKENS + row // WIDE).to(tl.int64), row % WIDE
     exists = (token < n) & (member < GROUP)
-    of_row = request.to(tl.int64) * query_batch + (kv_head * GROUP + member) * query_head + token * query_token
+    of_row = (
+        request.to(tl.int64) * query_batch + (kv_head * GROUP + member).to(tl.int64) * query_head + token * query_token
+    )
     q = tl.load(
         queries + of_row[:, None] + dims[None, :] * query_dim,
         mask=exists[:, None] & (dims < HEAD_DIM)[None, :], other=0.0,
     )  # fmt: skip
-    last = tl.load(last_visible + request * last_batch + token * last_token, mask=exists, other=-1)
+    last = tl.load(last_visible + request.to(tl.int64) * last_batch + token * last_token, mask=exists, other=-1)
     entry = first + tl.arange(0, BLOCK)
     stored, place = entry < length, entry.to(tl.int64)
     k = tl.load(
@@ -95,7 +96,7 @@ def _logits(
     return seen_logits(q, k, biases, visible, scaling, TOKENS, WIDE, BLOCK, LARGEST, BIASED)
 
 
-@triton.jit(do_not_specialize=["grown", "n", "heads", "part", "rows"])
+@triton.jit(do_not_specialize=["last_batch", "grown", "n", "heads", "part", "rows"])
 def _window_lse(
     queries, keys_kind, positions_kind, bias_kind, scale_kind, table, last_visible,
     query_batch, query_head, query_token, query_dim, last_batch, last_token,
@@ -124,7 +125,7 @@ def _window_lse(
     tl.store(partial + row * PARTS + split, log_sum_exp(largest, total))
 
 
-@triton.jit(do_not_specialize=["grown", "n", "heads", "parts", "blocks"])
+@triton.jit(do_not_specialize=["last_batch", "grown", "n", "heads", "parts", "blocks"])
 def _add_received(
     queries, keys_kind, positions_kind, bias_kind, scale_kind, table, last_visible,
     query_batch, query_head, query_token, query_dim, last_batch, last_token,

@@ -1,0 +1,161 @@
+"""Compiles for GPUs what keepset launches, as it is launched there: run outside of Triton's interpreter.
+
+Prints of each its name, the shared memory that it takes, and the size of its code.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from triton import JITFunction, compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from keepset.kernels import dispatch
+from keepset.kernels.attention import ragged_attention
+from keepset.kernels.columns import attention_columns
+from keepset.kernels.compaction import append_entries, pack_entries
+from keepset.kernels.group_sums import GroupSums
+from keepset.kernels.int8 import quantize
+from keepset.kernels.packed import PackedHeads, runs_of
+from keepset.kernels.page_entries import read_pages, take_entries, write_entries
+from keepset.kernels.paged import append_to_pages, follow_layouts, paged_attention
+from keepset.kernels.paged_arguments import EntriesInPages, FiledLayouts, PagedTokens, Received, RecordedQueries
+from keepset.kernels.paged_window import add_received_in_pages
+from keepset.kernels.shift import shift_step
+from keepset.kernels.triton import attention, columns, compaction, page_entries, paged, paged_window, shift, window
+from keepset.kernels.window import add_received
+
+Launch = tuple[JITFunction[Any], tuple[Any, ...], dict[str, Any]]
+_MODULES: tuple[ModuleType, ...] = attention, columns, compaction, page_entries, paged, paged_window, shift, window
+_TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int8: "*i8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+LONG, BLOCKS, SIZE, LAYERS = 2048, 12, 16, 2
+
+
+class _Noted:
+    """A kernel that is not launched."""
+
+    def __init__(self, kernel: JITFunction[Any], launches: list[Launch]) -> None:
+        self._kernel, self._launches = kernel, launches
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *args, **kwargs: self._launches.append((self._kernel, args, kwargs))
+
+
+def launched(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int) -> list[Launch]:
+    """Every kernel in the ways that differ most, for a model like this."""
+    launches: list[Launch] = []
+    kernels = [(m, name, kernel) for m in _MODULES for name, kernel in vars(m).items() if type(kernel) is JITFunction]
+    patches = [patch.object(dispatch, "INTERPRETED", True)]
+    patches += [patch.object(module, name, _Noted(kernel, launches)) for module, name, kernel in kernels]
+    for each in patches:
+        each.start()
+    try:
+        _in_stores(dtype, head_dim, kv_heads, group)
+        _in_pages(dtype, head_dim, kv_heads, group)
+    finally:
+        patch.stopall()
+    return launches
+
+
+def _in_stores(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int) -> None:
+    queries = torch.zeros(1, kv_heads * group, 64, head_dim, dtype=dtype)
+    keys = torch.zeros(1, kv_heads, 64, head_dim, dtype=dtype)
+    positions, last = torch.arange(64)[None], torch.full((1, 64), LONG)
+    flat, places = torch.zeros(kv_heads * LONG, head_dim, dtype=dtype), torch.zeros(kv_heads * LONG, dtype=torch.int32)
+    runs, bias = runs_of([LONG] * kv_heads), torch.zeros(kv_heads * LONG)
+    whole, scales = quantize(flat)
+    eight_bits = PackedHeads(whole, whole, places, runs, bias, scales, scales)
+    for store in PackedHeads(flat, flat, places, runs, bias), eight_bits:
+        ragged_attention(queries[:, :, :1], [store], 1.5)
+        ragged_attention(queries, [store], 1.5, last)
+        append_entries([store], keys, keys, positions)
+        for sums_of in GroupSums if store is not eight_bits else [GroupSums.MEAN]:
+            column = torch.zeros(*bias.shape, *sums_of.shape(group))
+            add_received(column, queries[:, :, :8], store, kv_heads, last[:, :8], 1.5, sums_of)
+    attention_columns(queries[0], keys[0], names=("sum", "max", "square"), group="mean")
+    entries = {"keys": keys, "values": keys, "positions": positions[:, None].expand(-1, kv_heads, -1)}
+    pack_entries(entries, torch.zeros(48 * kv_heads, dtype=torch.int64), torch.full((1, kv_heads), 48))
+
+
+def _in_pages(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int) -> None:
+    caches = [torch.zeros(BLOCKS, kv_heads, SIZE, 2 * head_dim, dtype=dtype) for _ in range(LAYERS)]
+    queries, keys = (torch.zeros(2, heads, head_dim, dtype=dtype) for heads in (kv_heads * group, kv_heads))
+    filed, table = FiledLayouts.empty(BLOCKS, LAYERS, kv_heads, keys.device), torch.zeros(2, LONG, dtype=torch.int32)
+    layout, lengths = FiledLayouts.empty(2, LAYERS, kv_heads, keys.device).layout, torch.tensor([40, 7])
+    one = type(layout)(*(part[:, :1] for part in layout))
+    tokens = PagedTokens(table, lengths.int(), LONG, lengths, lengths, lengths)
+    columns = torch.zeros(LAYERS, BLOCKS * kv_heads * SIZE)
+    append_to_pages(keys, keys, caches[0], tokens, one)
+    paged_attention(queries, caches, 0, tokens, one, 1.5, torch.zeros_like(queries), columns)
+    follow_layouts(filed, table, lengths, lengths, lengths, torch.zeros(1, dtype=torch.int32), SIZE, layout)
+    entries = EntriesInPages(layout, table, lengths, layout.counts, LONG)
+    rings = torch.zeros(LAYERS, 2, 4, kv_heads * group, head_dim, dtype=dtype)
+    recorded = RecordedQueries(rings, lengths, lengths[:, None].expand(-1, 4))
+    for sums_of in GroupSums:
+        sums = torch.zeros(*columns.shape, *sums_of.shape(group))
+        own = [torch.zeros(LAYERS, kv_heads, LONG, *sums_of.shape(group)), None]
+        received = Received(sums, lengths[:, None].expand(-1, 4), lengths, 1.5, sums_of, columns, columns, own)
+        add_received_in_pages(caches, range(LAYERS), recorded, entries, received)
+    shift_step(table, lengths.int(), torch.arange(3).int(), lengths, lengths, SIZE, table, lengths.int())
+    read_pages(caches, 0, torch.zeros(kv_heads, 3, dtype=torch.int64))
+    slots = torch.arange(48)
+    write_entries(caches, *take_entries(caches, slots), slots)
+
+
+def source(kernel: JITFunction[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> ASTSource:
+    """A launch as Triton specialises it: for what is None or 1, and for addresses and numbers that 16 divides."""
+    signature: dict[str, Any] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+
+    def type_of(value: Any, path: tuple[int, ...], fixed: bool, looked_at: bool) -> Any:
+        if isinstance(value, tuple) and not fixed:
+            return tuple(type_of(each, (*path, i), fixed, looked_at) for i, each in enumerate(value))
+        if fixed or value is None or (looked_at and type(value) is int and value == 1):
+            constants[path] = value
+            return "constexpr"
+        if looked_at and not isinstance(value, float):
+            number = value.data_ptr() if isinstance(value, Tensor) else value
+            attributes[path] = [["tt.divisibility", 16]] if number % 16 == 0 else []
+        if isinstance(value, Tensor):
+            return _TYPES[value.dtype]
+        return "fp32" if isinstance(value, float) else "i32" if -(2**31) <= value < 2**31 else "i64"
+
+    values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+    for place, parameter in enumerate(kernel.params):
+        looked_at = not parameter.do_not_specialize
+        signature[parameter.name] = type_of(values[parameter.name], (place,), parameter.is_constexpr, looked_at)
+    return ASTSource(kernel, signature, constants, {path: each for path, each in attributes.items() if each})
+
+
+def distinct(launches: list[Launch], once: bool) -> Iterator[tuple[ASTSource, int]]:
+    """Each that is another program, or of each kernel the first one, and how many warps run it."""
+    seen = set()
+    for kernel, args, kwargs in launches:
+        made = source(kernel, args, kwargs)
+        if (what := kernel.__name__ if once else made.hash()) not in seen:
+            seen.add(what)
+            yield made, kwargs.get("num_warps", 4)
+
+
+if __name__ == "__main__":
+    dtype, head_dim, kv_heads, group, capability, once = sys.argv[1:]
+    launches = launched(getattr(torch, dtype), int(head_dim), int(kv_heads), int(group))
+    target = GPUTarget("cuda", int(capability), 32)
+    for made, warps in distinct(launches, once == "once"):
+        program = compile(made, target=target, options={"num_warps": warps})
+        print(made.fn.__name__, program.metadata.shared, len(program.asm["cubin"]))
