@@ -28,6 +28,5 @@ class Int8(Rewriter):
         return self.scorer.needs | Needs(Int8Entries())
 
     def rewritten(self, observation: Observation, kept: LayerKeepSet) -> LayerKeepSet:
-        scales = observation.keys.element_size() + observation.values.element_size()
-        entry_bytes = observation.keys.shape[-1] + observation.values.shape[-1] + scales
-        return replace(kept, int8=True, entry_bytes=entry_bytes)
+        itemsize = observation.dtype.itemsize
+        return replace(kept, int8=True, entry_bytes=observation.entry_bytes // itemsize + 2 * itemsize)

@@ -180,6 +180,11 @@ class Observation:
         return self.keys.shape[-1]
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of keys and values."""
+        return self.keys.dtype
+
+    @property
     def layer(self) -> int:
         """This layer's index in the model.
 

@@ -276,7 +276,7 @@ class Cache(PromptCache):
 
     def _stays(self, layer: KeepLayer, event: LayerEvent) -> Sequence[int] | None:
         """Not where the host knows no better than the device, which is itself."""
-        progress, method, keys = self.progress, self.recipe.method, event.observed["keys"]
+        progress, method, keys = self.progress, self.recipe.method, event.keys
         if not (waited_for(keys.device) and method.foreseen):
             return None
         assert progress is not None
@@ -290,7 +290,7 @@ class Cache(PromptCache):
             held = [[sum(heads) // len(heads)] * len(heads) for heads in held]
         # Of all layers at once, since they hold the same, unless the event before has left them different numbers.
         layers = self.compressed_layers
-        of = held, lengths, progress.prompt_tokens, keys.shape[3], layers, layers
+        of = held, lengths, progress.prompt_tokens, keys.shape[-1], layers, layers
         if self._ahead is None or self._ahead[0] != of:
             quotas = quotas_ahead(method, self.recipe.budget, *of, self._from_files)
             self._ahead = of, quotas.unflatten(0, (len(layers), -1)).flatten(1).tolist()

@@ -19,6 +19,7 @@ from keepset.hf.forward import Forward
 from keepset.hf.mask import KeepsetLength
 from keepset.hf.phases import DecodingPhase, LayerEvent, PromptPhase
 from keepset.hf.store import EntryStore
+from keepset.hf.stored_observation import StoredObservation
 from keepset.hf.uncompiled import uncompiled
 from keepset.kernels.attention import ragged_attention
 from keepset.kernels.columns import attention_with_lse
@@ -112,8 +113,12 @@ class KeepLayer(LogicalLayer):
 
     def keep(self, observation: Observation, kept: LayerKeepSet) -> None:
         """Stores exactly these entries of the observed ones; once all layers have, `go_on` is to follow."""
-        columns = {"keys": observation.keys, "values": observation.values, "positions": observation.positions.int()}
-        self.store = EntryStore.pack({**columns, **kept.state}, kept.indices, kept.heads)
+        others = {"positions": observation.positions.int(), **kept.state}
+        if isinstance(observation, StoredObservation):
+            self.store = observation.store.kept(others, kept.indices, kept.heads)
+        else:
+            columns = {"keys": observation.keys, "values": observation.values, **others}
+            self.store = EntryStore.pack(columns, kept.indices, kept.heads)
         if kept.values is not None:
             self.store.replace_values(kept.values)
         if kept.int8:

@@ -30,6 +30,7 @@ class LayerEvent:
         features: what was collected of the others.
         held: entries of each head of each request.
         beyond: the tokens of the same forward that follow the event, which nobody looks at.
+        store: that holds keys and values, where these are not among what is observed.
         seconds: that each kind of feature took to collect.
     """
 
@@ -39,6 +40,12 @@ class LayerEvent:
     held: Sequence[list[int]]
     beyond: Forward | None = None
     seconds: Mapping[Hashable, float] = field(default_factory=dict)
+    store: EntryStore | None = None
+
+    @property
+    def keys(self) -> Tensor:
+        """In some order."""
+        return self.observed["keys"] if self.store is None else self.store.heads.keys
 
 
 class PromptPhase:
@@ -125,12 +132,13 @@ class DecodingPhase:
             self.next = point
         self.record(until, store)
         self.passing.add_up(until, store, point)
-        observed = _entries(until, store)
-        features = self.passing.values(until, observed["state"])
-        observed |= self.passing.window.newest(self._newest)
+        state = store.others
+        observed = {**_common(until), "positions": state.pop("positions"), "state": state}
+        observed |= {"valid": store.exists, "count": store.entries, **self.passing.window.newest(self._newest)}
+        features = self.passing.values(until, state)
         self.passing.begin(forward.padded)
         self.next += self._every
-        return LayerEvent(point, observed, features, _held(until, store), beyond)
+        return LayerEvent(point, observed, features, _held(until, store), beyond, store=store)
 
     def record(self, forward: Forward, store: EntryStore | None) -> None:
         """Takes in those of a forward's queries that the next event looks at; the store, once the prompt is there."""
@@ -145,13 +153,17 @@ class DecodingPhase:
 
 def _entries(forward: Forward, store: EntryStore | None) -> dict[str, Any]:
     """A layer's entries as an Observation's keyword arguments; where there is no more than a forward, views of it."""
-    observed = {"lengths": forward.lengths, "scaling": forward.call.scaling}
+    observed = _common(forward)
     if store is None and forward.valid is None:
         return {**observed, "keys": forward.key, "values": forward.value}
     store = store or forward.pack()
     state, exists = store.padded()
     columns = {name: state.pop(name) for name in ("keys", "values", "positions")}
     return {**observed, **columns, "state": state, "valid": exists, "count": store.entries}
+
+
+def _common(forward: Forward) -> dict[str, Any]:
+    return {"lengths": forward.lengths, "scaling": forward.call.scaling}
 
 
 def _held(forward: Forward, store: EntryStore | None) -> list[list[int]]:

@@ -32,6 +32,7 @@ from keepset.hf.phases import DecodingPhase, LayerEvent, PromptPhase
 from keepset.hf.progress import Progress
 from keepset.hf.projection import output_projection
 from keepset.hf.second_pass import SecondPasses
+from keepset.hf.stored_observation import StoredObservation
 from keepset.hf.support import check_model
 from keepset.hf.uncompiled import uncompiled
 from keepset.recipe import Schedule
@@ -269,7 +270,9 @@ class PromptCache(TransformersCache, ABC):
         for layer, event in waiting:
             features = {**self._from_files, **event.features}
             own = {**common, **event.observed, "layer": layer.index, "stays": self._stays(layer, event)}
-            observations.append(Observation(**own, features=features))
+            store = event.store
+            look = Observation if store is None else partial(StoredObservation, store)
+            observations.append(look(**own, features=features))
         self._choose(observations)
 
     @abstractmethod

@@ -58,6 +58,19 @@ class EntryStore:
         batch, kv_heads = heads.there.shape
         return cls(batch, kv_heads, pack_entries(columns, indices, heads.there), lambda: heads.here)
 
+    def kept(self, others: dict[str, Tensor], indices: Int[Tensor, " kept"], heads: HeadCounts) -> EntryStore:
+        """Likewise of the entries here, as they are stored; `others` are all columns but keys and values."""
+        stored = {name: self._columns[name] for name in (*_SCALES, *_SCALES.values()) if name in self._columns}
+        if len(self._runs) == 1:
+            views = {name: self._rectangle(flat) for name, flat in stored.items()}
+            return EntryStore.pack({**views, **others}, indices, heads)
+        packed = EntryStore.pack(others, indices, heads)
+        starts = upload(_starts(self._runs), indices.device)
+        places = torch.repeat_interleave(starts, heads.there.flatten(), output_size=len(indices)) + indices
+        as_one_head = {name: flat[None, None] for name, flat in stored.items()}
+        packed._columns |= pack_entries(as_one_head, places, upload([[len(indices)]], indices.device))
+        return packed
+
     @classmethod
     def packed_by(cls, columns: dict[str, Tensor], heads: Sequence[Int[Tensor, " _"]]) -> EntryStore:
         """A store with these entries of each head, of columns `[batch, kv_heads, entries, ...]`."""
@@ -110,13 +123,18 @@ class EntryStore:
 
     def replace_values(self, values: Float[Tensor, "entries value_dim"]) -> None:
         """Gives every entry another value; there must be no free places."""
-        self._columns["values"] = values.to(self._columns["values"].dtype)
+        scale = self._columns.get(_SCALES["values"])
+        if scale is None:
+            self._columns["values"] = values.to(self._columns["values"].dtype)
+        else:
+            self._columns["values"], self._columns[_SCALES["values"]] = quantize(values.to(scale.dtype))
         self._moved()
 
     def quantize(self) -> None:
         """Stores keys and values, also those to come, as 8-bit integers; there must be no free places."""
         for name, scale in _SCALES.items():
-            self._columns[name], self._columns[scale] = quantize(self._columns[name])
+            if scale not in self._columns:
+                self._columns[name], self._columns[scale] = quantize(self._columns[name])
         self._moved()
 
     def append(
@@ -178,20 +196,48 @@ class EntryStore:
 
         Places that hold nothing are zero, never uninitialised: 0 x NaN is NaN.
         """
+        columns = {name: self._rectangle(flat) for name, flat in self._columns.items()}
+        return _dequantized(columns), self.exists
+
+    @property
+    def keys(self) -> Float[Tensor, "batch kv_heads entries head_dim"]:
+        """As in `padded`."""
+        return self._looked_at("keys")
+
+    @property
+    def values(self) -> Float[Tensor, "batch kv_heads entries value_dim"]:
+        """As in `padded`."""
+        return self._looked_at("values")
+
+    @property
+    def others(self) -> dict[str, Shaped[Tensor, "batch kv_heads entries *rest"]]:
+        """All columns but keys and values, as in `padded`."""
+        stored = {*_SCALES, *_SCALES.values()}
+        return {name: self._rectangle(flat) for name, flat in self._columns.items() if name not in stored}
+
+    @property
+    def exists(self) -> Bool[Tensor, "batch kv_heads entries"]:
+        """Which entries of `padded` do."""
+        shape, device = (self.batch, self.kv_heads), self._columns["positions"].device
+        longest = max(run.count for run in self._runs)
+        if len(self._runs) == 1:
+            return torch.ones(*shape, longest, dtype=torch.bool, device=device)
+        return (torch.arange(longest, device=device) < upload(self.counts, device)[:, None]).unflatten(0, shape)
+
+    def _looked_at(self, name: str) -> Tensor:
+        columns = {each: self._columns[each] for each in (name, _SCALES[name]) if each in self._columns}
+        return _dequantized({each: self._rectangle(flat) for each, flat in columns.items()})[name]
+
+    def _rectangle(self, flat: Shaped[Tensor, places * rest]) -> Shaped[Tensor, "batch kv_heads entries *rest"]:
+        """A column head by head; a view when dense."""
         shape = (self.batch, self.kv_heads)
         if len(self._runs) == 1:
-            views = {name: self._runs[0].view(flat).unflatten(0, shape) for name, flat in self._columns.items()}
-            return _dequantized(views), torch.ones_like(views["positions"], dtype=torch.bool)
+            return self._runs[0].view(flat).unflatten(0, shape)
         longest = max(run.count for run in self._runs)
-        columns = {}
-        for name, flat in self._columns.items():
-            column = flat.new_zeros(self.batch * self.kv_heads, longest, *flat.shape[1:])
-            for run in self._runs:
-                column[run.first : run.first + run.heads, : run.count] = run.view(flat)
-            columns[name] = column.unflatten(0, shape)
-        counts = upload(self.counts, columns["positions"].device)
-        exists = torch.arange(longest, device=counts.device) < counts[:, None]
-        return _dequantized(columns), exists.unflatten(0, shape)
+        column = flat.new_zeros(self.batch * self.kv_heads, longest, *flat.shape[1:])
+        for run in self._runs:
+            column[run.first : run.first + run.heads, : run.count] = run.view(flat)
+        return column.unflatten(0, shape)
 
     def reorder(self, requests: Sequence[int]) -> None:
         """Makes the batch consist of these requests, in this order; any may repeat or be missing."""
@@ -244,10 +290,15 @@ class EntryStore:
     def _rebuild(self, heads: Sequence[tuple[int, int]]) -> None:
         """Keeps the first `count` entries of each of these heads, in this order."""
         self._moved()  # as in _grow
-        starts = [run.start + i * run.capacity for run in self._runs for i in range(run.heads)]
+        starts = _starts(self._runs)
         for name, flat in self._columns.items():
             self._columns[name] = torch.cat([flat[starts[h] : starts[h] + count] for h, count in heads])
         self._runs = runs_of([count for _, count in heads])
+
+
+def _starts(runs: Sequence[Run]) -> list[int]:
+    """The first place of every head."""
+    return [run.start + i * run.capacity for run in runs for i in range(run.heads)]
 
 
 def _dequantized(columns: dict[str, Tensor]) -> dict[str, Tensor]:

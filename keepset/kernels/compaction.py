@@ -25,20 +25,19 @@ def pack_entries(
         indices: the chosen entries, head after head.
         counts: how many each head keeps.
     """
-    packed = {name: column.new_empty(len(indices), *column.shape[3:]) for name, column in columns.items()}
-    if not packed or not len(indices):
-        return packed
     heads = counts.flatten()
-    if uses_triton(indices.device):
+    if not uses_triton(indices.device):
+        rows = torch.repeat_interleave(torch.arange(len(heads), device=indices.device), heads, output_size=len(indices))
+        return {name: _pick(column, rows, indices) for name, column in columns.items()}
+    packed = {name: column.new_empty(len(indices), *column.shape[3:]) for name, column in columns.items()}
+    if packed and len(indices):
         from keepset.kernels.triton import compaction  # loads Triton
 
         starts = heads.cumsum(0) - heads
         most = min(len(indices), *(column.shape[2] for column in columns.values()))  # the device is not asked
         with launched_on(indices.device):
             compaction.pack(list(columns.values()), list(packed.values()), indices, starts, heads, most)
-        return packed
-    rows = torch.repeat_interleave(torch.arange(len(heads), device=indices.device), heads, output_size=len(indices))
-    return {name: _pick(column, rows, indices) for name, column in columns.items()}
+    return packed
 
 
 def append_entries(

@@ -121,6 +121,10 @@ class PagedObservation(Observation):
         return self._entries.values(heads)[:, :, : self.valid.shape[2]]
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self._entries.pages.dtype
+
+    @property
     def head_dim(self) -> int:
         return self._entries.pages.head_dim
 

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface
 
 import keepset
@@ -737,6 +739,40 @@ def test_bytes_are_freed_at_each_event(name: str, padding: list[int]) -> None:
     assert [event.length for event in past.events] == [100, 170, 240]
     assert past.events[1].nbytes_before == past.events[1].entries * 128
     assert all(event.seconds > 0 for event in past.events)
+
+
+class Made(TorchDispatchMode):
+    """Memory that operations make, and that is not a part of what they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: list[torch.UntypedStorage] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        answer = op(*args, **(kwargs or {}))
+        given = {tensor.untyped_storage().data_ptr() for tensor in tree_leaves(args) if isinstance(tensor, Tensor)}
+        for tensor in tree_leaves(answer):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in given:
+                self.storages.append(tensor.untyped_storage())
+        return answer
+
+
+@pytest.mark.parametrize("text", ["snapkv", "adakv(snapkv)", "ams(tova)"])
+@torch.no_grad()
+def test_an_event_copies_what_stays_and_no_more(text: str) -> None:
+    """Keys and values that no method looks at are in memory once while they are packed."""
+    model = tiny("llama")
+    method = keepset.Recipe.parse(text).method
+    past = keepset.Cache(model, keepset.Recipe.of(method, keep=200, every=10))
+    model(prompt(1, 300), past_key_values=past, logits_to_keep=1)
+    for step in range(9):
+        model(prompt(1, 1, step), past_key_values=past)
+    with Made() as made:
+        model(prompt(1, 1, 9), past_key_values=past)
+    assert len(past.events) == 2
+    columns = [layer.store.packed[name] for layer in past.layers for name in ("keys", "values")]
+    large = [storage.nbytes() for storage in made.storages if storage.nbytes() >= columns[0].nbytes]
+    assert large == [column.nbytes for column in columns]
 
 
 @pytest.mark.parametrize(("name", "reach"), [("snapkv", 5), ("expected_attention", 11), ("knorm", 0), ("tova", 1)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import hypothesis.strategies as st
@@ -93,6 +94,11 @@ class Stores(RuleBasedStateMachine):
         columns, _ = pair.store.padded()
         return self.kept(data, columns, pair.requests)
 
+    @rule(target=pairs, pair=pairs, data=st.data())
+    def keep_as_stored(self, pair: Pair, data: st.DataObject) -> Pair:
+        """Likewise, of keys and values as they lie."""
+        return self.kept(data, pair.store.others, pair.requests, pair.store.kept)
+
     @rule(pair=pairs, data=st.data())
     def reorder(self, pair: Pair, data: st.DataObject) -> None:
         """Requests change places, come twice, or go."""
@@ -143,7 +149,13 @@ class Stores(RuleBasedStateMachine):
             "credit": torch.tensor([[[entry.credit for entry in head] for head in request] for request in table]),
         }
 
-    def kept(self, data: st.DataObject, columns: dict[str, Tensor], requests: list[Request]) -> Pair:
+    def kept(
+        self,
+        data: st.DataObject,
+        columns: dict[str, Tensor],
+        requests: list[Request],
+        pack: Callable[..., EntryStore] = EntryStore.pack,
+    ) -> Pair:
         indices, kept = [], []
         for request in requests:
             kept.append([])
@@ -152,7 +164,7 @@ class Stores(RuleBasedStateMachine):
                 indices += [i for i, stays in enumerate(chosen) if stays]
                 kept[-1].append(list(itertools.compress(head, chosen)))
         counts = torch.tensor([[len(head) for head in request] for request in kept])
-        return self.made(EntryStore.pack(columns, torch.tensor(indices, dtype=torch.long), HeadCounts(counts)), kept)
+        return self.made(pack(columns, torch.tensor(indices, dtype=torch.long), HeadCounts(counts)), kept)
 
     def made(self, store: EntryStore, requests: list[Request]) -> Pair:
         self.pairs_made.append(Pair(store, requests))
