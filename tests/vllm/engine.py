@@ -204,6 +204,8 @@ class _Server:
             "VLLM_LOGGING_LEVEL": "ERROR",
             "PYTHONPATH": str(ROOT),
         }
+        if runner_v2:  # and so in the processes that an engine starts, see `tests.vllm.interpreted`
+            more["TRITON_INTERPRET"] = "1"
         environment = os.environ | SPARING | more
         environment.pop("KEEPSET_STATS_DIR", None)
         self._process = subprocess.Popen(

@@ -168,7 +168,7 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
     if core is not None:
         watch = Watch(core.scheduler)
         worker = getattr(core.model_executor, "driver_worker", None)
-        if scenario["runner_v2"]:
+        if scenario["runner_v2"] and worker is not None:  # else it is in other processes
             interpreted.warm_up(worker.worker)
             run_events()
         if scenario["graphs"]:
