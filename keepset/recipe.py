@@ -367,19 +367,26 @@ def _call(node: ast.expr | None, text: str) -> tuple[str, list[ast.expr], dict[s
 
 def _literal(node: ast.expr, name: str, text: str) -> Any:
     """A number, truth value or text written out; anything else is refused."""
-    # Cut from the text: unparsing recurses, and Python refuses to print integers of thousands of digits.
-    source = _shorten(" ".join((ast.get_source_segment(text, node) or "").split()))
-    sign = 1
+    operand, sign = node, 1
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        node, sign = node.operand, -1
-    value = node.value if isinstance(node, ast.Constant) else ...
+        operand, sign = node.operand, -1
+    value = operand.value if isinstance(operand, ast.Constant) else ...
     if isinstance(value, int | float) and not isinstance(value, bool):
         if (isinstance(value, int) and value.bit_length() > 63) or not math.isfinite(value):
-            raise RecipeError(f"{name}={source} is too large a number.")
+            raise RecipeError(f"{name}={_source(node, text)} is too large a number.")
         return sign * value
     if sign == 1 and (value is None or isinstance(value, bool | str)):
         return value
-    raise RecipeError(f"{name}={source} is not a plain value: write a number, True, False or a text in quotes.")
+    written = f"{name}={_source(node, text)}"
+    raise RecipeError(f"{written} is not a plain value: write a number, True, False or a text in quotes.")
+
+
+def _source(node: ast.expr, text: str) -> str:
+    """What stands in the text for a node. It reads the whole text, so ask once, for an error.
+
+    It is cut from the text: unparsing recurses, and Python refuses to print integers of thousands of digits.
+    """
+    return _shorten(" ".join((ast.get_source_segment(text, node) or "").split()))
 
 
 def _ranges(node: ast.expr, name: str, text: str) -> Any:

@@ -41,7 +41,8 @@ def serve(
 
     from keepset.recipe import Recipe
     from keepset.serving.checks import be_sparing, check_model, check_port, check_recipe
-    from keepset.serving.command import block_size_hint, check_installed, command, folder, split
+    from keepset.serving.command import block_size_hint, check_installed, command, folder, split, without_secrets
+    from keepset.vllm.signing import SIGNING_KEY, new_key
 
     parsed = None if recipe is None else Recipe.parse(recipe).require_budget()
     model, options = split(words or [])
@@ -50,9 +51,10 @@ def serve(
     line = command(model, parsed, options, contexts=contexts, save_bytes=save_bytes)
     check_model(folder(model))
     check_port(options)
-    for sentence in (shlex.join(line), block_size_hint(parsed, options), be_sparing(options)):
+    for sentence in (shlex.join(without_secrets(line)), block_size_hint(parsed, options), be_sparing(options)):
         if sentence is not None:
             note(sentence)
+    os.environ[SIGNING_KEY] = new_key()
     sys.stdout.flush()
     sys.stderr.flush()
     os.execvp(line[0], line)

@@ -14,12 +14,13 @@ import torch
 from keepset import models
 from keepset.errors import KeepsetError, UnsupportedEngineError
 from keepset.recipe import Recipe
-from keepset.vllm.settings import CONNECTOR, CONTEXT_CONNECTOR, CONTEXTS, KEY, SAVE_LIMIT
+from keepset.vllm.settings import CONNECTOR, CONTEXT_CONNECTOR, CONTEXTS, KEY, SAVE_LIMIT, SIGNED
 
 _ADDITIONAL = "--additional-config"
 _MIDDLEWARE = "keepset.serving.context_api.ContextMiddleware"
 _SHORTEST = len("--add")
 _SMALL = 256
+_SECRET = ("--api-key", "--hf-token")
 _RESERVED = ("--host", "--port", "--uds", "--api-key", "--root-path", "--ssl-keyfile", "--ssl-certfile", "--headless")
 
 
@@ -93,6 +94,8 @@ def command(
         if contexts is None:
             raise KeepsetError("--save-bytes is for contexts that requests save: name their folder with --contexts.")
         additional[SAVE_LIMIT] = save_bytes
+    if recipe is not None or contexts is not None:
+        additional[SIGNED] = True
     if has_option(rest, "--model"):
         raise KeepsetError("--model is not needed: write the model first, before vLLM's options.")
     place = folder(model)
@@ -136,6 +139,20 @@ def option(options: Sequence[str], name: str) -> str | None:
         if _name(word) == name:
             said = word.split("=", 1)[1] if "=" in word else next(words, None)
     return said
+
+
+def without_secrets(words: Sequence[str]) -> list[str]:
+    """Return the words of a command line with *** in place of keys and tokens, however their options are written."""
+    shown, secret = [], False
+    for word in words:
+        if word.startswith("--"):
+            name, equals, _ = word.partition("=")
+            # vLLM takes abbreviations too.
+            secret = len(name) > len("--") and any(option.startswith(_name(name)) for option in _SECRET)
+            shown.append(f"{name}=***" if secret and equals else word)
+        else:
+            shown.append("***" if secret else word)
+    return shown
 
 
 def block_size_hint(recipe: Recipe | None, options: Sequence[str]) -> str | None:

@@ -1,35 +1,45 @@
 """What a vLLM server's HTTP interface says and takes of keepset: middleware that `keepset serve` adds.
 
-`{"keepset": {...}}` in the body of a request is checked here, where a wrong one can be answered with a sentence, and
-goes on to the engine as one of vLLM's own extra arguments, with the owner of the key that asks. `GET /v1/contexts`
-lists what contexts there are for that owner.
+`{"keepset": {...}}` in the body of a request is checked here and goes on to the engine as one of vLLM's own extra
+arguments, with the owner of the key that asks, signed: the engine takes nothing else. On a route that does not take it
+the answer is 400. What only the engine can know, such as whether a prompt begins with a context, it refuses itself; its
+reason then takes the place of vLLM's error 500. `GET /v1/contexts` lists what contexts there are for an owner.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
+import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from keepset.errors import KeepsetError
 from keepset.vllm import stats
-from keepset.vllm.contexts import Context, ContextLibrary
-from keepset.vllm.owned_contexts import EVERYBODY, check_save, owner_of
-from keepset.vllm.settings import KEY, contexts_of, is_compressed, recipe_of, save_limit_of
+from keepset.vllm.contexts import ContextLibrary
+from keepset.vllm.owned_contexts import EVERYBODY, SUFFIX, check_save, owner_of
+from keepset.vllm.settings import KEY, contexts_of, is_compressed, is_signed, recipe_of, save_limit_of
+from keepset.vllm.signing import has_key
 from keepset.vllm.wishes import Wishes, wishes_of
 
 Scope = dict[str, Any]
-Receive = Callable[[], Awaitable[dict[str, Any]]]
-Send = Callable[[dict[str, Any]], Awaitable[None]]
+Message = dict[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 LISTING = "/v1/contexts"
-_GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
-
-
-_KEEPSET_ALONE = f"give {KEY!r} beside the prompt, not among vllm_xargs"
+HONOURED = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/chat/completions/batch",
+    "/v1/responses",
+    "/v1/messages",
+)
+"""The routes that take what a request says to keepset. vLLM asks for the API key on each, and passes vllm_xargs on."""
 
 
 class ContextMiddleware:
@@ -53,7 +63,12 @@ class ContextMiddleware:
 
 
 class _Contexts:
-    """`keys`: whether who asks has been asked for a key."""
+    """The middleware's work.
+
+    Args:
+        app: what is behind it.
+        keys: whether who asks has been asked for a key.
+    """
 
     def __init__(self, app: App, keys: bool) -> None:
         self._app, self._keys = app, keys
@@ -63,46 +78,46 @@ class _Contexts:
         path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
         if scope["type"] == "http" and path == LISTING and scope["method"] == "GET":
             await _answer(send, 200, await asyncio.to_thread(self._listing, scope))
-        elif scope["type"] == "http" and path in _GENERATING and scope["method"] == "POST":
-            await self._generate(scope, receive, send)
+        elif scope["type"] == "http" and scope["method"] not in ("GET", "HEAD", "OPTIONS") and not _is_form(scope):
+            await self._read(scope, receive, send, path in HONOURED and scope["method"] == "POST")
         else:
             await self._app(scope, receive, send)
 
-    async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body, more = b"", True
+    async def _read(self, scope: Scope, receive: Receive, send: Send, honoured: bool) -> None:
+        """Answers a request with a body, which says something to keepset or nothing."""
+        pieces, more = [], True
         while more:
             message = await receive()
-            body, more = body + message.get("body", b""), message.get("more_body", False)
+            if message["type"] == "http.disconnect":
+                return
+            pieces.append(message.get("body", b""))
+            more = message.get("more_body", False)
+        body = b"".join(pieces)
         try:
             request = json.loads(body)
-        except (ValueError, RecursionError):
+        except RecursionError:
+            await _refuse(send, "The body is nested too deeply: send a flatter one.")
+            return
+        except ValueError:
             request = None  # vLLM says so itself
         if isinstance(request, dict):
             try:
-                wishes = self._wishes(scope, request)
-                context = await asyncio.to_thread(self._checked, scope, wishes)
-                if context is not None and self._library is not None:
-                    for prompt in await self._prompts(scope, receive, request):
-                        self._library.question(context, prompt)
-            except KeepsetError as error:
-                what = {"message": str(error), "type": "BadRequestError", "param": KEY, "code": 400}
-                await _answer(send, 400, {"error": what})
+                wishes = _wishes(request, honoured)
+                if honoured:
+                    wishes = replace(wishes, owner=self._owner(scope))
+                    await asyncio.to_thread(self._check, scope, wishes)
+            except (KeepsetError, RecursionError) as error:
+                await _refuse(send, self._without_paths(scope, str(error)))
                 return
             if wishes != Wishes():
-                request["vllm_xargs"] = {**(request.get("vllm_xargs") or {}), KEY: wishes.as_json()}
+                wishes = replace(wishes, ticket=secrets.token_hex(16))
+                sealed = wishes.sealed()
+                request["vllm_xargs"] = {**(request.get("vllm_xargs") or {}), KEY: sealed}
                 body = json.dumps(request).encode()
                 scope = {**scope, "headers": _sized(scope["headers"], body)}
+                refusal = partial(self._refusal, scope, wishes.ticket)
+                send = _answered(send, refusal, sealed.partition(" ")[0].encode())
         await self._app(scope, _repeated(body, receive), send)
-
-    def _wishes(self, scope: Scope, request: dict[str, Any]) -> Wishes:
-        """What a request asks for, taken out of it, and who asks."""
-        more = request.get("vllm_xargs")
-        if isinstance(more, dict) and KEY in more:
-            raise KeepsetError(f"{_KEEPSET_ALONE}.")
-        wishes = wishes_of(request.pop(KEY)) if KEY in request else Wishes()
-        if wishes.owner != EVERYBODY:
-            raise KeepsetError(f"{KEY}: whose contexts they are the API key says: leave owner out.")
-        return replace(wishes, owner=self._owner(scope))
 
     def _owner(self, scope: Scope) -> str:
         if not self._keys:
@@ -110,51 +125,32 @@ class _Contexts:
         said = next((value for name, value in scope["headers"] if name.lower() == b"authorization"), b"")
         return owner_of(said.decode("latin-1").partition(" ")[2])
 
-    def _checked(self, scope: Scope, wishes: Wishes) -> Context | None:
-        """The context that is asked for; raises KeepsetError where the engine would end the request."""
+    def _check(self, scope: Scope, wishes: Wishes) -> None:
+        """Raises KeepsetError where it is known before the engine sees the request that it cannot be."""
         config = scope["app"].state.vllm_config
+        if wishes != Wishes() and not (is_signed(config) and has_key()):
+            raise KeepsetError("This server cannot sign requests: start it with keepset serve.")
         if wishes.save is not None:
             check_save(save_limit_of(config), wishes.save)
         if wishes.context is not None:
             library = self._of(scope)
             if library is None:
                 raise KeepsetError(f"There is no context {wishes.context!r}: start the server with --contexts.")
-            return library.checked(wishes.context, wishes.owner)
+            library.checked(wishes.context, wishes.owner)
         if wishes.is_own:
             wishes.recipe(recipe_of(config) if is_compressed(config) else None)
-        return None
 
-    async def _prompts(self, scope: Scope, receive: Receive, request: dict[str, Any]) -> list[list[int]]:
-        """A request's prompts as the tokens that the server makes of them, so far as it says so."""
-        given = request.get("prompt")
-        if "messages" in request:
-            texts = [{name: value for name, value in request.items() if name not in ("stream", "stream_options")}]
-        elif isinstance(given, list) and all(isinstance(token, int) for token in given):
-            return [given]
-        elif isinstance(given, list) and all(isinstance(prompt, list) for prompt in given):
-            return given
-        else:
-            some: dict[str, Any] = {name: request[name] for name in ("model", "add_special_tokens") if name in request}
-            texts = [{**some, "prompt": text} for text in (given if isinstance(given, list) else [given])]
-        tokens = [await self._tokens(scope, receive, text) for text in texts]
-        return [prompt for prompt in tokens if prompt is not None]
+    def _refusal(self, scope: Scope, ticket: str) -> str | None:
+        """Why the engine has refused the request of this ticket, if it has."""
+        why = stats.refusal(ticket)
+        return None if why is None else self._without_paths(scope, why)
 
-    async def _tokens(self, scope: Scope, receive: Receive, request: dict[str, Any]) -> list[int] | None:
-        """Of one prompt, from the server's own address for that; None where it refuses it, as it then will again."""
-        body, answer = json.dumps(request).encode(), b""
-
-        async def send(message: dict[str, Any]) -> None:
-            nonlocal answer
-            answer += message.get("body", b"")
-
-        path = scope.get("root_path", "") + "/tokenize"
-        place = {"path": path, "raw_path": path.encode(), "headers": _sized(scope["headers"], body)}
-        await self._app({**scope, **place}, _repeated(body, receive), send)
-        try:
-            tokens = json.loads(answer).get("tokens")
-        except (ValueError, AttributeError):
-            return None
-        return tokens if isinstance(tokens, list) else None
+    def _without_paths(self, scope: Scope, sentence: str) -> str:
+        """The sentence with contexts' names where it has the paths of their files, which are no client's business."""
+        folder = contexts_of(scope["app"].state.vllm_config)
+        if folder is None:
+            return sentence
+        return re.sub(rf"{re.escape(str(folder))}/(?:saved/[^/]*/)?([^/'\"@]*)(?:@[^/'\"]*)?", _name, sentence)
 
     def _listing(self, scope: Scope) -> dict[str, Any]:
         used, library = stats.contexts(), self._of(scope)
@@ -183,6 +179,68 @@ class _Contexts:
         return self._library
 
 
+def _is_form(scope: Scope) -> bool:
+    """Whether the body is a form, such as a sound to be transcribed: no route that takes one takes keepset's words."""
+    said = next((value for name, value in scope["headers"] if name.lower() == b"content-type"), b"")
+    return said.lower().startswith(b"multipart/")
+
+
+def _wishes(request: dict[str, Any], honoured: bool) -> Wishes:
+    """What a request asks for, taken out of it; raises KeepsetError where that cannot be."""
+    more, sampling = request.get("vllm_xargs"), request.get("sampling_params")
+    if honoured and more is not None and not isinstance(more, dict):
+        raise KeepsetError("vllm_xargs is no object: give names and values, or leave it out.")
+    extra = sampling.get("extra_args") if isinstance(sampling, dict) else None
+    if any(isinstance(some, dict) and KEY in some for some in (more, sampling, extra)):
+        raise KeepsetError(f"Give {KEY!r} at the top of the body, not among other arguments.")
+    if KEY not in request:
+        return Wishes()
+    if not honoured:
+        raise KeepsetError(f"This route takes no {KEY!r}: leave it out, or ask at one of {', '.join(HONOURED)}.")
+    return wishes_of(request.pop(KEY))
+
+
+def _name(path: re.Match[str]) -> str:
+    return path[1].removesuffix(SUFFIX)
+
+
+def _answered(send: Send, refusal: Callable[[], str | None], signature: bytes) -> Send:
+    """Return `send`, but an error of vLLM's is the engine's refusal where there is one, and nothing has the signature.
+
+    Args:
+        send: to the client.
+        refusal: asks why the engine has refused the request, if it has.
+        signature: of what the request says.
+    """
+    start: Message | None = None
+    status, refused = 0, False
+
+    async def answered(message: Message) -> None:
+        nonlocal start, status, refused
+        if message["type"] == "http.response.start":
+            start, status = message, message["status"]  # kept until the first piece, which may be a refusal
+            return
+        body = message.get("body", b"")
+        if refused:
+            return
+        if (status >= 500 or b'"error"' in body) and (sentence := refusal()) is not None:
+            refused = True
+            if start is not None:
+                await _refuse(send, sentence)
+            else:  # the status is sent
+                event = f"data: {json.dumps(_error(sentence))}\n\n".encode()
+                await send({"type": "http.response.body", "body": event, "more_body": False})
+            return
+        if start is not None:
+            await send(start)
+            start = None
+        if signature in body:
+            message = {**message, "body": body.replace(signature, b"*" * len(signature))}
+        await send(message)
+
+    return answered
+
+
 def _sized(headers: Sequence[tuple[bytes, bytes]], body: bytes) -> list[tuple[bytes, bytes]]:
     """Headers of a request with another body."""
     others = [(name, value) for name, value in headers if name.lower() != b"content-length"]
@@ -201,6 +259,15 @@ def _repeated(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return again
+
+
+async def _refuse(send: Send, sentence: str) -> None:
+    await _answer(send, 400, _error(sentence))
+
+
+def _error(sentence: str) -> dict[str, Any]:
+    """A refusal, as vLLM says its own."""
+    return {"error": {"message": sentence, "type": "BadRequestError", "param": KEY, "code": 400}}
 
 
 async def _answer(send: Send, status: int, content: Any) -> None:

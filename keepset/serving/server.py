@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import IO, Self
 
 from keepset.serving.extras import import_http
+from keepset.vllm.signing import SIGNING_KEY, new_key
 
 _HOST = "127.0.0.1"
 _STOP_SECONDS = 15.0
@@ -48,7 +49,12 @@ class Server:
         self._log = tempfile.TemporaryFile()
         # A session of its own: all that it starts can be stopped at once, and Ctrl-C reaches only us.
         self._process = subprocess.Popen(
-            self._command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
+            self._command,
+            env={**os.environ, SIGNING_KEY: new_key()},
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         return self
 

@@ -8,7 +8,8 @@ are told of that. No keys and values move.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import secrets
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from vllm.config import VllmConfig
@@ -26,22 +27,25 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from keepset.core.budget import Budget
 from keepset.errors import KeepsetError, UnsupportedEngineError
 from keepset.paged.page_tables import RequestKey
 from keepset.paged.request_notes import RequestNote
 from keepset.recipe import Recipe
+from keepset.vllm import stats
 from keepset.vllm.engine_context import active
 from keepset.vllm.manager import KeepManager
-from keepset.vllm.settings import KEY, is_compressed, recipe_of
-from keepset.vllm.wishes import Wishes, wishes_of
+from keepset.vllm.settings import KEY, is_compressed, is_signed, recipe_of
+from keepset.vllm.signing import SIGNING_KEY, has_key
+from keepset.vllm.wishes import Wishes, unsealed, wishes_of
 
 logger = init_logger(__name__)
 
 
-class OwnRecipe(NamedTuple):
-    """What compresses a request, None for nothing, and its first page in each group of layers."""
+class OwnBudget(NamedTuple):
+    """The budget of a request, None where nothing of it is dropped, and its first page in each group of layers."""
 
-    recipe: str | None
+    budget: Budget | None
     pages: list[int]
 
 
@@ -57,7 +61,7 @@ class ExpectedEvents(KVConnectorMetadata):
     """
 
     keys: dict[int, RequestKey] = field(default_factory=dict)
-    begin: dict[str, OwnRecipe] = field(default_factory=dict)
+    begin: dict[str, OwnBudget] = field(default_factory=dict)
     ended: set[str] = field(default_factory=set)
     refused: set[str] = field(default_factory=set)
 
@@ -91,12 +95,19 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
             )
         self._requests: dict[str, Request] = {}
         self._recipe = recipe_of(vllm_config) if is_compressed(vllm_config) else None
-        self._own: dict[str, str | None] = {}  # recipes of requests with budgets of their own
-        self._beginning: dict[str, OwnRecipe] = {}
+        self._own: dict[str, Recipe | None] = {}  # of requests with budgets of their own
+        self._beginning: dict[str, OwnBudget] = {}
         self._waiting: set[str] = set()
         self._denied: set[str] = set()
         self._refused: set[str] = set()
         self._failed: set[str] = set()
+        self._signed = is_signed(vllm_config)
+        self._salt = secrets.token_hex(16)  # no client can name the hashes of a context's pages
+        if self._signed and role == KVConnectorRole.SCHEDULER and not has_key():
+            raise UnsupportedEngineError(
+                f"This engine takes only requests that are signed, and has no key in {SIGNING_KEY}: start the server "
+                "with keepset serve, which makes one."
+            )
 
     def _nothing(self, *args: Any, **kwargs: Any) -> None:
         """No keys and values come or go."""
@@ -115,8 +126,8 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
                 continue
             planner = context.groups[group.layer_names[0]].planner
             planner.notes.forget(metadata.ended)
-            for name, (text, pages) in metadata.begin.items():
-                own = planner.schedule.under(None if text is None else Recipe.parse(text))
+            for name, (budget, pages) in metadata.begin.items():
+                own = planner.schedule.under(None if budget is None else replace(planner.schedule.recipe, budget=budget))
                 planner.notes.file(pages[number], RequestNote(name, 0, own=own))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
@@ -136,32 +147,46 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
     # --- in the process that schedules
 
     def on_new_request(self, request: Request) -> None:
-        """Takes note of what a request says of itself; what cannot be ends it with an error."""
+        """Takes note of what a request says of itself; what cannot be ends it with an error, and nothing else."""
         self._requests[request.request_id] = request
-        parameters = request.sampling_params
-        said = (parameters.extra_args or {}).get(KEY) if parameters is not None else None
-        if said is None:
-            return
+        wishes = Wishes()
         try:
-            self._grant(request, wishes_of(said))
-        except (KeepsetError, OSError) as error:  # whatever files come and go, the others are served
-            logger.error("Request %s: %s", request.request_id, error)
+            wishes = self._wishes(request)
+            self._grant(request, wishes)
+        except Exception as error:  # whatever a request says, and whatever files come and go, the others are served
+            known = isinstance(error, KeepsetError)
+            logger.error("Request %s: %s", request.request_id, error, exc_info=not known)
+            stats.refused(wishes.ticket, str(error) if known else "The server cannot do this; its log says why.")
             self._denied.add(request.request_id)
             request.skip_reading_prefix_cache = False  # or vLLM would not ask about it
 
+    def _wishes(self, request: Request) -> Wishes:
+        """What a request says: of an engine behind a front end that signs, nothing but what that has signed."""
+        parameters = request.sampling_params
+        said = (parameters.extra_args or {}).get(KEY) if parameters is not None else None
+        if said is None:
+            return Wishes()
+        return unsealed(said) if self._signed else wishes_of(said)
+
     def _grant(self, request: Request, wishes: Wishes) -> None:
+        """Prepares what a request asks for; raises KeepsetError where that cannot be."""
         if wishes.context is not None:
             raise KeepsetError(f"There is no context {wishes.context!r}: this engine has no folder of contexts.")
+        if wishes.save is not None:
+            raise KeepsetError("This engine saves no contexts: it has no folder for them.")
         if wishes.is_own:
-            recipe = wishes.recipe(self._recipe)
-            self._own[request.request_id] = None if recipe is None else str(recipe)
-            for manager in self._managers:
-                manager.settle(request.request_id, recipe)
-            # Nobody else's pages are what this request would have, whatever its tokens.
-            request.cache_salt = f"keepset {request.request_id}"
-            request.block_hashes = []
-            request.update_block_hashes()
-            request.skip_reading_prefix_cache = False
+            self._settle(request, wishes.recipe(self._recipe))
+
+    def _settle(self, request: Request, recipe: Recipe | None) -> None:
+        """Has a request compressed by a recipe of its own; None: not at all."""
+        self._own[request.request_id] = recipe
+        for manager in self._managers:
+            manager.settle(request.request_id, recipe)
+        # Nobody else's pages are what this request would have, whatever its tokens.
+        request.cache_salt = f"keepset {self._salt} {request.request_id}"
+        request.block_hashes = []
+        request.update_block_hashes()
+        request.skip_reading_prefix_cache = False
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """None has a request wait for a step; tokens that cannot be had end it."""
@@ -172,7 +197,8 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
             return 0, False
         # One at a time: blocks that nobody uses must not keep those out who would.
         if not self._beginning and self._managers[0].block_pool.get_num_free_blocks() >= len(self._managers):
-            self._beginning[name] = OwnRecipe(self._own[name], [manager.reserve(name) for manager in self._managers])
+            recipe, pages = self._own[name], [manager.reserve(name) for manager in self._managers]
+            self._beginning[name] = OwnBudget(None if recipe is None else recipe.budget, pages)
         return None, False
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:

@@ -30,8 +30,8 @@ from keepset.vllm.context_saver import ContextSaver, SaveJob, at_rest
 from keepset.vllm.contexts import Context, ContextLibrary
 from keepset.vllm.engine_context import active
 from keepset.vllm.manager import KeepManager
-from keepset.vllm.owned_contexts import EVERYBODY, OwnedContexts, check_save
-from keepset.vllm.settings import KEY, contexts_of, save_limit_of
+from keepset.vllm.owned_contexts import OwnedContexts, check_save
+from keepset.vllm.settings import contexts_of, save_limit_of
 from keepset.vllm.wishes import Wishes
 
 logger = init_logger(__name__)
@@ -105,21 +105,16 @@ class ContextConnector(BlockCountConnector):
 
     # --- in the process that schedules
 
-    def on_new_request(self, request: Request) -> None:
-        super().on_new_request(request)
-        parameters = request.sampling_params
-        if parameters is None or KEY not in (parameters.extra_args or {}):
-            self._find(request, EVERYBODY)
-
     def _grant(self, request: Request, wishes: Wishes) -> None:
+        if wishes.save is not None:
+            check_save(self._limit, wishes.save, _objection(request))
         if wishes.context is not None:
             self._ask(request, wishes)
         elif wishes.is_own:
-            super()._grant(request, wishes)
+            self._settle(request, wishes.recipe(self._recipe))
         else:
             self._find(request, wishes.owner)
         if wishes.save is not None:
-            check_save(self._limit, wishes.save, _objection(request))
             owned = OwnedContexts(self._library.folder, wishes.owner)
             self._saves[request.request_id] = owned, owned.unfinished(wishes.save)
 
@@ -163,7 +158,7 @@ class ContextConnector(BlockCountConnector):
         placement = self._placements[context.digest]
         tokens = request._all_token_ids[: context.tokens]
         request._all_token_ids[: context.tokens] = [0] * context.tokens
-        request.cache_salt = f"keepset {context.digest} {request.cache_salt or ''}"
+        request.cache_salt = f"keepset {self._salt} {context.digest} {request.cache_salt or ''}"
         request.block_hashes = []
         request.update_block_hashes()
         request._all_token_ids[: context.tokens] = tokens
@@ -185,7 +180,7 @@ class ContextConnector(BlockCountConnector):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         asked = self._asked.get(request.request_id)
-        if asked is None:
+        if asked is None or request.request_id in self._denied:
             return super().get_num_new_matched_tokens(request, num_computed_tokens)
         # While the first of them is loaded, others wait for its pages.
         missing = asked.placement.shared and num_computed_tokens < asked.placement.own * self._manager.block_size
@@ -196,7 +191,7 @@ class ContextConnector(BlockCountConnector):
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         name = request.request_id
-        if name not in self._asked or not num_external_tokens:
+        if name not in self._asked or name in self._denied or not num_external_tokens:
             return
         context, placement = self._asked[name]
         whole = not placement.shared
@@ -243,8 +238,8 @@ class ContextConnector(BlockCountConnector):
         if not ended or not 0 < length <= request.num_tokens or name in self._denied:
             del self._saves[name]
             return False
-        asked, recipe = self._asked.get(name), None if self._recipe is None else str(self._recipe)
-        recipe = self._own.get(name, recipe)
+        asked, own = self._asked.get(name), self._own.get(name, self._recipe)
+        recipe = None if own is None else str(own)
         recipe = recipe if asked is None else asked.context.contents.header.recipe
         blocks = [block.block_id for block in self._manager.req_to_blocks[name]]
         model, tokens = self._vllm_config.model_config.model, list(request.all_token_ids[:length])

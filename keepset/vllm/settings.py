@@ -28,6 +28,9 @@ CONTEXTS = "keepset_contexts"
 SAVE_LIMIT = "keepset_save_bytes"
 """Where it holds how many bytes of contexts each owner's requests may save; none where it does not."""
 
+SIGNED = "keepset_signed"
+"""Where it says that a front end signs what requests say to keepset, so that the engine takes nothing else."""
+
 _WHOLE = "adakv(streaming_llm, keep=1.0)"
 """Of an engine with contexts and without a recipe: drops nothing, and has a table for every head, as contexts need."""
 
@@ -69,6 +72,19 @@ def save_limit_of(config: VllmConfig) -> int:
     if contexts_of(config) is None:
         raise KeepsetError(f'There is no folder to save to: give additional_config["{CONTEXTS}"], too.')
     return limit
+
+
+def is_signed(config: VllmConfig) -> bool:
+    """Return whether requests reach this engine through a front end that signs what they say to keepset.
+
+    Raises:
+        KeepsetError: the configuration says neither true nor false.
+    """
+    additional = config.additional_config
+    said = additional.get(SIGNED, False) if isinstance(additional, dict) else False
+    if not isinstance(said, bool):
+        raise KeepsetError(f'additional_config["{SIGNED}"] is {said!r}: give true or false.')
+    return said
 
 
 def is_compressed(config: VllmConfig) -> bool:

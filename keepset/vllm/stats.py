@@ -44,6 +44,13 @@ _REQUEST = np.dtype(
 _CONTEXT = np.dtype([("name", "S255"), ("requests", "i8"), ("loads", "i8")])
 
 
+REFUSALS = 1024
+"""How many refusals are remembered until the front end has read them."""
+
+_SENTENCE = 1000
+_REFUSAL = np.dtype([("number", "i8"), ("ticket", "S32"), ("why", f"S{_SENTENCE}")])
+
+
 def count(**more: float) -> None:
     """Adds to this process's counters."""
     counters = _array("counters", _COUNTER, 1)
@@ -96,6 +103,21 @@ def contexts() -> dict[str, dict[str, int]]:
     """How many requests each context has had, and how often it was loaded for that, by their names."""
     rows = [row for row in _rows("contexts", _CONTEXT) if row["name"]]
     return {row["name"].decode(): {name: int(row[name]) for name in ("requests", "loads")} for row in rows}
+
+
+def refused(ticket: str, why: str) -> None:
+    """Note why a request is refused, for the front end that has given it this ticket; the newest are remembered."""
+    if ticket:
+        rows = _array("refusals", _REFUSAL, REFUSALS)
+        number = int(rows["number"].max())
+        rows[number % REFUSALS] = (number + 1, ticket.encode(), why.encode(errors="replace")[:_SENTENCE])
+
+
+def refusal(ticket: str) -> str | None:
+    """Return why the request of this ticket was refused; None if it was not, or by an engine on another machine."""
+    said = (row["why"] for row in _rows("refusals", _REFUSAL) if row["ticket"] == ticket.encode())
+    why = next(said, None)
+    return None if why is None else why.decode(errors="ignore")
 
 
 def name_folder() -> None:

@@ -5,13 +5,26 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass, replace
+from reprlib import repr as shortened
 from typing import Any
 
+from keepset.core.budget import LIMIT
 from keepset.errors import KeepsetError
 from keepset.recipe import Recipe
 from keepset.vllm.owned_contexts import EVERYBODY
 from keepset.vllm.settings import KEY
+from keepset.vllm.signing import signed, verified
 
+MAX_BYTES = 2**16
+"""Bytes of JSON that one request may say. Twice what `MAX_RANGES` ranges of seven-digit tokens take."""
+
+MAX_RANGES = 1024
+"""Ranges that one request may protect. Every layer looks at all of them at every event, which takes it 0.1 ms."""
+
+MAX_NAME = 255
+"""Characters of a context's name. No file system takes longer ones."""
+
+_FRONT_END = ("owner", "ticket")
 _ADVICE = (
     'give one or more of "context": NAME, "save": NAME, "keep": 0.5, "off": true and "protect": [[0, 512]], or leave '
     "it out"
@@ -28,10 +41,11 @@ class Wishes:
         off: whether it is not compressed at all.
         protect: ranges of its tokens that always stay, besides those of the recipe.
         save: the name of the context that it leaves.
-        owner: whose contexts it sees and saves; a server says so for those who ask it.
+        owner: whose contexts it sees and saves. Only a server's front end says so.
+        ticket: under which the engine notes for the front end why it refuses the request; "" if nobody asks.
 
     Raises:
-        KeepsetError: some of these do not go together, or are of the wrong kind.
+        KeepsetError: some of these do not go together, are of the wrong kind, or are more than a request may say.
     """
 
     context: str | None = None
@@ -40,27 +54,49 @@ class Wishes:
     protect: Any = ()
     save: str | None = None
     owner: str = EVERYBODY
+    ticket: str = ""
 
     def __post_init__(self) -> None:
-        names = dict.fromkeys(("context", "save", "owner"), (str, "a name"))
-        for name, (kind, right) in {**names, "off": (bool, "true or false")}.items():
+        names = dict.fromkeys(("context", "save", "owner", "ticket"), (str, "a name"))
+        numbers = {"keep": (int | float, "a number")}
+        for name, (kind, right) in {**names, **numbers, "off": (bool, "true or false")}.items():
             value = getattr(self, name)
-            if value is not None and not isinstance(value, kind):
-                raise KeepsetError(f"{KEY}: {name} is {value!r:.80}: give {right}.")
+            wrong = not isinstance(value, kind) or (kind is not bool and isinstance(value, bool))
+            if value is not None and wrong:
+                raise KeepsetError(f"{KEY}: {name} is {shortened(value)}: give {right}.")
+            if isinstance(value, str) and len(value) > MAX_NAME:
+                raise KeepsetError(f"{KEY}: {name} has {len(value)} characters: give at most {MAX_NAME}.")
+        if self.keep is not None and not abs(self.keep) < LIMIT:
+            raise KeepsetError(f"{KEY}: keep is no number of 64 bits: give a fraction, or a number of entries.")
+        self._check_ranges()
         if self.off and (self.keep is not None or self.protect):
             raise KeepsetError(f"{KEY}: with off nothing is dropped: leave keep and protect out.")
         if self.context is not None and self.is_own:
             raise KeepsetError(f"{KEY}: a context has a recipe of its own: leave keep, off and protect out.")
+
+    def _check_ranges(self) -> None:
+        """Refuse too many ranges, and what is none."""
+        if not isinstance(self.protect, list | tuple):
+            raise KeepsetError(f"{KEY}: protect is {shortened(self.protect)}: give ranges of tokens, such as [[0, 512]].")
+        if len(self.protect) > MAX_RANGES:
+            raise KeepsetError(f"{KEY}: protect has {len(self.protect)} ranges: give at most {MAX_RANGES}.")
+        for bounds in self.protect:
+            pair = isinstance(bounds, list | tuple) and len(bounds) == 2
+            if not pair or not all(type(bound) is int and 0 <= bound < LIMIT for bound in bounds):
+                raise KeepsetError(
+                    f"{KEY}: protect has a range that is no pair of tokens: give the first token of each and the one "
+                    "after its last, such as [[0, 512]]."
+                )
 
     @property
     def is_own(self) -> bool:
         """Whether the request is compressed otherwise than the engine's recipe says."""
         return self.off or self.keep is not None or bool(self.protect)
 
-    def as_json(self) -> str:
-        """As text, which every interface of vLLM passes on."""
+    def sealed(self) -> str:
+        """Return this as a signed text, which every interface of vLLM passes on and the engine takes."""
         fields = dataclasses.fields(self)
-        return json.dumps({f.name: value for f in fields if (value := getattr(self, f.name)) != f.default})
+        return signed(json.dumps({f.name: value for f in fields if (value := getattr(self, f.name)) != f.default}))
 
     def recipe(self, engine: Recipe | None) -> Recipe | None:
         """What the request is compressed by; None if not at all.
@@ -77,21 +113,47 @@ class Wishes:
             return None
         budget = engine.budget
         keep = budget.keep if self.keep is None else self.keep
-        ranges = self.protect if isinstance(self.protect, list | tuple) else (self.protect,)
-        return replace(engine, budget=replace(budget, keep=keep, protect=(*budget.protect, *ranges))).require_budget()
+        ranges = (*budget.protect, *self.protect)
+        return replace(engine, budget=replace(budget, keep=keep, protect=ranges)).require_budget()
 
 
 def wishes_of(said: Any) -> Wishes:
-    """What is said, as an object or its text.
+    """Return what a client says, as an object or its text.
+
+    Args:
+        said: by a client, who can name no owner.
 
     Raises:
-        KeepsetError: it is something else.
+        KeepsetError: it is something else, or more than a request may say.
     """
+    fields = _fields(said)
+    if fields is None or not fields.keys() <= {field.name for field in dataclasses.fields(Wishes)}:
+        raise KeepsetError(f"{KEY} is {shortened(said)}: {_ADVICE}.")
+    for name in _FRONT_END:
+        if name in fields:
+            raise KeepsetError(f"{KEY}: whose contexts they are the API key says: leave {name} out.")
+    return Wishes(**fields)
+
+
+def unsealed(said: Any) -> Wishes:
+    """Return the wishes that `Wishes.sealed` has signed.
+
+    Raises:
+        KeepsetError: the text is something else, or was signed by nobody who has this server's key.
+    """
+    return Wishes(**json.loads(verified(said)))
+
+
+def _fields(said: Any) -> dict[str, Any] | None:
+    """An object's fields; None if it is none, has none, or leaves one empty."""
     try:
-        wishes = json.loads(said) if isinstance(said, str) else said
-    except (ValueError, RecursionError):
-        wishes = said
-    names = {field.name for field in dataclasses.fields(Wishes)}
-    if isinstance(wishes, dict) and wishes and wishes.keys() <= names and None not in wishes.values():
-        return Wishes(**wishes)
-    raise KeepsetError(f"{KEY} is {said!r:.200}: {_ADVICE}.")
+        text = said if isinstance(said, str) else json.dumps(said)
+        size = len(text.encode(errors="replace"))
+        if size > MAX_BYTES:
+            raise KeepsetError(f"{KEY} has {size} bytes: give at most {MAX_BYTES}.")
+        fields = json.loads(text)
+    except KeepsetError:
+        raise
+    except (ValueError, TypeError, RecursionError):
+        return None
+    return fields if isinstance(fields, dict) and fields and None not in fields.values() else None

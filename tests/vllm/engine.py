@@ -14,6 +14,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
+import pytest
+
 from keepset.models import embedded_folder
 from keepset.recipe import Recipe
 from tests.paged.methods import registered
@@ -28,6 +30,18 @@ SPARING = {
     "TORCH_COMPILE_DISABLE": "1",  # vLLM would compile one small function in each rank, for as long as all else
 }
 """What vLLM's processes are told of this machine."""
+SIGNING = {"KEEPSET_SIGNING_KEY": "5" * 64}
+"""What engines have whose requests are signed."""
+
+
+def sealed(**wishes: Any) -> dict[str, Any]:
+    """Extra arguments of a request, as a server's front end signs them for an engine with that key."""
+    from keepset.vllm.wishes import Wishes
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in SIGNING.items():
+            patch.setenv(name, value)
+        return {"keepset": Wishes(**wishes).sealed()}
 
 
 @dataclass(frozen=True)
@@ -206,7 +220,7 @@ class _Server:
         }
         if runner_v2:  # and so in the processes that an engine starts, see `tests.vllm.interpreted`
             more["TRITON_INTERPRET"] = "1"
-        environment = os.environ | SPARING | more
+        environment = os.environ | SPARING | SIGNING | more
         environment.pop("KEEPSET_STATS_DIR", None)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.vllm.server"],

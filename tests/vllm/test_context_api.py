@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +16,15 @@ from transformers import PreTrainedModel
 
 import keepset
 from keepset import KeepsetError
-from keepset.serving.context_api import ContextMiddleware
+from keepset.serving.context_api import HONOURED, ContextMiddleware
 from keepset.vllm import owned_contexts as owned
-from keepset.vllm import stats
+from keepset.vllm import signing, stats
+from keepset.vllm.wishes import MAX_BYTES, MAX_RANGES, Wishes, unsealed, wishes_of
+
+
+@pytest.fixture(autouse=True)
+def signing_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(signing.SIGNING_KEY, signing.new_key())
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +42,15 @@ def folder(tiny_model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory
 
 
 class Inner:
-    """A server that repeats what it was told, and says that a prompt has so many tokens."""
+    """A server that remembers what it was told; its `answer` is what it is asked to say of a request."""
 
-    def __init__(self, tokens: int = 1) -> None:
+    def __init__(self, answer: Any = None) -> None:
         self.bodies: list[Any] = []
-        self.tokens = tokens
+        self.answer = answer or (lambda body: (200, [b"{}"]))
+
+    def said(self) -> Wishes:
+        """What the newest request says to the engine."""
+        return replace(unsealed(self.bodies[-1]["vllm_xargs"]["keepset"]), ticket="")
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         message = await receive()
@@ -48,11 +60,20 @@ class Inner:
         gone.cancel()
         assert dict(scope["headers"])[b"content-length"] == str(len(message["body"])).encode()
         self.bodies.append(json.loads(message["body"]))
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": json.dumps({"tokens": [7] * self.tokens}).encode()})
+        status, pieces = self.answer(self.bodies[-1])
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        for number, piece in enumerate(pieces):
+            await send({"type": "http.response.body", "body": piece, "more_body": number + 1 < len(pieces)})
 
 
-def server(folder: Path, model: PreTrainedModel, inner: Any, recipe: str | None = None, limit: int = 0) -> Any:
+def server(
+    folder: Path,
+    model: PreTrainedModel,
+    inner: Any,
+    recipe: str | None = None,
+    limit: int = 0,
+    answers: list[Any] | None = None,
+) -> Any:
     model_config = SimpleNamespace(
         model=model.config.name_or_path,
         architecture="LlamaForCausalLM",
@@ -62,13 +83,14 @@ def server(folder: Path, model: PreTrainedModel, inner: Any, recipe: str | None 
     )
     more = {"keepset": recipe} if recipe else {}
     more = {**more, "keepset_save_bytes": limit} if limit else more
-    config = SimpleNamespace(additional_config={"keepset_contexts": str(folder), **more}, model_config=model_config)
+    said = {"keepset_contexts": str(folder), "keepset_signed": True, **more}
+    config = SimpleNamespace(additional_config=said, model_config=model_config)
     middleware = ContextMiddleware(inner)
 
     def asked(method: str, path: str, body: Any = None, key: str = "") -> tuple[int, Any]:
         text = json.dumps(body).encode() if not isinstance(body, bytes) else body
         pieces = [text[:5], text[5:]]
-        answer: list[Any] = []
+        answer: list[Any] = [] if answers is None else answers
 
         async def receive() -> Any:
             if not pieces:
@@ -86,36 +108,104 @@ def server(folder: Path, model: PreTrainedModel, inner: Any, recipe: str | None 
             "app": SimpleNamespace(state=SimpleNamespace(vllm_config=config)),
         }
         asyncio.run(middleware(scope, receive, send))
-        return answer[0]["status"], json.loads(answer[1]["body"])
+        return answer[0]["status"], json.loads(b"".join(piece["body"] for piece in answer[1:]))
 
     return asked
 
 
-def test_a_named_context_goes_on_as_an_argument_of_vllm(folder: Path, tiny_model: PreTrainedModel) -> None:
+def test_what_is_said_goes_on_signed_as_an_argument_of_vllm(folder: Path, tiny_model: PreTrainedModel) -> None:
     inner = Inner()
     ask = server(folder, tiny_model, inner)
-    wish = {"prompt": "What?", "keepset": {"context": "manual"}, "vllm_xargs": {"more": 1}}
-    assert ask("POST", "/v1/completions", wish)[0] == 200
-    assert ask("POST", "/v1/completions", {"prompt": "What?"})[0] == 200
-    assert ask("POST", "/v1/completions", {"prompt": "What?", "keepset": {"off": True}})[0] == 200
-    assert inner.bodies == [
-        {"prompt": "What?"},  # to be told its tokens
-        {"prompt": "What?", "vllm_xargs": {"more": 1, "keepset": '{"context": "manual"}'}},
-        {"prompt": "What?"},
-        {"prompt": "What?", "vllm_xargs": {"keepset": '{"off": true}'}},
-    ]
+    for path in HONOURED:
+        wish = {"prompt": "What?", "keepset": {"context": "manual"}, "vllm_xargs": {"more": 1}}
+        assert ask("POST", path, wish)[0] == 200
+        assert inner.bodies[-1].keys() == {"prompt", "vllm_xargs"} and inner.bodies[-1]["vllm_xargs"]["more"] == 1
+        assert inner.said() == Wishes(context="manual")
+        assert ask("POST", path, {"prompt": "What?", "keepset": {"off": True}})[0] == 200
+        assert inner.said() == Wishes(off=True)
+        assert ask("POST", path, {"prompt": "What?"})[0] == 200
+        assert inner.bodies[-1] == {"prompt": "What?"}
 
 
-def test_a_question_that_is_too_long_is_refused(folder: Path, tiny_model: PreTrainedModel) -> None:
-    ask = server(folder, tiny_model, Inner(tokens=412))
-    for prompt in ("long", [7] * 412, [[1], [7] * 412], ["short", "long"]):
-        status, answer = ask("POST", "/v1/completions", {"prompt": prompt, "keepset": {"context": "manual"}})
-        assert status == 400 and "has 100 tokens and the question 412: there must be" in answer["error"]["message"]
-    chat = {"messages": [{"role": "user", "content": "long"}], "stream": True, "keepset": {"context": "manual"}}
-    assert ask("POST", "/v1/chat/completions", chat)[0] == 400
-    inner = Inner(tokens=411)
-    assert server(folder, tiny_model, inner)("POST", "/v1/chat/completions", chat)[0] == 200
-    assert "stream" not in inner.bodies[0] and inner.bodies[1]["stream"]
+def test_why_the_engine_refuses_is_the_answer(
+    folder: Path, tiny_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(stats.FOLDER, str(tmp_path))
+    stats._array.cache_clear()
+    pieces = [b'{"error": {"message": "Internal server error", "code": 500}}']
+    chunks = [b'data: {"choices": []}\n\n', b'data: {"error": {"message": "Internal server error"}}\n\n', b"data: [DONE]"]
+
+    def refuse(body: Any, status: int, pieces: list[bytes]) -> Any:
+        ticket = unsealed(body["vllm_xargs"]["keepset"]).ticket
+        stats.refused(ticket, f"Context {str(folder / 'saved' / 'one' / 'chat@12-ab.safetensors')!r} is too long.")
+        return status, pieces
+
+    wish = {"keepset": {"off": True}}
+    for status, said in ((500, pieces), (200, chunks[1:])):
+        ask = server(folder, tiny_model, Inner(partial(refuse, status=status, pieces=said)))
+        assert ask("POST", "/v1/completions", wish)[0] == 400
+        assert ask("POST", "/v1/completions", wish)[1]["error"]["message"] == "Context 'chat' is too long."
+    answers: list[Any] = []
+    ask = server(folder, tiny_model, Inner(partial(refuse, status=200, pieces=chunks)), answers=answers)
+    with pytest.raises(json.JSONDecodeError):
+        ask("POST", "/v1/completions", wish)
+    assert [piece["type"] for piece in answers] == ["http.response.start"] + ["http.response.body"] * 2
+    assert json.loads(answers[2]["body"].removeprefix(b"data: "))["error"]["message"] == "Context 'chat' is too long."
+    assert answers[2]["more_body"] is False
+    # An error that is not the engine's refusal stays what it is.
+    assert server(folder, tiny_model, Inner(lambda body: (500, pieces)))("POST", "/v1/completions", wish)[0] == 500
+    stats._array.cache_clear()
+
+
+def test_no_client_sees_a_signature(folder: Path, tiny_model: PreTrainedModel) -> None:
+    inner = Inner(lambda body: (400, [json.dumps(body).encode()]))
+    status, answer = server(folder, tiny_model, inner)("POST", "/v1/completions", {"keepset": {"off": True}})
+    signature = inner.bodies[-1]["vllm_xargs"]["keepset"].split()[0]
+    assert status == 400 and len(signature) == 64 and signature not in json.dumps(answer)
+
+
+def test_only_the_front_ends_signature_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    sealed = Wishes(save="a", owner="1" * 32).sealed()
+    assert unsealed(sealed) == Wishes(save="a", owner="1" * 32)
+    signature, _, text = sealed.partition(" ")
+    forged = [text, f" {text}", f"{signature} {text.replace('1', '2')}", f"{signature[:-1]} {text}", "", 7, None, [text]]
+    forged += [{"save": "a"}, "\ud800 " + text, signature]
+    for said in forged:
+        with pytest.raises(KeepsetError, match="does not check it"):
+            unsealed(said)
+    for words in ({"save": "a", "owner": "1" * 32}, {"ticket": "a"}, json.dumps({"owner": "everybody"})):
+        with pytest.raises(KeepsetError, match="leave (owner|ticket) out"):
+            wishes_of(words)
+    monkeypatch.setenv(signing.SIGNING_KEY, signing.new_key())
+    with pytest.raises(KeepsetError, match="does not check it"):
+        unsealed(sealed)
+
+
+@pytest.mark.parametrize(
+    ("said", "sentence"),
+    [
+        ({"protect": [[2 * i, 2 * i + 1] for i in range(MAX_RANGES + 1)]}, f"give at most {MAX_RANGES}"),
+        ({"protect": [[0, 1]] * 20_000}, f"give at most {MAX_BYTES}"),
+        ('{"keep": 5' + " " * MAX_BYTES + "}", f"give at most {MAX_BYTES}"),
+        ({"save": "a" * 5000}, "has 5000 characters"),
+        ({"keep": 10**30}, "64 bits"),
+        ({"keep": float("inf")}, "64 bits"),
+        ({"keep": float("nan")}, "64 bits"),
+        ({"keep": "half"}, "give a number"),
+        ({"keep": True}, "give a number"),
+        ({"protect": [[0, 2**63]]}, "no pair of tokens"),
+        ({"protect": [[0, 1.5]]}, "no pair of tokens"),
+        ({"protect": {}}, "give ranges of tokens"),
+        ({"protect": 7}, "give ranges of tokens"),
+        ([1], "give one or more of"),
+        (7, "give one or more of"),
+        ("[" * 5000, "give one or more of"),
+    ],
+)
+def test_a_request_says_no_more_than_is_right(said: Any, sentence: str) -> None:
+    with pytest.raises(KeepsetError, match=sentence) as refused:
+        wishes_of(said)
+    assert len(str(refused.value)) < 500
 
 
 def test_budgets_are_checked_against_the_servers_recipe(folder: Path, tiny_model: PreTrainedModel) -> None:
@@ -143,7 +233,7 @@ def test_nobody_says_whose_contexts_they_are(folder: Path, tiny_model: PreTraine
 def test_a_key_sees_its_own(folder: Path, tiny_model: PreTrainedModel) -> None:
     from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
-    inner = Inner(tokens=3)
+    inner = Inner()
     ask = server(folder, tiny_model, AuthenticationMiddleware(inner, tokens=["one", "two"]), limit=10**6)
     one = owned.OwnedContexts(folder, owned.owner_of("one"))
     one.folder.mkdir(parents=True)
@@ -153,11 +243,11 @@ def test_a_key_sees_its_own(folder: Path, tiny_model: PreTrainedModel) -> None:
     names = {key: [each["id"] for each in ask("GET", "/v1/contexts", key=key)[1]["data"]] for key in ("one", "two")}
     assert "mine" in names["one"] and "mine" not in names["two"]
     assert ask("POST", "/v1/completions", {"prompt": "", "keepset": {"save": "a"}}, key="one")[0] == 200
-    assert json.loads(inner.bodies[-1]["vllm_xargs"]["keepset"]) == {"save": "a", "owner": owned.owner_of("one")}
+    assert inner.said() == Wishes(save="a", owner=owned.owner_of("one"))
     refused = ask("POST", "/v1/completions", {"prompt": "", "keepset": {"context": "mine"}}, key="two")
     assert refused[0] == 400 and "There is no context 'mine'" in refused[1]["error"]["message"]
-    refused = ask("POST", "/v1/completions", {"prompt": "", "keepset": {"context": "mine"}}, key="one")
-    assert refused[0] == 400 and "does not begin with the 100 tokens" in refused[1]["error"]["message"]
+    assert ask("POST", "/v1/completions", {"prompt": "", "keepset": {"context": "mine"}}, key="one")[0] == 200
+    assert inner.said() == Wishes(context="mine", owner=owned.owner_of("one"))
 
 
 def test_an_owners_contexts_stay_within_the_limit(tmp_path: Path) -> None:
@@ -209,7 +299,7 @@ def test_what_is_wrong_is_answered_with_a_sentence(
     inner = Inner()
     status, answer = server(folder, tiny_model, inner)("POST", "/v1/chat/completions", {"keepset": wishes})
     assert status == answer["error"]["code"] == 400 and sentence in answer["error"]["message"]
-    assert not inner.bodies
+    assert not inner.bodies and str(folder) not in answer["error"]["message"]
 
 
 def test_the_listing_follows_the_folder(

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 import keepset
 from tests.vllm.compared import result
-from tests.vllm.engine import Ask, Result, Scenario, raw
+from tests.vllm.engine import Ask, Result, Scenario, raw, sealed
 from tests.vllm.late import Late
 from tests.vllm.test_contexts import ENGINE, IDS, question, write
 from tests.vllm.test_contexts_that_go_on import going_on
@@ -76,8 +76,11 @@ def chats(tiny_model: PreTrainedModel) -> dict[tuple[str, int], list[Turn]]:
     }
 
 
-def scenario(tiny: Path, folder: Path, recipe: str, some: list[Ask], **more: Any) -> Scenario:
+def scenario(
+    tiny: Path, folder: Path, recipe: str, some: list[Ask], signed: bool = False, **more: Any
+) -> Scenario:
     additional = {settings.CONTEXTS: str(folder), settings.SAVE_LIMIT: 260_000, "keepset": recipe}
+    additional[settings.SIGNED] = signed
     engine = {
         "model": str(tiny),
         **ENGINE,
@@ -110,7 +113,7 @@ def mixed(draw: random.Random, chats: dict[tuple[str, int], list[Turn]]) -> list
             asked, what = chats[owner, chat][place].said, (kind, owner, chat, place)
             asks = owner if kind == "chat" else next(tenant for tenant in TENANTS if tenant != owner)
             wishes = {"owner": asks} | ({"save": f"chat{chat}"} if kind == "chat" else {})
-        some.append((Ask(asked, ANSWER, add=add, abort=aborted(draw, add), extra={"keepset": wishes}), what))
+        some.append((Ask(asked, ANSWER, add=add, abort=aborted(draw, add), extra=sealed(**wishes)), what))
     return some
 
 
@@ -131,7 +134,7 @@ def test_nothing_is_lost_and_nobody_mixed_up(
     place = folder / "coming.safetensors"
     files = [(step, coming if step % 40 else None, place) for step in range(10, REQUESTS, 20)]
     files += [(step, folder / "flipped.safetensors", place) for step in range(55, REQUESTS, 80)]
-    answer = raw(scenario(tiny, folder, ONCE, [one for one, _ in some], files=files))[0]
+    answer = raw(scenario(tiny, folder, ONCE, [one for one, _ in some], signed=True, files=files))[0]
     engine = result({"": answer}, "")
     engine.check_nothing_left()
     check(tiny_model, folder, coming, some, engine, chats)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ OWN: list[dict[str, Any] | None] = [
     {"protect": [[3, 20], [50, 77]]},
     {"keep": 64, "protect": [[0, 30]]},
     {"keep": 500},
-    None,
+    {"keep": 30, "protect": [[2 * i, 2 * i + 1] for i in range(1024)]},
 ]
 FRACTIONS = [None, {"keep": 0.5}, {"off": True}, {"protect": [[3, 60]]}, {"keep": 0.25, "protect": [[0, 9]]}]
 
@@ -55,6 +56,13 @@ REFUSED = [
         {"protect": [[5, 5]]},
         {"context": "manual"},
         {"more": 1},
+        {"save": "a"},
+        {"keep": 24, "owner": "1" * 32},
+        {"off": True, "ticket": "1" * 32},
+        {"protect": [[2 * i, 2 * i + 1] for i in range(2000)]},
+        json.dumps({"protect": [[2 * i, 2 * i + 1] for i in range(2000)]}),
+        [24],
+        24,
     )
 ]
 PREEMPT = (9, 33)

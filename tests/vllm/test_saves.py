@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from transformers import PreTrainedModel
 
 import keepset
 from tests.vllm.compared import result
-from tests.vllm.engine import Ask, Result, Scenario, raw
+from tests.vllm.engine import Ask, Result, Scenario, raw, sealed
 from tests.vllm.late import Late
 from tests.vllm.test_contexts import ENGINE, IDS
 
@@ -28,6 +29,19 @@ RECIPES = {
     "none": None,
 }
 ONE, TWO = "1" * 32, "2" * 32
+FORGED: list[Any] = [
+    {"save": "chat"},
+    {"save": "chat", "owner": ONE},
+    json.dumps({"save": "chat", "owner": ONE}),
+    "0" * 64 + json.dumps({"off": True}),
+    sealed(save="chat", owner=TWO)["keepset"].replace(TWO, ONE),
+    sealed(keep=30)["keepset"].replace("30", "31"),
+    {"keep": 60},
+    ["save", "chat"],
+    7,
+    "",
+]
+"""What nobody has signed so."""
 
 
 class Turn(NamedTuple):
@@ -68,7 +82,7 @@ def chat(model: PreTrainedModel, recipe: str | None) -> Chat:
     whole = Ask(IDS[700:777], TOKENS, add=5)
 
     def ask(said: list[int], add: int, **wishes: Any) -> Ask:
-        return Ask(said, TOKENS, add=add, extra={"keepset": wishes} if wishes else None)
+        return Ask(said, TOKENS, add=add, extra=sealed(**wishes) if wishes else None)
 
     asks = [
         ask(first.said, 0, save="chat", owner=ONE),
@@ -83,12 +97,14 @@ def chat(model: PreTrainedModel, recipe: str | None) -> Chat:
         ask(second.said, 121, context="nothing", owner=TWO),
         ask(IDS[:30], 121, context="chat", owner=ONE),  # does not begin with it
         whole,
+        *[Ask(IDS[:40], TOKENS, add=122, extra={"keepset": words}) for words in FORGED],
     ]
     return Chat(first, second, asks)
 
 
 def scenario(tiny: Path, folder: Path, recipe: str | None, asks: list[Ask], **more: Any) -> Scenario:
-    additional = {settings.CONTEXTS: str(folder), settings.SAVE_LIMIT: 10**7} | ({"keepset": recipe} if recipe else {})
+    additional = {settings.CONTEXTS: str(folder), settings.SAVE_LIMIT: 10**7, settings.SIGNED: True}
+    additional |= {"keepset": recipe} if recipe else {}
     engine = {
         "model": str(tiny),
         **ENGINE,
@@ -147,7 +163,7 @@ def check(engine: Result, some: Chat, folder: Path, model: PreTrainedModel, name
     # vLLM's own prefix cache has what no compression wrote to, whoever asks; without one also of the answer.
     assert engine.cached[1] in (0, shared) and engine.cached[5] in (0, shared, *[160] * (recipe is None))
     assert past >= 149 + TOKENS
-    for place in (4, 9, 10):
+    for place in (4, 9, 10, *range(12, 12 + len(FORGED))):
         assert engine.reasons[place] == "error" and not engine.tokens[place]
     third = turn(model, recipe or "streaming_llm(keep=1.0)", asks[7].ids, second)
     assert engine.tokens[7] == third.answer
