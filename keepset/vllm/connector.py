@@ -97,6 +97,7 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         self._recipe = recipe_of(vllm_config) if is_compressed(vllm_config) else None
         self._own: dict[str, Recipe | None] = {}  # of requests with budgets of their own
         self._beginning: dict[str, OwnBudget] = {}
+        self._tickets: dict[str, str] = {}
         self._waiting: set[str] = set()
         self._denied: set[str] = set()
         self._refused: set[str] = set()
@@ -149,16 +150,20 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Request) -> None:
         """Takes note of what a request says of itself; what cannot be ends it with an error, and nothing else."""
         self._requests[request.request_id] = request
-        wishes = Wishes()
         try:
             wishes = self._wishes(request)
+            self._tickets[request.request_id] = wishes.ticket
             self._grant(request, wishes)
         except Exception as error:  # whatever a request says, and whatever files come and go, the others are served
             known = isinstance(error, KeepsetError)
             logger.error("Request %s: %s", request.request_id, error, exc_info=not known)
-            stats.refused(wishes.ticket, str(error) if known else "The server cannot do this; its log says why.")
+            self._refuse(request, str(error) if known else "The server cannot do this; its log says why.")
             self._denied.add(request.request_id)
             request.skip_reading_prefix_cache = False  # or vLLM would not ask about it
+
+    def _refuse(self, request: Request, why: str) -> None:
+        """Says why to the front end, if that has asked."""
+        stats.refused(self._tickets.get(request.request_id, ""), why)
 
     def _wishes(self, request: Request) -> Wishes:
         """What a request says: of an engine behind a front end that signs, nothing but what that has signed."""
@@ -239,6 +244,7 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         name = request.request_id
         self._requests.pop(name, None)
         self._own.pop(name, None)
+        self._tickets.pop(name, None)
         self._denied.discard(name)
         for manager in self._managers:
             manager.forget(name)

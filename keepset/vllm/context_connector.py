@@ -223,7 +223,10 @@ class ContextConnector(BlockCountConnector):
 
     def request_finished_all_groups(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         saves = self._save(request)
-        if (asked := self._asked.pop(request.request_id, None)) is not None and asked.context.owner:
+        asked = self._asked.pop(request.request_id, None)
+        if asked is not None and request.status == RequestStatus.FINISHED_ERROR and request.request_id not in self._denied:
+            self._refuse(request, f"Context {asked.context.name!r} cannot be loaded: build it again.")
+        if asked is not None and asked.context.owner:
             OwnedContexts(self._library.folder, asked.context.owner).sweep(self._limit, self._used)
         self._loading = {digest: name for digest, name in self._loading.items() if name != request.request_id}
         super().request_finished_all_groups(request, block_ids)
