@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import dataclasses
 import itertools
 import warnings
@@ -377,6 +378,22 @@ def test_refuses_numbers_too_large_to_use(name: str, value: str) -> None:
 @pytest.mark.parametrize("name", ["knorm(keep", "snapkv(window", "expected_attention(epsilon", "knorm(prefill"])
 def test_nothing_is_evaluated(name: str, value: str) -> None:
     assert "is not a plain value" in refusal(f"{name}={value})")
+
+
+def test_a_text_is_searched_for_a_value_only_to_name_it_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each search reads the whole text: one for every number made parsing quadratic."""
+    search, searched = ast.get_source_segment, []
+
+    def counted(text: str, node: ast.AST) -> str | None:
+        searched.append(node)
+        return search(text, node)
+
+    monkeypatch.setattr(ast, "get_source_segment", counted)
+    ranges = [[2 * i, 2 * i + 1] for i in range(20_000)]
+    assert Recipe.parse(f"tova(keep=9, protect={ranges})").budget.protect == tuple(map(tuple, ranges))
+    assert not searched
+    assert "protect=1 + 1 is not a plain value" in refusal(f"tova(keep=9, protect={str(ranges)[:-1]}, [1, 1 + 1]])")
+    assert len(searched) == 1
 
 
 @pytest.mark.parametrize(

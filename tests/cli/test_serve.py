@@ -14,6 +14,7 @@ import pytest
 
 from keepset import models
 from keepset.serving import checks, command, spelling
+from keepset.vllm.signing import SIGNING_KEY
 from tests.cli.conftest import Run
 
 
@@ -34,6 +35,7 @@ def became(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
     (tmp_path / "embedded").mkdir()
     (tmp_path / "embedded" / "config.json").write_text("{}")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
+    monkeypatch.setenv(SIGNING_KEY, "")
     return taken
 
 
@@ -45,11 +47,43 @@ def test_recipe_and_options(run: Run, became: list[list[str]]) -> None:
     assert (done.code, done.out) == (0, "")
     (words,) = became
     assert words[1:5] == ["-m", "vllm", "serve", "a/model"]
-    assert json.loads(words[words.index("--additional-config") + 1]) == {"keepset": "snapkv(keep=512, every=256)"}
+    said = json.loads(words[words.index("--additional-config") + 1])
+    assert said == {"keepset": "snapkv(keep=512, every=256)", "keepset_signed": True}
     assert words[words.index("--host") + 1] == "127.0.0.1"
     rest = ["--block-size", "32", "--enforce-eager", "--dtype=float32", "-tp", "2", "-O3", "--port", "0"]
     assert words[-len(rest) :] == rest
     assert "serve a/model" in done.err and done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--api-key", "hunter2"],
+        ["--api-key=hunter2"],
+        ["--api_key", "hunter2", "hunter3", "--enforce-eager"],
+        ["--api-ke=hunter2", "--hf_token", "hunter3"],
+        ["--hf-to=hunter2", "--api-k", "hunter3", "-hunter4"],
+    ],
+)
+def test_keys_are_handed_on_and_not_shown(
+    options: list[str], run: Run, became: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "hunter5")
+    done = run("serve", "m", "--recipe", "tova(keep=512)", "--port", "0", *options, "--max-model-len", "1024")
+    assert done.code == 0 and "hunter" not in done.out + done.err and "***" in done.err
+    assert became[0][-2 - len(options) : -2] == options and "--max-model-len 1024" in done.err
+
+
+def test_a_start_has_a_signing_key_of_its_own(
+    run: Run, became: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = []
+    for _ in range(2):
+        monkeypatch.setenv(SIGNING_KEY, "")
+        done = run("serve", "m", "--recipe", "tova(keep=512)", "--port", "0")
+        keys.append(os.environ[SIGNING_KEY])
+        assert len(keys[-1]) == 64 and keys[-1] not in done.out + done.err + "".join(became[-1])
+    assert keys[0] != keys[1]
 
 
 def test_options_alone_serve_the_embedded_model(run: Run, became: list[list[str]], tmp_path: Path) -> None:
