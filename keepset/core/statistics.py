@@ -213,9 +213,9 @@ def _read(path: Path, modified: int, size: int) -> Statistics:
 
 def _layer(file: Any, index: int) -> LayerStatistics:
     places = {name: f"layers.{index}.{name}" for name in FIELDS}
-    if not set(places.values()) <= set(file.keys()):
+    if not set(places.values()) <= set(file.layout):
         raise ValueError
-    tensors = {name: file.get_tensor(place) for name, place in places.items()}
+    tensors = {name: file[place] for name, place in places.items()}
     (kv_heads, dim), heads = tensors["direction"].shape, tensors["mean"].shape[0]
     shapes = {"direction": (kv_heads, dim), "mean": (heads, dim), "covariance": (heads, dim, dim), "norm": (heads, dim)}
     partner = tensors["partner"]
@@ -233,8 +233,8 @@ def _layer(file: Any, index: int) -> LayerStatistics:
 def _retrieval(file: Any, layers: Mapping[int, LayerStatistics]) -> dict[int, Tensor]:
     """The gates of all layers, or none."""
     places = {index: f"layers.{index}.{_RETRIEVAL}" for index in layers}
-    written = set(file.keys())
-    gates = {index: file.get_tensor(place) for index, place in places.items() if place in written}
+    written = set(file.layout)
+    gates = {index: file[place] for index, place in places.items() if place in written}
     if gates and len(gates) < len(layers):
         raise ValueError
     for index, gate in gates.items():

@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as shortened
 from typing import Any
 from uuid import uuid4
 
 from torch import Tensor
 
+from keepset.core.files import check_replaceable
+from keepset.core.tensor_reader import TensorReader, opened, parse_json
 from keepset.errors import CorruptFileError, KeepsetError
+
+_DAMAGED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What reading damaged contents raises. RecursionError is a RuntimeError, and so are PyTorch's errors."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +48,13 @@ class TensorFile:
         """Writes a file whole or not at all; what is there is replaced once all is written. Metadata has the format.
 
         Raises:
-            KeepsetError: the place cannot be written to.
+            KeepsetError: the place cannot be written to, or what is there is no regular file.
         """
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
-        unfinished = path.parent / f"{path.name}.{uuid4().hex}.unfinished"
+        check_replaceable(path)
+        unfinished = path.parent / f".{uuid4().hex}.unfinished"
         try:
             # One entry: of several, safetensors would change the order from file to file.
             save_file(dict(tensors), unfinished, {self.metadata: json.dumps(metadata)})
@@ -59,30 +66,37 @@ class TensorFile:
             with suppress(OSError):  # there may be no such folder
                 unfinished.unlink(missing_ok=True)
 
+    def corrupt(self, path: Path) -> CorruptFileError:
+        """Return the error for a file that does not hold what it should."""
+        return CorruptFileError(self.damaged.format(path=repr(str(path))))
+
     @contextmanager
-    def opened(self, path: Path) -> Iterator[tuple[Any, Any]]:
-        """A file for reading, and its metadata.
+    def opened(self, path: Path) -> Iterator[tuple[TensorReader, Any]]:
+        """Open a file for reading.
+
+        Yields:
+            its tensors, which are read when they are asked for, and its metadata.
 
         Raises:
             CorruptFileError: it is not as it should be; also where what is done with it raises as damaged contents do.
         """
-        from safetensors import SafetensorError, safe_open
 
         def refused(sentence: str, found: Any = None) -> CorruptFileError:
             return CorruptFileError(sentence.format(path=repr(str(path)), version=self.version, found=found))
 
-        try:
-            with safe_open(path, framework="pt") as file:
-                written = (file.metadata() or {}).get(self.metadata)
-                if written is None:
-                    raise refused(self.foreign)
-                metadata = json.loads(written)
+        with ExitStack() as stack:
+            try:
+                tensors = stack.enter_context(opened(path))
+            except (OSError, *_DAMAGED):
+                raise refused(self.unreadable or self.foreign) from None
+            if self.metadata not in tensors.metadata:
+                raise refused(self.foreign)
+            try:
+                metadata = parse_json(tensors.metadata[self.metadata])
                 if metadata["format"] != self.version:
-                    raise refused(self.other, metadata["format"])
-                yield file, metadata
-        except KeepsetError:
-            raise
-        except (OSError, SafetensorError):
-            raise refused(self.unreadable or self.foreign) from None
-        except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
-            raise refused(self.damaged) from None
+                    raise refused(self.other, shortened(metadata["format"]))
+                yield tensors, metadata
+            except KeepsetError:
+                raise
+            except (OSError, *_DAMAGED):
+                raise refused(self.damaged) from None

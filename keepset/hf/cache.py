@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -224,7 +225,7 @@ class Cache(PromptCache):
         model = self._model()
         if model is None:
             raise KeepsetError("The model of this cache is gone: keep it until the cache is saved.")
-        if Path(path).is_file() and not force:
+        if os.path.isfile(path) and not force:  # unlike Path.is_file, it takes any name
             raise KeepsetError(f"{str(path)!r} exists: save to another file, or replace it with force=True.")
         name = model.config.name_or_path or "" if model_name is None else model_name
         event = self.events[-1] if self.events else None

@@ -107,8 +107,14 @@ class PromptCache(TransformersCache, ABC):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Takes a layer's new keys and values; a kept layer stores them when its attention follows."""
+        kept = self.kept_layers.get(layer_idx)
+        if kept is not None and kept.store is not None and not kept.store.takes(key_states, value_states):
+            raise KeepsetError(
+                f"What the cache holds of layer {layer_idx} does not fit the model: its heads are of another number, "
+                "size or precision. Use the model that the cache was made with."
+            )
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if layer_idx not in self.kept_layers:
+        if kept is None:
             return keys, values
         if self._attending:
             raise KeepsetError(

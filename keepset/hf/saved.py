@@ -2,16 +2,19 @@
 
 One safetensors file. Of every compressed layer it has the columns of its store, packed head after head, their
 counts, and what the next event looks at beside them; of sliding windows their keys and values. The metadata
-is one JSON object, with a digest of it and of all tensors: a damaged byte is noticed, wherever it is.
+is one JSON object. It has a digest of every tensor, and one of itself: whatever part of a file is read, a damaged byte
+of it is noticed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from reprlib import repr as shortened
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,16 +27,19 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 import keepset
 from keepset.core.keep_set import HeadCounts, KeepSet, LayerKeepSet, Places
 from keepset.core.tensor_file import TensorFile
+from keepset.core.tensor_reader import TensorReader
 from keepset.errors import KeepsetError, RecipeError, UnsupportedModelError
+from keepset.hf import saved_schema
 from keepset.hf.fingerprint import difference, fingerprint
 from keepset.hf.layer import KeepLayer
 from keepset.hf.phases import DecodingPhase
 from keepset.hf.progress import Event, Progress
 from keepset.hf.prompt_cache import PromptCache
+from keepset.hf.saved_schema import FIGURES, LAYER
 from keepset.hf.store import EntryStore
 from keepset.recipe import Recipe, in_full, in_short
 
-FORMAT = 3
+FORMAT = 4
 """Of the file; raise it with every change to what is written."""
 _ADVICE = "give a file that keepset.Cache.save or keepset context build has written"
 _FILE = TensorFile(
@@ -56,7 +62,7 @@ class Header(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """What a file holds, as far as it can be known without reading its entries, and without checking them.
+    """What a file holds, as far as it can be known without reading its entries. All of it is checked.
 
     Attributes:
         header: what it says of itself.
@@ -69,6 +75,7 @@ class Contents(NamedTuple):
         opening: the first of them that any other message begins with, too.
         joint: tokens that come between the text and a question that began with the opening.
         columns: names of what there is of an entry, over all layers.
+        sizes: numbers in a key, and in a value.
         counts: entries of every head, by the layer's index.
         layers: of the model's cache, compressed or not.
     """
@@ -84,6 +91,7 @@ class Contents(NamedTuple):
     opening: list[int]
     joint: list[int]
     columns: set[str]
+    sizes: set[int]
     counts: dict[int, Int[Tensor, "requests kv_heads"]]
     layers: int
 
@@ -92,12 +100,14 @@ class Saved(NamedTuple):
     """A context that was loaded, on its model's devices.
 
     Attributes:
+        path: of the file.
         recipe: in short.
         progress, event: of its cache; None for the event if there was none.
         decoding: of a recipe that compresses further, the next event, and up to where queries before it are added up.
         layers: what each held.
     """
 
+    path: Path
     recipe: str
     progress: Progress
     event: Event | None
@@ -105,7 +115,10 @@ class Saved(NamedTuple):
     layers: list[dict[str, Tensor]]
 
     def restore(self, cache: PromptCache) -> None:
-        """Puts it into an empty cache of its recipe, but for the event."""
+        """Put it into an empty cache of its recipe, but for the event; CorruptFileError if the model has other layers."""
+        kinds = [KeepLayer if "counts" in tensors else DynamicSlidingWindowLayer for tensors in self.layers]
+        if [type(layer) for layer in cache.layers] != kinds:
+            raise _FILE.corrupt(self.path)
         cache.progress = self.progress
         if cache.schedule.every is None or self.decoding is None:
             cache.stop_watching()
@@ -140,10 +153,10 @@ def save(
     if progress.valid is not None:
         tensors["seen"] = progress.valid
     for index, layer in enumerate(cache.layers):
-        tensors |= {f"{_LAYER}{index}.{name}": tensor for name, tensor in _tensors_of(layer).items()}
+        tensors |= {f"{LAYER}{index}.{name}": tensor for name, tensor in _tensors_of(layer).items()}
     for kept in [] if keep_set is None else map(keep_set.layer, keep_set.layers):
-        tensors[f"{_LAYER}{kept.layer}.kept.positions"] = kept.packed_positions
-        tensors[f"{_LAYER}{kept.layer}.kept.counts"] = kept.counts
+        tensors[f"{LAYER}{kept.layer}.kept.positions"] = kept.packed_positions
+        tensors[f"{LAYER}{kept.layer}.kept.counts"] = kept.counts
     # Layers may share small tensors, and a file may not.
     tensors = {
         name: tensor.detach() if ".columns." in name else tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -161,7 +174,7 @@ def save(
             "added_up": None if decoding is None else decoding.passing.until,
         },
         "layers": len(cache.layers),
-        "event": None if event is None else {figure: getattr(event, figure) for figure in _FIGURES},
+        "event": None if event is None else {figure: getattr(event, figure) for figure in FIGURES},
     }
     if tokens is not None:
         metadata |= {
@@ -169,7 +182,7 @@ def save(
             "opening": list(tokens[:opening]),
             "joint": list(joint),
         }
-    _FILE.write(path, tensors, {**metadata, "digest": _digest(metadata, tensors)})
+    _write(path, metadata, tensors)
 
 
 Columns = dict[str, Tensor]
@@ -198,8 +211,8 @@ def save_entries(
     every = Recipe.parse(recipe).schedule.every
     tensors: dict[str, Tensor] = {name: torch.tensor([length]) for name in ("lengths", "prompts")}
     for index, columns in layers.items():
-        tensors[f"{_LAYER}{index}.counts"] = columns["counts"][None]
-        tensors |= {f"{_LAYER}{index}.columns.{name}": columns[name] for name in columns if name != "counts"}
+        tensors[f"{LAYER}{index}.counts"] = columns["counts"][None]
+        tensors |= {f"{LAYER}{index}.columns.{name}": columns[name] for name in columns if name != "counts"}
     next_event = None if every is None else length + every
     metadata = {
         "format": FORMAT,
@@ -217,7 +230,7 @@ def save_entries(
         "opening": [],
         "joint": [],
     }
-    _FILE.write(path, tensors, {**metadata, "digest": _digest(metadata, tensors)})
+    _write(path, metadata, tensors)
 
 
 def token_bytes(tokens: Sequence[int]) -> bytes:
@@ -226,68 +239,89 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
 
 
 def header(path: Path) -> Header:
-    """What a file says of itself; raises KeepsetError if it is no saved context that this version can read."""
+    """Return what a file says of itself; raises KeepsetError if it is no saved context that this version can read."""
     with _opened(path) as (_, metadata):
-        return Header(_recipe(path, metadata), str(metadata["model"]), int(metadata["progress"]["logical"]))
+        return _header(path, metadata)
 
 
 def contents(path: Path) -> Contents:
-    """What a file holds; raises KeepsetError if it is no saved context that this version can read."""
+    """Return what a file holds; raises KeepsetError if it is no saved context that this version can read."""
     with _opened(path) as (file, metadata):
-        recipe, names = _recipe(path, metadata), set(file.keys())
-        layers = {int(name.split(".")[1]) for name in names if name.startswith(_LAYER) and name.endswith(".counts")}
-        counts = {layer: file.get_tensor(f"{_LAYER}{layer}.counts") for layer in sorted(layers)}
+        recipe = _recipe(path, metadata)
+        requests = {name: _read(file, metadata, name) for name in ("lengths", "prompts")}
+        saved_schema.check_lengths(metadata, requests)
+        counts = {
+            layer: _counts(file, metadata, layer, requests["lengths"])
+            for layer in range(metadata["layers"])
+            if f"{LAYER}{layer}.counts" in file
+        }
+        columns = {name.split(".columns.", 1)[1]: each for name, each in file.layout.items() if ".columns." in name}
         return Contents(
-            Header(recipe, str(metadata["model"]), int(metadata["progress"]["logical"])),
-            digest=str(metadata["digest"]),
-            fingerprint=dict(metadata["fingerprint"]),
-            requests=len(file.get_tensor("lengths")),
-            padded="seen" in names,
+            _header(path, metadata),
+            digest=metadata["digest"],
+            fingerprint=metadata["fingerprint"],
+            requests=len(requests["lengths"]),
+            padded="seen" in file,
             goes_on=Recipe.parse(recipe).schedule.every is not None,
-            prompt=int(metadata["progress"]["prompt"]),
-            text=str(metadata.get("text", "")),
-            opening=list(metadata.get("opening", ())),
-            joint=list(metadata.get("joint", ())),
-            columns={name.split(".columns.")[1] for name in names if ".columns." in name},
+            prompt=metadata["progress"]["prompt"],
+            text=metadata.get("text", ""),
+            opening=metadata.get("opening", []),
+            joint=metadata.get("joint", []),
+            columns=set(columns),
+            sizes={each.shape[1] for name, each in columns.items() if name in ("keys", "values")},
             counts=counts,
-            layers=int(metadata["layers"]),
+            layers=metadata["layers"],
         )
 
 
 def entries(path: Path, digest: str) -> dict[int, dict[str, Tensor]]:
-    """The columns of every compressed layer, packed head after head, checked against what `contents` has told.
+    """Return the columns of every compressed layer, packed head after head, checked against what `contents` has told.
 
     Raises:
         KeepsetError: the file is damaged, or has been replaced since.
     """
     with _opened(path) as (file, metadata):
-        tensors = _checked(file, metadata, digest)
-    layers = (_part(tensors, f"{_LAYER}{index}.") for index in range(metadata["layers"]))
-    return {index: _part(layer, "columns.") for index, layer in enumerate(layers) if "counts" in layer}
+        if metadata["digest"] != digest:
+            raise ValueError
+        lengths, layers = _read(file, metadata, "lengths"), {}
+        for index in range(metadata["layers"]):
+            if f"{LAYER}{index}.counts" in file:
+                counts = _counts(file, metadata, index, lengths)
+                layers[index] = _part(file, metadata, f"{LAYER}{index}.columns.")
+                saved_schema.check_positions(layers[index]["positions"], counts, lengths)
+        return layers
 
 
 def load(path: Path, model: PreTrainedModel) -> Saved:
-    """What `Cache.load` puts into a cache; raises as that does."""
+    """Return what `Cache.load` puts into a cache; raises as that does."""
     with _opened(path) as (file, metadata):
         _check_model(path, metadata["fingerprint"], fingerprint(model))
-        tensors = _checked(file, metadata, metadata["digest"])
-        devices = _devices(model)
-        layers = []
-        for index in range(metadata["layers"]):
-            part, device = _part(tensors, f"{_LAYER}{index}."), devices.get(index, model.device)
-            layers.append({name: tensor.to(device) for name, tensor in part.items()})
-        device = next((layer["counts"].device for layer in layers if "counts" in layer), model.device)
-        numbers, event = metadata["progress"], metadata["event"]
-        next_event, added_up = numbers.pop("next_event"), numbers.pop("added_up")
-        names = {"lengths": "lengths", "prompts": "prompts", "valid": "seen"}
-        requests: dict[str, Any] = {
-            name: tensors[there].to(device) for name, there in names.items() if there in tensors
-        }
-        tokens, prompts = (tensors[name].tolist() for name in ("lengths", "prompts"))
-        progress = Progress(**numbers, **requests, tokens=tokens, prompt_tokens=prompts)
-        newest = None if event is None else Event(keep_set=_keep_set(layers), **event)
+        recipe, requests = (
+            _recipe(path, metadata),
+            {name: _read(file, metadata, name) for name in _REQUESTS if name in file},
+        )
+        saved_schema.check_lengths(metadata, requests)
+        layers = [_part(file, metadata, f"{LAYER}{index}.") for index in range(metadata["layers"])]
+        for index, layer in enumerate(layers):
+            if "counts" in layer:
+                counts = _counts(file, metadata, index, requests["lengths"])
+                saved_schema.check_positions(layer["columns.positions"], counts, requests["lengths"])
+            if "kept.counts" in layer:
+                saved_schema.check_kept(layer["kept.positions"], layer["kept.counts"])
+    devices = _devices(model)
+    layers = [
+        {name: tensor.to(devices.get(index, model.device)) for name, tensor in layer.items()}
+        for index, layer in enumerate(layers)
+    ]
+    device = next((layer["counts"].device for layer in layers if "counts" in layer), model.device)
+    numbers, event = metadata["progress"], metadata["event"]
+    next_event, added_up = numbers.pop("next_event"), numbers.pop("added_up")
+    tokens, prompts = (requests[name].tolist() for name in ("lengths", "prompts"))
+    valid = {_REQUESTS[name]: tensor.to(device) for name, tensor in requests.items()}
+    progress = Progress(**numbers, **valid, tokens=tokens, prompt_tokens=prompts)
+    newest = None if event is None else Event(keep_set=_keep_set(layers), **event)
     decoding = None if next_event is None else (next_event, added_up)
-    return Saved(_recipe(path, metadata), progress, newest, decoding, layers)
+    return Saved(path, recipe, progress, newest, decoding, layers)
 
 
 def _tensors_of(layer: Any) -> dict[str, Tensor]:
@@ -312,17 +346,17 @@ def _tensors_of(layer: Any) -> dict[str, Tensor]:
 def _restore(layer: Any, tensors: Mapping[str, Tensor], logical: int) -> None:
     """Puts into an empty layer of a cache what another one held; the phase of a kept layer is there already."""
     if isinstance(layer, KeepLayer):
-        layer.store, layer.logical = EntryStore.of(_part(tensors, "columns."), tensors["counts"]), logical
+        layer.store, layer.logical = EntryStore.of(_without(tensors, "columns."), tensors["counts"]), logical
         if layer.decoding is not None:
-            layer.decoding.passing.restore(_part(tensors, "passing."))
+            layer.decoding.passing.restore(_without(tensors, "passing."))
     else:
         layer.lazy_initialization(tensors["keys"], tensors["values"])
         layer.keys, layer.values = tensors["keys"], tensors["values"]
         layer.cumulative_length = logical
 
 
-_LAYER = "layers."
-_FIGURES = ("length", "entries", "kept", "nbytes_before", "seconds")
+_REQUESTS = {"lengths": "lengths", "prompts": "prompts", "seen": "valid"}
+"""Tensors that say how far each request is, and what `Progress` calls them."""
 
 
 def _keep_set(layers: Sequence[Mapping[str, Tensor]]) -> KeepSet | None:
@@ -337,7 +371,13 @@ def _keep_set(layers: Sequence[Mapping[str, Tensor]]) -> KeepSet | None:
     return KeepSet(kept) if kept else None
 
 
-def _part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def _part(file: TensorReader, metadata: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
+    """Read what begins with this prefix, by names without it."""
+    names = [name for name in file.layout if name.startswith(prefix)]
+    return {name.removeprefix(prefix): _read(file, metadata, name) for name in names}
+
+
+def _without(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
@@ -347,32 +387,58 @@ def _devices(model: PreTrainedModel) -> dict[int, torch.device]:
     return {module.layer_idx: parameter.device for module in modules for parameter in module.parameters()}
 
 
-def _checked(file: Any, metadata: dict[str, Any], digest: str) -> dict[str, Tensor]:
-    """All tensors of a file; a ValueError if they are not those of this digest."""
-    tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
-    if not metadata.pop("digest") == digest == _digest(metadata, tensors):
+def _read(file: TensorReader, metadata: Mapping[str, Any], name: str) -> Tensor:
+    """Read a tensor; a ValueError if it is not the one that was written."""
+    tensor = file[name]
+    if _tensor_digest(tensor) != metadata["tensors"][name]:
         raise ValueError
-    return tensors
+    return tensor
 
 
-def _digest(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.cpu().flatten().view(torch.uint8).numpy().data)
+def _counts(
+    file: TensorReader, metadata: Mapping[str, Any], layer: int, lengths: Int[Tensor, " requests"]
+) -> Int[Tensor, "requests kv_heads"]:
+    """Read how many entries the heads of a layer have."""
+    counts = _read(file, metadata, f"{LAYER}{layer}.counts")
+    saved_schema.check_counts(counts, lengths, file.layout[f"{LAYER}{layer}.columns.keys"])
+    return counts
+
+
+def _write(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    digests = {name: _tensor_digest(tensor) for name, tensor in sorted(tensors.items())}
+    whole = {**metadata, "tensors": digests}
+    _FILE.write(path, tensors, {**whole, "digest": _digest(whole)})
+
+
+def _digest(metadata: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(metadata, sort_keys=True).encode()).hexdigest()
+
+
+def _tensor_digest(tensor: Tensor) -> str:
+    digest = hashlib.sha256(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+    digest.update(tensor.cpu().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
-def _opened(path: Path) -> AbstractContextManager[tuple[Any, dict[str, Any]]]:
-    """A file and its metadata; whatever goes wrong with them is told in one sentence."""
-    if not path.is_file():
-        raise KeepsetError(f"There is no file {str(path)!r}: {_ADVICE}.")
-    return _FILE.opened(path)
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[TensorReader, dict[str, Any]]]:
+    """Open a file and check its header; whatever goes wrong with it is told in one sentence."""
+    if not os.path.isfile(path):  # unlike Path.is_file, it takes any name
+        raise KeepsetError(f"There is no file {shortened(str(path))}: {_ADVICE}.")
+    with _FILE.opened(path) as (file, metadata):
+        saved_schema.check_header(metadata, file.layout)
+        if _digest({name: said for name, said in metadata.items() if name != "digest"}) != metadata["digest"]:
+            raise ValueError
+        yield file, metadata
+
+
+def _header(path: Path, metadata: Mapping[str, Any]) -> Header:
+    return Header(_recipe(path, metadata), metadata["model"], metadata["progress"]["logical"])
 
 
 def _recipe(path: Path, metadata: Mapping[str, Any]) -> str:
     try:
-        return in_short(str(metadata["recipe"]))
+        return in_short(metadata["recipe"])
     except RecipeError as error:
         raise KeepsetError(f"{str(path)!r} is of another version of keepset, build it again: {error}") from None
 

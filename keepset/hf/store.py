@@ -121,6 +121,13 @@ class EntryStore:
         """Entries of every head, request after request."""
         return [run.count for run in self._runs for _ in range(run.heads)]
 
+    def takes(self, keys: Tensor, values: Tensor) -> bool:
+        """Return whether tokens with these keys and values, `[batch, kv_heads, n, size]`, can be added to it."""
+        sizes = tuple(self._columns[name].shape[-1] for name in ("keys", "values"))
+        dtype = self._columns["keys"].dtype
+        fits = self.kv_heads == keys.shape[1] and sizes == (keys.shape[-1], values.shape[-1])
+        return fits and dtype in (keys.dtype, torch.int8)
+
     def replace_values(self, values: Float[Tensor, "entries value_dim"]) -> None:
         """Gives every entry another value; there must be no free places."""
         scale = self._columns.get(_SCALES["values"])

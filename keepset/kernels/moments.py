@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-_NAMES = ("count", "mean", "scatter")
+NAMES = ("count", "mean", "scatter")
 
 
 class Moments:
@@ -62,14 +62,14 @@ class Moments:
     def of(cls, tensors: Mapping[str, Tensor], full: bool) -> Moments:
         """The moments that have these `tensors`."""
         moments = cls()
-        moments._count, moments.mean, moments._scatter = (tensors[name] for name in _NAMES)
+        moments._count, moments.mean, moments._scatter = (tensors[name] for name in NAMES)
         moments._full = full
         return moments
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """All that is held."""
-        return dict(zip(_NAMES, (self._counted, self.mean, self._scatter), strict=True))
+        return dict(zip(NAMES, (self._counted, self.mean, self._scatter), strict=True))
 
     @property
     def nbytes(self) -> int:

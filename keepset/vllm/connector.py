@@ -128,7 +128,9 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
             planner = context.groups[group.layer_names[0]].planner
             planner.notes.forget(metadata.ended)
             for name, (budget, pages) in metadata.begin.items():
-                own = planner.schedule.under(None if budget is None else replace(planner.schedule.recipe, budget=budget))
+                own = planner.schedule.under(
+                    None if budget is None else replace(planner.schedule.recipe, budget=budget)
+                )
                 planner.notes.file(pages[number], RequestNote(name, 0, own=own))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:

@@ -73,7 +73,7 @@ class ContextConnector(BlockCountConnector):
         self._saves: dict[str, tuple[OwnedContexts, Path]] = {}
         self._to_save: list[SaveJob] = []
         self._library = ContextLibrary(folder, vllm_config)
-        if self._limit and role == KVConnectorRole.SCHEDULER:
+        if self._limit is not None and role == KVConnectorRole.SCHEDULER:
             OwnedContexts.clear_unfinished(folder)
 
     # --- in processes that compute
@@ -216,7 +216,7 @@ class ContextConnector(BlockCountConnector):
         for name in connector_output.finished_sending or ():
             owned, path = self._saves.pop(name)
             try:
-                if path.is_file():
+                if path.is_file() and self._limit is not None:
                     owned.commit(path, self._limit, self._used)
             except (KeepsetError, OSError) as error:
                 logger.error("Request %s: not saved: %s", name, error)
@@ -224,7 +224,11 @@ class ContextConnector(BlockCountConnector):
     def request_finished_all_groups(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         saves = self._save(request)
         asked = self._asked.pop(request.request_id, None)
-        if asked is not None and request.status == RequestStatus.FINISHED_ERROR and request.request_id not in self._denied:
+        if (
+            asked is not None
+            and request.status == RequestStatus.FINISHED_ERROR
+            and request.request_id not in self._denied
+        ):
             self._refuse(request, f"Context {asked.context.name!r} cannot be loaded: build it again.")
         if asked is not None and asked.context.owner:
             OwnedContexts(self._library.folder, asked.context.owner).sweep(self._limit, self._used)

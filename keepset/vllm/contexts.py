@@ -162,7 +162,7 @@ class ContextLibrary:
     def _in(self, folder: Path, files: Callable[[], Mapping[str, Path]], owner: str) -> list[Context]:
         try:
             version = folder.stat().st_mtime_ns
-        except FileNotFoundError:
+        except OSError:
             version = 0
         if self._listed.get(folder, (-1, []))[0] != version:
             contexts, there = [], files()
@@ -219,6 +219,7 @@ class ContextLibrary:
 
     def _opened(self, name: str, path: Path, nbytes: int, owner: str) -> Context:
         contents, longest = saved.contents(path), self._model.max_model_len
+        own, layers = Recipe.parse(contents.header.recipe).method, self._model.hf_text_config.num_hidden_layers
         if differs := difference(contents.fingerprint, self.fingerprint):
             here = f"--dtype {self.fingerprint['precision']}"
             raise KeepsetError(
@@ -232,6 +233,12 @@ class ContextLibrary:
             f"its requests are compressed further, for which the server's recipe must have its method and every= "
             f"({contents.header.recipe})": contents.goes_on and not self._goes_on(contents),
             "not all layers of its model are compressed": len(contents.counts) != contents.layers,
+            f"it has {contents.layers} layers, and the model {layers}": contents.layers != layers,
+            "its heads have another size than the model's": contents.sizes != {self._model.get_head_size()},
+            "it has tokens that the model does not have": any(
+                token >= self._model.get_vocab_size() for token in (*contents.opening, *contents.joint)
+            ),
+            "it lacks what its recipe looks at": contents.goes_on and not {*own.remembers} <= contents.columns,
             "its layers differ in their heads": len({counts.shape for counts in contents.counts.values()}) != 1,
             f"it has {contents.header.tokens} tokens, and this server takes {longest} with question and answer": (
                 contents.header.tokens + 2 > longest

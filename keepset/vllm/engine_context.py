@@ -121,7 +121,7 @@ class EngineContext:
             self._passing = self._room(len(here))
             entry_bytes, longest = 2 * spec.head_size * spec.dtype.itemsize, self.config.model_config.max_model_len
             shape = Shape(len(here), spec.num_kv_heads, entry_bytes, longest)
-            saves = save_limit_of(self.config) > 0
+            saves = save_limit_of(self.config) is not None
             self._reserve = reserve(self.config, self.recipe, self.recording.group, saves, shape)
             self._tape = self._make_tape(len(here))
         scheduler, layers = self.config.scheduler_config, all_layers(self.config, here)

@@ -37,7 +37,7 @@ def layer_group(context: EngineContext, planner: Planner, names: Sequence[str]) 
     count = stats.count if get_tensor_model_parallel_rank() == 0 else None  # of several ranks, one counts
     passing = context.passing(names)
     pages = [partial(_pages, layer) for layer in layers]
-    tape, saves = context.tape(names), save_limit_of(config) > 0
+    tape, saves = context.tape(names), save_limit_of(config) is not None
     return LayerGroup(planner, pages, passing, impl.scale, rotary, projections, count, tape, saves)
 
 

@@ -57,15 +57,15 @@ def contexts_of(config: VllmConfig | None) -> Path | None:
     return Path(folder).resolve()
 
 
-def save_limit_of(config: VllmConfig) -> int:
-    """Bytes that an owner's saved contexts may have; 0 where nothing is saved.
+def save_limit_of(config: VllmConfig) -> int | None:
+    """Return how many bytes an owner's saved contexts may have; None where nothing is saved.
 
     Raises:
         KeepsetError: it says something else, or there is no folder to save to.
     """
     additional = config.additional_config
     if not isinstance(additional, dict) or SAVE_LIMIT not in additional:
-        return 0
+        return None
     limit = additional[SAVE_LIMIT]
     if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
         raise KeepsetError(f'additional_config["{SAVE_LIMIT}"] is {limit!r}: give a number of bytes.')

@@ -77,7 +77,9 @@ class Wishes:
     def _check_ranges(self) -> None:
         """Refuse too many ranges, and what is none."""
         if not isinstance(self.protect, list | tuple):
-            raise KeepsetError(f"{KEY}: protect is {shortened(self.protect)}: give ranges of tokens, such as [[0, 512]].")
+            raise KeepsetError(
+                f"{KEY}: protect is {shortened(self.protect)}: give ranges of tokens, such as [[0, 512]]."
+            )
         if len(self.protect) > MAX_RANGES:
             raise KeepsetError(f"{KEY}: protect has {len(self.protect)} ranges: give at most {MAX_RANGES}.")
         for bounds in self.protect:

@@ -133,7 +133,11 @@ def test_why_the_engine_refuses_is_the_answer(
     monkeypatch.setenv(stats.FOLDER, str(tmp_path))
     stats._array.cache_clear()
     pieces = [b'{"error": {"message": "Internal server error", "code": 500}}']
-    chunks = [b'data: {"choices": []}\n\n', b'data: {"error": {"message": "Internal server error"}}\n\n', b"data: [DONE]"]
+    chunks = [
+        b'data: {"choices": []}\n\n',
+        b'data: {"error": {"message": "Internal server error"}}\n\n',
+        b"data: [DONE]",
+    ]
 
     def refuse(body: Any, status: int, pieces: list[bytes]) -> Any:
         ticket = unsealed(body["vllm_xargs"]["keepset"]).ticket
@@ -168,7 +172,16 @@ def test_only_the_front_ends_signature_counts(monkeypatch: pytest.MonkeyPatch) -
     sealed = Wishes(save="a", owner="1" * 32).sealed()
     assert unsealed(sealed) == Wishes(save="a", owner="1" * 32)
     signature, _, text = sealed.partition(" ")
-    forged = [text, f" {text}", f"{signature} {text.replace('1', '2')}", f"{signature[:-1]} {text}", "", 7, None, [text]]
+    forged = [
+        text,
+        f" {text}",
+        f"{signature} {text.replace('1', '2')}",
+        f"{signature[:-1]} {text}",
+        "",
+        7,
+        None,
+        [text],
+    ]
     forged += [{"save": "a"}, "\ud800 " + text, signature]
     for said in forged:
         with pytest.raises(KeepsetError, match="does not check it"):

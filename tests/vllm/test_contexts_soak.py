@@ -76,9 +76,7 @@ def chats(tiny_model: PreTrainedModel) -> dict[tuple[str, int], list[Turn]]:
     }
 
 
-def scenario(
-    tiny: Path, folder: Path, recipe: str, some: list[Ask], signed: bool = False, **more: Any
-) -> Scenario:
+def scenario(tiny: Path, folder: Path, recipe: str, some: list[Ask], signed: bool = False, **more: Any) -> Scenario:
     additional = {settings.CONTEXTS: str(folder), settings.SAVE_LIMIT: 260_000, "keepset": recipe}
     additional[settings.SIGNED] = signed
     engine = {

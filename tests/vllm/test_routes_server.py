@@ -124,7 +124,9 @@ def said(draw: random.Random, path: str, keys: bool) -> Asked:
     guarded = path.startswith(("/v1", "/v2", "/inference", "/cohere"))
     headers = {"content-type": "application/json", "authorization": "Bearer one"}
     if keys and draw.random() < 0.2:
-        headers["authorization"] = draw.choice(["Bearer nobody", "", "Bearer", "one", "Basic one", "Bearer two.", "Bearer  one"])
+        headers["authorization"] = draw.choice(
+            ["Bearer nobody", "", "Bearer", "one", "Basic one", "Bearer two.", "Bearer  one"]
+        )
     refused = 401 if keys and guarded and headers["authorization"] != "Bearer one" else 400
     kind = draw.choice(["forged", "forged", "forged", "wrong", "wrong", "huge", "right", "late", "raw"])
     expected: tuple[int, ...] | None = (refused,)
@@ -137,7 +139,10 @@ def said(draw: random.Random, path: str, keys: bool) -> Asked:
             body["vllm_xargs"] = {"keepset": words, "more": 1}
         else:
             more = {"keepset": words}
-            body["sampling_params"] = {"max_tokens": 3, **(more if place == "sampling_params" else {"extra_args": more})}
+            body["sampling_params"] = {
+                "max_tokens": 3,
+                **(more if place == "sampling_params" else {"extra_args": more}),
+            }
     elif kind == "wrong":
         body["keepset"] = wrong(draw)
     elif kind == "right":
@@ -157,7 +162,9 @@ def said(draw: random.Random, path: str, keys: bool) -> Asked:
         expected = None if expected != (401,) else expected
     text = json.dumps(body).encode()
     if kind == "raw":
-        double = text[:-1] + b', "keepset": {"keep": 30}, "keepset": {"save": "theirs", "owner": "%b"}}' % OTHERS.encode()
+        double = (
+            text[:-1] + b', "keepset": {"keep": 30}, "keepset": {"save": "theirs", "owner": "%b"}}' % OTHERS.encode()
+        )
         text = draw.choice(
             [
                 double,
@@ -178,7 +185,13 @@ def said(draw: random.Random, path: str, keys: bool) -> Asked:
             text = double
     if draw.random() < 0.05 and path not in UNASKED:
         headers["content-type"] = draw.choice(
-            ["text/plain", "", "multipart/form-data; boundary=a", "application/json; charset=utf-16", "application/x+json"]
+            [
+                "text/plain",
+                "",
+                "multipart/form-data; boundary=a",
+                "application/json; charset=utf-16",
+                "application/x+json",
+            ]
         )
         expected = None if expected != (401,) else expected
     return Asked(path, text, headers, expected, chunked=draw.random() < 0.3)
@@ -242,11 +255,12 @@ def secret_of(server: Server) -> str:
 def folder(tiny_and_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("contexts")
     model = AutoModelForCausalLM.from_pretrained(tiny_and_tokenizer)
-    cache = keepset.Cache(model, "knorm(keep=0.25)")
-    with torch.no_grad():
-        model(torch.tensor([TEXT]), past_key_values=cache)
-    cache.save(folder / "manual.safetensors", token_ids=TEXT)
-    content = bytearray((folder / "manual.safetensors").read_bytes())
+    for name, text in (("manual", TEXT), ("flipped", TEXT[::-1])):
+        cache = keepset.Cache(model, "knorm(keep=0.25)")
+        with torch.no_grad():
+            model(torch.tensor([text]), past_key_values=cache)
+        cache.save(folder / f"{name}.safetensors", token_ids=text)
+    content = bytearray((folder / "flipped.safetensors").read_bytes())
     content[-9] ^= 1
     (folder / "flipped.safetensors").write_bytes(content)
     return folder
@@ -270,9 +284,7 @@ def prove(model: Path, folder: Path, keys: bool, monkeypatch: pytest.MonkeyPatch
         path.rmdir()
     port = free_port()
     options = [*OPTIONS, *(["--api-key", "one", "two"] if keys else []), "--enable-log-requests"]
-    words = command(
-        str(model), Recipe.parse(RECIPE), options, ["--port", str(port)], contexts=folder, save_bytes=10**6
-    )
+    words = command(str(model), Recipe.parse(RECIPE), options, ["--port", str(port)], contexts=folder, save_bytes=10**6)
     draw = random.Random(SEED)
     with Server(forked(words), port) as server, httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
         server.wait(600)
@@ -282,5 +294,3 @@ def prove(model: Path, folder: Path, keys: bool, monkeypatch: pytest.MonkeyPatch
         server.check()
         proof.untouched()
     return sorted(proof.counts.items())
-
-

@@ -19,6 +19,7 @@ from string import Template
 from typing import Any
 
 from keepset.bench.report.origin import origin
+from keepset.core.files import check_replaceable
 from keepset.errors import KeepsetError
 
 
@@ -44,8 +45,13 @@ def assemble(name: str, title: str, data: dict[str, Any], conclusion: str = "") 
 
 
 def write(path: Path, html: str) -> None:
-    """Write the page so that `path` holds either what it held before or the whole new page."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    """Write the page so that `path` holds either what it held before or the whole new page.
+
+    Raises:
+        KeepsetError: the place cannot be written to, or what is there is no regular file.
+    """
+    check_replaceable(path)
+    temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
         # The hashes of the scripts hold for "\n" only.
         temporary.write_text(html, encoding="utf-8", newline="\n")

@@ -1,0 +1,186 @@
+"""What a saved context's file may hold. Everything that is read of one is checked here before it is used.
+
+A digest tells a damaged file from a whole one. It does not tell who wrote the file: these checks do not rely on it.
+Every function raises ValueError where something is not as it should be.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from keepset.core.tensor_reader import Layout, is_count
+from keepset.kernels.moments import NAMES as MOMENTS
+
+LAYER = "layers."
+FIGURES = ("length", "entries", "kept", "nbytes_before", "seconds")
+"""Of an event, as the file has them."""
+_ENTRIES = {"keys", "values", "positions"}
+_SCALES = {"key_scale", "value_scale"}
+_DIGEST = re.compile("[0-9a-f]{64}")
+_TOKENS = 2**31
+_PASSING = re.compile(r"recorded\.\w+|holes|moments\.\d+\.\w+|added")
+
+
+def check_header(metadata: Any, layout: Mapping[str, Layout]) -> None:
+    """Check the metadata and the tensors' types and shapes, without reading a tensor.
+
+    Args:
+        metadata: the file's JSON object.
+        layout: of the file's tensors.
+    """
+    _require(isinstance(metadata, dict))
+    _check_metadata(metadata)
+    _require(metadata["tensors"].keys() == layout.keys())
+    (requests,) = _of(layout, "lengths", torch.int64)
+    _require(requests > 0 and _of(layout, "prompts", torch.int64) == (requests,))
+    if "seen" in layout:
+        _require(_of(layout, "seen", torch.bool) == (requests, metadata["progress"]["logical"]))
+    layers: dict[int, dict[str, Layout]] = defaultdict(dict)
+    for name, each in layout.items():
+        if match := re.fullmatch(r"layers\.(0|[1-9]\d{0,5})\.(.+)", name):
+            layers[int(match[1])][match[2]] = each
+        else:
+            _require(name in ("lengths", "prompts", "seen"))
+    _require(metadata["layers"] == len(layers) and sorted(layers) == list(range(len(layers))))
+    kept = [tensors for tensors in layers.values() if "counts" in tensors]
+    _require(len({frozenset(name for name in tensors if name.startswith("columns.")) for tensors in kept}) < 2)
+    for tensors in layers.values():
+        if "counts" in tensors:
+            _check_kept(tensors, requests, metadata["event"] is not None)
+        else:
+            _check_window(tensors, requests)
+
+
+def check_lengths(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Check how many tokens the requests have, with the padding if `tensors` has it."""
+    lengths, prompts, logical = tensors["lengths"], tensors["prompts"], metadata["progress"]["logical"]
+    _require(bool(((prompts >= 0) & (prompts <= lengths) & (lengths <= logical)).all()))
+    if "seen" in tensors:
+        _require(torch.equal(tensors["seen"].sum(-1), lengths))
+
+
+def check_counts(counts: Int[Tensor, "requests kv_heads"], lengths: Int[Tensor, " requests"], keys: Layout) -> None:
+    """Check how many entries the heads of a layer have against the tokens that there were and the layer's columns."""
+    _require(bool(((counts >= 0) & (counts <= lengths[:, None])).all()) and int(counts.sum()) == keys.shape[0])
+
+
+def check_positions(
+    positions: Int[Tensor, " entries"], counts: Int[Tensor, "requests kv_heads"], lengths: Int[Tensor, " requests"]
+) -> None:
+    """Check that every head's positions rise, and are those of tokens."""
+    limits = torch.repeat_interleave(lengths.repeat_interleave(counts.shape[1]), counts.flatten())
+    _require(bool(((positions >= 0) & (positions < limits)).all()))
+    heads = torch.repeat_interleave(torch.arange(counts.numel()), counts.flatten())
+    _require(bool(((positions.diff() > 0) | (heads.diff() > 0)).all()))
+
+
+def check_kept(positions: Int[Tensor, " entries"], counts: Int[Tensor, "requests kv_heads"]) -> None:
+    """Check what an event has kept in a layer."""
+    _require(bool((counts >= 0).all()) and int(counts.sum()) == len(positions) and bool((positions >= 0).all()))
+
+
+def _check_metadata(metadata: Mapping[str, Any]) -> None:
+    for name in ("keepset", "recipe", "model"):
+        _require(isinstance(metadata[name], str))
+    _require(is_count(metadata["layers"]) and metadata["layers"] > 0)
+    for name in ("fingerprint", "tensors"):
+        said = metadata[name]
+        _require(isinstance(said, dict) and all(isinstance(text, str) for text in said.values()))
+    _require(all(_DIGEST.fullmatch(each) for each in [metadata["digest"], *metadata["tensors"].values()]))
+    progress = metadata["progress"]
+    _require(isinstance(progress, dict))
+    _require(progress.keys() == {"logical", "prompt", "compressed_at", "next_event", "added_up"})
+    _require(is_count(progress["logical"]) and progress["logical"] > 0 and is_count(progress["prompt"]))
+    _require(all(number is None or is_count(number) for number in progress.values()))
+    _require((progress["next_event"] is None) == (progress["added_up"] is None))
+    if (event := metadata["event"]) is not None:
+        _require(isinstance(event, dict) and event.keys() == set(FIGURES))
+        _require(all(is_count(event[name]) for name in FIGURES if name != "seconds"))
+        _require(type(event["seconds"]) in (int, float) and 0 <= event["seconds"] < math.inf)
+    if "text" in metadata:
+        _require(isinstance(metadata["text"], str) and _DIGEST.fullmatch(metadata["text"]))
+        for tokens in (metadata["opening"], metadata["joint"]):
+            _require(isinstance(tokens, list) and all(is_count(token) and token < _TOKENS for token in tokens))
+
+
+def _check_kept(tensors: Mapping[str, Layout], requests: int, event: bool) -> None:
+    """Check a compressed layer's types and shapes."""
+    rows, heads = _of(tensors, "counts", torch.int64)
+    _require(rows == requests and heads > 0)
+    columns = {name.removeprefix("columns."): each for name, each in tensors.items() if name.startswith("columns.")}
+    _require(columns.keys() >= _ENTRIES and len({each.shape[0] for each in columns.values()}) == 1)
+    keys, values = columns["keys"], columns["values"]
+    _require(len(keys.shape) == len(values.shape) == 2 and keys.dtype == values.dtype)
+    _require(columns["positions"].dtype == torch.int32 and len(columns["positions"].shape) == 1)
+    _require((columns.keys() & _SCALES) == (_SCALES if keys.dtype == torch.int8 else set()))
+    _require(keys.dtype == torch.int8 or keys.dtype.is_floating_point)
+    for name in columns.keys() - _ENTRIES:
+        _require(columns[name].dtype.is_floating_point and len(columns[name].shape) in (1, 2))
+    for name in columns.keys() & _SCALES:
+        _require(len(columns[name].shape) == 1)
+    others = {name for name in tensors if not name.startswith("columns.")} - {"counts"}
+    kept = {"kept.positions", "kept.counts"}
+    _require(kept <= others if others & kept else True)
+    if others & kept:
+        _require(event and len(_of(tensors, "kept.counts", torch.int64)) == 2)
+        _require(len(_of(tensors, "kept.positions", torch.int32)) == 1)
+    for name in others - kept:
+        _require(name.startswith("passing.") and _PASSING.fullmatch(name.removeprefix("passing.")))
+    _check_passing(
+        {name.removeprefix("passing."): tensors[name] for name in others - kept}, requests, heads, keys.shape[1]
+    )
+
+
+def _check_passing(tensors: Mapping[str, Layout], requests: int, kv_heads: int, head_dim: int) -> None:
+    """Check what queries have left for the next event."""
+    if not tensors:
+        return
+    _require(_of(tensors, "holes", torch.bool) == ())
+    if "added" in tensors:
+        _require(_of(tensors, "added", torch.int64) == (requests,))
+    recorded = {name: each for name, each in tensors.items() if name.startswith("recorded.")}
+    if recorded:
+        _require(recorded.keys() >= {"recorded.queries", "recorded.positions"})
+        _require(recorded.keys() <= {"recorded.queries", "recorded.positions", "recorded.cos", "recorded.sin"})
+        _require(len({each.shape[:2] for each in recorded.values()}) == 1)
+        queries = recorded["recorded.queries"]
+        _require(queries.dtype.is_floating_point and len(queries.shape) == 4 and queries.shape[0] == requests)
+        _require(queries.shape[2] > 0 and queries.shape[2] % kv_heads == 0 and queries.shape[3] == head_dim)
+        _require(len(_of(tensors, "recorded.positions", torch.int64)) == 2)
+        rotations = recorded.keys() & {"recorded.cos", "recorded.sin"}
+        _require(len(rotations) in (0, 2))
+        for name in rotations:
+            _require(recorded[name].dtype.is_floating_point and len(recorded[name].shape) == 3)
+    moments = {name: each for name, each in tensors.items() if name.startswith("moments.")}
+    for number in {name.split(".")[1] for name in moments}:
+        _require(all(f"moments.{number}.{name}" in moments for name in MOMENTS))
+    for each in moments.values():
+        _require(each.dtype.is_floating_point and len(each.shape) > 1 and each.shape[0] == requests)
+
+
+def _check_window(tensors: Mapping[str, Layout], requests: int) -> None:
+    """Check a sliding window's types and shapes."""
+    _require(tensors.keys() == {"keys", "values"})
+    keys, values = tensors["keys"], tensors["values"]
+    _require(keys.dtype == values.dtype and keys.dtype.is_floating_point)
+    _require(len(keys.shape) == len(values.shape) == 4 and keys.shape[:3] == values.shape[:3])
+    _require(keys.shape[0] == requests)
+
+
+def _of(layout: Mapping[str, Layout], name: str, dtype: torch.dtype) -> tuple[int, ...]:
+    """Return the shape of a tensor that must be there, of this type."""
+    _require(name in layout and layout[name].dtype == dtype)
+    return layout[name].shape
+
+
+def _require(holds: object) -> None:
+    if not holds:
+        raise ValueError
