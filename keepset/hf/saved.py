@@ -101,14 +101,14 @@ class Saved(NamedTuple):
 
     Attributes:
         path: of the file.
-        recipe: in short.
+        recipe: by which it was compressed.
         progress, event: of its cache; None for the event if there was none.
         decoding: of a recipe that compresses further, the next event, and up to where queries before it are added up.
         layers: what each held.
     """
 
     path: Path
-    recipe: str
+    recipe: Recipe
     progress: Progress
     event: Event | None
     decoding: tuple[int, int] | None
@@ -240,14 +240,13 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
 
 def header(path: Path) -> Header:
     """Return what a file says of itself; raises KeepsetError if it is no saved context that this version can read."""
-    with _opened(path) as (_, metadata):
-        return _header(path, metadata)
+    with _opened(path) as (_, metadata, recipe):
+        return _header(metadata, recipe)
 
 
 def contents(path: Path) -> Contents:
     """Return what a file holds; raises KeepsetError if it is no saved context that this version can read."""
-    with _opened(path) as (file, metadata):
-        recipe = _recipe(path, metadata)
+    with _opened(path) as (file, metadata, recipe):
         requests = {name: _read(file, metadata, name) for name in ("lengths", "prompts")}
         saved_schema.check_lengths(metadata, requests)
         counts = {
@@ -257,12 +256,12 @@ def contents(path: Path) -> Contents:
         }
         columns = {name.split(".columns.", 1)[1]: each for name, each in file.layout.items() if ".columns." in name}
         return Contents(
-            _header(path, metadata),
+            _header(metadata, recipe),
             digest=metadata["digest"],
             fingerprint=metadata["fingerprint"],
             requests=len(requests["lengths"]),
             padded="seen" in file,
-            goes_on=Recipe.parse(recipe).schedule.every is not None,
+            goes_on=recipe.schedule.every is not None,
             prompt=metadata["progress"]["prompt"],
             text=metadata.get("text", ""),
             opening=metadata.get("opening", []),
@@ -280,7 +279,7 @@ def entries(path: Path, digest: str) -> dict[int, dict[str, Tensor]]:
     Raises:
         KeepsetError: the file is damaged, or has been replaced since.
     """
-    with _opened(path) as (file, metadata):
+    with _opened(path) as (file, metadata, _):
         if metadata["digest"] != digest:
             raise ValueError
         lengths, layers = _read(file, metadata, "lengths"), {}
@@ -294,12 +293,9 @@ def entries(path: Path, digest: str) -> dict[int, dict[str, Tensor]]:
 
 def load(path: Path, model: PreTrainedModel) -> Saved:
     """Return what `Cache.load` puts into a cache; raises as that does."""
-    with _opened(path) as (file, metadata):
+    with _opened(path) as (file, metadata, recipe):
         _check_model(path, metadata["fingerprint"], fingerprint(model))
-        recipe, requests = (
-            _recipe(path, metadata),
-            {name: _read(file, metadata, name) for name in _REQUESTS if name in file},
-        )
+        requests = {name: _read(file, metadata, name) for name in _REQUESTS if name in file}
         saved_schema.check_lengths(metadata, requests)
         layers = [_part(file, metadata, f"{LAYER}{index}.") for index in range(metadata["layers"])]
         for index, layer in enumerate(layers):
@@ -421,24 +417,30 @@ def _tensor_digest(tensor: Tensor) -> str:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[TensorReader, dict[str, Any]]]:
-    """Open a file and check its header; whatever goes wrong with it is told in one sentence."""
+def _opened(path: Path) -> Iterator[tuple[TensorReader, dict[str, Any], Recipe]]:
+    """Open a file and check its header; whatever goes wrong with it is told in one sentence.
+
+    Yields:
+        the tensors, the metadata and the recipe.
+    """
     if not os.path.isfile(path):  # unlike Path.is_file, it takes any name
         raise KeepsetError(f"There is no file {shortened(str(path))}: {_ADVICE}.")
     with _FILE.opened(path) as (file, metadata):
         saved_schema.check_header(metadata, file.layout)
         if _digest({name: said for name, said in metadata.items() if name != "digest"}) != metadata["digest"]:
             raise ValueError
-        yield file, metadata
+        recipe = _recipe(path, metadata["recipe"])
+        saved_schema.check_recipe(metadata, file.layout, recipe)
+        yield file, metadata, recipe
 
 
-def _header(path: Path, metadata: Mapping[str, Any]) -> Header:
-    return Header(_recipe(path, metadata), metadata["model"], metadata["progress"]["logical"])
+def _header(metadata: Mapping[str, Any], recipe: Recipe) -> Header:
+    return Header(str(recipe), metadata["model"], metadata["progress"]["logical"])
 
 
-def _recipe(path: Path, metadata: Mapping[str, Any]) -> str:
+def _recipe(path: Path, text: str) -> Recipe:
     try:
-        return in_short(metadata["recipe"])
+        return Recipe.parse(in_short(text)).require_budget()
     except RecipeError as error:
         raise KeepsetError(f"{str(path)!r} is of another version of keepset, build it again: {error}") from None
 

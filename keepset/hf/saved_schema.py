@@ -16,8 +16,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from keepset.core.features.given import Int8Entries
+from keepset.core.features.window import WindowAttention
 from keepset.core.tensor_reader import Layout, is_count
 from keepset.kernels.moments import NAMES as MOMENTS
+from keepset.recipe import Recipe
 
 LAYER = "layers."
 FIGURES = ("length", "entries", "kept", "nbytes_before", "seconds")
@@ -25,7 +28,9 @@ FIGURES = ("length", "entries", "kept", "nbytes_before", "seconds")
 _ENTRIES = {"keys", "values", "positions"}
 _SCALES = {"key_scale", "value_scale"}
 _DIGEST = re.compile("[0-9a-f]{64}")
-_TOKENS = 2**31
+_MAX_TOKEN_ID = 2**31
+_MAX_LENGTH = 2**26
+"""Tokens of a context. Their attention mask alone is half a gigabyte."""
 _PASSING = re.compile(r"recorded\.\w+|holes|moments\.\d+\.\w+|added")
 
 
@@ -59,12 +64,29 @@ def check_header(metadata: Any, layout: Mapping[str, Layout]) -> None:
             _check_window(tensors, requests)
 
 
+def check_recipe(metadata: Mapping[str, Any], layout: Mapping[str, Layout], recipe: Recipe) -> None:
+    """Check that the layers have what this recipe's entries have, once `check_header` has checked what is there."""
+    method, goes_on = recipe.method, recipe.schedule.every is not None
+    _require(goes_on == (metadata["progress"]["next_event"] is not None))
+    sums = {feature.column: feature for feature in method.needs.of(WindowAttention)} if goes_on else {}
+    allowed = {*_ENTRIES, *method.remembers, *sums} | (_SCALES if method.needs.of(Int8Entries) else set())
+    # Before the first event there is nothing that a method remembers.
+    required = {*_ENTRIES, *method.remembers} if goes_on and metadata["event"] is not None else _ENTRIES
+    for name, each in layout.items():
+        if match := re.fullmatch(rf"({LAYER}\d+\.)columns\.(.+)", name):
+            column = match[2]
+            _require(column in allowed)
+            _require(len(each.shape) == 1 or column in ("keys", "values") or column in sums)
+        elif name.endswith(".counts") and not name.endswith(".kept.counts"):
+            _require(all(name.replace("counts", f"columns.{column}") in layout for column in required))
+
+
 def check_lengths(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Check how many tokens the requests have, with the padding if `tensors` has it."""
     lengths, prompts, logical = tensors["lengths"], tensors["prompts"], metadata["progress"]["logical"]
     _require(bool(((prompts >= 0) & (prompts <= lengths) & (lengths <= logical)).all()))
-    if "seen" in tensors:
-        _require(torch.equal(tensors["seen"].sum(-1), lengths))
+    tokens = tensors["seen"].sum(-1) if "seen" in tensors else torch.full_like(lengths, logical)
+    _require(torch.equal(tokens, lengths))
 
 
 def check_counts(counts: Int[Tensor, "requests kv_heads"], lengths: Int[Tensor, " requests"], keys: Layout) -> None:
@@ -98,9 +120,11 @@ def _check_metadata(metadata: Mapping[str, Any]) -> None:
     progress = metadata["progress"]
     _require(isinstance(progress, dict))
     _require(progress.keys() == {"logical", "prompt", "compressed_at", "next_event", "added_up"})
-    _require(is_count(progress["logical"]) and progress["logical"] > 0 and is_count(progress["prompt"]))
+    _require(is_count(progress["logical"]) and 0 < progress["logical"] <= _MAX_LENGTH and is_count(progress["prompt"]))
     _require(all(number is None or is_count(number) for number in progress.values()))
     _require((progress["next_event"] is None) == (progress["added_up"] is None))
+    _require(progress["next_event"] is None or progress["logical"] < progress["next_event"] <= 2 * _MAX_LENGTH)
+    _require(progress["added_up"] is None or progress["added_up"] <= progress["logical"])
     if (event := metadata["event"]) is not None:
         _require(isinstance(event, dict) and event.keys() == set(FIGURES))
         _require(all(is_count(event[name]) for name in FIGURES if name != "seconds"))
@@ -108,7 +132,7 @@ def _check_metadata(metadata: Mapping[str, Any]) -> None:
     if "text" in metadata:
         _require(isinstance(metadata["text"], str) and _DIGEST.fullmatch(metadata["text"]))
         for tokens in (metadata["opening"], metadata["joint"]):
-            _require(isinstance(tokens, list) and all(is_count(token) and token < _TOKENS for token in tokens))
+            _require(isinstance(tokens, list) and all(is_count(token) and token < _MAX_TOKEN_ID for token in tokens))
 
 
 def _check_kept(tensors: Mapping[str, Layout], requests: int, event: bool) -> None:
@@ -123,7 +147,7 @@ def _check_kept(tensors: Mapping[str, Layout], requests: int, event: bool) -> No
     _require((columns.keys() & _SCALES) == (_SCALES if keys.dtype == torch.int8 else set()))
     _require(keys.dtype == torch.int8 or keys.dtype.is_floating_point)
     for name in columns.keys() - _ENTRIES:
-        _require(columns[name].dtype.is_floating_point and len(columns[name].shape) in (1, 2))
+        _require(columns[name].dtype == torch.float32 and len(columns[name].shape) in (1, 2))
     for name in columns.keys() & _SCALES:
         _require(len(columns[name].shape) == 1)
     others = {name for name in tensors if not name.startswith("columns.")} - {"counts"}

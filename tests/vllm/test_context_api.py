@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from keepset.serving.context_api import HONOURED, ContextMiddleware
 from keepset.vllm import owned_contexts as owned
 from keepset.vllm import signing, stats
 from keepset.vllm.wishes import MAX_BYTES, MAX_RANGES, Wishes, unsealed, wishes_of
+from tests.hf.damage import flipped
 
 
 @pytest.fixture(autouse=True)
@@ -35,9 +37,8 @@ def folder(tiny_model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory
         with torch.no_grad():
             tiny_model(torch.arange(100)[None], past_key_values=cache)
         cache.save(folder / f"{name}.safetensors")
-    content = bytearray((folder / "manual.safetensors").read_bytes())
-    content[-9] ^= 1
-    (folder / "flipped.safetensors").write_bytes(content)
+    content = (folder / "manual.safetensors").read_bytes()
+    (folder / "flipped.safetensors").write_bytes(flipped(content, "layers.0.columns.keys"))
     return folder
 
 
@@ -80,6 +81,8 @@ def server(
         hf_text_config=model.config,
         dtype=torch.float32,
         max_model_len=512,
+        get_head_size=lambda: model.config.head_dim,
+        get_vocab_size=lambda: model.config.vocab_size,
     )
     more = {"keepset": recipe} if recipe else {}
     more = {**more, "keepset_save_bytes": limit} if limit else more
@@ -187,7 +190,7 @@ def test_only_the_front_ends_signature_counts(monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(KeepsetError, match="does not check it"):
             unsealed(said)
     for words in ({"save": "a", "owner": "1" * 32}, {"ticket": "a"}, json.dumps({"owner": "everybody"})):
-        with pytest.raises(KeepsetError, match="leave (owner|ticket) out"):
+        with pytest.raises(KeepsetError, match=r"leave (owner|ticket) out"):
             wishes_of(words)
     monkeypatch.setenv(signing.SIGNING_KEY, signing.new_key())
     with pytest.raises(KeepsetError, match="does not check it"):
@@ -249,8 +252,8 @@ def test_a_key_sees_its_own(folder: Path, tiny_model: PreTrainedModel) -> None:
     inner = Inner()
     ask = server(folder, tiny_model, AuthenticationMiddleware(inner, tokens=["one", "two"]), limit=10**6)
     one = owned.OwnedContexts(folder, owned.owner_of("one"))
-    one.folder.mkdir(parents=True)
     path = one.unfinished("mine")
+    path.parent.mkdir(parents=True)
     path.write_bytes((folder / "manual.safetensors").read_bytes())
     one.commit(path, 10**6, ())
     names = {key: [each["id"] for each in ask("GET", "/v1/contexts", key=key)[1]["data"]] for key in ("one", "two")}
@@ -271,7 +274,7 @@ def test_an_owners_contexts_stay_within_the_limit(tmp_path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(bytes(size))
         who.commit(path, 100, used)
-        return path.with_suffix(".safetensors")
+        return who.folder / path.name
 
     first, second = save(mine, "a", 40), save(mine, "b", 40)
     save(other, "a", 90)
@@ -284,7 +287,43 @@ def test_an_owners_contexts_stay_within_the_limit(tmp_path: Path) -> None:
     assert not first.exists() and mine.newest() == {"a": again, "c": third}
     with pytest.raises(KeepsetError, match="has 101 bytes"):
         save(mine, "d", 101)
-    assert mine.newest() == {"a": again, "c": third} and not list(mine.folder.glob("*.new"))
+    assert mine.newest() == {"a": again, "c": third} and not list(again.parent.parent.glob(".unfinished/*"))
+
+
+def test_without_a_limit_nothing_is_deleted(tmp_path: Path) -> None:
+    mine = owned.OwnedContexts(tmp_path, owned.EVERYBODY)
+    for name in ("a", "a", "b", "c"):
+        path = mine.unfinished(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(40))
+        mine.folder.mkdir(exist_ok=True)
+        path.rename(mine.folder / path.name)
+    mine.sweep(None, ())
+    assert len(list(mine.folder.iterdir())) == 4
+    mine.sweep(1000, ())
+    assert len(list(mine.folder.iterdir())) == 3
+
+
+def test_only_unfinished_files_that_nobody_writes_to_are_cleared_away(tmp_path: Path) -> None:
+    mine = owned.OwnedContexts(tmp_path, owned.EVERYBODY)
+    names = ["team.newsletter-42", "a.new", "a.newer.new", "x.unfinished", "a-new-b"]
+    paths = []
+    for name in names:
+        owned.check_save(100, name)
+        path = mine.unfinished(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(9))
+        mine.commit(path, 100, ())
+        paths.append(mine.folder / path.name)
+    (tmp_path / "report.newest.safetensors").write_bytes(bytes(9))
+    abandoned, written = mine.unfinished("b"), mine.unfinished("c")
+    for path in (abandoned, written):
+        path.write_bytes(bytes(9))
+    for path in (*paths, abandoned, tmp_path / "report.newest.safetensors"):
+        os.utime(path, (0, 0))
+    mine.clear_unfinished(tmp_path)
+    assert set(mine.newest()) == set(names) and all(path.exists() for path in paths)
+    assert (tmp_path / "report.newest.safetensors").exists() and written.exists() and not abandoned.exists()
 
 
 @pytest.mark.parametrize(
@@ -323,7 +362,7 @@ def test_the_listing_follows_the_folder(
     stats.context_used("manual", loaded=True)
     stats.context_used("manual", loaded=False)
     ask = server(folder, tiny_model, Inner())
-    (flipped, manual) = ask("GET", "/v1/contexts")[1]["data"]
+    (flipped_one, manual) = ask("GET", "/v1/contexts")[1]["data"]
     path = folder / "manual.safetensors"
     assert manual == {
         "id": "manual",
@@ -336,7 +375,7 @@ def test_the_listing_follows_the_folder(
         "requests": 2,
         "loads": 1,
     }
-    assert (flipped["id"], flipped["requests"]) == ("flipped", 0)
+    assert (flipped_one["id"], flipped_one["requests"]) == ("flipped", 0)
     (folder / "another.safetensors").write_bytes(path.read_bytes())
     assert [each["id"] for each in ask("GET", "/v1/contexts")[1]["data"]] == ["another", "flipped", "manual"]
     (folder / "another.safetensors").unlink()

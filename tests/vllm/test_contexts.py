@@ -12,6 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import keepset
+from tests.hf.damage import flipped
 from tests.vllm.compared import result
 from tests.vllm.conftest import TINY
 from tests.vllm.engine import BLOCK, Ask, Result, Scenario, raw
@@ -120,11 +121,10 @@ def folder(tiny_model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory
     for name, text in zip(BY_TEXT, (TEXT, MORE), strict=True):
         write(folder, tiny_model, name, "pool(snapkv(window=8), keep=0.3)", len(text), text)
     bad = write(folder, tiny_model, "flipped", *CONTEXTS["ragged"])
-    content = bytearray(bad.read_bytes())
-    content[-100] ^= 1
+    content = flipped(bad.read_bytes(), "layers.1.columns.values")
     bad.write_bytes(content)
     (folder / "damaged.safetensors").write_bytes(b"nothing of the kind")
-    (folder / "cut off.safetensors").write_bytes(bytes(content[:-50]))
+    (folder / "cut off.safetensors").write_bytes(content[:-50])
     write(folder, tiny_model, "long", "knorm(keep=0.1)", 500)
     write(folder, tiny_model, "goes on", "snapkv(window=8, keep=40, every=8)", 100)
     torch.manual_seed(1)

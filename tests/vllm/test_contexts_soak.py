@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 import keepset
+from tests.hf.damage import flipped
 from tests.vllm.compared import result
 from tests.vllm.engine import Ask, Result, Scenario, raw, sealed
 from tests.vllm.late import Late
@@ -125,9 +126,7 @@ def test_nothing_is_lost_and_nobody_mixed_up(
     for name, recipe in STEADY.items():
         write(folder, tiny_model, name, recipe, 150)
     coming = write(aside, tiny_model, "coming", STEADY["uniform"], 100)
-    flipped = bytearray(coming.read_bytes())
-    flipped[-100] ^= 1
-    (folder / "flipped.safetensors").write_bytes(flipped)
+    (folder / "flipped.safetensors").write_bytes(flipped(coming.read_bytes(), "layers.1.columns.values"))
     some = mixed(random.Random(0), chats)
     place = folder / "coming.safetensors"
     files = [(step, coming if step % 40 else None, place) for step in range(10, REQUESTS, 20)]

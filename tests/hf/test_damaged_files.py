@@ -1,0 +1,140 @@
+"""Whatever a saved context's file holds, it loads as what was saved or is refused with a KeepsetError.
+
+`python -m tests.hf.test_damaged_files --minutes 60 --seed 1` goes on by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+import time
+import traceback
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import keepset
+from keepset import KeepsetError
+from keepset.hf import saved
+from tests.hf.damage import damaged
+from tests.hf.models import LAYOUTS, prompt, tiny
+
+CONTEXTS = {
+    "dense": ("llama", LAYOUTS["dense"].format(keep=12)),
+    "ragged": ("llama", LAYOUTS["head-ragged"].format(keep=12)),
+    "goes on": ("llama", "snapkv(window=5, kernel=3, keep=12, every=4)"),
+    "moments": ("llama", "expected_attention(future=16, buffer=6, keep=12, every=4)"),
+    "remembers": ("llama", "ams(snapkv(window=4), window=5, kernel=3, sinks=2, recent=4, keep=12, every=4)"),
+    "8 bits": ("llama", "int8(snapkv(window=5, kernel=3), keep=12, every=4)"),
+    "biases": ("llama", "match(knorm, keep=12)"),
+    "windows": ("gemma3", "knorm(keep=12)"),
+}
+"""A model's name and a recipe; rows of two contexts are padded."""
+SECONDS = 10.0
+"""In which a file is refused or loaded and gone on with: far more than that takes."""
+
+
+class Proof:
+    """Damages files, reads them in every way and goes on from what was read."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.counts: Counter[str] = Counter()
+        self._whole: dict[str, tuple[Any, bytes, torch.Tensor]] = {}
+        for name, (model_name, recipe) in CONTEXTS.items():
+            model, path = tiny(model_name), folder / "whole"
+            rows = 2 if name in ("ragged", "windows") else 1
+            ids = prompt(rows, 30)
+            mask = torch.ones_like(ids)
+            mask[1:, :7] = 0
+            cache = keepset.Cache(model, recipe)
+            with torch.no_grad():
+                model(ids, attention_mask=mask, past_key_values=cache)
+            cache.save(path, force=True, token_ids=ids[0].tolist() if rows == 1 else None)
+            self._whole[name] = model, path.read_bytes(), self._answer(model, keepset.Cache.load(path, model))
+
+    def step(self, seed: str) -> None:
+        """Damage one file by this seed, and use it."""
+        draw = random.Random(seed)
+        name = draw.choice(list(self._whole))
+        model, content, answer = self._whole[name]
+        what, new, sealed = damaged(content, draw)
+        path = self._folder / "damaged"
+        path.write_bytes(new)
+        begun = time.monotonic()
+        for read in (saved.header, saved.contents):
+            with suppress(KeepsetError):
+                read(path)
+        with suppress(KeepsetError):
+            saved.entries(path, saved.contents(path).digest)
+        try:
+            found = self._answer(model, keepset.Cache.load(path, model))
+        except KeepsetError as error:
+            message = str(error)
+            assert "\n" not in message and len(message) < 1000, message
+            self.counts["refused"] += 1
+        else:
+            self.counts["loaded"] += 1
+            self.counts[f"loaded: {what}"] += 1
+            assert sealed or new == content or torch.equal(found, answer), "it was damaged and gave other answers"
+        self.counts["files"] += 1
+        self.counts[what.removesuffix(", sealed").split(" and ")[0]] += 1
+        assert time.monotonic() - begun < SECONDS, what
+
+    @staticmethod
+    @torch.no_grad()
+    def _answer(model: Any, cache: keepset.Cache) -> torch.Tensor:
+        """The logits of ten further tokens, with events among them, and those of a question to a fork."""
+        rows = len(cache.require_prompt().lengths)
+        logits = []
+        asked = cache.ask(prompt(rows, 3, 5))
+        logits.append(model(**asked).logits)
+        length = cache.get_seq_length()
+        if cache.require_prompt().valid is None:
+            for place in range(10):
+                positions = torch.full((rows, 1), length + place)
+                logits.append(model(prompt(rows, 1, place), position_ids=positions, past_key_values=cache).logits)
+        return torch.cat(logits, 1)
+
+
+def prove(folder: Path, seed: int, steps: range, minutes: float | None = None, show: bool = False) -> Counter[str]:
+    """Take steps, for some minutes at most; raises with a step's number what went wrong in it."""
+    proof, begun = Proof(folder), time.monotonic()
+    shown = begun
+    for step in steps:
+        try:
+            proof.step(f"{seed} {step}")
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, step {step}: {type(error).__name__}: {error}") from error
+        now = time.monotonic()
+        if show and now - shown > 60:
+            print(f"{(now - begun) / 60:.0f} min:", dict(proof.counts), flush=True)
+            shown = now
+        if minutes is not None and now - begun > 60 * minutes:
+            break
+    return proof.counts
+
+
+@pytest.mark.parametrize("steps", [range(150), pytest.param(range(150, 3000), marks=pytest.mark.full)], ids=["few", "many"])
+def test_a_file_of_any_content_is_what_was_saved_or_refused(steps: range, tmp_path: Path) -> None:
+    counts = prove(tmp_path, 1, steps)
+    assert counts["files"] == len(steps) and counts["refused"] > counts["loaded"] > 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--first", type=int, default=0)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        try:
+            print(dict(prove(Path(name), arguments.seed, range(arguments.first, 10**9), arguments.minutes, show=True)))
+        except AssertionError:
+            traceback.print_exc()
+            raise SystemExit(1) from None
