@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
 
+from keepset.core.files import quoted
 from keepset.errors import KeepsetError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def load(name: str | None = None, device: str | None = None, dtype: str | None =
         with no_progress_bars():
             return _read(folder, "delete that folder and it will be made again", placed)
     check_name(name)
-    if Path(name).is_dir():
+    if os.path.isdir(name):
         return _read(name, _EXPECTED, placed)
     from keepset.hub import not_waited_for
 
@@ -86,11 +87,13 @@ def load(name: str | None = None, device: str | None = None, dtype: str | None =
 
 def check_name(name: str) -> None:
     """Refuses, with an UnsupportedModelError, what is neither a model's folder nor a name that a hub could have."""
-    path = Path(name)
-    if path.is_dir() and not (path / "config.json").is_file():
+    is_folder = os.path.isdir(name)  # unlike Path.is_dir, it takes any name
+    if is_folder and not (Path(name) / "config.json").is_file():
         raise UnsupportedModelError(f"The folder {name!r} has no config.json: {_EXPECTED}.")
-    if path.is_file() or not (path.is_dir() or _HUB_NAME.fullmatch(name)):
-        raise UnsupportedModelError(f"{name!r} is neither an existing folder nor the name of a model: {_EXPECTED}.")
+    if os.path.isfile(name) or not (is_folder or _HUB_NAME.fullmatch(name)):
+        raise UnsupportedModelError(
+            f"{quoted(name)} is neither an existing folder nor the name of a model: {_EXPECTED}."
+        )
 
 
 def _placed(device: str | None, dtype: str | None) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The command line: `keepset`."""
 
+import errno
 import sys
 import warnings
 from typing import Annotated, Any
@@ -85,6 +86,12 @@ def main() -> None:
     except KeepsetError as error:
         unsay_starting()
         print(f"keepset: {sanitize(' '.join(str(error).splitlines()))}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        unsay_starting()
+        print("keepset: The name of a file or folder is longer than this system allows: shorten it.", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

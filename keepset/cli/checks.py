@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from keepset.cli.options import STANDARD_OUTPUT
+from keepset.core.files import check_replaceable
 from keepset.errors import KeepsetError
 from keepset.models import context_length
 
@@ -41,10 +42,17 @@ def check_minutes(minutes: float | None) -> None:
 
 
 def check_writable(*paths: Path | None) -> None:
-    """Refuses output files that could not be written."""
+    """Refuse output files that could not be written.
+
+    Raises:
+        KeepsetError: the folder of one does not exist, or what is there is no regular file.
+    """
     for path in paths:
-        if path is not None and path != STANDARD_OUTPUT and (path.is_dir() or not path.resolve().parent.is_dir()):
+        if path is None or path == STANDARD_OUTPUT:
+            continue
+        if path.is_dir() or not path.resolve().parent.is_dir():
             raise KeepsetError(f"{str(path)!r} cannot be written: give a file in a folder that exists.")
+        check_replaceable(path)
 
 
 def check_tensor_file(out: Path, force: bool) -> None:
@@ -55,6 +63,7 @@ def check_tensor_file(out: Path, force: bool) -> None:
         raise KeepsetError(
             f"--out {str(out)!r} is in a model's folder, where every .safetensors is taken for weights: name another."
         )
+    check_replaceable(out)
     if out.exists() and not force:
         raise KeepsetError(f"{str(out)!r} exists: name another file with --out, or replace it with --force.")
 

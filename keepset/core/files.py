@@ -1,4 +1,4 @@
-"""What is checked of a place before a file is written there."""
+"""What is checked of a place before a file is written there, and how a sentence quotes a path."""
 
 from __future__ import annotations
 
@@ -6,6 +6,15 @@ import stat
 from pathlib import Path
 
 from keepset.errors import KeepsetError
+
+_QUOTED = 200
+"""Characters of a path that a sentence quotes."""
+
+
+def quoted(path: Path | str) -> str:
+    """Return a path in quotes, cut off where it is very long."""
+    text = str(path)
+    return repr(text) if len(text) <= _QUOTED else repr(f"{text[:_QUOTED]}...")
 
 
 def check_replaceable(path: Path) -> None:
@@ -21,8 +30,4 @@ def check_replaceable(path: Path) -> None:
     except (OSError, ValueError) as error:
         regular, cause = False, getattr(error, "strerror", None) or str(error)
     if not regular:
-        shown = str(path) if len(str(path)) <= _SHOWN else f"{str(path)[:_SHOWN]}..."
-        raise KeepsetError(f"{shown!r} cannot be written ({cause}): name another file.")
-
-
-_SHOWN = 200
+        raise KeepsetError(f"{quoted(path)} cannot be written ({cause}): name another file.")

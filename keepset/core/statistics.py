@@ -195,7 +195,7 @@ def load(file: str, model: str = "") -> Statistics:
     path = Path(file) if file else _offers[model]()
     try:
         state = path.stat()
-    except OSError:
+    except (OSError, ValueError):
         raise KeepsetError(f"There is no file {file!r} with statistics: make one with keepset calibrate.") from None
     return _read(path, state.st_mtime_ns, state.st_size)
 

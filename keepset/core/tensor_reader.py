@@ -97,7 +97,7 @@ class TensorReader:
         """
         dtype, shape, start, end = self.layout[name]
         flat = torch.empty(end - start, dtype=torch.uint8)
-        buffer, done = memoryview(flat.numpy()), 0
+        buffer, done = memoryview(flat.numpy().data), 0
         while done < len(buffer):
             count = os.preadv(self._descriptor, [buffer[done : done + 2**30]], start + done)
             if not count:

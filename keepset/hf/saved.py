@@ -14,7 +14,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from reprlib import repr as shortened
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +24,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 import keepset
+from keepset.core.files import quoted
 from keepset.core.keep_set import HeadCounts, KeepSet, LayerKeepSet, Places
 from keepset.core.tensor_file import TensorFile
 from keepset.core.tensor_reader import TensorReader
@@ -115,7 +115,11 @@ class Saved(NamedTuple):
     layers: list[dict[str, Tensor]]
 
     def restore(self, cache: PromptCache) -> None:
-        """Put it into an empty cache of its recipe, but for the event; CorruptFileError if the model has other layers."""
+        """Put it into an empty cache of its recipe, but for the event.
+
+        Raises:
+            CorruptFileError: the model has other layers.
+        """
         kinds = [KeepLayer if "counts" in tensors else DynamicSlidingWindowLayer for tensors in self.layers]
         if [type(layer) for layer in cache.layers] != kinds:
             raise _FILE.corrupt(self.path)
@@ -288,6 +292,7 @@ def entries(path: Path, digest: str) -> dict[int, dict[str, Tensor]]:
                 counts = _counts(file, metadata, index, lengths)
                 layers[index] = _part(file, metadata, f"{LAYER}{index}.columns.")
                 saved_schema.check_positions(layers[index]["positions"], counts, lengths)
+                saved_schema.check_finite(layers[index].values())
         return layers
 
 
@@ -313,8 +318,8 @@ def load(path: Path, model: PreTrainedModel) -> Saved:
     numbers, event = metadata["progress"], metadata["event"]
     next_event, added_up = numbers.pop("next_event"), numbers.pop("added_up")
     tokens, prompts = (requests[name].tolist() for name in ("lengths", "prompts"))
-    valid = {_REQUESTS[name]: tensor.to(device) for name, tensor in requests.items()}
-    progress = Progress(**numbers, **valid, tokens=tokens, prompt_tokens=prompts)
+    there: dict[str, Any] = {_REQUESTS[name]: tensor.to(device) for name, tensor in requests.items()}
+    progress = Progress(**numbers, **there, tokens=tokens, prompt_tokens=prompts)
     newest = None if event is None else Event(keep_set=_keep_set(layers), **event)
     decoding = None if next_event is None else (next_event, added_up)
     return Saved(path, recipe, progress, newest, decoding, layers)
@@ -424,7 +429,7 @@ def _opened(path: Path) -> Iterator[tuple[TensorReader, dict[str, Any], Recipe]]
         the tensors, the metadata and the recipe.
     """
     if not os.path.isfile(path):  # unlike Path.is_file, it takes any name
-        raise KeepsetError(f"There is no file {shortened(str(path))}: {_ADVICE}.")
+        raise KeepsetError(f"There is no file {quoted(path)}: {_ADVICE}.")
     with _FILE.opened(path) as (file, metadata):
         saved_schema.check_header(metadata, file.layout)
         if _digest({name: said for name, said in metadata.items() if name != "digest"}) != metadata["digest"]:

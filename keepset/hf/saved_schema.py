@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -90,7 +90,7 @@ def check_lengths(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
 
 
 def check_counts(counts: Int[Tensor, "requests kv_heads"], lengths: Int[Tensor, " requests"], keys: Layout) -> None:
-    """Check how many entries the heads of a layer have against the tokens that there were and the layer's columns."""
+    """Check how many entries each head of a layer has against the tokens that there were and the layer's columns."""
     _require(bool(((counts >= 0) & (counts <= lengths[:, None])).all()) and int(counts.sum()) == keys.shape[0])
 
 
@@ -102,6 +102,11 @@ def check_positions(
     _require(bool(((positions >= 0) & (positions < limits)).all()))
     heads = torch.repeat_interleave(torch.arange(counts.numel()), counts.flatten())
     _require(bool(((positions.diff() > 0) | (heads.diff() > 0)).all()))
+
+
+def check_finite(columns: Iterable[Tensor]) -> None:
+    """Check that columns hold finite numbers. Others would spread to all who are served from the same pages later."""
+    _require(all(bool(column.isfinite().all()) for column in columns))
 
 
 def check_kept(positions: Int[Tensor, " entries"], counts: Int[Tensor, "requests kv_heads"]) -> None:

@@ -41,10 +41,7 @@ class File:
         header, data = json.loads(content[8 : 8 + size]), content[8 + size :]
         metadata = json.loads(header.pop("__metadata__")[METADATA])
         return cls(
-            {
-                name: (each["dtype"], each["shape"], data[slice(*each["data_offsets"])])
-                for name, each in header.items()
-            },
+            {name: (each["dtype"], each["shape"], data[slice(*each["data_offsets"])]) for name, each in header.items()},
             metadata,
         )
 
@@ -131,7 +128,11 @@ def _header_text(content: bytes, draw: random.Random) -> bytes:
     head, data = content[8 : 8 + size].decode().strip(), content[8 + size :]
     texts = ["[" * 50_000, "null", "[]", "{}", '{"__metadata__": 7}', '{"__metadata__": {"keepset_context": "{}"}}']
     texts += [head[:-1], head[:-1] + ', "a": {"dtype": "F32"}}', head[:-1] + ', "a": null}', head + head]
-    texts += [head.replace('"I64"', '"I128"', 1), head.replace("data_offsets", "data", 1), head.replace("[0,", "[-8,", 1)]
+    texts += [
+        head.replace('"I64"', '"I128"', 1),
+        head.replace("data_offsets", "data", 1),
+        head.replace("[0,", "[-8,", 1),
+    ]
     texts += [head[:-1] + ', "a": {"dtype": "F32", "shape": [4294967296, 4294967296], "data_offsets": [0, 0]}}']
     texts += [head.replace('"shape"', '"dtype": "BOOL", "shape"', 1), "\ud800".encode(errors="surrogatepass")]
     text = draw.choice(texts)
@@ -214,7 +215,9 @@ def _values(file: File, draw: random.Random) -> File:
             tensor[a], tensor[b] = tensor[a] + 1, tensor[b] - 1
     else:
         tensor = tensor.flip(0)
-    return replace(file, tensors={**file.tensors, name: (dtype, shape, tensor.contiguous().view(torch.uint8).numpy().tobytes())})
+    return replace(
+        file, tensors={**file.tensors, name: (dtype, shape, tensor.contiguous().view(torch.uint8).numpy().tobytes())}
+    )
 
 
 def _shape(file: File, draw: random.Random) -> File:
@@ -263,14 +266,25 @@ def _columns_gone(file: File, draw: random.Random) -> File:
     gone = draw.choice(sorted(ends) or ["counts"])
     if draw.random() < 0.5:
         return replace(file, tensors={name: each for name, each in file.tensors.items() if not name.endswith(gone)})
-    new = draw.choice(["columns.key_scale", "columns.bias", "columns.state", "columns.x", "passing.added", "kept.counts"])
+    new = draw.choice(
+        ["columns.key_scale", "columns.bias", "columns.state", "columns.x", "passing.added", "kept.counts"]
+    )
     more = {name.replace(gone, new): each for name, each in file.tensors.items() if name.endswith(gone)}
     return replace(file, tensors={**file.tensors, **more})
 
 
 def _renamed(file: File, draw: random.Random) -> File:
     old = draw.choice(list(file.tensors))
-    others = [*file.tensors, "x", "", "layers.9.counts", "layers.01.counts", "layers.-1.x", "layers.1", "layers.0.columns."]
+    others = [
+        *file.tensors,
+        "x",
+        "",
+        "layers.9.counts",
+        "layers.01.counts",
+        "layers.-1.x",
+        "layers.1",
+        "layers.0.columns.",
+    ]
     new = draw.choice([*others, old.replace("layers.0", "layers.999999999999"), old + "\ud800", "seen"])
     return replace(file, tensors={(new if name == old else name): each for name, each in file.tensors.items()})
 
@@ -280,7 +294,9 @@ def _fewer_layers(file: File, draw: random.Random) -> File:
     if not isinstance(file.metadata, dict) or type(file.metadata.get("layers")) is not int:
         return file
     layers = file.metadata["layers"]
-    first = {name.removeprefix("layers.0."): each for name, each in file.tensors.items() if name.startswith("layers.0.")}
+    first = {
+        name.removeprefix("layers.0."): each for name, each in file.tensors.items() if name.startswith("layers.0.")
+    }
     tensors = file.tensors
     if draw.random() < 0.5 and layers > 1:
         layers -= 1

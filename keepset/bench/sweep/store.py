@@ -20,6 +20,7 @@ from uuid import uuid4
 
 from keepset.bench.cell import Cell
 from keepset.bench.sweep.owner import Owner
+from keepset.core.files import quoted
 from keepset.errors import CorruptFileError, KeepsetError, RecipeError
 from keepset.recipe import in_full, shown
 
@@ -72,8 +73,8 @@ class Store:
     @classmethod
     def open(cls, path: Path) -> Store:
         """The sweep in a file, to be read."""
-        if not path.is_file():
-            raise KeepsetError(f"There is no file {str(path)!r}: name one that `keepset eval` has written.")
+        if not os.path.isfile(path):  # unlike Path.is_file, it takes any name
+            raise KeepsetError(f"There is no file {quoted(path)}: name one that `keepset eval` has written.")
         with _sentences(path), ExitStack() as undo:
             store = cls(path, _connect(path, writes=False))
             undo.callback(store.close)
