@@ -20,7 +20,7 @@ from keepset.core.features.attention import SecondPass
 from keepset.core.features.given import ModelStatistics, ModelTables, OutputProjection, Perplexity
 from keepset.core.observation import Observation
 from keepset.errors import KeepsetError
-from keepset.hf.attention import NAME, AttentionCall, hand_over
+from keepset.hf.attention import NAME, AttentionCall, hand_over, switch
 from keepset.hf.attention_hooks import AttentionHooks
 from keepset.hf.forward import Forward
 from keepset.hf.hooks import ModelHooks
@@ -66,7 +66,7 @@ class PromptCache(TransformersCache, ABC):
             raise KeepsetError(f"prompt_length={prompt_length} is not a number of tokens: use an integer from 1.")
         check_model(model)
         config = model.config.get_text_config(decoder=True)
-        model.set_attn_implementation(NAME)
+        switch(model)
 
         # transformers decides each layer's kind; only those that would grow without end are replaced.
         layers = DynamicCache(config=config).layers
