@@ -27,6 +27,7 @@ from keepset.hf.hooks import ModelHooks
 from keepset.hf.layer import KeepLayer
 from keepset.hf.mask import OTHER_PROMPT, RealTokens
 from keepset.hf.measured import statistics_for, tables_for
+from keepset.hf.other_layers import cropped
 from keepset.hf.perplexity import PerplexityHooks
 from keepset.hf.phases import DecodingPhase, LayerEvent, PromptPhase
 from keepset.hf.progress import Progress
@@ -141,42 +142,54 @@ class PromptCache(TransformersCache, ABC):
             hooks.open()
 
     def reorder_cache(self, beam_idx: Any) -> None:
-        super().reorder_cache(beam_idx)
-        self._reorder(beam_idx)
+        if self.progress is None:
+            super().reorder_cache(beam_idx)
+            return
+        # On the host, where every layer needs them.
+        rows: Any = torch.tensor(self._requests(beam_idx))
+        if not all(kept.can_reorder for kept in self.kept_layers.values()):
+            raise KeepsetError("A batch cannot be reordered before its prompt is complete.")
+        super().reorder_cache(rows)
+        self.progress.reorder(rows.to(self.progress.lengths.device))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
-        self._reorder(indices)
+        if self.progress is None:
+            super().batch_select_indices(indices)
+        else:  # which all kinds of layers can
+            self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        if self.progress is not None:
-            self._reorder(torch.arange(len(self.progress.lengths)).repeat_interleave(repeats))
+        if self.progress is None:
+            super().batch_repeat_interleave(repeats)
+        else:
+            self.reorder_cache(torch.arange(len(self.progress.tokens)).repeat_interleave(max(repeats, 0)))
 
     def crop(self, tokens_to_remove: int) -> None:
         progress = self.progress
-        if progress is not None:
-            removed = max(progress.logical - tokens_to_remove, 0) if tokens_to_remove > 0 else -tokens_to_remove
-            new = progress.logical - (progress.compressed_at or 0)
-            if removed > new:
-                raise KeepsetError(
-                    f"Only the {new} tokens after the compression can be taken back, not {removed}: assisted "
-                    "generation needs keepset.Cache(..., prompt_length=...), because it drafts tokens together with "
-                    "the prompt."
-                )
-            if not all(kept.can_take_back(removed) for kept in self.kept_layers.values()):
-                raise KeepsetError(
-                    f"What the newest {removed} tokens look at is added up for the next compression already, which "
-                    "cannot be undone: take fewer back, or go on from a copy made before them (cache.fork())."
-                )
-            if removed:
-                per_request = progress.crop(removed)
-                for kept in self.kept_layers.values():
-                    kept.take_back(removed, per_request, progress.lengths)
-        layers: list[Any] = self.layers
-        for layer in layers:
-            if not isinstance(layer, KeepLayer):
-                layer.crop(tokens_to_remove)
+        if progress is None:
+            super().crop(tokens_to_remove)
+            return
+        removed = max(progress.logical - tokens_to_remove, 0) if tokens_to_remove > 0 else -tokens_to_remove
+        new = progress.logical - (progress.compressed_at or 0)
+        if removed > new:
+            raise KeepsetError(
+                f"Only the {new} tokens after the compression can be taken back, not {removed}: assisted "
+                "generation needs keepset.Cache(..., prompt_length=...), because it drafts tokens together with "
+                "the prompt."
+            )
+        if not all(kept.can_take_back(removed) for kept in self.kept_layers.values()):
+            raise KeepsetError(
+                f"What the newest {removed} tokens look at is added up for the next compression already, which "
+                "cannot be undone: take fewer back, or go on from a copy made before them (cache.fork())."
+            )
+        length = progress.logical - removed
+        others = [(each, cropped(each, removed, length)) for each in self.layers if not isinstance(each, KeepLayer)]
+        if removed:
+            per_request = progress.crop(removed)
+            for kept in self.kept_layers.values():
+                kept.take_back(removed, per_request, progress.lengths)
+        for layer, attributes in others:
+            vars(layer).update(attributes)
 
     def activate_past_recording(self) -> None:
         """What transformers calls before assisted generation, which drafts tokens with the prompt."""
@@ -318,10 +331,20 @@ class PromptCache(TransformersCache, ABC):
     def _all_hooks(self) -> list[ModelHooks]:
         return [hooks for hooks in (self._hooks, self._second, self._perplexity) if hooks is not None]
 
-    def _reorder(self, rows: Tensor) -> None:
-        if self.progress is not None:
-            chosen = rows.nonzero()[:, 0] if rows.dtype == torch.bool else rows
-            self.progress.reorder(chosen.to(self.progress.lengths.device))
+    def _requests(self, rows: Tensor) -> list[int]:
+        """Return which requests these are, on the host; raises KeepsetError where there are no such."""
+        assert self.progress is not None
+        requests = len(self.progress.tokens)
+        if rows.dtype == torch.bool:
+            chosen = rows.nonzero()[:, 0].tolist() if len(rows) == requests else []
+        else:
+            chosen = rows.tolist()
+        if not chosen or not all(-requests <= row < requests for row in chosen):
+            raise KeepsetError(
+                f"The cache holds {requests} requests, and a batch of it needs at least one of them: give indices from 0 "
+                f"to {requests - 1}, or a mask of {requests}."
+            )
+        return [row % requests for row in chosen]
 
 
 def _nbytes(layer: Any) -> int:
