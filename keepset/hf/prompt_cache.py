@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
@@ -23,7 +24,9 @@ from keepset.errors import KeepsetError
 from keepset.hf.attention import NAME, AttentionCall, hand_over, switch
 from keepset.hf.attention_hooks import AttentionHooks
 from keepset.hf.forward import Forward
+from keepset.hf.generation import KnowsText
 from keepset.hf.hooks import ModelHooks
+from keepset.hf.known_tokens import ToldTokens
 from keepset.hf.layer import KeepLayer
 from keepset.hf.mask import OTHER_PROMPT, RealTokens
 from keepset.hf.measured import statistics_for, tables_for
@@ -39,7 +42,7 @@ from keepset.hf.uncompiled import uncompiled
 from keepset.recipe import Schedule
 
 
-class PromptCache(TransformersCache, ABC):
+class PromptCache(TransformersCache, KnowsText):
     """A transformers cache whose growing layers are keepset's.
 
     A layer is told of a forward, and answers with its attention and the event that it has reached. What waits then,
@@ -312,6 +315,45 @@ class PromptCache(TransformersCache, ABC):
         for _, event in self._waiting:
             event.features.update(perplexities)
         self._observe()
+
+    def check_text(self, ids: Int[Tensor, "rows n"]) -> None:
+        """Refuse the ids of a whole text if they begin with other tokens than the cache holds, as far as it knows them.
+
+        Args:
+            ids: as `generate` is given them, padding included.
+
+        Raises:
+            KeepsetError: tokens that were given before are others now. Of those that were generated it is a warning,
+                because a text that is tokenized again may come out otherwise.
+        """
+        progress = self.progress
+        if progress is None or progress.known is None or ids.shape[1] <= progress.logical:
+            return
+        requests, rows = len(progress.tokens), len(ids)
+        if requests % rows:  # `update` says so
+            return
+        other = progress.known.first_other(ids.repeat_interleave(requests // rows, 0), progress.valid)
+        if other is not None and other < progress.known.given:
+            raise KeepsetError(
+                f"The cache holds {progress.logical} tokens, and the input begins with others: make a new "
+                "keepset.Cache for each text, or ask several questions about one text on forks of its cache "
+                "(cache.fork())."
+            )
+        if other is not None:
+            warnings.warn(
+                "The input has other tokens than the cache in the place of those that were generated before, and the "
+                "cache keeps its own: add new tokens to the ids that generate has returned, or use a cache.fork() made "
+                "before it.",
+                stacklevel=3,
+            )
+
+    def remember_text(self, ids: Int[Tensor, "rows n"], given: int) -> None:
+        """Take in the ids of a whole text, of which the cache holds the first; the caller gave the first `given`."""
+        progress = self.progress
+        if progress is None or len(progress.tokens) % len(ids):
+            return
+        rows = ids.repeat_interleave(len(progress.tokens) // len(ids), 0)
+        progress.known = ToldTokens(rows, given).first(progress.logical)
 
     def stop_watching(self) -> None:
         """Removes the hooks on the model: nothing more is compressed."""
