@@ -222,8 +222,7 @@ def _follow(
     if length:
         fork = cache.fork()
         try:
-            # Not batch_repeat_interleave: layers with convolutions have none.
-            fork.reorder_cache(torch.LongTensor([0] * rows))
+            fork.batch_repeat_interleave(rows)
             chunks = tokens.split(cache.schedule.every or length, 1)
             logits += [model(chunk, past_key_values=fork, use_cache=True).logits for chunk in chunks]
         finally:

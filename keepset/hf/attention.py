@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -21,6 +21,8 @@ from keepset.hf.uncompiled import uncompiled
 
 NAME = "keepset"
 """Name of the attention implementation."""
+_SWITCHING = threading.Lock()
+"""Held while a model gets it: transformers marks the model's configurations meanwhile."""
 
 
 class Joint(NamedTuple):
@@ -78,6 +80,12 @@ class _Local(threading.local):
 
 
 _local = _Local()
+
+
+def switch(model: PreTrainedModel) -> None:
+    """Give the model this attention implementation."""
+    with _SWITCHING:
+        model.set_attn_implementation(NAME)
 
 
 def hand_over(attend: Attend, key: Tensor, value: Tensor) -> None:

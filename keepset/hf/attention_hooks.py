@@ -21,7 +21,7 @@ from keepset.core.rope import inverse, mean_rotation, positions_ahead, undone_ri
 from keepset.core.shapes import HiddenStates, Queries
 from keepset.errors import UnsupportedModelError
 from keepset.hf.attention import capturing
-from keepset.hf.hooks import ModelHooks, weakly
+from keepset.hf.hooks import ModelHooks, after_calls, before_calls
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines, `[batch, n, rotary_dim]`."""
@@ -37,7 +37,15 @@ class _Call:
 
 
 class _Calls(threading.local):
+    """The newest calls that one thread has made.
+
+    Attributes:
+        attention: of an attention module.
+        rotary: of rotary embeddings; two, because models with two kinds of layers make two rotations per forward.
+    """
+
     attention: _Call | None = None
+    rotary: tuple[_Call, ...] = ()
 
 
 _ROTATES: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
@@ -48,20 +56,18 @@ class AttentionHooks(ModelHooks):
     """Remember the newest call of an attention module and of rotary embeddings, for methods that look at such."""
 
     def forget(self) -> None:
-        self._rotary_calls: list[_Call] = []
-        self._local = _Calls()
+        self._newest = _Calls()
 
     def _installed(self, model: nn.Module) -> Iterator[RemovableHandle]:
-        enter, rotated = weakly(self._enter), weakly(self._rotated)
         for module in model.modules():
             if hasattr(module, "layer_idx"):
-                yield module.register_forward_pre_hook(enter, with_kwargs=True)
+                yield before_calls(module, self._enter)
             elif "RotaryEmbedding" in type(module).__name__:
-                yield module.register_forward_hook(rotated, with_kwargs=True)
+                yield after_calls(module, self._rotated)
 
     def layer_input(self, module: nn.Module, rows: slice = slice(None)) -> LayerInput:
         """The input of the call of `module` that is under way, of some of its requests."""
-        call = self._local.attention
+        call = self._newest.attention
         if call is None or call.module is not module:
             raise UnsupportedModelError(
                 f"keepset could not see the input of {type(module).__name__}; methods that look at hidden states "
@@ -70,7 +76,7 @@ class AttentionHooks(ModelHooks):
         rotation = call.kwargs.get("position_embeddings")
         if rotation is None:
             return LayerInput(call, None, rows)
-        rotary = next((each for each in self._rotary_calls if each.output[0] is rotation[0]), None)
+        rotary = next((each for each in self._newest.rotary if each.output[0] is rotation[0]), None)
         if rotary is None:
             raise UnsupportedModelError(
                 f"keepset could not find the rotary embedding of {type(module).__name__}; methods that look "
@@ -79,11 +85,10 @@ class AttentionHooks(ModelHooks):
         return LayerInput(call, rotary, rows)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._local.attention = _Call(module, args, kwargs)
+        self._newest.attention = _Call(module, args, kwargs)
 
     def _rotated(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        # Two are enough: models with two kinds of layers make two rotations per forward.
-        self._rotary_calls = [*self._rotary_calls[-1:], _Call(module, args, kwargs, output)]
+        self._newest.rotary = (*self._newest.rotary[-1:], _Call(module, args, kwargs, output))
 
 
 class LayerInput(QuerySource):

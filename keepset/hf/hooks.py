@@ -13,7 +13,11 @@ from torch.utils.hooks import RemovableHandle
 
 
 class ModelHooks(ABC):
-    """Hooks that the model holds, but not this: they go with it. Calls with one cache, `past`, are looked at."""
+    """Hooks that the model holds, but not this: they go with it. Calls with one cache, `past`, are looked at.
+
+    The model may serve other caches in other threads meanwhile. So what a hook has seen is either checked to be of a
+    call with `past`, or kept for the thread that made the call.
+    """
 
     def __init__(self, model: nn.Module, past: Any) -> None:
         self._model: weakref.ref[Any] = weakref.ref(model)
@@ -51,10 +55,29 @@ class ModelHooks(ABC):
     def _installed(self, model: nn.Module) -> Iterator[RemovableHandle]: ...
 
 
-def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method, without holding its object."""
+def before_calls(module: nn.Module, method: Callable[..., Any]) -> RemovableHandle:
+    """Have `method(module, args, kwargs)` called before every call of a module, without holding its object."""
+    return module.register_forward_pre_hook(_weakly(method, 3), with_kwargs=True)
+
+
+def after_calls(module: nn.Module, method: Callable[..., Any]) -> RemovableHandle:
+    """Have `method(module, args, kwargs, output)` called after every call of a module, without holding its object."""
+    return module.register_forward_hook(_weakly(method, 4), with_kwargs=True)
+
+
+def _weakly(method: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """Return a hook that passes `count` arguments on to the method while its object lives.
+
+    A call under way still meets hooks that another thread removes meanwhile, and gives them no `kwargs`. It is with
+    another cache than theirs, so the method is not called.
+    """
     reference = weakref.WeakMethod(method)
-    return lambda *args: None if (alive := reference()) is None else alive(*args)
+
+    def hook(*args: Any) -> Any:
+        alive = reference()
+        return None if alive is None or len(args) < count else alive(*args)
+
+    return hook
 
 
 def _remove(handles: Iterable[RemovableHandle]) -> None:

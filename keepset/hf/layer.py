@@ -14,7 +14,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from keepset.core.keep_set import LayerKeepSet
 from keepset.core.observation import Observation
-from keepset.errors import KeepsetError
 from keepset.hf.forward import Forward
 from keepset.hf.mask import KeepsetLength
 from keepset.hf.phases import DecodingPhase, LayerEvent, PromptPhase
@@ -147,22 +146,17 @@ class KeepLayer(LogicalLayer):
             if self.decoding is not None:
                 self.decoding.passing.crop(self.logical, lengths, self.store)
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        if self.store is None:
-            return
-        if self.prompt is not None and self.prompt.needs:
-            raise KeepsetError("A batch cannot be reordered before its prompt is complete.")
-        rows = beam_idx.nonzero()[:, 0] if beam_idx.dtype == torch.bool else beam_idx
-        self.store.reorder(rows.tolist())
-        if self.decoding is not None:
-            self.decoding.passing.reorder(rows)
+    @property
+    def can_reorder(self) -> bool:
+        """Whether the batch may consist of other requests; not while something is collected of a prompt."""
+        return self.store is None or self.prompt is None or not self.prompt.needs
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self.reorder_cache(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
+    def reorder_cache(self, beam_idx: Int[Tensor, " rows"]) -> None:
+        """Make the batch consist of these requests, of which `can_reorder` was asked."""
         if self.store is not None:
-            self.reorder_cache(torch.arange(self.store.batch).repeat_interleave(repeats))
+            self.store.reorder(beam_idx.tolist())
+            if self.decoding is not None:
+                self.decoding.passing.reorder(beam_idx)
 
     def fork(self) -> KeepLayer:
         """An independent copy."""

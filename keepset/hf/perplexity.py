@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from keepset.core.features.given import Perplexity
 from keepset.errors import KeepsetError, UnsupportedModelError
-from keepset.hf.hooks import ModelHooks, weakly
+from keepset.hf.hooks import ModelHooks, after_calls, before_calls
 
 
 class PerplexityHooks(ModelHooks):
@@ -23,7 +23,7 @@ class PerplexityHooks(ModelHooks):
     call.
 
     Attributes:
-        watching: whether a call of the model is under way.
+        watching: whether a call of the model with the cache is under way.
     """
 
     def __init__(self, model: nn.Module, past: Any, needs: Sequence[Perplexity]) -> None:
@@ -38,13 +38,13 @@ class PerplexityHooks(ModelHooks):
         self._last: list[Tensor] = []
 
     def _installed(self, model: nn.Module) -> Iterator[RemovableHandle]:
-        yield model.register_forward_pre_hook(weakly(self._enter), with_kwargs=True)
-        yield model.register_forward_hook(weakly(self._leave), with_kwargs=True)
+        yield before_calls(model, self._enter)
+        yield after_calls(model, self._leave)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.watching = kwargs.get("past_key_values") is self._past()
-        if not self.watching:
+        if kwargs.get("past_key_values") is not self._past():
             return None
+        self.watching = True
         self._ids = kwargs.get("input_ids", args[0] if args else None)
         if self._ids is None:
             raise KeepsetError("Embeddings have no perplexity, which this recipe looks at: give token ids.")
@@ -57,10 +57,9 @@ class PerplexityHooks(ModelHooks):
 
     @torch.no_grad()
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        past = self._past()
-        if not self.watching or past is None:
+        if not self.watching or kwargs.get("past_key_values") is not self._past():
             return None
-        self.watching = False
+        past, self.watching = kwargs["past_key_values"], False
         logits = getattr(output, "logits", None)
         if not isinstance(logits, Tensor):
             raise UnsupportedModelError(

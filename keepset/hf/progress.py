@@ -10,6 +10,7 @@ from torch import Tensor
 
 from keepset.core.keep_set import KeepSet
 from keepset.hf.attention import Joint
+from keepset.hf.known_tokens import KnownTokens
 from keepset.hf.mask import RealTokens
 
 
@@ -25,6 +26,7 @@ class Progress:
         compressed_at: the newest event's length, if there was one.
         positions: of the newest forward's tokens, counted from each request's first; padding has that of the token
             before.
+        known: of the first tokens, as far as they were told.
     """
 
     logical: int
@@ -36,6 +38,7 @@ class Progress:
     valid: Bool[Tensor, "batch logical"] | None = None
     compressed_at: int | None = None
     positions: Int[Tensor, "batch n"] | None = None
+    known: KnownTokens | None = None
 
     def advance(self, n: int, real: RealTokens | None, joint: Joint | None = None) -> None:
         """Takes `n` more tokens, all of them real where nothing is said; `joint` may bring the lengths."""
@@ -69,6 +72,7 @@ class Progress:
         self.tokens = [before - gone for before, gone in zip(self.tokens, real, strict=True)]
         self.prompt_tokens = list(map(min, self.prompt_tokens, self.tokens))
         self.logical -= removed
+        self.known = None if self.known is None else self.known.first(self.logical)
         return real
 
     def reorder(self, rows: Int[Tensor, " rows"]) -> None:
@@ -78,6 +82,7 @@ class Progress:
         self.tokens = [self.tokens[row] for row in chosen]
         self.prompt_tokens = [self.prompt_tokens[row] for row in chosen]
         self.valid = None if self.valid is None else self.valid[rows]
+        self.known = None if self.known is None else self.known.rows(rows)
 
     def _with(self, n: int, real: RealTokens | None) -> list[int]:
         """Tokens of each request with `n` more, or with these."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
@@ -20,13 +21,16 @@ from keepset.core.features.attention import SecondPass
 from keepset.core.features.given import ModelStatistics, ModelTables, OutputProjection, Perplexity
 from keepset.core.observation import Observation
 from keepset.errors import KeepsetError
-from keepset.hf.attention import NAME, AttentionCall, hand_over
+from keepset.hf.attention import NAME, AttentionCall, hand_over, switch
 from keepset.hf.attention_hooks import AttentionHooks
 from keepset.hf.forward import Forward
+from keepset.hf.generation import KnowsText
 from keepset.hf.hooks import ModelHooks
+from keepset.hf.known_tokens import ToldTokens
 from keepset.hf.layer import KeepLayer
 from keepset.hf.mask import OTHER_PROMPT, RealTokens
 from keepset.hf.measured import statistics_for, tables_for
+from keepset.hf.other_layers import cropped
 from keepset.hf.perplexity import PerplexityHooks
 from keepset.hf.phases import DecodingPhase, LayerEvent, PromptPhase
 from keepset.hf.progress import Progress
@@ -38,7 +42,7 @@ from keepset.hf.uncompiled import uncompiled
 from keepset.recipe import Schedule
 
 
-class PromptCache(TransformersCache, ABC):
+class PromptCache(TransformersCache, KnowsText):
     """A transformers cache whose growing layers are keepset's.
 
     A layer is told of a forward, and answers with its attention and the event that it has reached. What waits then,
@@ -66,7 +70,7 @@ class PromptCache(TransformersCache, ABC):
             raise KeepsetError(f"prompt_length={prompt_length} is not a number of tokens: use an integer from 1.")
         check_model(model)
         config = model.config.get_text_config(decoder=True)
-        model.set_attn_implementation(NAME)
+        switch(model)
 
         # transformers decides each layer's kind; only those that would grow without end are replaced.
         layers = DynamicCache(config=config).layers
@@ -141,42 +145,54 @@ class PromptCache(TransformersCache, ABC):
             hooks.open()
 
     def reorder_cache(self, beam_idx: Any) -> None:
-        super().reorder_cache(beam_idx)
-        self._reorder(beam_idx)
+        if self.progress is None:
+            super().reorder_cache(beam_idx)
+            return
+        # On the host, where every layer needs them.
+        rows: Any = torch.tensor(self._requests(beam_idx))
+        if not all(kept.can_reorder for kept in self.kept_layers.values()):
+            raise KeepsetError("A batch cannot be reordered before its prompt is complete.")
+        super().reorder_cache(rows)
+        self.progress.reorder(rows.to(self.progress.lengths.device))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
-        self._reorder(indices)
+        if self.progress is None:
+            super().batch_select_indices(indices)
+        else:  # which all kinds of layers can
+            self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        if self.progress is not None:
-            self._reorder(torch.arange(len(self.progress.lengths)).repeat_interleave(repeats))
+        if self.progress is None:
+            super().batch_repeat_interleave(repeats)
+        else:
+            self.reorder_cache(torch.arange(len(self.progress.tokens)).repeat_interleave(max(repeats, 0)))
 
     def crop(self, tokens_to_remove: int) -> None:
         progress = self.progress
-        if progress is not None:
-            removed = max(progress.logical - tokens_to_remove, 0) if tokens_to_remove > 0 else -tokens_to_remove
-            new = progress.logical - (progress.compressed_at or 0)
-            if removed > new:
-                raise KeepsetError(
-                    f"Only the {new} tokens after the compression can be taken back, not {removed}: assisted "
-                    "generation needs keepset.Cache(..., prompt_length=...), because it drafts tokens together with "
-                    "the prompt."
-                )
-            if not all(kept.can_take_back(removed) for kept in self.kept_layers.values()):
-                raise KeepsetError(
-                    f"What the newest {removed} tokens look at is added up for the next compression already, which "
-                    "cannot be undone: take fewer back, or go on from a copy made before them (cache.fork())."
-                )
-            if removed:
-                per_request = progress.crop(removed)
-                for kept in self.kept_layers.values():
-                    kept.take_back(removed, per_request, progress.lengths)
-        layers: list[Any] = self.layers
-        for layer in layers:
-            if not isinstance(layer, KeepLayer):
-                layer.crop(tokens_to_remove)
+        if progress is None:
+            super().crop(tokens_to_remove)
+            return
+        removed = max(progress.logical - tokens_to_remove, 0) if tokens_to_remove > 0 else -tokens_to_remove
+        new = progress.logical - (progress.compressed_at or 0)
+        if removed > new:
+            raise KeepsetError(
+                f"Only the {new} tokens after the compression can be taken back, not {removed}: assisted "
+                "generation needs keepset.Cache(..., prompt_length=...), because it drafts tokens together with "
+                "the prompt."
+            )
+        if not all(kept.can_take_back(removed) for kept in self.kept_layers.values()):
+            raise KeepsetError(
+                f"What the newest {removed} tokens look at is added up for the next compression already, which "
+                "cannot be undone: take fewer back, or go on from a copy made before them (cache.fork())."
+            )
+        length = progress.logical - removed
+        others = [(each, cropped(each, removed, length)) for each in self.layers if not isinstance(each, KeepLayer)]
+        if removed:
+            per_request = progress.crop(removed)
+            for kept in self.kept_layers.values():
+                kept.take_back(removed, per_request, progress.lengths)
+        for layer, attributes in others:
+            vars(layer).update(attributes)
 
     def activate_past_recording(self) -> None:
         """What transformers calls before assisted generation, which drafts tokens with the prompt."""
@@ -300,6 +316,45 @@ class PromptCache(TransformersCache, ABC):
             event.features.update(perplexities)
         self._observe()
 
+    def check_text(self, ids: Int[Tensor, "rows n"]) -> None:
+        """Refuse the ids of a whole text if they begin with other tokens than the cache holds, as far as it knows them.
+
+        Args:
+            ids: as `generate` is given them, padding included.
+
+        Raises:
+            KeepsetError: tokens that were given before are others now. Of those that were generated it is a warning,
+                because a text that is tokenized again may come out otherwise.
+        """
+        progress = self.progress
+        if progress is None or progress.known is None or ids.shape[1] <= progress.logical:
+            return
+        requests, rows = len(progress.tokens), len(ids)
+        if requests % rows:  # `update` says so
+            return
+        other = progress.known.first_other(ids.repeat_interleave(requests // rows, 0), progress.valid)
+        if other is not None and other < progress.known.given:
+            raise KeepsetError(
+                f"The cache holds {progress.logical} tokens, and the input begins with others: make a new "
+                "keepset.Cache for each text, or ask several questions about one text on forks of its cache "
+                "(cache.fork())."
+            )
+        if other is not None:
+            warnings.warn(
+                "The input has other tokens than the cache in the place of those that were generated before, and the "
+                "cache keeps its own: add new tokens to the ids that generate has returned, or use a cache.fork() made "
+                "before it.",
+                stacklevel=3,
+            )
+
+    def remember_text(self, ids: Int[Tensor, "rows n"], given: int) -> None:
+        """Take in the ids of a whole text, of which the cache holds the first; the caller gave the first `given`."""
+        progress = self.progress
+        if progress is None or len(progress.tokens) % len(ids):
+            return
+        rows = ids.repeat_interleave(len(progress.tokens) // len(ids), 0)
+        progress.known = ToldTokens(rows, given).first(progress.logical)
+
     def stop_watching(self) -> None:
         """Removes the hooks on the model: nothing more is compressed."""
         for hooks in self._all_hooks():
@@ -318,10 +373,20 @@ class PromptCache(TransformersCache, ABC):
     def _all_hooks(self) -> list[ModelHooks]:
         return [hooks for hooks in (self._hooks, self._second, self._perplexity) if hooks is not None]
 
-    def _reorder(self, rows: Tensor) -> None:
-        if self.progress is not None:
-            chosen = rows.nonzero()[:, 0] if rows.dtype == torch.bool else rows
-            self.progress.reorder(chosen.to(self.progress.lengths.device))
+    def _requests(self, rows: Tensor) -> list[int]:
+        """Return which requests these are, on the host; raises KeepsetError where there are no such."""
+        assert self.progress is not None
+        requests = len(self.progress.tokens)
+        if rows.dtype == torch.bool:
+            chosen = rows.nonzero()[:, 0].tolist() if len(rows) == requests else []
+        else:
+            chosen = rows.tolist()
+        if not chosen or not all(-requests <= row < requests for row in chosen):
+            raise KeepsetError(
+                f"The cache holds {requests} requests, and a batch of it needs at least one of them: give indices from "
+                f"0 to {requests - 1}, or a mask of {requests}."
+            )
+        return [row % requests for row in chosen]
 
 
 def _nbytes(layer: Any) -> int:

@@ -13,12 +13,13 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
@@ -31,6 +32,7 @@ from keepset.core.tensor_reader import TensorReader
 from keepset.errors import KeepsetError, RecipeError, UnsupportedModelError
 from keepset.hf import saved_schema
 from keepset.hf.fingerprint import difference, fingerprint
+from keepset.hf.known_tokens import KnownTokens
 from keepset.hf.layer import KeepLayer
 from keepset.hf.phases import DecodingPhase
 from keepset.hf.progress import Event, Progress
@@ -182,7 +184,7 @@ def save(
     }
     if tokens is not None:
         metadata |= {
-            "text": hashlib.sha256(token_bytes(tokens)).hexdigest(),
+            "text": _text_digest(tokens),
             "opening": list(tokens[:opening]),
             "joint": list(joint),
         }
@@ -230,7 +232,7 @@ def save_entries(
         },
         "layers": len(layers),
         "event": None,
-        "text": hashlib.sha256(token_bytes(tokens)).hexdigest(),
+        "text": _text_digest(tokens),
         "opening": [],
         "joint": [],
     }
@@ -240,6 +242,10 @@ def save_entries(
 def token_bytes(tokens: Sequence[int]) -> bytes:
     """What a text's digest is of."""
     return np.asarray(tokens, dtype="<i8").tobytes()
+
+
+def _text_digest(tokens: Sequence[int]) -> str:
+    return hashlib.sha256(token_bytes(tokens)).hexdigest()
 
 
 def header(path: Path) -> Header:
@@ -319,10 +325,31 @@ def load(path: Path, model: PreTrainedModel) -> Saved:
     next_event, added_up = numbers.pop("next_event"), numbers.pop("added_up")
     tokens, prompts = (requests[name].tolist() for name in ("lengths", "prompts"))
     there: dict[str, Any] = {_REQUESTS[name]: tensor.to(device) for name, tensor in requests.items()}
-    progress = Progress(**numbers, **there, tokens=tokens, prompt_tokens=prompts)
+    known = _SavedText(metadata["text"], numbers["logical"]) if "text" in metadata else None
+    progress = Progress(**numbers, **there, tokens=tokens, prompt_tokens=prompts, known=known)
     newest = None if event is None else Event(keep_set=_keep_set(layers), **event)
     decoding = None if next_event is None else (next_event, added_up)
     return Saved(path, recipe, progress, newest, decoding, layers)
+
+
+@dataclass(frozen=True, eq=False)
+class _SavedText(KnownTokens):
+    """A text of which a file has the digest, and how many tokens it has."""
+
+    digest: str
+    given: int
+
+    def first_other(self, ids: Int[Tensor, "batch n"], real: Bool[Tensor, "batch logical"] | None) -> int | None:
+        if real is not None:  # padding may be any token, and the digest is of one
+            return None
+        texts = ids[:, : self.given].tolist()
+        return None if all(_text_digest(text) == self.digest for text in texts) else 0
+
+    def first(self, length: int) -> _SavedText | None:
+        return self if length >= self.given else None
+
+    def rows(self, rows: Int[Tensor, " rows"]) -> _SavedText:
+        return self
 
 
 def _tensors_of(layer: Any) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from keepset.core.feature import Feature, Needs
 from keepset.core.features.attention import SecondPass, SecondPassColumns
 from keepset.errors import KeepsetError, UnsupportedModelError
 from keepset.hf.attention import AttentionCall, hand_over
-from keepset.hf.hooks import ModelHooks, weakly
+from keepset.hf.hooks import ModelHooks, before_calls
 from keepset.hf.layer import LogicalLayer
 from keepset.hf.progress import Progress
 from keepset.hf.repeat import Repeat
@@ -117,7 +117,7 @@ class SecondPasses(ModelHooks):
 
     def _installed(self, model: nn.Module) -> Iterator[RemovableHandle]:
         decoder: Any = model
-        yield decoder.get_decoder().register_forward_pre_hook(weakly(self._enter), with_kwargs=True)
+        yield before_calls(decoder.get_decoder(), self._enter)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if kwargs.get("past_key_values") is not self._past():

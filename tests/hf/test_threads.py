@@ -1,0 +1,111 @@
+"""One model that several threads use at once, each with caches of its own."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import keepset
+from keepset.core.tables import save
+from tests.core.test_tables import random_tables
+from tests.hf.models import generate, prompt, tiny
+from tests.hf.test_compilerkv import shape_of
+
+COMPILED = "compilerkv(tables={tables!r}, window=5, keep=12)"
+RECIPES = (
+    "reread(keep=12)",
+    "glance(keep=12)",
+    "gvote(p_nuc=0.9, future=16, keep=12)",
+    COMPILED,
+    "criticalkv(expected_attention(future=16), keep=12)",
+    "expected_attention(future=16, keep=12, every=3)",
+    "match(adakv(snapkv(window=4)), window=5, keep=12)",
+    "kvzip(keep=12)",
+)
+"""They look at second passes, hidden states and rotations, logits, weights, and queries while decoding."""
+
+
+@pytest.fixture
+def hasty() -> Iterator[None]:
+    """Lets threads take turns as often as they can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.fixture
+def tables(tmp_path: Path, name: str) -> str:
+    """A file of tables for the test's model."""
+    save(random_tables(*shape_of(tiny(name))), tmp_path / "tables")
+    return str(tmp_path / "tables")
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize(
+    ("name", "times"),
+    [("llama_shallow", 1), *(pytest.param(name, 4, marks=pytest.mark.full) for name in ("llama", "gemma3"))],
+)
+def test_threads_share_a_model(name: str, times: int, tables: str) -> None:
+    model = tiny(name)
+
+    def answer(index: int) -> Tensor:
+        ids = prompt(1 + index % 2, 30 + 3 * index, seed=index)
+        cache = keepset.Cache(model, RECIPES[index].format(tables=tables))
+        return generate(model, ids, cache, max_new_tokens=5).sequences
+
+    expected = [answer(index) for index in range(len(RECIPES))]
+    turns = [*range(len(RECIPES))] * times
+    with ThreadPoolExecutor(4) as pool:
+        for index, answered in zip(turns, pool.map(answer, turns), strict=True):
+            assert torch.equal(answered, expected[index]), RECIPES[index]
+
+
+@pytest.mark.parametrize("name", ["llama"])
+@pytest.mark.parametrize("recipe", [COMPILED, RECIPES[2]])
+@torch.no_grad()
+def test_calls_between_a_call_and_its_end(name: str, recipe: str, tables: str) -> None:
+    """Another thread's calls run while one with the cache is about to enter its last layer."""
+    model, ids, text = tiny(name), prompt(1, 30), recipe.format(tables=tables)
+    expected = generate(model, ids, keepset.Cache(model, text), max_new_tokens=5).sequences
+
+    def others(*_: object) -> None:
+        handle.remove()
+        with ThreadPoolExecutor(1) as pool:
+            list(pool.map(model, [prompt(1, 20, seed=1), prompt(1, 20, seed=2)]))
+
+    handle = model.model.layers[-1].register_forward_pre_hook(others)
+    assert torch.equal(generate(model, ids, keepset.Cache(model, text), max_new_tokens=5).sequences, expected)
+
+
+@torch.no_grad()
+def test_hooks_that_go_while_another_call_meets_them() -> None:
+    model = tiny("llama")
+    cache = keepset.Cache(model, "glance(keep=12)")
+    handle = model.model.layers[0].self_attn.register_forward_pre_hook(lambda *_: cache.stop_watching(), prepend=True)
+    try:
+        model(prompt(1, 4))
+    finally:
+        handle.remove()
+
+
+def test_caches_are_made_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers marks a model's configurations while it switches the attention implementation."""
+    model, switching = tiny("llama"), list[str]()
+
+    def switch(implementation: str) -> None:
+        switching.append(implementation)
+        time.sleep(0.01)
+        assert len(switching) == 1
+        switching.clear()
+
+    monkeypatch.setattr(model, "set_attn_implementation", switch)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: keepset.Cache(model, "knorm(keep=4)"), range(4)))
