@@ -21,11 +21,9 @@ def is_the_full_cache(text: str, keep: int | float) -> bool:
     """Whether everything stays, every number as it was, by a method with its own defaults."""
     method, shape = Recipe.parse(text).method, Shape((LENGTH,), HEADS, 2, 8, 8)
     # Attention that is sharp, or all entries are wanted by some query.
-    observations = [observe(shape, window=64, layer=layer, layers=LAYERS, seed=layer, scaling=2.0) for layer in LAYERS]
-    for each in observations:
-        assert each.queries is not None
-        asked = Asked(each.queries, torch.ones(1, each.queries.shape[2], dtype=torch.bool))
-        vars(each)["features"] = {**each.features, ReferenceQueries(128): asked}
+    sharp = [observe(shape, window=64, layer=layer, layers=LAYERS, seed=layer, scaling=2.0) for layer in LAYERS]
+    asked = Asked(sharp[0].newest_queries(64)[0], torch.ones(1, 64, dtype=torch.bool))
+    observations = [each.having({ReferenceQueries(128): asked}) for each in sharp]
     answer = method.select_all(observations, Budget(keep, method.sinks, method.recent))
     for each in observations:
         kept = answer.layer(each.layer)
