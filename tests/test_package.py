@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.metadata
 import inspect
@@ -150,3 +151,30 @@ def test_ci_runs_both_ends_of_what_is_supported() -> None:
 def test_packages_have_docstrings_that_say_what_they_hold() -> None:
     for path in sorted((ROOT / "keepset").rglob("*.py")):
         assert path.read_text(encoding="utf-8").startswith('"""'), path.relative_to(ROOT)
+
+
+def test_shapes_are_texts() -> None:
+    """A shape without its quotes is an expression of names that do not exist, and checks nothing."""
+    files = list((ROOT / "keepset").rglob("*.py"))
+    assert [f"{path}: {shape}" for path in files for shape in unquoted_shapes(path)] == []
+    assert sum(len(shaped_types(ast.parse(path.read_text(encoding="utf-8")))) for path in files) > 500
+
+
+def unquoted_shapes(path: Path) -> list[str]:
+    found = shaped_types(ast.parse(path.read_text(encoding="utf-8")))
+    return [f"line {node.lineno}, {ast.unparse(node)}" for node in found if not has_a_text(node.slice)]
+
+
+def shaped_types(tree: ast.Module) -> list[ast.Subscript]:
+    """What is written in brackets after a name of jaxtyping's."""
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "jaxtyping"]
+    types = {alias.asname or alias.name for node in imports for alias in node.names}
+    subscripts = [node for node in ast.walk(tree) if isinstance(node, ast.Subscript)]
+    return [node for node in subscripts if isinstance(node.value, ast.Name) and node.value.id in types]
+
+
+def has_a_text(written: ast.expr) -> bool:
+    if not isinstance(written, ast.Tuple) or len(written.elts) != 2:
+        return False
+    shape = written.elts[1]
+    return isinstance(shape, ast.JoinedStr) or (isinstance(shape, ast.Constant) and isinstance(shape.value, str))

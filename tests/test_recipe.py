@@ -443,7 +443,7 @@ def test_huge_texts_are_refused_like_others(text: str) -> None:
 
 
 def test_depth_that_parses_also_prints() -> None:
-    text = "adakv(" * 40 + "knorm" + ")" * 40
+    text = "uniform(" * 40 + "knorm" + ")" * 40
     assert str(Recipe.parse(text)) == text
 
 

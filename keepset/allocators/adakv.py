@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from keepset.core.keep_set import LayerKeepSet, Layout
-from keepset.core.method import Allocator, parameter
+from keepset.core.method import Allocator, Method, parameter
 from keepset.core.select import Ranking, round_to_total, top_mask
 from keepset.core.shapes import Quotas
 
@@ -27,6 +27,11 @@ class AdaKV(Allocator):
     paper = "arXiv:2407.11550"
 
     floor: float = parameter(0.2, minimum=0.0, maximum=1.0)
+
+    def objection(self, inner: Method) -> str:
+        # A head that is given less than others would pass for one that holds less (`_filled`).
+        twice = "adakv: one inside another would divide again what its heads were given: use it once."
+        return twice if isinstance(inner, AdaKV) else ""
 
     def choose(self, ranking: Ranking) -> LayerKeepSet:
         scores = ranking.scores

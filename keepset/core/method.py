@@ -265,7 +265,7 @@ class Method(ABC):
 class Allocator(Method):
     """A method that divides a budget for another one.
 
-    It passes on every step that it does not override, so allocators nest in any order.
+    It passes on every step that it does not override, so allocators nest. A nesting without an exact total is refused.
 
     Attributes:
         scorer: the method that it divides for.

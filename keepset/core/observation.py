@@ -213,20 +213,20 @@ class Observation:
         """How many compressed layers come before each row's."""
         return self.of_rows(torch.arange(self.first, self.first + len(self.here), device=self.valid.device))
 
-    def apart(self, statistic: Shaped[Tensor, layers_batch * rest]) -> Shaped[Tensor, "batch layers *rest"]:
+    def apart(self, statistic: Shaped[Tensor, "layers_batch *rest"]) -> Shaped[Tensor, "batch layers *rest"]:
         """Something of every row, request by request: a view."""
         return statistic.unflatten(0, (len(self.here), -1)).transpose(0, 1)
 
-    def joined(self, statistic: Shaped[Tensor, "batch layers *rest"]) -> Shaped[Tensor, layers_batch * rest]:
+    def joined(self, statistic: Shaped[Tensor, "batch layers *rest"]) -> Shaped[Tensor, "layers_batch *rest"]:
         """Something of every request and layer, row by row, which undoes `apart`."""
         return statistic.transpose(0, 1).flatten(0, 1)
 
-    def of_rows(self, statistic: Shaped[Tensor, layers * rest]) -> Shaped[Tensor, layers_batch * rest]:
+    def of_rows(self, statistic: Shaped[Tensor, "layers *rest"]) -> Shaped[Tensor, "layers_batch *rest"]:
         """Something of every layer that is here, row by row: a view where one is here, or one request."""
         requests = self.valid.shape[0] // len(self.here)
         return self.joined(statistic.expand(requests, *statistic.shape))
 
-    def of_requests(self, statistic: Shaped[Tensor, batch * rest]) -> Shaped[Tensor, layers_batch * rest]:
+    def of_requests(self, statistic: Shaped[Tensor, "batch *rest"]) -> Shaped[Tensor, "layers_batch *rest"]:
         """Something of every request, row by row: a view likewise."""
         return self.joined(statistic[:, None].expand(-1, len(self.here), *statistic.shape[1:]))
 

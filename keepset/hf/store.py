@@ -180,7 +180,7 @@ class EntryStore:
             most = max(SLACK, max(run.count for run in self._runs) // _SHARE)
             self._grow(max(n, min(room, most) if room else most))
 
-    def column(self, name: str, shape: tuple[int, ...] = ()) -> Float[Tensor, places * rest]:
+    def column(self, name: str, shape: tuple[int, ...] = ()) -> Float[Tensor, "places *rest"]:
         """A column beside the entries, of numbers of this shape, to be written to; zero where it is new."""
         if name not in self._columns:
             positions = self._columns["positions"]
@@ -235,7 +235,7 @@ class EntryStore:
         columns = {each: self._columns[each] for each in (name, _SCALES[name]) if each in self._columns}
         return _dequantized({each: self._rectangle(flat) for each, flat in columns.items()})[name]
 
-    def _rectangle(self, flat: Shaped[Tensor, places * rest]) -> Shaped[Tensor, "batch kv_heads entries *rest"]:
+    def _rectangle(self, flat: Shaped[Tensor, "places *rest"]) -> Shaped[Tensor, "batch kv_heads entries *rest"]:
         """A column head by head; a view when dense."""
         shape = (self.batch, self.kv_heads)
         if len(self._runs) == 1:

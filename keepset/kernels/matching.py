@@ -148,7 +148,7 @@ def _normalised(shares: Float[Tensor, "heads m k"]) -> Float[Tensor, "heads m k"
     return shares / shares.sum(-1, keepdim=True).clamp(min=torch.finfo(shares.dtype).tiny)
 
 
-def _square(numbers: Float[Tensor, heads * rest]) -> Float[Tensor, " heads"]:
+def _square(numbers: Float[Tensor, "heads *rest"]) -> Float[Tensor, " heads"]:
     return numbers.square().flatten(1).sum(-1)
 
 

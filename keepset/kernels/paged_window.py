@@ -171,7 +171,7 @@ def _add_received_of_layers(
 
 
 def _numbers(
-    numbers: Float[Tensor, entries * group], known: Bool[Tensor, " entries"]
-) -> Float[Tensor, entries * group]:
+    numbers: Float[Tensor, "entries *group"], known: Bool[Tensor, " entries"]
+) -> Float[Tensor, "entries *group"]:
     """Numbers of entries, of which some mean nothing yet."""
     return numbers.where(known.view(-1, *[1] * (numbers.dim() - 1)), 0)

@@ -104,7 +104,7 @@ def tables(
     return ((beyond + found) * kv_heads + number % kv_heads).where(needed, 0).to(block_table.dtype)
 
 
-def through(tables: Int[Tensor, layers * rest], group: Group, kv_heads: int) -> Int[Tensor, layers * rest]:
+def through(tables: Int[Tensor, "layers *rest"], group: Group, kv_heads: int) -> Int[Tensor, "layers *rest"]:
     """Sub-pages of each of the group's layers in question, as they are counted from the group's first layer on."""
     places = torch.arange(group.places.start, group.places.stop, device=tables.device)
     before = (places * (group.blocks * kv_heads)).view(-1, *[1] * (tables.ndim - 1))

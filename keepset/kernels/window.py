@@ -67,7 +67,7 @@ def received_attention(
 
 
 def add_received(
-    column: Float[Tensor, places * group],
+    column: Float[Tensor, "places *group"],
     queries: Float[Tensor, "batch query_heads n head_dim"],
     packed: PackedHeads,
     kv_heads: int,

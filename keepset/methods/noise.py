@@ -11,7 +11,7 @@ from torch import Tensor
 _MASK = 0xFFFFFFFF
 
 
-def stream(seed: int, layers: Int[Tensor, ...] | int, rows: Int[Tensor, ...]) -> Int[Tensor, ...]:
+def stream(seed: int, layers: Int[Tensor, "..."] | int, rows: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
     """A number for each row (head, sample) of each layer, as far as they are broadcast; rows up to 4096."""
     return _hash(_hash(torch.full_like(rows, seed)) ^ (layers * 4096 + rows))
 

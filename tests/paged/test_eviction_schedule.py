@@ -36,13 +36,15 @@ METHODS = [
 class Naive:
     """One layer of one request: positions that each head has, and what happened at each length.
 
-    A layer whose heads keep different numbers is not compressed while less than a block could go.
+    A layer whose heads keep different numbers, or are attended as if they did, is not compressed while less than a
+    block could go.
     """
 
     recipe: Recipe
     layer: int
     block: int
     seed: int
+    per_head: bool = False
     heads: list[list[int]] = field(default_factory=lambda: [[] for _ in range(KV_HEADS)])
     compressions: list[tuple[int, list[int]]] = field(default_factory=list)
 
@@ -92,7 +94,7 @@ class Naive:
         kept = self.recipe.select(observation)
         answer = [kept.positions(self.layer, 0, number).tolist() for number in range(KV_HEADS)]
         average = -(-sum(map(len, answer)) // KV_HEADS)
-        equal = self.recipe.method.equal_heads
+        equal = self.recipe.method.equal_heads and not self.per_head
         if self.length - average >= (1 if equal else self.block) and answer != self.heads:
             self.heads = answer
             self.compressions.append((self.length, list(map(len, answer))))
@@ -111,8 +113,8 @@ def recipes(draw: st.DrawFn) -> Recipe:
     return Recipe.parse(f"{method}{options})")
 
 
-def timeline_of(recipe: Recipe, layer: int, block: int) -> EvictionSchedule:
-    return EvictionSchedule(recipe, layer, LAYERS, KV_HEADS, block)
+def timeline_of(recipe: Recipe, layer: int, block: int, per_head: bool = False) -> EvictionSchedule:
+    return EvictionSchedule(recipe, layer, LAYERS, KV_HEADS, block, per_head=per_head)
 
 
 @examples(150)
@@ -123,12 +125,14 @@ def timeline_of(recipe: Recipe, layer: int, block: int) -> EvictionSchedule:
     st.integers(0, 50),
     st.sampled_from([1, 4, 8]),
     st.integers(),
+    st.booleans(),
 )
 def test_counts_are_those_of_a_request_that_runs(
-    recipe: Recipe, layer: int, prompt: int, more: int, block: int, seed: int
+    recipe: Recipe, layer: int, prompt: int, more: int, block: int, seed: int, per_head: bool
 ) -> None:
-    eviction_schedule = timeline_of(recipe, layer, block)
-    naive = Naive(recipe, layer, block, seed % 1000)
+    """Also where all heads are attended one by one, as beside contexts."""
+    eviction_schedule = timeline_of(recipe, layer, block, per_head)
+    naive = Naive(recipe, layer, block, seed % 1000, per_head)
     before = 0
     for length in range(1, prompt + more + 1):
         naive.append(prompt)
@@ -221,6 +225,19 @@ def test_a_prompt_that_is_looked_at_as_a_whole_comes_from_nobody_elses_pages(rec
     other = timeline_of(Recipe.parse("knorm(keep=0.25)"), 0, 4)
     assert whole.untouched(80) == other.untouched(80) == other.shareable(80) == 60
     assert whole.shareable(80) == 0
+
+
+def test_a_layer_that_is_attended_head_by_head_waits_until_a_block_has_been_dropped() -> None:
+    """As beside contexts, whose heads may differ: until then a request holds less than a block beyond its budget."""
+    recipe = Recipe.parse("snapkv(window=3, kernel=3, keep=20, every=2)")
+    together, by_head = timeline_of(recipe, 0, 8), timeline_of(recipe, 0, 8, per_head=True)
+    lengths = range(24, 40)
+    assert [together.dropped(24, length) for length in lengths] == [length // 2 * 2 - 20 for length in lengths]
+    assert [by_head.dropped(24, length) for length in lengths] == [0] * 4 + [
+        length // 2 * 2 - 20 for length in lengths[4:]
+    ]
+    assert by_head.compressed(24, 27) == 0 and by_head.compressed(24, 28) == 28
+    assert timeline_of(Recipe.parse("snapkv(window=3, kernel=3, keep=0.8)"), 0, 8, per_head=True).dropped(30, 60) == 0
 
 
 def test_nothing_is_foreseen_where_the_data_decide() -> None:

@@ -31,20 +31,8 @@ class WindowSums:
         return self.received / self.window
 
     def asked(
-        self,
-        observation: Observation,
-        positions: Int[
-            Tensor,
-            (
-                batch  # kv_heads #entries
-            ),
-        ],
-    ) -> Int[
-        Tensor,
-        (
-            batch  # kv_heads #entries
-        ),
-    ]:
+        self, observation: Observation, positions: Int[Tensor, "batch #kv_heads #entries"]
+    ) -> Int[Tensor, "batch #kv_heads #entries"]:
         """How many of the window's queries have come since these positions, with their own."""
         return (observation.lengths[:, None, None] - positions).clamp(0, self.window)
 

@@ -20,7 +20,7 @@ _LEAST_PART = 256
 
 
 def add_received(
-    column: Float[Tensor, places * group],
+    column: Float[Tensor, "places *group"],
     queries: Float[Tensor, "batch query_heads n head_dim"],
     packed: PackedHeads,
     kv_heads: int,

@@ -1,0 +1,138 @@
+"""Every nesting of two or three allocators, rewriters and presets is refused, or keeps what its budget says."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keepset import Budget, Method, Recipe, Schedule
+from keepset.core.ahead import quotas_ahead
+from keepset.core.features.given import ModelStatistics
+from keepset.errors import RecipeError
+from keepset.paged.eviction_schedule import EvictionSchedule
+from tests.allocators.nestings import AROUND, CAPS, HEADS, LAYERS, Held, Nesting, allowed, made, refusals
+from tests.methods.naive import Shape, random_statistics
+from tests.tiers import examples
+
+FILES = {ModelStatistics(""): random_statistics(Shape((1,), HEADS, 2, 4, 3), LAYERS)}
+
+
+def test_it_is_made_or_refused_in_one_sentence() -> None:
+    for sentence in filter(None, refusals().values()):
+        assert sentence.endswith(".") and sentence.count(". ") == 0 and "\n" not in sentence, sentence
+    found = {depth: sum(len(nesting) == depth + 1 for nesting in allowed()) for depth in (1, 2, 3)}
+    assert found[1] < found[2] < found[3]
+
+
+def test_recipes_are_refused_when_they_are_parsed() -> None:
+    for nesting, sentence in refusals().items():
+        if sentence and len(nesting) == 3:
+            with pytest.raises(RecipeError) as refused:
+                Recipe.parse("(".join(nesting) + ")" * (len(nesting) - 1))
+            assert str(refused.value) == sentence
+
+
+@pytest.mark.parametrize(
+    "text", ["adakv(adakv(snapkv))", "adakv(uniform(adakv(knorm)))", "adakv(pyramid(adakv(tova)))"]
+)
+def test_heads_share_a_budget_once(text: str) -> None:
+    with pytest.raises(RecipeError, match=r"adakv: one inside another .* use it once"):
+        Recipe.parse(text)
+
+
+def one_budget_for_all(method: Method) -> bool:
+    """Whether a fraction is taken of all layers together, and not of each head."""
+    return method.across_layers or not method.fixed_total
+
+
+def check_a_fraction(nesting: Nesting, prompt: int, percent: int, sinks: int, recent: int, seed: int) -> None:
+    method, budget = made(nesting), Budget(percent / 100, sinks, recent)
+    held = Held.of_prompt(prompt)
+    kept = held.compressed(method, budget, prompt, prompt, seed)
+    heads, least = HEADS * len(LAYERS), min(max(1, sinks + recent), prompt)
+    each = max(least, prompt * percent // 100)
+    total = max(least * heads, prompt * percent * heads // 100) if one_budget_for_all(method) else each * heads
+    if method.layout == "layer-ragged" and method.across_layers:
+        total -= total % HEADS
+    check_counts(method, kept, total, each, exact=nesting[-1] not in CAPS)
+    check_forecast(method, budget, held, prompt, prompt, kept)
+
+
+def check_entries(nesting: Nesting, prompt: int, budget: Budget, every: int, seed: int) -> None:
+    """At the prompt's end, unless that is protected, and at two events after it, where the method has such."""
+    method, cap = made(nesting), nesting[-1] in CAPS
+    recipe = Recipe(method, budget, Schedule(every=every))
+    schedules = [EvictionSchedule(recipe, layer, LAYERS, HEADS, 1) for layer in LAYERS]
+    held, length = Held.of_prompt(prompt), prompt
+    events = 1 if any(feature.prompt_only for feature in method.needs) else 3
+    for event in range(events):
+        if event or not budget.protect_prompt:
+            aim = budget.keep
+            assert isinstance(aim, int)
+            if budget.protect_prompt:
+                aim = max(aim, min(prompt + budget.recent, length))
+            kept = held.compressed(method, budget, length, prompt, seed + 100 * event)
+            total = sum(min(aim * HEADS, sum(layer)) for layer in held.counts)
+            if method.across_layers:
+                total = min(aim * HEADS * len(LAYERS), sum(map(sum, held.counts)))
+            # Layers that aim at different numbers keep what they have where that is less.
+            exact = not cap and (method.equal_layers or method.across_layers or not event)
+            check_counts(method, kept, total if exact else aim * HEADS * len(LAYERS), aim, exact)
+            check_forecast(method, budget, held, length, prompt, kept)
+            for schedule, layer in zip(schedules, kept.counts, strict=True):
+                if schedule.fixed:
+                    assert length - schedule.dropped(prompt, length) == -(-sum(layer) // HEADS)
+            held = kept
+        held, length = held.grown(length, every), length + every
+
+
+def check_counts(method: Method, kept: Held, total: int, each: int, exact: bool) -> None:
+    """Never more than the budget's entries in all, and just so many where nothing but the budget says how many."""
+    found = sum(map(sum, kept.counts))
+    assert found == total if exact else found <= total, (kept.counts, total)
+    if method.equal_layers and not method.across_layers:
+        assert all(sum(layer) <= each * HEADS for layer in kept.counts), (kept.counts, each)
+    if method.equal_heads:
+        assert all(len(set(layer)) == 1 for layer in kept.counts), kept.counts
+
+
+def check_forecast(method: Method, budget: Budget, held: Held, length: int, prompt: int, kept: Held) -> None:
+    """What is said ahead of looking at an event is what it keeps."""
+    if not method.foreseen:
+        return
+    for layer, before, after in zip(LAYERS, held.counts, kept.counts, strict=True):
+        average = [sum(before) // HEADS] * HEADS if method.fixed_total else before
+        quotas = quotas_ahead(method, budget, [average], [length], [prompt], 4, (layer,), LAYERS, FILES)
+        assert int(quotas.sum()) == sum(after), (before, after, quotas)
+
+
+nestings = st.deferred(lambda: st.sampled_from(allowed()))
+few = st.integers(0, 4)
+
+
+@pytest.mark.filterwarnings("ignore:compilerkv has no tables")
+@examples(160)
+@given(nestings, st.integers(1, 40), st.integers(1, 100), few, few, st.integers(0, 99))
+def test_a_fraction_is_kept(nesting: Nesting, prompt: int, percent: int, sinks: int, recent: int, seed: int) -> None:
+    check_a_fraction(nesting, prompt, percent, sinks, recent, seed)
+
+
+@pytest.mark.filterwarnings("ignore:compilerkv has no tables")
+@examples(80)
+@given(nestings, st.integers(1, 40), few, few, st.integers(0, 20), st.integers(1, 8), st.booleans(), st.integers(0, 99))
+def test_a_number_is_kept_event_after_event(
+    nesting: Nesting, prompt: int, sinks: int, recent: int, more: int, every: int, protects: bool, seed: int
+) -> None:
+    budget = Budget(max(1, sinks + recent) + more, sinks, recent, protects)
+    check_entries(nesting, prompt, budget, every, seed)
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:compilerkv has no tables")
+@pytest.mark.parametrize("outermost", AROUND)
+def test_so_are_those_of_each_nesting(outermost: str) -> None:
+    for nesting in allowed():
+        if nesting[0] == outermost:
+            check_a_fraction(nesting, 37, 29, 2, 3, 0)
+            check_entries(nesting, 37, Budget(13, 2, 3), 6, 0)
