@@ -21,6 +21,8 @@ _MIDDLEWARE = "keepset.serving.context_api.ContextMiddleware"
 _SHORTEST = len("--add")
 _SMALL = 256
 _SECRET = ("--api-key", "--hf-token")
+_END_SECONDS = 10.0
+"""That vLLM may take to end, beyond what --shutdown-timeout gives requests."""
 _RESERVED = ("--host", "--port", "--uds", "--api-key", "--root-path", "--ssl-keyfile", "--ssl-certfile", "--headless")
 
 
@@ -162,6 +164,20 @@ def block_size_hint(recipe: Recipe | None, options: Sequence[str]) -> str | None
     if not few or has_option(options, "--block-size") or torch.accelerator.is_available():
         return None
     return f"keep={keep} is small for the blocks of 128 tokens that vLLM uses on a CPU: add --block-size 32."
+
+
+def supervised(words: Sequence[str], options: Sequence[str]) -> list[str]:
+    """Return the words that start a server with a supervisor, which ends all of its processes after a signal.
+
+    Args:
+        words: of `command`.
+        options: of `vllm serve`.
+    """
+    try:
+        seconds = _END_SECONDS + float(option(options, "--shutdown-timeout") or 0)
+    except ValueError:  # vLLM says so itself
+        seconds = _END_SECONDS
+    return [sys.executable, "-P", "-m", "keepset.serving.supervisor", str(seconds), *words]
 
 
 def _program(model: str) -> list[str]:

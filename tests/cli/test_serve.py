@@ -25,7 +25,8 @@ def became(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
 
     def execvp(file: str, words: list[str]) -> None:
         assert file == words[0] == sys.executable
-        taken.append(words)
+        assert words[1:4] == ["-P", "-m", "keepset.serving.supervisor"] and float(words[4]) >= 10
+        taken.append(words[5:])
         raise SystemExit(0)
 
     monkeypatch.setattr(os, "execvp", execvp)
