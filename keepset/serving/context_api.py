@@ -31,6 +31,9 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+MAX_BODY = 2**26
+"""Bytes of a request's body. The whole body is in memory, and is parsed while other requests wait."""
+
 LISTING = "/v1/contexts"
 HONOURED = (
     "/v1/completions",
@@ -85,14 +88,12 @@ class _Contexts:
 
     async def _read(self, scope: Scope, receive: Receive, send: Send, honoured: bool) -> None:
         """Answers a request with a body, which says something to keepset or nothing."""
-        pieces, more = [], True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            pieces.append(message.get("body", b""))
-            more = message.get("more_body", False)
-        body = b"".join(pieces)
+        body = await _body(receive)
+        if body is None:
+            return
+        if len(body) > MAX_BODY:
+            await _refuse(send, f"The body has more than {MAX_BODY} bytes: send a smaller one.", 413)
+            return
         try:
             request = json.loads(body)
         except RecursionError:
@@ -179,6 +180,20 @@ class _Contexts:
         return self._library
 
 
+async def _body(receive: Receive) -> bytes | None:
+    """Return a request's body, or None if the client has gone; of one above the limit the rest is read and dropped."""
+    pieces, size, more = [], 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        piece, more = message.get("body", b""), message.get("more_body", False)
+        if size <= MAX_BODY:
+            pieces.append(piece)
+        size += len(piece)
+    return b"".join(pieces)
+
+
 def _is_form(scope: Scope) -> bool:
     """Whether the body is a form, such as a sound to be transcribed: no route that takes one takes keepset's words."""
     said = next((value for name, value in scope["headers"] if name.lower() == b"content-type"), b"")
@@ -213,10 +228,10 @@ def _answered(send: Send, refusal: Callable[[], str | None], signature: bytes) -
         signature: of what the request says.
     """
     start: Message | None = None
-    status, refused = 0, False
+    status, refused, held = 0, False, b""
 
     async def answered(message: Message) -> None:
-        nonlocal start, status, refused
+        nonlocal start, status, refused, held
         if message["type"] == "http.response.start":
             start, status = message, message["status"]  # kept until the first piece, which may be a refusal
             return
@@ -234,11 +249,17 @@ def _answered(send: Send, refusal: Callable[[], str | None], signature: bytes) -
         if start is not None:
             await send(start)
             start = None
-        if signature in body:
-            message = {**message, "body": body.replace(signature, b"*" * len(signature))}
-        await send(message)
+        shown = (held + body).replace(signature, b"*" * len(signature))
+        held = _beginning(shown, signature) if message.get("more_body", False) else b""
+        await send({**message, "body": shown[: len(shown) - len(held)]})
 
     return answered
+
+
+def _beginning(body: bytes, signature: bytes) -> bytes:
+    """Return the end of a piece that may be the beginning of a signature, whose rest is in the next piece."""
+    lengths = range(min(len(body), len(signature) - 1), 0, -1)
+    return next((body[-length:] for length in lengths if signature.startswith(body[-length:])), b"")
 
 
 def _sized(headers: Sequence[tuple[bytes, bytes]], body: bytes) -> list[tuple[bytes, bytes]]:
@@ -261,13 +282,13 @@ def _repeated(body: bytes, receive: Receive) -> Receive:
     return again
 
 
-async def _refuse(send: Send, sentence: str) -> None:
-    await _answer(send, 400, _error(sentence))
+async def _refuse(send: Send, sentence: str, status: int = 400) -> None:
+    await _answer(send, status, _error(sentence, status))
 
 
-def _error(sentence: str) -> dict[str, Any]:
+def _error(sentence: str, status: int = 400) -> dict[str, Any]:
     """A refusal, as vLLM says its own."""
-    return {"error": {"message": sentence, "type": "BadRequestError", "param": KEY, "code": 400}}
+    return {"error": {"message": sentence, "type": "BadRequestError", "param": KEY, "code": status}}
 
 
 async def _answer(send: Send, status: int, content: Any) -> None:
