@@ -57,6 +57,7 @@ def supervise(command: Sequence[str], seconds: float) -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     process.wait()
     signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # there is nobody to hand them on to
     code = end(process)
     return code if code >= 0 else 128 - code
 

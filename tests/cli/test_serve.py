@@ -64,6 +64,7 @@ def test_recipe_and_options(run: Run, became: list[list[str]]) -> None:
         ["--api_key", "hunter2", "hunter3", "--enforce-eager"],
         ["--api-ke=hunter2", "--hf_token", "hunter3"],
         ["--hf-to=hunter2", "--api-k", "hunter3", "-hunter4"],
+        ["--watermark-config", '{"key": "hunter2"}', "--watermark_config.key=hunter3"],
     ],
 )
 def test_keys_are_handed_on_and_not_shown(

@@ -55,11 +55,10 @@ def test_a_signal_is_handed_on(number: signal.Signals) -> None:
 def test_what_does_not_end_is_ended(number: signal.Signals) -> None:
     with supervisor("stubborn", seconds=0.3) as (process, child):
         start = time.monotonic()
-        process.send_signal(number)
-        time.sleep(0.2)
-        process.send_signal(number)  # which gives it no more time
-        assert process.wait(30) == 128 + signal.SIGKILL and gone(child)
-        assert 0.3 <= time.monotonic() - start < 15
+        while process.poll() is None and time.monotonic() < start + 30:
+            process.send_signal(number)  # again and again, which gives it no more time
+            time.sleep(0.1)
+        assert process.wait(1) == 128 + signal.SIGKILL and gone(child) and time.monotonic() >= start + 0.3
 
 
 def test_the_exit_code_is_the_commands_and_nothing_is_left() -> None:
