@@ -117,7 +117,9 @@ class _Contexts:
                 body = json.dumps(request).encode()
                 scope = {**scope, "headers": _sized(scope["headers"], body)}
                 refusal = partial(self._refusal, scope, wishes.ticket)
-                send = _answered(send, refusal, sealed.partition(" ")[0].encode())
+                answer = _Answer(send, refusal, sealed.partition(" ")[0].encode())
+                await answer.by(self._app, scope, _repeated(body, receive))
+                return
         await self._app(scope, _repeated(body, receive), send)
 
     def _owner(self, scope: Scope) -> str:
@@ -212,6 +214,8 @@ def _wishes(request: dict[str, Any], honoured: bool) -> Wishes:
         return Wishes()
     if not honoured:
         raise KeepsetError(f"This route takes no {KEY!r}: leave it out, or ask at one of {', '.join(HONOURED)}.")
+    if request.get("use_beam_search"):
+        raise KeepsetError(f"A beam search takes no {KEY!r}: leave one of the two out.")
     return wishes_of(request.pop(KEY))
 
 
@@ -219,41 +223,53 @@ def _name(path: re.Match[str]) -> str:
     return path[1].removesuffix(SUFFIX)
 
 
-def _answered(send: Send, refusal: Callable[[], str | None], signature: bytes) -> Send:
-    """Return `send`, but an error of vLLM's is the engine's refusal where there is one, and nothing has the signature.
+class _Answer:
+    """Sends what vLLM answers, but the engine's refusal in place of an error, and never the signature.
 
     Args:
         send: to the client.
         refusal: asks why the engine has refused the request, if it has.
         signature: of what the request says.
     """
-    start: Message | None = None
-    status, refused, held = 0, False, b""
 
-    async def answered(message: Message) -> None:
-        nonlocal start, status, refused, held
+    def __init__(self, send: Send, refusal: Callable[[], str | None], signature: bytes) -> None:
+        self._send, self._refusal, self._signature = send, refusal, signature
+        self._start: Message | None = None
+        self._status, self._refused, self._held = 0, False, b""
+
+    async def by(self, app: App, scope: Scope, receive: Receive) -> None:
+        """Have an application answer a request."""
+        try:
+            await app(scope, receive, self)
+        except Exception:  # as vLLM ends a stream whose request the engine has refused
+            if not await self._refuse():
+                raise
+
+    async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            start, status = message, message["status"]  # kept until the first piece, which may be a refusal
+            # Kept until the first piece, which may be a refusal.
+            self._start, self._status = message, message["status"]
             return
         body = message.get("body", b"")
-        if refused:
+        if self._refused or ((self._status >= 500 or b'"error"' in body) and await self._refuse()):
             return
-        if (status >= 500 or b'"error"' in body) and (sentence := refusal()) is not None:
-            refused = True
-            if start is not None:
-                await _refuse(send, sentence)
+        if self._start is not None:
+            await self._send(self._start)
+            self._start = None
+        shown = (self._held + body).replace(self._signature, b"*" * len(self._signature))
+        self._held = _beginning(shown, self._signature) if message.get("more_body", False) else b""
+        await self._send({**message, "body": shown[: len(shown) - len(self._held)]})
+
+    async def _refuse(self) -> bool:
+        """End the answer with the engine's refusal, if there is one; return whether there is."""
+        if not self._refused and (sentence := self._refusal()) is not None:
+            self._refused = True
+            if self._start is not None or not self._status:
+                await _refuse(self._send, sentence)
             else:  # the status is sent
                 event = f"data: {json.dumps(_error(sentence))}\n\n".encode()
-                await send({"type": "http.response.body", "body": event, "more_body": False})
-            return
-        if start is not None:
-            await send(start)
-            start = None
-        shown = (held + body).replace(signature, b"*" * len(signature))
-        held = _beginning(shown, signature) if message.get("more_body", False) else b""
-        await send({**message, "body": shown[: len(shown) - len(held)]})
-
-    return answered
+                await self._send({"type": "http.response.body", "body": event, "more_body": False})
+        return self._refused
 
 
 def _beginning(body: bytes, signature: bytes) -> bytes:

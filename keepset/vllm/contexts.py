@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from stat import S_ISREG
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -105,7 +106,11 @@ class ContextLibrary:
         """The same, once it was read as a whole: a damaged one is found out here, too. Takes as long as reading it."""
         context = self.named(name, owner)
         if context.digest not in self._whole:
-            saved.entries(context.path, context.digest)
+            try:
+                saved.entries(context.path, context.digest)
+            except KeepsetError:
+                self.named(name, owner)  # which says so if it is gone
+                raise
             self._whole.add(context.digest)
         return context
 
@@ -181,6 +186,8 @@ class ContextLibrary:
         try:
             stat = path.stat()
         except (OSError, ValueError):
+            stat = None
+        if stat is None or not S_ISREG(stat.st_mode):
             self._known.pop(path, None)
             return None
         version = stat.st_mtime_ns, stat.st_size, stat.st_ino

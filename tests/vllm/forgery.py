@@ -114,7 +114,7 @@ def wrong_words(draw: random.Random) -> Any:
     keeps = [number, 4, "half", True, [40], deep, 0.5, None]
     ranges = [[[0, number]], deep, "all", [[5, 5]], [[1, 2, 3]], [[None, 5]], [["0", "5"]], {"0": 5}]
     saves = ["../theirs", "n" * 5000, "\ud800", "", 7, "a\0b"]
-    contexts = ["nowhere", "n" * 5000, "n" * 250, "\ud800", "../manual", "a\0b", deep, "", "flipped"]
+    contexts = ["folder", "nowhere", "n" * 5000, "n" * 250, "\ud800", "../manual", "a\0b", deep, "", "flipped"]
     together = [{"context": "manual", "keep": 40}, {"off": True, "keep": 40}, {"off": 1}, {"more": 1}]
     return draw.choice(
         [
@@ -339,7 +339,7 @@ class Proof:
         assert as_expected, place
         assert all(status < 500 or status == 501 for status in statuses), place
         assert "Internal server error" not in text, place
-        assert str(self._folder) not in text and self._secret not in text and not SIGNATURE.search(text), place
+        assert str(self._folder)[:12] not in text and self._secret not in text and not SIGNATURE.search(text), place
 
     def _ordinary(self) -> None:
         body = {"model": "tiny", "prompt": TEXT[:40], "max_tokens": 3, "temperature": 0, "ignore_eos": True}
@@ -381,6 +381,7 @@ def save_contexts(model_folder: Path, folder: Path) -> None:
         with torch.no_grad():
             model(torch.tensor([text]), past_key_values=cache)
         cache.save(folder / f"{name}.safetensors", token_ids=text)
+    (folder / "folder.safetensors").mkdir()
     path = folder / "flipped.safetensors"
     content = bytearray(path.read_bytes())
     size = int.from_bytes(content[:8], "little")

@@ -163,10 +163,12 @@ def test_no_piece_of_an_answer_shows_a_signature() -> None:
         async def send(message: Any) -> None:
             sent.append(message)
 
-        masked = context_api._answered(send, lambda: None, signature)
-        await masked({"type": "http.response.start", "status": 200, "headers": []})
-        for number, piece in enumerate(pieces):
-            await masked({"type": "http.response.body", "body": piece, "more_body": number + 1 < len(pieces)})
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            for number, piece in enumerate(pieces):
+                await send({"type": "http.response.body", "body": piece, "more_body": number + 1 < len(pieces)})
+
+        await context_api._Answer(send, lambda: None, signature).by(app, {}, send)
         assert len(sent) == 1 + len(pieces)
         return b"".join(message["body"] for message in sent[1:])
 
@@ -174,6 +176,42 @@ def test_no_piece_of_an_answer_shows_a_signature() -> None:
     cuts += [[text[at : at + size] for at in range(0, len(text), size)] for size in (1, 2, 7, 63, 64, 65)]
     for pieces in cuts:
         assert asyncio.run(answered(pieces)) == text.replace(signature, b"*" * 64)
+
+
+@pytest.mark.parametrize("begun", [0, 1, 2])
+@pytest.mark.parametrize("refusal", ["It cannot be.", None])
+def test_an_answer_that_breaks_off_ends_with_the_refusal(begun: int, refusal: str | None) -> None:
+    """As vLLM's of /v1/responses does, whose status is sent before the engine has seen the request."""
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        some = [{"type": "http.response.start", "status": 200, "headers": []}]
+        some += [{"type": "http.response.body", "body": b"data: {}\n\n", "more_body": True}]
+        for message in some[:begun]:
+            await send(message)
+        raise ValueError("broken")
+
+    answer = context_api._Answer(send, lambda: refusal, b"a" * 64).by(app, {}, send)
+    if refusal is None:
+        with pytest.raises(ValueError, match="broken"):
+            asyncio.run(answer)
+        return
+    asyncio.run(answer)
+    text = sent[-1]["body"].decode().removeprefix("data: ")
+    assert json.loads(text)["error"]["message"] == refusal and not sent[-1].get("more_body")
+    assert [message["type"] for message in sent[:-1]].count("http.response.start") == 1
+    assert sent[0]["status"] == (200 if begun == 2 else 400)
+
+
+def test_a_beam_search_takes_no_words(apps: dict[str, Any]) -> None:
+    """Its requests to the engine have parameters of their own."""
+    body = json.dumps({"model": "m", "prompt": "a", "use_beam_search": True, KEY: {"off": True}}).encode()
+    for path in HONOURED:
+        status, text = answer(apps["no key"], "POST", path, body)
+        assert status == 400 and "beam search takes no" in text
 
 
 def test_every_route_that_takes_words_asks_for_the_key(apps: dict[str, Any]) -> None:
