@@ -162,7 +162,8 @@ class ContextLibrary:
         return [*contexts, *(each for each in self._in(self.folder, self._shared, "") if each.name not in known)]
 
     def _shared(self) -> dict[str, Path]:
-        return {path.name.removesuffix(SUFFIX): path for path in sorted(self.folder.glob(f"*{SUFFIX}"))}
+        files = (path for path in sorted(self.folder.glob(f"*{SUFFIX}")) if path.is_file())
+        return {path.name.removesuffix(SUFFIX): path for path in files}
 
     def _in(self, folder: Path, files: Callable[[], Mapping[str, Path]], owner: str) -> list[Context]:
         try:
