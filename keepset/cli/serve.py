@@ -31,9 +31,9 @@ def serve(
 ) -> None:
     """Serve a model with vLLM under a recipe.
 
-    With saved contexts, too, or those alone, at an OpenAI-compatible address. This process becomes `vllm serve`,
-    which gets every option that is not keepset's own. It listens on 127.0.0.1 unless --host says otherwise. The model
-    comes before vLLM's options.
+    With saved contexts, too, or those alone, at an OpenAI-compatible address. This process runs `vllm serve`, which
+    gets every option that is not keepset's own, and ends with it. It listens on 127.0.0.1 unless --host says otherwise.
+    The model comes before vLLM's options.
     """
     from keepset.serving.spelling import check_spelling
 
@@ -41,7 +41,15 @@ def serve(
 
     from keepset.recipe import Recipe
     from keepset.serving.checks import be_sparing, check_model, check_port, check_recipe
-    from keepset.serving.command import block_size_hint, check_installed, command, folder, split, without_secrets
+    from keepset.serving.command import (
+        block_size_hint,
+        check_installed,
+        command,
+        folder,
+        split,
+        supervised,
+        without_secrets,
+    )
     from keepset.vllm.signing import SIGNING_KEY, new_key
 
     parsed = None if recipe is None else Recipe.parse(recipe).require_budget()
@@ -57,4 +65,5 @@ def serve(
     os.environ[SIGNING_KEY] = new_key()
     sys.stdout.flush()
     sys.stderr.flush()
+    line = supervised(line, options)
     os.execvp(line[0], line)

@@ -20,7 +20,9 @@ _ADDITIONAL = "--additional-config"
 _MIDDLEWARE = "keepset.serving.context_api.ContextMiddleware"
 _SHORTEST = len("--add")
 _SMALL = 256
-_SECRET = ("--api-key", "--hf-token")
+_SECRET = ("--api-key", "--hf-token", "--watermark-config")
+_END_SECONDS = 10.0
+"""That vLLM may take to end, beyond what --shutdown-timeout gives requests."""
 _RESERVED = ("--host", "--port", "--uds", "--api-key", "--root-path", "--ssl-keyfile", "--ssl-certfile", "--headless")
 
 
@@ -148,7 +150,7 @@ def without_secrets(words: Sequence[str]) -> list[str]:
         if word.startswith("--"):
             name, equals, _ = word.partition("=")
             # vLLM takes abbreviations too.
-            secret = len(name) > len("--") and any(option.startswith(_name(name)) for option in _SECRET)
+            secret = len(name) > len("--") and any(option.startswith(_name(name).split(".")[0]) for option in _SECRET)
             shown.append(f"{name}=***" if secret and equals else word)
         else:
             shown.append("***" if secret else word)
@@ -162,6 +164,20 @@ def block_size_hint(recipe: Recipe | None, options: Sequence[str]) -> str | None
     if not few or has_option(options, "--block-size") or torch.accelerator.is_available():
         return None
     return f"keep={keep} is small for the blocks of 128 tokens that vLLM uses on a CPU: add --block-size 32."
+
+
+def supervised(words: Sequence[str], options: Sequence[str]) -> list[str]:
+    """Return the words that start a server with a supervisor, which ends all of its processes after a signal.
+
+    Args:
+        words: of `command`.
+        options: of `vllm serve`.
+    """
+    try:
+        seconds = _END_SECONDS + max(0, int(option(options, "--shutdown-timeout") or 0))
+    except ValueError:  # vLLM says so itself
+        seconds = _END_SECONDS
+    return [sys.executable, "-P", "-m", "keepset.serving.supervisor", str(seconds), *words]
 
 
 def _program(model: str) -> list[str]:

@@ -31,6 +31,9 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+MAX_BODY = 2**26
+"""Bytes of a request's body. The whole body is in memory, and is parsed while other requests wait."""
+
 LISTING = "/v1/contexts"
 HONOURED = (
     "/v1/completions",
@@ -85,14 +88,12 @@ class _Contexts:
 
     async def _read(self, scope: Scope, receive: Receive, send: Send, honoured: bool) -> None:
         """Answers a request with a body, which says something to keepset or nothing."""
-        pieces, more = [], True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            pieces.append(message.get("body", b""))
-            more = message.get("more_body", False)
-        body = b"".join(pieces)
+        body = await _body(receive)
+        if body is None:
+            return
+        if len(body) > MAX_BODY:
+            await _refuse(send, f"The body has more than {MAX_BODY} bytes: send a smaller one.", 413)
+            return
         try:
             request = json.loads(body)
         except RecursionError:
@@ -116,7 +117,9 @@ class _Contexts:
                 body = json.dumps(request).encode()
                 scope = {**scope, "headers": _sized(scope["headers"], body)}
                 refusal = partial(self._refusal, scope, wishes.ticket)
-                send = _answered(send, refusal, sealed.partition(" ")[0].encode())
+                answer = _Answer(send, refusal, sealed.partition(" ")[0].encode())
+                await answer.by(self._app, scope, _repeated(body, receive))
+                return
         await self._app(scope, _repeated(body, receive), send)
 
     def _owner(self, scope: Scope) -> str:
@@ -179,6 +182,20 @@ class _Contexts:
         return self._library
 
 
+async def _body(receive: Receive) -> bytes | None:
+    """Return a request's body, or None if the client has gone; of one above the limit the rest is read and dropped."""
+    pieces, size, more = [], 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        piece, more = message.get("body", b""), message.get("more_body", False)
+        if size <= MAX_BODY:
+            pieces.append(piece)
+        size += len(piece)
+    return b"".join(pieces)
+
+
 def _is_form(scope: Scope) -> bool:
     """Whether the body is a form, such as a sound to be transcribed: no route that takes one takes keepset's words."""
     said = next((value for name, value in scope["headers"] if name.lower() == b"content-type"), b"")
@@ -197,6 +214,8 @@ def _wishes(request: dict[str, Any], honoured: bool) -> Wishes:
         return Wishes()
     if not honoured:
         raise KeepsetError(f"This route takes no {KEY!r}: leave it out, or ask at one of {', '.join(HONOURED)}.")
+    if request.get("use_beam_search"):
+        raise KeepsetError(f"A beam search takes no {KEY!r}: leave one of the two out.")
     return wishes_of(request.pop(KEY))
 
 
@@ -204,41 +223,59 @@ def _name(path: re.Match[str]) -> str:
     return path[1].removesuffix(SUFFIX)
 
 
-def _answered(send: Send, refusal: Callable[[], str | None], signature: bytes) -> Send:
-    """Return `send`, but an error of vLLM's is the engine's refusal where there is one, and nothing has the signature.
+class _Answer:
+    """Sends what vLLM answers, but the engine's refusal in place of an error, and never the signature.
 
     Args:
         send: to the client.
         refusal: asks why the engine has refused the request, if it has.
         signature: of what the request says.
     """
-    start: Message | None = None
-    status, refused = 0, False
 
-    async def answered(message: Message) -> None:
-        nonlocal start, status, refused
+    def __init__(self, send: Send, refusal: Callable[[], str | None], signature: bytes) -> None:
+        self._send, self._refusal, self._signature = send, refusal, signature
+        self._start: Message | None = None
+        self._status, self._refused, self._held = 0, False, b""
+
+    async def by(self, app: App, scope: Scope, receive: Receive) -> None:
+        """Have an application answer a request."""
+        try:
+            await app(scope, receive, self)
+        except Exception:  # as vLLM ends a stream whose request the engine has refused
+            if not await self._refuse():
+                raise
+
+    async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            start, status = message, message["status"]  # kept until the first piece, which may be a refusal
+            # Kept until the first piece, which may be a refusal.
+            self._start, self._status = message, message["status"]
             return
         body = message.get("body", b"")
-        if refused:
+        if self._refused or ((self._status >= 500 or b'"error"' in body) and await self._refuse()):
             return
-        if (status >= 500 or b'"error"' in body) and (sentence := refusal()) is not None:
-            refused = True
-            if start is not None:
-                await _refuse(send, sentence)
+        if self._start is not None:
+            await self._send(self._start)
+            self._start = None
+        shown = (self._held + body).replace(self._signature, b"*" * len(self._signature))
+        self._held = _beginning(shown, self._signature) if message.get("more_body", False) else b""
+        await self._send({**message, "body": shown[: len(shown) - len(self._held)]})
+
+    async def _refuse(self) -> bool:
+        """End the answer with the engine's refusal, if there is one; return whether there is."""
+        if not self._refused and (sentence := self._refusal()) is not None:
+            self._refused = True
+            if self._start is not None or not self._status:
+                await _refuse(self._send, sentence)
             else:  # the status is sent
                 event = f"data: {json.dumps(_error(sentence))}\n\n".encode()
-                await send({"type": "http.response.body", "body": event, "more_body": False})
-            return
-        if start is not None:
-            await send(start)
-            start = None
-        if signature in body:
-            message = {**message, "body": body.replace(signature, b"*" * len(signature))}
-        await send(message)
+                await self._send({"type": "http.response.body", "body": event, "more_body": False})
+        return self._refused
 
-    return answered
+
+def _beginning(body: bytes, signature: bytes) -> bytes:
+    """Return the end of a piece that may be the beginning of a signature, whose rest is in the next piece."""
+    lengths = range(min(len(body), len(signature) - 1), 0, -1)
+    return next((body[-length:] for length in lengths if signature.startswith(body[-length:])), b"")
 
 
 def _sized(headers: Sequence[tuple[bytes, bytes]], body: bytes) -> list[tuple[bytes, bytes]]:
@@ -261,13 +298,13 @@ def _repeated(body: bytes, receive: Receive) -> Receive:
     return again
 
 
-async def _refuse(send: Send, sentence: str) -> None:
-    await _answer(send, 400, _error(sentence))
+async def _refuse(send: Send, sentence: str, status: int = 400) -> None:
+    await _answer(send, status, _error(sentence, status))
 
 
-def _error(sentence: str) -> dict[str, Any]:
+def _error(sentence: str, status: int = 400) -> dict[str, Any]:
     """A refusal, as vLLM says its own."""
-    return {"error": {"message": sentence, "type": "BadRequestError", "param": KEY, "code": 400}}
+    return {"error": {"message": sentence, "type": "BadRequestError", "param": KEY, "code": status}}
 
 
 async def _answer(send: Send, status: int, content: Any) -> None:

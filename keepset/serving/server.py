@@ -2,7 +2,6 @@
 
 import os
 import re
-import signal
 import socket
 import subprocess
 import tempfile
@@ -12,6 +11,7 @@ from contextlib import suppress
 from typing import IO, Self
 
 from keepset.serving.extras import import_http
+from keepset.serving.supervisor import end, start
 from keepset.vllm.signing import SIGNING_KEY, new_key
 
 _HOST = "127.0.0.1"
@@ -47,14 +47,13 @@ class Server:
 
     def __enter__(self) -> Self:
         self._log = tempfile.TemporaryFile()
-        # A session of its own: all that it starts can be stopped at once, and Ctrl-C reaches only us.
-        self._process = subprocess.Popen(
+        # Ctrl-C reaches only us.
+        self._process = start(
             self._command,
             env={**os.environ, SIGNING_KEY: new_key()},
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
         )
         return self
 
@@ -65,9 +64,7 @@ class Server:
                 with suppress(subprocess.TimeoutExpired):
                     self._process.wait(_STOP_SECONDS)
         finally:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            end(self._process)
             self._log.close()
 
     def wait(self, seconds: float) -> None:

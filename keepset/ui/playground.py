@@ -55,6 +55,13 @@ class Wish:
         names = ("text", "question", "recipe", "keep")
         if not isinstance(fields, dict) or not all(isinstance(fields.get(name), str) for name in names):
             raise KeepsetError(f"A request is a JSON object with the texts {', '.join(names)}.")
+        for name in names:
+            try:
+                fields[name].encode()
+            except UnicodeEncodeError as error:
+                raise KeepsetError(
+                    f"The {name} has half of a character (a lone surrogate) at place {error.start + 1}: leave it out."
+                ) from None
         return cls(*(fields[name] for name in names))
 
     def parsed(self) -> Recipe:

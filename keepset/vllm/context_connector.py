@@ -133,8 +133,9 @@ class ContextConnector(BlockCountConnector):
         """Makes a context part of a request's prompt, which is a question to it."""
         assert wishes.context is not None
         context, prompt = self._library.named(wishes.context, wishes.owner), request.prompt_token_ids
-        if prompt is None or (objection := _objection(request)):
-            raise KeepsetError(f"A question to a context is {objection or 'tokens, not embeddings'}.")
+        if objection := _objection(request):
+            raise KeepsetError(f"A question to a context is {objection}.")
+        assert prompt is not None
         question, begins = self._library.question(context, prompt)
         if not begins:
             if wishes.save is not None:
@@ -269,6 +270,7 @@ class ContextConnector(BlockCountConnector):
 def _objection(request: Request) -> str:
     """Why a request cannot begin with a context, if it cannot."""
     reasons = {
+        "tokens, not embeddings": request.prompt_embeds is not None,
         "of the model itself, without LoRA": request.lora_request is not None,
         "text alone": bool(request.mm_features),
         "tokens whose log-probabilities are not asked for": request.skip_reading_prefix_cache,

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from stat import S_ISREG
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -105,7 +106,11 @@ class ContextLibrary:
         """The same, once it was read as a whole: a damaged one is found out here, too. Takes as long as reading it."""
         context = self.named(name, owner)
         if context.digest not in self._whole:
-            saved.entries(context.path, context.digest)
+            try:
+                saved.entries(context.path, context.digest)
+            except KeepsetError:
+                self.named(name, owner)  # which says so if it is gone
+                raise
             self._whole.add(context.digest)
         return context
 
@@ -157,7 +162,8 @@ class ContextLibrary:
         return [*contexts, *(each for each in self._in(self.folder, self._shared, "") if each.name not in known)]
 
     def _shared(self) -> dict[str, Path]:
-        return {path.name.removesuffix(SUFFIX): path for path in sorted(self.folder.glob(f"*{SUFFIX}"))}
+        files = (path for path in sorted(self.folder.glob(f"*{SUFFIX}")) if path.is_file())
+        return {path.name.removesuffix(SUFFIX): path for path in files}
 
     def _in(self, folder: Path, files: Callable[[], Mapping[str, Path]], owner: str) -> list[Context]:
         try:
@@ -181,6 +187,8 @@ class ContextLibrary:
         try:
             stat = path.stat()
         except (OSError, ValueError):
+            stat = None
+        if stat is None or not S_ISREG(stat.st_mode):
             self._known.pop(path, None)
             return None
         version = stat.st_mtime_ns, stat.st_size, stat.st_ino

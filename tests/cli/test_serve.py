@@ -25,7 +25,8 @@ def became(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
 
     def execvp(file: str, words: list[str]) -> None:
         assert file == words[0] == sys.executable
-        taken.append(words)
+        assert words[1:4] == ["-P", "-m", "keepset.serving.supervisor"] and float(words[4]) >= 10
+        taken.append(words[5:])
         raise SystemExit(0)
 
     monkeypatch.setattr(os, "execvp", execvp)
@@ -63,6 +64,7 @@ def test_recipe_and_options(run: Run, became: list[list[str]]) -> None:
         ["--api_key", "hunter2", "hunter3", "--enforce-eager"],
         ["--api-ke=hunter2", "--hf_token", "hunter3"],
         ["--hf-to=hunter2", "--api-k", "hunter3", "-hunter4"],
+        ["--watermark-config", '{"key": "hunter2"}', "--watermark_config.key=hunter3"],
     ],
 )
 def test_keys_are_handed_on_and_not_shown(

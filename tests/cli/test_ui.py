@@ -112,6 +112,9 @@ def test_only_its_own_page_is_served(server: Server) -> None:
     assert post(server, WISH, "/other")[0] == 404
     assert post(server, "{")[0] == post(server, {"text": 3})[0] == 400
     assert post(server, "x" * 1_000_001)[0] == 413
+    for name in WISH:
+        status, sentence = post(server, {**WISH, name: "a\ud800b"})
+        assert status == 400 and sentence.startswith(f"The {name} has half of a character") and "place 2" in sentence
     assert post(server, {**WISH, "text": ""}, Host=f"localhost:{server.port}", Origin=f"http://{here}")[0] == 200
 
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 import keepset
 from keepset import KeepsetError
+from keepset.hf import saved
 from keepset.serving.context_api import HONOURED, ContextMiddleware
 from keepset.vllm import owned_contexts as owned
 from keepset.vllm import signing, stats
@@ -381,6 +382,32 @@ def test_the_listing_follows_the_folder(
     (folder / "another.safetensors").unlink()
     assert ask("POST", "/v1/completions", {"keepset": {"context": "another"}})[0] == 400
     stats._array.cache_clear()
+
+
+def test_a_folder_is_no_context(tiny_model: PreTrainedModel, tmp_path: Path) -> None:
+    (tmp_path / "folder.safetensors").mkdir()
+    ask = server(tmp_path, tiny_model, Inner())
+    status, answer = ask("POST", "/v1/completions", {"keepset": {"context": "folder"}})
+    assert status == 400
+    assert answer["error"]["message"] == "There is no context 'folder' on this server; it has none."
+    assert ask("GET", "/v1/contexts")[1]["data"] == []
+
+
+def test_a_context_that_goes_while_it_is_read_is_no_context(
+    folder: Path, tiny_model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, entries = tmp_path / "manual.safetensors", saved.entries
+    path.write_bytes((folder / "manual.safetensors").read_bytes())
+
+    def gone(path: Path, digest: str) -> Any:
+        path.unlink()
+        return entries(path, digest)
+
+    monkeypatch.setattr(saved, "entries", gone)
+    ask = server(tmp_path, tiny_model, Inner())
+    status, answer = ask("POST", "/v1/completions", {"keepset": {"context": "manual"}})
+    assert status == 400
+    assert answer["error"]["message"] == "There is no context 'manual' on this server; it has none."
 
 
 def test_who_has_no_key_is_told_nothing(folder: Path, tiny_model: PreTrainedModel) -> None:

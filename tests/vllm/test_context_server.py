@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,7 +38,7 @@ def ask(tiny_and_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     with torch.no_grad():
         model(torch.tensor([TEXT]), past_key_values=cache)
     cache.save(folder / "manual.safetensors", token_ids=TEXT)
-    options, forced = [*OPTIONS, "--api-key", "one", "two"], ["--port", str(port)]
+    options, forced = [*OPTIONS, "--enable-prompt-embeds", "--api-key", "one", "two"], ["--port", str(port)]
     words = command(str(tiny_and_tokenizer), Recipe.parse(RECIPE), options, forced, contexts=folder, save_bytes=10**7)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in SPARING.items():
@@ -55,6 +57,8 @@ def serve(words: list[str], port: int) -> Iterator[Ask]:
                 return client.get(path, headers=headers).json()["data"]
             more = {"model": "tiny", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
             answer = client.post(path, headers=headers, json=more | body)
+            if body.get("stream"):
+                return answer.status_code, answer.text
             return (
                 answer.json() if answer.status_code == 200 else (answer.status_code, answer.json()["error"]["message"])
             )
@@ -68,7 +72,7 @@ def test_questions_saves_and_tenants(ask: Ask) -> None:
     plain = {"prompt": [7, 8, 9], "keepset": {"context": "manual"}}
     assert ask(completions, **plain)["choices"][0]["finish_reason"] == "length"
     # Too long with its context, in each form.
-    long = "word " * 400
+    long = "word " * 290
     for path, body in (
         (completions, {"prompt": [5] * 290}),
         (completions, {"prompt": long}),
@@ -98,6 +102,21 @@ def test_questions_saves_and_tenants(ask: Ask) -> None:
     assert ask(chats, messages=messages[:1], keepset={"context": "chat", "owner": "0" * 32})[0] == 400
     assert ask(chats, messages=messages[:1], vllm_xargs={"keepset": '{"save": "x"}'})[0] == 400
     assert [each["requests"] for each in ask("/v1/contexts")] == [0, 1]
+
+
+def test_a_prompt_of_embeddings_has_no_context(ask: Ask) -> None:
+    stored = io.BytesIO()
+    torch.save(torch.randn(20, 64), stored)
+    embeds = base64.b64encode(stored.getvalue()).decode()
+    assert ask("/v1/completions", prompt_embeds=embeds, keepset={"keep": 30})["choices"]
+    for words in ({"context": "manual"}, {"save": "embedded"}):
+        status, sentence = ask("/v1/completions", prompt_embeds=embeds, keepset=words)
+        assert status == 400 and "tokens, not embeddings" in sentence
+
+
+def test_a_stream_that_has_begun_ends_with_the_refusal(ask: Ask) -> None:
+    status, text = ask("/v1/responses", input="What?", stream=True, keepset={"context": "manual", "save": "a"})
+    assert status == 200 and "What follows context 'manual' cannot be saved" in text.splitlines()[-2]
 
 
 def test_a_prompt_of_tokens_goes_on(ask: Ask) -> None:

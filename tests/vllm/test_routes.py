@@ -11,9 +11,22 @@ from typing import Any
 
 import pytest
 
+from keepset.serving import context_api
 from keepset.serving.context_api import HONOURED, KEY
 from keepset.vllm import signing
 
+KNOWN = """
+    /tokenize /detokenize /v1/systemone /ping /invocations /collective_rpc /sleep /wake_up /pause /resume
+    /reset_prefix_cache /reset_mm_cache /reset_encoder_cache /release_kv_cache_memory /abort_requests
+    /init_weight_transfer_engine /shutdown_weight_transfer_engine /start_weight_update /start_draft_weight_update
+    /update_weights /finish_weight_update /update_weight_version /weight_checker /scale_elastic_ep
+    /is_scaling_elastic_ep /fault_tolerance/apply /generative_scoring /inference/v1/generate
+    /inference/v1/abort_requests /v1/chat/completions /v1/chat/completions/batch /v1/chat/completions/render
+    /v1/chat/completions/derender /v1/completions /v1/completions/render /v1/completions/derender /v1/messages
+    /v1/messages/count_tokens /v1/messages/render /v1/responses /v1/responses/{response_id}/cancel
+    /v1/responses/render /v1/audio/transcriptions /v1/audio/translations
+"""
+"""Paths to which something can be posted. Of a new one it must be seen whether it is to take words to keepset."""
 OWNER = "1" * 32
 WORDS = [{"save": "a", "owner": OWNER}, {"keep": 0.5}, "text", 7, None, [1], json.dumps({"save": "a", "owner": OWNER})]
 FORGED = [
@@ -34,7 +47,8 @@ def built(*options: str) -> Any:
 
     words = ["--enable-scale-out", "--enable-fault-tolerance", *options]
     words += ["--middleware", "keepset.serving.context_api.ContextMiddleware"]
-    app = build_app(make_arg_parser(FlexibleArgumentParser()).parse_args(words), ("generate", "transcription"), None)
+    tasks = ("generate", "transcription", "realtime")
+    app = build_app(make_arg_parser(FlexibleArgumentParser()).parse_args(words), tasks, None)
     app.state.vllm_config = SimpleNamespace(additional_config={"keepset_signed": True, KEY: "knorm(keep=0.5)"})
     return app
 
@@ -53,6 +67,14 @@ def routes(app: Any) -> list[tuple[str, str]]:
     """Methods and paths of an application that may have bodies."""
     with_methods = [(route.path, sorted(route.methods)) for route in app.routes if getattr(route, "methods", None)]
     return [(method, path) for path, methods in with_methods for method in methods if method not in ("GET", "HEAD")]
+
+
+def test_every_route_is_known(apps: dict[str, Any]) -> None:
+    for app in apps.values():
+        assert set(routes(app)) <= {("POST", path) for path in KNOWN.split()}
+        # It takes sounds, and a session's messages have no place for arguments.
+        sockets = [route.path for route in app.routes if type(route).__name__ == "APIWebSocketRoute"]
+        assert sockets == ["/v1/realtime"]
 
 
 def answer(app: Any, method: str, path: str, body: bytes, key: str = "", kind: str = "application/json") -> Any:
@@ -107,6 +129,89 @@ def test_what_is_wrong_is_refused_where_it_is_read(guard: str, apps: dict[str, A
             assert answer(apps[guard], "POST", path, json.dumps(body).encode(), "one")[0] == 400, (path, body)
         deep = b'{"keepset": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
         assert answer(apps[guard], "POST", path, deep, "one")[0] == 400
+
+
+def test_a_server_behind_a_prefix_is_no_way_in() -> None:
+    for options, key in (((), ""), (("--api-key", "one"), "one")):
+        app = built("--root-path", "/api", *options)
+        for path in ("/api/v1/completions", "/v1/completions", "/api/v1/messages"):
+            for said in FORGED:
+                assert answer(app, "POST", path, json.dumps(said).encode(), key)[0] == 400, (path, said)
+            right = json.dumps({KEY: {"keep": 0.5, "off": True}}).encode()
+            status, text = answer(app, "POST", path, right, key)
+            assert status == 400 and "with off nothing is dropped" in text
+            assert not key or answer(app, "POST", path, right)[0] == 401
+        for path in ("/api/api/v1/completions", "/apiv1/completions", "/api//v1/completions"):
+            assert "takes no" in answer(app, "POST", path, right, key)[1]
+
+
+def test_a_body_has_a_limit(apps: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context_api, "MAX_BODY", 1000)
+    body = json.dumps({KEY: {"off": 1}}).encode()
+    assert answer(apps["no key"], "POST", "/v1/completions", body.ljust(1000))[0] == 400
+    status, text = answer(apps["no key"], "POST", "/v1/completions", body.ljust(1001))
+    assert status == 413 and "more than 1000 bytes" in json.loads(text)["error"]["message"]
+
+
+def test_no_piece_of_an_answer_shows_a_signature() -> None:
+    signature = b"abab" * 15 + b"abac"
+    text = b'data: "ab' + signature + b'"\n\n' + signature + b"ababab, and the end is aba"
+
+    async def answered(pieces: list[bytes]) -> bytes:
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            for number, piece in enumerate(pieces):
+                await send({"type": "http.response.body", "body": piece, "more_body": number + 1 < len(pieces)})
+
+        await context_api._Answer(send, lambda: None, signature).by(app, {}, send)
+        assert len(sent) == 1 + len(pieces)
+        return b"".join(message["body"] for message in sent[1:])
+
+    cuts = [[text[:at], text[at:]] for at in range(len(text))]
+    cuts += [[text[at : at + size] for at in range(0, len(text), size)] for size in (1, 2, 7, 63, 64, 65)]
+    for pieces in cuts:
+        assert asyncio.run(answered(pieces)) == text.replace(signature, b"*" * 64)
+
+
+@pytest.mark.parametrize("begun", [0, 1, 2])
+@pytest.mark.parametrize("refusal", ["It cannot be.", None])
+def test_an_answer_that_breaks_off_ends_with_the_refusal(begun: int, refusal: str | None) -> None:
+    """As vLLM's of /v1/responses does, whose status is sent before the engine has seen the request."""
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        some = [{"type": "http.response.start", "status": 200, "headers": []}]
+        some += [{"type": "http.response.body", "body": b"data: {}\n\n", "more_body": True}]
+        for message in some[:begun]:
+            await send(message)
+        raise ValueError("broken")
+
+    answer = context_api._Answer(send, lambda: refusal, b"a" * 64).by(app, {}, send)
+    if refusal is None:
+        with pytest.raises(ValueError, match="broken"):
+            asyncio.run(answer)
+        return
+    asyncio.run(answer)
+    text = sent[-1]["body"].decode().removeprefix("data: ")
+    assert json.loads(text)["error"]["message"] == refusal and not sent[-1].get("more_body")
+    assert [message["type"] for message in sent[:-1]].count("http.response.start") == 1
+    assert sent[0]["status"] == (200 if begun == 2 else 400)
+
+
+def test_a_beam_search_takes_no_words(apps: dict[str, Any]) -> None:
+    """Its requests to the engine have parameters of their own."""
+    body = json.dumps({"model": "m", "prompt": "a", "use_beam_search": True, KEY: {"off": True}}).encode()
+    for path in HONOURED:
+        status, text = answer(apps["no key"], "POST", path, body)
+        assert status == 400 and "beam search takes no" in text
 
 
 def test_every_route_that_takes_words_asks_for_the_key(apps: dict[str, Any]) -> None:

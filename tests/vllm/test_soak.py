@@ -42,7 +42,11 @@ ENGINE = {"num_gpu_blocks_override": 48, "max_model_len": 384, "max_num_seqs": 2
 @pytest.fixture(scope="module")
 def tiny_and_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model of two layers, with the embedded model's tokenizer."""
-    folder = tmp_path_factory.mktemp("tiny")
+    return save_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def save_tiny(folder: Path) -> Path:
+    """Save that model in a folder, which is returned."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=64,

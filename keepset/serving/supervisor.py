@@ -1,0 +1,78 @@
+"""A process that starts another, and ends with all that it has started: `python -m keepset.serving.supervisor`.
+
+vLLM's launcher may miss a signal that comes while its engine starts, and both then stay for good. So `keepset serve`
+becomes this process, which hands signals on and ends what is left of vLLM after a few seconds. It imports nothing but
+the standard library, because it stays for as long as vLLM runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_PR_SET_PDEATHSIG = 1
+
+
+def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    """Start a process in a session of its own, so that it can be ended with all that it starts.
+
+    Args:
+        command: its words.
+        options: further ones of `Popen`.
+    """
+    return subprocess.Popen(command, start_new_session=True, **options)
+
+
+def end(process: subprocess.Popen[bytes]) -> int:
+    """End a process of `start` at once with all that it has started, and return its exit code."""
+    _kill(process)
+    return process.wait()
+
+
+def supervise(command: Sequence[str], seconds: float) -> int:
+    """Run a command to its end, and return its exit code, which is 128 and more if a signal has ended it.
+
+    Args:
+        command: its words.
+        seconds: that the command and all that it has started may go on after the first signal.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    process = start(command, preexec_fn=_begin)
+
+    def hand_on(number: int, _: Any) -> None:
+        if signal.getitimer(signal.ITIMER_REAL)[0] == 0:
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+        process.send_signal(number)
+
+    for number in _SIGNALS:
+        signal.signal(number, hand_on)
+    signal.signal(signal.SIGALRM, lambda *_: _kill(process))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    process.wait()
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # there is nobody to hand them on to
+    code = end(process)
+    return code if code >= 0 else 128 - code
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _begin() -> None:
+    """Take signals again, and on Linux be told by one when the supervisor is killed."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(supervise(sys.argv[2:], float(sys.argv[1])))
