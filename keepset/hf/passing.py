@@ -152,8 +152,17 @@ class PassingQueries:
                 tensors |= {f"moments.{number}.{name}": part for name, part in parts.items()}
         return tensors if self._lengths is None else {**tensors, "added": self._lengths}
 
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes over the `tensors` of another one."""
+    def restore(self, tensors: Mapping[str, Tensor], end: int, point: int) -> None:
+        """Take over the `tensors` of another one.
+
+        Args:
+            tensors: that the other one had.
+            end: tokens that there were.
+            point: the next event's length.
+
+        Raises:
+            ValueError: queries are missing that the next event looks at.
+        """
 
         def part(prefix: str) -> dict[str, Tensor]:
             return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
@@ -164,6 +173,10 @@ class PassingQueries:
         for number, feature in enumerate(self._moments):
             if parts := part(f"moments.{number}."):
                 self.moments[feature] = Moments.of(parts, feature.full)
+        begins = min((point - self._reach(feature) for feature in self._added), default=end)
+        waiting = end - max(self.until, begins)
+        if self.window.size < (min(waiting, 1) if self.window.holes else waiting):
+            raise ValueError
 
     # ---
 

@@ -120,7 +120,7 @@ class Saved(NamedTuple):
         """Put it into an empty cache of its recipe, but for the event.
 
         Raises:
-            CorruptFileError: the model has other layers.
+            CorruptFileError: the model has other layers, or something is missing that the next event looks at.
         """
         kinds = [KeepLayer if "counts" in tensors else DynamicSlidingWindowLayer for tensors in self.layers]
         if [type(layer) for layer in cache.layers] != kinds:
@@ -132,8 +132,11 @@ class Saved(NamedTuple):
             for kept in cache.kept_layers.values():
                 kept.decoding = DecodingPhase(cache.needs, cache.schedule.every, self.decoding[0])
                 kept.decoding.passing.until = self.decoding[1]
-        for layer, tensors in zip(cache.layers, self.layers, strict=True):
-            _restore(layer, tensors, self.progress.logical)
+        try:
+            for layer, tensors in zip(cache.layers, self.layers, strict=True):
+                _restore(layer, tensors, self.progress.logical)
+        except ValueError:
+            raise _FILE.corrupt(self.path) from None
 
 
 def save(
@@ -376,7 +379,7 @@ def _restore(layer: Any, tensors: Mapping[str, Tensor], logical: int) -> None:
     if isinstance(layer, KeepLayer):
         layer.store, layer.logical = EntryStore.of(_without(tensors, "columns."), tensors["counts"]), logical
         if layer.decoding is not None:
-            layer.decoding.passing.restore(_without(tensors, "passing."))
+            layer.decoding.passing.restore(_without(tensors, "passing."), logical, layer.decoding.next)
     else:
         layer.lazy_initialization(tensors["keys"], tensors["values"])
         layer.keys, layer.values = tensors["keys"], tensors["values"]
