@@ -206,10 +206,8 @@ class PromptCache(TransformersCache, ABC):
         forward = Forward(call, call.query, call.key, call.value, positions, real, layer.logical, padded)
         phase = layer.phase
         if self._hooks is not None and phase is not None and phase.looks_at(forward):
-            layer_input = self._hooks.layer_input(call.module, call.rows)
+            layer_input = self._hooks.layer_input(call, positions, real)
             forward = replace(forward, layer_input=layer_input, rotation=layer_input.rotation)
-            if isinstance(phase, PromptPhase) or forward.end >= phase.next:
-                layer_input.check_rotation(call.query)
         # Drafts of assisted generation that follow the prompt see what its compression has left.
         parts = forward.split(self.progress.prompt) if isinstance(phase, PromptPhase) else (forward, None)
         outputs = []

@@ -21,6 +21,7 @@ from keepset.core.feature import Feature, Needs
 from keepset.core.features.attention import SecondPass, SecondPassColumns
 from keepset.errors import KeepsetError, UnsupportedModelError
 from keepset.hf.attention import AttentionCall, hand_over
+from keepset.hf.attention_hooks import position_offset
 from keepset.hf.hooks import ModelHooks, weakly
 from keepset.hf.layer import LogicalLayer
 from keepset.hf.progress import Progress
@@ -53,6 +54,7 @@ class SecondPasses(ModelHooks):
 
     def forget(self) -> None:
         self._inputs: list[Tensor] = []
+        self._rotated: tuple[Any, ...] = ()
 
     def run(
         self, entries: Mapping[int, Entries], progress: Progress, layers: Sequence[Any]
@@ -92,6 +94,9 @@ class SecondPasses(ModelHooks):
                     f"task_tokens has {len(task)} rows and the prompt {batch}: give one row, or one for every request."
                 )
         received: dict[int, list[dict[ColumnStatistic, Tensor]]] = {index: [] for index in entries}
+        assert progress.positions is not None
+        newest = None if valid is None else valid[:, -progress.positions.shape[1] :]
+        next_positions = (progress.lengths + position_offset(self._rotated, progress.positions, newest)).tolist()
         tokens, opening = torch.zeros(2, batch, dtype=torch.long, device=prompt.device)
         for request in range(batch):
             own = prompt[request] if valid is None else prompt[request][valid[request]]
@@ -104,7 +109,8 @@ class SecondPasses(ModelHooks):
                 for each in caches.values():
                     each.pieces = [PackedSequence(len(part), among) for part, among in together]
                 copies = {i: _one_request(layer, request, len(own), valid) for i, layer in rest.items()}
-                self._call([part for part, _ in together], len(own), [(caches | copies)[i] for i in range(len(layers))])
+                of_layers = [(caches | copies)[i] for i in range(len(layers))]
+                self._call([part for part, _ in together], next_positions[request], of_layers)
             tokens[request] = sum(len(part) for part, _ in parts)
             opening[request] = parts[0][1].start if parts[0][1] else 0
             for i, each in caches.items():
@@ -118,6 +124,9 @@ class SecondPasses(ModelHooks):
     def _installed(self, model: nn.Module) -> Iterator[RemovableHandle]:
         decoder: Any = model
         yield decoder.get_decoder().register_forward_pre_hook(weakly(self._enter), with_kwargs=True)
+        rotated = weakly(self._rotate)
+        for module in _rotary(decoder.get_decoder()):
+            yield module.register_forward_pre_hook(rotated, with_kwargs=True)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if kwargs.get("past_key_values") is not self._past():
@@ -128,6 +137,9 @@ class SecondPasses(ModelHooks):
         if inputs is not None:
             self._inputs = [*self._inputs, inputs.detach()]
 
+    def _rotate(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._rotated = *args, *kwargs.values()
+
     def _passes(self, kind: SecondPass, own: Tensor, tasks: list[Tensor]) -> list[Part]:
         """What runs after one request's prompt."""
         if self._repeat is None or not kind.repeat:
@@ -136,11 +148,11 @@ class SecondPasses(ModelHooks):
             raise KeepsetError("A prompt of embeddings cannot be asked for again in words: give token ids.")
         return list(self._repeat.passes(own, kind.chunk))
 
-    def _call(self, parts: list[Shaped[Tensor, " _ *hidden"]], length: int, layers: list[Any]) -> None:
-        """Runs parts, each of which follows a request of this length."""
+    def _call(self, parts: list[Shaped[Tensor, " _ *hidden"]], first: int, layers: list[Any]) -> None:
+        """Runs parts, each of which follows a request, so that its first token has this position."""
         model = self._model()
         assert model is not None
-        decoder, reached = model.get_decoder(), length + max(map(len, parts))
+        decoder, reached = model.get_decoder(), first + max(map(len, parts))
         longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         if longest is not None and reached > longest and not list(_rotary(model)):
             raise UnsupportedModelError(
@@ -148,7 +160,7 @@ class SecondPasses(ModelHooks):
                 f"learned only {longest} positions: give a shorter prompt."
             )
         tokens = torch.cat(parts)
-        positions = torch.cat([torch.arange(length, length + len(part), device=part.device) for part in parts])[None]
+        positions = torch.cat([torch.arange(first, first + len(part), device=part.device) for part in parts])[None]
         kind = "input_ids" if tokens.ndim == 1 else "inputs_embeds"
         with _unchanged_rotations(decoder), suppress(_Done):
             inputs = {kind: tokens[None], "past_key_values": TransformersCache(layers=layers)}

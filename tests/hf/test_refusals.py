@@ -98,14 +98,6 @@ def test_a_model_that_attends_over_other_values_than_it_caches() -> None:
         generate(model, prompt(1, LENGTH), past, max_new_tokens=2)
 
 
-@pytest.mark.parametrize("kind", ["phi", "stablelm"])
-def test_rotation_that_cannot_be_undone(kind: str) -> None:
-    model = random_model(kind)
-    past = keepset.Cache(model, "expected_attention(keep=12)")
-    with refusal("rotates queries in a way that keepset cannot undo"):
-        generate(model, prompt(1, LENGTH), past, max_new_tokens=2)
-
-
 # --- arguments
 
 
