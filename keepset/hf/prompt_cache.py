@@ -13,18 +13,23 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
-from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+)
 
 from keepset.core.feature import Feature, Needs
 from keepset.core.features.attention import SecondPass
 from keepset.core.features.given import ModelStatistics, ModelTables, OutputProjection, Perplexity
 from keepset.core.observation import Observation
-from keepset.errors import KeepsetError
-from keepset.hf.attention import NAME, AttentionCall, hand_over
+from keepset.errors import KeepsetError, UnsupportedModelError
+from keepset.hf.attention import NAME, AttentionCall, hand_over, passed_by
 from keepset.hf.attention_hooks import AttentionHooks
 from keepset.hf.forward import Forward
 from keepset.hf.hooks import ModelHooks
-from keepset.hf.layer import KeepLayer
+from keepset.hf.layer import HybridKeepLayer, KeepLayer
 from keepset.hf.mask import OTHER_PROMPT, RealTokens
 from keepset.hf.measured import statistics_for, tables_for
 from keepset.hf.perplexity import PerplexityHooks
@@ -70,10 +75,12 @@ class PromptCache(TransformersCache, ABC):
 
         # transformers decides each layer's kind; only those that would grow without end are replaced.
         layers = DynamicCache(config=config).layers
-        self.kept_layers = {i: KeepLayer(i) for i, layer in enumerate(layers) if type(layer) is DynamicLayer}
+        self.kept_layers = {i: kept for i, layer in enumerate(layers) if (kept := _kept(i, layer)) is not None}
         if not self.kept_layers:
-            every = f"Every layer of {type(model).__name__} has a window of its own"
-            warnings.warn(f"{every}: keepset compresses nothing.", stacklevel=3)
+            reason = _NOTHING_GROWS.format(model=type(model).__name__)
+            if not any(isinstance(layer, CacheLayerMixin) for layer in layers):
+                raise UnsupportedModelError(f"{reason}, so keepset has nothing to compress.")
+            warnings.warn(f"{reason}, so keepset compresses nothing.", stacklevel=3)
             needs = Needs()
         super().__init__(layers=[self.kept_layers.get(index, layer) for index, layer in enumerate(layers)])
         self.needs, self.schedule, self.prompt_length = needs, schedule or Schedule(), prompt_length
@@ -98,7 +105,9 @@ class PromptCache(TransformersCache, ABC):
     @property
     def nbytes(self) -> int:
         """Bytes allocated, those of layers that keepset leaves alone included."""
-        return sum(layer.nbytes if isinstance(layer, KeepLayer) else _nbytes(layer) for layer in self.layers)
+        kept = self.kept_layers.values()
+        others = sum(_nbytes(layer) for layer in self.layers if not isinstance(layer, KeepLayer))
+        return others + sum(layer.nbytes + layer.nbytes_states for layer in kept)
 
     # --- transformers' side
 
@@ -117,6 +126,10 @@ class PromptCache(TransformersCache, ABC):
         if kept is None:
             return keys, values
         if self._attending:
+            if (attended := passed_by()) is not None:
+                raise UnsupportedModelError(
+                    f"{attended} attends over other keys than it caches, which keepset does not support."
+                )
             raise KeepsetError(
                 f"keepset.Cache needs the attention implementation {NAME!r}, but another one ran: do not change it "
                 f"after creating the cache, or call model.set_attn_implementation({NAME!r})."
@@ -145,13 +158,12 @@ class PromptCache(TransformersCache, ABC):
         self._reorder(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
-        self._reorder(indices)
+        # Not all of transformers' layers know this, but all can be reordered.
+        self.reorder_cache(indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
         if self.progress is not None:
-            self._reorder(torch.arange(len(self.progress.lengths)).repeat_interleave(repeats))
+            self.reorder_cache(torch.arange(len(self.progress.lengths)).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
         progress = self.progress
@@ -306,7 +318,9 @@ class PromptCache(TransformersCache, ABC):
     def require_prompt(self) -> Progress:
         """How far the cache has come, between two forwards; raises KeepsetError where it holds no whole prompt."""
         if not self.kept_layers:
-            raise KeepsetError("Every layer of this model has a window of its own, so keepset has nothing to save.")
+            raise KeepsetError(
+                f"{_NOTHING_GROWS.format(model='This model')}, so keepset can neither save nor fork what it holds."
+            )
         progress = self.progress
         lengths = {layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)}
         if progress is None or progress.logical < progress.prompt or lengths != {progress.logical}:
@@ -320,6 +334,16 @@ class PromptCache(TransformersCache, ABC):
         if self.progress is not None:
             chosen = rows.nonzero()[:, 0] if rows.dtype == torch.bool else rows
             self.progress.reorder(chosen.to(self.progress.lengths.device))
+
+
+_NOTHING_GROWS = "{model} has no layer that caches the whole text, but only sliding windows or states of a fixed size"
+
+
+def _kept(index: int, layer: Any) -> KeepLayer | None:
+    """Return what stands for transformers' own layer; None for those that do not grow without end."""
+    if type(layer) is LinearAttentionAndFullAttentionLayer:
+        return HybridKeepLayer(index, layer)
+    return KeepLayer(index) if type(layer) is DynamicLayer else None
 
 
 def _nbytes(layer: Any) -> int:

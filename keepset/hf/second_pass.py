@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
+from transformers.cache_utils import LinearAttentionLayer
 
 from keepset.core.accumulator import widened
 from keepset.core.feature import Feature, Needs
@@ -23,7 +24,7 @@ from keepset.errors import KeepsetError, UnsupportedModelError
 from keepset.hf.attention import AttentionCall, hand_over
 from keepset.hf.attention_hooks import position_offset
 from keepset.hf.hooks import ModelHooks, weakly
-from keepset.hf.layer import LogicalLayer
+from keepset.hf.layer import HybridKeepLayer, LogicalLayer, states_of
 from keepset.hf.progress import Progress
 from keepset.hf.repeat import Repeat
 from keepset.kernels.columns import ColumnStatistic
@@ -100,14 +101,22 @@ class SecondPasses(ModelHooks):
         tokens, opening = torch.zeros(2, batch, dtype=torch.long, device=prompt.device)
         for request in range(batch):
             own = prompt[request] if valid is None else prompt[request][valid[request]]
+            if not len(own):
+                raise KeepsetError(
+                    f"Request {request} has nothing but padding within the prompt, and a second pass needs a token of "
+                    "every request: give a larger prompt_length."
+                )
             parts = self._passes(kind, own, [task[request // (batch // len(task))].to(own.device) for task in tasks])
-            caches = {i: _Entries(layer, request, len(own), names) for i, layer in entries.items()}
+            caches = {i: _entries(layers[i], layer, request, len(own), names) for i, layer in entries.items()}
             caches[max(caches)].last = True
             rest = {i: layer for i, layer in enumerate(layers) if i not in caches}
+            states = any(isinstance(each, _HybridEntries) for each in caches.values())
             # Layers that are not keepset's would let one part see another.
-            for together in _calls(parts, 1 if rest else _TOGETHER):
-                for each in caches.values():
+            for together in _calls(parts, 1 if rest or states else _TOGETHER):
+                for i, each in caches.items():
                     each.pieces = [PackedSequence(len(part), among) for part, among in together]
+                    if isinstance(each, _HybridEntries):
+                        vars(each).update(states_of(layers[i], slice(request, request + 1)))
                 copies = {i: _one_request(layer, request, len(own), valid) for i, layer in rest.items()}
                 of_layers = [(caches | copies)[i] for i in range(len(layers))]
                 self._call([part for part, _ in together], next_positions[request], of_layers)
@@ -224,6 +233,21 @@ class _Entries(LogicalLayer):
         if self.last:
             raise _Done
         return output.transpose(0, 1)[None].contiguous()
+
+
+class _HybridEntries(LinearAttentionLayer, _Entries):  # type: ignore[override]
+    """The same beside a copy of one request's recurrent states, which tokens change."""
+
+    def __init__(self, entries: Entries, request: int, length: int, names: Collection[ColumnStatistic]) -> None:
+        LinearAttentionLayer.__init__(self)
+        _Entries.__init__(self, entries, request, length, names)
+
+
+def _entries(
+    layer: Any, entries: Entries, request: int, length: int, names: Collection[ColumnStatistic]
+) -> _Entries | _HybridEntries:
+    kind = _HybridEntries if isinstance(layer, HybridKeepLayer) else _Entries
+    return kind(entries, request, length, names)
 
 
 def _check_task(task: Any, model: PreTrainedModel) -> Int[Tensor, "batch tokens"]:

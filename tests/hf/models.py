@@ -44,6 +44,8 @@ _SCALED = dict(
     rope_type="yarn", factor=4.0, original_max_position_embeddings=8, rope_theta=1e4, llama_4_scaling_beta=0.3
 )
 _WIDE = dict(head_dim=16, global_head_dim=32, num_global_key_value_heads=2, hidden_size_per_layer_input=0)
+_MAMBA = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16, mamba_n_groups=1, mamba_chunk_size=8)
+_ZAMBA = dict(n_mamba_heads=8, mamba_d_state=16, mamba_ngroups=1, chunk_size=8, adapter_rank=8, num_key_value_heads=4)
 _EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=32)
 
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -70,6 +72,11 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", dict(num_key_value_heads=None)),
     "smollm3": ("smollm3", dict(no_rope_layer_interval=2)),
     "lfm2": ("lfm2", dict(num_hidden_layers=4, layer_types=["conv", "full_attention"] * 2)),
+    "falcon_h1": ("falcon_h1", dict(tie_word_embeddings=False, mamba_d_ssm=128, mamba_d_conv=4, **_MAMBA)),
+    "zamba2": (
+        "zamba2",
+        dict(num_hidden_layers=4, layers_block_type=["mamba", "hybrid"] * 2, use_mem_rope=True, **_ZAMBA),
+    ),
     "qwen3_moe": ("qwen3_moe", dict(head_dim=16, num_experts=4, **_EXPERTS)),
 }
 
